@@ -1,0 +1,82 @@
+"""What a trainer process asks of a training backend. No torch import at import time; plug-ins import it in `build()`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from telescope.records import Denominators, TrainItem
+from telescope.settings import Settings
+
+if TYPE_CHECKING:
+    from telescope.algorithms.base import Algorithm
+    from telescope.config.parts import ModelSettings, TrainerSettings
+
+
+@dataclass(frozen=True)
+class TrainShard:
+    """One rank's part of a step: trajectories one after another."""
+
+    step: int
+    items: tuple[TrainItem, ...]
+    ids: np.ndarray  # [T] int32
+    mask: np.ndarray  # [T] uint8
+    logprobs: np.ndarray  # [T] float32, NaN where mask is 0
+    versions: np.ndarray  # [T] int32
+    denominators: Denominators
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """`metrics` are reduced over all ranks (equal on each); `timings` are this rank's seconds by phase."""
+
+    metrics: dict[str, float]
+    timings: dict[str, float]
+
+
+@dataclass(frozen=True)
+class World:
+    """Where this process stands among the trainer ranks. `device` is `cpu` or `cuda:<index>`."""
+
+    rank: int
+    size: int
+    device: str
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that a backend needs to know of a run."""
+
+    algorithm: Algorithm
+    model: ModelSettings
+    trainer: TrainerSettings
+    number_of_steps: int
+    temperature: float
+    max_tokens: int
+    seed: int
+    world: World
+
+
+class Backend(Protocol):
+    """A model in training on this rank. Every method is called on all ranks in the same order (they hold collectives)."""
+
+    def train_step(self, shard: TrainShard) -> StepResult:
+        """Forward, backward and one optimiser update over the shard and its siblings on the other ranks."""
+        ...
+
+    def weights(self) -> Iterator[tuple[str, Any]]:
+        """Full tensors by Hugging Face name, on rank 0; the other ranks run along and yield nothing. Tied tensors once."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class BackendSettings(Settings):
+    """Base of all backends' settings: a file of this folder with one subclass is a backend of that file's name."""
+
+    def build(self, job: Job) -> Backend:
+        """Make the backend on this rank; torch.distributed is set up in here, from the standard environment variables."""
+        raise NotImplementedError

@@ -1,0 +1,159 @@
+"""The sections of a run's configuration whose owners live on floors 3 and 4. Pure data: each field says what it means.
+
+Plug-ins (algorithm, backend, environment) keep their settings in their own files. A setting stands here only if code acts on it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from telescope.settings import Settings
+
+Dtype = Literal["float32", "float16", "bfloat16"]
+
+
+class ModelSettings(Settings):
+    name: str = "tiny"
+    """Hugging Face id, a local folder, or an embedded model (`tiny`, `tiny_reverse`)."""
+    dtype: Dtype = "float32"
+    """Precision of the master weights."""
+    chat_template: str | None = None
+    """Jinja template in place of the tokenizer's; needed for base models without one."""
+    enable_thinking: bool = False
+    """Passed to the chat template."""
+    trust_remote_code: bool = False
+    """Run Python code that the model's repository ships. Opt-in."""
+
+
+class EnvironmentEntry(Settings):
+    name: str
+    """Which environment: a file name in telescope/environments."""
+    weight: float = Field(default=1.0, gt=0)
+    """Share of prompts drawn from this entry, relative to the other entries."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """The environment's own typed settings; a typo is refused."""
+
+
+class OrchestratorSettings(Settings):
+    max_concurrent_prompts_per_server: int = Field(default=32, ge=1)
+    """Prompt groups in flight a server: times group_size sample lanes with individual lanes, as many group lanes without."""
+    prompts_batch_size_for_trainer: int = Field(default=16, ge=1)
+    """Groups in a training batch (P)."""
+    max_async_rollout: int = Field(default=2, ge=0)
+    """Steps that inference may run ahead of training (M); 0 = synchronous."""
+    take_order: Literal["completion", "admission"] = "completion"
+    """Which complete groups may be trained now; rule 5 of docs/architecture.md gives the staleness bound of each."""
+    max_off_policy_steps: int = Field(default=8, ge=1)
+    """Retire an incomplete group whose first dispatch is this many versions old (D)."""
+    discard_group_zero_advantage: bool = True
+    """Drop groups whose rewards are all equal."""
+    enable_individual_sample_lanes: bool = True
+    """A concurrency slot is a sample; false: a group."""
+    stuck_s: float = Field(default=600.0, gt=0)
+    """A peer that beats without progress on its orders for this long is stuck, and the run ends with its name."""
+    silent_s: float = Field(default=15.0, gt=0)
+    """A peer that is not heard for this long is lost."""
+
+
+class RolloutSettings(Settings):
+    group_size: int = Field(default=8, ge=1)
+    """Samples of one prompt (G)."""
+    min_group_size: int = Field(default=2, ge=1)
+    """Scored survivors below which a group fails."""
+    temperature: float = Field(default=1.0, gt=0)
+    max_tokens: int = Field(default=3700, ge=1)
+    """Sampled tokens of one turn, at most."""
+    timeout_s: float = Field(default=600.0, gt=0)
+    """Time limit of one rollout, generation and reward together."""
+    max_attempts: int = Field(default=3, ge=1)
+    """Tries of one rollout that fails for infrastructure reasons, before it leaves its group."""
+
+
+class TrainerSettings(Settings):
+    learning_rate: float = Field(default=1e-6, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    grad_clip: float = Field(default=1.0, gt=0)
+    """Largest global gradient norm; larger ones are scaled down to it."""
+    lr_scheduler: Literal["none", "constant", "linear", "cosine"] = "constant"
+    """none: fixed; constant: warm-up, then flat; linear, cosine: warm-up, then down to min_lr_ratio at the last step."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """The first of n warm-up steps runs at 1/n of the rate, not at 0."""
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+    seq_len: int = Field(default=4096, ge=8)
+    """Tokens of a packed row."""
+    pad_to_multiple_of: int = Field(default=64, ge=1)
+    entropy_chunk_size: int = Field(default=1024, ge=1)
+    """Tokens whose [chunk, vocabulary] logits exist at once when log-probs and entropy are computed."""
+
+
+class InferenceSettings(Settings):
+    engine: Literal["vllm", "fake"] = "vllm"
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    """Precision served; auto: bfloat16 on a GPU, model.dtype on CPU."""
+    host: str | None = None
+    """Where the OpenAI-compatible HTTP binds; null = loopback."""
+    base_port: int = Field(default=8100, ge=0, le=65535)
+    """HTTP port of server 0, server i gets base_port + i; 0: any free port."""
+    http: bool = True
+    """Serve the OpenAI-compatible HTTP API beside the link."""
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    cpu_kv_cache_mb: int = Field(default=128, ge=8)
+    """KV cache of a server on CPU."""
+    max_model_len: int = Field(default=4096, ge=8)
+    """Prompt and completion tokens of one sequence, at most."""
+    scheduling_policy: Literal["priority", "fcfs"] = "priority"
+    """priority: earlier turns first."""
+    max_num_seqs: int | None = Field(default=None, ge=1)
+    max_num_batched_tokens: int | None = Field(default=None, ge=1)
+    enforce_eager: bool = False
+    """No CUDA graphs (always so on CPU)."""
+    enable_prefix_caching: bool = True
+
+
+class WeightSyncSettings(Settings):
+    transport: Literal["auto", "shared_memory"] = "auto"
+    """How weights travel from trainer to servers; auto: shared memory."""
+    update_timeout_s: float = Field(default=300.0, gt=0)
+    """Deadline of each of publish, prepare and commit."""
+    in_flight: Literal["continue", "abort"] = "continue"
+    """What an update does to running generations: continue under the new weights, or abort and retry their rollouts."""
+    reset_prefix_cache: bool = True
+    """Forget cached prefixes at each update: they were computed with the old weights."""
+
+
+class ClusterSettings(Settings):
+    kind: Literal["local"] = "local"
+    device: Literal["auto", "cpu", "gpu"] = "auto"
+    """auto: the GPUs present, else CPU."""
+    inference_num_workers: int = Field(default=2, ge=1)
+    """Inference servers (GPUs given to inference)."""
+    trainer_num_workers: int = Field(default=2, ge=1)
+    """Trainer ranks."""
+    env_num_workers: int = Field(default=1, ge=1)
+    """Environment worker processes."""
+    rollouts_per_env_worker: int = Field(default=1024, ge=1)
+    """Rollouts one environment worker plays at once."""
+    inference_cpus_per_worker: float = Field(default=4.0, gt=0)
+    trainer_cpus_per_worker: float = Field(default=4.0, gt=0)
+    """CPU cores (threads) a process; a hint where there are fewer."""
+    placement_timeout_s: int = Field(default=900, ge=1)
+    """Until all processes have said hello."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment variables for every process of the run."""
+
+
+class LoggingSettings(Settings):
+    use_wandb: bool | None = None
+    """null: where a login or WANDB_MODE exists."""
+    wandb_project: str = "telescope"
+    wandb_run_name: str | None = None
+    wandb_tags: tuple[str, ...] = ("telescope",)
+    log_to_console: bool = False
+    """Copy the components' logs to the launcher's stderr."""
+    progress: bool = True
+    """Show the progress line on the launcher's terminal."""
+    token_trace_every: int | None = Field(default=None, ge=1)
+    """Write token rows of every k-th step; null: none."""

@@ -1,0 +1,84 @@
+"""What is to be done. Orders of the core to the orchestrator, which performs them; ids and scalars only."""
+
+from __future__ import annotations
+
+import msgspec
+
+from telescope.records import RolloutOrder
+
+
+class Command(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """Base of all commands; the tag is the class name."""
+
+
+class Run(Command):
+    """Send the rollout to the worker (the core has counted the worker's credit)."""
+
+    worker: str
+    order: RolloutOrder
+
+
+class Cancel(Command):
+    """Stop a running rollout: tell its worker, abort its request. No RolloutDone of this attempt counts any more."""
+
+    worker: str
+    rollout_id: int
+    attempt: int
+    reason: str
+
+
+class Place(Command):
+    """Send the waiting request to the server. A smaller `priority` goes first."""
+
+    request_id: str
+    server: str
+    priority: int
+
+
+class Refuse(Command):
+    """Answer the waiting request with GenerateFailed: its rollout no longer counts."""
+
+    request_id: str
+    cause: str
+
+
+class GroupState(Command):
+    """A group has passed into a new state: one row of the run directory's groups stream."""
+
+    group_id: int
+    state: str
+    reason: str
+    version: int
+    """v_start once known, else -1."""
+
+
+class Train(Command):
+    """Train on the batch. `baseline_group_ids` were discarded for equal rewards since the previous batch closed: they count
+    in batch statistics of the advantages, never in the loss."""
+
+    step: int
+    group_ids: tuple[int, ...]
+    rollout_ids: tuple[tuple[int, ...], ...]
+    """Surviving rollouts of each group, in sample order."""
+    baseline_group_ids: tuple[int, ...]
+    baseline_rollout_ids: tuple[tuple[int, ...], ...]
+
+
+class Forget(Command):
+    """These rollouts will never be asked for again: the shelf drops their arrays."""
+
+    rollout_ids: tuple[int, ...]
+
+
+class Update(Command):
+    """Bring all servers to the version."""
+
+    version: int
+
+
+class Stop(Command):
+    reason: str
+    ok: bool
+
+
+AnyCommand = Run | Cancel | Place | Refuse | GroupState | Train | Forget | Update | Stop

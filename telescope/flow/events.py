@@ -1,0 +1,103 @@
+"""What has happened. Past tense, ids and scalars only; each handled event is one journal line."""
+
+from __future__ import annotations
+
+import msgspec
+
+from telescope.records import EnvironmentCard, FinishReason
+
+
+class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """Base of all events; the tag is the class name."""
+
+
+class WorkerJoined(Event):
+    worker: str
+    capacity: int
+    environments: tuple[EnvironmentCard, ...]
+
+
+class WorkerLost(Event):
+    worker: str
+    cause: str
+
+
+class ServerJoined(Event):
+    server: str
+    version: int
+
+
+class ServerLost(Event):
+    server: str
+    cause: str
+
+
+class TrainerReady(Event):
+    """All trainer ranks have said hello."""
+
+    ranks: int
+
+
+class TurnStarted(Event):
+    """A worker asks for tokens. Answered by Place or Refuse."""
+
+    request_id: str
+    rollout_id: int
+    attempt: int
+    turn: int
+    prompt_tokens: int
+
+
+class TurnDone(Event):
+    request_id: str
+    rollout_id: int
+    completion_tokens: int
+    finish_reason: FinishReason
+
+
+class RolloutDone(Event):
+    rollout_id: int
+    attempt: int
+    reward: float
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class RolloutFailed(Event):
+    rollout_id: int
+    attempt: int
+    cause: str
+
+
+class StepDone(Event):
+    """All ranks have finished the step; its weights exist in the trainer."""
+
+    step: int
+
+
+class UpdateDone(Event):
+    """All living servers have committed the version."""
+
+    version: int
+
+
+class UpdateFailed(Event):
+    version: int
+    cause: str
+
+
+class StopRequested(Event):
+    """A signal or a fault outside the core asks for the end."""
+
+    reason: str
+    ok: bool
+
+
+class Tick(Event):
+    """Time has passed; deadlines are looked at."""
+
+
+AnyEvent = (
+    WorkerJoined | WorkerLost | ServerJoined | ServerLost | TrainerReady | TurnStarted | TurnDone
+    | RolloutDone | RolloutFailed | StepDone | UpdateDone | UpdateFailed | StopRequested | Tick
+)  # fmt: skip

@@ -1,0 +1,65 @@
+"""What an inference server asks of its engine: token ids in; ids, processed log-probs and weight versions out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from telescope.records import FinishReason, Sampling, WeightManifest
+
+
+@dataclass(frozen=True)
+class Generated:
+    """The answer to one request; all arrays have the length of the completion."""
+
+    ids: np.ndarray  # [T] int32
+    logprobs: np.ndarray  # [T] float32, after temperature, of the sampled tokens
+    versions: np.ndarray  # [T] int32, weight version that sampled each token
+    finish_reason: FinishReason
+    cached_tokens: int
+    queued_s: float
+    generated_s: float
+
+
+@dataclass(frozen=True)
+class WeightState:
+    """What the engine holds after a weight operation; `checksum` is that of the served version's manifest."""
+
+    version: int
+    prepared: int | None
+    checksum: str
+    pause_s: float
+
+
+class EngineDead(RuntimeError):
+    """The engine can serve nothing any more; the process must end with this message."""
+
+
+class Engine(Protocol):
+    async def start(self) -> None:
+        """Load the model and be ready to generate. Raises with a whole sentence if it can't."""
+        ...
+
+    async def generate(self, request_id: str, prompt_ids: np.ndarray, sampling: Sampling, priority: int) -> Generated:
+        """Sample one completion. Ends with `finish_reason="abort"` and the tokens so far if aborted."""
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """Really stop the request in the engine, within one engine step."""
+        ...
+
+    async def prepare(self, manifest: WeightManifest) -> WeightState:
+        """Stage the new weights and check them whole; generation goes on."""
+        ...
+
+    async def commit(self, version: int) -> WeightState:
+        """Serve the staged version: pause, load, resume. Tokens after it carry the new version."""
+        ...
+
+    async def discard(self, version: int) -> WeightState:
+        """Forget the staged version; the old one stays served."""
+        ...
+
+    async def close(self) -> None: ...

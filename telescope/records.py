@@ -1,0 +1,117 @@
+"""What travels between the parts of a run: ids, scalars and token arrays. No behaviour beyond simple derived facts.
+
+Floor 0: msgspec structs and numpy arrays only. Every other package may import this one; it imports none of them.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+Role = Literal["worker", "server", "trainer"]
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of all records: immutable, and closed to fields it does not know."""
+
+
+class PromptRef(Record):
+    """One prompt by name: the `index`-th of an environment's split, e.g. `PromptRef("countdown", "train", 41)`."""
+
+    environment: str
+    split: str
+    index: int
+
+
+class EnvironmentCard(Record):
+    """What an environment worker reports of one environment, so that the core can draw prompts without loading it."""
+
+    name: str
+    split_sizes: dict[str, int]
+    digest: str
+    """Hash over the environment's settings and prompts: two workers that disagree would train on different data."""
+
+
+class Sampling(Record):
+    """How tokens are drawn. Log-probs are those of the distribution after `temperature` (processed)."""
+
+    temperature: float
+    max_tokens: int
+    seed: int
+
+
+class RolloutOrder(Record):
+    """One sample to be played. A retry keeps `rollout_id`, `group_id`, `sample` and `seed`; `attempt` counts up from 0."""
+
+    rollout_id: int
+    group_id: int
+    sample: int
+    attempt: int
+    prompt: PromptRef
+    seed: int
+
+
+class Denominators(Record):
+    """Counts over one whole optimiser update (all ranks, all micro-batches); see docs/architecture.md, rule 2."""
+
+    tokens: int
+    """Trained tokens: sum of the masks."""
+    sequences: int
+    """Rollouts, those without a trained token included."""
+    groups: int
+
+
+class Trajectory(msgspec.Struct, frozen=True):
+    """One packed-able token sequence: a rollout, or one branch of it. All arrays have length T."""
+
+    ids: np.ndarray  # [T] int32, exactly as the server saw and sampled them
+    mask: np.ndarray  # [T] uint8, 1 where the policy sampled the token
+    logprobs: np.ndarray  # [T] float32, log-prob of the token under the sampling policy; NaN where mask is 0
+    versions: np.ndarray  # [T] int32, weight version that sampled the token; -1 where mask is 0
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.ids), len(self.mask), len(self.logprobs), len(self.versions)}
+        if len(lengths) != 1:
+            raise ValueError(f"arrays of a trajectory differ in length: {sorted(lengths)}")
+
+    @property
+    def trained_tokens(self) -> int:
+        return int(self.mask.sum())
+
+
+class TrainItem(Record):
+    """One trajectory of a train step. `sequence` is the rollout it belongs to: its branches share it."""
+
+    rollout_id: int
+    group_id: int
+    sequence: int
+    """Index of the rollout within the step, counted over all ranks."""
+    length: int
+    advantage: float
+    sequence_tokens: int
+    """Trained tokens of the whole rollout, over all its branches (n_i)."""
+
+
+class TensorSpec(Record):
+    """Where one tensor lies in a weight segment. `dtype` is torch's name without the prefix, e.g. `float32`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+class WeightManifest(Record):
+    """One published version of the weights: how to fetch it and how to know that it arrived whole."""
+
+    version: int
+    transport: str
+    location: str
+    tensors: tuple[TensorSpec, ...]
+    nbytes: int
+    checksum: str
+    """Hash of all bytes of the segment, in order (`telescope.weights.base.checksum`)."""

@@ -1,0 +1,111 @@
+"""Every path of a run directory, in one place. Knows names, not contents.
+
+A run directory is never reused: `create` refuses a folder that is not empty.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class RunDirectoryInUse(ValueError):
+    """The folder exists and is not empty."""
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    path: Path
+
+    @classmethod
+    def create(cls, path: Path) -> RunDirectory:
+        """Make the folder, readable by its owner alone. Raises `RunDirectoryInUse` where something lies in it already."""
+        path = path.absolute()
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise RunDirectoryInUse(f"run_dir={path} exists and is not empty; a run directory is never reused: name another")
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for folder in (path / "journal", path / "live", path / "blocks", path / "logs", path / "failures", path / "wire"):
+            folder.mkdir(mode=0o700)
+        return cls(path)
+
+    # resolved once, by telescope.run
+    @property
+    def config_json(self) -> Path:
+        return self.path / "config.json"
+
+    @property
+    def config_yaml(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def plan_json(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def cmdline(self) -> Path:
+        return self.path / "cmdline.txt"
+
+    @property
+    def run_json(self) -> Path:
+        return self.path / "run.json"
+
+    # the wire's meeting point and keys
+    @property
+    def hub_json(self) -> Path:
+        return self.path / "wire" / "hub.json"
+
+    def secret_key(self, process: str) -> Path:
+        return self.path / "wire" / f"{process}.key_secret"
+
+    def public_key(self, process: str) -> Path:
+        return self.path / "wire" / f"{process}.key"
+
+    # what happens
+    @property
+    def journal(self) -> Path:
+        return self.path / "journal" / "core.jsonl"
+
+    @property
+    def status_json(self) -> Path:
+        return self.path / "status.json"
+
+    @property
+    def summary_json(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def manifest(self) -> Path:
+        return self.path / "MANIFEST.jsonl"
+
+    def log(self, process: str) -> Path:
+        return self.path / "logs" / f"{process}.log"
+
+    def failure(self, process: str) -> Path:
+        """One sentence, written by a process that ends for a reason it knows."""
+        return self.path / "failures" / f"{process}.txt"
+
+    def live(self, writer: str, stream: str, segment: int) -> Path:
+        return self.path / "live" / writer / f"{stream}-{segment:06d}.jsonl"
+
+    def block(self, writer: str, stream: str, segment: int) -> Path:
+        return self.path / "blocks" / f"{stream}" / f"{writer}-{segment:06d}.parquet"
+
+    def tokens(self, step: int) -> Path:
+        return self.path / "tokens" / f"step={step:06d}"
+
+    @property
+    def wandb(self) -> Path:
+        return self.path / "wandb"
+
+
+def write_atomically(path: Path, text: str, mode: int = 0o644) -> None:
+    """Write beside and rename, so that a reader sees the old text or the new, never half of one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)

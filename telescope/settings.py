@@ -1,0 +1,22 @@
+"""The base of every settings class: frozen, strict, and closed to names it does not know.
+
+Owns how settings behave; refuses to know what any of them mean. A settings class keeps its defaults in its own fields and
+its checks in its own validators, each of which raises `ValueError` with a whole sentence that names the remedy.
+"""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Settings(BaseModel):
+    """Frozen, strict (`"3"` is not an int), `extra=forbid` (a typo is an error), defaults checked like values."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        strict=True,
+        extra="forbid",
+        validate_default=True,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+    )

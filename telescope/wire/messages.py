@@ -1,0 +1,252 @@
+"""What a field on the socket means. docs/protocol.md is the prose of this file; golden bytes pin every message.
+
+A header is one `Envelope`: delivery facts plus one tagged body. Arrays travel as raw little-endian frames behind it, in the
+order of `Envelope.arrays`. Owns names and types; refuses sockets, clocks and retries (session.py decides those).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from telescope.records import (
+    Denominators,
+    EnvironmentCard,
+    FinishReason,
+    Role,
+    RolloutOrder,
+    Sampling,
+    TrainItem,
+    WeightManifest,
+)
+
+PROTOCOL = b"telescope/1"
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """Base of all bodies; the tag is the class name."""
+
+
+class ArraySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """One raw frame: numpy dtype string (bounded list in codec.py) and shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+# ---- session: who is there ------------------------------------------------------------------------------------------
+
+
+class Hello(Message):
+    """First message of a link, and again after each reconnect."""
+
+    role: Role
+    name: str
+    run: str
+    attempt: str
+    incarnation: str
+    """Random per process start: a restarted peer of the same name is a new peer."""
+    config_hash: str
+    capacity: int
+    """Orders this peer takes at once (its credits)."""
+    pid: int
+    host: str
+    environments: tuple[EnvironmentCard, ...] = ()
+    version: int = 0
+    """Weight version a server serves at its hello."""
+    rank: int = 0
+
+
+class Welcome(Message):
+    heartbeat_s: float
+    silent_s: float
+
+
+class Reject(Message):
+    reason: str
+
+
+class Heartbeat(Message):
+    """Sent by the I/O thread. `progress` counts work done; `doing` says what is going on, e.g. `train step 12`."""
+
+    progress: int
+    doing: str
+
+
+class Ack(Message):
+    """The named sequence numbers of the other side are safe here (for a rollout: on disk); it may forget them."""
+
+    seqs: tuple[int, ...]
+
+
+class Stop(Message):
+    """Orchestrator to all: finish, say Goodbye, exit 0."""
+
+    reason: str
+
+
+class Goodbye(Message):
+    """A peer leaves on purpose; its silence from now on is no fault. A non-empty `error` is the reason of a failure."""
+
+    error: str = ""
+
+
+# ---- environment workers --------------------------------------------------------------------------------------------
+
+
+class RunRollout(Message):
+    order: RolloutOrder
+
+
+class CancelRollout(Message):
+    rollout_id: int
+    attempt: int
+    reason: str
+
+
+class RolloutDone(Message):
+    """Frames: ids [T] int32, mask [T] uint8, logprobs [T] float32, versions [T] int32, all branches one after another."""
+
+    rollout_id: int
+    attempt: int
+    reward: float
+    metrics: dict[str, float]
+    branch_lengths: tuple[int, ...]
+    prompt_tokens: int
+    completion_tokens: int
+    turns: int
+    finish_reason: FinishReason
+    prompt_text: str
+    completion_text: str
+    golden_answer: str
+    started_ns: int
+    generated_ns: int
+    scored_ns: int
+
+
+class RolloutFailed(Message):
+    """An infrastructure failure (environment, server, time limit), never a reward of 0."""
+
+    rollout_id: int
+    attempt: int
+    cause: str
+
+
+# ---- generation: worker -> orchestrator -> server and back, arrays undecoded ----------------------------------------
+
+
+class Generate(Message):
+    """Frame: prompt ids [T] int32."""
+
+    request_id: str
+    rollout_id: int
+    attempt: int
+    turn: int
+    sampling: Sampling
+    priority: int = 0
+
+
+class Abort(Message):
+    request_id: str
+
+
+class Completion(Message):
+    """Frames: ids [T] int32, logprobs [T] float32 (processed), versions [T] int32."""
+
+    request_id: str
+    finish_reason: FinishReason
+    tokens: int
+    cached_tokens: int
+    queued_s: float
+    generated_s: float
+
+
+class GenerateFailed(Message):
+    request_id: str
+    cause: str
+
+
+# ---- training and weights -------------------------------------------------------------------------------------------
+
+
+class TrainStep(Message):
+    """One rank's shard of a step. Frames, the items' tokens one after another: ids [T] int32, mask [T] uint8,
+    logprobs [T] float32, versions [T] int32."""
+
+    step: int
+    """1-based; the step produces weight version `step`."""
+    items: tuple[TrainItem, ...]
+    denominators: Denominators
+
+
+class StepDone(Message):
+    """Metrics of one rank. Rank 0's are already reduced over all ranks; `timings` are this rank's own seconds."""
+
+    step: int
+    metrics: dict[str, float]
+    timings: dict[str, float]
+
+
+class PublishWeights(Message):
+    version: int
+
+
+class WeightsPublished(Message):
+    """From every rank; only rank 0 carries the manifest."""
+
+    version: int
+    manifest: WeightManifest | None
+    seconds: float
+
+
+class PrepareWeights(Message):
+    manifest: WeightManifest
+
+
+class CommitWeights(Message):
+    version: int
+
+
+class AbortWeights(Message):
+    version: int
+    reason: str
+
+
+class WeightsReady(Message):
+    """Answer to PrepareWeights, CommitWeights and AbortWeights: what the server holds now."""
+
+    version: int
+    """The version served after this answer."""
+    prepared: int | None
+    """The version staged and not yet served."""
+    checksum: str
+    pause_s: float
+
+
+class WeightsFailed(Message):
+    """`fatal`: the server no longer serves anything and must be restarted."""
+
+    version: int
+    cause: str
+    fatal: bool
+
+
+Body = (
+    Hello | Welcome | Reject | Heartbeat | Ack | Stop | Goodbye
+    | RunRollout | CancelRollout | RolloutDone | RolloutFailed
+    | Generate | Abort | Completion | GenerateFailed
+    | TrainStep | StepDone | PublishWeights | WeightsPublished
+    | PrepareWeights | CommitWeights | AbortWeights | WeightsReady | WeightsFailed
+)  # fmt: skip
+
+
+class Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Delivery facts of one message."""
+
+    body: Body
+    seq: int = 0
+    """Counts a sender's kept messages from 1; 0 = not kept, not resent (heartbeats, acks, cancels)."""
+    answers: int = 0
+    """`seq` of the other side's message that this one settles; it returns that message's credit."""
+    arrays: tuple[ArraySpec, ...] = ()
+
+
