@@ -1,6 +1,7 @@
 """The sections of a run's configuration whose owners live on floors 3 and 4. Pure data: each field says what it means.
 
-Plug-ins (algorithm, backend, environment) keep their settings in their own files. A setting stands here only if code acts on it.
+Plug-ins (algorithm, backend, environment) keep their settings in their own files. A setting stands here only if code acts on
+it.
 """
 
 from __future__ import annotations

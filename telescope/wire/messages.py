@@ -248,5 +248,3 @@ class Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     answers: int = 0
     """`seq` of the other side's message that this one settles; it returns that message's credit."""
     arrays: tuple[ArraySpec, ...] = ()
-
-
