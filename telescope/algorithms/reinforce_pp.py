@@ -27,10 +27,9 @@ class ReinforcePP(PolicyGradient):
     def advantages(self, rewards: np.ndarray, groups: np.ndarray, *, group_size: int) -> np.ndarray:
         """(A - mean) / (std + epsilon) over the batch, with A = r_i - group mean, or r_i where one sample a prompt is asked for.
 
-        What decides is the configured group size: a lone survivor of a larger group is refused.
+        What decides is the configured group size: a lone survivor of a larger group gets 0, not its raw reward.
         """
         batch = Groups(rewards, groups)
         if group_size == 1:
             return standardise(batch.rewards)
-        batch.require(2)
         return batch.over_batch(batch.centred())
