@@ -37,7 +37,7 @@ CONFIGURED_GROUP_SIZE = 8  # where a case gives none: at least 2
 class Worst:
     """The largest |difference| / max(1, |expected|) of one quantity, and the case it came from."""
 
-    by: dict[str, tuple[float, str]] = field(default_factory=lambda: {})
+    by: dict[str, tuple[float, str]] = field(default_factory=dict)
 
     def note(self, quantity: str, case: str, got: np.ndarray, expected: np.ndarray) -> None:
         if got.shape != expected.shape:
