@@ -275,7 +275,17 @@ def save(recipe: Recipe, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizer
     model.generation_config = GenerationConfig(do_sample=True, temperature=1.0, eos_token_id=EOS, pad_token_id=PAD)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    write_portable_tokenizer_config(folder / "tokenizer_config.json")
     (folder / "model.safetensors").chmod(0o644)  # safetensors writes 0600
+
+
+def write_portable_tokenizer_config(path: Path) -> None:
+    """Name the tokenizer as transformers 4 and 5 both know it (5 writes names that 4 does not have)."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config.pop("backend", None)
+    config["additional_special_tokens"] = config.pop("extra_special_tokens", list(SPECIALS[3:]))
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def main() -> int:
