@@ -4,7 +4,7 @@ Owns segment files: their names, layout, checks and removal. Refuses to know mod
 written twice: a new version gets a new file, so a server that still reads the old one keeps its bytes. Torch tensors (on the
 CPU) and numpy arrays are both taken; torch is not needed.
 
-A segment's name holds a digest of the run's id, a random word and the version: two runs never meet. Its writer keeps a lock on it,
+A segment's name holds a digest of the run's id, a random word and the version: two runs never meet. Its writer keeps a lock,
 so that `sweep` can tell a dead run's leftovers from a living run's weights.
 """
 
