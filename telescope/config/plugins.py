@@ -137,7 +137,7 @@ def _import(kind: Kind[S], plugin: PluginFile) -> ModuleType:
         if plugin.module.startswith("telescope."):
             return importlib.import_module(plugin.module)
         return _import_file(plugin)
-    except Exception as error:  # noqa: BLE001 - a plug-in file is someone's own code and may raise anything
+    except Exception as error:  # a plug-in file is someone's own code and may raise anything
         sys.modules.pop(plugin.module, None)
         raise PluginError(
             f"{kind.word} '{plugin.name}' can't be imported: {type(error).__name__}: {error} (in {plugin.file})"
