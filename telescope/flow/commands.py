@@ -19,7 +19,8 @@ class Run(Command):
 
 
 class Cancel(Command):
-    """Stop a running rollout: tell its worker, abort its request. No RolloutDone of this attempt counts any more."""
+    """Stop a running rollout: tell its worker, abort its requests on the servers. No RolloutDone of this attempt counts any
+    more. The worker still owes the answer to its order (RolloutFailed, or a late RolloutDone): only that frees lane and credit."""
 
     worker: str
     rollout_id: int
@@ -36,7 +37,7 @@ class Place(Command):
 
 
 class Refuse(Command):
-    """Answer the waiting request with GenerateFailed: its rollout no longer counts."""
+    """Answer the request with GenerateFailed: its rollout no longer counts, or its server is lost."""
 
     request_id: str
     cause: str
@@ -64,6 +65,13 @@ class Train(Command):
     baseline_rollout_ids: tuple[tuple[int, ...], ...]
 
 
+class Ignore(Command):
+    """The RolloutDone just reported does not count (cancelled, superseded, or seen before): its arrays do not go to the shelf."""
+
+    rollout_id: int
+    attempt: int
+
+
 class Forget(Command):
     """These rollouts will never be asked for again: the shelf drops their arrays."""
 
@@ -71,14 +79,22 @@ class Forget(Command):
 
 
 class Update(Command):
-    """Bring all servers to the version."""
+    """Bring all servers to the version. It may be the one already served, for a server that joined since."""
 
     version: int
 
 
+class Warn(Command):
+    """Something the user should see now; the run goes on."""
+
+    sentence: str
+
+
 class Stop(Command):
+    """End the run. `ok`: it has done what it was asked. No command follows."""
+
     reason: str
     ok: bool
 
 
-AnyCommand = Run | Cancel | Place | Refuse | GroupState | Train | Forget | Update | Stop
+AnyCommand = Run | Cancel | Place | Refuse | GroupState | Train | Ignore | Forget | Update | Warn | Stop

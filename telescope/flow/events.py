@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import isfinite
+
 import msgspec
 
 from telescope.records import EnvironmentCard, FinishReason
@@ -18,6 +20,8 @@ class WorkerJoined(Event):
 
 
 class WorkerLost(Event):
+    """Its rollouts are tried again elsewhere; the relay aborts their requests."""
+
     worker: str
     cause: str
 
@@ -49,6 +53,8 @@ class TurnStarted(Event):
 
 
 class TurnDone(Event):
+    """A placed request has ended; a failed one with `abort` and the tokens that were sampled."""
+
     request_id: str
     rollout_id: int
     completion_tokens: int
@@ -56,14 +62,22 @@ class TurnDone(Event):
 
 
 class RolloutDone(Event):
+    """A reward that is not finite is an infrastructure failure: report RolloutFailed. Raises ValueError here."""
+
     rollout_id: int
     attempt: int
     reward: float
     prompt_tokens: int
     completion_tokens: int
 
+    def __post_init__(self) -> None:
+        if not isfinite(self.reward):
+            raise ValueError(f"reward={self.reward} of rollout {self.rollout_id} is not a finite number")
+
 
 class RolloutFailed(Event):
+    """The attempt ended without a reward; also the answer to a cancelled order."""
+
     rollout_id: int
     attempt: int
     cause: str
@@ -76,7 +90,7 @@ class StepDone(Event):
 
 
 class UpdateDone(Event):
-    """All living servers have committed the version."""
+    """All servers that were there at the Update and still live have committed the version."""
 
     version: int
 
