@@ -8,7 +8,7 @@ and leave frames to be sent in an outbox. Neither raises because of what the oth
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -270,12 +270,16 @@ class Peer:
     channel: Channel
     heard: float
     moved: float
-    """When it last made progress, or got an order while it had none."""
+    """When it last made progress, or got something to do while it had nothing."""
     progress: int = -1
     doing: str = "starting"
     told_stuck: bool = False
     stopped: bool = False
-    malformed: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def has_work(self) -> bool:
+        """It has orders, and does not wait for an answer from here: a worker whose turns are at the servers is not at fault."""
+        return self.channel.orders > 0 and not self.channel.questions
 
 
 class HubSession:
@@ -306,9 +310,9 @@ class HubSession:
     def send(self, name: str, body: Body, raw: RawArrays = NO_ARRAYS, answers: Delivery | None = None, *, now: float) -> int:
         """Send to a peer; gives the message's number, 0 if it is not kept.
 
-        To a peer that has gone (its PeerLost or PeerLeft has been or will be told) nothing is sent and 0 comes back; the same holds
-        for the answer to a message of an incarnation that has gone. Raises `NoCredit`, `UnknownPeer`, or `ValueError` where
-        the message is not one for this peer.
+        To a peer that has gone (its PeerLost or PeerLeft has been or will be told) nothing is sent and 0 comes back; the
+        same holds for the answer to a message of an incarnation that has gone. Raises `NoCredit`, `UnknownPeer`, or
+        `ValueError` where the message is not one for this peer.
         """
         peer = self.peers.get(name)
         if peer is None:
@@ -321,9 +325,9 @@ class HubSession:
             raise ValueError(f"a message of {answers.peer} cannot be answered to {name}")
         if answers is not None and answers.incarnation != peer.hello.incarnation:
             return 0
-        idle = peer.channel.orders == 0
+        had_work = peer.has_work
         seq, frames = peer.channel.send(body, raw, answers.seq if answers else 0)
-        if idle and peer.channel.orders:
+        if peer.has_work and not had_work:
             peer.moved = now
         peer.stopped = peer.stopped or isinstance(body, Stop)
         self.outbox.append((peer.route, frames))
@@ -430,7 +434,7 @@ class HubSession:
             if peer.channel.acks:
                 self._owing[name] = peer
         if fresh:
-            self._moved(peer, now)
+            _moved(peer, now)
             self.happenings.append(Delivery(name, envelope.seq, body, packet.raw, envelope.answers, peer.hello.incarnation))
 
     def _take_session(self, peer: Peer, body: Body, now: float) -> None:
@@ -439,7 +443,7 @@ class HubSession:
                 peer.doing = doing[:200]
                 if progress != peer.progress:
                     peer.progress = progress
-                    self._moved(peer, now)
+                    _moved(peer, now)
             case Ack(seqs=seqs):
                 peer.channel.acknowledged(seqs)
             case Goodbye(error=error):
@@ -448,10 +452,6 @@ class HubSession:
                 self.happenings.append(PeerLost(name, error[:2000]) if error else PeerLeft(name, orders))
             case _:
                 pass
-
-    def _moved(self, peer: Peer, now: float) -> None:
-        peer.moved = now
-        peer.told_stuck = False
 
     def _retire(self, peer: Peer, why: str) -> None:
         name = peer.hello.name
@@ -490,7 +490,7 @@ class HubSession:
                 self.happenings.append(PeerStuck(peer.hello.name, peer.doing, now - peer.moved))
 
     def _is_stuck(self, peer: Peer, now: float) -> bool:
-        return peer.channel.orders > 0 and not peer.told_stuck and now - peer.moved > self.timing.stuck_s
+        return peer.has_work and not peer.told_stuck and now - peer.moved > self.timing.stuck_s
 
     def _lose_silent(self, peer: Peer, seconds: float) -> None:
         name = peer.hello.name
@@ -500,8 +500,13 @@ class HubSession:
         doing = f"; it was last doing: {peer.doing}" if peer.doing else ""
         self.happenings.append(PeerLost(name, f"{name} (pid {peer.hello.pid} on {peer.hello.host}) {why}{doing}"))
 
-    def excuse(self, seconds: float) -> None:
+    def excuse(self, seconds: float, now: float) -> None:
         """The hub itself was not listening that long: nobody's silence or stillness meanwhile counts."""
         for peer in self.peers.values():
-            peer.heard += seconds
-            peer.moved += seconds
+            peer.heard = min(now, peer.heard + seconds)
+            peer.moved = min(now, peer.moved + seconds)
+
+
+def _moved(peer: Peer, now: float) -> None:
+    peer.moved = now
+    peer.told_stuck = False
