@@ -1,4 +1,4 @@
-"""The orchestrator's socket: one ROUTER, read and written from its asyncio loop. What to do is session.py's.
+"""The orchestrator's socket: one ROUTER, read and written from its asyncio loop. What to do is hub_session.py's.
 
 Owns sockets, the clock and the log of malformed messages. The plain socket is watched by its file descriptor rather than
 awaited message by message, which costs far less processor time. Routing ids are ZeroMQ's own, one a connection, and the
@@ -19,9 +19,25 @@ import zmq
 
 from telescope.runlog.layout import RunDirectory
 from telescope.wire import meeting, security
+from telescope.wire.channel import NoCredit
 from telescope.wire.codec import MAX_FRAME_BYTES, MAX_FRAMES, NO_ARRAYS, RawArrays
+from telescope.wire.happenings import HUB, Delivery, Happening, PeerJoined, PeerLeft, PeerLost, PeerStuck
+from telescope.wire.hub_session import UNKNOWN_PEER, HubIdentity, HubSession, Timing, UnknownPeer
 from telescope.wire.messages import Body, Hello
-from telescope.wire.session import ACK_DELAY_S, HUB, UNKNOWN_PEER, Delivery, Happening, HubIdentity, HubSession, Timing
+from telescope.wire.rules import ACK_DELAY_S
+
+__all__ = [
+    "BindFailed",
+    "Delivery",
+    "Happening",
+    "Hub",
+    "NoCredit",
+    "PeerJoined",
+    "PeerLeft",
+    "PeerLost",
+    "PeerStuck",
+    "UnknownPeer",
+]
 
 log = logging.getLogger(__name__)
 

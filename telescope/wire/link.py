@@ -22,8 +22,11 @@ from zmq.utils.monitor import parse_monitor_message
 from telescope.runlog.layout import RunDirectory
 from telescope.wire import meeting, security
 from telescope.wire.codec import MAX_FRAME_BYTES, MAX_FRAMES, NO_ARRAYS, RawArrays
+from telescope.wire.happenings import Delivery
 from telescope.wire.messages import Body, Hello
-from telescope.wire.session import Delivery, PeerSession
+from telescope.wire.session import PeerSession
+
+__all__ = ["Delivery", "Link", "LinkLost", "WireRefused", "WireTimeout"]
 
 log = logging.getLogger(__name__)
 
