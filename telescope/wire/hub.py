@@ -138,7 +138,7 @@ class Hub:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self.close("the hub's block has ended", deadline_s=0.0 if kind else 2.0)
+        await self.close("the hub's block has ended", timeout_s=0.0 if kind else 2.0)
 
     # ---- the application's side --------------------------------------------------------------------------------------
 
@@ -158,9 +158,10 @@ class Hub:
         """Send, see `HubSession.send`. Gives the message's number; `Delivery.answers` of its answer is the same number."""
         return self.relay(peer, body, RawArrays.of(arrays) if arrays else NO_ARRAYS, answers)
 
-    def relay(self, peer: str, body: Body, frames: RawArrays, answers: Delivery | None = None) -> int:
-        """Send with the arrays of another delivery (`Delivery.frames`): neither decoded nor copied."""
-        seq = self._session.send(peer, body, frames, answers, now=self._loop.time())
+    def relay(self, peer: str, body: Body, frames: RawArrays | Delivery, answers: Delivery | None = None) -> int:
+        """Send with the arrays of another delivery: neither decoded nor copied."""
+        raw = frames.frames if isinstance(frames, Delivery) else frames
+        seq = self._session.send(peer, body, raw, answers, now=self._loop.time())
         self._flush()
         return seq
 
@@ -183,17 +184,17 @@ class Hub:
         """How many messages were dropped, by (process, reason)."""
         return dict(self._session.malformed)
 
-    async def close(self, reason: str, deadline_s: float = 2.0) -> None:
-        """Tell everyone to stop, wait for their goodbyes at most `deadline_s` (0: leave at once), and free the port."""
+    async def close(self, reason: str, timeout_s: float = 2.0) -> None:
+        """Tell everyone to stop, wait for their goodbyes at most `timeout_s` (0: leave at once), and free the port."""
         if self._closed:
             return
-        end = self._loop.time() + deadline_s
-        if deadline_s > 0:
+        end = self._loop.time() + timeout_s
+        if timeout_s > 0:
             self._session.stop_all(reason, self._loop.time())
             self._flush()
             while self._session.peers and (left := end - self._loop.time()) > 0:
                 await self.next(left)
-        self._tear_down(linger_ms=200 if deadline_s > 0 else 0)
+        self._tear_down(linger_ms=200 if timeout_s > 0 else 0)
 
     # ---- the socket's side -------------------------------------------------------------------------------------------
 
