@@ -1,6 +1,6 @@
 """`python -m telescope.replay RUN_DIR`: does today's core give the commands that the run's journal recorded?
 
-Exit code 0 where every command agrees, 1 where one differs or the journal cannot be read, 2 on wrong usage. Reads, never writes.
+Exit code 0 where every command agrees, 1 where one differs or the journal cannot be read, 2 on wrong usage. Never writes.
 """
 
 from __future__ import annotations

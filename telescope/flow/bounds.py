@@ -26,7 +26,7 @@ def stale_cancel_can_fire(settings: FlowSettings) -> bool:
     """Whether any group can still be incomplete when D versions have passed since its first dispatch.
 
     With M = 0 a batch waits for every group alive. In admission order at most M batches precede a group's own, so its D-th
-    version can only pass where D ≤ M. In completion order a straggler can be overtaken for ever. Nothing fires at the last step.
+    version can only pass where D ≤ M. In completion order a straggler can be overtaken for ever. Nothing fires at the end.
     """
     if settings.max_async == 0 or settings.max_off_policy_steps > settings.number_of_steps - 1:
         return False
@@ -40,8 +40,8 @@ def explain(settings: FlowSettings, number_of_minibatches: int = 1) -> tuple[str
     limit = settings.max_off_policy_steps
     lines = [
         f"A batch is {groups} groups of {samples} samples: {groups * samples} rollouts a step.",
-        f"B = (max_async_rollout + 1) x groups = ({settings.max_async} + 1) x {groups} = {settings.slots} groups may be alive at once, "
-        f"{settings.slots * samples} rollouts.",
+        f"B = (max_async_rollout + 1) x groups = ({settings.max_async} + 1) x {groups} = {settings.slots} groups may be alive "
+        f"at once: {settings.slots * samples} rollouts.",
     ]
     if settings.max_async == 0:
         lines.append("max_async_rollout=0 is synchronous: every token is sampled by the weights that are trained next.")

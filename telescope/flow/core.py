@@ -3,8 +3,8 @@
     WorkerJoined ─▶ draw, admit ─▶ Run ─▶ TurnStarted ─▶ Place ─▶ TurnDone … RolloutDone ─▶ complete ─▶ kept ─▶ batched
     commit, free slots, cancel stale ◀─ UpdateDone ◀─ Update ◀─ StepDone ◀─ Train ◀─ P groups batched, trainer idle
 
-Deterministic: the same settings and the same (event, now) pairs give the same commands, on any machine. It holds ids and scalars;
-it refuses clocks, sockets, files and arrays. docs/flow.md tells the story, docs/architecture.md rule 5 the law of staleness.
+Deterministic: the same settings and the same (event, now) pairs give the same commands, on any machine. It holds ids and
+scalars; it refuses clocks, sockets, files and arrays. docs/flow.md tells the story, docs/architecture.md rule 5 the law of staleness.
 """
 
 from __future__ import annotations
@@ -326,8 +326,8 @@ class Core:
         self._discarded_in_a_row += 1
         limit = self.settings.discarded_batches_limit * self.settings.groups_per_batch
         sentence = (
-            f"{self._discarded_in_a_row} groups in a row had equal rewards and were discarded: the task is too easy or too hard "
-            "for the model (see the rewards), or its reward cannot tell answers apart"
+            f"{self._discarded_in_a_row} groups in a row had equal rewards and were discarded: the task is too easy or too "
+            "hard for the model (see the rewards), or its reward cannot tell answers apart"
         )
         if self._discarded_in_a_row >= limit:
             self._stop(sentence, ok=False)
@@ -386,8 +386,8 @@ class Core:
             self._retire_stale()
 
     def _retire_stale(self) -> None:
-        """Rule 5: an incomplete group whose first dispatch is D versions old goes, whole. Finished siblings go with it: to train
-        on the short ones alone would bias the baseline. A complete group stays, however old."""
+        """Rule 5: an incomplete group whose first dispatch is D versions old goes, whole. Finished siblings go with it: to
+        train on the short ones alone would bias the baseline. A complete group stays, however old."""
         for group in list(self._slots.alive.values()):
             age = self.version - group.v_start
             if group.playing and group.v_start >= 0 and age >= self.settings.max_off_policy_steps:

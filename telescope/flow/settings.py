@@ -65,7 +65,7 @@ class FlowSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             raise ValueError(f"max_async={self.max_async} must be 0 (synchronous) or more")
         if self.group_size > 1 and self.min_group_size > self.group_size:
             raise ValueError(
-                f"min_group_size={self.min_group_size} is above group_size={self.group_size}, so every group would fail; lower it"
+                f"min_group_size={self.min_group_size} is above group_size={self.group_size}: every group would fail; lower it"
             )
         if not self.environments:
             raise ValueError("environments is empty: name at least one environment to draw prompts from")
