@@ -107,7 +107,7 @@ async def relay(run_directory: RunDirectory, trips: int, window: int, tokens: in
         child.join(DEADLINE_S)
     seconds = next(figure["seconds"] for figure in figures if "seconds" in figure)
     peers = sum(figure["cpu"] for figure in figures)
-    return _row("hub", trips, seconds, cpu) | {"link_cpu_us_per_message": round(peers / trips / 4 * 1e6, 1)}
+    return _row("hub", trips, seconds, cpu, link_cpu_us_per_message=round(peers / trips / 4 * 1e6, 1))
 
 
 def echo_client(
@@ -157,9 +157,9 @@ def echo(trips: int, window: int, tokens: int) -> dict[str, float]:
     return _row("echo", trips, seconds, cpu)
 
 
-def _row(what: str, trips: int, seconds: float, cpu: float) -> dict[str, float]:
+def _row(what: str, trips: int, seconds: float, cpu: float, **more: float) -> dict[str, float]:
     hops = 2 if what == "hub" else 1  # messages that this process takes in and puts out again, a trip
-    row = {"trips_per_s": round(trips / seconds, 1), "cpu_us_per_message": round(cpu / trips / hops * 1e6, 1)}
+    row = {"trips_per_s": round(trips / seconds, 1), "cpu_us_per_message": round(cpu / trips / hops * 1e6, 1), **more}
     print(json.dumps({"what": what, **row}), flush=True)
     return row
 
