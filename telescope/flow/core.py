@@ -4,7 +4,8 @@
     commit, free slots, cancel stale ◀─ UpdateDone ◀─ Update ◀─ StepDone ◀─ Train ◀─ P groups batched, trainer idle
 
 Deterministic: the same settings and the same (event, now) pairs give the same commands, on any machine. It holds ids and
-scalars; it refuses clocks, sockets, files and arrays. docs/flow.md tells the story, docs/architecture.md rule 5 the law of staleness.
+scalars; it refuses clocks, sockets, files and arrays. docs/flow.md tells the story; the law of staleness is rule 5 of
+docs/architecture.md.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Core:
             version=self.version,
             groups_admitted=tally.admitted,
             groups_alive=len(self._slots.alive),
-            groups_by_state=dict(tally.states),
+            groups_by_state={str(state): number for state, number in tally.states.items()},
             reasons=dict(tally.reasons),
             rollouts_waiting=self._lanes.waiting,
             rollouts_running=len(self._lanes.flights),
