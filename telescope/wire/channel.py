@@ -69,6 +69,7 @@ class Channel:
         self.work = 0
         self.weight_orders = 0
         self.seen = Seen()
+        self.questions: dict[int, Kind] = {}  # delivered, and not yet answered from here
         self.unsafe: set[int] = set()  # delivered, and not yet safe by the application's word
         self.acks: list[int] = []  # to be told to the other side
 
@@ -91,13 +92,11 @@ class Channel:
     def send(self, body: Body, raw: RawArrays = NO_ARRAYS, answers: int = 0) -> tuple[int, list[Buffer]]:
         """Number, count and keep the message as its kind demands; gives its number (0 if not kept) and its frames.
 
-        Raises `NoCredit`, or `ValueError` if the arrays are not those of the message or an answer names no question.
+        Raises `NoCredit`, or `ValueError` if the arrays are not those of the message, or an answer names no open question.
         Nothing has changed after an error.
         """
         kind = type(body)
-        if (kind in ANSWERS) != (answers > 0):
-            expected = "must name the message it answers (answers=)" if kind in ANSWERS else "answers nothing"
-            raise ValueError(f"{kind.__name__} {expected}, got answers={answers}")
+        self._check_question(kind, answers)
         if kind not in KEPT:
             return 0, encode(body, raw=raw)
         self._check_credit(kind)
@@ -105,8 +104,21 @@ class Channel:
         frames = encode(body, seq, answers, raw)
         self.last_seq = seq
         self.kept[seq] = Kept(kind, frames)
+        self.questions.pop(answers, None)
         self._count(kind, +1)
         return seq, frames
+
+    def _check_question(self, kind: Kind, answers: int) -> None:
+        if (kind in ANSWERS) != (answers > 0):
+            expected = "must name the message it answers (answers=)" if kind in ANSWERS else "answers nothing"
+            raise ValueError(f"{kind.__name__} {expected}, got answers={answers}")
+        if not answers:
+            return
+        question = self.questions.get(answers)
+        if question is None:
+            raise ValueError(f"{kind.__name__} answers message {answers}, which is answered already or never came")
+        if kind not in ANSWERED_BY[question]:
+            raise ValueError(f"{kind.__name__} is no answer to {question.__name__}")
 
     def _check_credit(self, kind: Kind) -> None:
         if self.capacity is None:
@@ -144,6 +156,8 @@ class Channel:
         if not self._settle(envelope.answers):
             self.acks.append(envelope.seq)
             raise Malformed("answers", f"{kind.__name__} answers {envelope.answers}, which is settled")
+        if kind in ANSWERED_BY:
+            self.questions[envelope.seq] = kind
         self._owe_ack(kind, envelope.seq)
         return True
 

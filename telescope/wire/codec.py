@@ -1,8 +1,8 @@
 """Frames on the socket: `["telescope/1", msgpack header, raw little-endian array]*`, behind the routing id.
 
 Owns the bounds: sizes, counts, dtypes, and which arrays belong to which message. Whatever arrives, `decode` gives a whole
-`Packet` or raises `Malformed`, nothing else. Arrays stay raw buffers until someone asks for their views, so that a relay passes them
-on untouched. Refuses sockets, retries and the question whether a message is allowed now (session.py).
+`Packet` or raises `Malformed`, nothing else. Arrays stay raw buffers until someone asks for their views, so that a relay
+passes them on untouched. Refuses sockets, retries and the question whether a message is allowed now (session.py).
 """
 
 from __future__ import annotations
@@ -87,6 +87,11 @@ class RawArrays:
 NO_ARRAYS = RawArrays()
 
 
+def memory(buffer: Buffer) -> memoryview:
+    """The bytes of a buffer, in place."""
+    return memoryview(buffer) if isinstance(buffer, bytes) else buffer.buffer
+
+
 @dataclass(frozen=True, slots=True)
 class Packet:
     """One decoded message: its header, and its arrays still raw."""
@@ -133,7 +138,7 @@ def decode(frames: Sequence[Buffer]) -> Packet:
 
 def check_protocol(frame: Buffer) -> None:
     """Raises `Malformed` unless the first frame is our protocol; its text says what the other side speaks, if readable."""
-    theirs = bytes(frame[:MAX_PROTOCOL_BYTES]) if isinstance(frame, bytes) else bytes(memoryview(frame)[:MAX_PROTOCOL_BYTES])
+    theirs = bytes(memory(frame)[:MAX_PROTOCOL_BYTES])
     if theirs != PROTOCOL:
         raise Malformed("protocol", f"the first frame is {theirs!r}, this side speaks {PROTOCOL.decode()}")
 
@@ -142,7 +147,7 @@ def _decode_header(header: Buffer) -> Envelope:
     if len(header) > MAX_HEADER_BYTES:
         raise Malformed("header size", f"{len(header)} bytes, at most {MAX_HEADER_BYTES}")
     try:
-        envelope = _DECODER.decode(memoryview(header))
+        envelope = _DECODER.decode(memory(header))
     except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
         raise Malformed("header", str(error)[:200]) from error
     if envelope.seq < 0 or envelope.answers < 0:
@@ -196,7 +201,7 @@ def _view(spec: ArraySpec, buffer: Buffer) -> np.ndarray:
         empty = np.empty(spec.shape, spec.dtype)
         empty.flags.writeable = False
         return empty
-    array = np.frombuffer(memoryview(buffer), dtype=spec.dtype)
+    array = np.frombuffer(memory(buffer), dtype=spec.dtype)
     if not array.flags.aligned:
         array = array.copy()
     array.flags.writeable = False

@@ -1,8 +1,8 @@
-"""The orchestrator's socket: one ROUTER, read and written from its asyncio loop. What to do is session.py's.
+"""The orchestrator's socket: one ROUTER, read and written from its asyncio loop. What to do is hub_session.py's.
 
 Owns sockets, the clock and the log of malformed messages. The plain socket is watched by its file descriptor rather than
-awaited message by message: that halves the processor time of a message. Routing ids are ZeroMQ's own, one a connection, and the hello binds
-a name to one: no peer can take over another's by claiming its id.
+awaited message by message, which costs far less processor time. Routing ids are ZeroMQ's own, one a connection, and the
+hello binds a name to one: no peer can take over another's by claiming its id.
 """
 
 from __future__ import annotations
@@ -19,9 +19,25 @@ import zmq
 
 from telescope.runlog.layout import RunDirectory
 from telescope.wire import meeting, security
+from telescope.wire.channel import NoCredit
 from telescope.wire.codec import MAX_FRAME_BYTES, MAX_FRAMES, NO_ARRAYS, RawArrays
+from telescope.wire.happenings import HUB, Delivery, Happening, PeerJoined, PeerLeft, PeerLost, PeerStuck
+from telescope.wire.hub_session import UNKNOWN_PEER, HubIdentity, HubSession, Timing, UnknownPeer
 from telescope.wire.messages import Body, Hello
-from telescope.wire.session import ACK_DELAY_S, HUB, UNKNOWN_PEER, Delivery, Happening, HubIdentity, HubSession, Timing
+from telescope.wire.rules import ACK_DELAY_S
+
+__all__ = [
+    "BindFailed",
+    "Delivery",
+    "Happening",
+    "Hub",
+    "NoCredit",
+    "PeerJoined",
+    "PeerLeft",
+    "PeerLost",
+    "PeerStuck",
+    "UnknownPeer",
+]
 
 log = logging.getLogger(__name__)
 
@@ -109,11 +125,11 @@ class Hub:
             router.bind(f"tcp://{host}:*")
         except zmq.ZMQError as error:
             raise BindFailed(f"the hub cannot bind a port on interface={interface}: {error.strerror}; name another") from error
-        self.endpoint = router.last_endpoint.decode().rstrip("\x00")
+        self.endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\x00")
 
     def _watch(self) -> None:
-        self._loop.add_reader(self._zap.fd, self._pump)
-        self._loop.add_reader(self._router.fd, self._pump)
+        for watched in (self._zap, self._router):
+            self._loop.add_reader(_number(watched, zmq.FD), self._pump)
         self._tick()
 
     async def __aenter__(self) -> Hub:
@@ -122,7 +138,7 @@ class Hub:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self.close("the hub's block has ended", deadline_s=0.0 if kind else 2.0)
+        await self.close("the hub's block has ended", timeout_s=0.0 if kind else 2.0)
 
     # ---- the application's side --------------------------------------------------------------------------------------
 
@@ -142,9 +158,10 @@ class Hub:
         """Send, see `HubSession.send`. Gives the message's number; `Delivery.answers` of its answer is the same number."""
         return self.relay(peer, body, RawArrays.of(arrays) if arrays else NO_ARRAYS, answers)
 
-    def relay(self, peer: str, body: Body, frames: RawArrays, answers: Delivery | None = None) -> int:
-        """Send with the arrays of another delivery (`Delivery.frames`): neither decoded nor copied."""
-        seq = self._session.send(peer, body, frames, answers, now=self._loop.time())
+    def relay(self, peer: str, body: Body, frames: RawArrays | Delivery, answers: Delivery | None = None) -> int:
+        """Send with the arrays of another delivery: neither decoded nor copied."""
+        raw = frames.frames if isinstance(frames, Delivery) else frames
+        seq = self._session.send(peer, body, raw, answers, now=self._loop.time())
         self._flush()
         return seq
 
@@ -167,17 +184,17 @@ class Hub:
         """How many messages were dropped, by (process, reason)."""
         return dict(self._session.malformed)
 
-    async def close(self, reason: str, deadline_s: float = 2.0) -> None:
-        """Tell everyone to stop, wait for their goodbyes at most `deadline_s` (0: leave at once), and free the port."""
+    async def close(self, reason: str, timeout_s: float = 2.0) -> None:
+        """Tell everyone to stop, wait for their goodbyes at most `timeout_s` (0: leave at once), and free the port."""
         if self._closed:
             return
-        end = self._loop.time() + deadline_s
-        if deadline_s > 0:
+        end = self._loop.time() + timeout_s
+        if timeout_s > 0:
             self._session.stop_all(reason, self._loop.time())
             self._flush()
             while self._session.peers and (left := end - self._loop.time()) > 0:
                 await self.next(left)
-        self._tear_down(linger_ms=200 if deadline_s > 0 else 0)
+        self._tear_down(linger_ms=200 if timeout_s > 0 else 0)
 
     # ---- the socket's side -------------------------------------------------------------------------------------------
 
@@ -240,10 +257,13 @@ class Hub:
     def _flush(self) -> None:
         """Send what the session wants sent. What cannot reach its peer now is dropped here: if it matters it is kept there."""
         outbox = self._session.outbox
+        if self._closed:
+            outbox.clear()
+            return
         while outbox:
             route, frames = outbox.popleft()
             self._put(route, frames)
-        if self._router.events & zmq.POLLIN:  # sending may have eaten the descriptor's notice of an arrival
+        if _number(self._router, zmq.EVENTS) & zmq.POLLIN:  # sending may have eaten the descriptor's notice of an arrival
             self._pump_soon()
 
     def _put(self, route: bytes, frames: Sequence[bytes | zmq.Frame]) -> None:
@@ -272,7 +292,7 @@ class Hub:
         now = self._loop.time()
         late = now - self._last_tick - beat / 2
         if late > beat:
-            self._session.excuse(late)
+            self._session.excuse(late, now)
         self._last_tick = now
         for _ in range(MESSAGES_A_TICK):
             if not self._read_one(now):
@@ -299,9 +319,13 @@ class Hub:
                 handle.cancel()
         for watched in (self._router, self._zap):
             if not watched.closed:
-                self._loop.remove_reader(watched.fd)
+                self._loop.remove_reader(_number(watched, zmq.FD))
                 watched.close(linger=linger_ms)
         self._context.term()
+
+
+def _number(socket: zmq.Socket[bytes], option: int) -> int:
+    return int(socket.getsockopt(option))
 
 
 def _user(frame: zmq.Frame) -> str:

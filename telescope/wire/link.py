@@ -1,13 +1,14 @@
 """A peer's end of the wire: one DEALER in its own thread, so that the process is heard while its main thread computes.
 
-Owns the thread, the socket, the wake-up and the clock; what to say and when is session.py's. `send`, `progress`, `receive` and `close`
-may be called from any thread, `received` from any event loop.
+Owns the thread, the socket, the wake-up and the clock; what to say and when is session.py's. `send`, `progress`, `receive`
+and `close` may be called from any thread, `received` from any event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import socket as system_socket
 import threading
 import time
@@ -21,8 +22,11 @@ from zmq.utils.monitor import parse_monitor_message
 from telescope.runlog.layout import RunDirectory
 from telescope.wire import meeting, security
 from telescope.wire.codec import MAX_FRAME_BYTES, MAX_FRAMES, NO_ARRAYS, RawArrays
+from telescope.wire.happenings import Delivery
 from telescope.wire.messages import Body, Hello
-from telescope.wire.session import Delivery, PeerSession
+from telescope.wire.session import PeerSession
+
+__all__ = ["Delivery", "Link", "LinkLost", "WireRefused", "WireTimeout"]
 
 log = logging.getLogger(__name__)
 
@@ -96,8 +100,8 @@ class Link:
             if self._over:
                 raise WireRefused(self._over)
         raise WireTimeout(
-            f"{name}: the hub at {self._endpoint} did not answer within {deadline_s:g} s: it is not running, not reachable from "
-            f"this host, or does not hold the key that hub.json names"
+            f"{name}: the hub at {self._endpoint} did not answer within {deadline_s:g} s: it is not running, not reachable "
+            f"from this host, or does not hold the key that hub.json names"
         )
 
     def __enter__(self) -> Link:
@@ -212,7 +216,7 @@ class Link:
             if closing or self._over:
                 return
             asleep = time.monotonic()
-            poller.poll(wait_s * 1000)
+            poller.poll(math.ceil(wait_s * 1000))
             self._clear_wake()
             self._watch_connection()
             self._read()
@@ -224,7 +228,7 @@ class Link:
         closing = self._closing is not None
         if self._closing is not None:
             session.goodbye(self._closing)
-        frames = list(session.outbox)
+        frames: list[Sequence[bytes | zmq.Frame]] = list(session.outbox)
         session.outbox.clear()
         ended = session.refused or session.lost
         if ended:

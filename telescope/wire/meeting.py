@@ -1,4 +1,4 @@
-"""Where the hub is: `hub.json` in the run directory, written by the hub, waited for by the links. Knows the file, no sockets."""
+"""Where the hub is: `hub.json` in the run directory, written by the hub, waited for by the links. Knows no sockets."""
 
 from __future__ import annotations
 

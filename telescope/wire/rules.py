@@ -74,3 +74,7 @@ WORK: frozenset[Kind] = frozenset({RunRollout, Generate, TrainStep})
 WEIGHT_ORDERS: frozenset[Kind] = frozenset({PublishWeights, PrepareWeights, CommitWeights, AbortWeights})
 """Orders with a small budget of their own: a server full of generations must still be able to take new weights."""
 MAX_WEIGHT_ORDERS = 4
+
+ACK_DELAY_S = 0.1
+"""Acks wait this long for company: one message tells many."""
+ACK_BATCH = 64

@@ -34,7 +34,7 @@ class Keys:
 
 
 def make_keys(run_directory: RunDirectory, names: Iterable[str]) -> None:
-    """Make a pair for each process, in the run directory's 0700 wire folder. Raises `FileExistsError` rather than replace one."""
+    """Make a pair for each process, in the run directory's 0700 wire folder. Raises `FileExistsError` rather than replace."""
     folder = run_directory.hub_json.parent
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     folder.chmod(0o700)
