@@ -95,7 +95,7 @@ class Core:
             tokens_lost=tally.tokens_lost,
             age_mean=tally.age_mean,
             age_max=max(tally.ages, default=0),
-            ages=dict(tally.ages),
+            ages={str(age): groups for age, groups in sorted(tally.ages.items())},
         )
 
     # ---- what has happened
@@ -293,7 +293,7 @@ class Core:
     def _move(self, group: Group, state: State, reason: str = "") -> None:
         self._tally.moved(group.state, transition(group.state, state))
         group.state = state
-        self._out.append(do.GroupState(group.group_id, state, reason, group.v_start))
+        self._out.append(do.GroupState(group.group_id, str(state), reason, group.v_start))
 
     def _reach(self, group: Group, state: State) -> None:
         """The group has come to a point of its play; only the first of its samples to do so moves it."""
@@ -438,7 +438,7 @@ class Core:
             self._batches.admitted(group)
             self._tally.admitted += 1
             self._tally.moved(None, group.state)
-            self._out.append(do.GroupState(group.group_id, group.state, "", group.v_start))
+            self._out.append(do.GroupState(group.group_id, str(group.state), "", group.v_start))
             for sample in group.samples:
                 self._lanes.queue(group, sample)
 
