@@ -6,6 +6,8 @@ order of `Envelope.arrays`. Owns names and types; refuses sockets, clocks and re
 
 from __future__ import annotations
 
+from typing import dataclass_transform
+
 import msgspec
 
 from telescope.records import (
@@ -22,6 +24,7 @@ from telescope.records import (
 PROTOCOL = b"telescope/1"
 
 
+@dataclass_transform(frozen_default=True)
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     """Base of all bodies; the tag is the class name."""
 
