@@ -1,4 +1,4 @@
-"""Whole runs with real processes, sockets and files, and a fake engine and backend: they end, exactly, and say the same twice."""
+"""Whole runs with real processes, sockets and files, and a fake engine and backend: they end, and say the same twice."""
 
 from __future__ import annotations
 
