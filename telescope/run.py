@@ -125,7 +125,7 @@ def _run_all(points: Sequence[Point], arguments: Sequence[str]) -> int:
         return CONFIG_ERROR
     failed = OK
     for index, ((config, plan), point) in enumerate(zip(planned, points, strict=True)):
-        folder = _sweep_folder(config, started, index) if len(points) > 1 else _run_folder(config, started)
+        folder = _sweep_folder(config, started, index) if len(points) > 1 else run_folder(config, started)
         config = config.model_copy(update={"run_dir": str(folder)})
         code = _run_one(Order(config, plan, point.warnings, tuple(arguments), started))
         failed = failed or code
@@ -142,7 +142,7 @@ def named(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"name": f"{model}-{config.algorithm_name}"})
 
 
-def _run_folder(config: RunConfig, started: datetime) -> Path:
+def run_folder(config: RunConfig, started: datetime) -> Path:
     """The folder asked for, or a new one under runs/ that no other run of this second has."""
     if config.run_dir is not None:
         return Path(config.run_dir).expanduser().absolute()
@@ -168,7 +168,7 @@ def _run_one(order: Order) -> int:
     logging.basicConfig(stream=sys.stderr, level=level, format="%(message)s", force=True)
     try:
         directory = RunDirectory.create(path)
-        _write(directory, order)
+        write_down(directory, order)
         write_plan(order.plan, directory.plan_json)
     except RunDirectoryInUse as error:
         _say(str(error))
@@ -181,7 +181,7 @@ def _run_one(order: Order) -> int:
     return supervise(directory)
 
 
-def _write(directory: RunDirectory, order: Order) -> None:
+def write_down(directory: RunDirectory, order: Order) -> None:
     """Readable by its owner alone: config.json is what the processes read, config.yaml is for people."""
     import json
     import uuid
