@@ -4,7 +4,8 @@
     commit, free slots, cancel stale ◀─ UpdateDone ◀─ Update ◀─ StepDone ◀─ Train ◀─ P groups batched, trainer idle
 
 Deterministic: the same settings and the same (event, now) pairs give the same commands, on any machine. It holds ids and
-scalars; it refuses clocks, sockets, files and arrays. docs/flow.md tells the story, docs/architecture.md rule 5 the law of staleness.
+scalars; it refuses clocks, sockets, files and arrays. docs/flow.md tells the story; the law of staleness is rule 5 of
+docs/architecture.md.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Core:
             version=self.version,
             groups_admitted=tally.admitted,
             groups_alive=len(self._slots.alive),
-            groups_by_state=dict(tally.states),
+            groups_by_state={str(state): number for state, number in tally.states.items()},
             reasons=dict(tally.reasons),
             rollouts_waiting=self._lanes.waiting,
             rollouts_running=len(self._lanes.flights),
@@ -94,7 +95,7 @@ class Core:
             tokens_lost=tally.tokens_lost,
             age_mean=tally.age_mean,
             age_max=max(tally.ages, default=0),
-            ages=dict(tally.ages),
+            ages={str(age): groups for age, groups in sorted(tally.ages.items())},
         )
 
     # ---- what has happened
@@ -292,7 +293,7 @@ class Core:
     def _move(self, group: Group, state: State, reason: str = "") -> None:
         self._tally.moved(group.state, transition(group.state, state))
         group.state = state
-        self._out.append(do.GroupState(group.group_id, state, reason, group.v_start))
+        self._out.append(do.GroupState(group.group_id, str(state), reason, group.v_start))
 
     def _reach(self, group: Group, state: State) -> None:
         """The group has come to a point of its play; only the first of its samples to do so moves it."""
@@ -437,7 +438,7 @@ class Core:
             self._batches.admitted(group)
             self._tally.admitted += 1
             self._tally.moved(None, group.state)
-            self._out.append(do.GroupState(group.group_id, group.state, "", group.v_start))
+            self._out.append(do.GroupState(group.group_id, str(group.state), "", group.v_start))
             for sample in group.samples:
                 self._lanes.queue(group, sample)
 

@@ -39,8 +39,8 @@ class Counts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     age_mean: float
     """Mean age of the trained groups, in versions; 0 before the first."""
     age_max: int
-    ages: dict[int, int]
-    """Trained groups by age."""
+    ages: dict[str, int]
+    """Trained groups by age; the ages as text, since JSON has no other keys."""
 
 
 REASONS_KEPT = 100
