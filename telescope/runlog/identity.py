@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
 
 import msgspec
 
@@ -19,15 +20,20 @@ class RunIdentity(msgspec.Struct, frozen=True):
     run_id: str
     attempt: str
     name: str
-    created_ns: int
+    created: str
+    """ISO 8601, UTC."""
+    config_hash: str
+    warnings: tuple[str, ...]
+    """What the check of the configuration had to say."""
 
 
-def new_identity(name: str) -> RunIdentity:
-    return RunIdentity(FORMAT, secrets.token_hex(8), secrets.token_hex(4), name, time.time_ns())
+def new_identity(name: str, started: datetime, config_hash: str, warnings: Sequence[str] = ()) -> RunIdentity:
+    created = started.astimezone(UTC).isoformat(timespec="seconds")
+    return RunIdentity(FORMAT, secrets.token_hex(8), secrets.token_hex(4), name, created, config_hash, tuple(warnings))
 
 
 def write_identity(run: RunDirectory, identity: RunIdentity) -> None:
-    write_atomically(run.run_json, msgspec.json.format(msgspec.json.encode(identity)).decode() + "\n")
+    write_atomically(run.run_json, msgspec.json.format(msgspec.json.encode(identity)).decode() + "\n", mode=0o600)
 
 
 def read_identity(run: RunDirectory) -> RunIdentity:
