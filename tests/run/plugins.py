@@ -16,7 +16,7 @@ class Shuffled(GRPO):
         return np.random.default_rng(int(rewards.sum() * 1000)).permutation(right)
 '''
 STALE = '''
-from telescope.backends.fsdp.settings import FSDP
+from telescope.backends.fsdp import FSDP
 
 class Stale(FSDP):
     """Trains as FSDP does, and publishes the weights it began with."""

@@ -65,7 +65,8 @@ def test_shuffled_advantages_teach_nothing(start: Start, tmp_path: Path):
 @pytest.mark.vllm
 @pytest.mark.timeout(700)
 def test_a_server_that_never_gets_the_new_weights_is_noticed(start: Start, tmp_path: Path):
-    run = finished(start(*REVERSE, "--config-dir", str(controls(tmp_path / "mine")), "backend=stale", "number_of_steps=30"))
+    broken = ("--config-dir", str(controls(tmp_path / "mine")), "backend=stale")
+    run = finished(start(*REVERSE, *broken, "number_of_steps=30"))
     assert statistics.mean(exact(run)[-5:]) < 0.3
     gap = [abs(row["metrics"]["kl_divergence_inference"]) for row in run.rows("step_metrics")]
     assert statistics.mean(gap[-5:]) > 0.02  # trainer and server drift apart
