@@ -171,6 +171,7 @@ def test_types_in_words():
     assert in_words(tuple[float, float]) == "a list of 2: a number, a number"
     assert in_words(tuple[str, ...]) == "a list, each item text"
     assert in_words(int | None) == "a whole number or null"
+    assert in_words(bool | None) == "true, false or null"
     assert in_words(dict[str, str]) == "a mapping, each value text"
 
 
