@@ -27,9 +27,9 @@ FOREIGN_PREFIXES = ("TORCHELASTIC_",)
 
 
 def child_environment(given: Mapping[str, str]) -> dict[str, str]:
-    """The variables of one process: the inherited ones, cleaned, under those of the plan (`given`).
+    """The variables of one process: the inherited ones, cleaned, under those of the plan (`given`), references followed.
 
-    A secret stands in the plan as a reference, `${oc.env:NAME}`, and becomes its value only here.
+    Raises `SecretMissing` where `given` refers to a variable (`${oc.env:NAME}`) that is not set.
     """
     inherited = {name: value for name, value in os.environ.items() if not _foreign(name)}
     inherited["PYTHONPATH"] = _python_path(inherited.get("PYTHONPATH", ""))
