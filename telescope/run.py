@@ -14,7 +14,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -183,26 +183,17 @@ def _run_one(order: Order) -> int:
 
 def write_down(directory: RunDirectory, order: Order) -> None:
     """Readable by its owner alone: config.json is what the processes read, config.yaml is for people."""
-    import json
-    import uuid
-
-    from telescope.config.run import FORMAT, config_hash, dump_run
+    from telescope.config.run import config_hash, dump_run
+    from telescope.runlog.identity import new_identity, write_identity
     from telescope.runlog.layout import write_atomically
 
     config = order.config
-    about = {
-        "format": FORMAT,
-        "run_id": uuid.uuid4().hex[:16],
-        "name": config.name,
-        "created": order.started.astimezone(UTC).isoformat(timespec="seconds"),
-        "config_hash": config_hash(config),
-        "warnings": list(order.warnings),
-    }
+    identity = new_identity(config.name, order.started, config_hash(config), order.warnings)
     command = shlex.join(["python", "-m", "telescope.run", *order.arguments])
     write_atomically(directory.config_json, dump_run(config), mode=0o600)
     write_atomically(directory.config_yaml, _yaml(config), mode=0o600)
     write_atomically(directory.cmdline, f"{command}\n", mode=0o600)
-    write_atomically(directory.run_json, json.dumps(about, indent=2) + "\n", mode=0o600)
+    write_identity(directory, identity)
 
 
 def _yaml(config: RunConfig) -> str:

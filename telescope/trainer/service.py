@@ -14,8 +14,8 @@ import numpy as np
 
 from telescope.backends.base import Backend, TrainShard
 from telescope.weights.base import Publisher
+from telescope.wire.happenings import Delivery
 from telescope.wire.messages import Body, PublishWeights, StepDone, Stop, TrainStep, WeightsPublished
-from telescope.wire.channel import Delivery
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ def test_what_counts_as_a_secret_by_its_name():
         "aws_secret_access_key",
         "key",
     ]
-    harmless = ["max_tokens", "monkey", "token_trace_every", "keyword", "num_train", "instruction", "tokenizer"]
+    harmless = ["max_tokens", "monkey", "token_count", "keyword", "num_train", "instruction", "tokenizer"]
     assert all(map(is_secret_name, secret))
     assert not any(map(is_secret_name, harmless))
 

@@ -149,8 +149,7 @@ def _sdpa(
     pieces, start = [], 0
     for count, length in row.stacks.shapes:
         here = slice(start, start + count * length)
-        batch = (tensor[here].unflatten(0, (count, length)).transpose(1, 2) for tensor in (q, k, v))  # [B, H, L, D]
-        bq, bk, bv = batch
+        bq, bk, bv = (t[here].view(count, length, *t.shape[1:]).transpose(1, 2) for t in (q, k, v))  # [B, H, L, D]
         mask = _window_mask(length, sliding_window, query.device)
         gqa = query.shape[1] != key.shape[1]
         out = F.scaled_dot_product_attention(bq, bk, bv, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=gqa)

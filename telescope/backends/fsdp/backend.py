@@ -38,14 +38,18 @@ class FSDPBackend:
     def __init__(self, settings: FSDP, job: Job) -> None:
         self._job = job
         self._device = job.world.device
-        torch.manual_seed(job.seed)
-        with ranks.watched("meeting the other ranks"):
-            ranks.join(job.world, settings.collective_timeout_s)
         computing = getattr(torch, settings.mixed_precision_dtype or job.model.dtype)
         kind = attention.choose(self._device, computing) if settings.attention == "auto" else settings.attention
         attention.check(kind, self._device, computing)
-        with ranks.watched("loading the model"):
-            self._policy = _policy(settings, job, kind, computing)
+        torch.manual_seed(job.seed)
+        with ranks.watched("meeting the other ranks"):
+            ranks.join(job.world, settings.collective_timeout_s)
+        try:
+            with ranks.watched("loading the model"):
+                self._policy = _policy(settings, job, kind, computing)
+        except BaseException:
+            ranks.leave()
+            raise
         self._optimizer = _optimizer(self._policy, job)
         self._scale = LossScale(enabled=computing == torch.float16)
         self._skipped = 0
