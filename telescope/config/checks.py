@@ -38,6 +38,8 @@ def _lengths(config: RunConfig) -> Iterator[Conflict]:
             f"inference.max_model_len={model_len} must not be above trainer.seq_len={seq_len}: a sequence has to fit into one "
             f"packed row; set trainer.seq_len={model_len}, or lower inference.max_model_len",
         )
+    for sentence in config.algorithm.length_errors(max_tokens=max_tokens):
+        yield Conflict(("algorithm.overlong_buffer_tokens", "rollout.max_tokens"), sentence)
     padding = config.trainer.pad_to_multiple_of
     if seq_len % padding:
         yield Conflict(

@@ -21,6 +21,7 @@ from telescope.config.run import RunConfig, config_hash, load_run
 from telescope.flow.core import Core
 from telescope.flow.replay import encode_opening
 from telescope.flow.settings import FlowSettings
+from telescope.orchestrator.batch import Recipe
 from telescope.orchestrator.loop import Orchestrator, Outcome
 from telescope.orchestrator.perform import Performer
 from telescope.orchestrator.record import Recorder
@@ -114,8 +115,12 @@ async def _run(config: RunConfig, run: RunDirectory) -> tuple[Outcome, bool]:
         hub,
         roster=roster,
         recorder=recorder,
-        algorithm=config.algorithm,
-        group_size=config.rollout.group_size,
+        recipe=Recipe(
+            algorithm=config.algorithm,
+            group_size=config.rollout.group_size,
+            max_tokens=config.rollout.max_tokens,
+            minibatches=config.trainer.number_of_minibatches,
+        ),
         update_timeout_s=config.weight_sync.update_timeout_s,
     )
     orchestrator = Orchestrator(

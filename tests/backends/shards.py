@@ -41,12 +41,12 @@ def make_shard(step: int = 1, lengths: Sequence[int] = LENGTHS, seed: int = 0, l
         mask=mask,
         logprobs=logprobs,
         versions=np.where(mask, step - 1, -1).astype(np.int32),
-        denominators=Denominators(int(mask.sum()), len(lengths), (len(lengths) + 1) // 2),
+        denominators=(Denominators(int(mask.sum()), len(lengths), (len(lengths) + 1) // 2),),
     )
 
 
 def part(shard: TrainShard, indices: Sequence[int]) -> TrainShard:
-    """One rank's share; the denominators stay those of the whole update."""
+    """One rank's share; the denominators stay those of the whole step."""
     ends = np.cumsum([item.length for item in shard.items])
     kept = np.concatenate([np.arange(ends[i] - shard.items[i].length, ends[i]) for i in indices]).astype(int)
     arrays = (shard.ids[kept], shard.mask[kept], shard.logprobs[kept], shard.versions[kept])

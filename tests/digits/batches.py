@@ -25,7 +25,7 @@ VARIANTS: dict[str, Algorithm] = {
     "grpo": GRPO(),
     "grpo clipped": GRPO(use_ppo_clip=True, dual_clip_c=1.6),
     "grpo seq mean, clip and TIS": GRPO(use_ppo_clip=True, loss_aggregation="seq_mean_token_mean", **CORRECTED),
-    "grpo IcePop": GRPO(use_icepop=True, advantage_norm="batch"),
+    "grpo IcePop": GRPO(corrections=[{"name": "icepop"}], advantage_norm="batch"),
     "rloo TIS": RLOO(use_tis=True),
     "reinforce_pp": ReinforcePP(loss_aggregation="seq_mean_token_mean"),
     "dr_grpo token_mean": DrGRPO(),

@@ -7,8 +7,9 @@ import pytest
 
 from telescope.algorithms.rloo import RLOO
 from telescope.flow.commands import Train
-from telescope.orchestrator.batch import cut
+from telescope.orchestrator.batch import Recipe, cut
 from telescope.orchestrator.shelf import Shelf
+from telescope.records import Denominators
 from tests.orchestrator.test_shelf import make
 
 TRAIN = Train(
@@ -37,12 +38,12 @@ def shelf() -> Shelf:
 
 
 def test_each_rollout_is_compared_with_the_others_of_its_group(shelf: Shelf):
-    batch = cut(TRAIN, shelf, RLOO(), group_size=3, ranks=1)
+    batch = cut(TRAIN, shelf, Recipe(RLOO(), group_size=3, max_tokens=10), ranks=1)
     assert batch.advantages.tolist() == [1.0, -1.0, 0.5, 0.5, -1.0]
 
 
 def test_discarded_groups_count_in_batch_statistics_only(shelf: Shelf):
-    batch = cut(TRAIN, shelf, RLOO(advantage_norm="batch"), group_size=3, ranks=1)
+    batch = cut(TRAIN, shelf, Recipe(RLOO(advantage_norm="batch"), group_size=3, max_tokens=10), ranks=1)
     seven = np.array([1.0, -1.0, 0.5, 0.5, -1.0, 0.0, 0.0])
     expected = (seven - seven.mean()) / (seven.std(ddof=1) + 1e-4)
     np.testing.assert_allclose(batch.advantages, expected[:5], rtol=1e-12)
@@ -50,13 +51,13 @@ def test_discarded_groups_count_in_batch_statistics_only(shelf: Shelf):
 
 
 def test_denominators_are_those_of_the_whole_batch_on_every_rank(shelf: Shelf):
-    batch = cut(TRAIN, shelf, RLOO(), group_size=3, ranks=2)
+    batch = cut(TRAIN, shelf, Recipe(RLOO(), group_size=3, max_tokens=10), ranks=2)
     for shard in batch.shards:
-        assert (shard.step.denominators.tokens, shard.step.denominators.sequences, shard.step.denominators.groups) == (10, 5, 2)
+        assert shard.step.denominators == (Denominators(tokens=10, sequences=5, groups=2),)
 
 
 def test_every_rollout_goes_to_exactly_one_rank_with_its_arrays(shelf: Shelf):
-    batch = cut(TRAIN, shelf, RLOO(), group_size=3, ranks=3)
+    batch = cut(TRAIN, shelf, Recipe(RLOO(), group_size=3, max_tokens=10), ranks=3)
     assert sorted(item.rollout_id for shard in batch.shards for item in shard.step.items) == [20, 21, 50, 51, 52]
     for shard in batch.shards:
         tokens = sum(item.length for item in shard.step.items)
@@ -65,12 +66,12 @@ def test_every_rollout_goes_to_exactly_one_rank_with_its_arrays(shelf: Shelf):
 
 
 def test_a_rank_without_work_gets_an_empty_shard_of_the_right_types(shelf: Shelf):
-    batch = cut(TRAIN, shelf, RLOO(), group_size=3, ranks=7)
+    batch = cut(TRAIN, shelf, Recipe(RLOO(), group_size=3, max_tokens=10), ranks=7)
     empty = [shard for shard in batch.shards if not shard.step.items]
     assert len(empty) == 2
     assert [array.dtype.name for array in empty[0].arrays] == ["int32", "uint8", "float32", "int32"]
 
 
 def test_lag_counts_versions_between_a_token_and_the_weights_it_trains(shelf: Shelf):
-    batch = cut(TRAIN, shelf, RLOO(), group_size=3, ranks=1)
+    batch = cut(TRAIN, shelf, Recipe(RLOO(), group_size=3, max_tokens=10), ranks=1)
     assert batch.lags.tolist() == [1, 0] * 5  # tokens of versions 4 and 5, trained in step 6 on version 5
