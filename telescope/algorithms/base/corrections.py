@@ -136,8 +136,12 @@ def _read(number: int, entry: Any, known: Mapping[str, type[Correction]]) -> Cor
         return kind.model_validate(dict(entry))
     except ValidationError as error:
         settings = ", ".join(name for name in kind.model_fields if name != "name")
-        problems = "; ".join(
-            f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}" if detail["loc"] else detail["msg"]
-            for detail in error.errors(include_url=False)
-        )
+        problems = "; ".join(_in_words(detail) for detail in error.errors(include_url=False))
         raise ValueError(f"{where} ({entry['name']}, whose settings are {settings}): {problems}") from error
+
+
+def _in_words(detail: Mapping[str, Any]) -> str:
+    where = ".".join(map(str, detail["loc"]))
+    if detail["type"] == "extra_forbidden":
+        return f"there is no setting {where}"
+    return f"{where}: {detail['msg']}" if where else str(detail["msg"])

@@ -175,7 +175,7 @@ class PolicyLoss(Algorithm):
             )
         return found
 
-    @field_validator("corrections", mode="plain")
+    @field_validator("corrections", mode="before")
     @classmethod
     def _corrections_by_name(cls, entries: Any) -> tuple[Correction, ...]:
         return read_list(entries, cls.known_corrections)

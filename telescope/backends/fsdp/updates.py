@@ -104,7 +104,7 @@ def _optimizer(kind: Literal["adamw", "sgd"], parameters: list[nn.Parameter], jo
     ]
     groups = [group for group in groups if group["params"]]
     if kind == "sgd":
-        return torch.optim.SGD(groups, lr=trainer.learning_rate, fused=True)
+        return torch.optim.SGD(groups, lr=trainer.learning_rate, foreach=True)
     return torch.optim.AdamW(groups, lr=trainer.learning_rate, betas=trainer.betas, fused=True)
 
 
