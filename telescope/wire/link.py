@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import zmq
+from msgspec import structs
 from zmq.utils.monitor import parse_monitor_message
 
 from telescope.runlog.layout import RunDirectory
@@ -82,7 +83,7 @@ class Link:
             address = meeting.find(run_directory, hello.attempt, deadline_s)
         except meeting.HubNotFound as error:
             raise WireTimeout(f"{hello.name}: {error}") from error
-        link = cls(PeerSession(hello, time.monotonic()), address, keys)
+        link = cls(PeerSession(structs.replace(hello, started_ns=time.time_ns()), time.monotonic()), address, keys)
         link._thread.start()
         try:
             link._await_welcome(end, deadline_s)
