@@ -254,6 +254,15 @@ def test_an_unanswered_rollout_is_cancelled_at_its_deadline_and_tried_again():
     assert runs(desk.failed(0)) == [(1, 1)]
 
 
+def test_an_unanswered_cancel_is_repeated_at_half_its_time():
+    desk = Desk(max_attempts=1, cancel_deadline_s=30.0)
+    desk.open()
+    desk.failed(0)
+    desk.now = 15.0
+    assert desk.tell(seen.Tick()) == [do.Cancel("worker-0", 1, 0, "asked again")]
+    assert desk.tell(seen.Tick()) == []
+
+
 def test_a_worker_that_does_not_answer_a_cancel_ends_the_run():
     desk = Desk(rollout_deadline_s=100.0, cancel_deadline_s=30.0)
     desk.open()
@@ -315,11 +324,9 @@ def test_siblings_share_a_server_and_groups_spread_by_tokens_in_flight():
 def test_earlier_turns_go_first():
     desk = Desk()
     desk.open()
-    assert (
-        desk.tell(seen.TurnStarted("late", 0, 0, 3, 5))
-        == [do.Place("late", "server-0", 3), *desk.said[-1:]][:1] + desk.said[-1:]
-    )
-    assert desk.tell(seen.TurnStarted("early", 1, 0, 0, 5)) == [do.Place("early", "server-0", 0)]
+    desk.tell(seen.TurnStarted("late", 0, 0, 3, 5), seen.TurnStarted("early", 1, 0, 0, 5))
+    late, early = desk.of(do.Place)
+    assert (late.priority, early.priority) == (3, 0)
 
 
 def test_a_lost_servers_requests_are_refused_and_the_group_moves():
