@@ -1,7 +1,7 @@
 """The FSDP backend on one GPU against the CPU in float32: `python -m tests.gpu.check_backend [--speed]`.
 
-Exits 0 only if all agree. No pytest module: machines without a GPU have nothing to say about it. With `--speed` a 0.6B-shaped model with drawn weights is
-timed at 16,384 tokens a row.
+Exits 0 only if all agree. No pytest module: machines without a GPU have nothing to say about it. With `--speed` a 0.6B-shaped
+model with drawn weights is timed at 16,384 tokens a row.
 """
 
 from __future__ import annotations
