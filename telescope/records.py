@@ -5,7 +5,7 @@ Floor 0: msgspec structs and numpy arrays only. Every other package may import t
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, dataclass_transform
 
 import msgspec
 import numpy as np
@@ -14,6 +14,7 @@ Role = Literal["worker", "server", "trainer"]
 FinishReason = Literal["stop", "length", "abort"]
 
 
+@dataclass_transform(frozen_default=True)  # else a type checker takes the subclasses for mutable
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Base of all records: immutable, and closed to fields it does not know."""
 

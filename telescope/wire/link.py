@@ -1,0 +1,312 @@
+"""A peer's end of the wire: one DEALER in its own thread, so that the process is heard while its main thread computes.
+
+Owns the thread, the socket, the wake-up and the clock; what to say and when is session.py's. `send`, `progress`, `receive`
+and `close` may be called from any thread, `received` from any event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import socket as system_socket
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import zmq
+from msgspec import structs
+from zmq.utils.monitor import parse_monitor_message
+
+from telescope.runlog.layout import RunDirectory
+from telescope.wire import meeting, security
+from telescope.wire.codec import MAX_FRAME_BYTES, MAX_FRAMES, NO_ARRAYS, RawArrays
+from telescope.wire.happenings import Delivery
+from telescope.wire.messages import Body, Hello
+from telescope.wire.session import PeerSession
+
+__all__ = ["Delivery", "Link", "LinkLost", "WireRefused", "WireTimeout"]
+
+log = logging.getLogger(__name__)
+
+MESSAGES_A_TURN = 64
+ZMTP_BEAT_MS, ZMTP_DEAD_MS = 5_000, 15_000
+RECONNECT_MS, RECONNECT_MAX_MS = 100, 2_000
+FLUSH_S = 2.0
+"""How long `close` waits for what was sent to be safe on the other side."""
+WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+
+class WireRefused(ConnectionError):
+    """The hub does not want this process: wrong key, run, attempt or config, or given up earlier. Trying again is no use."""
+
+
+class WireTimeout(TimeoutError):
+    """The hub was not found or did not answer before the deadline."""
+
+
+class LinkLost(ConnectionError):
+    """The hub is gone, silent, or has refused this process; or the link was closed. The process should end."""
+
+
+class Link:
+    """Made by `Link.connect`. A context manager: leaving its block says Goodbye."""
+
+    def __init__(self, session: PeerSession, address: meeting.HubAddress, keys: security.Keys) -> None:
+        self._session = session
+        self._endpoint = address.endpoint
+        self._changed = threading.Condition()  # guards the session and all below
+        self._inbox: deque[Delivery] = deque()
+        self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self._woken = False
+        self._closing: str | None = None
+        self._over = ""
+        self._context = zmq.Context()
+        self._socket = _dealer(self._context, address, keys)
+        self._monitor = self._socket.get_monitor_socket(WATCHED)
+        self._wake_in, self._wake_out = system_socket.socketpair()
+        self._wake_in.setblocking(False)
+        self._wake_out.setblocking(False)
+        self._thread = threading.Thread(target=self._run, name=f"link-{session.hello.name}", daemon=True)
+
+    @classmethod
+    def connect(cls, run_directory: RunDirectory, hello: Hello, deadline_s: float) -> Link:
+        """Find the hub of the hello's attempt, connect, and wait for its welcome, all within `deadline_s`.
+
+        Raises `WireRefused` or `WireTimeout` with a sentence for the user, or `BadKeys`.
+        """
+        end = time.monotonic() + deadline_s
+        keys = security.load_keys(run_directory, hello.name)
+        try:
+            address = meeting.find(run_directory, hello.attempt, deadline_s)
+        except meeting.HubNotFound as error:
+            raise WireTimeout(f"{hello.name}: {error}") from error
+        link = cls(PeerSession(structs.replace(hello, started_ns=time.time_ns()), time.monotonic()), address, keys)
+        link._thread.start()
+        try:
+            link._await_welcome(end, deadline_s)
+        except BaseException:
+            link._end_thread(time.monotonic())
+            raise
+        return link
+
+    def _await_welcome(self, end: float, deadline_s: float) -> None:
+        session, name = self._session, self._session.hello.name
+        with self._changed:
+            self._changed.wait_for(lambda: session.ever_welcomed or self._over, max(0.0, end - time.monotonic()))
+            if session.ever_welcomed:
+                return
+            if self._over:
+                raise WireRefused(self._over)
+        raise WireTimeout(
+            f"{name}: the hub at {self._endpoint} did not answer within {deadline_s:g} s: it is not running, not reachable "
+            f"from this host, or does not hold the key that hub.json names"
+        )
+
+    def __enter__(self) -> Link:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.close("" if error is None else f"{type(error).__name__}: {error}")
+
+    # ---- the application's side --------------------------------------------------------------------------------------
+
+    def send(self, body: Body, arrays: Sequence[np.ndarray] = (), answers: Delivery | None = None) -> int:
+        """Queue a message; gives its number. It is sent again after a lost connection until answered or acknowledged.
+
+        Arrays are copied. Raises `LinkLost` once the link is over, `ValueError` where the message breaks the protocol.
+        """
+        raw = RawArrays.of(arrays) if arrays else NO_ARRAYS
+        with self._changed:
+            self._check_alive()
+            seq = self._session.send(body, raw, answers.seq if answers else 0)
+            self._wake()
+        return seq
+
+    def progress(self, doing: str) -> None:
+        """Work was done; the next heartbeat says so. Cheap: call it after each turn, micro-batch or engine step."""
+        with self._changed:
+            self._session.progress(doing)
+
+    def receive(self, timeout_s: float) -> Delivery | None:
+        """The next message, or None after `timeout_s`. Raises `LinkLost` when the hub is gone and all that came is read."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._inbox or self._over, timeout_s)
+            return self._pop()
+
+    async def received(self) -> Delivery:
+        """The next message, for asyncio users. Safe to cancel: no message is lost."""
+        loop = asyncio.get_running_loop()
+        while True:
+            with self._changed:
+                delivery = self._pop()
+                if delivery is not None:
+                    return delivery
+                waiter = loop.create_future()
+                self._waiters.append((loop, waiter))
+            await waiter
+
+    def close(self, error: str = "") -> None:
+        """Say Goodbye and end the thread. Without an error it first waits, `FLUSH_S` at most, until what was sent is safe
+        there, unless the hub itself has said Stop. Calling it again does nothing."""
+        end = time.monotonic() + FLUSH_S
+        with self._changed:
+            if not error:
+                self._changed.wait_for(self._flushed, FLUSH_S)
+            if self._closing is None:
+                self._closing = error
+        self._end_thread(end)
+
+    def _flushed(self) -> bool:
+        return bool(self._over) or self._session.stopping or not self._session.channel.unacknowledged
+
+    def _pop(self) -> Delivery | None:
+        if self._inbox:
+            return self._inbox.popleft()
+        self._check_alive()
+        return None
+
+    def _check_alive(self) -> None:
+        if self._over:
+            raise LinkLost(self._over)
+
+    def _end_thread(self, end: float) -> None:
+        with self._changed:
+            if self._closing is None:
+                self._closing = ""
+            self._wake()
+        if self._thread is not threading.current_thread():
+            self._thread.join(max(0.0, end - time.monotonic()) + FLUSH_S)
+
+    def _wake(self) -> None:
+        """Called with the lock held. One byte a sleep is enough."""
+        if not self._woken and not self._over:
+            self._woken = True
+            self._wake_in.send(b"\0")
+
+    # ---- the thread's side -------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        """The thread's whole life. An error here is a fault of ours: it ends the link rather than leaving it deaf."""
+        try:
+            self._loop()
+        except Exception as error:
+            log.exception("the link's thread failed")
+            self._finish(f"the link's thread failed: {type(error).__name__}: {error}")
+        finally:
+            self._finish("the link is closed")
+            self._socket.disable_monitor()
+            self._socket.close(linger=int(FLUSH_S * 1000) if self._session.welcomed else 0)
+            self._context.destroy(linger=None)
+            self._wake_in.close()
+            self._wake_out.close()
+
+    def _loop(self) -> None:
+        poller = zmq.Poller()
+        for watched in (self._socket, self._monitor, self._wake_out):
+            poller.register(watched, zmq.POLLIN)
+        asleep = time.monotonic()
+        while not self._over:
+            with self._changed:
+                now = time.monotonic()
+                self._session.excuse(max(0.0, now - asleep - 2.0))  # a poll ends after a second: more, and we were stopped
+                frames, wait_s, closing = self._turn(now)
+            self._put(frames)
+            if closing or self._over:
+                return
+            asleep = time.monotonic()
+            poller.poll(math.ceil(wait_s * 1000))
+            self._clear_wake()
+            self._watch_connection()
+            self._read()
+
+    def _turn(self, now: float) -> tuple[list[Sequence[bytes | zmq.Frame]], float, bool]:
+        """What to send now, how long to sleep, and whether that was the last; with the lock held."""
+        session = self._session
+        session.tick(now)
+        closing = self._closing is not None
+        if self._closing is not None:
+            session.goodbye(self._closing)
+        frames: list[Sequence[bytes | zmq.Frame]] = list(session.outbox)
+        session.outbox.clear()
+        ended = session.refused or session.lost
+        if ended:
+            self._finish(f"{session.hello.name}: {ended}")
+        return frames, session.wait_s(now), closing
+
+    def _put(self, messages: list[Sequence[bytes | zmq.Frame]]) -> None:
+        """Send, or drop where there is no connection: a new one begins with a hello, and then what is kept follows."""
+        for frames in messages:
+            try:
+                self._socket.send_multipart(frames, zmq.NOBLOCK)
+            except zmq.Again:
+                return
+
+    def _clear_wake(self) -> None:
+        with self._changed:
+            if self._woken:
+                self._woken = False
+                self._wake_out.recv(64)
+
+    def _watch_connection(self) -> None:
+        while self._monitor.poll(0):
+            event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
+            with self._changed:
+                if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    self._session.connected(time.monotonic())
+                elif event == zmq.EVENT_DISCONNECTED:
+                    self._session.disconnected()
+                elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                    name = self._session.hello.name
+                    self._finish(f"{name}: the hub at {self._endpoint} refused this process's key: it is not one of this run's")
+
+    def _read(self) -> None:
+        arrived: list[Delivery] = []
+        for _ in range(MESSAGES_A_TURN):
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            with self._changed:
+                delivery = self._session.receive(frames[: MAX_FRAMES + 1], time.monotonic())
+            if delivery is not None:
+                arrived.append(delivery)
+        with self._changed:
+            self._inbox.extend(arrived)
+            self._tell()
+
+    def _tell(self) -> None:
+        """Wake whoever waits; with the lock held."""
+        self._changed.notify_all()
+        waiters, self._waiters = self._waiters, []
+        for loop, waiter in waiters:
+            try:
+                loop.call_soon_threadsafe(_set, waiter)
+            except RuntimeError:  # that loop was closed: nobody waits there any more
+                continue
+
+    def _finish(self, why: str) -> None:
+        with self._changed:
+            self._over = self._over or why
+            self._tell()
+
+
+def _set(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+def _dealer(context: zmq.Context[zmq.Socket[bytes]], address: meeting.HubAddress, keys: security.Keys) -> zmq.Socket[bytes]:
+    socket = context.socket(zmq.DEALER)
+    socket.curve_serverkey = address.public_key.encode()
+    socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
+    socket.ipv6 = "[" in address.endpoint
+    socket.immediate = True  # nothing is queued for a connection that does not stand: the session knows what to repeat
+    socket.sndhwm = 0
+    socket.maxmsgsize = MAX_FRAME_BYTES
+    socket.reconnect_ivl, socket.reconnect_ivl_max = RECONNECT_MS, RECONNECT_MAX_MS
+    socket.heartbeat_ivl, socket.heartbeat_timeout, socket.heartbeat_ttl = ZMTP_BEAT_MS, ZMTP_DEAD_MS, ZMTP_DEAD_MS
+    socket.connect(address.endpoint)
+    return socket

@@ -1,0 +1,80 @@
+"""Who may say what, what answers what, and what is kept until it is settled. The tables of docs/protocol.md, as data.
+
+Knows kinds of messages and roles; refuses state (channel.py) and frames (codec.py).
+"""
+
+from __future__ import annotations
+
+from telescope.records import Role
+from telescope.wire.messages import (
+    Abort,
+    AbortWeights,
+    Ack,
+    CancelRollout,
+    CommitWeights,
+    Completion,
+    Generate,
+    GenerateFailed,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Message,
+    PrepareWeights,
+    PublishWeights,
+    Reject,
+    RolloutDone,
+    RolloutFailed,
+    RunRollout,
+    StepDone,
+    Stop,
+    TrainStep,
+    WeightsFailed,
+    WeightsPublished,
+    WeightsReady,
+    Welcome,
+)
+
+Kind = type[Message]
+
+SESSION_OF_PEER: frozenset[Kind] = frozenset({Hello, Heartbeat, Ack, Goodbye})
+SESSION_OF_HUB: frozenset[Kind] = frozenset({Welcome, Reject, Heartbeat, Ack})
+"""Handled by the session itself, never delivered to the application."""
+
+FROM_PEER: dict[Role, frozenset[Kind]] = {
+    "worker": frozenset({Generate, Abort, RolloutDone, RolloutFailed}),
+    "server": frozenset({Completion, GenerateFailed, WeightsReady, WeightsFailed}),
+    "trainer": frozenset({StepDone, WeightsPublished, WeightsFailed}),
+}
+FROM_HUB: dict[Role, frozenset[Kind]] = {
+    "worker": frozenset({RunRollout, CancelRollout, Completion, GenerateFailed, Stop}),
+    "server": frozenset({Generate, Abort, PrepareWeights, CommitWeights, AbortWeights, Stop}),
+    "trainer": frozenset({TrainStep, PublishWeights, Stop}),
+}
+
+ANSWERED_BY: dict[Kind, frozenset[Kind]] = {
+    RunRollout: frozenset({RolloutDone, RolloutFailed}),
+    Generate: frozenset({Completion, GenerateFailed}),
+    TrainStep: frozenset({StepDone}),
+    PublishWeights: frozenset({WeightsPublished, WeightsFailed}),
+    PrepareWeights: frozenset({WeightsReady, WeightsFailed}),
+    CommitWeights: frozenset({WeightsReady, WeightsFailed}),
+    AbortWeights: frozenset({WeightsReady, WeightsFailed}),
+}
+"""Kept until one of these comes back with its number in `answers`."""
+ANSWERS: frozenset[Kind] = frozenset().union(*ANSWERED_BY.values())
+
+ACKNOWLEDGED: frozenset[Kind] = ANSWERS | {Stop}
+"""Kept until an Ack names them."""
+SAFE_BY_APPLICATION: frozenset[Kind] = frozenset({RolloutDone})
+"""Acknowledged when the application says so (it is on disk); the others when they have arrived."""
+KEPT: frozenset[Kind] = ACKNOWLEDGED | frozenset(ANSWERED_BY)
+
+WORK: frozenset[Kind] = frozenset({RunRollout, Generate, TrainStep})
+"""Orders that cost one of the peer's `capacity` credits."""
+WEIGHT_ORDERS: frozenset[Kind] = frozenset({PublishWeights, PrepareWeights, CommitWeights, AbortWeights})
+"""Orders with a small budget of their own: a server full of generations must still be able to take new weights."""
+MAX_WEIGHT_ORDERS = 4
+
+ACK_DELAY_S = 0.1
+"""Acks wait this long for company: one message tells many."""
+ACK_BATCH = 64
