@@ -146,7 +146,6 @@ class PolicyLoss(Algorithm):
     def advantages(self, rewards: np.ndarray, groups: np.ndarray, *, group_size: int) -> np.ndarray:
         """By `advantage_norm`; see docs/algorithms.md."""
         batch = Groups(rewards, groups)
-        batch.require(self.smallest_group)
         match self.advantage_norm:
             case "group":
                 return batch.standardised()

@@ -25,12 +25,11 @@ class ReinforcePP(PolicyGradient):
         return self.loss_aggregation
 
     def advantages(self, rewards: np.ndarray, groups: np.ndarray, *, group_size: int) -> np.ndarray:
-        """(A - mean) / (std + epsilon) over the batch, with A = r_i - group mean, or r_i where one sample a prompt is asked for.
+        """(A - mean) / (std + epsilon) over the batch; A = r_i - group mean, or r_i where one sample a prompt is asked for.
 
-        What decides is the configured group size: a lone survivor of a larger group is refused.
+        What decides is the configured group size: a lone survivor of a larger group gets 0, not its raw reward.
         """
         batch = Groups(rewards, groups)
         if group_size == 1:
             return standardise(batch.rewards)
-        batch.require(2)
         return batch.over_batch(batch.centred())

@@ -26,6 +26,5 @@ class RLOO(PolicyGradient):
     def advantages(self, rewards: np.ndarray, groups: np.ndarray, *, group_size: int) -> np.ndarray:
         """(r_i - mean) * G / (G - 1), with G the scored rollouts of the group."""
         batch = Groups(rewards, groups)
-        batch.require(self.smallest_group)
         alone = batch.leave_one_out()
         return batch.over_batch(alone) if self.advantage_norm == "batch" else alone

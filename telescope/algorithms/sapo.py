@@ -30,5 +30,5 @@ class SAPO(PolicyLoss):
 
     def token_losses(self, row: PackedRow, ratio: Tensor) -> TokenLosses:
         """-(4 / tau) sigmoid(tau (ratio - 1)) A: slope 1 in the ratio at 1."""
-        tau = (row.advantages * 0.0 + self.sapo_tau_neg).where(row.advantages <= 0, self.sapo_tau_pos)
+        tau = row.advantages.new_full(row.advantages.shape, self.sapo_tau_neg).where(row.advantages <= 0, self.sapo_tau_pos)
         return TokenLosses(-(4.0 / tau) * (tau * (ratio - 1.0)).sigmoid() * row.advantages)

@@ -1,6 +1,6 @@
 """What Hydra may choose from: class defaults of every plug-in and part, stored as options, beside the presets in YAML.
 
-Owns the names of options (`<group>/_<name>` from Python, `<group>/<name>` from YAML, or from Python where no YAML has the name).
+Owns the names of options: `<group>/_<name>` from Python, `<group>/<name>` from YAML, or from Python without such a YAML.
 Never runs a plug-in: its defaults are read from its fields.
 """
 
@@ -44,6 +44,8 @@ PLUGIN_GROUPS: dict[str, plugins.Kind[Any]] = {
     "backend": plugins.BACKENDS,
     "env": plugins.ENVIRONMENTS,
 }
+_NAMED_BY_PRESETS = {"model": {"name": MISSING}}
+"""Class defaults that a preset has to replace: a value once given can't become missing again."""
 NOT_COMPOSED = ("plugin_path",)
 """Settings that the composition itself writes."""
 
@@ -75,8 +77,8 @@ class Places:
     def options(self, group: str) -> list[str]:
         """All names a user may choose in a group."""
         kind = PLUGIN_GROUPS.get(group)
-        from_python = set(plugins.find(kind, self.plugin_path)) if kind is not None else set()
-        return sorted(from_python | set(self.presets(group)))
+        from_python = plugins.find(kind, self.plugin_path) if kind is not None else {}
+        return sorted({*from_python, *self.presets(group)})
 
 
 @contextmanager
@@ -109,7 +111,7 @@ def _store_all(store: ConfigStore, places: Places) -> None:
     chosen = (*PLUGIN_GROUPS, *CHOSEN_PARTS, "environments", *NOT_COMPOSED)
     store.store(name="_run", node=defaults_of(RunConfig, without=chosen))
     for group, part in CHOSEN_PARTS.items():
-        store.store(group=group, name="_default", node=defaults_of(part), package=group)
+        store.store(group=group, name="_default", node={**defaults_of(part), **_NAMED_BY_PRESETS.get(group, {})}, package=group)
     for group, kind in PLUGIN_GROUPS.items():
         presets = places.presets(group)
         for name, found in plugins.find(kind, places.plugin_path).items():

@@ -1,11 +1,15 @@
-"""Where a model's files lie: an embedded model by its short name, a local folder, or a Hugging Face id. No torch."""
+"""Where a model's files lie: embedded in the package, in a local folder, or on the Hugging Face hub. Imports no torch."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
-EMBEDDED = Path(__file__).parent.parent / "embedded"
+from telescope.config.words import Problem, did_you_mean
+
+EMBEDDED = Path(__file__).resolve().parent.parent / "embedded"
+_HUB_ID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$")
 
 
 class ModelNotFound(ValueError):
@@ -13,8 +17,41 @@ class ModelNotFound(ValueError):
 
 
 def embedded_models() -> list[str]:
-    """Short names of the models that come with the package, e.g. `["tiny", "tiny_reverse"]`."""
-    return sorted(folder.name for folder in EMBEDDED.iterdir() if (folder / "config.json").is_file()) if EMBEDDED.is_dir() else []
+    """Names of the models that ship with Telescope, e.g. `["tiny", "tiny_reverse"]`."""
+    folders = EMBEDDED.iterdir() if EMBEDDED.is_dir() else ()
+    return sorted(folder.name for folder in folders if (folder / "config.json").is_file())
+
+
+def model_path(name: str) -> Path | None:
+    """The folder of an embedded or local model; None for a hub id, which the loading library fetches or finds in its cache."""
+    if name in embedded_models():
+        return EMBEDDED / name
+    folder = Path(name).expanduser()
+    return folder.absolute() if (folder / "config.json").is_file() else None
+
+
+def model_source(name: str) -> str:
+    """What to hand to `from_pretrained` and to vLLM: a folder's path, or the hub id."""
+    path = model_path(name)
+    return name if path is None else str(path)
+
+
+def model_problem(name: str) -> Problem | None:
+    """Why no model can be found under this name, before any process starts. A hub id is taken on trust."""
+    if model_path(name) is not None:
+        return None
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return Problem("model.name", f"model.name='{name}' is a folder without config.json, so it holds no model")
+    if name.startswith(("/", "./", "../", "~")):
+        return Problem("model.name", f"model.name='{name}': there is no such folder")
+    if _HUB_ID.match(name):
+        return None
+    return Problem(
+        "model.name",
+        f"model.name='{name}' is neither an embedded model, nor a local folder, nor a Hugging Face id (owner/name)."
+        + did_you_mean(name, embedded_models()),
+    )
 
 
 def model_folder(name: str) -> Path:
@@ -22,19 +59,10 @@ def model_folder(name: str) -> Path:
 
     Raises `ModelNotFound` with a sentence that names what was tried.
     """
-    if name in embedded_models():
-        return EMBEDDED / name
-    path = Path(name).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ModelNotFound(f"model.name={name} is a folder without a config.json, so no model in Hugging Face's layout")
-        return path.absolute()
-    if name.count("/") != 1 or name.startswith((".", "/", "~")):
-        raise ModelNotFound(
-            f"model.name={name} is neither a folder, nor a Hugging Face id (owner/name), nor an embedded model "
-            f"({', '.join(embedded_models())})"
-        )
-    return _from_hub(name)
+    problem = model_problem(name)
+    if problem is not None:
+        raise ModelNotFound(problem.sentence)
+    return model_path(name) or _from_hub(name)
 
 
 def _from_hub(name: str) -> Path:

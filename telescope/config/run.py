@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import Field, PlainSerializer, PlainValidator, ValidationError, ValidationInfo, field_validator
+from pydantic import Field, PlainSerializer, PlainValidator, SecretStr, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from telescope.algorithms.base import Algorithm
@@ -58,7 +58,13 @@ def _build(kind: plugins.Kind[S], name: str, fields: Mapping[str, Any], plugin_p
     except plugins.PluginError as error:
         raise PydanticCustomError("plugin", "{sentence}", {"sentence": str(error)}) from error
     except ValidationError as error:
-        raise PydanticCustomError("nested", "{error}", {"error": error, "below": ()}) from error
+        raise nested([((), error)]) from error
+
+
+def nested(errors: Sequence[tuple[tuple[str, ...], ValidationError | str]]) -> PydanticCustomError:
+    """Errors of inner models, each with its place below the field, in one error that `telescope.config.judge` can unfold."""
+    text = "; ".join(str(error) for _, error in errors)
+    return PydanticCustomError("nested", "{text}", {"text": text, "errors": list(errors)})
 
 
 def _algorithm(value: Any, info: ValidationInfo) -> Algorithm:
@@ -106,7 +112,7 @@ class RunConfig(Settings):
             raise ValueError("environments is empty: a run needs one at least, e.g. env=countdown")
         if info.context is not None and info.context.get("resolved"):
             return entries
-        return {name: _complete(name, entry, info.data.get("plugin_path", ())) for name, entry in entries.items()}
+        return _complete_all(entries, info.data.get("plugin_path", ()))
 
     def environment(self, name: str) -> Environment:
         """Build the environment of entry `name`. Secrets given as `${oc.env:NAME}` are read here, in the process that needs
@@ -124,15 +130,28 @@ class RunConfig(Settings):
         return plugins.name_of(self.backend)
 
 
-def _complete(key: str, entry: EnvironmentEntry, plugin_path: Sequence[str]) -> EnvironmentEntry:
-    try:
-        made = _build(plugins.ENVIRONMENTS, entry.name, entry.kwargs, plugin_path)
-    except PydanticCustomError as error:
-        context = dict(error.context or {})
-        below = (key, "kwargs") if error.type == "nested" else (key, "name")
-        raise PydanticCustomError(error.type, error.message_template, {**context, "below": below}) from error
-    hidden = {name: value for name, value in entry.kwargs.items() if made.model_dump(mode="json").get(name) == "**********"}
-    return entry.model_copy(update={"kwargs": {**made.model_dump(mode="json"), **hidden}})
+def _complete_all(entries: Mapping[str, EnvironmentEntry], plugin_path: Sequence[str]) -> dict[str, EnvironmentEntry]:
+    completed: dict[str, EnvironmentEntry] = {}
+    errors: list[tuple[tuple[str, ...], ValidationError | str]] = []
+    for key, entry in entries.items():
+        try:
+            completed[key] = _complete(entry, plugin_path)
+        except plugins.PluginError as error:
+            errors.append(((key, "name"), str(error)))
+        except ValidationError as error:
+            errors.append(((key, "kwargs"), error))
+    if errors:
+        raise nested(errors)
+    return completed
+
+
+def _complete(entry: EnvironmentEntry, plugin_path: Sequence[str]) -> EnvironmentEntry:
+    """The entry with the defaults of its environment filled in; a `SecretStr` keeps what was given, a reference."""
+    environment = plugins.load(plugins.ENVIRONMENTS, entry.name, plugin_path)
+    made = environment.model_validate_json(json.dumps(entry.kwargs), strict=True)
+    kwargs = made.model_dump(mode="json")
+    secret = {name: entry.kwargs[name] for name in kwargs if isinstance(getattr(made, name, None), SecretStr)}
+    return entry.model_copy(update={"kwargs": {**kwargs, **secret}})
 
 
 def as_json(config: RunConfig) -> dict[str, Any]:

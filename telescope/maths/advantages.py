@@ -1,7 +1,8 @@
 """From the rewards of a batch to one advantage a rollout. Float64 numpy; knows no algorithm by name.
 
 Statistics are per rollout, with ddof 1; `EPSILON` is added to a standard deviation. A group whose rewards are all equal gets
-exactly 0 (a mean of three 0.1s is not 0.1 in floating point), by every rule.
+exactly 0 (a mean of three 0.1s is not 0.1 in floating point), by every rule; so does a lone rollout, which has nothing to be
+compared with (the core fails such a group before it gets here).
 """
 
 from __future__ import annotations
@@ -34,14 +35,6 @@ class Groups:
         np.maximum.at(high, self.index, self.rewards)
         self.equal: NDArray[np.bool_] = (low == high)[self.index]  # [N] the rollout's whole group has one reward
         self.sizes = self.counts[self.index]  # [N] members of the rollout's group
-
-    def require(self, members: int) -> None:
-        """Refuse a group of fewer scored rollouts than a comparison needs."""
-        if len(self.counts) and self.counts.min() < members:
-            raise ValueError(
-                f"a group has {int(self.counts.min())} scored rollout, and its rewards are compared: "
-                f"a group with fewer than {members} must fail (rollout.min_group_size)"
-            )
 
     def centred(self) -> Floats:
         """r_i minus the mean of its group."""

@@ -28,12 +28,14 @@ SMALLEST_BUCKET = 32
 
 
 @dataclass(frozen=True)
-class Stack:
-    """Segments of like length as one batch. `places[b, i]` is the row's token at place i of segment b (0 beyond its end)."""
+class Stacks:
+    """Segments of like length as batches, one after another in a padded buffer of P places."""
 
-    places: Tensor  # [B, L] int64
-    real: Tensor  # [n] int64 flat places in [B * L] that hold tokens
-    tokens: Tensor  # [n] int64 the row's tokens they hold
+    shapes: tuple[tuple[int, int], ...]
+    """Segments and places a segment, [B, L], of each batch; they add up to P."""
+    places: Tensor  # [P] int64, the row's token at each place; any token beyond a segment's end
+    real: Tensor  # [P, 1, 1] bool, False beyond a segment's end
+    inverse: Tensor  # [T] int64, the place of each token of the row
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Segments:
 
     boundaries: Tensor  # [S + 1] int32 on the device
     longest: int
-    stacks: tuple[Stack, ...]
+    stacks: Stacks | None = None
     """Of sdpa alone."""
     block_mask: Any = None
     """Of flex alone."""
@@ -76,23 +78,53 @@ def segments(kind: Kind, boundaries: np.ndarray, device: str) -> Segments:
     kept = np.unique(boundaries)
     lengths = np.diff(kept)
     on_device = torch.from_numpy(kept.astype(np.int32)).to(device, non_blocking=True)
-    stacks = tuple(_stacks(kept[:-1], lengths, device)) if kind == "sdpa" else ()
+    stacks = _stacks(kept[:-1], lengths, device) if kind == "sdpa" else None
     mask = _block_mask(kept, lengths, device) if kind == "flex" else None
     return Segments(boundaries=on_device, longest=int(lengths.max()), stacks=stacks, block_mask=mask)
 
 
-def _stacks(starts: np.ndarray, lengths: np.ndarray, device: str) -> list[Stack]:
+def _stacks(starts: np.ndarray, lengths: np.ndarray, device: str) -> Stacks:
     """Segments by powers of two of their length: padding at most doubles a segment, and launches stay few."""
     bucket = np.ceil(np.log2(np.maximum(lengths, SMALLEST_BUCKET))).astype(np.int64)
-    stacks = []
+    shapes, places, real = [], [], []
     for size in np.unique(bucket):
         these = np.flatnonzero(bucket == size)
         offsets = np.arange(lengths[these].max())
-        real = offsets[None, :] < lengths[these][:, None]
-        places = np.where(real, starts[these][:, None] + offsets[None, :], 0)
-        given = (places, np.flatnonzero(real), places[real])
-        stacks.append(Stack(*(torch.from_numpy(array).to(device, non_blocking=True) for array in given)))
-    return stacks
+        shapes.append((len(these), len(offsets)))
+        inside = offsets[None, :] < lengths[these][:, None]
+        real.append(inside.ravel())
+        places.append(np.where(inside, starts[these][:, None] + offsets[None, :], 0).ravel())
+    place, holds = np.concatenate(places), np.concatenate(real)
+    inverse = np.empty(int(lengths.sum()), np.int64)
+    inverse[place[holds]] = np.flatnonzero(holds)
+    given = (place, holds[:, None, None], inverse)
+    return Stacks(tuple(shapes), *(torch.from_numpy(array).to(device, non_blocking=True) for array in given))
+
+
+class _Stack(torch.autograd.Function):
+    """[T, H, D] -> [P, H, D]. Both directions are gathers: places beyond a segment's end never get a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, by_token: Tensor, stacks: Stacks) -> Tensor:
+        ctx.stacks = stacks
+        return by_token.index_select(0, stacks.places)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0].index_select(0, ctx.stacks.inverse), None
+
+
+class _Unstack(torch.autograd.Function):
+    """[P, H, D] -> [T, H, D], and zeros as gradients of the places beyond a segment's end."""
+
+    @staticmethod
+    def forward(ctx: Any, by_place: Tensor, stacks: Stacks) -> Tensor:
+        ctx.stacks = stacks
+        return by_place.index_select(0, stacks.inverse)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0].index_select(0, ctx.stacks.places).mul_(ctx.stacks.real), None
 
 
 Result = tuple[Tensor, None]
@@ -112,19 +144,18 @@ def _sdpa(
 ) -> Result:  # fmt: skip
     """query [1, Hq, T, D], key and value [1, Hkv, T, D] -> [1, T, Hq, D]."""
     _refuse_unknown(kwargs)
-    tokens, heads = query.shape[2], query.shape[1]
-    by_token = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]  # [T, H, D]
-    pieces = []
-    for stack in row.stacks:
-        q, k, v = (tensor[stack.places].transpose(1, 2) for tensor in by_token)  # [B, H, L, D]
-        mask = _window_mask(q.shape[2], sliding_window, q.device)
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=heads != k.shape[1]
-        )
-        pieces.append(out.transpose(1, 2).flatten(0, 1)[stack.real])  # [n, Hq, D]
-    order = torch.cat([stack.tokens for stack in row.stacks])
-    result = torch.cat(pieces).new_zeros(tokens, heads, value.shape[-1]).index_copy(0, order, torch.cat(pieces))
-    return result[None], None
+    assert row.stacks is not None, "segments were prepared for another kind of attention"
+    q, k, v = (_Stack.apply(tensor[0].transpose(0, 1), row.stacks) for tensor in (query, key, value))  # [P, H, D]
+    pieces, start = [], 0
+    for count, length in row.stacks.shapes:
+        here = slice(start, start + count * length)
+        batch = [tensor[here].unflatten(0, (count, length)).transpose(1, 2) for tensor in (q, k, v)]  # [B, H, L, D]
+        mask = _window_mask(length, sliding_window, query.device)
+        gqa = query.shape[1] != key.shape[1]
+        out = F.scaled_dot_product_attention(*batch, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=gqa)
+        pieces.append(out.transpose(1, 2).flatten(0, 1))  # [B * L, H, D]
+        start = here.stop
+    return _Unstack.apply(torch.cat(pieces) if len(pieces) > 1 else pieces[0], row.stacks)[None], None
 
 
 def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
