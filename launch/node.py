@@ -26,6 +26,7 @@ from telescope._launch.causes import COMPONENT_FAILED, Cause, how, root_cause
 from telescope._launch.plan import Plan, read_plan
 from telescope._launch.processes import Ending, Process
 from telescope._launch.progress import Console, LogCopy, Progress, read_object, summary_table
+from telescope.config.secrets import SecretMissing
 from telescope.runlog.layout import RunDirectory, write_atomically
 from telescope.wire.security import make_keys
 
@@ -138,7 +139,7 @@ class Supervisor:
         for plan in self.plan.processes:
             try:
                 process = Process.start(plan, self.directory, port if plan.role == "trainer" else {})
-            except OSError as error:
+            except (OSError, SecretMissing) as error:
                 self.cause = Cause(
                     plan.name, f"{plan.name} could not be started: {error}", str(self.directory.log(plan.name)), ()
                 )

@@ -79,9 +79,9 @@ prepare_cpu() {
 requirements() { "$python" "$root/scripts/_requirements.py" "$@"; }
 
 # What pip would install for one requirement, as JSON; asks the index for metadata only.
-report() { "$python" -m pip install --quiet --disable-pip-version-check --dry-run --ignore-installed --no-deps --report - "$1"; }
+report() { "$python" -m pip install -qq --disable-pip-version-check --dry-run --ignore-installed --no-deps --report - "$1"; }
 
-pip_install() { "$python" -m pip install --quiet --disable-pip-version-check --no-warn-script-location "$@"; }
+pip_install() { "$python" -m pip install -qq --disable-pip-version-check --no-warn-script-location "$@"; }
 
 fitting() { [ -x "$(command -v "$1")" ] && "$1" -c 'import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2> /dev/null; }
 

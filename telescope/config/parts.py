@@ -191,5 +191,3 @@ class LoggingSettings(Settings):
     """Copy the components' logs to the launcher's stderr."""
     progress: bool = True
     """Show the progress line on the launcher's terminal."""
-    token_trace_every: int | None = Field(default=None, ge=1)
-    """Write token rows of every k-th step; null: none."""

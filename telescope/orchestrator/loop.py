@@ -23,8 +23,8 @@ from telescope.orchestrator.roster import Roster
 from telescope.orchestrator.shelf import UnusableRollout
 from telescope.runlog.journal import Journal
 from telescope.wire import messages
+from telescope.wire.happenings import Delivery, Happening, PeerJoined, PeerLeft, PeerLost, PeerStuck
 from telescope.wire.hub import Hub
-from telescope.wire.session import Delivery, Happening, PeerJoined, PeerLeft, PeerLost, PeerStuck
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from telescope.config.models import ModelNotFound, model_folder
-from telescope.config.run import RunConfig, config_hash, load_run
+from telescope.config.run import config_hash, load_run
+from telescope.runlog.identity import read_identity
 from telescope.runlog.layout import RunDirectory, write_atomically
 from telescope.wire.link import Link, LinkLost, WireRefused, WireTimeout
 from telescope.wire.messages import Hello
@@ -94,8 +95,8 @@ class Worker:
         return Hello(
             role="worker",
             name=self._name,
-            run=self._directory.path.name,
-            attempt="1",
+            run=read_identity(self._directory).run_id,
+            attempt=read_identity(self._directory).attempt,
             incarnation=secrets.token_hex(8),
             config_hash=config_hash(config),
             capacity=config.cluster.rollouts_per_env_worker,

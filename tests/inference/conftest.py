@@ -66,7 +66,9 @@ class Served:
         self.holds, self.serving = which, manifest.version
         return manifest.version
 
-    async def generate(self, prompt: np.ndarray, max_tokens: int = 16, seed: int = 0, temperature: float = 1.0, priority: int = 0):
+    async def generate(
+        self, prompt: np.ndarray, max_tokens: int = 16, seed: int = 0, temperature: float = 1.0, priority: int = 0
+    ):
         return await self.engine.generate(self.name(), prompt, Sampling(temperature, max_tokens, seed), priority)
 
     async def assert_serves(self, which: str) -> None:
@@ -114,10 +116,18 @@ def vllm_variables() -> Iterator[None]:
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def served(vllm_variables: None, vllm_folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
+async def served(
+    vllm_variables: None, vllm_folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Served]:
     inference = InferenceSettings(max_model_len=MAX_MODEL_LEN, cpu_kv_cache_mb=64, http=False)
     plan = ServerPlan(
-        model=ModelSettings(name="old"), folder=vllm_folders["old"], inference=inference, device="cpu", lanes=256, seed=0, run=RUN
+        model=ModelSettings(name="old"),
+        folder=vllm_folders["old"],
+        inference=inference,
+        device="cpu",
+        lanes=256,
+        seed=0,
+        run=RUN,
     )
     engine = VllmEngine(plan, WeightSyncSettings(update_timeout_s=30.0))
     publisher = SharedMemoryPublisher(RUN, tmp_path_factory.mktemp("segments"))
