@@ -53,7 +53,7 @@ def describe(config: RunConfig) -> Iterator[str]:
     yield from explain(flow_settings(config))
     yield f"{steps} steps train {steps * rollouts:,} rollouts and make weight versions 1 to {steps}."
     tokens = rollouts * config.rollout.max_tokens
-    yield f"Turns of max_tokens={config.rollout.max_tokens} make at most {tokens:,} sampled tokens a step, if each has one turn."
+    yield f"Turns of max_tokens={config.rollout.max_tokens} make at most {tokens:,} sampled tokens a step of single turns."
     yield f"They are trained in packed rows of {config.trainer.seq_len} tokens, on {ranks} rank{'s' * (ranks != 1)}."
 
 

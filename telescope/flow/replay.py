@@ -64,13 +64,13 @@ _lines = msgspec.json.Decoder(Line)
 
 
 def encode_opening(settings: FlowSettings) -> bytes:
-    """The first line, without its newline."""
-    return _encoder.encode(Opening(FORMAT, settings))
+    """The first line, with its newline."""
+    return _encoder.encode(Opening(FORMAT, settings)) + b"\n"
 
 
 def encode_line(now: float, event: AnyEvent, commands: list[AnyCommand]) -> bytes:
-    """One event's line, without its newline."""
-    return _encoder.encode(Line(now, event, commands))
+    """One event's line, with its newline."""
+    return _encoder.encode(Line(now, event, commands)) + b"\n"
 
 
 def decode_opening(line: bytes) -> FlowSettings:

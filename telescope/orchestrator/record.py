@@ -142,7 +142,8 @@ class Recorder:
         metrics |= {"staleness_mean": float(batch.lags.mean()), "staleness_max": float(batch.lags.max())}
         metrics |= {"timing_step_total": seconds, "tokens": float(tokens), "tokens_per_s": tokens / max(seconds, 1e-9)}
         for name, value in done.timings.items():
-            self.seconds[name] = self.seconds.get(name, 0.0) + value
+            if not name.endswith("_mean"):
+                self.seconds[name] = self.seconds.get(name, 0.0) + value
         self.history.append(metrics)
         self._log.append("step_metrics", {"step": done.step, "metrics": metrics})
         if self._mirror is not None:

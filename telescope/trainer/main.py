@@ -86,7 +86,7 @@ class Rank:
         """0 after the orchestrator's Stop. The hello comes after the build, so that it means: ready to train."""
         config = self._config
         backend = config.backend.build(job(config, self._world, self._progress))
-        publisher = SharedMemoryPublisher(self._directory.path.name) if self._world.rank == 0 else None
+        publisher = SharedMemoryPublisher(read_identity(self._directory).run_id) if self._world.rank == 0 else None
         error = ""
         try:
             self._link = Link.connect(self._directory, self._hello(), deadline_s=config.cluster.placement_timeout_s)
