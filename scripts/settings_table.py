@@ -11,15 +11,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from annotated_types import Ge, Gt, Le, Lt  # noqa: E402
-from pydantic.fields import FieldInfo  # noqa: E402
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic.fields import FieldInfo
 
-from telescope.compose.options import MISSING, PLUGIN_GROUPS, defaults_of  # noqa: E402
-from telescope.config import plugins  # noqa: E402
-from telescope.config.explain import in_words  # noqa: E402
-from telescope.config.parts import EnvironmentEntry  # noqa: E402
-from telescope.config.run import RunConfig  # noqa: E402
-from telescope.settings import Settings  # noqa: E402
+from telescope.compose.options import MISSING, PLUGIN_GROUPS, defaults_of
+from telescope.config import plugins
+from telescope.config.explain import in_words
+from telescope.config.parts import EnvironmentEntry
+from telescope.config.run import RunConfig
+from telescope.settings import Settings
 
 PAGE = ROOT / "docs" / "configuration.md"
 BEGIN, END = "<!-- settings: written by scripts/settings_table.py -->", "<!-- settings: end -->"

@@ -30,7 +30,7 @@ T = TypeVar("T")
 FIRST_LOOK_S = 0.01
 """The first question whether a version is checked waits this long in the worker; a small model's is by then."""
 LOOK_EVERY_S = 0.02
-CLOSE_S = 5.0
+CLOSE_S = 3.0
 WARM_UP_REQUESTS = 8
 SEED_LIMIT = 2**63
 
@@ -63,6 +63,7 @@ class VllmEngine:
 
     async def start(self) -> None:
         """Load the model; blocks the event loop while vLLM starts its child, for there is nothing to be served yet."""
+        import torch
         from vllm import SamplingParams
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.inputs import tokens_input
@@ -72,6 +73,8 @@ class VllmEngine:
         self._tokens_input, self._sampling_params, self._final_only = tokens_input, SamplingParams, RequestOutputKind.FINAL_ONLY
         self._stop_ids = list(end_ids(self._plan.folder))
         config = AsyncEngineArgs(**engine_arguments(self._plan)).create_engine_config()
+        if self._plan.device == "cpu":  # where torch was imported before OMP_NUM_THREADS stood; the fork inherits it
+            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         # vLLM asks for a fresh interpreter on a CPU; a fork has everything imported already. No thread of ours runs yet.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         self._llm = AsyncLLM.from_vllm_config(config)
@@ -97,20 +100,10 @@ class VllmEngine:
 
     async def generate(self, request_id: str, prompt_ids: np.ndarray, sampling: Sampling, priority: int) -> Generated:
         self._check_request(request_id, prompt_ids, sampling)
-        params = self._sampling_params(
-            temperature=sampling.temperature,
-            max_tokens=min(sampling.max_tokens, self._max_model_len - len(prompt_ids)),
-            seed=sampling.seed % SEED_LIMIT,
-            stop_token_ids=self._stop_ids,
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=self._final_only,
-        )
         request = self._requests[request_id] = _Request(born=self._versions.current)
         started = time.monotonic()
         try:
-            output = await self._finished(request, request_id, prompt_ids, params, priority)
+            output = await self._finished(request, request_id, prompt_ids, sampling, priority)
         finally:
             del self._requests[request_id]
         return self._generated(output, request, time.monotonic() - started)
@@ -141,12 +134,28 @@ class VllmEngine:
                 f"the prompt has token ids from {prompt_ids.min()} to {prompt_ids.max()}; the model knows 0 to {self._vocabulary - 1}"
             )
 
-    async def _finished(self, request: _Request, request_id: str, prompt_ids: np.ndarray, params: Any, priority: int) -> Any:
+    def _params(self, prompt_tokens: int, sampling: Sampling) -> Any:
+        return self._sampling_params(
+            temperature=sampling.temperature,
+            max_tokens=min(sampling.max_tokens, self._max_model_len - prompt_tokens),
+            seed=sampling.seed % SEED_LIMIT,
+            stop_token_ids=self._stop_ids,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=self._final_only,
+        )
+
+    async def _finished(
+        self, request: _Request, request_id: str, prompt_ids: np.ndarray, sampling: Sampling, priority: int
+    ) -> Any:
         """vLLM's final output of the request. Aborts it in the engine if this task is cancelled."""
-        prompt = self._tokens_input(prompt_token_ids=prompt_ids.tolist())
+        from vllm.exceptions import VLLMValidationError
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
+            prompt = self._tokens_input(prompt_token_ids=prompt_ids.tolist())
+            params = self._params(len(prompt_ids), sampling)
             collector = await self._llm.add_request(request_id, prompt, params, priority=priority)
             request.internal = collector.request_id
             if request.aborted:
@@ -159,7 +168,7 @@ class VllmEngine:
             raise
         except EngineDeadError as error:
             raise EngineDead(await self._why_dead()) from error
-        except ValueError as error:  # vLLM's own check of the request
+        except (ValueError, VLLMValidationError) as error:  # vLLM's own check of the request
             raise RequestRefused(str(error)) from error
         return output
 
@@ -258,7 +267,8 @@ class VllmEngine:
     async def close(self) -> None:
         self._children.stop_watching()
         if self._llm is not None:
-            await asyncio.to_thread(self._llm.shutdown, CLOSE_S)
+            llm, self._llm = self._llm, None
+            await asyncio.to_thread(llm.shutdown, CLOSE_S)
         await asyncio.to_thread(self._children.end_all, CLOSE_S)
 
     async def _warm_up(self) -> None:

@@ -60,6 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return Rank(directory, given.name).run()
     except Interrupted as interrupted:
+        log.info("%s", interrupted)
         return 128 + interrupted.number
     except KNOWN as error:
         log.debug("the cause", exc_info=True)

@@ -21,8 +21,10 @@ SHARES = ([0, 1, 2, 3, 4, 6, 7], [5])
 def main() -> int:
     mode, folder, models = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
     if mode == "lost":
+        os.environ["MASTER_PORT"] = os.environ["PORTS"]
         return lose(models[0])
     for number, model in enumerate(models):
+        os.environ["MASTER_PORT"] = os.environ["PORTS"].split(",")[number]
         train(model, folder / str(number))
     return 0
 

@@ -12,17 +12,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.backends.conftest import random_model
+from tests.backends.models import random_model
 from tests.backends.shards import make_job, make_shard
 from tests.backends.watching import distance
 
 
+def free_ports(count: int) -> list[int]:
+    """One a model: a process group can't be founded again at the port of the one before."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
 def run_ranks(mode: str, folder: Path, *models: str) -> list[tuple[int, str]]:
     """Exit code and output of both."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    ports = ",".join(str(port) for port in free_ports(len(models)))
+    common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "PORTS": ports, "GLOO_SOCKET_IFNAME": "lo"}
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.backends.rank", mode, str(folder), *models],
