@@ -196,8 +196,10 @@ class Supervisor:
             self.end_all(self.patience.grace_s)
         elif self.phase is Phase.RUNNING and self.orchestrator.ended:
             self.enter(Phase.LEAVING, self.patience.leave_s)
-        elif self.phase is Phase.ASKED and self.orchestrator.ended:
-            self.enter(Phase.LEAVING, self.patience.follow_s)
+        elif self.phase is Phase.ASKED and self.orchestrator.ending:
+            # One that had to be killed has told nobody to leave.
+            killed = self.orchestrator.ending.status == -signal.SIGKILL
+            self.enter(Phase.LEAVING, 0.0 if killed else self.patience.follow_s)
         elif self.phase is Phase.RUNNING and self.deadline == float("inf") and self.only_orchestrator_left:
             self.deadline = time.monotonic() + self.patience.close_s
 
