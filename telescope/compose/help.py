@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from telescope.compose.options import GROUPS, Places
+import textwrap
+
+from telescope.compose.options import GROUPS, NOT_COMPOSED, Places
 
 _TEXT = """\
 Trains a language model with reinforcement learning. Without arguments: the embedded Countdown model, on this machine.
@@ -27,7 +29,8 @@ Options:
     -m, --multirun      run every combination of values given as a,b,c, one after another;
                         all are checked before the first starts
 
-Every setting with its default and meaning: docs/configuration.md. Its sections: {sections}.
+Every setting with its default and meaning: docs/configuration.md. Top level and sections:
+{sections}.
 Exit codes: 0 done · 1 wrong configuration or failed run · 2 wrong usage · 70 a part failed for good · 130, 143 interrupted
 """
 _DEFAULTS = {
@@ -45,7 +48,8 @@ def help_text(places: Places) -> str:
     """The whole text, options as found in the folders now."""
     from telescope.config.run import RunConfig
 
-    sections = ", ".join(name for name, field in RunConfig.model_fields.items() if name not in ("plugin_path", "environments"))
+    names = ", ".join(name for name in RunConfig.model_fields if name not in NOT_COMPOSED)
+    sections = textwrap.fill(names, width=110, initial_indent="    ", subsequent_indent="    ")
     return _TEXT.format(groups="\n".join(_line(group, places.options(group)) for group in GROUPS), sections=sections)
 
 

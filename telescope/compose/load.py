@@ -152,12 +152,14 @@ def _chosen(override: Override, places: Places) -> tuple[list[str], list[Problem
     wrong = [str(name) for name in names if name is not None and str(name).removeprefix("_") not in options]
     if not wrong:
         return [str(override.input_line)], []
+    guesses = [nearest(str(name), options) if str(name) in wrong else str(name) for name in names]
+    unguessed = None in guesses  # then what is said below the group's section makes no sense either
     more = " For a model that has no preset: model=any model.name=<id or folder>." if group == "model" else ""
     problems = [
-        Problem(group, f"{group}={name}: there is no such option.{did_you_mean(name, options)}{more}") for name in wrong
+        Problem(group if unguessed else "", f"{group}={name}: there is no such option.{did_you_mean(name, options)}{more}")
+        for name in wrong
     ]
-    guesses = [nearest(str(name), options) if str(name) in wrong else str(name) for name in names]
-    if None in guesses:
+    if unguessed:
         return [], problems
     stand_in = f"[{','.join(map(str, guesses))}]" if isinstance(value, list) else guesses[0]
     return [f"{override.get_key_element()}={stand_in}"], problems

@@ -125,6 +125,7 @@ class TokenChat:
         self._opening_text = ""
         self._opening_tokens = 0
         self._transcript: list[str] = []
+        self._end_text = ""  # of the sampled end token; shown only where the dialogue goes on behind it
         self._answers = 0
         self._finish_reason: FinishReason = "abort"
         self._generated_ns = 0
@@ -197,7 +198,7 @@ class TokenChat:
             added = text[len(branch.text) :]
             branch.append_prompt(self._template.continuation(added))
             branch.text = text
-            self._transcript.append(added)
+            self._transcript.append(self._end_text + added)
             return branch
         self._transcript.extend(f"\n[{turn.get('role', '')}] {turn.get('content', '')}\n" for turn in turns)
         return self._branch(text, self._template.render(self._history).ids)
@@ -214,7 +215,8 @@ class TokenChat:
         answer = self._template.decode(ids[:-1] if ended else ids)
         branch.append_sampled(sampled)
         # The sampled end token is part of the exact ids: the template has to write the same one for the branch to go on.
-        branch.text += answer + (self._template.decode(ids[-1:]) if ended else "")
+        self._end_text = self._template.decode(ids[-1:]) if ended else ""
+        branch.text += answer + self._end_text
         self._history.append({"role": "assistant", "content": answer})
         self._transcript.append(answer)
         self._answers += 1

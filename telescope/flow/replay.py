@@ -1,11 +1,11 @@
 """The journal: one line of settings, then one line an event with the commands it gave. And whether a core says so again.
 
-Owns the lines' format; refuses files. Times and rewards are written so that they read back to the same bits.
+Owns what a line means; refuses files (runlog/journal.py owns those). Times and rewards read back to the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import msgspec
 
@@ -42,21 +42,20 @@ class Disagreement(msgspec.Struct, frozen=True):
     replayed: list[AnyCommand]
 
     def __str__(self) -> str:
-        return f"line {self.line}: {self.event}\n  the journal says {_words(self.journalled)}\n  this core says   {_words(self.replayed)}"
+        said = f"  the journal says {_words(self.journalled)}\n  this core says   {_words(self.replayed)}"
+        return f"line {self.line}: {self.event}\n{said}"
 
 
 class Replay(msgspec.Struct, frozen=True):
-    """What a replay found: lines read until the first disagreement, or all of them."""
+    """What a replay found: lines that agree until the first disagreement, or all of them."""
 
     events: int
     commands: int
     disagreement: Disagreement | None
-    torn: bool
-    """The last line was cut off in writing; legal, and left out."""
 
 
 class JournalDamaged(ValueError):
-    """A line other than the last is not a journal line."""
+    """A whole line of the journal is not one."""
 
 
 _encoder = msgspec.json.Encoder()
@@ -65,13 +64,13 @@ _lines = msgspec.json.Decoder(Line)
 
 
 def encode_opening(settings: FlowSettings) -> bytes:
-    """The first line, with its newline."""
-    return _encoder.encode(Opening(FORMAT, settings)) + b"\n"
+    """The first line, without its newline."""
+    return _encoder.encode(Opening(FORMAT, settings))
 
 
 def encode_line(now: float, event: AnyEvent, commands: list[AnyCommand]) -> bytes:
-    """One event's line, with its newline."""
-    return _encoder.encode(Line(now, event, commands)) + b"\n"
+    """One event's line, without its newline."""
+    return _encoder.encode(Line(now, event, commands))
 
 
 def decode_opening(line: bytes) -> FlowSettings:
@@ -87,45 +86,34 @@ def decode_opening(line: bytes) -> FlowSettings:
     return opening.settings
 
 
-def replay(lines: Iterable[bytes]) -> Replay:
-    """Handle a journal's events again, and compare. `lines` are the file's lines, newlines included.
+def decode_line(line: bytes, number: int) -> Line:
+    """Raises JournalDamaged, with the line's number."""
+    try:
+        return _lines.decode(line)
+    except msgspec.MsgspecError as error:
+        raise JournalDamaged(f"line {number} is damaged: {error}") from error
 
-    Raises JournalDamaged where the journal has no opening or a line before the last does not decode.
+
+def replay(lines: Iterable[bytes]) -> Replay:
+    """Handle a journal's events again, and compare. `lines` are whole lines without their newline, the opening first; a torn
+    last one is left out.
+
+    Raises JournalDamaged where the journal has no opening or a line is not one.
     """
     events = commands = 0
-    line = iter(lines)
-    opening = next(line, None)
+    rest = iter(lines)
+    opening = next(rest, None)
     if opening is None:
         raise JournalDamaged("the journal is empty: the run ended before it decided anything")
     core = Core(decode_opening(opening))
-    torn = False
-    for number, entry in _entries(line):
-        if entry is None:
-            torn = True
-            break
-        answer = core.handle(entry.event, entry.now)
-        if answer != entry.commands:
-            return Replay(events, commands, Disagreement(number, entry.event, entry.commands, answer), torn=False)
+    for number, text in enumerate(rest, start=2):
+        line = decode_line(text, number)
+        answer = core.handle(line.event, line.now)
+        if answer != line.commands:
+            return Replay(events, commands, Disagreement(number, line.event, line.commands, answer))
         events += 1
         commands += len(answer)
-    return Replay(events, commands, None, torn)
-
-
-def _entries(lines: Iterator[bytes]) -> Iterator[tuple[int, Line | None]]:
-    """Decoded lines with their numbers from 2; None for a torn last one."""
-    current = next(lines, None)
-    number = 2
-    while current is not None:
-        following = next(lines, None)
-        try:
-            entry = _lines.decode(current)
-        except msgspec.MsgspecError as error:
-            if following is not None:
-                raise JournalDamaged(f"line {number} is damaged and not the last: {error}") from error
-            yield number, None
-            return
-        yield number, entry
-        current, number = following, number + 1
+    return Replay(events, commands, None)
 
 
 def _words(commands: list[AnyCommand]) -> str:

@@ -33,7 +33,8 @@ class Batch:
     @property
     def lags(self) -> np.ndarray:
         """Versions between each sampled token and the weights it trains [trained tokens]."""
-        return self.command.step - 1 - np.concatenate([rollout.versions() for rollout in self.rollouts])
+        sampled_by: np.ndarray = np.concatenate([rollout.versions() for rollout in self.rollouts])
+        return self.command.step - 1 - sampled_by
 
 
 def cut(command: Train, shelf: Shelf, algorithm: Algorithm, *, group_size: int, ranks: int) -> Batch:

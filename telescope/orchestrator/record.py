@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 import orjson
 
 from telescope.flow import commands
+from telescope.flow.counts import Counts
 from telescope.maths.summaries import gini, group_mean, max_median_ratio, summary
 from telescope.orchestrator.batch import Batch
 from telescope.orchestrator.shelf import Scored
@@ -67,30 +70,27 @@ class Recorder:
         self._tally = Tally()
         self._closing: dict[int, tuple[Batch, dict[str, float]]] = {}
         self.history: list[dict[str, float]] = []
-        self.fates: Counter[str] = Counter()
         self.tokens: Counter[str] = Counter()
-        self.seconds: Counter[str] = Counter()
+        self.seconds: dict[str, float] = {}
         self.step_ended = time.monotonic()
         self._step_ends: list[float] = []
 
     # ---- rollouts and groups -----------------------------------------------------------------------------------------
 
-    def scored(self, rollout: Scored, worker: str, safe: Callable[[], None]) -> None:
-        """Write a rollout; `safe` runs on the event loop once it is on disk."""
-        self._tally.add(rollout.done)
-        self.fates["scored"] += 1
+    def scored(self, rollout: Scored, worker: str, safe: Callable[[], None], *, counts: bool) -> None:
+        """Write a rollout; `safe` runs on the event loop once it is on disk. `counts`: the core has not given it up."""
+        if counts:
+            self._tally.add(rollout.done)
         self.tokens["prompt"] += rollout.done.prompt_tokens
         self.tokens["completion"] += rollout.done.completion_tokens
         loop = asyncio.get_running_loop()
-        self._log.append("rollouts", _rollout_row(rollout, worker), lambda: loop.call_soon_threadsafe(safe))
+        row = {**_rollout_row(rollout, worker), "status": "scored" if counts else "ignored"}
+        self._log.append("rollouts", row, lambda: _schedule(loop, safe))
 
     def failed(self, order: RolloutOrder, worker: str, cause: str) -> None:
-        self.fates["failed_attempts"] += 1
         self._log.append("rollouts", {**_order_row(order), "status": "error", "cause": cause, "worker": worker})
 
     def group(self, command: commands.GroupState) -> None:
-        if command.state in ("trained", "discarded", "cancelled", "failed"):
-            self.fates[f"groups_{command.state}" + (f"_{command.reason}" if command.state == "discarded" else "")] += 1
         self._log.append(
             "groups",
             {
@@ -113,8 +113,6 @@ class Recorder:
         """A batch has been cut: write it, and close the tally that led to it."""
         self._closing[batch.command.step] = (batch, self._tally.metrics_of_all())
         self._tally = Tally()
-        self.fates["trained"] += len(batch.rollouts)
-        self.tokens["trained"] += batch.denominators.tokens
         self._log.append(
             "batches",
             {
@@ -129,7 +127,7 @@ class Recorder:
             },
         )
 
-    def step(self, done: StepDone, counts: Mapping[str, float]) -> dict[str, float]:
+    def step(self, done: StepDone, counts: Counts) -> dict[str, float]:
         """All ranks are through with a step: its metrics, rank 0's already reduced over the ranks."""
         batch, metrics = self._closing.pop(done.step)
         now = time.monotonic()
@@ -138,12 +136,14 @@ class Recorder:
         self._step_ends.append(now)
         tokens = sum(rollout.tokens for rollout in batch.rollouts)
         metrics |= dict(done.metrics) | done.timings
-        metrics |= {f"flow/{name}": value for name, value in counts.items()}
+        numbers = msgspec.structs.asdict(counts).items()
+        metrics |= {f"flow/{name}": float(value) for name, value in numbers if isinstance(value, int | float)}
         metrics |= _of_groups(batch)
         metrics |= {"staleness_mean": float(batch.lags.mean()), "staleness_max": float(batch.lags.max())}
         metrics |= {"timing_step_total": seconds, "tokens": float(tokens), "tokens_per_s": tokens / max(seconds, 1e-9)}
         for name, value in done.timings.items():
-            self.seconds[name] += value
+            if not name.endswith("_mean"):
+                self.seconds[name] = self.seconds.get(name, 0.0) + value
         self.history.append(metrics)
         self._log.append("step_metrics", {"step": done.step, "metrics": metrics})
         if self._mirror is not None:
@@ -188,7 +188,7 @@ class Recorder:
         recent = self._step_ends[-PACE_STEPS:]
         return (recent[-1] - recent[0]) / (len(recent) - 1) * (self._steps - len(self.history))
 
-    def finish(self, fields: Mapping[str, Any]) -> None:
+    def finish(self, counts: Counts, fields: Mapping[str, Any]) -> None:
         """Write summary.json: what the run did, in one page."""
         if len(self._step_ends) > 1:
             self.seconds["training"] = self._step_ends[-1] - self._step_ends[0]
@@ -198,8 +198,23 @@ class Recorder:
             "reward_mean_last": self._mean("reward/mean", slice(-STEPS_AT_EACH_END, None)),
             "exact_first": self._mean("sample/exact", slice(None, STEPS_AT_EACH_END)),
             "exact_last": self._mean("sample/exact", slice(-STEPS_AT_EACH_END, None)),
-            "rollouts": dict(self.fates),
-            "tokens": dict(self.tokens),
+            "rollouts": {
+                "generated": counts.rollouts_generated,
+                "trained": counts.rollouts_trained,
+                "discarded": counts.rollouts_discarded,
+                "cancelled": counts.rollouts_cancelled,
+                "failed": counts.rollouts_failed,
+                "retried": counts.rollouts_retried,
+            },
+            "groups": {state: number for state, number in counts.groups_by_state.items() if number},
+            "reasons": counts.reasons,
+            "age": {"mean": counts.age_mean, "max": counts.age_max},
+            "tokens": {
+                **self.tokens,
+                "trained": counts.tokens_trained,
+                "discarded": counts.tokens_discarded,
+                "lost": counts.tokens_lost,
+            },
             "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
             "log": {
                 "rows_dropped": self._log.counters.dropped,
@@ -213,6 +228,12 @@ class Recorder:
     def _mean(self, name: str, steps: slice) -> float | None:
         values = [metrics[name] for metrics in self.history[steps] if name in metrics]
         return float(np.mean(values)) if values else None
+
+
+def _schedule(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    """From the log's thread to the loop; a loop that has ended needs no more acknowledgements."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(call)
 
 
 def _of_groups(batch: Batch) -> dict[str, float]:
@@ -250,7 +271,6 @@ def _rollout_row(rollout: Scored, worker: str) -> dict[str, Any]:
     sampled = np.concatenate([branch.logprobs[branch.mask.astype(bool)] for branch in rollout.branches])
     return {
         **_order_row(rollout.order),
-        "status": "scored",
         "reward": done.reward,
         "metrics": done.metrics,
         "prompt_tokens": done.prompt_tokens,

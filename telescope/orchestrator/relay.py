@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 
 from telescope.flow import events
-from telescope.wire.hub import Delivery, Hub
+from telescope.wire.happenings import Delivery
+from telescope.wire.hub import Hub
 from telescope.wire.messages import Abort, Completion, Generate, GenerateFailed
 
 
@@ -39,7 +40,7 @@ class Relay:
             rollout_id=body.rollout_id,
             attempt=body.attempt,
             turn=body.turn,
-            prompt_tokens=delivery.specs[0].shape[0] if delivery.specs else 0,
+            prompt_tokens=_prompt_tokens(delivery),
         )
 
     def place(self, request_id: str, server: str, priority: int) -> None:
@@ -47,7 +48,7 @@ class Relay:
         if request is None:
             return
         request.server, request.placed_ns = server, time.time_ns()
-        self._hub.relay(server, msgspec.structs.replace(request.body, priority=priority), request.asked)
+        self._hub.relay(server, msgspec.structs.replace(request.body, priority=priority), request.asked.frames)
 
     def refuse(self, request_id: str, cause: str) -> None:
         request = self._requests.pop(request_id, None)
@@ -65,7 +66,7 @@ class Relay:
         request = self._requests.pop(body.request_id, None)
         if request is None:
             return None
-        self._hub.relay(request.asked.peer, body, delivery, answers=request.asked)
+        self._hub.relay(request.asked.peer, body, delivery.frames, answers=request.asked)
         tokens = body.tokens if isinstance(body, Completion) else 0
         reason = body.finish_reason if isinstance(body, Completion) else "abort"
         event = events.TurnDone(
@@ -80,7 +81,7 @@ class Relay:
             "rollout_id": request.body.rollout_id,
             "turn": request.body.turn,
             "server": server,
-            "prompt_tokens": request.asked.specs[0].shape[0] if request.asked.specs else 0,
+            "prompt_tokens": _prompt_tokens(request.asked),
             "placed_ns": request.placed_ns,
             "done_ns": time.time_ns(),
         }
@@ -93,3 +94,7 @@ class Relay:
                 "generated_s": body.generated_s,
             }
         return row
+
+
+def _prompt_tokens(delivery: Delivery) -> int:
+    return delivery.frames.specs[0].shape[0]

@@ -26,7 +26,7 @@ class Journal:
             raise JournalError(_sentence(path, error)) from error
 
     def append(self, line: bytes) -> None:
-        """Write one line (its newline is added here); on disk, as far as SIGKILL is concerned, when this returns."""
+        """Write one line (its newline is added here); safe from SIGKILL when this returns."""
         view = memoryview(line + b"\n")
         try:
             while view:
@@ -41,9 +41,7 @@ class Journal:
 def journal_lines(path: Path) -> Iterator[bytes]:
     """Whole lines of a journal, without their newline. A torn last line is legal and left out."""
     with path.open("rb") as file:
-        for line in file:
-            if line.endswith(b"\n"):
-                yield line[:-1]
+        yield from (line[:-1] for line in file if line.endswith(b"\n"))
 
 
 def _sentence(path: Path, error: OSError) -> str:

@@ -75,6 +75,11 @@ class RunDirectory:
         return self.path / "summary.json"
 
     @property
+    def exit_json(self) -> Path:
+        """How the run and each of its processes ended; written by the supervisor, last of all."""
+        return self.path / "exit.json"
+
+    @property
     def manifest(self) -> Path:
         return self.path / "MANIFEST.jsonl"
 

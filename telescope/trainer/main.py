@@ -20,6 +20,7 @@ from typing import NoReturn
 
 from telescope.backends.base import Job, RankLost, World
 from telescope.config.run import RunConfig, config_hash, load_run
+from telescope.runlog.identity import read_identity
 from telescope.runlog.layout import RunDirectory, write_atomically
 from telescope.trainer.placement import placement
 from telescope.trainer.service import OutOfOrder, Service
@@ -85,7 +86,7 @@ class Rank:
         """0 after the orchestrator's Stop. The hello comes after the build, so that it means: ready to train."""
         config = self._config
         backend = config.backend.build(job(config, self._world, self._progress))
-        publisher = SharedMemoryPublisher(self._directory.path.name) if self._world.rank == 0 else None
+        publisher = SharedMemoryPublisher(read_identity(self._directory).run_id) if self._world.rank == 0 else None
         error = ""
         try:
             self._link = Link.connect(self._directory, self._hello(), deadline_s=config.cluster.placement_timeout_s)
@@ -109,8 +110,8 @@ class Rank:
         return Hello(
             role="trainer",
             name=self._name,
-            run=self._directory.path.name,
-            attempt="1",
+            run=read_identity(self._directory).run_id,
+            attempt=read_identity(self._directory).attempt,
             incarnation=secrets.token_hex(8),
             config_hash=config_hash(self._config),
             capacity=CREDITS,

@@ -38,6 +38,7 @@ MAX_FRAME_BYTES = 256 * 2**20
 MAX_ARRAYS = 4
 MAX_FRAMES = 2 + MAX_ARRAYS
 MAX_PROTOCOL_BYTES = 64
+MAX_SEQ = 2**53
 
 ITEM_BYTES = {"<i4": 4, "|u1": 1, "<f4": 4}
 """Every dtype that may travel, and the bytes of one element."""
@@ -50,6 +51,7 @@ LAYOUTS: dict[type[Message], tuple[tuple[str, str], ...]] = {
     TrainStep: TRAJECTORY,
 }
 """Arrays of each message, in order; all have one axis of one common length. A message not named here carries none."""
+DTYPES = {kind: tuple(dtype for _, dtype in layout) for kind, layout in LAYOUTS.items()}
 
 
 class Malformed(ValueError):
@@ -150,8 +152,8 @@ def _decode_header(header: Buffer) -> Envelope:
         envelope = _DECODER.decode(memory(header))
     except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
         raise Malformed("header", str(error)[:200]) from error
-    if envelope.seq < 0 or envelope.answers < 0:
-        raise Malformed("header", f"seq={envelope.seq} and answers={envelope.answers} must not be negative")
+    if not (0 <= envelope.seq <= MAX_SEQ and 0 <= envelope.answers <= MAX_SEQ):
+        raise Malformed("header", f"seq={envelope.seq} and answers={envelope.answers} must be 0 to {MAX_SEQ}")
     return envelope
 
 
@@ -169,31 +171,32 @@ def _check_frame(spec: ArraySpec, buffer: Buffer) -> None:
 
 def _check_layout(body: Body, specs: Sequence[ArraySpec]) -> None:
     """The arrays are those of the message, of one length, and the lengths that the body names add up to it."""
-    layout = LAYOUTS.get(type(body), ())
-    if not layout and not specs:
+    kind = type(body)
+    dtypes = DTYPES.get(kind, ())
+    if not dtypes and not specs:
         return
-    kind = type(body).__name__
-    if tuple(spec.dtype for spec in specs) != tuple(dtype for _, dtype in layout):
-        expected = ", ".join(f"{name} {dtype}" for name, dtype in layout) or "no arrays"
-        raise Malformed("layout", f"{kind} carries {expected}; got {', '.join(spec.dtype[:16] for spec in specs) or 'none'}")
-    if any(len(spec.shape) != 1 for spec in specs) or len({spec.shape[0] for spec in specs}) != 1:
-        raise Malformed(
-            "layout", f"the arrays of {kind} must have one axis and one length, got {[spec.shape for spec in specs]}"
-        )
-    _check_total(body, specs[0].shape[0])
+    if tuple([spec.dtype for spec in specs]) != dtypes:
+        expected = ", ".join(f"{name} {dtype}" for name, dtype in LAYOUTS.get(kind, ())) or "no arrays"
+        raise Malformed("layout", f"{kind.__name__} carries {expected}; got {[spec.dtype[:16] for spec in specs]}")
+    shape = specs[0].shape
+    if len(shape) != 1 or len({spec.shape for spec in specs}) != 1:
+        raise Malformed("layout", f"{kind.__name__}: one axis of one length each, got {[spec.shape for spec in specs]}")
+    _check_total(body, shape[0])
 
 
 def _check_total(body: Body, tokens: int) -> None:
-    if isinstance(body, RolloutDone):
-        lengths: Sequence[int] = body.branch_lengths
-    elif isinstance(body, TrainStep):
-        lengths = [item.length for item in body.items]
-    elif isinstance(body, Completion):
-        lengths = [body.tokens]
-    else:
+    kind = type(body)
+    if kind is Generate:
         return
-    if sum(lengths) != tokens or any(length < 0 for length in lengths):
-        raise Malformed("layout", f"{type(body).__name__} names {sum(lengths)} tokens, its arrays have {tokens}")
+    if isinstance(body, Completion):
+        lengths: Sequence[int] = (body.tokens,)
+    elif isinstance(body, RolloutDone):
+        lengths = body.branch_lengths
+    else:
+        assert isinstance(body, TrainStep)
+        lengths = [item.length for item in body.items]
+    if sum(lengths) != tokens or (lengths and min(lengths) < 0):
+        raise Malformed("layout", f"{kind.__name__} names {sum(lengths)} tokens, its arrays have {tokens}")
 
 
 def _view(spec: ArraySpec, buffer: Buffer) -> np.ndarray:
