@@ -16,6 +16,7 @@ class Settings(BaseModel):
         frozen=True,
         strict=True,
         extra="forbid",
+        allow_inf_nan=False,
         validate_default=True,
         use_attribute_docstrings=True,
         protected_namespaces=(),

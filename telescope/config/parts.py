@@ -6,13 +6,15 @@ it.
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from telescope.settings import Settings
 
 Dtype = Literal["float32", "float16", "bfloat16"]
+_VARIABLE = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
 
 
 class ModelSettings(Settings):
@@ -30,7 +32,7 @@ class ModelSettings(Settings):
 
 class EnvironmentEntry(Settings):
     name: str
-    """Which environment: a file name in telescope/environments."""
+    """Which environment: a file name in telescope/environments, or in a folder of your own."""
     weight: float = Field(default=1.0, gt=0)
     """Share of prompts drawn from this entry, relative to the other entries."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -64,6 +66,7 @@ class RolloutSettings(Settings):
     min_group_size: int = Field(default=2, ge=1)
     """Scored survivors below which a group fails."""
     temperature: float = Field(default=1.0, gt=0)
+    """Logits are divided by it, in the sampler and in the trainer alike."""
     max_tokens: int = Field(default=3700, ge=1)
     """Sampled tokens of one turn, at most."""
     timeout_s: float = Field(default=600.0, gt=0)
@@ -74,8 +77,11 @@ class RolloutSettings(Settings):
 
 class TrainerSettings(Settings):
     learning_rate: float = Field(default=1e-6, ge=0)
+    """AdamW's rate after warm-up; 0 leaves the weights as they are."""
     weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's decoupled decay."""
     betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's decay rates of the first and second moment."""
     grad_clip: float = Field(default=1.0, gt=0)
     """Largest global gradient norm; larger ones are scaled down to it."""
     lr_scheduler: Literal["none", "constant", "linear", "cosine"] = "constant"
@@ -83,15 +89,27 @@ class TrainerSettings(Settings):
     warmup_steps: int = Field(default=0, ge=0)
     """The first of n warm-up steps runs at 1/n of the rate, not at 0."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Where linear and cosine end, as a share of learning_rate."""
     seq_len: int = Field(default=4096, ge=8)
     """Tokens of a packed row."""
     pad_to_multiple_of: int = Field(default=64, ge=1)
+    """Row lengths are rounded up to it, so that few shapes occur; must divide seq_len."""
     entropy_chunk_size: int = Field(default=1024, ge=1)
     """Tokens whose [chunk, vocabulary] logits exist at once when log-probs and entropy are computed."""
+
+    @field_validator("betas")
+    @classmethod
+    def _betas_are_decay_rates(cls, betas: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(
+                f"trainer.betas={list(betas)} must lie in [0, 1): 1 would never forget, and usual are 0.9 and 0.999"
+            )
+        return betas
 
 
 class InferenceSettings(Settings):
     engine: Literal["vllm", "fake"] = "vllm"
+    """What generates: vLLM, or answers made up from the seed (for tests). `inference=vllm|fake` sets it."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     """Precision served; auto: bfloat16 on a GPU, model.dtype on CPU."""
     host: str | None = None
@@ -101,17 +119,21 @@ class InferenceSettings(Settings):
     http: bool = True
     """Serve the OpenAI-compatible HTTP API beside the link."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    """Share of a GPU's memory that a server takes for weights and KV cache."""
     cpu_kv_cache_mb: int = Field(default=128, ge=8)
     """KV cache of a server on CPU."""
     max_model_len: int = Field(default=4096, ge=8)
     """Prompt and completion tokens of one sequence, at most."""
     scheduling_policy: Literal["priority", "fcfs"] = "priority"
-    """priority: earlier turns first."""
+    """Which waiting request runs next. priority: later turns of begun rollouts, and older orders, before new ones."""
     max_num_seqs: int | None = Field(default=None, ge=1)
+    """Sequences in one engine step, at most; null: the engine's default."""
     max_num_batched_tokens: int | None = Field(default=None, ge=1)
+    """Tokens in one engine step, at most; null: the engine's default."""
     enforce_eager: bool = False
     """No CUDA graphs (always so on CPU)."""
     enable_prefix_caching: bool = True
+    """Keep the KV cache of prompts that begin alike, such as the samples of one group."""
 
 
 class WeightSyncSettings(Settings):
@@ -127,6 +149,7 @@ class WeightSyncSettings(Settings):
 
 class ClusterSettings(Settings):
     kind: Literal["local"] = "local"
+    """Where processes run. local: this machine."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """auto: the GPUs present, else CPU."""
     inference_num_workers: int = Field(default=2, ge=1)
@@ -138,23 +161,33 @@ class ClusterSettings(Settings):
     rollouts_per_env_worker: int = Field(default=1024, ge=1)
     """Rollouts one environment worker plays at once."""
     inference_cpus_per_worker: float = Field(default=4.0, gt=0)
+    """CPU cores (threads) of a server; a hint where there are fewer."""
     trainer_cpus_per_worker: float = Field(default=4.0, gt=0)
-    """CPU cores (threads) a process; a hint where there are fewer."""
+    """CPU cores (threads) of a trainer rank; a hint where there are fewer."""
     placement_timeout_s: int = Field(default=900, ge=1)
     """Until all processes have said hello."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Environment variables for every process of the run."""
+    """Environment variables for every process of the run. A secret is given as a reference: `'${oc.env:HF_TOKEN}'`."""
+
+    @field_validator("env")
+    @classmethod
+    def _variables_have_names(cls, env: dict[str, str]) -> dict[str, str]:
+        wrong = [name for name in env if not _VARIABLE.match(name)]
+        if wrong:
+            raise ValueError(f"cluster.env: {', '.join(map(repr, wrong))} can't name an environment variable")
+        return env
 
 
 class LoggingSettings(Settings):
     use_wandb: bool | None = None
-    """null: where a login or WANDB_MODE exists."""
+    """Mirror the step metrics to W&B; null: where a login or WANDB_MODE exists."""
     wandb_project: str = "telescope"
+    """W&B project that the run appears in."""
     wandb_run_name: str | None = None
+    """null: the name of the run."""
     wandb_tags: tuple[str, ...] = ("telescope",)
+    """W&B tags of the run."""
     log_to_console: bool = False
     """Copy the components' logs to the launcher's stderr."""
     progress: bool = True
     """Show the progress line on the launcher's terminal."""
-    token_trace_every: int | None = Field(default=None, ge=1)
-    """Write token rows of every k-th step; null: none."""

@@ -1,13 +1,17 @@
 """What a task is: prompts by index and a way to play one. User code; no sockets, no tokens, no weights in here.
 
 A file of this folder with one `Environment` subclass is an environment of that file's name; its settings are its fields.
+An exception out of `prompts` or `play` is a failure of the infrastructure: the rollout is tried again, then left out of its
+group. It never becomes a reward of 0. docs/environments.md shows how to write one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+import inspect
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from telescope.settings import Settings
 
@@ -30,6 +34,7 @@ class Reward:
     total: float
     metrics: Mapping[str, float] = field(default_factory=dict)
     golden_answer: str = ""
+    """Shown beside the answer; empty: the prompt's own."""
 
 
 class Chat(Protocol):
@@ -39,23 +44,48 @@ class Chat(Protocol):
         """Append turns, let the policy answer, and return its text (the end-of-sequence token not included)."""
         ...
 
+    @property
+    def truncated(self) -> bool:
+        """Whether the last answer was cut off at the token limit."""
+        ...
+
 
 class Environment(Settings):
-    """Base of all environments. Subclasses give `prompts` and `play`, or derive from SingleTurn."""
+    """Base of all environments. Subclasses give `prompts` and `play`, or derive from SingleTurn.
+
+    One instance serves hundreds of rollouts at once: what belongs to a rollout lives in `play`, not on the instance.
+    """
+
+    splits: ClassVar[tuple[str, ...]] = ("train", "eval")
+    """The splits that `prompts` knows; "train" must be among them."""
 
     def prompts(self, split: str) -> Sequence[Prompt]:
-        """All prompts of a split ("train", "eval"), in a fixed order: the same settings give the same prompts anywhere."""
+        """All prompts of a split, in a fixed order: the same settings give the same prompts anywhere, in any process.
+
+        A sequence may make its prompts lazily (`draws.LazyPrompts`).
+        """
         raise NotImplementedError
 
     async def play(self, prompt: Prompt, chat: Chat) -> Reward:
+        """One rollout. Runs on the event loop: slow synchronous work belongs in `asyncio.to_thread`."""
         raise NotImplementedError
 
 
 class SingleTurn(Environment):
-    """One question, one answer, one reward function."""
+    """One question, one answer, one reward function (`def` in a thread, `async def` on the event loop)."""
 
-    def reward(self, prompt: Prompt, answer: str) -> Reward:
+    def reward(self, prompt: Prompt, answer: str) -> Reward | Awaitable[Reward]:
         raise NotImplementedError
 
     async def play(self, prompt: Prompt, chat: Chat) -> Reward:
-        return self.reward(prompt, await chat.say(*prompt.turns))
+        answer = await chat.say(*prompt.turns)
+        if inspect.iscoroutinefunction(self.reward):
+            scored: Reward = await self.reward(prompt, answer)
+            return scored
+        return await asyncio.to_thread(self._reward_now, prompt, answer)
+
+    def _reward_now(self, prompt: Prompt, answer: str) -> Reward:
+        scored = self.reward(prompt, answer)
+        if not isinstance(scored, Reward):
+            raise TypeError(f"{type(self).__name__}.reward returned {type(scored).__name__}, not a Reward")
+        return scored

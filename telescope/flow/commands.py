@@ -11,15 +11,17 @@ class Command(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True)
     """Base of all commands; the tag is the class name."""
 
 
-class Run(Command):
+class Run(Command, frozen=True):
     """Send the rollout to the worker (the core has counted the worker's credit)."""
 
     worker: str
     order: RolloutOrder
 
 
-class Cancel(Command):
-    """Stop a running rollout: tell its worker, abort its request. No RolloutDone of this attempt counts any more."""
+class Cancel(Command, frozen=True):
+    """Stop a running rollout: tell its worker, abort its requests on the servers. No RolloutDone of this attempt counts any
+    more. The worker still owes its order an answer (RolloutFailed, or a late RolloutDone): only that frees lane and credit.
+    Repeated once if no answer comes, since a cancel can be lost on the wire."""
 
     worker: str
     rollout_id: int
@@ -27,7 +29,7 @@ class Cancel(Command):
     reason: str
 
 
-class Place(Command):
+class Place(Command, frozen=True):
     """Send the waiting request to the server. A smaller `priority` goes first."""
 
     request_id: str
@@ -35,14 +37,14 @@ class Place(Command):
     priority: int
 
 
-class Refuse(Command):
-    """Answer the waiting request with GenerateFailed: its rollout no longer counts."""
+class Refuse(Command, frozen=True):
+    """Answer the request with GenerateFailed: its rollout no longer counts, or its server is lost."""
 
     request_id: str
     cause: str
 
 
-class GroupState(Command):
+class GroupState(Command, frozen=True):
     """A group has passed into a new state: one row of the run directory's groups stream."""
 
     group_id: int
@@ -52,7 +54,7 @@ class GroupState(Command):
     """v_start once known, else -1."""
 
 
-class Train(Command):
+class Train(Command, frozen=True):
     """Train on the batch. `baseline_group_ids` were discarded for equal rewards since the previous batch closed: they count
     in batch statistics of the advantages, never in the loss."""
 
@@ -64,21 +66,36 @@ class Train(Command):
     baseline_rollout_ids: tuple[tuple[int, ...], ...]
 
 
-class Forget(Command):
+class Ignore(Command, frozen=True):
+    """The RolloutDone just reported does not count (cancelled, superseded, seen before): its arrays do not go to the shelf."""
+
+    rollout_id: int
+    attempt: int
+
+
+class Forget(Command, frozen=True):
     """These rollouts will never be asked for again: the shelf drops their arrays."""
 
     rollout_ids: tuple[int, ...]
 
 
-class Update(Command):
-    """Bring all servers to the version."""
+class Update(Command, frozen=True):
+    """Bring all servers to the version. It may be the one already served, for a server that joined since."""
 
     version: int
 
 
-class Stop(Command):
+class Warn(Command, frozen=True):
+    """Something the user should see now; the run goes on."""
+
+    sentence: str
+
+
+class Stop(Command, frozen=True):
+    """End the run. `ok`: it has done what it was asked. No command follows."""
+
     reason: str
     ok: bool
 
 
-AnyCommand = Run | Cancel | Place | Refuse | GroupState | Train | Forget | Update | Stop
+AnyCommand = Run | Cancel | Place | Refuse | GroupState | Train | Ignore | Forget | Update | Warn | Stop

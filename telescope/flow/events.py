@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import isfinite
+
 import msgspec
 
 from telescope.records import EnvironmentCard, FinishReason
@@ -11,34 +13,36 @@ class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     """Base of all events; the tag is the class name."""
 
 
-class WorkerJoined(Event):
+class WorkerJoined(Event, frozen=True):
     worker: str
     capacity: int
     environments: tuple[EnvironmentCard, ...]
 
 
-class WorkerLost(Event):
+class WorkerLost(Event, frozen=True):
+    """Its rollouts are tried again elsewhere; the relay aborts their requests."""
+
     worker: str
     cause: str
 
 
-class ServerJoined(Event):
+class ServerJoined(Event, frozen=True):
     server: str
     version: int
 
 
-class ServerLost(Event):
+class ServerLost(Event, frozen=True):
     server: str
     cause: str
 
 
-class TrainerReady(Event):
+class TrainerReady(Event, frozen=True):
     """All trainer ranks have said hello."""
 
     ranks: int
 
 
-class TurnStarted(Event):
+class TurnStarted(Event, frozen=True):
     """A worker asks for tokens. Answered by Place or Refuse."""
 
     request_id: str
@@ -48,52 +52,62 @@ class TurnStarted(Event):
     prompt_tokens: int
 
 
-class TurnDone(Event):
+class TurnDone(Event, frozen=True):
+    """A placed request has ended; a failed one with `abort` and the tokens that were sampled."""
+
     request_id: str
     rollout_id: int
     completion_tokens: int
     finish_reason: FinishReason
 
 
-class RolloutDone(Event):
+class RolloutDone(Event, frozen=True):
+    """A reward that is not finite is an infrastructure failure: report RolloutFailed. Raises ValueError here."""
+
     rollout_id: int
     attempt: int
     reward: float
     prompt_tokens: int
     completion_tokens: int
 
+    def __post_init__(self) -> None:
+        if not isfinite(self.reward):
+            raise ValueError(f"reward={self.reward} of rollout {self.rollout_id} is not a finite number")
 
-class RolloutFailed(Event):
+
+class RolloutFailed(Event, frozen=True):
+    """The attempt ended without a reward; also the answer to a cancelled order."""
+
     rollout_id: int
     attempt: int
     cause: str
 
 
-class StepDone(Event):
+class StepDone(Event, frozen=True):
     """All ranks have finished the step; its weights exist in the trainer."""
 
     step: int
 
 
-class UpdateDone(Event):
-    """All living servers have committed the version."""
+class UpdateDone(Event, frozen=True):
+    """All servers that were there at the Update and still live have committed the version."""
 
     version: int
 
 
-class UpdateFailed(Event):
+class UpdateFailed(Event, frozen=True):
     version: int
     cause: str
 
 
-class StopRequested(Event):
+class StopRequested(Event, frozen=True):
     """A signal or a fault outside the core asks for the end."""
 
     reason: str
     ok: bool
 
 
-class Tick(Event):
+class Tick(Event, frozen=True):
     """Time has passed; deadlines are looked at."""
 
 

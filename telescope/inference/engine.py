@@ -37,29 +37,45 @@ class EngineDead(RuntimeError):
     """The engine can serve nothing any more; the process must end with this message."""
 
 
+class RequestRefused(ValueError):
+    """This request can't be served (too long a prompt, an unknown id); others can."""
+
+
+class WeightsRefused(RuntimeError):
+    """The version was not taken; the one served before is served still."""
+
+
 class Engine(Protocol):
     async def start(self) -> None:
         """Load the model and be ready to generate. Raises with a whole sentence if it can't."""
         ...
 
+    async def dead(self) -> str:
+        """Return once the engine can serve nothing any more, with the sentence that says why. Never returns otherwise."""
+        ...
+
     async def generate(self, request_id: str, prompt_ids: np.ndarray, sampling: Sampling, priority: int) -> Generated:
-        """Sample one completion. Ends with `finish_reason="abort"` and the tokens so far if aborted."""
+        """Sample one completion; a smaller `priority` goes first. Ends with `finish_reason="abort"` and the tokens so far if
+        aborted. Raises `RequestRefused`, or `EngineDead`."""
         ...
 
     async def abort(self, request_id: str) -> None:
-        """Really stop the request in the engine, within one engine step."""
+        """Really stop the request in the engine, within one engine step. An unknown or finished one is no error."""
         ...
 
     async def prepare(self, manifest: WeightManifest) -> WeightState:
-        """Stage the new weights and check them whole; generation goes on."""
+        """Stage the new weights and check them whole; generation goes on. Raises `WeightsRefused`."""
         ...
 
     async def commit(self, version: int) -> WeightState:
-        """Serve the staged version: pause, load, resume. Tokens after it carry the new version."""
+        """Serve the staged version: pause, load, resume. Tokens after it carry the new version. Raises `WeightsRefused` if the
+        version is not staged, and `EngineDead` once anything was touched: there is no way back then."""
         ...
 
     async def discard(self, version: int) -> WeightState:
         """Forget the staged version; the old one stays served."""
         ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """End the engine and every process of it, within a deadline."""
+        ...

@@ -75,6 +75,11 @@ class RunDirectory:
         return self.path / "summary.json"
 
     @property
+    def exit_json(self) -> Path:
+        """How the run and each of its processes ended; written by the supervisor, last of all."""
+        return self.path / "exit.json"
+
+    @property
     def manifest(self) -> Path:
         return self.path / "MANIFEST.jsonl"
 
@@ -99,13 +104,14 @@ class RunDirectory:
         return self.path / "wandb"
 
 
-def write_atomically(path: Path, text: str, mode: int = 0o644) -> None:
-    """Write beside and rename, so that a reader sees the old text or the new, never half of one."""
+def write_atomically(path: Path, text: str, mode: int = 0o644, *, durable: bool = True) -> None:
+    """Write beside and rename: a reader sees the old text or the new, never half of one. `durable`: also after a power loss."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
-        os.fsync(file.fileno())
+        if durable:
+            os.fsync(file.fileno())
     os.replace(partial, path)

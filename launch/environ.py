@@ -1,0 +1,57 @@
+"""Environment variables of the processes of a run. The only file of the launcher that reads `os.environ`.
+
+A child inherits what the user's shell has (keys of services and proxies too, which are passed on and never printed), less
+what some other launcher left there for this process, plus what the plan gives it.
+"""
+
+from __future__ import annotations
+
+import os
+import site
+from collections.abc import Mapping
+from pathlib import Path
+
+import telescope
+from telescope._launch.plan import OWNED_VARIABLES
+from telescope.config.secrets import reveal_all
+
+FOREIGN_VARIABLES = OWNED_VARIABLES | {
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "ROLE_NAME",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_WORLD_SIZE",
+    "ROLE_WORLD_SIZE",
+}
+FOREIGN_PREFIXES = ("TORCHELASTIC_",)
+
+
+def child_environment(given: Mapping[str, str]) -> dict[str, str]:
+    """The variables of one process: the inherited ones, cleaned, under those of the plan (`given`), references followed.
+
+    Raises `SecretMissing` where `given` refers to a variable (`${oc.env:NAME}`) that is not set.
+    """
+    inherited = {name: value for name, value in os.environ.items() if not _foreign(name)}
+    inherited["PYTHONPATH"] = _python_path(inherited.get("PYTHONPATH", ""))
+    inherited["PYTHONUNBUFFERED"] = "1"  # the last words of a process that dies must be in its log
+    return {name: value for name, value in inherited.items() if value or name != "PYTHONPATH"} | reveal_all(given)
+
+
+def visible_gpus() -> tuple[str, ...] | None:
+    """What CUDA_VISIBLE_DEVICES leaves to this run; None where it is not set."""
+    value = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if value is None else tuple(part.strip() for part in value.split(",") if part.strip())
+
+
+def _foreign(name: str) -> bool:
+    return name in FOREIGN_VARIABLES or name.startswith(FOREIGN_PREFIXES)
+
+
+def _python_path(inherited: str) -> str:
+    """A checkout is importable from any working directory; an installed package needs no help."""
+    home = str(Path(telescope.__file__).resolve().parent.parent)
+    parts = [part for part in inherited.split(os.pathsep) if part]
+    installed = {str(Path(folder).resolve()) for folder in (*site.getsitepackages(), site.getusersitepackages())}
+    if home not in installed and home not in parts:
+        parts.insert(0, home)
+    return os.pathsep.join(parts)

@@ -1,0 +1,47 @@
+"""What this machine has: cores and GPUs, found without torch and without touching a GPU.
+
+Owns the look at one host; refuses to decide what to do with it (`plan.py` does).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from pathlib import Path
+
+from telescope._launch.environ import visible_gpus
+from telescope._launch.plan import Host
+
+NVIDIA_PROC = Path("/proc/driver/nvidia/gpus")
+NVIDIA_SMI_TIMEOUT_S = 20.0
+
+
+def this_host() -> Host:
+    """Cores that this process may run on, and the GPUs that CUDA_VISIBLE_DEVICES leaves (all where it is not set)."""
+    return Host(name=socket.gethostname(), cpus=len(os.sched_getaffinity(0)), gpus=_visible(installed_gpus()))
+
+
+def installed_gpus() -> tuple[str, ...]:
+    """Indices of the NVIDIA GPUs, e.g. `("0", "1")`: by nvidia-smi, or by the driver's own list where that is missing."""
+    try:
+        answer = subprocess.run(
+            ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=NVIDIA_SMI_TIMEOUT_S,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return gpus_of_driver(NVIDIA_PROC)
+    return tuple(line.strip() for line in answer.stdout.splitlines() if line.strip().isdigit())
+
+
+def gpus_of_driver(folder: Path) -> tuple[str, ...]:
+    count = len(list(folder.iterdir())) if folder.is_dir() else 0
+    return tuple(str(index) for index in range(count))
+
+
+def _visible(installed: tuple[str, ...]) -> tuple[str, ...]:
+    allowed = visible_gpus()
+    return installed if allowed is None or not installed else allowed

@@ -1,0 +1,348 @@
+"""The supervisor of one node: starts every process of `plan.json`, watches, and leaves nothing behind.
+
+Owns signals, deadlines and the exit code of a run. It is no peer on the wire and knows nothing of training: it sees
+processes end. A silent or stuck peer is the orchestrator's to notice; it exits 70, and the supervisor ends the rest.
+
+Exit codes: 0 done, 70 a component failed, 129/130/143 ended by SIGHUP/SIGINT/SIGTERM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from enum import Enum
+
+import msgspec
+
+from telescope._launch import child
+from telescope._launch.causes import COMPONENT_FAILED, Cause, how, root_cause
+from telescope._launch.plan import Plan, read_plan
+from telescope._launch.processes import Ending, Process
+from telescope._launch.progress import Console, LogCopy, Progress, read_object, summary_table
+from telescope.config.secrets import SecretMissing
+from telescope.runlog.layout import RunDirectory, write_atomically
+from telescope.wire.security import make_keys
+
+DISPLAY_S = 0.5
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Seconds that processes get. Those after a failure, and those after Ctrl-C, come to less than 10 together."""
+
+    stop_s: float = 5.0
+    """The orchestrator, to finish and to tell its peers, after Ctrl-C."""
+    follow_s: float = 2.0
+    """Its peers after it, then."""
+    leave_s: float = 20.0
+    """The peers, after a run that ended by itself."""
+    close_s: float = 120.0
+    """The orchestrator, to close its files and mirrors, when every peer has left."""
+    grace_s: float = 4.0
+    """Between SIGTERM and SIGKILL for the rest, when one process has failed."""
+    hurry_s: float = 0.5
+    """The same for those who let an interrupted run wait."""
+    shim_s: float = 1.0
+    """Shims beyond all that, before they get `kill`, and again before they are killed themselves."""
+
+
+class Phase(Enum):
+    RUNNING = "running"
+    ASKED = "asked"
+    """The orchestrator was asked to stop."""
+    LEAVING = "leaving"
+    """The orchestrator is done; its peers leave by themselves."""
+    ENDING = "ending"
+    """Everything was told to leave, and is killed after a grace."""
+    KILLING = "killing"
+
+
+def supervise(run: RunDirectory, patience: Patience = Patience()) -> int:
+    """Run the plan in `run` to its end in the foreground, and return the exit code. Call it from the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError("supervise() must be called from the main thread: processes die with the thread that started them")
+    plan = read_plan(run.plan_json)
+    console = Console(sys.stderr, sys.stdout)
+    make_keys(run, plan.names)
+    with _Signals() as wakeup:
+        supervisor = Supervisor(run, plan, console, wakeup, patience)
+        code = supervisor.run()
+    supervisor.conclude(code)
+    return code
+
+
+class _Signals:
+    """While a run goes on, signals arrive through a pipe and orphans of the run come to this process."""
+
+    def __enter__(self) -> child.Wakeup:
+        self._handlers = {number: signal.getsignal(number) for number in INTERRUPTS}
+        child.set_process_flag(child.PR_SET_CHILD_SUBREAPER, 1)
+        return child.Wakeup(INTERRUPTS)
+
+    def __exit__(self, *_: object) -> None:
+        signal.set_wakeup_fd(-1)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        child.set_process_flag(child.PR_SET_CHILD_SUBREAPER, 0)
+
+
+class Supervisor:
+    """The life of one run's processes, as a loop over signals, reports and one deadline."""
+
+    def __init__(self, run: RunDirectory, plan: Plan, console: Console, wakeup: child.Wakeup, patience: Patience) -> None:
+        self.directory = run
+        self.plan = plan
+        self.console = console
+        self.wakeup = wakeup
+        self.patience = patience
+        self.phase = Phase.RUNNING
+        self.deadline = float("inf")
+        self.interrupted: int | None = None
+        self.cause: Cause | None = None
+        self.late: list[str] = []
+        self.processes: dict[str, Process] = {}
+        self.strangers = self.children()
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(wakeup.reader, selectors.EVENT_READ)
+        self.progress = Progress(run, console) if plan.progress else None
+        self.log_copy = LogCopy(run, plan.names, console) if plan.log_to_console else None
+
+    # ---- the loop ----------------------------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        try:
+            self.start()
+            while self.living:
+                self.wait()
+                self.notice_signals()
+                self.notice_endings()
+                if time.monotonic() >= self.deadline:
+                    self.deadline_passed()
+                self.display()
+        finally:
+            for process in self.living:
+                process.lifeline.close()  # only after a defect of ours: each shim ends what it has
+            self.sweep()
+            self.selector.close()
+        return self.exit_code
+
+    def start(self) -> None:
+        port = {"MASTER_PORT": str(free_port())}
+        for plan in self.plan.processes:
+            try:
+                process = Process.start(plan, self.directory, port if plan.role == "trainer" else {})
+            except (OSError, SecretMissing) as error:
+                self.cause = Cause(
+                    plan.name, f"{plan.name} could not be started: {error}", str(self.directory.log(plan.name)), ()
+                )
+                self.kill_all()
+                return
+            self.processes[plan.name] = process
+            self.selector.register(process.lifeline, selectors.EVENT_READ, process)
+            self.selector.register(process.pidfd, selectors.EVENT_READ, process)
+
+    def wait(self) -> None:
+        display_s = DISPLAY_S if self.progress or self.log_copy else float("inf")
+        timeout = min(display_s, max(0.0, self.deadline - time.monotonic()))
+        for key, _ in self.selector.select(None if timeout == float("inf") else timeout):
+            process = key.data
+            if process is None or process.gone:
+                continue
+            if key.fileobj is process.lifeline:
+                if not process.read_reports():
+                    self.selector.unregister(process.lifeline)
+            else:
+                self.collect(process)
+
+    def collect(self, process: Process) -> None:
+        for source in (process.lifeline, process.pidfd):
+            if source in self.selector.get_map():
+                self.selector.unregister(source)
+        process.collect()
+        if process.ending is not None and process.ending.shim_died:
+            self.sweep()  # what it held came to us
+
+    # ---- what happened -----------------------------------------------------------------------------------------------
+
+    def notice_signals(self) -> None:
+        for number in self.wakeup.arrived():
+            if number in INTERRUPTS:
+                self.interrupt(number)
+
+    def interrupt(self, number: int) -> None:
+        first, self.interrupted = self.interrupted is None, self.interrupted or number
+        if not first or self.phase in (Phase.ENDING, Phase.KILLING):
+            self.kill_all()
+        elif self.phase is Phase.RUNNING:
+            self.console.say("Stopping: the orchestrator finishes and tells the others. Ctrl-C again kills at once.")
+            self.orchestrator.term(self.patience.stop_s)
+            self.enter(Phase.ASKED, self.patience.stop_s + self.patience.shim_s)
+        else:
+            self.end_all(self.patience.follow_s)
+
+    def notice_endings(self) -> None:
+        if self.phase is Phase.RUNNING and self.failed:
+            for process in self.living:
+                process.read_reports()  # an earlier death may lie in another lifeline
+            self.cause = root_cause(self.directory, self.plan.names, self.endings)
+            self.end_all(self.patience.grace_s)
+        elif self.phase is Phase.RUNNING and self.orchestrator.ended:
+            self.enter(Phase.LEAVING, self.patience.leave_s)
+        elif self.phase is Phase.ASKED and self.orchestrator.ending:
+            # One that had to be killed has told nobody to leave.
+            killed = self.orchestrator.ending.status == -signal.SIGKILL
+            self.enter(Phase.LEAVING, 0.0 if killed else self.patience.follow_s)
+        elif self.phase is Phase.RUNNING and self.deadline == float("inf") and self.only_orchestrator_left:
+            self.deadline = time.monotonic() + self.patience.close_s
+
+    def deadline_passed(self) -> None:
+        if self.phase is Phase.RUNNING:
+            self.cause = Cause(
+                "orchestrator",
+                f"orchestrator did not end within {self.patience.close_s:g} s after every other process had left.",
+                str(self.directory.log("orchestrator")),
+                (),
+            )
+            self.end_all(self.patience.grace_s)
+        elif self.phase in (Phase.ASKED, Phase.LEAVING):
+            self.late = [process.name for process in self.living if not process.ended]
+            self.end_all(self.patience.hurry_s if self.interrupted else self.patience.grace_s)
+        elif self.phase is Phase.ENDING:
+            self.kill_all()
+        else:
+            self.give_up_shims()
+
+    # ---- what is done about it ---------------------------------------------------------------------------------------
+
+    def enter(self, phase: Phase, seconds: float) -> None:
+        self.phase = phase
+        self.deadline = time.monotonic() + seconds
+
+    def end_all(self, grace_s: float) -> None:
+        for process in self.living:
+            process.term(grace_s)
+        self.enter(Phase.ENDING, grace_s + self.patience.shim_s)
+
+    def kill_all(self) -> None:
+        for process in self.living:
+            process.kill()
+        self.enter(Phase.KILLING, self.patience.shim_s)
+
+    def give_up_shims(self) -> None:
+        """A shim that does not even follow `kill` (stopped, say) goes itself, and the sweep takes what it held."""
+        for process in self.living:
+            child.send(process.shim.pid, signal.SIGKILL)
+        self.deadline = time.monotonic() + self.patience.shim_s
+
+    def sweep(self) -> None:
+        """End whatever of this run came to us as an orphan; what was here before the run is left alone."""
+        give_up_at = time.monotonic() + child.KILL_WAIT_S
+        while left := self.orphans():
+            seconds = give_up_at - time.monotonic()
+            if seconds <= 0:
+                self.console.say(f"Processes {', '.join(map(str, left))} of this run do not die, SIGKILL or not: look at them.")
+                return
+            for pid in left:
+                child.send(pid, signal.SIGKILL)
+            wait_for_any_end(left, seconds)
+            reap(left)
+
+    def orphans(self) -> list[int]:
+        roots = self.children() - self.strangers - {process.shim.pid for process in self.processes.values()}
+        return [*roots, *child.below(roots, child.process_table())]
+
+    @staticmethod
+    def children() -> set[int]:
+        """Direct children of this process."""
+        return {pid for pid, parent in child.process_table().items() if parent == os.getpid()}
+
+    # ---- what the user sees ------------------------------------------------------------------------------------------
+
+    def display(self, last: bool = False) -> None:
+        if self.log_copy:
+            self.log_copy.copy(last)
+        if self.progress:
+            self.progress.show()
+
+    def conclude(self, code: int) -> None:
+        """The last words: what went wrong, where the run lies, what it came to."""
+        self.display(last=True)
+        if self.late:
+            self.console.say(f"Had to be ended, because they did not leave in time: {', '.join(self.late)}.")
+        for name in self.failed if self.cause is None and self.interrupted is None else ():
+            self.console.say(f"After the run was done, {name} {how(self.endings[name])}; its log: {self.directory.log(name)}")
+        if self.cause:
+            self.console.say(f"The run failed: {self.cause.text()}")
+        write_exit(self.directory, code, self.cause, self.endings)
+        summary = read_object(self.directory.summary_json)
+        self.console.result(f"run directory: {self.directory.path}")
+        if summary:
+            self.console.result(summary_table(summary))
+
+    # ---- derived facts -----------------------------------------------------------------------------------------------
+
+    @property
+    def living(self) -> list[Process]:
+        return [process for process in self.processes.values() if not process.gone]
+
+    @property
+    def orchestrator(self) -> Process:
+        return next(process for process in self.processes.values() if process.plan.role == "orchestrator")
+
+    @property
+    def endings(self) -> dict[str, Ending]:
+        return {name: process.ending for name, process in self.processes.items() if process.ending is not None}
+
+    @property
+    def failed(self) -> list[str]:
+        """Processes that ended badly without being told to."""
+        return [name for name, ending in self.endings.items() if ending.status != 0 and not ending.ordered]
+
+    @property
+    def only_orchestrator_left(self) -> bool:
+        return all(process.ended for process in self.processes.values() if process is not self.orchestrator)
+
+    @property
+    def exit_code(self) -> int:
+        if self.cause:
+            return COMPONENT_FAILED
+        return 0 if self.interrupted is None else 128 + self.interrupted
+
+
+def free_port() -> int:
+    """A port on loopback that was free just now, for the trainer ranks' meeting point."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_for_any_end(pids: list[int], seconds: float) -> None:
+    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as opened:
+        for pid in pids:
+            try:
+                descriptor = os.pidfd_open(pid)
+            except ProcessLookupError:
+                return  # one has ended already
+            opened.callback(os.close, descriptor)
+            selector.register(descriptor, selectors.EVENT_READ)
+        selector.select(seconds)
+
+
+def reap(pids: list[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ChildProcessError):  # somebody else's child
+            os.waitpid(pid, os.WNOHANG)
+
+
+def write_exit(run: RunDirectory, code: int, cause: Cause | None, endings: dict[str, Ending]) -> None:
+    """`exit.json`: the exit code of the run, the cause, and how each process ended."""
+    record = {"exit_code": code, "cause": cause, "processes": {name: ending.status for name, ending in endings.items()}}
+    write_atomically(run.exit_json, msgspec.json.format(msgspec.json.encode(record)).decode())

@@ -1,0 +1,168 @@
+"""Which processes a run has, and what each is given: pure arithmetic from settings and hosts to `plan.json`.
+
+Owns counts, names, threads, GPUs and the variables that follow from them. Refuses to look at the machine (`local.py` does)
+and to start anything (`node.py` does). `plan.json` is all that the supervisor reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from telescope.records import Record
+from telescope.runlog.layout import write_atomically
+
+if TYPE_CHECKING:
+    from telescope.config.parts import ClusterSettings
+    from telescope.config.run import RunConfig
+
+ProcessRole = Literal["orchestrator", "server", "trainer", "worker"]
+
+MODULES: dict[ProcessRole, str] = {
+    "orchestrator": "telescope.orchestrator",
+    "server": "telescope.inference",
+    "trainer": "telescope.trainer",
+    "worker": "telescope.workers",
+}
+
+OWNED_VARIABLES = frozenset(
+    {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"}
+)
+"""Variables that the launcher gives each process itself; `cluster.env` may not set them."""
+
+
+class PlanError(ValueError):
+    """The run does not fit the hosts; the text is one whole sentence with the remedy."""
+
+
+class Host(Record, frozen=True):
+    """One machine as the plan sees it, e.g. `Host("node-1", cpus=2, gpus=("0", "1"))`."""
+
+    name: str
+    cpus: int
+    """Cores that this run may use."""
+    gpus: tuple[str, ...] = ()
+    """What CUDA_VISIBLE_DEVICES takes: indices or UUIDs."""
+
+
+class ProcessPlan(Record, frozen=True):
+    """One process: started as `python *program --run-dir DIR --name NAME`."""
+
+    name: str
+    role: ProcessRole
+    index: int
+    host: str
+    program: tuple[str, ...]
+    """Arguments of the interpreter, e.g. `("-m", "telescope.workers")`."""
+    environment: dict[str, str]
+    gpus: tuple[str, ...]
+    threads: int
+
+
+class Plan(Record, frozen=True):
+    """What one run starts. A trainer's MASTER_PORT is missing here: the supervisor finds a free one when it starts them."""
+
+    device: Literal["cpu", "gpu"]
+    processes: tuple[ProcessPlan, ...]
+    progress: bool = True
+    log_to_console: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(process.name for process in self.processes)
+
+
+def make_plan(config: RunConfig, hosts: tuple[Host, ...]) -> Plan:
+    """Lay the run's processes out over `hosts`. Raises `PlanError` where they do not fit."""
+    cluster = config.cluster
+    host = _only_host(hosts)
+    _refuse_owned_variables(cluster.env)
+    device = choose_device(cluster, host)
+    threads = share_threads(cluster, host.cpus)
+    gpus = iter(host.gpus if device == "gpu" else ())
+    processes = [_process("orchestrator", 0, host, cluster.env)]
+    for index in range(cluster.inference_num_workers):
+        processes.append(_process("server", index, host, cluster.env, threads["server"], _take(gpus)))
+    for rank in range(cluster.trainer_num_workers):
+        variables = _rank_variables(rank, cluster.trainer_num_workers) | cluster.env
+        processes.append(_process("trainer", rank, host, variables, threads["trainer"], _take(gpus)))
+    for index in range(cluster.env_num_workers):
+        processes.append(_process("worker", index, host, cluster.env))
+    return Plan(device, tuple(processes), config.logging.progress, config.logging.log_to_console)
+
+
+def choose_device(cluster: ClusterSettings, host: Host) -> Literal["cpu", "gpu"]:
+    """`auto` takes the GPUs where there are any. Raises `PlanError` with the numbers where there are too few."""
+    if cluster.device == "cpu" or (cluster.device == "auto" and not host.gpus):
+        return "cpu"
+    servers, ranks = cluster.inference_num_workers, cluster.trainer_num_workers
+    if len(host.gpus) < servers + ranks:
+        raise PlanError(
+            f"cluster.inference_num_workers={servers} and cluster.trainer_num_workers={ranks} need {servers + ranks} GPUs, "
+            f"one each, but {host.name} has {len(host.gpus)}: ask for fewer, or set cluster.device=cpu"
+        )
+    return "gpu"
+
+
+def share_threads(cluster: ClusterSettings, cpus: int) -> dict[ProcessRole, int]:
+    """Threads a server and a trainer rank: the hint, scaled down where all hints together exceed `cpus`; at least 1."""
+    hints = {"server": cluster.inference_cpus_per_worker, "trainer": cluster.trainer_cpus_per_worker}
+    wanted = cluster.inference_num_workers * hints["server"] + cluster.trainer_num_workers * hints["trainer"]
+    scale = min(1.0, cpus / wanted)
+    return {"server": max(1, int(hints["server"] * scale)), "trainer": max(1, int(hints["trainer"] * scale))}
+
+
+def write_plan(plan: Plan, path: Path) -> None:
+    """For its owner alone, like all that a configuration resolves to."""
+    write_atomically(path, msgspec.json.format(msgspec.json.encode(plan)).decode(), mode=0o600)
+
+
+def read_plan(path: Path) -> Plan:
+    return msgspec.json.decode(path.read_bytes(), type=Plan)
+
+
+def _only_host(hosts: tuple[Host, ...]) -> Host:
+    if len(hosts) != 1:
+        raise PlanError(f"cluster=local places every process on one host, and {len(hosts)} were given")
+    return hosts[0]
+
+
+def _refuse_owned_variables(variables: dict[str, str]) -> None:
+    if owned := sorted(OWNED_VARIABLES & variables.keys()):
+        raise PlanError(f"cluster.env sets {', '.join(owned)}, which the launcher gives each process itself: leave them out")
+
+
+def _take(gpus: Iterator[str]) -> tuple[str, ...]:
+    gpu = next(gpus, None)
+    return () if gpu is None else (gpu,)
+
+
+def _rank_variables(rank: int, world_size: int) -> dict[str, str]:
+    # One host: loopback reaches every rank, whatever the host's name resolves to.
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
+    }
+
+
+def _process(
+    role: ProcessRole, index: int, host: Host, variables: dict[str, str], threads: int = 1, gpus: tuple[str, ...] = ()
+) -> ProcessPlan:
+    # LOCAL_RANK stays the rank although each rank sees one GPU only; a rank uses the first device it sees.
+    return ProcessPlan(
+        name=role if role == "orchestrator" else f"{role}-{index}",
+        role=role,
+        index=index,
+        host=host.name,
+        program=("-m", MODULES[role]),
+        environment={"OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ",".join(gpus)} | variables,
+        gpus=gpus,
+        threads=threads,
+    )

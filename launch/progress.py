@@ -1,0 +1,177 @@
+"""What the launcher's terminal shows while a run goes on, and at its end.
+
+Reads `status.json`, `summary.json` and the logs; writes to two streams. A missing or half-known file is shown as far as it
+goes: the display never ends a run, and neither does a terminal that went away.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO, TypeGuard
+
+from telescope.runlog.layout import RunDirectory
+
+PLAIN_EVERY_S = 1.0
+"""A stream that is no terminal gets a line a step, at most this often."""
+COPY_BYTES = 65_536
+
+
+class Console:
+    """The launcher's own two streams; falls silent where they are closed."""
+
+    def __init__(self, errors: TextIO, output: TextIO) -> None:
+        self._errors = errors
+        self._output = output
+        self._live = False
+        self.tty = errors.isatty()
+
+    def say(self, text: str) -> None:
+        """A whole line on stderr."""
+        self._write(self._errors, self._clear() + text.rstrip("\n") + "\n")
+
+    def live(self, text: str) -> None:
+        """The one line that is written over."""
+        width = shutil.get_terminal_size().columns - 1
+        self._write(self._errors, "\r\x1b[K" + text[:width])
+        self._live = True
+
+    def result(self, text: str) -> None:
+        """What the run came to, on stdout."""
+        if clear := self._clear():
+            self._write(self._errors, clear)
+        self._write(self._output, text.rstrip("\n") + "\n")
+
+    def _clear(self) -> str:
+        cleared, self._live = "\r\x1b[K" if self._live else "", False
+        return cleared
+
+    def _write(self, stream: TextIO, text: str) -> None:
+        try:
+            stream.write(text)
+            stream.flush()
+        except (OSError, ValueError):
+            return  # the terminal is gone; the run is not
+
+
+class Progress:
+    """Shows `status.json`: one live line on a terminal, a line a step elsewhere."""
+
+    def __init__(self, run: RunDirectory, console: Console) -> None:
+        self._path = run.status_json
+        self._console = console
+        self._shown: tuple[Any, ...] = ()
+        self._shown_at = float("-inf")
+
+    def show(self) -> None:
+        status = read_object(self._path)
+        if not status:
+            return
+        if self._console.tty:
+            self._console.live(status_line(status))
+            return
+        told = (status.get("step"), status.get("state"), status.get("message"))
+        now = time.monotonic()
+        if told != self._shown and now - self._shown_at >= PLAIN_EVERY_S:
+            self._console.say(status_line(status))
+            self._shown, self._shown_at = told, now
+
+
+class LogCopy:
+    """Copies what the components log to the launcher's stderr, each line behind its process's name."""
+
+    def __init__(self, run: RunDirectory, names: Sequence[str], console: Console) -> None:
+        self._paths = {name: run.log(name) for name in names}
+        self._offsets = dict.fromkeys(names, 0)
+        self._console = console
+
+    def copy(self, last: bool = False) -> None:
+        """What has been written since the last call, in whole lines; `last` takes an unfinished line too."""
+        for name, path in self._paths.items():
+            while chunk := self._next(name, path, last):
+                for line in chunk.decode("utf-8", errors="replace").splitlines():
+                    self._console.say(f"{name} | {line}")
+
+    def _next(self, name: str, path: Path, last: bool) -> bytes:
+        try:
+            with path.open("rb") as file:
+                file.seek(self._offsets[name])
+                chunk = file.read(COPY_BYTES)
+        except FileNotFoundError:
+            return b""
+        whole = chunk if last or len(chunk) == COPY_BYTES else chunk[: chunk.rfind(b"\n") + 1]
+        self._offsets[name] += len(whole)
+        return whole
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; empty where there is none, or no whole one."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def status_line(status: Mapping[str, Any]) -> str:
+    """`step 12/60 · reward 0.412 · exact 38% · 5.1k tok/s · lag 1.2 · queue 14 · in flight 96 · ETA 1:05 · train step 12`."""
+    parts = [
+        _step(status),
+        _number(status, "reward", "reward {:.3f}"),
+        _number(status, "exact", "exact {:.0%}"),
+        _tokens_per_s(status),
+        _number(status, "lag", "lag {:.1f}"),
+        _number(status, "queue", "queue {:.0f}"),
+        _number(status, "in_flight", "in flight {:.0f}"),
+        f"ETA {duration(status['eta_s'])}" if _is_number(status.get("eta_s")) else "",
+        str(status.get("message") or status.get("doing") or ""),
+    ]
+    return " · ".join(part for part in parts if part)
+
+
+def summary_table(summary: Mapping[str, Any]) -> str:
+    """The summary, a line a fact; a nested object is written as `a 1, b 2`."""
+    rows = [(str(name).replace("_", " "), _value(value)) for name, value in summary.items() if value is not None]
+    width = max((len(name) for name, _ in rows), default=0)
+    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
+
+
+def duration(seconds: float) -> str:
+    """`1:05`, `2:03:04`."""
+    minutes, second = divmod(max(0, round(seconds)), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
+
+
+def _step(status: Mapping[str, Any]) -> str:
+    step, steps = status.get("step"), status.get("steps")
+    if step is None:
+        return str(status.get("state", ""))
+    return f"step {step}/{steps}" if steps is not None else f"step {step}"
+
+
+def _tokens_per_s(status: Mapping[str, Any]) -> str:
+    rate = status.get("tokens_per_s")
+    if not _is_number(rate):
+        return ""
+    return f"{rate / 1000:.1f}k tok/s" if rate >= 1000 else f"{rate:.0f} tok/s"
+
+
+def _number(status: Mapping[str, Any], name: str, form: str) -> str:
+    value = status.get(name)
+    return form.format(value) if _is_number(value) else ""
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _value(value: object) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_value(part)}" for name, part in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(_value(part) for part in value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

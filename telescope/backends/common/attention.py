@@ -1,0 +1,247 @@
+"""Causal attention inside the segments of a packed row, and nowhere else: by lengths, never by a [T, T] mask.
+
+Owns three ways to compute it and the choice among them; transformers models reach them by the name in `NAMES` through
+transformers' own registry. Refuses what it does not compute (soft caps, sinks, dropout) instead of leaving it out.
+
+    sdpa   PyTorch's scaled_dot_product_attention over segments of like length, stacked as a batch: CPU, any GPU, any dtype
+    flash  FlashAttention over lengths (flash_attn where installed, else PyTorch's varlen_attn): GPU, bfloat16 or float16
+    flex   FlexAttention with a block mask of the segments, compiled: GPU
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Kind = Literal["sdpa", "flash", "flex"]
+NAMES: dict[Kind, str] = {"sdpa": "telescope_stacks", "flash": "telescope_lengths", "flex": "telescope_blocks"}
+"""Not the kernels' own words: transformers takes a name with `flash` in it for one of its packages, and looks for that."""
+SMALLEST_BUCKET = 32
+"""Segments are stacked with others of at most twice their length; below this many tokens all lengths are alike."""
+
+
+@dataclass(frozen=True)
+class Stacks:
+    """Segments of like length as batches, one after another in a padded buffer of P places."""
+
+    shapes: tuple[tuple[int, int], ...]
+    """Segments and places a segment, [B, L], of each batch; they add up to P."""
+    places: Tensor  # [P] int64, the row's token at each place; any token beyond a segment's end
+    real: Tensor  # [P, 1, 1] bool, False beyond a segment's end
+    inverse: Tensor  # [T] int64, the place of each token of the row
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Where the segments of a row of T tokens lie, prepared once a row for every layer."""
+
+    boundaries: Tensor  # [S + 1] int32 on the device
+    longest: int
+    stacks: Stacks | None = None
+    """Of sdpa alone."""
+    block_mask: Any = None
+    """Of flex alone."""
+
+
+def choose(device: str, dtype: torch.dtype) -> Kind:
+    """What `attention=auto` means here: flash on a GPU in half precision, else sdpa."""
+    return "flash" if device.startswith("cuda") and dtype in (torch.bfloat16, torch.float16) else "sdpa"
+
+
+def check(kind: Kind, device: str, dtype: torch.dtype) -> None:
+    """Raise `ValueError` where the kind can't work on this device and dtype."""
+    name = str(dtype).removeprefix("torch.")
+    if kind == "flash" and choose(device, dtype) != "flash":
+        raise ValueError(f"backend.attention=flash computes in bfloat16 or float16 on a GPU, not {name} on {device}: use sdpa")
+    if kind == "flex" and not device.startswith("cuda"):
+        raise ValueError(f"backend.attention=flex trains on a GPU only, not on {device}: use sdpa")
+
+
+def register(kind: Kind) -> str:
+    """Make the kind known to transformers and return its name there, for `attn_implementation`. May be called again."""
+    from transformers import AttentionInterface
+
+    function = {"sdpa": _sdpa, "flash": _flash, "flex": _flex}[kind]
+    AttentionInterface.register(NAMES[kind], function)
+    return NAMES[kind]
+
+
+def segments(kind: Kind, boundaries: np.ndarray, device: str) -> Segments:
+    """Prepare one row. boundaries [S + 1]: segment s is tokens boundaries[s] to boundaries[s + 1]; empty ones are left out."""
+    kept = np.unique(boundaries)
+    lengths = np.diff(kept)
+    on_device = torch.from_numpy(kept.astype(np.int32)).to(device, non_blocking=True)
+    stacks = _stacks(kept[:-1], lengths, device) if kind == "sdpa" else None
+    mask = _block_mask(kept, lengths, device) if kind == "flex" else None
+    return Segments(boundaries=on_device, longest=int(lengths.max()), stacks=stacks, block_mask=mask)
+
+
+def _stacks(starts: np.ndarray, lengths: np.ndarray, device: str) -> Stacks:
+    """Segments by powers of two of their length: padding at most doubles a segment, and launches stay few."""
+    bucket = np.ceil(np.log2(np.maximum(lengths, SMALLEST_BUCKET))).astype(np.int64)
+    shapes, places, real = [], [], []
+    for size in np.unique(bucket):
+        these = np.flatnonzero(bucket == size)
+        offsets = np.arange(lengths[these].max())
+        shapes.append((len(these), len(offsets)))
+        inside = offsets[None, :] < lengths[these][:, None]
+        real.append(inside.ravel())
+        places.append(np.where(inside, starts[these][:, None] + offsets[None, :], 0).ravel())
+    place, holds = np.concatenate(places), np.concatenate(real)
+    inverse = np.empty(int(lengths.sum()), np.int64)
+    inverse[place[holds]] = np.flatnonzero(holds)
+    given = (place, holds[:, None, None], inverse)
+    return Stacks(tuple(shapes), *(torch.from_numpy(array).to(device, non_blocking=True) for array in given))
+
+
+class _Stack(torch.autograd.Function):
+    """[T, H, D] -> [P, H, D]. Both directions are gathers: places beyond a segment's end never get a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, by_token: Tensor, stacks: Stacks) -> Tensor:
+        ctx.stacks = stacks
+        return by_token.index_select(0, stacks.places)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0].index_select(0, ctx.stacks.inverse), None
+
+
+class _Unstack(torch.autograd.Function):
+    """[P, H, D] -> [T, H, D], and zeros as gradients of the places beyond a segment's end."""
+
+    @staticmethod
+    def forward(ctx: Any, by_place: Tensor, stacks: Stacks) -> Tensor:
+        ctx.stacks = stacks
+        return by_place.index_select(0, stacks.inverse)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0].index_select(0, ctx.stacks.places).mul_(ctx.stacks.real), None
+
+
+Result = tuple[Tensor, None]
+
+
+def _refuse_unknown(kwargs: dict[str, Any]) -> None:
+    for name in ("softcap", "s_aux", "position_bias", "head_mask"):
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"the model's attention uses {name}, which no attention of this backend computes: it can't be trained here"
+            )
+
+
+def _sdpa(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
+    row: Segments, scaling: float | None = None, sliding_window: int | None = None, **kwargs: Any,
+) -> Result:  # fmt: skip
+    """query [1, Hq, T, D], key and value [1, Hkv, T, D] -> [1, T, Hq, D]."""
+    _refuse_unknown(kwargs)
+    assert row.stacks is not None, "segments were prepared for another kind of attention"
+    q, k, v = (_stacked(tensor, row.stacks) for tensor in (query, key, value))  # [P, H, D]
+    pieces, start = [], 0
+    for count, length in row.stacks.shapes:
+        here = slice(start, start + count * length)
+        bq, bk, bv = (t[here].view(count, length, *t.shape[1:]).transpose(1, 2) for t in (q, k, v))  # [B, H, L, D]
+        mask = _window_mask(length, sliding_window, query.device)
+        gqa = query.shape[1] != key.shape[1]
+        out = F.scaled_dot_product_attention(bq, bk, bv, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=gqa)
+        pieces.append(out.transpose(1, 2).flatten(0, 1))  # [B * L, H, D]
+        start = here.stop
+    by_place = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+    return _Unstack.apply(by_place, row.stacks)[None], None  # type: ignore[no-untyped-call]
+
+
+def _stacked(tensor: Tensor, stacks: Stacks) -> Tensor:
+    """[1, H, T, D] -> [P, H, D]."""
+    result: Tensor = _Stack.apply(tensor[0].transpose(0, 1), stacks)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
+    """[L, L] True where a token sees another, only for models whose window is shorter than a segment."""
+    if window is None or length <= window:
+        return None
+    places = torch.arange(length, device=device)
+    back = places[:, None] - places[None, :]
+    return (back >= 0) & (back < window)
+
+
+@functools.cache
+def _varlen() -> Callable[..., Tensor]:
+    """(q, k, v, boundaries, longest, scale, window) -> [T, Hq, D], by flash_attn where it is installed."""
+    if importlib.util.find_spec("flash_attn") is not None:
+        from flash_attn import flash_attn_varlen_func
+
+        def installed(q: Tensor, k: Tensor, v: Tensor, at: Tensor, longest: int, scale: float | None, window: int) -> Tensor:
+            result: Tensor = flash_attn_varlen_func(
+                q, k, v, at, at, longest, longest, softmax_scale=scale, causal=True, window_size=(window, 0)
+            )
+            return result
+
+        return installed
+    from torch.nn.attention.varlen import varlen_attn
+
+    # torch 2.11 shares key heads among query heads unasked; later ones want to be told
+    sharing = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+    def built_in(q: Tensor, k: Tensor, v: Tensor, at: Tensor, longest: int, scale: float | None, window: int) -> Tensor:
+        result: Tensor = varlen_attn(q, k, v, at, at, longest, longest, scale=scale, window_size=(window, 0), **sharing)
+        return result
+
+    return built_in
+
+
+def flash_name() -> str:
+    """Which implementation `flash` is on this machine, for the log."""
+    return "flash_attn" if importlib.util.find_spec("flash_attn") is not None else "torch varlen_attn"
+
+
+def _flash(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
+    row: Segments, scaling: float | None = None, sliding_window: int | None = None, **kwargs: Any,
+) -> Result:  # fmt: skip
+    _refuse_unknown(kwargs)
+    q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))  # [T, H, D]
+    window = -1 if sliding_window is None else sliding_window - 1
+    return _varlen()(q, k, v, row.boundaries, row.longest, scaling, window)[None], None
+
+
+def _block_mask(kept: np.ndarray, lengths: np.ndarray, device: str) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    segment = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)).to(device)
+
+    def inside(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q >= k) & (segment[q] == segment[k])
+
+    tokens = int(kept[-1])
+    return create_block_mask(inside, None, None, tokens, tokens, device=device)
+
+
+@functools.cache
+def _compiled_flex() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=True)
+
+
+def _flex(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
+    row: Segments, scaling: float | None = None, sliding_window: int | None = None, **kwargs: Any,
+) -> Result:  # fmt: skip
+    _refuse_unknown(kwargs)
+    if sliding_window is not None and row.longest > sliding_window:
+        raise ValueError("backend.attention=flex does not compute this model's sliding window: use flash or sdpa")
+    gqa = query.shape[1] != key.shape[1]
+    out = _compiled_flex()(query, key, value, block_mask=row.block_mask, scale=scaling, enable_gqa=gqa)
+    return out.transpose(1, 2), None

@@ -1,0 +1,97 @@
+"""Log-probs and entropy of taken tokens from hidden states, in float32, without a [T, V] tensor ever existing.
+
+Logits of `chunk` tokens are made at a time, forward and again backward. Owns this one function and its gradient; refuses to
+know models, packing and losses. With weights in bfloat16 the products are still summed and kept in float32: a log-softmax in
+bfloat16 would carry 0.03 nats of noise.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def logprobs(hidden: Tensor, head_weight: Tensor, targets: Tensor, temperature: float, chunk: int) -> tuple[Tensor, Tensor]:
+    """Log-prob of `targets` and entropy of the whole distribution at each token, both [T] float32, after `temperature`.
+
+    hidden: [T, H]; head_weight: [V, H] of the same dtype; targets: [T] int64. Both results carry gradients to hidden and
+    head_weight.
+    """
+    if temperature <= 0:
+        raise ValueError(f"temperature={temperature} must be above 0")
+    logprob, entropy = _ChunkedLogprobs.apply(hidden, head_weight, targets, temperature, chunk)  # type: ignore[no-untyped-call]
+    return logprob, entropy
+
+
+def matmul_float32(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right summed and returned in float32, whatever the operands are."""
+    if left.dtype == right.dtype == torch.float32:
+        return left @ right
+    if left.is_cuda and left.dtype == right.dtype:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    """Keeps only the log of each softmax denominator and the entropies, [T] each; logits are made again in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, head_weight: Tensor, targets: Tensor, temperature: float, chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        tokens = hidden.shape[0]
+        logprob = hidden.new_empty(tokens, dtype=torch.float32)
+        entropy = torch.empty_like(logprob)
+        denominator = torch.empty_like(logprob)
+        for start in range(0, tokens, chunk):
+            here = slice(start, start + chunk)
+            logits = matmul_float32(hidden[here], head_weight.t()).div_(temperature)  # [chunk, V]
+            denominator[here] = logits.logsumexp(dim=-1)
+            logprob[here] = logits.gather(1, targets[here, None]).squeeze(1) - denominator[here]
+            logits -= denominator[here, None]
+            entropy[here] = -(logits.exp() * logits).sum(dim=-1)
+        ctx.save_for_backward(hidden, head_weight, targets, denominator, entropy)
+        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.set_materialize_grads(False)
+        return logprob, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        """d logprob / d logits = (1[target] - p) / temperature; d entropy / d logits = -p (log p + entropy) / temperature."""
+        of_logprob, of_entropy = gradients
+        hidden, head_weight, targets, denominator, entropy = ctx.saved_tensors
+        if of_logprob is None and of_entropy is None:
+            return None, None, None, None, None
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        d_hidden = torch.empty_like(hidden) if need_hidden else None
+        d_weight = torch.zeros_like(head_weight, dtype=torch.float32) if need_weight else None
+        for start in range(0, hidden.shape[0], ctx.chunk):
+            here = slice(start, start + ctx.chunk)
+            logp = matmul_float32(hidden[here], head_weight.t()).div_(ctx.temperature).sub_(denominator[here, None])
+            d_logits = _gradient_of_logits(
+                logp,
+                targets[here],
+                entropy[here],
+                None if of_logprob is None else of_logprob[here],
+                None if of_entropy is None else of_entropy[here],
+            ).div_(ctx.temperature)
+            d_logits = d_logits.to(hidden.dtype)
+            if d_hidden is not None:
+                d_hidden[here] = matmul_float32(d_logits, head_weight).to(hidden.dtype)
+            if d_weight is not None:
+                d_weight += matmul_float32(d_logits.t(), hidden[here])
+        return d_hidden, None if d_weight is None else d_weight.to(head_weight.dtype), None, None, None
+
+
+def _gradient_of_logits(
+    logp: Tensor, targets: Tensor, entropy: Tensor, of_logprob: Tensor | None, of_entropy: Tensor | None
+) -> Tensor:
+    """[chunk, V] gradient with respect to the scaled logits. `logp` is used up."""
+    p = logp.exp()
+    total = torch.zeros_like(p) if of_entropy is None else (logp + entropy[:, None]).mul_(p).mul_(-of_entropy[:, None])
+    if of_logprob is not None:
+        total -= p.mul_(of_logprob[:, None])
+        total.scatter_add_(1, targets[:, None], of_logprob[:, None])
+    return total

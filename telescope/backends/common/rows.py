@@ -1,0 +1,58 @@
+"""One packed row's arrays as tensors on the device. The alignment of tokens and targets is `maths.packing`'s."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from telescope.algorithms.base import PackedRow
+from telescope.maths import packing
+
+
+@dataclass(frozen=True)
+class DeviceRow:
+    """One packed row of T tokens, n of them sampled, S segments, on the device."""
+
+    ids: Tensor  # [1, T] int64
+    position_ids: Tensor  # [1, T] int64
+    sampled: Tensor  # [n] int64, where the mask is True
+    targets: Tensor  # [n] int64, the tokens there
+    rollout: Tensor  # [T] float32
+    mask: Tensor  # [T] bool
+    advantages: Tensor  # [T] float32
+    segments: Tensor  # [T] int64
+    sequence_tokens: Tensor  # [S] float32
+
+    def packed(self, logprob: Tensor, entropy: Tensor) -> PackedRow:
+        """What the loss sees, from log-probs and entropies [n] of the sampled tokens."""
+        nothing = torch.zeros_like(self.rollout)
+        return PackedRow(
+            current=nothing.index_copy(0, self.sampled, logprob),
+            old=None,
+            rollout=self.rollout,
+            mask=self.mask,
+            advantages=self.advantages,
+            segments=self.segments,
+            sequence_tokens=self.sequence_tokens,
+            entropy=nothing.index_copy(0, self.sampled, entropy.detach()),
+        )
+
+
+def to_device(arrays: packing.RowArrays, device: str) -> DeviceRow:
+    """Copies without waiting for them."""
+    sampled = np.flatnonzero(arrays.mask)
+    given = (
+        arrays.ids[None],
+        arrays.position_ids[None],
+        sampled,
+        arrays.ids[sampled],
+        arrays.logprobs,
+        arrays.mask,
+        arrays.advantages,
+        arrays.segments,
+        arrays.sequence_tokens,
+    )
+    return DeviceRow(*(torch.from_numpy(array).to(device, non_blocking=True) for array in given))

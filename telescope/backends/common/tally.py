@@ -1,0 +1,43 @@
+"""Metrics of one step: added up on the device row by row, over ranks with two collectives, fetched once.
+
+Names and their arithmetic are `maths.metrics`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from telescope.algorithms.base import LossOutput
+from telescope.maths import metrics
+
+
+class Tally:
+    """Of one step on one rank. Every rank must add the same names."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._sums: dict[str, Tensor] = {}
+        self._peaks: dict[str, Tensor] = {}
+
+    def add(self, output: LossOutput) -> None:
+        """One row's share."""
+        self._sums = metrics.merge_sums(self._sums, output.sums)
+        self._peaks = metrics.merge_peaks(self._peaks, output.peaks)
+
+    def finish(self, sums: Mapping[str, float], peaks: Mapping[str, float]) -> dict[str, float]:
+        """Metrics over all rows and ranks; `sums` and `peaks` are this rank's host-side numbers. A collective."""
+        totals = self._reduced(self._sums, sums, dist.ReduceOp.SUM)
+        largest = self._reduced(self._peaks, peaks, dist.ReduceOp.MAX)
+        return metrics.finish(totals, largest)
+
+    def _reduced(
+        self, on_device: Mapping[str, Tensor], on_host: Mapping[str, float], how: dist.ReduceOp.RedOpType
+    ) -> dict[str, float]:
+        host = torch.tensor(list(on_host.values()), dtype=torch.float64, device=self._device)
+        values = torch.cat([torch.stack(list(on_device.values())), host])
+        dist.all_reduce(values, op=how)
+        return dict(zip([*on_device, *on_host], values.tolist(), strict=True))

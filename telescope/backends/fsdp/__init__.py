@@ -1,0 +1,31 @@
+"""The FSDP2 backend: Hugging Face models in plain PyTorch, sharded layer by layer over gloo (CPU) or NCCL (GPU).
+
+Owns the backend's settings. Torch is imported in `build()`, so that a configuration is composed without it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from telescope.backends.base import Backend, BackendSettings, Job
+
+
+class FSDP(BackendSettings):
+    mixed_precision_dtype: Literal["bfloat16", "float16", "float32"] | None = "bfloat16"
+    """Precision of forward and backward; gradients are reduced, and weights updated, in model.dtype or better.
+    null: that of the weights themselves."""
+    gradient_checkpointing: bool = True
+    """Keep only each layer's input and compute the layer again in the backward pass: less memory, about a third more time."""
+    attention: Literal["auto", "flash", "sdpa", "flex"] = "auto"
+    """Kernel of the attention within each packed sample. auto: flash on a GPU in half precision, else sdpa."""
+    reshard_after_forward: bool = True
+    """Free a layer's gathered weights after forward and gather them again for backward: less memory, more traffic."""
+    collective_timeout_s: float = Field(default=600.0, gt=0)
+    """Until a rank that waits for the others, at the start or in a collective, gives up with an error."""
+
+    def build(self, job: Job) -> Backend:
+        from telescope.backends.fsdp.backend import FSDPBackend
+
+        return FSDPBackend(self, job)

@@ -1,0 +1,151 @@
+"""A Hugging Face causal language model as a policy: packed rows in, log-probs and entropies of sampled tokens out.
+
+Owns loading, sharding, names and the check at the start that packed samples do not see each other. Refuses losses,
+optimisers and steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from telescope.backends.common import attention
+from telescope.backends.common.logprobs import logprobs
+from telescope.config.models import model_problem, model_source
+
+if TYPE_CHECKING:
+    from telescope.config.parts import ModelSettings
+
+
+class UnfitModel(ValueError):
+    """This model can't be trained here; the message says why."""
+
+
+@dataclass(frozen=True)
+class RowInput:
+    """One packed row of T tokens, n of them sampled, on the device."""
+
+    ids: Tensor  # [1, T] int64
+    position_ids: Tensor  # [1, T] int64
+    segments: attention.Segments
+    places: Tensor  # [n] int64, the tokens before the sampled ones
+    targets: Tensor  # [n] int64, the sampled tokens
+
+
+class Policy(nn.Module):
+    """The root that FSDP wraps: the head's weight is used inside its forward pass, so it is whole there, tied or not."""
+
+    def __init__(self, lm: Any, kind: attention.Kind) -> None:
+        super().__init__()
+        self.lm = lm
+        self.kind: attention.Kind = kind
+
+    def forward(self, row: RowInput, temperature: float, chunk: int, whole_logits: bool = False) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies [n] of the sampled tokens, float32. `whole_logits`: by the model's own head, for checks."""
+        kwargs = {"input_ids": row.ids, "position_ids": row.position_ids, "use_cache": False, "row": row.segments}
+        if whole_logits:
+            logp = (self.lm(**kwargs).logits[0, row.places].float() / temperature).log_softmax(-1)
+            return logp.gather(1, row.targets[:, None]).squeeze(1), -(logp.exp() * logp).sum(-1)
+        hidden = self.lm.get_decoder()(**kwargs).last_hidden_state[0]  # [T, H]
+        head = self.lm.get_output_embeddings().weight
+        return logprobs(hidden.index_select(0, row.places).to(head.dtype), head, row.targets, temperature, chunk)
+
+    def shard(self, mesh: DeviceMesh, precision: MixedPrecisionPolicy, reshard_after_forward: bool) -> None:
+        """Spread weights over the ranks, a layer at a time. Gradients are summed over ranks, not averaged: the
+        denominators of the loss count all ranks already."""
+        for layer in self.lm.get_decoder().layers:
+            fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward)
+        fully_shard(self, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+        for module in self.fsdp_modules():
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+    def fsdp_modules(self) -> list[FSDPModule]:
+        return [module for module in self.modules() if isinstance(module, FSDPModule)]
+
+    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors on the CPU by Hugging Face name, tied ones once. A collective: every rank runs through it."""
+        for name, parameter in self.named_parameters():
+            whole = parameter.detach()
+            if isinstance(whole, DTensor):
+                whole = whole.full_tensor()
+            yield name.removeprefix("lm."), whole.cpu()
+
+    @torch.no_grad()
+    def verify(self, device: str, temperature: float, tolerance: float) -> None:
+        """Raise `UnfitModel` unless a packed sample's log-probs are those of the sample alone by the model's own head,
+        and are the same, to the bit, whatever is packed before it."""
+        vocabulary = self.lm.get_input_embeddings().weight.shape[0]
+        first, second, other = np.random.default_rng(0).integers(0, vocabulary, (3, 9))
+        rows = [self._sample_row([first, second], device), self._sample_row([other, second], device)]
+        together, beside_other = (self(row, temperature, 16)[0][8:] for row in rows)
+        alone = self(self._sample_row([second], device), temperature, 16, whole_logits=True)[0]
+        for module in self.fsdp_modules():
+            module.reshard()
+        name = type(self.lm).__name__
+        if not torch.equal(together, beside_other):
+            raise UnfitModel(
+                f"{name} lets a packed sample see its neighbour: its layers do not use the attention they are given"
+            )
+        difference = (together - alone).abs().max().item()
+        if not difference <= tolerance:  # NaN is no agreement
+            raise UnfitModel(
+                f"{name} changes its logits after the head or looks across samples: log-probs differ by {difference:.2g} "
+                "from those of its own forward pass, so what is trained would not be what is sampled"
+            )
+
+    def _sample_row(self, samples: list[np.ndarray], device: str) -> RowInput:
+        lengths = [len(sample) for sample in samples]
+        ids = np.concatenate(samples)
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        places = np.flatnonzero(np.append(positions[1:], 0) != 0)
+        arrays = (ids[None], positions[None], places, ids[places + 1])
+        ids_, positions_, places_, targets_ = (torch.from_numpy(array).to(device) for array in arrays)
+        boundaries = np.cumsum([0, *lengths])
+        return RowInput(ids_, positions_, attention.segments(self.kind, boundaries, device), places_, targets_)
+
+
+def load(model: ModelSettings, kind: attention.Kind) -> Any:
+    """The model on the CPU in `model.dtype`, with this project's attention and without dropout."""
+    from transformers import AutoModelForCausalLM
+
+    problem = model_problem(model.name)
+    if problem is not None:
+        raise UnfitModel(problem.sentence)
+    lm = AutoModelForCausalLM.from_pretrained(
+        model_source(model.name),
+        dtype=getattr(torch, model.dtype),
+        attn_implementation=attention.register(kind),
+        trust_remote_code=model.trust_remote_code,
+    )
+    _check(lm)
+    _no_dropout(lm)
+    return lm.train()
+
+
+def _check(lm: Any) -> None:
+    name = type(lm).__name__
+    head = lm.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise UnfitModel(f"{name} has no linear head, so its log-probs can't be computed from its hidden states")
+    if head.bias is not None:
+        raise UnfitModel(f"{name} has a bias in its head, which the log-probs of this backend leave out")
+    if not isinstance(getattr(lm.get_decoder(), "layers", None), nn.ModuleList):
+        raise UnfitModel(
+            f"{name} keeps its layers elsewhere than in its decoder's `layers`, so they can't be sharded one by one"
+        )
+
+
+def _no_dropout(lm: Any) -> None:
+    """Log-probs must not depend on chance: the ratio to the sampler would be noise. (Attention here never drops.)"""
+    for module in lm.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0

@@ -1,0 +1,58 @@
+"""The text of `--help`: what can be chosen, how to change a setting, where to read on. Composes nothing."""
+
+from __future__ import annotations
+
+import textwrap
+
+from telescope.compose.options import GROUPS, NOT_COMPOSED, Places
+
+_TEXT = """\
+Trains a language model with reinforcement learning. Without arguments: the embedded Countdown model, on this machine.
+
+    python -m telescope.run [group=option …] [section.setting=value …]
+
+Groups (* is the default):
+{groups}
+
+Examples:
+    python -m telescope.run algorithm=cispo algorithm.clip_high=0.3
+    python -m telescope.run 'env=[countdown,reverse_letters]' environments.countdown.weight=2
+    python -m telescope.run model=any model.name=/data/my-model number_of_steps=100
+    python -m telescope.run experiment=reverse_letters seed=1 run_dir=/data/runs/first
+    python -m telescope.run -m algorithm=grpo,rloo seed=0,1,2
+
+Options:
+    -h, --help          this text
+    --cfg job           print the configuration and start nothing (--resolve: with interpolations followed)
+    --config-dir DIR    a folder of your own: presets in DIR/<group>/*.yaml,
+                        Python files in DIR/plugins/{{algorithms,backends,environments}}/*.py
+    -m, --multirun      run every combination of values given as a,b,c, one after another;
+                        all are checked before the first starts
+
+Every setting with its default and meaning: docs/configuration.md. Top level and sections:
+{sections}.
+Exit codes: 0 done · 1 wrong configuration or failed run · 2 wrong usage · 70 a part failed for good · 130, 143 interrupted
+"""
+_DEFAULTS = {
+    "algorithm": "grpo",
+    "backend": "fsdp",
+    "inference": "vllm",
+    "env": "countdown",
+    "cluster": "local",
+    "model": "tiny",
+    "logging": "default",
+}
+
+
+def help_text(places: Places) -> str:
+    """The whole text, options as found in the folders now."""
+    from telescope.config.run import RunConfig
+
+    names = ", ".join(name for name in RunConfig.model_fields if name not in NOT_COMPOSED)
+    sections = textwrap.fill(names, width=110, initial_indent="    ", subsequent_indent="    ")
+    return _TEXT.format(groups="\n".join(_line(group, places.options(group)) for group in GROUPS), sections=sections)
+
+
+def _line(group: str, options: list[str]) -> str:
+    marked = [f"{option}*" if option == _DEFAULTS.get(group) else option for option in options]
+    return f"    {group:<11} {'  '.join(marked)}"

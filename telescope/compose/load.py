@@ -1,0 +1,229 @@
+"""Overrides → RunConfig: Hydra composes, pydantic judges, and all that is wrong is said at once, in sentences.
+
+Every value override is forced in (`++`), so that an unknown setting meets the judge, who knows the nearest name, and not
+Hydra's grammar. Nothing is started or written here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from telescope.compose.options import GROUPS, HIDDEN_GROUPS, NOT_COMPOSED, Places, registered
+from telescope.compose.resolve import resolve
+from telescope.config import checks
+from telescope.config.judge import judge
+from telescope.config.models import embedded_models, model_path, model_problem
+from telescope.config.plugins import PluginError
+from telescope.config.run import RunConfig
+from telescope.config.words import Problem, did_you_mean, nearest
+
+
+class UsageError(ValueError):
+    """The command line itself can't be read. The text is a whole sentence."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One configuration of a command line; a sweep has several. `config` is None exactly where there are problems."""
+
+    overrides: tuple[str, ...]
+    config: RunConfig | None
+    problems: tuple[Problem, ...]
+    warnings: tuple[str, ...]
+    composed: DictConfig
+
+
+def load_points(overrides: Sequence[str], places: Places, environ: Mapping[str, str], sweep: bool = False) -> list[Point]:
+    """Every point of the command line, judged. Raises `UsageError` where Hydra's grammar does not take the overrides."""
+    parsed = parse(overrides)
+    _refuse_hydra_settings(parsed)
+    swept = [override.key_or_group for override in parsed if override.is_sweep_override()]
+    if swept and not sweep:
+        raise UsageError(f"{swept[0]} has several values: add -m (--multirun) to run one after another, or quote a list: [a,b]")
+    with _hydra(places):
+        return [_point(point, places, environ) for point in _product(parsed)]
+
+
+def parse(overrides: Sequence[str]) -> list[Override]:
+    """One parsed override each. Raises `UsageError` with the one that can't be read."""
+    parser = OverridesParser.create()
+    return [_parse_one(parser, override) for override in overrides]
+
+
+def _parse_one(parser: OverridesParser, override: str) -> Override:
+    try:
+        return parser.parse_override(override)
+    except HydraException as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise UsageError(f"can't read '{override}': {reason}; an override reads name=value") from error
+
+
+def _refuse_hydra_settings(parsed: Sequence[Override]) -> None:
+    for override in parsed:
+        key = override.key_or_group
+        if key == "hydra.searchpath":
+            raise UsageError("hydra.searchpath: use --config-dir to add a folder of your own")
+        if key == "hydra" or key.startswith(("hydra.", "hydra/")):
+            raise UsageError(f"{key}: Hydra only composes here, so its own settings act on nothing; leave it out")
+
+
+def _product(parsed: Sequence[Override]) -> Iterator[tuple[str, ...]]:
+    """The points of a sweep, the last swept override turning fastest."""
+    values = [
+        [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
+        if override.is_sweep_override()
+        else [str(override.input_line)]
+        for override in parsed
+    ]
+    yield from itertools.product(*values)
+
+
+@contextmanager
+def _hydra(places: Places) -> Iterator[None]:
+    GlobalHydra.instance().clear()
+    try:
+        with registered(places), initialize_config_module("telescope._conf", version_base="1.3"):
+            yield
+    finally:
+        GlobalHydra.instance().clear()
+
+
+def _point(overrides: tuple[str, ...], places: Places, environ: Mapping[str, str]) -> Point:
+    problems = list(_hidden_presets(places))
+    forced, choices = _forced(parse(overrides), places)
+    problems += choices
+    try:
+        composed = compose("run", [*_search_path(places), *forced])
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        return Point(overrides, None, (*problems, Problem("", _in_words(error))), (), OmegaConf.create())
+    container, unresolved = resolve(composed, environ)
+    container["plugin_path"] = list(places.plugin_path)
+    config, judged = judge(_with_model_folder(container))
+    said = [*choices, *unresolved]
+    problems += [*unresolved, *_not_said_yet([*judged, *_model_problems(container)], said)]
+    if problems or config is None:
+        return Point(overrides, None, tuple(problems), (), composed)
+    return Point(overrides, config, (), tuple(checks.warnings(config)), composed)
+
+
+def _forced(parsed: Sequence[Override], places: Places) -> tuple[list[str], list[Problem]]:
+    """Overrides as Hydra gets them: values forced, options that don't exist replaced by the nearest, with a problem each."""
+    forced: list[str] = []
+    problems: list[Problem] = []
+    for override in parsed:
+        group, line = override.key_or_group, str(override.input_line)
+        if group in GROUPS or group in HIDDEN_GROUPS:
+            chosen, wrong = _chosen(override, places)
+            problems += wrong
+            forced += chosen
+        elif group in NOT_COMPOSED:
+            problems.append(Problem(group, f"{group} follows from --config-dir: put plug-ins into <config-dir>/plugins"))
+        else:
+            forced.append(f"++{line}" if override.type == OverrideType.CHANGE else _plus_plus(line))
+    return forced, problems
+
+
+def _plus_plus(line: str) -> str:
+    return f"+{line}" if line.startswith("+") and not line.startswith("++") else line
+
+
+def _chosen(override: Override, places: Places) -> tuple[list[str], list[Problem]]:
+    group, value = override.key_or_group, override.value()
+    options = places.options(group)
+    if override.is_delete():
+        return [], [Problem(group, f"{override.input_line}: a group can't be taken away; choose {' | '.join(options)}")]
+    if value is None and group != "experiment":
+        return [], [Problem(group, f"{group} needs a choice: {' | '.join(options)}")]
+    names = value if isinstance(value, list) else [value]
+    wrong = [str(name) for name in names if name is not None and str(name).removeprefix("_") not in options]
+    if not wrong:
+        return [str(override.input_line)], []
+    guesses = [nearest(str(name), options) if str(name) in wrong else str(name) for name in names]
+    unguessed = None in guesses  # then what is said below the group's section makes no sense either
+    more = " For a model that has no preset: model=any model.name=<id or folder>." if group == "model" else ""
+    problems = [
+        Problem(group if unguessed else "", f"{group}={name}: there is no such option.{did_you_mean(name, options)}{more}")
+        for name in wrong
+    ]
+    if unguessed:
+        return [], problems
+    stand_in = f"[{','.join(map(str, guesses))}]" if isinstance(value, list) else guesses[0]
+    return [f"{override.get_key_element()}={stand_in}"], problems
+
+
+def _not_said_yet(judged: Sequence[Problem], said: Sequence[Problem]) -> list[Problem]:
+    """The judge's problems, less those that follow from a value that was left out or from a wrong choice."""
+    paths = {problem.path for problem in said}
+    return [problem for problem in judged if problem.path not in paths and problem.path.partition(".")[0] not in paths]
+
+
+def _hidden_presets(places: Places) -> Iterator[Problem]:
+    for group in GROUPS:
+        for name, found in places.presets(group).items():
+            if len(found) > 1:
+                yield Problem(group, f"{found[1]} has the name of Telescope's own preset {group}={name}: rename it")
+
+
+def _search_path(places: Places) -> list[str]:
+    return [] if places.user is None else [f"hydra.searchpath=['file://{places.user.resolve()}']"]
+
+
+def _model_name(container: Mapping[str, Any]) -> str | None:
+    model = container.get("model")
+    name = model.get("name") if isinstance(model, Mapping) else None
+    return name if isinstance(name, str) else None
+
+
+def _model_problems(container: Mapping[str, Any]) -> list[Problem]:
+    name = _model_name(container)
+    problem = None if name is None else model_problem(name)
+    return [] if problem is None else [problem]
+
+
+def _with_model_folder(container: dict[str, Any]) -> dict[str, Any]:
+    """A local model's folder as an absolute path, so that every process finds it from anywhere."""
+    name = _model_name(container)
+    path = None if name is None or name in embedded_models() else model_path(name)
+    return container if path is None else {**container, "model": {**container["model"], "name": str(path)}}
+
+
+def _in_words(error: Exception) -> str:
+    """Hydra's own sentence, without the search path and the chain of causes below it."""
+    text = str(error) or str(error.__cause__ or type(error).__name__)
+    return " ".join(line.strip() for line in text.split("\n\n")[0].splitlines() if line.strip())
+
+
+def places_for(config_dir: str | None) -> Places:
+    """Our presets and the user's folder. Raises `UsageError` where there is no such folder or its plug-ins clash with ours."""
+    conf = Path(__file__).resolve().parent.parent / "_conf"
+    if config_dir is None:
+        return Places(conf)
+    user = Path(config_dir).expanduser()
+    if not user.is_dir():
+        raise UsageError(f"--config-dir={config_dir}: there is no such folder")
+    places = Places(conf, user.absolute())
+    try:
+        for group in GROUPS:
+            places.options(group)
+    except PluginError as error:
+        raise UsageError(str(error)) from error
+    return places
+
+
+def as_yaml(point: Point) -> str:
+    """The composed configuration as Hydra has it, interpolations unresolved."""
+    return str(OmegaConf.to_yaml(point.composed))

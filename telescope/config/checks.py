@@ -1,0 +1,98 @@
+"""Settings that are right one by one and wrong together, and those that run but do not do what they seem to.
+
+Owns the cross checks between sections; a section's or plug-in's own rules are its own validators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from telescope.config.run import RunConfig
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """A combination that can't run. `paths` are the settings in it: a conflict with a broken setting is not reported."""
+
+    paths: tuple[str, ...]
+    sentence: str
+
+
+def conflicts(config: RunConfig) -> list[Conflict]:
+    """Every impossible combination, each in a sentence that names the remedy."""
+    return [*_lengths(config), *_groups(config), *_schedule(config), *_processes(config)]
+
+
+def _lengths(config: RunConfig) -> Iterator[Conflict]:
+    max_tokens, model_len, seq_len = config.rollout.max_tokens, config.inference.max_model_len, config.trainer.seq_len
+    if max_tokens >= model_len:
+        yield Conflict(
+            ("rollout.max_tokens", "inference.max_model_len"),
+            f"rollout.max_tokens={max_tokens} must be below inference.max_model_len={model_len}, which holds the prompt too: "
+            f"lower rollout.max_tokens, or raise inference.max_model_len",
+        )
+    if model_len > seq_len:
+        yield Conflict(
+            ("inference.max_model_len", "trainer.seq_len"),
+            f"inference.max_model_len={model_len} must not be above trainer.seq_len={seq_len}: a sequence has to fit into one "
+            f"packed row; set trainer.seq_len={model_len}, or lower inference.max_model_len",
+        )
+    padding = config.trainer.pad_to_multiple_of
+    if seq_len % padding:
+        yield Conflict(
+            ("trainer.seq_len", "trainer.pad_to_multiple_of"),
+            f"trainer.seq_len={seq_len} must be a multiple of trainer.pad_to_multiple_of={padding}: "
+            f"set trainer.seq_len={-(-seq_len // padding) * padding}, or trainer.pad_to_multiple_of=1",
+        )
+
+
+def _groups(config: RunConfig) -> Iterator[Conflict]:
+    group_size, least = config.rollout.group_size, config.rollout.min_group_size
+    paths = ("rollout.group_size", "rollout.min_group_size")
+    for sentence in config.algorithm.group_errors(group_size=group_size, min_group_size=least):
+        yield Conflict(paths, sentence)
+    if least > group_size:
+        yield Conflict(
+            paths,
+            f"rollout.min_group_size={least} must not be above rollout.group_size={group_size}, or every group fails: "
+            f"set rollout.min_group_size={group_size}",
+        )
+
+
+def _schedule(config: RunConfig) -> Iterator[Conflict]:
+    trainer, steps = config.trainer, config.number_of_steps
+    if trainer.warmup_steps > steps:
+        yield Conflict(
+            ("trainer.warmup_steps", "number_of_steps"),
+            f"trainer.warmup_steps={trainer.warmup_steps} must not be above number_of_steps={steps}: the warm-up would not end",
+        )
+    if trainer.warmup_steps and trainer.lr_scheduler == "none":
+        yield Conflict(
+            ("trainer.warmup_steps", "trainer.lr_scheduler"),
+            f"trainer.warmup_steps={trainer.warmup_steps} does nothing with trainer.lr_scheduler=none: use "
+            "trainer.lr_scheduler=constant, which stays flat after its warm-up",
+        )
+    if trainer.min_lr_ratio and trainer.lr_scheduler in ("none", "constant"):
+        yield Conflict(
+            ("trainer.min_lr_ratio", "trainer.lr_scheduler"),
+            f"trainer.min_lr_ratio={trainer.min_lr_ratio} does nothing with trainer.lr_scheduler={trainer.lr_scheduler}: use "
+            "linear or cosine, or leave it at 0",
+        )
+
+
+def _processes(config: RunConfig) -> Iterator[Conflict]:
+    port, servers = config.inference.base_port, config.cluster.inference_num_workers
+    if config.inference.http and port and port + servers - 1 > 65535:
+        yield Conflict(
+            ("inference.base_port", "cluster.inference_num_workers"),
+            f"inference.base_port={port} leaves no ports for {servers} servers: lower it, or set it to 0 (any free)",
+        )
+
+
+def warnings(config: RunConfig) -> list[str]:
+    """Sentences about a configuration that runs, but hardly as meant."""
+    found = config.algorithm.warnings(asynchronous=config.orchestrator.max_async_rollout > 0)
+    if config.trainer.learning_rate == 0:
+        found = [*found, "trainer.learning_rate=0: the weights will not change"]
+    return found

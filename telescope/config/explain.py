@@ -1,0 +1,229 @@
+"""pydantic's errors as sentences: the setting's full path, its value, what it must be, and the nearest name for a typo."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import ValidationError
+
+from telescope.config import plugins
+from telescope.config.run import RunConfig
+from telescope.config.words import did_you_mean, nearest, typed
+from telescope.settings import Settings
+
+Place = tuple[str | int, ...]
+_BOUNDS = {
+    "greater_than": ("gt", "above"),
+    "greater_than_equal": ("ge", "at least"),
+    "less_than": ("lt", "below"),
+    "less_than_equal": ("le", "at most"),
+}
+_WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    type(None): "null",
+    Any: "anything",
+}
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A problem and its place in the container, e.g. `("trainer", "betas")`."""
+
+    place: Place
+    kind: str
+    sentence: str
+
+    @property
+    def path(self) -> str:
+        return ".".join(map(str, self.place))
+
+
+def explain(error: ValidationError, root: Mapping[str, Any]) -> list[Mistake]:
+    """All mistakes that made `RunConfig` refuse the container `root`."""
+    return list(_mistakes(error, RunConfig, (), root))
+
+
+def must_be_given(path: str) -> str:
+    return f"{path} must be given"
+
+
+def value_at(container: Any, place: Place) -> Any:
+    """What lies at a place of a tree of mappings and lists; None where there is none."""
+    for key in place:
+        inside = isinstance(container, Mapping) and key in container
+        if not inside and not (isinstance(container, list) and isinstance(key, int) and key < len(container)):
+            return None
+        container = container[key]
+    return container
+
+
+def _mistakes(error: ValidationError, model: type[Settings], above: Place, root: Mapping[str, Any]) -> Iterator[Mistake]:
+    for detail in error.errors(include_url=False):
+        place, context = detail["loc"], detail.get("ctx", {})
+        if detail["type"] == "nested":
+            for below, inner in context["errors"]:
+                yield from _inner(inner, (*above, *place, *below), root)
+        else:
+            yield _mistake(str(detail["type"]), detail["msg"], context, model, above, place, root)
+
+
+def _inner(error: ValidationError | str, place: Place, root: Mapping[str, Any]) -> Iterator[Mistake]:
+    if isinstance(error, str):
+        yield Mistake(place, "plugin", f"{'.'.join(map(str, place))}: {error}")
+        return
+    model = _plugin_class(place, root)
+    yield from _mistakes(error, model, place, root)
+
+
+def _plugin_class(place: Place, root: Mapping[str, Any]) -> type[Settings]:
+    """The settings class that stands at a place of the container: `("algorithm",)` or `("environments", "x", "kwargs")`."""
+    kinds: dict[str | int, plugins.Kind[Any]] = {"algorithm": plugins.ALGORITHMS, "backend": plugins.BACKENDS}
+    holder = value_at(root, place[:-1] if place[0] == "environments" else place)
+    return plugins.load(kinds.get(place[0], plugins.ENVIRONMENTS), holder["name"], root.get("plugin_path", ()))
+
+
+def _mistake(
+    kind: str,
+    message: str,
+    context: Mapping[str, Any],
+    model: type[Settings],
+    above: Place,
+    below: Place,
+    root: Mapping[str, Any],
+) -> Mistake:
+    field, annotation = _field(model, below)
+    place = (*above, *field)
+    path = ".".join(map(str, place))
+    value = value_at(root, place)
+    given = f"{path}={typed(value)}"
+    if kind == "extra_forbidden":
+        return Mistake(place, kind, f"{given}: there is no such setting.{_suggestion(place, model, below, root)}")
+    if kind == "missing" and len(field) == len(below):
+        return Mistake(place, kind, must_be_given(path))
+    if kind == "plugin":
+        return Mistake(place, kind, f"{path}: {message}")
+    if kind == "value_error":
+        sentence = str(context["error"])
+        return Mistake(place, kind, sentence if sentence.startswith(path) else f"{path}: {sentence}" if path else sentence)
+    if kind == "literal_error":
+        choices = _choices(annotation)
+        guess = nearest(str(value), choices)
+        return Mistake(place, kind, f"{given} must be {' | '.join(choices)}.{f' Did you mean {guess}?' if guess else ''}")
+    if kind in _BOUNDS:
+        key, words = _BOUNDS[kind]
+        return Mistake(place, kind, f"{given} must be {words} {context[key]}")
+    if kind == "string_pattern_mismatch":
+        return Mistake(place, kind, f"{given} must match {context['pattern']}")
+    return Mistake(
+        place, "type", f"{given} must be {in_words(annotation)}" if annotation is not None else f"{given}: {message}"
+    )
+
+
+def _field(model: type[Settings], below: Place) -> tuple[Place, Any]:
+    """The setting that an error's location belongs to, and its annotation: an item of a list belongs to the list."""
+    annotation: Any = model
+    for depth, key in enumerate(below):
+        inner = _bare(annotation)
+        if isinstance(inner, type) and issubclass(inner, Settings):
+            if key not in inner.model_fields:
+                return below[: depth + 1], None
+            annotation = inner.model_fields[str(key)].annotation
+        elif get_origin(inner) is dict:
+            annotation = get_args(inner)[1]
+        else:
+            return below[:depth], annotation
+    return below, annotation
+
+
+def _bare(annotation: Any) -> Any:
+    """`X` from `X | None` and `Annotated[X, …]`; unions of more stay what they are."""
+    if get_origin(annotation) is Annotated:
+        return _bare(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        members = [member for member in get_args(annotation) if member is not type(None)]
+        return _bare(members[0]) if len(members) == 1 else annotation
+    return annotation
+
+
+def _choices(annotation: Any) -> list[str]:
+    if get_origin(annotation) is Literal:
+        return [str(choice) for choice in get_args(annotation)]
+    if get_origin(annotation) in (Union, types.UnionType, Annotated):
+        return [choice for member in get_args(annotation) for choice in _choices(member)]
+    return ["null"] if annotation is type(None) else []
+
+
+def in_words(annotation: Any) -> str:
+    """`tuple[float, float]` → `a list of 2: a number, a number`; `int | None` → `a whole number or null`."""
+    origin, members = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return in_words(members[0])
+    if origin in (Union, types.UnionType):
+        return " or ".join(["true, false" if member is bool and len(members) > 1 else in_words(member) for member in members])
+    if origin is Literal:
+        return " | ".join(map(str, members))
+    if origin is tuple and members[-1] is not Ellipsis:
+        return f"a list of {len(members)}: {', '.join(in_words(member) for member in members)}"
+    if origin in (tuple, list):
+        return f"a list, each item {in_words(members[0])}"
+    if origin is dict:
+        return f"a mapping, each value {in_words(members[1])}"
+    if isinstance(annotation, type) and issubclass(annotation, Settings):
+        return "a section of settings"
+    return _WORDS.get(annotation, "a value of another type")
+
+
+def _suggestion(place: Place, model: type[Settings], below: Place, root: Mapping[str, Any]) -> str:
+    """The nearest setting beside the unknown one, else one of that name elsewhere, else what stands beside it."""
+    wrong, holder = str(place[-1]), _holder(model, below)
+    if place[0] == "env":
+        return " Settings of an environment stand at environments.<name>: environments.countdown.kwargs.…, for example."
+    beside = list(holder.model_fields)
+    guess = nearest(wrong, beside)
+    if guess is not None:
+        return f" Did you mean {'.'.join([*map(str, place[:-1]), guess])}?"
+    elsewhere = [path for path in setting_paths(root) if path.rpartition(".")[2] == wrong]
+    if elsewhere:
+        return f" Did you mean {' or '.join(elsewhere)}?"
+    near = nearest(wrong, [path.rpartition(".")[2] for path in setting_paths(root)])
+    if near is not None:
+        return f" Did you mean {' or '.join(path for path in setting_paths(root) if path.rpartition('.')[2] == near)}?"
+    return did_you_mean(wrong, beside)
+
+
+def _holder(model: type[Settings], below: Place) -> type[Settings]:
+    _, annotation = _field(model, below[:-1]) if len(below) > 1 else ((), model)
+    inner = _bare(annotation)
+    return inner if isinstance(inner, type) and issubclass(inner, Settings) else model
+
+
+def setting_paths(root: Mapping[str, Any]) -> list[str]:
+    """Every setting that this container can hold, with the chosen plug-ins' own, e.g. `trainer.learning_rate`."""
+    paths: list[str] = []
+    for name, field in RunConfig.model_fields.items():
+        inner = _bare(field.annotation)
+        if name in ("algorithm", "backend"):
+            paths += _plugin_paths((name,), root)
+        elif name == "environments":
+            entries = root.get(name)
+            for entry in entries if isinstance(entries, Mapping) else ():
+                paths += [f"environments.{entry}.weight", *_plugin_paths((name, entry, "kwargs"), root)]
+        elif isinstance(inner, type) and issubclass(inner, Settings):
+            paths += [f"{name}.{setting}" for setting in inner.model_fields]
+        else:
+            paths.append(name)
+    return paths
+
+
+def _plugin_paths(place: Place, root: Mapping[str, Any]) -> list[str]:
+    try:
+        settings = _plugin_class(place, root)
+    except (plugins.PluginError, KeyError, TypeError):
+        return []  # no such plug-in: reported where it is chosen
+    return [".".join([*map(str, place), name]) for name in settings.model_fields]

@@ -1,0 +1,155 @@
+"""Algorithms, backends and environments by file name: which there are, and the settings class of one.
+
+A plug-in is a Python file (or a folder with `__init__.py`) in telescope/algorithms, telescope/backends or
+telescope/environments, or in the folder of the same name below a user's own plug-in folder. It defines one class derived from
+the kind's base. Refuses to import torch: plug-ins import it where they need it. The user's folders are written into the
+resolved configuration (`plugin_path`), so that every process of a run finds the same files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Generic, TypeVar
+
+from telescope.algorithms.base import Algorithm
+from telescope.backends.base import BackendSettings
+from telescope.config.words import did_you_mean
+from telescope.environments.base import Environment
+from telescope.settings import Settings
+
+S = TypeVar("S", bound=Settings)
+
+
+class PluginError(ValueError):
+    """A plug-in that does not exist, can't be imported, or defines no usable class. The text is a whole sentence."""
+
+
+class NotAPlugin(PluginError):
+    """The file is there but defines no class of the kind: a helper beside the plug-ins."""
+
+
+@dataclass(frozen=True)
+class Kind(Generic[S]):
+    """One sort of plug-in, e.g. `Kind("algorithm", "algorithms", Algorithm)`."""
+
+    word: str
+    folder: str
+    base: type[S]
+
+    @property
+    def home(self) -> Path:
+        return Path(__file__).resolve().parent.parent / self.folder
+
+
+ALGORITHMS: Kind[Algorithm] = Kind("algorithm", "algorithms", Algorithm)
+BACKENDS: Kind[BackendSettings] = Kind("backend", "backends", BackendSettings)
+ENVIRONMENTS: Kind[Environment] = Kind("environment", "environments", Environment)
+
+
+@dataclass(frozen=True)
+class PluginFile:
+    """Where a plug-in lies: `PluginFile("cispo", <path>/telescope/algorithms/cispo.py, "telescope.algorithms.cispo")`."""
+
+    name: str
+    file: Path
+    module: str
+
+
+def files(kind: Kind[S], plugin_path: Sequence[str] = ()) -> dict[str, PluginFile]:
+    """Candidates by name, our own first, without importing one. `base` and names with a leading underscore are none."""
+    found = {name: PluginFile(name, file, f"telescope.{kind.folder}.{name}") for name, file in _python_files(kind.home)}
+    for folder in plugin_path:
+        home = Path(folder) / kind.folder
+        digest = hashlib.sha256(str(home.resolve()).encode()).hexdigest()[:12]
+        for name, file in _python_files(home):
+            if name in found:
+                raise PluginError(f"{file} has the name of the {kind.word} in {found[name].file}: rename one of them")
+            found[name] = PluginFile(name, file, f"telescope_plugins_{digest}.{name}")
+    return found
+
+
+def find(kind: Kind[S], plugin_path: Sequence[str] = ()) -> dict[str, type[S] | PluginError]:
+    """The class of every plug-in by name; a broken file stands there with its error, helpers are left out."""
+    found: dict[str, type[S] | PluginError] = {}
+    for name, plugin in files(kind, plugin_path).items():
+        try:
+            found[name] = _class_of(kind, plugin)
+        except NotAPlugin:
+            continue
+        except PluginError as error:
+            found[name] = error
+    return found
+
+
+def load(kind: Kind[S], name: str, plugin_path: Sequence[str] = ()) -> type[S]:
+    """The settings class of one plug-in; imports its file alone. Raises `PluginError` with the nearest name."""
+    plugin = files(kind, plugin_path).get(name)
+    if plugin is None:
+        known = find(kind, plugin_path)
+        raise PluginError(f"there is no {kind.word} '{name}'.{did_you_mean(name, known)}")
+    return _class_of(kind, plugin)
+
+
+def name_of(plugin: Settings) -> str:
+    """The plug-in's name from an instance of its class: the name of its file."""
+    return type(plugin).__module__.rpartition(".")[2]
+
+
+def _python_files(home: Path) -> Iterator[tuple[str, Path]]:
+    for path in sorted(home.iterdir()) if home.is_dir() else ():
+        file = path / "__init__.py" if path.is_dir() else path
+        name = path.stem
+        if file.suffix == ".py" and file.is_file() and name != "base" and not name.startswith("_"):
+            yield name, file
+
+
+def _class_of(kind: Kind[S], plugin: PluginFile) -> type[S]:
+    module = _import(kind, plugin)
+    own = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type)
+        and issubclass(value, kind.base)
+        and f"{value.__module__}.".startswith(f"{plugin.module}.")
+        and not value.__name__.startswith("_")
+    ]
+    leaves = [value for value in own if not any(value in other.__mro__[1:] for other in own)]
+    if not leaves:
+        raise NotAPlugin(f"{plugin.file} defines no class derived from {kind.base.__name__}, so it is no {kind.word}")
+    if len(leaves) > 1:
+        names = ", ".join(leaf.__name__ for leaf in leaves)
+        raise PluginError(f"{plugin.file} defines several {kind.base.__name__} classes ({names}): keep one a file")
+    return leaves[0]
+
+
+def _import(kind: Kind[S], plugin: PluginFile) -> ModuleType:
+    loaded = sys.modules.get(plugin.module)
+    if loaded is not None:
+        return loaded
+    try:
+        if plugin.module.startswith("telescope."):
+            return importlib.import_module(plugin.module)
+        return _import_file(plugin)
+    except Exception as error:  # a plug-in file is someone's own code and may raise anything
+        sys.modules.pop(plugin.module, None)
+        raise PluginError(
+            f"{kind.word} '{plugin.name}' can't be imported: {type(error).__name__}: {error} (in {plugin.file})"
+        ) from error
+
+
+def _import_file(plugin: PluginFile) -> ModuleType:
+    inside = [str(plugin.file.parent)] if plugin.file.name == "__init__.py" else None
+    spec = importlib.util.spec_from_file_location(plugin.module, plugin.file, submodule_search_locations=inside)
+    if spec is None or spec.loader is None:
+        raise ImportError("it is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[plugin.module] = module
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,186 @@
+"""The tree of a run: every setting of every process, frozen and checked. No Hydra, no torch, no environment variables.
+
+`telescope.run` resolves a configuration once and writes it to the run directory; every other process reads it with `load_run`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field, PlainSerializer, PlainValidator, SecretStr, ValidationError, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
+
+from telescope.algorithms.base import Algorithm
+from telescope.backends.base import BackendSettings
+from telescope.config import plugins
+from telescope.config.parts import (
+    ClusterSettings,
+    EnvironmentEntry,
+    InferenceSettings,
+    LoggingSettings,
+    ModelSettings,
+    OrchestratorSettings,
+    RolloutSettings,
+    TrainerSettings,
+    WeightSyncSettings,
+)
+from telescope.config.secrets import reveal_all
+from telescope.environments.base import Environment
+from telescope.settings import Settings
+
+S = TypeVar("S", bound=Settings)
+
+FORMAT = 1
+NOT_HASHED = ("name", "run_dir")
+"""Where a run lies and what it is called do not change what it computes."""
+
+
+def settings_of(kind: plugins.Kind[S], value: Any, info: ValidationInfo) -> S:
+    """An instance as it is, or `{"name": "cispo", "clip_high": 0.3}` made into one.
+
+    Raises pydantic's custom error of type `plugin` (no such plug-in) or `nested` (its context holds the inner errors).
+    """
+    if isinstance(value, kind.base):
+        return value
+    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
+        raise PydanticCustomError("plugin", "names no {word}: give {word}.name", {"word": kind.word})
+    fields = {key: field for key, field in value.items() if key != "name"}
+    return _build(kind, value["name"], fields, info.data.get("plugin_path", ()))
+
+
+def _build(kind: plugins.Kind[S], name: str, fields: Mapping[str, Any], plugin_path: Sequence[str]) -> S:
+    try:
+        return plugins.load(kind, name, plugin_path).model_validate_json(json.dumps(fields), strict=True)
+    except plugins.PluginError as error:
+        raise PydanticCustomError("plugin", "{sentence}", {"sentence": str(error)}) from error
+    except ValidationError as error:
+        raise nested([((), error)]) from error
+
+
+def nested(errors: Sequence[tuple[tuple[str, ...], ValidationError | str]]) -> PydanticCustomError:
+    """Errors of inner models, each with its place below the field, in one error that `telescope.config.judge` can unfold."""
+    text = "; ".join(str(error) for _, error in errors)
+    return PydanticCustomError("nested", "{text}", {"text": text, "errors": list(errors)})
+
+
+def _algorithm(value: Any, info: ValidationInfo) -> Algorithm:
+    return settings_of(plugins.ALGORITHMS, value, info)
+
+
+def _backend(value: Any, info: ValidationInfo) -> BackendSettings:
+    return settings_of(plugins.BACKENDS, value, info)
+
+
+def _with_name(plugin: Settings) -> dict[str, Any]:
+    return {"name": plugins.name_of(plugin), **plugin.model_dump(mode="json")}
+
+
+class RunConfig(Settings):
+    plugin_path: tuple[str, ...] = ()
+    """Folders with the user's own plug-ins (`algorithms/`, `backends/`, `environments/`); follows from `--config-dir`."""
+    name: str = Field(default="", pattern=r"^[A-Za-z0-9._+-]*$", max_length=100)
+    """What the run is called, e.g. in the name of its directory; empty: model and algorithm, as in `tiny-grpo`."""
+    run_dir: str | None = None
+    """Where everything about the run is written; null: `runs/<date>_<time>_<name>`. Never reused."""
+    number_of_steps: int = Field(default=300, ge=1)
+    """Steps to train; each trains one batch and makes one weight version."""
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """Seed of everything drawn at random: prompt order, environments, sampling."""
+    debug: bool = False
+    """Log in more detail (level DEBUG) in every process."""
+    model: ModelSettings = Field(default_factory=ModelSettings)
+    environments: dict[str, EnvironmentEntry]
+    orchestrator: OrchestratorSettings = Field(default_factory=OrchestratorSettings)
+    rollout: RolloutSettings = Field(default_factory=RolloutSettings)
+    trainer: TrainerSettings = Field(default_factory=TrainerSettings)
+    algorithm: Annotated[Algorithm, PlainValidator(_algorithm), PlainSerializer(_with_name)]
+    backend: Annotated[BackendSettings, PlainValidator(_backend), PlainSerializer(_with_name)]
+    inference: InferenceSettings = Field(default_factory=InferenceSettings)
+    weight_sync: WeightSyncSettings = Field(default_factory=WeightSyncSettings)
+    cluster: ClusterSettings = Field(default_factory=ClusterSettings)
+    logging: LoggingSettings = Field(default_factory=LoggingSettings)
+
+    @field_validator("environments")
+    @classmethod
+    def _environments(cls, entries: dict[str, EnvironmentEntry], info: ValidationInfo) -> dict[str, EnvironmentEntry]:
+        """Every entry's kwargs checked by its class and completed with its defaults (skipped for a file we wrote)."""
+        if not entries:
+            raise ValueError("environments is empty: a run needs one at least, e.g. env=countdown")
+        if info.context is not None and info.context.get("resolved"):
+            return entries
+        return _complete_all(entries, info.data.get("plugin_path", ()))
+
+    def environment(self, name: str) -> Environment:
+        """Build the environment of entry `name`. Secrets given as `${oc.env:NAME}` are read here, in the process that needs
+        them. Raises `KeyError` for an unknown entry, `SecretMissing` or pydantic's ValidationError."""
+        entry = self.environments[name]
+        kwargs = json.dumps(reveal_all(entry.kwargs))
+        return plugins.load(plugins.ENVIRONMENTS, entry.name, self.plugin_path).model_validate_json(kwargs, strict=True)
+
+    @property
+    def algorithm_name(self) -> str:
+        return plugins.name_of(self.algorithm)
+
+    @property
+    def backend_name(self) -> str:
+        return plugins.name_of(self.backend)
+
+
+def _complete_all(entries: Mapping[str, EnvironmentEntry], plugin_path: Sequence[str]) -> dict[str, EnvironmentEntry]:
+    completed: dict[str, EnvironmentEntry] = {}
+    errors: list[tuple[tuple[str, ...], ValidationError | str]] = []
+    for key, entry in entries.items():
+        try:
+            completed[key] = _complete(entry, plugin_path)
+        except plugins.PluginError as error:
+            errors.append(((key, "name"), str(error)))
+        except ValidationError as error:
+            errors.append(((key, "kwargs"), error))
+    if errors:
+        raise nested(errors)
+    return completed
+
+
+def _complete(entry: EnvironmentEntry, plugin_path: Sequence[str]) -> EnvironmentEntry:
+    """The entry with the defaults of its environment filled in; a `SecretStr` keeps what was given, a reference."""
+    environment = plugins.load(plugins.ENVIRONMENTS, entry.name, plugin_path)
+    made = environment.model_validate_json(json.dumps(entry.kwargs), strict=True)
+    kwargs = made.model_dump(mode="json")
+    secret = {name: entry.kwargs[name] for name in kwargs if isinstance(getattr(made, name, None), SecretStr)}
+    return entry.model_copy(update={"kwargs": {**kwargs, **secret}})
+
+
+def as_json(config: RunConfig) -> dict[str, Any]:
+    """The configuration as plain JSON values; `RunConfig.model_validate_json(json.dumps(as_json(config)))` gives it back."""
+    return config.model_dump(mode="json")
+
+
+def config_hash(config: RunConfig) -> str:
+    """16 hexadecimal digits over all settings but name and run_dir: equal settings, equal hash, in any process."""
+    kept = {key: value for key, value in as_json(config).items() if key not in NOT_HASHED}
+    text = json.dumps(kept, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def dump_run(config: RunConfig) -> str:
+    """The text of a run's config.json: its hash, then every setting."""
+    return json.dumps({"format": FORMAT, "config_hash": config_hash(config), **as_json(config)}, indent=2) + "\n"
+
+
+def load_run(path: Path) -> RunConfig:
+    """Read a run's config.json. Raises `ValueError` with a sentence where the file is no such file or was edited."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
+        raise ValueError(f"{path} is not the configuration of a run in format {FORMAT}")
+    written = content.pop("config_hash", None)
+    config = RunConfig.model_validate_json(json.dumps(content), strict=True, context={"resolved": True})
+    if config_hash(config) != written:
+        raise ValueError(
+            f"{path} says hash {written} but its settings have hash {config_hash(config)}: the file was edited, or the code "
+            "of a plug-in changed since the run was made; start a new run instead"
+        )
+    return config

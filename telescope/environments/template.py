@@ -1,0 +1,119 @@
+"""A model's chat template and tokenizer behind three questions: the text of a dialogue, its tokens, the text of tokens.
+
+Owns rendering and what is remembered of it. Refuses to import transformers: it is handed a tokenizer (workers/tokenizer.py
+loads one), so that environments and their tests need none.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from telescope.environments.base import Turn
+
+Ids = np.ndarray  # [T] int32
+_Key = tuple[tuple[tuple[str, str], ...], ...]
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that is used."""
+
+    def apply_chat_template(self, conversation: list[dict[str, str]], **options: Any) -> Any: ...
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str: ...
+
+
+class TemplateError(RuntimeError):
+    """The template cannot render these turns; the message says what it said."""
+
+
+@dataclass(frozen=True)
+class Rendered:
+    text: str
+    ids: Ids
+
+
+class ChatTemplate:
+    """Renders dialogues. `eos_ids` are the tokens that end an answer, the tokenizer's own first."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        eos_ids: Sequence[int],
+        *,
+        chat_template: str | None = None,
+        enable_thinking: bool = False,
+        remembered: int = 4096,
+    ) -> None:
+        if not eos_ids:
+            raise ValueError("the tokenizer names no end-of-sequence token: an answer could never end")
+        self._tokenizer = tokenizer
+        self._options: dict[str, Any] = {"enable_thinking": enable_thinking}
+        if chat_template is not None:
+            self._options["chat_template"] = chat_template
+        self.eos_ids = frozenset(eos_ids)
+        self._anchor = self.decode([eos_ids[0]])
+        self._anchor_ids = self._encode(self._anchor)
+        self._remembered: OrderedDict[_Key, Rendered] = OrderedDict()
+        self._limit = remembered
+
+    def opening(self, turns: Sequence[Turn]) -> Rendered:
+        """A dialogue's first prompt. Remembered, because all samples of a group ask for the same one."""
+        key = tuple(tuple(turn.items()) for turn in turns)
+        rendered = self._remembered.get(key)
+        if rendered is None:
+            rendered = self.render(turns)
+            self._remembered[key] = rendered
+            if len(self._remembered) > self._limit:
+                self._remembered.popitem(last=False)
+        return rendered
+
+    def render(self, turns: Sequence[Turn]) -> Rendered:
+        """Text and tokens of the dialogue with the header of the policy's next answer at its end."""
+        text = self.text(turns)
+        return Rendered(text, _frozen(self._encode(text)))
+
+    def text(self, turns: Sequence[Turn]) -> str:
+        """The dialogue as the template writes it, the header of the policy's next answer included."""
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [dict(turn) for turn in turns], tokenize=False, add_generation_prompt=True, **self._options
+            )
+        except (ValueError, TypeError, KeyError, LookupError) as error:
+            raise TemplateError(f"the tokenizer can't render the dialogue: {error} (model.chat_template gives one)") from error
+        except Exception as error:
+            if type(error).__module__.partition(".")[0] != "jinja2":  # templates refuse by raising; jinja2 is no import of ours
+                raise
+            raise TemplateError(f"the chat template refuses the dialogue of {_roles(turns)}: {error}") from error
+        return str(text)
+
+    def continuation(self, text: str) -> Ids:
+        """Tokens of a text that follows other tokens.
+
+        Encoded behind an end-of-sequence token that is then dropped: tokenizers that mark the start of a text with a space
+        would otherwise put one here.
+        """
+        ids = self._encode(self._anchor + text)
+        at = len(self._anchor_ids)
+        return _frozen(ids[at:] if ids[:at] == self._anchor_ids else self._encode(text))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of tokens, special ones shown: an answer that holds one must not look as if it did not."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+def _frozen(ids: list[int]) -> Ids:
+    array = np.array(ids, np.int32)
+    array.setflags(write=False)  # shared between the samples of a group
+    return array
+
+
+def _roles(turns: Sequence[Turn]) -> str:
+    return ", ".join(turn.get("role", "no role") for turn in turns)

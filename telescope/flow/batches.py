@@ -1,0 +1,72 @@
+"""Which groups are trained together: the take order and the forming batch. Knows nothing of trainers and versions."""
+
+from __future__ import annotations
+
+from collections import deque
+from heapq import heappop, heappush
+
+from telescope.flow.groups import Group, State
+from telescope.flow.settings import FlowSettings
+
+
+class Batch:
+    """One batch: P groups to train on, and the groups discarded for equal rewards while it formed."""
+
+    __slots__ = ("baseline", "groups")
+
+    def __init__(self) -> None:
+        self.groups: list[Group] = []
+        self.baseline: list[Group] = []
+
+
+class Batches:
+    """Kept groups enter the forming batch one by one, oldest first; `take_order` says which may."""
+
+    def __init__(self, settings: FlowSettings) -> None:
+        self._size = settings.groups_per_batch
+        self._in_order = settings.take_order == "admission"
+        self._kept: list[tuple[int, Group]] = []  # heap by group id; completion order only
+        self._unretired: deque[Group] = deque()  # by admission; admission order only
+        self._discarded: list[Group] = []
+        self._forming = Batch()
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._forming.groups) == self._size
+
+    def admitted(self, group: Group) -> None:
+        if self._in_order:
+            self._unretired.append(group)
+
+    def kept(self, group: Group) -> None:
+        if not self._in_order:
+            heappush(self._kept, (group.group_id, group))
+
+    def discarded(self, group: Group) -> None:
+        """A group of equal rewards counts in the statistics of the batch that is forming now, or of the next one if that is
+        already full."""
+        self._discarded.append(group)
+
+    def enter(self) -> Group | None:
+        """Let the next group into the forming batch; None if it is full or nobody may enter."""
+        group = None if self.is_full else self._next()
+        if group is not None:
+            self._forming.groups.append(group)
+            if self.is_full:
+                self._forming.baseline, self._discarded = self._discarded, []
+        return group
+
+    def close(self) -> Batch:
+        """Hand over the full batch, its groups in order of their ids, and start the next one."""
+        batch, self._forming = self._forming, Batch()
+        batch.groups.sort(key=lambda group: group.group_id)
+        batch.baseline.sort(key=lambda group: group.group_id)
+        return batch
+
+    def _next(self) -> Group | None:
+        if not self._in_order:
+            return heappop(self._kept)[1] if self._kept else None
+        line = self._unretired
+        while line and line[0].final:
+            line.popleft()
+        return line.popleft() if line and line[0].state is State.KEPT else None

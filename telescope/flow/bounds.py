@@ -1,0 +1,66 @@
+"""The arithmetic of staleness: what a configuration promises before anything runs. Pure functions of the settings."""
+
+from __future__ import annotations
+
+from telescope.flow.settings import FlowSettings
+
+
+def age_bound(settings: FlowSettings) -> int:
+    """Most versions a trained group may be old: training batches completed before its own, less its v_start.
+
+    M for `take_order=admission`, M + D − 1 for `completion`, 0 where M = 0; and never more than the run has steps before its
+    last. Proof in docs/flow.md.
+    """
+    if settings.max_async == 0:
+        return 0
+    waiting = settings.max_off_policy_steps - 1 if settings.take_order == "completion" else 0
+    return min(settings.max_async + waiting, settings.number_of_steps - 1)
+
+
+def age_bound_in_updates(settings: FlowSettings, number_of_minibatches: int = 1) -> int:
+    """The same in optimiser updates: the last minibatch of a step sees its group one update short of a version older."""
+    return age_bound(settings) * number_of_minibatches + number_of_minibatches - 1
+
+
+def stale_cancel_can_fire(settings: FlowSettings) -> bool:
+    """Whether any group can still be incomplete when D versions have passed since its first dispatch.
+
+    With M = 0 a batch waits for every group alive. In admission order at most M batches precede a group's own, so its D-th
+    version can only pass where D ≤ M. In completion order a straggler can be overtaken for ever. Nothing fires at the end.
+    """
+    if settings.max_async == 0 or settings.max_off_policy_steps > settings.number_of_steps - 1:
+        return False
+    return settings.take_order == "completion" or settings.max_off_policy_steps <= settings.max_async
+
+
+def explain(settings: FlowSettings, number_of_minibatches: int = 1) -> tuple[str, ...]:
+    """Sentences for `plan`, e.g. `A trained group is at most 9 versions old (9 optimiser updates).`"""
+    groups, samples = settings.groups_per_batch, settings.group_size
+    age, updates = age_bound(settings), age_bound_in_updates(settings, number_of_minibatches)
+    limit = settings.max_off_policy_steps
+    lines = [
+        f"A batch is {groups} groups of {samples} samples: {groups * samples} rollouts a step.",
+        f"B = (max_async_rollout + 1) x groups = ({settings.max_async} + 1) x {groups} = {settings.slots} groups may be alive "
+        f"at once: {settings.slots * samples} rollouts.",
+    ]
+    if settings.max_async == 0:
+        lines.append("max_async_rollout=0 is synchronous: every token is sampled by the weights that are trained next.")
+    lines.append(
+        f"A trained group is at most {age} version{'s' * (age != 1)} old ({updates} optimiser update{'s' * (updates != 1)}), "
+        f"in take_order={settings.take_order}."
+    )
+    if stale_cancel_can_fire(settings):
+        lines.append(
+            f"A group still incomplete {limit} version{'s' * (limit != 1)} after its first dispatch is cancelled as off-policy."
+        )
+    else:
+        lines.append(f"The off-policy cancel (max_off_policy_steps={limit}) never fires: {_why_never(settings)}.")
+    return tuple(lines)
+
+
+def _why_never(settings: FlowSettings) -> str:
+    if settings.max_async == 0:
+        return "each step waits for every group alive"
+    if settings.max_off_policy_steps > settings.number_of_steps - 1:
+        return f"the run has {settings.number_of_steps} step{'s' * (settings.number_of_steps != 1)}"
+    return f"in admission order no group waits for more than max_async_rollout={settings.max_async} versions"

@@ -1,0 +1,449 @@
+"""Every decision of a run. `Core.handle(event, now)` takes what has happened and answers with what is to be done.
+
+    WorkerJoined ─▶ draw, admit ─▶ Run ─▶ TurnStarted ─▶ Place ─▶ TurnDone … RolloutDone ─▶ complete ─▶ kept ─▶ batched
+    commit, free slots, cancel stale ◀─ UpdateDone ◀─ Update ◀─ StepDone ◀─ Train ◀─ P groups batched, trainer idle
+
+Deterministic: the same settings and the same (event, now) pairs give the same commands, on any machine. It holds ids and
+scalars; it refuses clocks, sockets, files and arrays. docs/flow.md tells the story; the law of staleness is rule 5 of
+docs/architecture.md.
+"""
+
+from __future__ import annotations
+
+from telescope.flow import commands as do
+from telescope.flow import events as seen
+from telescope.flow.admission import Slots
+from telescope.flow.batches import Batch, Batches
+from telescope.flow.counts import Counts, Tally
+from telescope.flow.draws import DataPosition, Draws, sample_seed
+from telescope.flow.groups import Fate, Group, State, is_further, transition
+from telescope.flow.lanes import Flight, Lanes
+from telescope.flow.patience import Patience
+from telescope.flow.placement import Placement, Request
+from telescope.flow.presence import Presence
+from telescope.flow.settings import FlowSettings
+from telescope.flow.updates import Updates
+from telescope.records import RolloutOrder
+
+STALE = "off_policy"
+ZERO_ADVANTAGE = "zero_advantage"
+
+
+class Core:
+    """One run's decisions. After the first `Stop` it answers every event with nothing."""
+
+    def __init__(self, settings: FlowSettings) -> None:
+        self.settings = settings
+        self.ended = False
+        self._slots = Slots(settings)
+        self._batches = Batches(settings)
+        self._lanes = Lanes(settings)
+        self._placement = Placement()
+        self._updates = Updates()
+        self._presence = Presence(settings)
+        self._patience = Patience(settings)
+        self._tally = Tally()
+        self._draws: Draws | None = None
+        self._now = 0.0
+        self._ending: do.Stop | None = None
+        self._out: list[do.AnyCommand] = []
+
+    def handle(self, event: seen.AnyEvent, now: float) -> list[do.AnyCommand]:
+        """What is to be done now that `event` has happened at `now` (seconds since the run's start, never going back)."""
+        if self.ended:
+            return []
+        self._now = now
+        self._out = []
+        self._absorb(event)
+        if self._ending is None:
+            self._advance()
+        if self._ending is not None:
+            self._end_run(self._ending)
+        return self._out
+
+    @property
+    def version(self) -> int:
+        """The weight version committed last."""
+        return self._updates.version
+
+    @property
+    def data_position(self) -> DataPosition | None:
+        """The state of drawing; None before the first worker has reported the environments' sizes."""
+        return self._draws.position if self._draws else None
+
+    def counts(self) -> Counts:
+        placement = self._placement
+        return self._tally.counts(
+            version=self.version,
+            groups_alive=len(self._slots.alive),
+            rollouts_waiting=self._lanes.waiting,
+            rollouts_running=len(self._lanes.flights),
+            requests_waiting=len(placement.waiting),
+            requests_placed=len(placement.requests) - len(placement.waiting),
+        )
+
+    # ---- what has happened
+
+    def _absorb(self, event: seen.AnyEvent) -> None:
+        match event:
+            case seen.TurnStarted():
+                self._turn_started(event)
+            case seen.TurnDone():
+                self._turn_done(event)
+            case seen.RolloutDone():
+                self._rollout_done(event)
+            case seen.RolloutFailed():
+                self._rollout_failed(event)
+            case seen.Tick():
+                self._tick()
+            case seen.StepDone(step=step):
+                if self._updates.trained(step):
+                    self._send_weights()
+            case seen.UpdateDone(version=version):
+                self._update_done(version)
+            case seen.UpdateFailed(version=version, cause=cause):
+                self._stop(f"weights of version {version} did not reach the servers: {cause}", ok=False)
+            case seen.WorkerJoined():
+                self._worker_joined(event)
+            case seen.WorkerLost(worker=worker, cause=cause):
+                self._worker_lost(worker, cause)
+            case seen.ServerJoined(server=server, version=version):
+                self._server_joined(server, version)
+            case seen.ServerLost(server=server, cause=cause):
+                self._server_lost(server, cause)
+            case seen.TrainerReady():
+                self._updates.ready = True
+            case seen.StopRequested(reason=reason, ok=ok):
+                self._stop(reason, ok)
+
+    def _worker_joined(self, event: seen.WorkerJoined) -> None:
+        complaint = self._presence.complaint(event)
+        if complaint:
+            self._stop(complaint, ok=False)
+            return
+        self._worker_lost(event.worker, "it was started again")
+        self._lanes.join(event.worker, event.capacity)
+        if self._draws is None:
+            settings = self.settings
+            self._draws = Draws(settings.seed, settings.environments, settings.split, self._presence.split_sizes)
+
+    def _worker_lost(self, worker: str, cause: str) -> None:
+        if worker not in self._lanes.workers:
+            return
+        for flight in self._lanes.lose(worker):
+            self._flight_ended(flight, counted=False)
+            if not flight.stopping:
+                self._attempt_failed(flight, f"{worker} was lost: {cause}")
+
+    def _server_joined(self, server: str, version: int) -> None:
+        self._server_lost(server, "it was started again")
+        self._placement.join(server, version)
+        self._send_weights()
+        self._place_waiting()
+
+    def _server_lost(self, server: str, cause: str) -> None:
+        if server not in self._placement.servers:
+            return
+        self._updates.forget(server)
+        for request in self._placement.lose(server):
+            self._out.append(do.Refuse(request.request_id, f"{server} was lost: {cause}"))
+
+    def _turn_started(self, event: seen.TurnStarted) -> None:
+        flight = self._lanes.flights.get((event.rollout_id, event.attempt))
+        if flight is None or flight.stopping:
+            self._out.append(do.Refuse(event.request_id, "its rollout does not count any more"))
+            return
+        if event.request_id in flight.requests:
+            return  # a repetition
+        flight.requests[event.request_id] = None
+        self._place(Request(event.request_id, flight, event.turn, event.prompt_tokens))
+
+    def _turn_done(self, event: seen.TurnDone) -> None:
+        request = self._placement.finish(event.request_id, event.completion_tokens)
+        if request is None:
+            return
+        flight = request.flight
+        flight.tokens += event.completion_tokens
+        if event.finish_reason == "abort":
+            flight.aborted = self._updates.travelling is not None or flight.version < self.version
+        self._reach(flight.group, State.ENV)
+
+    def _rollout_done(self, event: seen.RolloutDone) -> None:
+        flight = self._lanes.flights.get((event.rollout_id, event.attempt))
+        if flight is None or flight.stopping:
+            self._tally.ignored += 1
+            self._out.append(do.Ignore(event.rollout_id, event.attempt))
+            if flight is not None:
+                self._lanes.end(flight)
+                self._flight_ended(flight, counted=False)
+            return
+        self._lanes.end(flight)
+        self._flight_ended(flight, counted=True)
+        group, sample = flight.group, flight.sample
+        sample.fate, sample.reward, sample.tokens = Fate.DONE, event.reward, event.completion_tokens
+        self._tally.generated += 1
+        self._reach(group, State.SCORING)
+        self._decided(group)
+
+    def _rollout_failed(self, event: seen.RolloutFailed) -> None:
+        flight = self._lanes.flights.get((event.rollout_id, event.attempt))
+        if flight is None:
+            return
+        self._lanes.end(flight)
+        self._flight_ended(flight, counted=False)
+        if not flight.stopping:
+            self._attempt_failed(flight, event.cause)
+
+    def _update_done(self, version: int) -> None:
+        updates = self._updates
+        if not updates.arrived(version):
+            return
+        for server in updates.reached:
+            self._placement.serve(server, version)
+        batch = updates.commit(version)
+        if batch is not None:
+            self._commit(batch)
+        self._send_weights()
+        self._place_waiting()
+
+    def _tick(self) -> None:
+        for flight in self._lanes.overdue(self._now):
+            if flight.stopping:
+                continue  # cancelled with its group a moment ago
+            cause = f"no answer from {flight.worker} within {self.settings.rollout_deadline_s:g} s"
+            self._cancel(flight, cause)
+            self._attempt_failed(flight, cause)
+        for flight in self._lanes.to_remind(self._now):
+            self._out.append(do.Cancel(flight.worker, flight.sample.rollout_id, flight.attempt, "asked again"))
+        for flight in self._lanes.unanswered(self._now):
+            self._stop(
+                f"{flight.worker} did not answer the cancel of rollout {flight.sample.rollout_id} within "
+                f"{self.settings.cancel_deadline_s:g} s: its process hangs; see its log",
+                ok=False,
+            )
+        complaint = self._presence.absent(
+            self._now, workers=len(self._lanes.workers), servers=len(self._placement.servers), trainer=self._updates.ready
+        )
+        if complaint:
+            self._stop(complaint, ok=False)
+
+    # ---- one attempt at a rollout
+
+    def _place(self, request: Request) -> None:
+        server = self._placement.place(request)
+        if server is not None:
+            # earlier turns first
+            self._out.append(do.Place(request.request_id, server, request.turn))
+            self._reach(request.flight.group, State.GENERATING)
+
+    def _place_waiting(self) -> None:
+        for request in list(self._placement.waiting.values()):
+            self._place(request)
+
+    def _cancel(self, flight: Flight, reason: str) -> None:
+        """Tell the worker to stop; the flight keeps its lane and credit until it answers."""
+        self._lanes.stop(flight, self._now)
+        self._out.append(do.Cancel(flight.worker, flight.sample.rollout_id, flight.attempt, reason))
+        for request_id in flight.requests:
+            if request_id in self._placement.waiting:
+                self._placement.drop(request_id)
+                self._out.append(do.Refuse(request_id, reason))
+
+    def _flight_ended(self, flight: Flight, counted: bool) -> None:
+        for request_id in flight.requests:
+            self._placement.drop(request_id)
+        if not counted:
+            self._tally.tokens_lost += flight.tokens
+
+    def _attempt_failed(self, flight: Flight, cause: str) -> None:
+        """Try again, or give the sample up: its group goes on without it."""
+        group, sample = flight.group, flight.sample
+        if not group.playing:
+            return
+        if not flight.aborted:
+            sample.failures += 1
+        if sample.failures < self.settings.max_attempts:
+            sample.attempt += 1
+            self._tally.retried += 1
+            self._lanes.queue(group, sample)
+            return
+        sample.fate = Fate.FAILED
+        group.failed += 1
+        if len(group.samples) - group.failed < self.settings.survivors_needed:
+            self._fail(group, cause)
+        else:
+            self._decided(group)
+
+    # ---- groups
+
+    def _move(self, group: Group, state: State, reason: str = "") -> None:
+        self._tally.moved(group.state, transition(group.state, state))
+        group.state = state
+        self._out.append(do.GroupState(group.group_id, str(state), reason, group.v_start))
+
+    def _reach(self, group: Group, state: State) -> None:
+        """The group has come to a point of its play; only the first of its samples to do so moves it."""
+        if group.playing and is_further(state, group.state):
+            self._move(group, state)
+
+    def _decided(self, group: Group) -> None:
+        """One more sample has its reward or was given up."""
+        group.undecided -= 1
+        if group.undecided:
+            return
+        self._move(group, State.COMPLETE)
+        self._lanes.leave_lane(group)
+        self._patience.completed(group.prompt.environment)
+        if self.settings.discard_zero_advantage and group.rewards_are_equal:
+            self._discard(group)
+        else:
+            self._patience.kept()
+            self._move(group, State.KEPT)
+            self._batches.kept(group)
+
+    def _discard(self, group: Group) -> None:
+        survivors = group.survivors
+        self._move(group, State.DISCARDED, ZERO_ADVANTAGE)
+        self._tally.retired(State.DISCARDED, ZERO_ADVANTAGE)
+        self._tally.discarded += len(survivors)
+        self._tally.failed += group.failed
+        self._tally.tokens_discarded += sum(sample.tokens for sample in survivors)
+        self._slots.release(group, trained=False)
+        self._batches.discarded(group)
+        sentence, ends = self._patience.discarded()
+        if ends:
+            self._stop(sentence, ok=False)
+        elif sentence:
+            self._out.append(do.Warn(sentence))
+
+    def _fail(self, group: Group, cause: str) -> None:
+        self._retire(group, State.FAILED, cause)
+        sentence = self._patience.failed(group.prompt.environment, cause)
+        if sentence:
+            self._stop(sentence, ok=False)
+
+    def _retire(self, group: Group, state: State, reason: str) -> None:
+        """The group ends unfinished: what runs is cancelled, what waits is dropped, what is finished is forgotten."""
+        tally = self._tally
+        finished = group.survivors
+        tally.failed += group.failed
+        tally.cancelled += len(group.samples) - group.failed
+        tally.tokens_lost += sum(sample.tokens for sample in finished)
+        for sample in group.samples:
+            if sample.fate is Fate.WAITING:
+                self._lanes.unqueue(sample)
+            elif sample.fate is Fate.RUNNING and sample.flight is not None:
+                self._cancel(sample.flight, f"its group is {state}: {reason}")
+        self._move(group, state, reason)
+        tally.retired(state, reason)
+        if finished:
+            self._out.append(do.Forget(tuple(sample.rollout_id for sample in finished)))
+        self._slots.release(group, trained=False)
+        self._lanes.leave_lane(group)
+
+    # ---- batches and versions
+
+    def _commit(self, batch: Batch) -> None:
+        """The version trained on the batch is served: its slots are free, and what has become too old is retired."""
+        tally = self._tally
+        forgotten: list[int] = []
+        for group in batch.groups:
+            self._move(group, State.TRAINED, f"step {self.version}")
+            tally.trained += len(group.survivors)
+            tally.failed += group.failed
+            tally.tokens_trained += sum(sample.tokens for sample in group.survivors)
+            tally.aged(self.version - 1 - group.v_start)
+            self._slots.release(group, trained=True)
+        for group in (*batch.groups, *batch.baseline):
+            forgotten.extend(group.survivor_ids)
+        self._out.append(do.Forget(tuple(forgotten)))
+        if self.version == self.settings.number_of_steps:
+            self._stop(f"all {self.version} steps are trained", ok=True)
+        else:
+            self._retire_stale()
+
+    def _retire_stale(self) -> None:
+        """Rule 5: an incomplete group whose first dispatch is D versions old goes, whole. Finished siblings go with it: to
+        train on the short ones alone would bias the baseline. A complete group stays, however old."""
+        for group in list(self._slots.alive.values()):
+            age = self.version - group.v_start
+            if group.playing and group.v_start >= 0 and age >= self.settings.max_off_policy_steps:
+                self._retire(group, State.CANCELLED, STALE)
+                if not group.returned and self._draws is not None:
+                    self._draws.give_back(group.prompt)
+
+    def _send_weights(self) -> None:
+        version = self._updates.set_out({name: server.version for name, server in self._placement.servers.items()})
+        if version is not None:
+            self._out.append(do.Update(version))
+
+    # ---- what follows from any event: take, train, admit, dispatch
+
+    def _advance(self) -> None:
+        self._take()
+        self._admit()
+        self._dispatch()
+
+    def _take(self) -> None:
+        batches, updates = self._batches, self._updates
+        while True:
+            while (group := batches.enter()) is not None:
+                self._move(group, State.BATCHED, f"step {updates.step + (updates.batch is not None)}")
+            if not (batches.is_full and updates.idle):
+                return
+            self._train(batches.close())
+
+    def _train(self, batch: Batch) -> None:
+        self._out.append(
+            do.Train(
+                step=self._updates.train(batch),
+                group_ids=tuple(group.group_id for group in batch.groups),
+                rollout_ids=tuple(group.survivor_ids for group in batch.groups),
+                baseline_group_ids=tuple(group.group_id for group in batch.baseline),
+                baseline_rollout_ids=tuple(group.survivor_ids for group in batch.baseline),
+            )
+        )
+
+    def _admit(self) -> None:
+        if self._draws is None:
+            return
+        while self._slots.has_room:
+            drawn = self._draws.draw()
+            group = Group(drawn.group_id, drawn.prompt, drawn.returned, self.settings.group_size)
+            self._slots.hold(group)
+            self._batches.admitted(group)
+            self._tally.admitted += 1
+            self._tally.moved(None, group.state)
+            self._out.append(do.GroupState(group.group_id, str(group.state), "", group.v_start))
+            for sample in group.samples:
+                self._lanes.queue(group, sample)
+
+    def _dispatch(self) -> None:
+        servers = len(self._placement.servers)
+        while (flight := self._lanes.dispatch(servers, self.version, self._now)) is not None:
+            group, sample = flight.group, flight.sample
+            if group.v_start < 0:
+                group.v_start = self.version
+                self._reach(group, State.QUEUED)
+            place = sample.rollout_id - group.samples[0].rollout_id
+            seed = sample_seed(self.settings.seed, group.group_id, place)
+            order = RolloutOrder(sample.rollout_id, group.group_id, place, flight.attempt, group.prompt, seed)
+            self._out.append(do.Run(flight.worker, order))
+
+    # ---- the end
+
+    def _stop(self, reason: str, ok: bool) -> None:
+        """End the run after this event; the first reason counts."""
+        if self._ending is None:
+            self._ending = do.Stop(reason, ok)
+
+    def _end_run(self, stop: do.Stop) -> None:
+        """Account for every group still alive. Nothing is cancelled one by one: Stop ends every process."""
+        for group in self._slots.alive.values():
+            self._move(group, State.CANCELLED, "the run ended")
+            self._tally.retired(State.CANCELLED, "the run ended")
+            self._tally.cancelled += len(group.samples) - group.failed
+            self._tally.failed += group.failed
+        self._slots.alive.clear()
+        self._out.append(stop)
+        self.ended = True

@@ -1,0 +1,121 @@
+"""What has become of the work: counters for the progress display and the run's summary. They decide nothing."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Counts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A snapshot. Every rollout of an ended group is in exactly one of trained, discarded, cancelled, failed."""
+
+    version: int
+    groups_admitted: int
+    groups_alive: int
+    groups_by_state: dict[str, int]
+    """Of all groups ever admitted, by state."""
+    reasons: dict[str, int]
+    """Groups retired, by `state: reason`; failures by `failed: cause`, at most `REASONS_KEPT` kinds."""
+    rollouts_waiting: int
+    rollouts_running: int
+    requests_waiting: int
+    requests_placed: int
+    rollouts_generated: int
+    """Scored, and counted."""
+    rollouts_trained: int
+    rollouts_discarded: int
+    """Their group's rewards were all equal."""
+    rollouts_cancelled: int
+    """Their group was retired for other reasons."""
+    rollouts_failed: int
+    """Given up after `max_attempts`."""
+    rollouts_retried: int
+    """Attempts made beyond the first."""
+    results_ignored: int
+    """Answers of attempts that did not count any more."""
+    tokens_trained: int
+    tokens_discarded: int
+    tokens_lost: int
+    """Sampled tokens of failed and cancelled attempts and groups."""
+    age_mean: float
+    """Mean age of the trained groups, in versions; 0 before the first."""
+    age_max: int
+    ages: dict[str, int]
+    """Trained groups by age; the ages as text, since JSON has no other keys."""
+
+
+REASONS_KEPT = 100
+
+
+class Tally:
+    """The counters that are not derived from other state."""
+
+    def __init__(self) -> None:
+        self.admitted = 0
+        self.states: dict[str, int] = {}
+        self.reasons: dict[str, int] = {}
+        self.generated = 0
+        self.trained = 0
+        self.discarded = 0
+        self.cancelled = 0
+        self.failed = 0
+        self.retried = 0
+        self.ignored = 0
+        self.tokens_trained = 0
+        self.tokens_discarded = 0
+        self.tokens_lost = 0
+        self.ages: dict[int, int] = {}
+
+    def moved(self, old: str | None, new: str) -> None:
+        if old is not None:
+            self.states[old] -= 1
+        self.states[new] = self.states.get(new, 0) + 1
+
+    def retired(self, state: str, reason: str) -> None:
+        key = f"{state}: {reason}"
+        if key not in self.reasons and len(self.reasons) >= REASONS_KEPT:
+            key = f"{state}: other"
+        self.reasons[key] = self.reasons.get(key, 0) + 1
+
+    def aged(self, age: int) -> None:
+        self.ages[age] = self.ages.get(age, 0) + 1
+
+    @property
+    def age_mean(self) -> float:
+        groups = sum(self.ages.values())
+        return sum(age * count for age, count in self.ages.items()) / groups if groups else 0.0
+
+    def counts(
+        self,
+        *,
+        version: int,
+        groups_alive: int,
+        rollouts_waiting: int,
+        rollouts_running: int,
+        requests_waiting: int,
+        requests_placed: int,
+    ) -> Counts:
+        """A snapshot, completed by what the core holds at the moment."""
+        return Counts(
+            version=version,
+            groups_admitted=self.admitted,
+            groups_alive=groups_alive,
+            groups_by_state={str(state): number for state, number in self.states.items()},
+            reasons=dict(self.reasons),
+            rollouts_waiting=rollouts_waiting,
+            rollouts_running=rollouts_running,
+            requests_waiting=requests_waiting,
+            requests_placed=requests_placed,
+            rollouts_generated=self.generated,
+            rollouts_trained=self.trained,
+            rollouts_discarded=self.discarded,
+            rollouts_cancelled=self.cancelled,
+            rollouts_failed=self.failed,
+            rollouts_retried=self.retried,
+            results_ignored=self.ignored,
+            tokens_trained=self.tokens_trained,
+            tokens_discarded=self.tokens_discarded,
+            tokens_lost=self.tokens_lost,
+            age_mean=self.age_mean,
+            age_max=max(self.ages, default=0),
+            ages={str(age): groups for age, groups in sorted(self.ages.items())},
+        )

@@ -1,0 +1,177 @@
+"""Which rollout runs next, and with which worker: the queue, the lanes, the workers' credits, the deadlines of orders.
+
+An order (a `Flight`) holds its lane and its worker's credit until the worker has answered it, a cancelled one too: only the
+answer says that the rollout has stopped.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from heapq import heappop, heappush
+
+from telescope.flow.groups import Fate, Group, Sample
+from telescope.flow.ranking import Ranking
+from telescope.flow.settings import FlowSettings
+
+
+class Flight:
+    """One attempt at a rollout, from `Run` to the worker's answer."""
+
+    __slots__ = ("aborted", "attempt", "ended", "group", "requests", "sample", "stopping", "tokens", "version", "worker")
+
+    def __init__(self, group: Group, sample: Sample, worker: str, version: int) -> None:
+        self.group = group
+        self.sample = sample
+        self.attempt = sample.attempt
+        self.worker = worker
+        self.version = version  # served at the dispatch
+        self.stopping = False  # cancelled, not answered yet
+        self.ended = False
+        self.aborted = False  # a weight update cut a request short: the failure is nobody's fault
+        self.tokens = 0  # sampled so far
+        self.requests: dict[str, None] = {}  # ids of all requests it ever made, in order
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.sample.rollout_id, self.attempt
+
+
+class Worker:
+    __slots__ = ("capacity", "flights")
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.flights: dict[tuple[int, int], Flight] = {}
+
+
+class Lanes:
+    """Rollouts waiting and running."""
+
+    def __init__(self, settings: FlowSettings) -> None:
+        self._individual = settings.individual_lanes
+        self._per_server = settings.lanes_per_server
+        self._deadline_s = settings.rollout_deadline_s
+        self._cancel_deadline_s = settings.cancel_deadline_s
+        self._queue: list[tuple[bool, int, int, Group, Sample]] = []
+        self._freest = Ranking()
+        self._groups_with_lane = 0
+        self._due: deque[tuple[float, Flight]] = deque()
+        self._remind_due: deque[tuple[float, Flight]] = deque()
+        self._stop_due: deque[tuple[float, Flight]] = deque()
+        self.workers: dict[str, Worker] = {}
+        self.flights: dict[tuple[int, int], Flight] = {}
+        self.waiting = 0
+
+    # ---- workers
+
+    def join(self, worker: str, capacity: int) -> None:
+        self.workers[worker] = Worker(capacity)
+        self._freest.put(worker, -capacity)
+
+    def lose(self, worker: str) -> list[Flight]:
+        """Forget the worker; its flights have ended and are returned in order of their dispatch."""
+        flights = list(self.workers[worker].flights.values())
+        for flight in flights:
+            self.end(flight)
+        self._freest.remove(worker)
+        del self.workers[worker]
+        return flights
+
+    # ---- the queue
+
+    def queue(self, group: Group, sample: Sample) -> None:
+        """Wait for a lane: retried rollouts first, then those of the oldest group."""
+        sample.fate = Fate.WAITING
+        self.waiting += 1
+        heappush(self._queue, (sample.attempt == 0, sample.rollout_id, sample.attempt, group, sample))
+
+    def unqueue(self, sample: Sample) -> None:
+        """Give up a waiting sample."""
+        sample.fate = Fate.FAILED
+        self.waiting -= 1
+
+    def dispatch(self, servers: int, version: int, now: float) -> Flight | None:
+        """Start the first waiting rollout if a lane and a credit are free."""
+        queue = self._queue
+        while queue and queue[0][4].fate is not Fate.WAITING:
+            heappop(queue)
+        if not queue or not self._has_lane(queue[0][3], servers):
+            return None
+        name = self._freest.first()
+        if name is None or len(self.workers[name].flights) >= self.workers[name].capacity:
+            return None
+        group, sample = heappop(queue)[3:]
+        return self._start(group, sample, name, version, now)
+
+    def _has_lane(self, group: Group, servers: int) -> bool:
+        if self._individual:
+            return len(self.flights) < servers * self._per_server
+        # without servers nothing starts, whatever lane the group holds
+        return servers > 0 and (group.has_lane or self._groups_with_lane < servers * self._per_server)
+
+    def _start(self, group: Group, sample: Sample, name: str, version: int, now: float) -> Flight:
+        flight = Flight(group, sample, name, version)
+        sample.fate = Fate.RUNNING
+        sample.flight = flight
+        self.waiting -= 1
+        self.flights[flight.key] = flight
+        self._take_credit(name, flight)
+        group.flights += 1
+        if not group.has_lane:
+            group.has_lane = True
+            self._groups_with_lane += 1
+        self._due.append((now + self._deadline_s, flight))
+        return flight
+
+    def _take_credit(self, name: str, flight: Flight) -> None:
+        worker = self.workers[name]
+        worker.flights[flight.key] = flight
+        self._freest.put(name, len(worker.flights) - worker.capacity)
+
+    # ---- the end of a flight
+
+    def stop(self, flight: Flight, now: float) -> None:
+        """The flight is cancelled; its worker owes an answer."""
+        flight.stopping = True
+        self._remind_due.append((now + self._cancel_deadline_s / 2, flight))
+        self._stop_due.append((now + self._cancel_deadline_s, flight))
+
+    def end(self, flight: Flight) -> None:
+        """The worker has answered, or is lost: lane and credit are free."""
+        flight.ended = True
+        del self.flights[flight.key]
+        worker = self.workers[flight.worker]
+        del worker.flights[flight.key]
+        self._freest.put(flight.worker, len(worker.flights) - worker.capacity)
+        if flight.sample.flight is flight:
+            flight.sample.flight = None
+        flight.group.flights -= 1
+        self.leave_lane(flight.group)
+
+    def leave_lane(self, group: Group) -> None:
+        """Free a group's lane once it plays no more and no worker holds an order of it."""
+        if group.has_lane and group.flights == 0 and not group.playing:
+            group.has_lane = False
+            self._groups_with_lane -= 1
+
+    def overdue(self, now: float) -> list[Flight]:
+        """Flights past their deadline and not cancelled yet, each returned once."""
+        return [flight for flight in _due(self._due, now) if not flight.stopping]
+
+    def to_remind(self, now: float) -> list[Flight]:
+        """Cancelled flights unanswered for half their time, each returned once: a cancel can be lost on the wire."""
+        return _due(self._remind_due, now)
+
+    def unanswered(self, now: float) -> list[Flight]:
+        """Cancelled flights whose worker has not answered in time."""
+        return _due(self._stop_due, now)
+
+
+def _due(line: deque[tuple[float, Flight]], now: float) -> list[Flight]:
+    """Take what is due from a line in order of time; what has ended meanwhile is dropped."""
+    due = []
+    while line and (line[0][0] <= now or line[0][1].ended):
+        flight = line.popleft()[1]
+        if not flight.ended:
+            due.append(flight)
+    return due

@@ -1,0 +1,92 @@
+"""What the core is told about a run. Small and serialisable: it is the first line of the journal.
+
+Owns the numbers that decide scheduling; refuses to know the configuration they come from.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+TakeOrder = Literal["completion", "admission"]
+
+
+class FlowSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Settings of one core. Raises ValueError with a whole sentence where a value makes no sense."""
+
+    number_of_steps: int
+    """Training batches of the run; step s produces weight version s."""
+    groups_per_batch: int = 16
+    """P."""
+    group_size: int = 8
+    """G, samples of one prompt."""
+    max_async: int = 2
+    """M, steps that generation may run ahead of training; 0 = synchronous."""
+    take_order: TakeOrder = "completion"
+    max_off_policy_steps: int = 8
+    """D: at a commit, an incomplete group whose first dispatch is this many versions old is retired."""
+    discard_zero_advantage: bool = True
+    """Drop groups of two or more samples whose rewards are all equal."""
+    min_group_size: int = 2
+    """Scored survivors below which a group fails."""
+    max_attempts: int = 3
+    """Tries of one rollout that fails for infrastructure reasons."""
+    individual_lanes: bool = True
+    """A concurrency slot is a sample; false: a group."""
+    prompts_per_server: int = 32
+    """Group lanes of one server, or that many times `group_size` sample lanes."""
+    environments: tuple[tuple[str, float], ...]
+    """(label, weight) of each environment; labels are the names on the workers' environment cards."""
+    split: str = "train"
+    """The split prompts are drawn from."""
+    seed: int = 0
+    rollout_deadline_s: float = 660.0
+    """A rollout its worker has not answered for this long is cancelled and tried again: the worker's own time limit plus a
+    margin, so that it fires only where the worker's has failed."""
+    cancel_deadline_s: float = 60.0
+    """A worker that leaves a cancel unanswered for this long ends the run."""
+    absence_deadline_s: float = 900.0
+    """Without any worker, any server or the trainer for this long, the run ends."""
+    failed_batches_limit: int = 2
+    """This many batches' worth of one environment's groups failing in a row, none complete between, ends the run."""
+    discarded_batches_limit: int = 50
+    """This many batches' worth of groups discarded for equal rewards in a row, none kept between, ends the run."""
+
+    def __post_init__(self) -> None:
+        for name in ("number_of_steps", "groups_per_batch", "group_size", "max_off_policy_steps", "min_group_size",
+                     "max_attempts", "prompts_per_server", "failed_batches_limit", "discarded_batches_limit"):  # fmt: skip
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("rollout_deadline_s", "cancel_deadline_s", "absence_deadline_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be above 0")
+        if self.max_async < 0:
+            raise ValueError(f"max_async={self.max_async} must be 0 (synchronous) or more")
+        if self.group_size > 1 and self.min_group_size > self.group_size:
+            raise ValueError(
+                f"min_group_size={self.min_group_size} is above group_size={self.group_size}: every group would fail; lower it"
+            )
+        if not self.environments:
+            raise ValueError("environments is empty: name at least one environment to draw prompts from")
+        labels = [label for label, _ in self.environments]
+        if len(set(labels)) != len(labels):
+            raise ValueError(f"environments {labels} name one label twice; give each entry its own")
+        for label, weight in self.environments:
+            if not 0 < weight < float("inf"):
+                raise ValueError(f"environments.{label}.weight={weight} must be a finite number above 0")
+
+    @property
+    def slots(self) -> int:
+        """B = (M + 1)·P: groups that may be alive at once."""
+        return (self.max_async + 1) * self.groups_per_batch
+
+    @property
+    def survivors_needed(self) -> int:
+        """Scored samples without which a group is failed. A group of one needs its one; others never fewer than two, since
+        one sample compares with nothing."""
+        return 1 if self.group_size == 1 else max(2, self.min_group_size)
+
+    @property
+    def lanes_per_server(self) -> int:
+        return self.prompts_per_server * (self.group_size if self.individual_lanes else 1)

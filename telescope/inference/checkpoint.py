@@ -1,0 +1,79 @@
+"""Which tensors a model folder holds, read from its safetensors headers, and whether a published version matches them.
+
+An engine that is handed a part of a fused layer, or a tensor it does not know, may load it half; so a version is compared with
+the checkpoint before anything is touched. Names and shapes only: no torch, no tensor bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from telescope.records import WeightManifest
+
+LOADABLE = frozenset({"float64", "float32", "float16", "bfloat16"})
+HEADER_LIMIT = 100 * 1024 * 1024
+SHOWN = 3
+
+
+class CheckpointUnreadable(ValueError):
+    """The model folder's safetensors files are missing or no such files."""
+
+
+def checkpoint_tensors(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all tensors of the checkpoint, e.g. `{"model.norm.weight": (64,)}`."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        files = sorted({folder / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise CheckpointUnreadable(f"{folder} has no *.safetensors file; convert the model to safetensors first")
+    tensors: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        tensors |= {name: tuple(fact["shape"]) for name, fact in _header(file).items() if name != "__metadata__"}
+    return tensors
+
+
+def is_tied(folder: Path) -> bool:
+    """Whether the output layer is the embedding, so that a version carries it once."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    text = config.get("text_config") or {}
+    return bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
+
+
+def disagreements(manifest: WeightManifest, checkpoint: dict[str, tuple[int, ...]], tied: bool) -> list[str]:
+    """What keeps a version from being loaded whole, in sentences; empty if nothing does."""
+    given = {spec.name: spec for spec in manifest.tensors}
+    missing = [name for name in checkpoint if name not in given and not _may_be_left_out(name, tied)]
+    unknown = [name for name in given if name not in checkpoint]
+    shapes = [
+        f"{name} has shape {list(spec.shape)} but the model's is {list(checkpoint[name])}"
+        for name, spec in given.items()
+        if name in checkpoint and tuple(spec.shape) != checkpoint[name]
+    ]
+    dtypes = [f"{name} has dtype {spec.dtype}, which is no floating-point one" for name, spec in given.items() if spec.dtype not in LOADABLE]
+    found = [f"{len(missing)} tensors are missing: {_some(missing)}"] if missing else []
+    found += [f"{len(unknown)} tensors are not the model's: {_some(unknown)}"] if unknown else []
+    return found + shapes[:SHOWN] + dtypes[:SHOWN]
+
+
+def _may_be_left_out(name: str, tied: bool) -> bool:
+    """The tied output layer; and the rotary tables that old checkpoints carry and nobody loads."""
+    return (tied and name.endswith("lm_head.weight")) or name.endswith("rotary_emb.inv_freq")
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(sorted(names)[:SHOWN]) + (", …" if len(names) > SHOWN else "")
+
+
+def _header(file: Path) -> dict[str, dict[str, list[int]]]:
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if not 0 < length < HEADER_LIMIT:
+                raise CheckpointUnreadable(f"{file} is no safetensors file: its header would have {length} bytes")
+            header: dict[str, dict[str, list[int]]] = json.loads(stream.read(length))
+    except (OSError, ValueError) as error:
+        raise CheckpointUnreadable(f"{file} can't be read as a safetensors file: {error}") from error
+    return header

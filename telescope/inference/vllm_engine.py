@@ -1,0 +1,301 @@
+"""The real engine: vLLM's AsyncLLM in this process, its EngineCore in a child process.
+
+Owns how requests, aborts and weight updates are asked of vLLM 0.25 to 0.32. Token ids go in; ids, processed log-probs and
+weight versions come out. What runs inside the worker is extension.py's; which arguments vLLM gets is vllm_options.py's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Awaitable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from telescope.config.models import end_ids
+from telescope.config.parts import WeightSyncSettings
+from telescope.inference.children import Children
+from telescope.inference.engine import EngineDead, Generated, RequestRefused, WeightsRefused, WeightState
+from telescope.inference.versions import CountedTokens, EngineLabels, Versions
+from telescope.inference.vllm_options import ServerPlan, engine_arguments
+from telescope.records import FinishReason, Sampling, WeightManifest
+
+T = TypeVar("T")
+
+FIRST_LOOK_S = 0.01
+"""The first question whether a version is checked waits this long in the worker; a small model's is by then."""
+LOOK_EVERY_S = 0.02
+CLOSE_S = 3.0
+WARM_UP_REQUESTS = 8
+SEED_LIMIT = 2**63
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Request:
+    """A request between `generate` and its answer. `internal` is vLLM's own id once it has one."""
+
+    born: int
+    aborted: bool = False
+    internal: str = ""
+
+
+class VllmEngine:
+    """See `Engine`. `start` and all else must be called from one event loop, in the process's main thread: the engine's
+    process dies with the thread that started it."""
+
+    def __init__(self, plan: ServerPlan, weight_sync: WeightSyncSettings) -> None:
+        self._plan = plan
+        self._sync = weight_sync
+        self._requests: dict[str, _Request] = {}
+        self._state = WeightState(version=0, prepared=None, checksum="", pause_s=0.0)
+        self._staged: WeightManifest | None = None
+        self._weights = asyncio.Lock()
+        self._llm: Any = None
+        self._children = Children()
+        self._versions: Versions
+
+    async def start(self) -> None:
+        """Load the model; blocks the event loop while vLLM starts its child, for there is nothing to be served yet."""
+        import torch
+        from vllm import SamplingParams
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.inputs import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self._tokens_input, self._sampling_params, self._final_only = tokens_input, SamplingParams, RequestOutputKind.FINAL_ONLY
+        self._stop_ids = list(end_ids(self._plan.folder))
+        config = AsyncEngineArgs(**engine_arguments(self._plan)).create_engine_config()
+        if self._plan.device == "cpu":  # where torch was imported before OMP_NUM_THREADS stood; the fork inherits it
+            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        # vLLM asks for a fresh interpreter on a CPU; a fork has everything imported already. No thread of ours runs yet.
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        self._llm = AsyncLLM.from_vllm_config(config)
+        self._children.watch_new()
+        self._vocabulary = config.model_config.get_vocab_size()
+        self._max_model_len = config.model_config.max_model_len
+        self._versions = EngineLabels(self._llm) if hasattr(AsyncLLM, "update_weight_version") else CountedTokens(self._llm)
+        await self._versions.begin(0, ())
+        for cause in await self._rpc("telescope_check_loaded"):
+            if cause:
+                raise EngineDead(cause)
+        await self._warm_up()
+
+    async def dead(self) -> str:
+        return await self._children.first_end()
+
+    @property
+    def client(self) -> Any:
+        """vLLM's AsyncLLM, for the HTTP application beside the link."""
+        return self._llm
+
+    # ---- requests ---------------------------------------------------------------------------------------------------
+
+    async def generate(self, request_id: str, prompt_ids: np.ndarray, sampling: Sampling, priority: int) -> Generated:
+        self._check_request(request_id, prompt_ids, sampling)
+        request = self._requests[request_id] = _Request(born=self._versions.current)
+        started = time.monotonic()
+        try:
+            output = await self._finished(request, request_id, prompt_ids, sampling, priority)
+        finally:
+            del self._requests[request_id]
+        return self._generated(output, request, time.monotonic() - started)
+
+    async def abort(self, request_id: str) -> None:
+        request = self._requests.get(request_id)
+        if request is not None and not request.aborted:
+            request.aborted = True
+            if request.internal:
+                await self._llm.abort(request.internal, internal=True)
+
+    async def running(self) -> dict[str, int]:
+        """Sampled tokens of each request that the engine's worker holds, by vLLM's internal id (`<ours>-<8 digits>`)."""
+        answers: list[dict[str, int]] = await self._rpc("telescope_running")
+        return answers[0]
+
+    def _check_request(self, request_id: str, prompt_ids: np.ndarray, sampling: Sampling) -> None:
+        if request_id in self._requests:
+            raise RequestRefused(f"request {request_id} is being served already")
+        if not 0 < len(prompt_ids) < self._max_model_len:
+            raise RequestRefused(
+                f"a prompt of {len(prompt_ids)} tokens leaves no room for an answer: inference.max_model_len={self._max_model_len}"
+            )
+        if sampling.max_tokens < 1:
+            raise RequestRefused(f"max_tokens={sampling.max_tokens} must be at least 1")
+        if prompt_ids.min() < 0 or prompt_ids.max() >= self._vocabulary:
+            raise RequestRefused(
+                f"the prompt has token ids from {prompt_ids.min()} to {prompt_ids.max()}; the model knows 0 to {self._vocabulary - 1}"
+            )
+
+    def _params(self, prompt_tokens: int, sampling: Sampling) -> Any:
+        return self._sampling_params(
+            temperature=sampling.temperature,
+            max_tokens=min(sampling.max_tokens, self._max_model_len - prompt_tokens),
+            seed=sampling.seed % SEED_LIMIT,
+            stop_token_ids=self._stop_ids,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=self._final_only,
+        )
+
+    async def _finished(
+        self, request: _Request, request_id: str, prompt_ids: np.ndarray, sampling: Sampling, priority: int
+    ) -> Any:
+        """vLLM's final output of the request. Aborts it in the engine if this task is cancelled."""
+        from vllm.exceptions import VLLMValidationError
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            prompt = self._tokens_input(prompt_token_ids=prompt_ids.tolist())
+            params = self._params(len(prompt_ids), sampling)
+            collector = await self._llm.add_request(request_id, prompt, params, priority=priority)
+            request.internal = collector.request_id
+            if request.aborted:
+                await self._llm.abort(request.internal, internal=True)
+            while not (output := await collector.get()).finished:
+                pass
+        except asyncio.CancelledError:
+            if request.internal:
+                await self._llm.abort(request.internal, internal=True)
+            raise
+        except EngineDeadError as error:
+            raise EngineDead(await self._why_dead()) from error
+        except (ValueError, VLLMValidationError) as error:  # vLLM's own check of the request
+            raise RequestRefused(str(error)) from error
+        return output
+
+    def _generated(self, output: Any, request: _Request, total_s: float) -> Generated:
+        completion = output.outputs[0]
+        ids = np.asarray(completion.token_ids, dtype=np.int32)
+        kept = completion.logprobs
+        logprobs = np.asarray([kept.logprobs[i] for i in kept.start_indices] if kept else [], dtype=np.float32)
+        versions = self._versions.of(completion, request.internal, len(ids), request.born)
+        if len(logprobs) != len(ids) or not np.isfinite(logprobs).all():
+            raise RequestRefused(
+                f"the engine gave {len(logprobs)} log-probs, finite or not, for {len(ids)} tokens under weights version "
+                f"{self._state.version}; a missing one can't be trained on (are the weights finite?)"
+            )
+        queued_s = _queued_s(output.metrics)
+        reasons: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+        if completion.finish_reason not in reasons:
+            raise RequestRefused(f"the engine ended the request with {completion.finish_reason!r}")
+        return Generated(
+            ids=ids,
+            logprobs=logprobs,
+            versions=versions,
+            finish_reason=reasons[completion.finish_reason],
+            cached_tokens=output.num_cached_tokens or 0,
+            queued_s=queued_s,
+            generated_s=max(0.0, total_s - queued_s),
+        )
+
+    # ---- weights ----------------------------------------------------------------------------------------------------
+
+    async def prepare(self, manifest: WeightManifest) -> WeightState:
+        async with self._weights:
+            self._staged = None
+            self._state = replace(self._state, prepared=None)
+            try:
+                async with asyncio.timeout(self._sync.update_timeout_s):
+                    await self._stage(manifest)
+            except TimeoutError as error:
+                raise WeightsRefused(
+                    f"weights version {manifest.version} were not checked within weight_sync.update_timeout_s={self._sync.update_timeout_s}"
+                ) from error
+            self._staged = manifest
+            self._state = replace(self._state, prepared=manifest.version)
+            return self._state
+
+    async def commit(self, version: int) -> WeightState:
+        async with self._weights:
+            if self._staged is None or self._staged.version != version:
+                held = "nothing" if self._staged is None else f"version {self._staged.version}"
+                raise WeightsRefused(f"weights version {version} can't be committed: {held} is staged")
+            started = time.perf_counter()
+            try:
+                async with asyncio.timeout(self._sync.update_timeout_s):
+                    await self._load_paused(version)
+            except Exception as error:  # vLLM raises plain Exception; whatever it is, the model may be half new by now
+                raise EngineDead(
+                    f"weights version {version} could not be loaded ({_first_line(error)}); the engine may hold a mixture and must end"
+                ) from error
+            pause_s = time.perf_counter() - started
+            self._state = WeightState(version=version, prepared=None, checksum=self._staged.checksum, pause_s=pause_s)
+            self._staged = None
+            return self._state
+
+    async def discard(self, version: int) -> WeightState:
+        async with self._weights:
+            if self._staged is not None and self._staged.version == version:
+                await self._rpc("telescope_forget", version)
+                self._staged = None
+                self._state = replace(self._state, prepared=None)
+            return self._state
+
+    async def _stage(self, manifest: WeightManifest) -> None:
+        await self._rpc("telescope_stage", msgspec.json.encode(manifest).decode(), self._plan.run)
+        wait_s = FIRST_LOOK_S
+        while True:
+            answers = await self._rpc("telescope_stage_state", manifest.version, wait_s)
+            if cause := next((cause for _, cause in answers if cause), ""):
+                raise WeightsRefused(cause)
+            if all(over for over, _ in answers):
+                return
+            wait_s = 0.0
+            await asyncio.sleep(LOOK_EVERY_S)  # the worker can't call us; each question costs it part of a step
+
+    async def _load_paused(self, version: int) -> None:
+        """Nothing is sampled between pause and resume, so each token belongs to one version. With `reset_prefix_cache` the
+        requests in flight are computed anew under the new weights; otherwise their cached keys and values stay the old ones."""
+        mode = "keep" if self._sync.in_flight == "continue" else "abort"
+        core = self._llm.engine_core  # AsyncLLM.pause_generation adds a sleep of 20 ms to this
+        await core.pause_scheduler_async(mode=mode, clear_cache=self._sync.reset_prefix_cache)
+        await self._rpc("telescope_load", version)
+        await self._versions.begin(version, self._requests)
+        await self._llm.resume_generation()
+
+    # ---- life -------------------------------------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        self._children.stop_watching()
+        if self._llm is not None:
+            llm, self._llm = self._llm, None
+            await asyncio.to_thread(llm.shutdown, CLOSE_S)
+        await asyncio.to_thread(self._children.end_all, CLOSE_S)
+
+    async def _warm_up(self) -> None:
+        """What vLLM imports and compiles at its first requests shall not be charged to a rollout."""
+        prompt = np.zeros(4, dtype=np.int32)
+        room = max(1, min(3, self._max_model_len - len(prompt)))
+        names = [f"warm-up-{index}" for index in range(WARM_UP_REQUESTS)]
+        await asyncio.gather(*(self.generate(name, prompt, Sampling(1.0, room, index), 0) for index, name in enumerate(names)))
+        await self._llm.reset_prefix_cache()
+
+    async def _rpc(self, method: str, *arguments: Any) -> list[Any]:
+        answers: list[Any] = await self._llm.collective_rpc(method, args=arguments)
+        return answers
+
+    async def _why_dead(self) -> str:
+        try:
+            return await asyncio.wait_for(self._children.first_end(), CLOSE_S)
+        except TimeoutError:
+            return "vLLM's engine says that it is dead; its own words are further up in this log"
+
+
+def _queued_s(metrics: Any) -> float:
+    """Seconds between arrival in the engine and the first step of the request; 0 where it was never scheduled."""
+    if metrics is None or not metrics.scheduled_ts:
+        return 0.0
+    return max(0.0, float(metrics.scheduled_ts - metrics.queued_ts))
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,98 @@
+"""Which environment variables and engine arguments a server's vLLM gets. Pure: settings in, dictionaries out; no vllm import.
+
+The environment must stand before vllm is imported, so a process that will serve calls `vllm_environment` first of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from telescope.config.parts import InferenceSettings, ModelSettings
+
+Device = Literal["cpu", "gpu"]
+
+CPU_MAX_NUM_SEQS = 256
+GPU_MAX_NUM_SEQS = 1024
+CPU_MAX_BATCHED_TOKENS = 8192
+EXTENSION = "telescope.inference.extension.WeightExtension"
+
+
+@dataclass(frozen=True)
+class ServerPlan:
+    """All that a vLLM engine needs to know of a run. `lanes`: requests that may be in flight at once."""
+
+    model: ModelSettings
+    folder: Path
+    inference: InferenceSettings
+    device: Device
+    lanes: int
+    seed: int
+    run: str
+    """The run's id: names its segments in shared memory."""
+
+
+def vllm_environment(device: Device, given: Mapping[str, str]) -> dict[str, str]:
+    """Variables to set; what the user has set already (`given`) is kept where it is a matter of taste, not of working at all.
+
+    On a CPU one thread: two that spin for each other on contended cores were ten times slower.
+    """
+    taste = {"VLLM_LOGGING_LEVEL": "WARNING", "OMP_NUM_THREADS": "1"} if device == "cpu" else {"VLLM_LOGGING_LEVEL": "WARNING"}
+    needed = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",  # the model is a local folder by now
+        "TOKENIZERS_PARALLELISM": "false",  # we fork
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if device == "cpu" else "1",  # on a CPU: allows the executor `uni`; not more
+    }
+    return needed | {key: value for key, value in taste.items() if key not in given}
+
+
+def engine_arguments(plan: ServerPlan) -> dict[str, Any]:
+    """Keyword arguments of vLLM's AsyncEngineArgs."""
+    settings = plan.inference
+    arguments: dict[str, Any] = {
+        "model": str(plan.folder),
+        "served_model_name": [plan.model.name],
+        "trust_remote_code": plan.model.trust_remote_code,
+        "dtype": served_dtype(plan),
+        "seed": plan.seed % 2**32,
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": settings.max_num_seqs or _max_num_seqs(plan),
+        "scheduling_policy": settings.scheduling_policy,
+        "enable_prefix_caching": settings.enable_prefix_caching,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",  # sampling as the request says, not as the model's folder suggests
+        "worker_extension_cls": EXTENSION,
+        "enforce_eager": settings.enforce_eager or plan.device == "cpu",
+        "disable_log_stats": False,  # the queue and generation times of each answer come from them
+    }
+    if batched := _max_num_batched_tokens(plan):
+        arguments["max_num_batched_tokens"] = batched
+    if plan.device == "cpu":
+        arguments["distributed_executor_backend"] = "uni"
+        arguments["kv_cache_memory_bytes"] = settings.cpu_kv_cache_mb * 2**20
+    else:
+        arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
+    return arguments
+
+
+def served_dtype(plan: ServerPlan) -> str:
+    """`auto` is bfloat16 on a GPU and the master weights' precision on a CPU."""
+    if plan.inference.dtype != "auto":
+        return plan.inference.dtype
+    return "bfloat16" if plan.device == "gpu" else plan.model.dtype
+
+
+def _max_num_seqs(plan: ServerPlan) -> int:
+    """As many as may be in flight, up to what a step of the device carries well."""
+    return max(1, min(plan.lanes, CPU_MAX_NUM_SEQS if plan.device == "cpu" else GPU_MAX_NUM_SEQS))
+
+
+def _max_num_batched_tokens(plan: ServerPlan) -> int | None:
+    """On a CPU enough for a whole wave of short prompts in one step; on a GPU vLLM's own choice."""
+    if plan.inference.max_num_batched_tokens is not None or plan.device == "gpu":
+        return plan.inference.max_num_batched_tokens
+    return max(CPU_MAX_BATCHED_TOKENS, plan.inference.max_model_len)

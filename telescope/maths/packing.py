@@ -1,0 +1,159 @@
+"""Trajectories into rows of tokens. Numpy only; owns the alignment of every token array.
+
+Alignment: index t of every array belongs to token t. `logprobs[t]`, `mask[t]` and the trainer's `current[t]` speak of token t
+given the tokens before it in its own trajectory. The first token of a trajectory has no such probability, so it is refused as
+a sampled one. The log-prob of a sampled token t is therefore always read from the model's output at place t - 1, and both lie
+in the same trajectory: the last token of one never predicts the first of the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from telescope.records import TrainItem, Trajectory
+
+
+@dataclass(frozen=True)
+class Row:
+    """One packed row: trajectories `items` (indices) at `starts` with `lengths`, then padding up to `size` tokens."""
+
+    items: tuple[int, ...]
+    starts: tuple[int, ...]
+    lengths: tuple[int, ...]
+    size: int
+
+    @property
+    def used(self) -> int:
+        """Tokens before the padding."""
+        return sum(self.lengths)
+
+
+@dataclass(frozen=True)
+class RowArrays:
+    """The arrays of one row of T tokens and S = items + 1 segments; the last segment is the padding, even if empty."""
+
+    ids: np.ndarray  # [T] int64, 0 in the padding
+    position_ids: np.ndarray  # [T] int64, from 0 again in each segment
+    segments: np.ndarray  # [T] int64, 0..S-1
+    mask: np.ndarray  # [T] bool, True where the policy sampled the token
+    logprobs: np.ndarray  # [T] float32, sampling log-prob; NaN where the mask is False
+    advantages: np.ndarray  # [T] float32, the rollout's; 0 in the padding
+    sequence_tokens: np.ndarray  # [S] float32, n_i of the rollout each segment belongs to; 0 for the padding
+    boundaries: np.ndarray  # [S + 1] int32, cumulative: segment s is boundaries[s]:boundaries[s + 1]
+
+
+def pack(lengths: Sequence[int], *, seq_len: int, multiple: int = 1) -> list[Row]:
+    """Rows of at most `seq_len` tokens, each padded to a multiple: the longest trajectory first, into the first row with room.
+
+    Deterministic. A row's size can pass `seq_len` by its padding only where `multiple` does not divide it.
+    """
+    rows: list[list[int]] = []
+    room: list[int] = []
+    for item in sorted(range(len(lengths)), key=lambda item: (-lengths[item], item)):
+        length = lengths[item]
+        _check_length(item, length, seq_len)
+        place = next((row for row, free in enumerate(room) if free >= length), None)
+        if place is None:
+            rows.append([])
+            room.append(seq_len)
+            place = len(rows) - 1
+        rows[place].append(item)
+        room[place] -= length
+    return [_row(sorted(items), lengths, multiple) for items in rows]
+
+
+def rows_needed(lengths: Sequence[int], *, seq_len: int) -> int:
+    """How many rows `pack` makes. Ranks take the largest of theirs, and fill up with `filler` rows."""
+    return len(pack(lengths, seq_len=seq_len))
+
+
+def filler(*, multiple: int = 1) -> Row:
+    """A row of padding alone: it keeps a rank in step with the others and counts for nothing."""
+    return Row(items=(), starts=(), lengths=(), size=multiple)
+
+
+def with_filler(rows: Sequence[Row], count: int, *, multiple: int = 1) -> list[Row]:
+    """`rows` and as many filler rows as make `count`."""
+    if len(rows) > count:
+        raise ValueError(f"{len(rows)} rows do not fit in {count}: the count must be the largest of all ranks")
+    return [*rows, *(filler(multiple=multiple) for _ in range(count - len(rows)))]
+
+
+def arrange(
+    row: Row, trajectories: Sequence[Trajectory], items: Sequence[TrainItem], *, dtype: DTypeLike = np.float32
+) -> RowArrays:
+    """The arrays of `row`, taken from all trajectories of the shard and their items. Refuses missing log-probs.
+
+    `dtype` is that of the log-probs, advantages and token counts (float64 in exact tests).
+    """
+    if len(trajectories) != len(items):
+        raise ValueError(f"{len(trajectories)} trajectories for {len(items)} items")
+    boundaries = np.array([*row.starts, row.used, row.size], dtype=np.int32)
+    arrays = _padding(row, boundaries, dtype)
+    for start, index in zip(row.starts, row.items, strict=True):
+        _place(arrays, start, trajectories[index], items[index])
+    arrays.sequence_tokens[:-1] = [items[index].sequence_tokens for index in row.items]
+    return arrays
+
+
+def lay_out(row: Row, per_trajectory: Sequence[np.ndarray], *, fill: float = np.nan) -> np.ndarray:
+    """Any other per-token array of the trajectories, placed as `row` places them: [T], `fill` in the padding."""
+    laid = np.full(row.size, fill, per_trajectory[0].dtype if per_trajectory else np.float32)
+    for start, index in zip(row.starts, row.items, strict=True):
+        laid[start : start + len(per_trajectory[index])] = per_trajectory[index]
+    return laid
+
+
+def _check_length(item: int, length: int, seq_len: int) -> None:
+    if length < 1:
+        raise ValueError(f"trajectory {item} is empty")
+    if length > seq_len:
+        raise ValueError(
+            f"trajectory {item} has {length} tokens and a packed row holds trainer.seq_len={seq_len}: "
+            f"raise trainer.seq_len, or lower inference.max_model_len to at most {seq_len}"
+        )
+
+
+def _row(items: Sequence[int], lengths: Sequence[int], multiple: int) -> Row:
+    sizes = [lengths[item] for item in items]
+    *starts, used = accumulate(sizes, initial=0)
+    return Row(items=tuple(items), starts=tuple(starts), lengths=tuple(sizes), size=-(-used // multiple) * multiple)
+
+
+def _padding(row: Row, boundaries: np.ndarray, dtype: DTypeLike) -> RowArrays:
+    sizes = np.diff(boundaries)
+    return RowArrays(
+        ids=np.zeros(row.size, np.int64),
+        position_ids=np.arange(row.size, dtype=np.int64) - np.repeat(boundaries[:-1], sizes),
+        segments=np.repeat(np.arange(len(sizes), dtype=np.int64), sizes),
+        mask=np.zeros(row.size, np.bool_),
+        logprobs=np.full(row.size, np.nan, dtype),
+        advantages=np.zeros(row.size, dtype),
+        sequence_tokens=np.zeros(len(sizes), dtype),
+        boundaries=boundaries,
+    )
+
+
+def _place(arrays: RowArrays, start: int, trajectory: Trajectory, item: TrainItem) -> None:
+    mask = trajectory.mask.astype(np.bool_)
+    if mask[0]:
+        raise ValueError(
+            f"rollout {item.rollout_id} marks its first token as sampled: nothing precedes it, so it has no "
+            "probability; a trajectory begins with at least one prompt token"
+        )
+    missing = int((~np.isfinite(trajectory.logprobs[mask])).sum())
+    if missing:
+        raise ValueError(
+            f"rollout {item.rollout_id} lacks the sampling log-prob of {missing} trained tokens: a missing log-prob is an "
+            "error, never 0; the server must return one for each sampled token"
+        )
+    here = slice(start, start + len(mask))
+    arrays.ids[here] = trajectory.ids
+    arrays.mask[here] = mask
+    arrays.logprobs[here] = np.where(mask, trajectory.logprobs, np.nan)
+    arrays.advantages[here] = item.advantage

@@ -1,0 +1,62 @@
+"""Numbers that describe a step's rollouts: mean and spread, percentiles, inequality within groups. Numpy only.
+
+All take plain sequences, return floats, and give an empty result for no values rather than a made-up 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+Values = Sequence[float] | np.ndarray
+
+
+def summary(values: Values) -> dict[str, float]:
+    """`mean`, `std` (over exactly these values, ddof 0), `min` and `max`; `{}` for no values."""
+    known = np.asarray(values, np.float64)
+    if not len(known):
+        return {}
+    return {"mean": float(known.mean()), "std": float(known.std()), "min": float(known.min()), "max": float(known.max())}
+
+
+def percentiles(values: Values, ranks: Sequence[int] = (50, 90, 99)) -> dict[str, float]:
+    """`p50`, `p90`… by linear interpolation between neighbours; `{}` for no values."""
+    known = np.asarray(values, np.float64)
+    if not len(known):
+        return {}
+    return {f"p{rank}": float(value) for rank, value in zip(ranks, np.percentile(known, ranks), strict=True)}
+
+
+def gini(values: Values) -> float:
+    """Gini coefficient: mean |x_i - x_j| over all pairs, over twice the mean. 0: all equal; (n - 1) / n: one has all.
+
+    The mean in the denominator is that of |x|, so that rewards of both signs stay finite; all zero is 0.
+    """
+    ordered = np.sort(np.asarray(values, np.float64))
+    total = float(np.abs(ordered).sum())
+    if total == 0.0 or ordered[0] == ordered[-1]:
+        return 0.0
+    count = len(ordered)
+    weights = 2.0 * np.arange(1, count + 1) - count - 1.0
+    return float((weights * ordered).sum() / (count * total))
+
+
+def max_median_ratio(values: Values) -> float:
+    """The largest over the median, e.g. of completion lengths: how long a group waits for its last member. 0 over 0 is 1."""
+    known = np.asarray(values, np.float64)
+    median, largest = float(np.median(known)), float(known.max())
+    if median == 0.0:
+        return 1.0 if largest == 0.0 else float("inf")
+    return largest / median
+
+
+def group_mean(measure: Callable[[np.ndarray], float], values: Values, groups: Sequence[int] | np.ndarray) -> float | None:
+    """Mean over groups of `measure` within each, e.g. `group_mean(gini, rewards, groups)`; None for no groups."""
+    measured = [measure(members) for members in _members(np.asarray(values, np.float64), np.asarray(groups))]
+    return float(np.mean(measured)) if measured else None
+
+
+def _members(values: np.ndarray, groups: np.ndarray) -> Iterator[np.ndarray]:
+    for group in np.unique(groups):
+        yield values[groups == group]

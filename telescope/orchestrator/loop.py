@@ -1,0 +1,226 @@
+"""The orchestrator's one loop: a message becomes an event, the core answers with commands, each command is performed.
+
+Decide, then do, then record. Owns no decision (flow.core does), no array maths (batch.py), no socket detail (wire).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from telescope.config.run import RunConfig
+from telescope.flow import commands, events
+from telescope.flow.core import Core
+from telescope.flow.replay import encode_line
+from telescope.orchestrator.perform import Performer
+from telescope.orchestrator.record import Recorder
+from telescope.orchestrator.roster import Roster
+from telescope.orchestrator.shelf import UnusableRollout
+from telescope.runlog.journal import Journal
+from telescope.wire import messages
+from telescope.wire.happenings import Delivery, Happening, PeerJoined, PeerLeft, PeerLost, PeerStuck
+from telescope.wire.hub import Hub
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.25
+STATUS_S = 0.5
+COMPONENT_FAILED = 70
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the run ended. `exit_code`: 0 done, 70 a component failed for good, 128 + n interrupted by signal n."""
+
+    ok: bool
+    reason: str
+    exit_code: int
+
+
+class Orchestrator:
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        hub: Hub,
+        core: Core,
+        performer: Performer,
+        roster: Roster,
+        journal: Journal,
+        recorder: Recorder,
+    ) -> None:
+        self._config, self._hub, self._core = config, hub, core
+        self._performer, self._roster = performer, roster
+        self._journal, self._recorder = journal, recorder
+        self._started = time.monotonic()
+        self._events: deque[events.AnyEvent] = deque()
+        self._steps_done: dict[int, dict[str, messages.StepDone]] = {}
+        self._next_tick = self._next_status = 0.0
+        self._exit_code: int | None = None
+        self.outcome: Outcome | None = None
+
+    # ---- the loop ----------------------------------------------------------------------------------------------------
+
+    async def run(self) -> Outcome:
+        """Until the core says Stop or a part of the run fails."""
+        while self.outcome is None:
+            happening = await self._hub.next(TICK_S)
+            if happening is not None:
+                self._take(happening)
+            self._look_at_the_clock()
+            while self._events and self.outcome is None:
+                self._handle(self._events.popleft())
+        return self.outcome
+
+    def interrupt(self, signal_number: int, name: str) -> None:
+        """A signal asks for the end; called on the event loop."""
+        self._exit_code = 128 + signal_number
+        self._events.append(events.StopRequested(reason=f"interrupted by {name}", ok=False))
+
+    def fault(self, sentence: str) -> None:
+        """A part of the run has failed for good."""
+        if self.outcome is None:
+            log.error("%s", sentence)
+            self._recorder.alert("error", "orchestrator", sentence)
+            self._exit_code = COMPONENT_FAILED
+            self._events.append(events.StopRequested(reason=sentence, ok=False))
+
+    def _handle(self, event: events.AnyEvent) -> None:
+        now = self.now
+        ordered = self._core.handle(event, now)
+        self._journal.append(encode_line(now, event, ordered))
+        if isinstance(event, events.RolloutDone):
+            self._performer.settle(event, counts=not any(isinstance(command, commands.Ignore) for command in ordered))
+        for command in ordered:
+            if isinstance(command, commands.Stop):
+                code = 0 if command.ok else self._exit_code or COMPONENT_FAILED
+                self.outcome = Outcome(command.ok, command.reason, code)
+            else:
+                self._events.extend(self._performer.perform(command))
+
+    @property
+    def now(self) -> float:
+        return time.monotonic() - self._started
+
+    def _look_at_the_clock(self) -> None:
+        now = self.now
+        if now >= self._next_tick:
+            self._next_tick = now + TICK_S
+            self._events.append(events.Tick())
+            self._events.extend(self._performer.tick())
+            if self._roster.missing and now > self._config.cluster.placement_timeout_s:
+                self.fault(
+                    f"{', '.join(self._roster.missing)} did not say hello within cluster.placement_timeout_s="
+                    f"{self._config.cluster.placement_timeout_s} s; their logs say why"
+                )
+        if now >= self._next_status:
+            self._next_status = now + STATUS_S
+            self._recorder.status(self._status(now))
+
+    def _status(self, now: float) -> dict[str, Any]:
+        counts = self._core.counts()
+        missing = self._roster.missing
+        return {
+            "state": "starting" if missing else "running",
+            "doing": f"waiting for {', '.join(missing)}" if missing else self._performer.doing,
+            "elapsed_s": now,
+            "eta_s": self._recorder.eta_s(),
+            "in_flight": counts.rollouts_running,
+            "queue": counts.rollouts_waiting,
+            "version": counts.version,
+            "counts": msgspec.structs.asdict(counts),
+        }
+
+    # ---- what peers say ----------------------------------------------------------------------------------------------
+
+    def _take(self, happening: Happening) -> None:
+        match happening:
+            case Delivery():
+                self._delivered(happening)
+            case PeerJoined(peer=peer, hello=hello):
+                self._joined(peer, hello)
+            case PeerLeft(peer=peer):
+                self.fault(f"{peer} left before the run was over")
+            case PeerLost(peer=peer, cause=cause):
+                self.fault(f"{peer} was lost: {cause}")
+            case PeerStuck(peer=peer, doing=doing, seconds=seconds):
+                self.fault(f"{peer} has made no progress for {seconds:.0f} s (orchestrator.stuck_s) while doing: {doing}")
+
+    def _joined(self, peer: str, hello: messages.Hello) -> None:
+        log.info("%s is there (pid %d on %s)", peer, hello.pid, hello.host)
+        again = peer in self._roster.present
+        refusal = self._roster.admit(peer, hello)
+        if refusal:
+            self.fault(refusal)
+        elif again:
+            self.fault(f"{peer} was restarted in mid-run, and its work in hand is lost")
+        elif hello.role == "worker":
+            self._events.append(events.WorkerJoined(worker=peer, capacity=hello.capacity, environments=hello.environments))
+        elif hello.role == "server":
+            self._events.append(events.ServerJoined(server=peer, version=hello.version))
+        elif self._roster.all_ranks_present:
+            self._events.append(events.TrainerReady(ranks=len(self._roster.ranks)))
+        if not self._roster.missing:
+            log.info("all %d processes are there", len(self._roster.expected))
+
+    def _delivered(self, delivery: Delivery) -> None:
+        match delivery.body:
+            case messages.Generate() as body:
+                self._events.append(self._performer.relay.ask(delivery, body))
+            case messages.Completion() | messages.GenerateFailed() as body:
+                self._answered(delivery, body)
+            case messages.RolloutDone() as body:
+                self._rollout_done(delivery, body)
+            case messages.RolloutFailed() as body:
+                self._rollout_failed(delivery, body.rollout_id, body.attempt, body.cause)
+            case messages.StepDone() as body:
+                self._step_done(delivery.peer, body)
+            case messages.WeightsPublished() | messages.WeightsReady() | messages.WeightsFailed() as body:
+                self._events.extend(self._performer.weights_answer(delivery.peer, body))
+            case other:
+                log.warning("%s sent %s, which the orchestrator does not take", delivery.peer, type(other).__name__)
+
+    def _answered(self, delivery: Delivery, body: messages.Completion | messages.GenerateFailed) -> None:
+        answered = self._performer.relay.answer(delivery, body)
+        if answered is not None:
+            event, row = answered
+            self._events.append(event)
+            self._recorder.turn(row)
+
+    def _rollout_done(self, delivery: Delivery, body: messages.RolloutDone) -> None:
+        try:
+            arrived = self._performer.arrived(delivery, body)
+        except UnusableRollout as error:
+            self._rollout_failed(delivery, body.rollout_id, body.attempt, str(error))
+            return
+        if arrived:
+            self._events.append(
+                events.RolloutDone(
+                    rollout_id=body.rollout_id,
+                    attempt=body.attempt,
+                    reward=body.reward,
+                    prompt_tokens=body.prompt_tokens,
+                    completion_tokens=body.completion_tokens,
+                )
+            )
+
+    def _rollout_failed(self, delivery: Delivery, rollout_id: int, attempt: int, cause: str) -> None:
+        if self._performer.failed(delivery, rollout_id, attempt, cause):
+            self._events.append(events.RolloutFailed(rollout_id=rollout_id, attempt=attempt, cause=cause))
+
+    def _step_done(self, rank: str, body: messages.StepDone) -> None:
+        done = self._steps_done.setdefault(body.step, {})
+        done[rank] = body
+        if len(done) < len(self._roster.ranks):
+            return
+        del self._steps_done[body.step]
+        metrics = self._recorder.step(done[self._roster.ranks[0]], self._core.counts())
+        log.info(
+            "step %d: reward %.3f, loss %.4f", body.step, metrics.get("reward/mean", float("nan")), metrics.get("loss", 0.0)
+        )
+        self._events.append(events.StepDone(step=body.step))

@@ -1,0 +1,290 @@
+"""What the orchestrator writes down: rows of the run directory, the status file, the summary. Reads clocks, decides nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+import orjson
+
+from telescope.flow import commands
+from telescope.flow.counts import Counts
+from telescope.maths.summaries import gini, group_mean, max_median_ratio, summary
+from telescope.orchestrator.batch import Batch
+from telescope.orchestrator.shelf import Scored
+from telescope.orchestrator.updates import WeightUpdate
+from telescope.records import RolloutOrder
+from telescope.runlog.layout import RunDirectory, write_atomically
+from telescope.runlog.mirror import WandbMirror
+from telescope.runlog.writer import RunLog
+from telescope.wire.messages import RolloutDone, StepDone
+
+STEPS_AT_EACH_END = 5
+PACE_STEPS = 10
+
+
+@dataclass
+class Tally:
+    """Rollouts scored since the last batch closed: the unbiased view of the policy (equal-reward groups included)."""
+
+    rewards: list[float] = field(default_factory=list)
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+    prompt_tokens: int = 0
+    completion_tokens: list[int] = field(default_factory=list)
+    truncated: int = 0
+
+    def add(self, done: RolloutDone) -> None:
+        self.rewards.append(done.reward)
+        for name, value in done.metrics.items():
+            self.metrics.setdefault(name, []).append(value)
+        self.prompt_tokens += done.prompt_tokens
+        self.completion_tokens.append(done.completion_tokens)
+        self.truncated += done.finish_reason == "length"
+
+    def metrics_of_all(self) -> dict[str, float]:
+        """Metrics `reward/…`, `sample/…` and `rollouts/…` of the tally; empty where nothing was scored."""
+        if not self.rewards:
+            return {}
+        metrics = {f"reward/{name}": value for name, value in summary(self.rewards).items()}
+        for name, values in self.metrics.items():
+            metrics[f"sample/{name}"] = float(np.mean(values))
+        metrics |= {f"rollouts/completion_tokens/{name}": value for name, value in summary(self.completion_tokens).items()}
+        metrics["rollouts/prompt_tokens/mean"] = self.prompt_tokens / len(self.rewards)
+        metrics["rollouts/stop_reason_length_pct"] = 100.0 * self.truncated / len(self.rewards)
+        metrics["rollouts/scored"] = float(len(self.rewards))
+        return metrics
+
+
+class Recorder:
+    """The orchestrator's hand on the run directory."""
+
+    def __init__(self, run: RunDirectory, log: RunLog, mirror: WandbMirror | None, number_of_steps: int) -> None:
+        self._run, self._log, self._mirror, self._steps = run, log, mirror, number_of_steps
+        self._tally = Tally()
+        self._closing: dict[int, tuple[Batch, dict[str, float]]] = {}
+        self.history: list[dict[str, float]] = []
+        self.tokens: Counter[str] = Counter()
+        self.seconds: dict[str, float] = {}
+        self.step_ended = time.monotonic()
+        self._step_ends: list[float] = []
+
+    # ---- rollouts and groups -----------------------------------------------------------------------------------------
+
+    def scored(self, rollout: Scored, worker: str, safe: Callable[[], None], *, counts: bool) -> None:
+        """Write a rollout; `safe` runs on the event loop once it is on disk. `counts`: the core has not given it up."""
+        if counts:
+            self._tally.add(rollout.done)
+        self.tokens["prompt"] += rollout.done.prompt_tokens
+        self.tokens["completion"] += rollout.done.completion_tokens
+        loop = asyncio.get_running_loop()
+        row = {**_rollout_row(rollout, worker), "status": "scored" if counts else "ignored"}
+        self._log.append("rollouts", row, lambda: _schedule(loop, safe))
+
+    def failed(self, order: RolloutOrder, worker: str, cause: str) -> None:
+        self._log.append("rollouts", {**_order_row(order), "status": "error", "cause": cause, "worker": worker})
+
+    def group(self, command: commands.GroupState) -> None:
+        self._log.append(
+            "groups",
+            {
+                "group_id": command.group_id,
+                "state": command.state,
+                "reason": command.reason,
+                "version": command.version,
+            },
+        )
+
+    def turn(self, row: Mapping[str, Any]) -> None:
+        self._log.append("turns", row)
+
+    def alert(self, level: str, source: str, message: str) -> None:
+        self._log.append("alerts", {"level": level, "source": source, "message": message})
+
+    # ---- steps and weights -------------------------------------------------------------------------------------------
+
+    def batch(self, batch: Batch) -> None:
+        """A batch has been cut: write it, and close the tally that led to it."""
+        self._closing[batch.command.step] = (batch, self._tally.metrics_of_all())
+        self._tally = Tally()
+        self._log.append(
+            "batches",
+            {
+                "step": batch.command.step,
+                "group_ids": list(batch.command.group_ids),
+                "baseline_group_ids": list(batch.command.baseline_group_ids),
+                "rollout_ids": [rollout.order.rollout_id for rollout in batch.rollouts],
+                "advantages": batch.advantages.tolist(),
+                "lag_versions": [int(batch.command.step - 1 - rollout.versions().min(initial=0)) for rollout in batch.rollouts],
+                "tokens": sum(rollout.tokens for rollout in batch.rollouts),
+                "trained_tokens": batch.denominators.tokens,
+            },
+        )
+
+    def step(self, done: StepDone, counts: Counts) -> dict[str, float]:
+        """All ranks are through with a step: its metrics, rank 0's already reduced over the ranks."""
+        batch, metrics = self._closing.pop(done.step)
+        now = time.monotonic()
+        seconds = now - self.step_ended
+        self.step_ended = now
+        self._step_ends.append(now)
+        tokens = sum(rollout.tokens for rollout in batch.rollouts)
+        metrics |= dict(done.metrics) | done.timings
+        numbers = msgspec.structs.asdict(counts).items()
+        metrics |= {f"flow/{name}": float(value) for name, value in numbers if isinstance(value, int | float)}
+        metrics |= _of_groups(batch)
+        metrics |= {"staleness_mean": float(batch.lags.mean()), "staleness_max": float(batch.lags.max())}
+        metrics |= {"timing_step_total": seconds, "tokens": float(tokens), "tokens_per_s": tokens / max(seconds, 1e-9)}
+        for name, value in done.timings.items():
+            if not name.endswith("_mean"):
+                self.seconds[name] = self.seconds.get(name, 0.0) + value
+        self.history.append(metrics)
+        self._log.append("step_metrics", {"step": done.step, "metrics": metrics})
+        if self._mirror is not None:
+            self._mirror.log(done.step, metrics)
+        return metrics
+
+    def weights(self, update: WeightUpdate, phase: str, server: str = "", pause_s: float = 0.0) -> None:
+        self._log.append(
+            "weights",
+            {
+                "version": update.version,
+                "server": server,
+                "phase": phase,
+                "ended_ns": time.time_ns(),
+                "nbytes": update.manifest.nbytes if update.manifest else 0,
+                "checksum": update.manifest.checksum if update.manifest else "",
+                "pause_s": pause_s,
+                "cause": update.cause,
+            },
+        )
+
+    # ---- status and summary ------------------------------------------------------------------------------------------
+
+    def status(self, fields: Mapping[str, Any]) -> None:
+        latest = self.history[-1] if self.history else {}
+        status = {
+            "steps": self._steps,
+            "step": len(self.history),
+            "reward": latest.get("reward/mean"),
+            "exact": latest.get("sample/exact"),
+            "tokens_per_s": latest.get("tokens_per_s"),
+            "lag": latest.get("staleness_mean"),
+            **fields,
+        }
+        text = orjson.dumps(status, option=orjson.OPT_SERIALIZE_NUMPY).decode()
+        write_atomically(self._run.status_json, text, durable=False)
+
+    def eta_s(self) -> float | None:
+        """Seconds to go at the pace of the last steps; None before the second step."""
+        if len(self._step_ends) < 2:
+            return None
+        recent = self._step_ends[-PACE_STEPS:]
+        return (recent[-1] - recent[0]) / (len(recent) - 1) * (self._steps - len(self.history))
+
+    def finish(self, counts: Counts, fields: Mapping[str, Any]) -> None:
+        """Write summary.json: what the run did, in one page."""
+        if len(self._step_ends) > 1:
+            self.seconds["training"] = self._step_ends[-1] - self._step_ends[0]
+        summary = {
+            "steps": len(self.history),
+            "reward_mean_first": self._mean("reward/mean", slice(None, STEPS_AT_EACH_END)),
+            "reward_mean_last": self._mean("reward/mean", slice(-STEPS_AT_EACH_END, None)),
+            "exact_first": self._mean("sample/exact", slice(None, STEPS_AT_EACH_END)),
+            "exact_last": self._mean("sample/exact", slice(-STEPS_AT_EACH_END, None)),
+            "rollouts": {
+                "generated": counts.rollouts_generated,
+                "trained": counts.rollouts_trained,
+                "discarded": counts.rollouts_discarded,
+                "cancelled": counts.rollouts_cancelled,
+                "failed": counts.rollouts_failed,
+                "retried": counts.rollouts_retried,
+            },
+            "groups": {state: number for state, number in counts.groups_by_state.items() if number},
+            "reasons": counts.reasons,
+            "age": {"mean": counts.age_mean, "max": counts.age_max},
+            "tokens": {
+                **self.tokens,
+                "trained": counts.tokens_trained,
+                "discarded": counts.tokens_discarded,
+                "lost": counts.tokens_lost,
+            },
+            "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
+            "log": {
+                "rows_dropped": self._log.counters.dropped,
+                "rows_unlogged": self._log.counters.unlogged,
+            },
+            **fields,
+        }
+        text = orjson.dumps(summary, option=orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY).decode()
+        write_atomically(self._run.summary_json, text + "\n")
+
+    def _mean(self, name: str, steps: slice) -> float | None:
+        values = [metrics[name] for metrics in self.history[steps] if name in metrics]
+        return float(np.mean(values)) if values else None
+
+
+def _schedule(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    """From the log's thread to the loop; a loop that has ended needs no more acknowledgements."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(call)
+
+
+def _of_groups(batch: Batch) -> dict[str, float]:
+    """How unequal the trained groups are within themselves, in length and in reward."""
+    groups = [rollout.order.group_id for rollout in batch.rollouts]
+    rewards = [rollout.done.reward for rollout in batch.rollouts]
+    lengths = [rollout.done.completion_tokens for rollout in batch.rollouts]
+    measured = {
+        "reward/group_gini_mean": group_mean(gini, rewards, groups),
+        "group_length_gini_mean": group_mean(gini, lengths, groups),
+        "group_length_max_median_ratio_mean": group_mean(max_median_ratio, lengths, groups),
+    }
+    return {
+        "reward/trained_mean": float(np.mean(rewards)),
+        "rollouts/trained_completion_tokens/mean": float(np.mean(lengths)),
+        **{name: value for name, value in measured.items() if value is not None},
+    }
+
+
+def _order_row(order: RolloutOrder) -> dict[str, Any]:
+    return {
+        "rollout_id": order.rollout_id,
+        "attempt": order.attempt,
+        "group_id": order.group_id,
+        "sample": order.sample,
+        "environment": order.prompt.environment,
+        "split": order.prompt.split,
+        "index": order.prompt.index,
+        "seed": order.seed,
+    }
+
+
+def _rollout_row(rollout: Scored, worker: str) -> dict[str, Any]:
+    done, versions = rollout.done, rollout.versions()
+    sampled = np.concatenate([branch.logprobs[branch.mask.astype(bool)] for branch in rollout.branches])
+    return {
+        **_order_row(rollout.order),
+        "reward": done.reward,
+        "metrics": done.metrics,
+        "prompt_tokens": done.prompt_tokens,
+        "completion_tokens": done.completion_tokens,
+        "turns": done.turns,
+        "finish_reason": done.finish_reason,
+        "version_first": int(versions.min(initial=np.iinfo(np.int32).max)) if len(versions) else None,
+        "version_last": int(versions.max(initial=-1)) if len(versions) else None,
+        "logprob_mean": float(sampled.mean()) if len(sampled) else None,
+        "worker": worker,
+        "started_ns": done.started_ns,
+        "generated_ns": done.generated_ns,
+        "scored_ns": done.scored_ns,
+        "prompt": done.prompt_text,
+        "completion": done.completion_text,
+        "golden_answer": done.golden_answer,
+    }

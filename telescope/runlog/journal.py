@@ -1,0 +1,48 @@
+"""The core's events on disk, one line each, before their commands are performed.
+
+A journal that can't be written ends the run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+
+class JournalError(RuntimeError):
+    """The journal cannot be written; going on would make the run unexplainable and impossible to resume."""
+
+
+class Journal:
+    """Append-only file of lines, owned by one process."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
+        except OSError as error:
+            raise JournalError(_sentence(path, error)) from error
+
+    def append(self, line: bytes) -> None:
+        """Write one line (its newline is added here); safe from SIGKILL when this returns."""
+        view = memoryview(line + b"\n")
+        try:
+            while view:
+                view = view[os.write(self._descriptor, view) :]
+        except OSError as error:
+            raise JournalError(_sentence(self.path, error)) from error
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def journal_lines(path: Path) -> Iterator[bytes]:
+    """Whole lines of a journal, without their newline. A torn last line is legal and left out."""
+    with path.open("rb") as file:
+        yield from (line[:-1] for line in file if line.endswith(b"\n"))
+
+
+def _sentence(path: Path, error: OSError) -> str:
+    return f"the journal {path} cannot be written ({error.strerror}): free disk space or mend permissions, then start again"

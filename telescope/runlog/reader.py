@@ -1,0 +1,44 @@
+"""Rows of a run directory, sealed or live, each once: the reader for tests, summaries and every tool that looks at a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from telescope.runlog.layout import RunDirectory
+from telescope.runlog.schema import COMMON, STREAMS
+from telescope.runlog.sealing import segment_rows
+
+
+def rows(run: RunDirectory, stream: str) -> list[dict[str, Any]]:
+    """All rows of a stream, by writer and `seq`. Safe while the run writes; a row sealed and still live counts once."""
+    found: dict[tuple[str, int], dict[str, Any]] = {}
+    for writer, row in _all_rows(run, stream):
+        found[writer, row["seq"]] = row
+    return [found[key] for key in sorted(found)]
+
+
+def _all_rows(run: RunDirectory, stream: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    # live first: a segment sealed between the two looks is then found as a block
+    for segment in sorted((run.path / "live").glob(f"*/{stream}-*.jsonl")):
+        try:
+            yield from ((segment.parent.name, row) for row in segment_rows(segment))
+        except FileNotFoundError:
+            continue
+    for block in sorted((run.path / "blocks" / stream).glob("*.parquet")):
+        writer = block.stem.rsplit("-", 1)[0]
+        yield from ((writer, row) for row in _block_rows(block, stream))
+
+
+def _block_rows(block: Path, stream: str) -> Iterator[dict[str, Any]]:
+    import pyarrow.parquet as pq
+
+    nested = [name for name, kind in {**COMMON, **STREAMS[stream].columns}.items() if kind == "json"]
+    for row in pq.read_table(block).to_pylist():
+        for name in nested:
+            if row[name] is not None:
+                row[name] = orjson.loads(row[name])
+        yield {name: value for name, value in row.items() if value is not None}

@@ -1,0 +1,114 @@
+"""The streams of a run directory and their columns: the one source for writer, sealer and reader.
+
+A row is a flat mapping. `json` columns hold small nested values as JSON text once sealed. A floating NaN or infinity is stored
+as null and its column named in `not_finite`. Every row also carries the columns of `COMMON`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["int", "float", "str", "bool", "json"]
+
+COMMON: dict[str, Kind] = {
+    "seq": "int",  # the writer's row number: a reader that meets a row twice knows it
+    "time_ns": "int",  # wall clock
+    "mono_ns": "int",  # the writer's monotonic clock
+    "not_finite": "json",  # names of columns whose value was NaN or infinite
+}
+
+
+@dataclass(frozen=True)
+class Stream:
+    """One kind of row. Rows of a `droppable` stream may be lost under pressure, and are then counted."""
+
+    name: str
+    columns: dict[str, Kind]
+    droppable: bool = False
+
+
+STREAMS: dict[str, Stream] = {
+    stream.name: stream
+    for stream in (
+        Stream(
+            "rollouts",
+            {
+                "rollout_id": "int",
+                "attempt": "int",
+                "group_id": "int",
+                "sample": "int",
+                "environment": "str",
+                "split": "str",
+                "index": "int",
+                "seed": "int",
+                "status": "str",  # scored | error; what became of its group stands in `groups`
+                "cause": "str",
+                "reward": "float",
+                "metrics": "json",
+                "prompt_tokens": "int",
+                "completion_tokens": "int",
+                "turns": "int",
+                "finish_reason": "str",
+                "version_first": "int",
+                "version_last": "int",
+                "logprob_mean": "float",
+                "worker": "str",
+                "started_ns": "int",
+                "generated_ns": "int",
+                "scored_ns": "int",
+                "prompt": "str",
+                "completion": "str",
+                "golden_answer": "str",
+            },
+        ),
+        Stream("groups", {"group_id": "int", "state": "str", "reason": "str", "version": "int"}),
+        Stream(
+            "batches",
+            {
+                "step": "int",
+                "group_ids": "json",
+                "baseline_group_ids": "json",
+                "rollout_ids": "json",
+                "advantages": "json",
+                "lag_versions": "json",
+                "tokens": "int",
+                "trained_tokens": "int",
+            },
+        ),
+        Stream("step_metrics", {"step": "int", "metrics": "json"}),
+        Stream(
+            "weights",
+            {
+                "version": "int",
+                "server": "str",  # empty: the whole update
+                "phase": "str",  # published | prepared | committed | failed
+                "started_ns": "int",
+                "ended_ns": "int",
+                "nbytes": "int",
+                "pause_s": "float",
+                "checksum": "str",
+                "cause": "str",
+            },
+        ),
+        Stream(
+            "turns",
+            {
+                "request_id": "str",
+                "rollout_id": "int",
+                "turn": "int",
+                "server": "str",
+                "prompt_tokens": "int",
+                "completion_tokens": "int",
+                "cached_tokens": "int",
+                "finish_reason": "str",
+                "placed_ns": "int",
+                "done_ns": "int",
+                "queued_s": "float",
+                "generated_s": "float",
+            },
+            droppable=True,
+        ),
+        Stream("alerts", {"level": "str", "source": "str", "message": "str"}),
+    )
+}

@@ -1,0 +1,196 @@
+"""Rows into live segments, segments into sealed blocks: one background thread, one writer name, no row lost in silence.
+
+`append` costs the caller one queue entry. A row is on disk when `write()` has returned (it survives SIGKILL, not power loss);
+only then is its `written` callback called. A full disk does not stop a run: rows are counted as unlogged, alerted, and
+called written. Refuses to know what rows mean (schema.py does) and where files lie (layout.py does).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from telescope.runlog.layout import RunDirectory
+from telescope.runlog.schema import STREAMS
+from telescope.runlog.sealing import seal
+
+log = logging.getLogger(__name__)
+
+ROWS_PER_BLOCK = 20_000
+SECONDS_PER_BLOCK = 1800.0
+QUEUE_ROWS = 65_536
+FLUSH_S = 0.2
+STALL_S = 30.0
+
+Written = Callable[[], None]
+
+
+class RunLogStalled(RuntimeError):
+    """The disk has taken no row for `STALL_S` seconds and the queue is full."""
+
+
+@dataclass
+class Counters:
+    rows: int = 0
+    dropped: int = 0
+    unlogged: int = 0
+    sealed_blocks: int = 0
+
+
+@dataclass
+class _Segment:
+    number: int
+    descriptor: int
+    opened: float
+    rows: int = 0
+    torn: bool = False
+
+
+@dataclass
+class _Entry:
+    stream: str
+    row: dict[str, Any]
+    written: Written | None
+
+
+@dataclass
+class RunLog:
+    """Writes the streams of one writer, e.g. `orchestrator`."""
+
+    run: RunDirectory
+    writer: str
+    rows_per_block: int = ROWS_PER_BLOCK
+    seconds_per_block: float = SECONDS_PER_BLOCK
+    counters: Counters = field(default_factory=Counters)
+
+    def __post_init__(self) -> None:
+        self._queue: queue.Queue[_Entry | None] = queue.Queue(maxsize=QUEUE_ROWS)
+        self._segments: dict[str, _Segment] = {}
+        self._numbers: dict[str, int] = {}
+        self._seq = 0
+        self._disk_is_full = False
+        self._thread = threading.Thread(target=self._work, name=f"runlog-{self.writer}", daemon=True)
+        self._thread.start()
+
+    def append(self, stream: str, row: Mapping[str, Any], written: Written | None = None) -> None:
+        """Queue a row. `written` is called from the writer's thread once the row is safe (or counted as unlogged)."""
+        definition = STREAMS[stream]
+        unknown = row.keys() - definition.columns.keys()
+        if unknown:
+            raise KeyError(f"stream {stream} has no column {sorted(unknown)}; add it to telescope/runlog/schema.py")
+        self._seq += 1
+        full = {"seq": self._seq, "time_ns": time.time_ns(), "mono_ns": time.monotonic_ns(), **row}
+        entry = _Entry(stream, full, written)
+        try:
+            self._queue.put(entry, block=not definition.droppable, timeout=STALL_S)
+        except queue.Full:
+            if not definition.droppable:
+                raise RunLogStalled(f"the disk under {self.run.path} has taken no row for {STALL_S:.0f} s") from None
+            self.counters.dropped += 1
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """Write what is queued, seal every segment, end the thread."""
+        self._queue.put(None, timeout=STALL_S)
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            log.warning("the run log was still sealing after %.0f s; its live segments stay readable", timeout_s)
+
+    # ---- the writer's thread -----------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        open_for_rows = True
+        while open_for_rows:
+            batch, open_for_rows = self._drain()
+            self._write(batch)
+            for stream in [name for name, segment in self._segments.items() if self._is_due(segment)]:
+                self._seal(stream)
+        for stream in list(self._segments):
+            self._seal(stream)
+
+    def _drain(self) -> tuple[list[_Entry], bool]:
+        """What has queued up since the last write, waiting up to FLUSH_S for the first row."""
+        batch: list[_Entry] = []
+        try:
+            entry = self._queue.get(timeout=FLUSH_S)
+            while entry is not None:
+                batch.append(entry)
+                entry = self._queue.get_nowait()
+        except queue.Empty:
+            return batch, True
+        return batch, False
+
+    def _write(self, batch: list[_Entry]) -> None:
+        by_stream: dict[str, list[_Entry]] = {}
+        for entry in batch:
+            by_stream.setdefault(entry.stream, []).append(entry)
+        for stream, entries in by_stream.items():
+            lines = b"".join(_line(entry.row) for entry in entries)
+            if self._write_lines(stream, lines, len(entries)):
+                self.counters.rows += len(entries)
+            else:
+                self.counters.unlogged += len(entries)
+        for entry in batch:
+            if entry.written is not None:
+                entry.written()
+
+    def _write_lines(self, stream: str, lines: bytes, rows: int) -> bool:
+        try:
+            segment = self._segments.get(stream) or self._open(stream)
+            if segment.torn:
+                lines = b"\n" + lines
+            view = memoryview(lines)
+            segment.torn = True
+            while view:
+                view = view[os.write(segment.descriptor, view) :]
+            segment.torn = False
+            segment.rows += rows
+        except OSError as error:
+            if not self._disk_is_full:
+                log.error(
+                    "rows of %s cannot be written (%s): training goes on, the rows are counted as unlogged", stream, error
+                )
+            self._disk_is_full = True
+            return False
+        if self._disk_is_full:
+            log.warning("rows can be written again; %d were lost", self.counters.unlogged)
+        self._disk_is_full = False
+        return True
+
+    def _open(self, stream: str) -> _Segment:
+        number = self._numbers.get(stream, 0)
+        path = self.run.live(self.writer, stream, number)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
+        self._segments[stream] = _Segment(number, descriptor, time.monotonic())
+        return self._segments[stream]
+
+    def _is_due(self, segment: _Segment) -> bool:
+        old = time.monotonic() - segment.opened > self.seconds_per_block and segment.rows > 0
+        return old or segment.rows >= self.rows_per_block
+
+    def _seal(self, stream: str) -> None:
+        """Turn the stream's segment into a block. A block that can't be written leaves its segment, which stays readable."""
+        segment = self._segments.pop(stream)
+        self._numbers[stream] = segment.number + 1
+        os.close(segment.descriptor)
+        try:
+            seal(self.run, self.writer, STREAMS[stream], segment.number)
+            self.counters.sealed_blocks += 1
+        except OSError as error:
+            log.error("segment %d of %s stays unsealed (%s); it is still readable", segment.number, stream, error)
+
+
+def _line(row: dict[str, Any]) -> bytes:
+    broken = [name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
+    if broken:
+        row = {**row, "not_finite": broken}
+    return orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY)

@@ -1,0 +1,143 @@
+"""What a worker must know before it may say hello: its environments, their cards, and whether their prompts fit.
+
+Every failure here is one sentence that names `environments.<label>` and the file, because the code is the user's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import logging
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from telescope.config import plugins
+from telescope.config.run import RunConfig
+from telescope.environments.base import Environment, Prompt
+from telescope.environments.template import ChatTemplate
+from telescope.records import EnvironmentCard, PromptRef
+
+log = logging.getLogger(__name__)
+
+SAMPLE = 256
+"""Prompts of a split that the digest and the length check read; a split of no more is read whole."""
+
+
+class EnvironmentBroken(RuntimeError):
+    """An environment that can't be loaded; the message names its entry and its file."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """One entry of `environments`, ready to play."""
+
+    label: str
+    environment: Environment
+    prompts: dict[str, Sequence[Prompt]]
+    card: EnvironmentCard
+
+    def prompt(self, reference: PromptRef) -> Prompt:
+        """Raises `KeyError` or `IndexError` for a prompt that does not exist."""
+        return self.prompts[reference.split][reference.index]
+
+
+def load_environments(config: RunConfig) -> dict[str, Loaded]:
+    """All environments of the run by label. Raises `EnvironmentBroken`."""
+    return {label: _load(config, label) for label in config.environments}
+
+
+def _load(config: RunConfig, label: str) -> Loaded:
+    entry = config.environments[label]
+    place = f"environments.{label} (environment '{entry.name}')"
+    try:
+        kind = plugins.load(plugins.ENVIRONMENTS, entry.name, config.plugin_path)
+    except plugins.PluginError as error:  # a whole sentence with the file in it
+        raise EnvironmentBroken(f"environments.{label}: {error}") from error
+    place = f"{place} in {inspect.getfile(kind)}"
+    try:
+        environment = config.environment(label)
+        prompts = {split: environment.prompts(split) for split in environment.splits}
+        if not prompts.get("train"):
+            raise ValueError("it has no prompts in its train split")
+        return Loaded(label, environment, prompts, make_card(label, environment, prompts))
+    except ValidationError as error:
+        first = error.errors()[0]
+        setting = ".".join(map(str, first["loc"]))
+        raise EnvironmentBroken(f"{place} refuses its settings: {setting or 'kwargs'}: {first['msg']}") from error
+    except Exception as error:  # noqa: BLE001 - a user's file may raise anything; it becomes a sentence with its place
+        raise EnvironmentBroken(f"{place} can't be loaded: {describe(error)}") from error
+
+
+def make_card(label: str, environment: Environment, prompts: dict[str, Sequence[Prompt]]) -> EnvironmentCard:
+    """Sizes, and a digest over settings and prompts: all of them up to `SAMPLE`, else `SAMPLE` spread over the split."""
+    hashed = hashlib.sha256()
+    # By their JSON, so that secrets are hashed as the stars they are shown as.
+    _feed(hashed, [type(environment).__name__, environment.model_dump(mode="json")])
+    for split, sequence in prompts.items():
+        _feed(hashed, [split, len(sequence)])
+        for prompt in sampled(sequence):
+            _feed(hashed, [[dict(turn) for turn in prompt.turns], prompt.answer, dict(prompt.facts)])
+    sizes = {split: len(sequence) for split, sequence in prompts.items()}
+    return EnvironmentCard(label, sizes, hashed.hexdigest()[:16])
+
+
+def sampled(prompts: Sequence[Prompt]) -> Iterator[Prompt]:
+    """All prompts of a small split; of a larger one `SAMPLE` at equal distances, the first and the last among them."""
+    size = len(prompts)
+    if size <= SAMPLE:
+        yield from (prompts[index] for index in range(size))
+    else:
+        yield from (prompts[at * (size - 1) // (SAMPLE - 1)] for at in range(SAMPLE))
+
+
+def check_lengths(loaded: Loaded, template: ChatTemplate, max_prompt_tokens: int) -> int:
+    """How many of the sampled train prompts are too long for the model; logged. Raises `EnvironmentBroken` if all are."""
+    prompts = list(sampled(loaded.prompts["train"]))
+    try:
+        lengths = [len(template.render(prompt.turns).ids) for prompt in prompts]
+    except Exception as error:  # noqa: BLE001 - a user's prompts in a model's template
+        raise EnvironmentBroken(
+            f"environments.{loaded.label}: its prompts can't be rendered for the model: {describe(error)}"
+        ) from error
+    too_long = sum(length > max_prompt_tokens for length in lengths)
+    if too_long == len(prompts):
+        raise EnvironmentBroken(
+            f"environments.{loaded.label}: each of the {len(prompts)} train prompts looked at is longer than the "
+            f"{max_prompt_tokens} tokens that inference.max_model_len - rollout.max_tokens leaves (shortest: "
+            f"{min(lengths)}): raise inference.max_model_len or lower rollout.max_tokens"
+        )
+    if too_long:
+        log.warning(
+            "environments.%s: %d of %d train prompts looked at are longer than %d tokens; their rollouts will fail",
+            loaded.label, too_long, len(prompts), max_prompt_tokens,
+        )  # fmt: skip
+    return too_long
+
+
+def describe(error: BaseException) -> str:
+    """`KeyError: 'target' (my_task.py line 41)`: what was raised and the last line of a user's file that it came through."""
+    text = str(error).strip().splitlines()
+    words = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(Path(frame.filename))]
+    return f"{words} ({frames[-1].filename} line {frames[-1].lineno})" if frames else words
+
+
+def _is_users(path: Path) -> bool:
+    """Whether a file may hold an environment: one of ours, or neither Telescope's own nor a library's."""
+    package = Path(__file__).resolve().parent.parent
+    if path.is_relative_to(package):
+        return path.is_relative_to(package / "environments")
+    return "site-packages" not in path.parts and not path.is_relative_to(Path(inspect.__file__).parent) and path.is_file()
+
+
+def _feed(hashed: Any, value: Any) -> None:
+    # Objects that JSON has no form for count by their type: their text may hold an address that differs everywhere.
+    text = json.dumps(value, sort_keys=True, default=lambda other: f"<{type(other).__qualname__}>", separators=(",", ":"))
+    hashed.update(text.encode())
+    hashed.update(b"\x00")

@@ -1,0 +1,136 @@
+"""One rollout from its order to its answer: RolloutDone with token arrays, or RolloutFailed with a cause.
+
+Owns the line between a score and a failure: whatever goes wrong (the environment raises, time runs out, a reward is not a
+finite number, the server fails) is a RolloutFailed, never a reward of 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from numbers import Real
+
+import numpy as np
+
+from telescope.environments.base import Prompt, Reward
+from telescope.environments.chat import Recording, Sampled, TokenChat
+from telescope.environments.draws import Draws
+from telescope.environments.template import ChatTemplate
+from telescope.records import RolloutOrder, Sampling
+from telescope.wire.messages import RolloutDone, RolloutFailed
+from telescope.workers.load import Loaded, describe
+
+Arrays = tuple[np.ndarray, ...]
+Ask = Callable[[RolloutOrder, int, np.ndarray, Sampling], Awaitable[Sampled]]
+"""Ask a server to answer turn t of an order: (order, turn, prompt ids, sampling)."""
+
+
+class BadReward(RuntimeError):
+    """What the environment returned is no usable reward."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    temperature: float
+    max_tokens: int
+    max_prompt_tokens: int
+    timeout_s: float
+
+
+class Turns:
+    """The `Sampler` of one rollout: same order, next turn, its own seed."""
+
+    def __init__(self, order: RolloutOrder, limits: Limits, ask: Ask) -> None:
+        self._order = order
+        self._limits = limits
+        self._ask = ask
+        self.waiting = False
+
+    async def sample(self, ids: np.ndarray, turn: int) -> Sampled:
+        sampling = Sampling(self._limits.temperature, self._limits.max_tokens, turn_seed(self._order.seed, turn))
+        self.waiting = True
+        try:
+            return await self._ask(self._order, turn, ids, sampling)
+        finally:
+            self.waiting = False
+
+
+def turn_seed(seed: int, turn: int) -> int:
+    """The order's seed for its first answer; later answers draw on, so that two turns don't share their noise."""
+    return seed if turn == 0 else Draws("turn", seed, turn).below(2**31)
+
+
+async def play(
+    order: RolloutOrder, loaded: Loaded, template: ChatTemplate, limits: Limits, ask: Ask
+) -> tuple[RolloutDone | RolloutFailed, Arrays]:
+    """Play the order. Raises nothing but cancellation: every failure becomes a RolloutFailed."""
+    started_ns = time.time_ns()
+    turns = Turns(order, limits, ask)
+    chat = TokenChat(template, turns, limits.max_prompt_tokens)
+    try:
+        async with asyncio.timeout(limits.timeout_s) as clock:
+            prompt = loaded.prompt(order.prompt)
+            reward = check_reward(await loaded.environment.play(prompt, chat))
+        recording = chat.recording()
+    except Exception as error:  # noqa: BLE001 - user code may raise anything; it is counted by its cause
+        cause = _timed_out(turns, limits) if clock.expired() else _cause(loaded.label, error, chat)
+        return RolloutFailed(order.rollout_id, order.attempt, cause), ()
+    return _done(order, prompt, reward, recording, started_ns), _arrays(recording)
+
+
+def check_reward(reward: Reward) -> Reward:
+    """Raises `BadReward` unless the total and every metric is a finite number."""
+    if not isinstance(reward, Reward):
+        raise BadReward(f"play returned {type(reward).__name__}, not a Reward")
+    for name, value in (("total", reward.total), *reward.metrics.items()):
+        if not isinstance(value, Real) or not math.isfinite(value):
+            raise BadReward(f"the reward's {name} is {value!r}, not a finite number")
+    return reward
+
+
+def _timed_out(turns: Turns, limits: Limits) -> str:
+    where = "waiting for the policy's answer" if turns.waiting else "in the environment's own code"
+    return f"rollout.timeout_s={limits.timeout_s:g} ran out {where}"
+
+
+def _cause(label: str, error: Exception, chat: TokenChat) -> str:
+    if chat.failure is not None:  # the turn's failure comes first, whatever the environment made of it
+        return f"environments.{label}: {chat.failure}" if str(chat.failure) else describe(chat.failure)
+    return f"environments.{label}: {describe(error)}"
+
+
+def _done(order: RolloutOrder, prompt: Prompt, reward: Reward, recording: Recording, started_ns: int) -> RolloutDone:
+    return RolloutDone(
+        rollout_id=order.rollout_id,
+        attempt=order.attempt,
+        reward=float(reward.total),
+        metrics={str(name): float(value) for name, value in reward.metrics.items()},
+        branch_lengths=tuple(len(branch.ids) for branch in recording.branches),
+        prompt_tokens=recording.prompt_tokens,
+        completion_tokens=recording.completion_tokens,
+        turns=recording.turns,
+        finish_reason=recording.finish_reason,
+        prompt_text=recording.prompt_text,
+        completion_text=recording.completion_text,
+        golden_answer=reward.golden_answer or prompt.answer,
+        started_ns=started_ns,
+        generated_ns=recording.generated_ns,
+        scored_ns=time.time_ns(),
+    )
+
+
+def _arrays(recording: Recording) -> Arrays:
+    """ids, mask, logprobs, versions: all branches one after another."""
+    branches = recording.branches
+    if len(branches) == 1:
+        only = branches[0]
+        return only.ids, only.mask, only.logprobs, only.versions
+    return (
+        np.concatenate([branch.ids for branch in branches]),
+        np.concatenate([branch.mask for branch in branches]),
+        np.concatenate([branch.logprobs for branch in branches]),
+        np.concatenate([branch.versions for branch in branches]),
+    )

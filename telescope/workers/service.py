@@ -1,0 +1,197 @@
+"""The worker's one event loop: orders in, rollouts played side by side, answers out.
+
+    RunRollout ─▶ task: play ─▶ RolloutDone | RolloutFailed (answers the order: its credit goes back)
+                     │  ▲
+             Generate ▼  │ Completion | GenerateFailed
+
+Every order is answered exactly once, a cancelled one too. Refuses to know what a task is (environments) or how bytes travel
+(wire).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from telescope.environments.chat import ChatError, Sampled
+from telescope.environments.template import ChatTemplate
+from telescope.records import RolloutOrder, Sampling
+from telescope.wire.messages import (
+    Abort,
+    CancelRollout,
+    Completion,
+    Generate,
+    GenerateFailed,
+    RolloutDone,
+    RolloutFailed,
+    RunRollout,
+    Stop,
+)
+from telescope.workers.load import Loaded
+from telescope.workers.play import Limits, play
+from telescope.workers.threads import RewardThreads
+
+log = logging.getLogger(__name__)
+
+
+class GenerationFailed(ChatError):
+    """The server, or the way to it, failed to answer."""
+
+
+class WorkerHopeless(RuntimeError):
+    """This worker can score nothing any more; the message says why."""
+
+
+class Delivered(Protocol):
+    """What a link delivers (`telescope.wire.link.Delivery`)."""
+
+    @property
+    def body(self) -> Any: ...
+    @property
+    def arrays(self) -> Sequence[np.ndarray]: ...
+
+
+class WorkerLink(Protocol):
+    """The part of `telescope.wire.link.Link` that a worker uses."""
+
+    async def received(self) -> Any: ...
+    def send(self, body: Any, arrays: Sequence[np.ndarray] = (), answers: Any = None) -> int: ...
+    def progress(self, doing: str) -> None: ...
+
+
+class Service:
+    """Plays every order that the link delivers until the orchestrator says Stop."""
+
+    def __init__(
+        self, link: WorkerLink, name: str, environments: Mapping[str, Loaded], template: ChatTemplate, limits: Limits
+    ) -> None:
+        self._link = link
+        self._name = name
+        self._environments = environments
+        self._template = template
+        self._limits = limits
+        self._threads = RewardThreads(32)
+        self._rollouts: dict[tuple[int, int], asyncio.Task[None]] = {}
+        self._cancelled: dict[tuple[int, int], str] = {}
+        self._answers: dict[str, asyncio.Future[Sampled]] = {}
+        self._hopeless: asyncio.Future[None] | None = None
+
+    async def run(self) -> str:
+        """The reason of the Stop. Raises what the link raises, and `WorkerHopeless`."""
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(self._threads)
+        self._hopeless = loop.create_future()
+        receiving = asyncio.ensure_future(self._receive())
+        try:
+            await asyncio.wait((receiving, self._hopeless), return_when=asyncio.FIRST_COMPLETED)
+            if self._hopeless.done():
+                self._hopeless.result()
+            return receiving.result()
+        finally:
+            receiving.cancel()
+            self._hopeless.cancel()
+            for task in self._rollouts.values():
+                task.cancel()
+            await asyncio.gather(receiving, *self._rollouts.values(), return_exceptions=True)
+
+    async def _receive(self) -> str:
+        while True:
+            delivery = await self._link.received()
+            body = delivery.body
+            match body:
+                case RunRollout():
+                    self._start(delivery, body.order)
+                case CancelRollout():
+                    self._cancel(body)
+                case Completion() | GenerateFailed():
+                    self._answered(body, delivery.arrays)
+                case Stop():
+                    return body.reason
+                case _:
+                    log.warning("a %s is not for a worker; ignored", type(body).__name__)
+
+    def _start(self, delivery: Delivered, order: RolloutOrder) -> None:
+        key = (order.rollout_id, order.attempt)
+        task = asyncio.create_task(self._play(delivery, order), name=f"rollout {order.rollout_id}.{order.attempt}")
+        self._rollouts[key] = task
+        task.add_done_callback(lambda done: self._ended(key, done))
+
+    async def _play(self, delivery: Delivered, order: RolloutOrder) -> None:
+        loaded = self._environments.get(order.prompt.environment)
+        body: RolloutDone | RolloutFailed
+        arrays: Sequence[np.ndarray] = ()
+        try:
+            if loaded is None:
+                body = self._failed(order, f"this worker has no environment {order.prompt.environment!r}")
+            else:
+                body, arrays = await play(order, loaded, self._template, self._limits, self._ask)
+        except asyncio.CancelledError:
+            reason = self._cancelled.get((order.rollout_id, order.attempt))
+            if reason is None:  # the worker is leaving: the link's Goodbye answers for all
+                raise
+            body = self._failed(order, f"cancelled: {reason}")
+        if isinstance(body, RolloutFailed):
+            log.info("rollout %d attempt %d: %s", body.rollout_id, body.attempt, body.cause)
+        self._link.send(body, arrays, answers=delivery)
+        self._link.progress(f"playing {len(self._rollouts) - 1} rollouts")
+        self._look_for_hung_threads()
+
+    @staticmethod
+    def _failed(order: RolloutOrder, cause: str) -> RolloutFailed:
+        return RolloutFailed(order.rollout_id, order.attempt, cause)
+
+    def _ended(self, key: tuple[int, int], task: asyncio.Task[None]) -> None:
+        self._rollouts.pop(key, None)
+        self._cancelled.pop(key, None)
+        if not task.cancelled() and task.exception() is not None:
+            self._give_up(task.exception())
+
+    def _cancel(self, order: CancelRollout) -> None:
+        key = (order.rollout_id, order.attempt)
+        task = self._rollouts.get(key)
+        if task is not None:  # else its answer is on the way already
+            self._cancelled[key] = order.reason
+            task.cancel()
+
+    async def _ask(self, order: RolloutOrder, turn: int, ids: np.ndarray, sampling: Sampling) -> Sampled:
+        request_id = f"{self._name}/{order.rollout_id}.{order.attempt}.{turn}"
+        answer: asyncio.Future[Sampled] = asyncio.get_running_loop().create_future()
+        self._answers[request_id] = answer
+        try:
+            self._link.send(Generate(request_id, order.rollout_id, order.attempt, turn, sampling), (ids,))
+            return await answer
+        except asyncio.CancelledError:
+            if (order.rollout_id, order.attempt) not in self._cancelled:  # who cancels aborts the request as well
+                self._link.send(Abort(request_id))
+            raise
+        finally:
+            del self._answers[request_id]
+
+    def _answered(self, body: Completion | GenerateFailed, arrays: Sequence[np.ndarray]) -> None:
+        answer = self._answers.get(body.request_id)
+        if answer is None or answer.done():
+            return  # its rollout was cancelled or ran out of time
+        if isinstance(body, GenerateFailed):
+            answer.set_exception(GenerationFailed(f"generation failed: {body.cause}"))
+        elif len(arrays) != 3:
+            answer.set_exception(GenerationFailed(f"a completion came with {len(arrays)} arrays, not ids, log-probs, versions"))
+        else:
+            answer.set_result(Sampled(arrays[0], arrays[1], arrays[2], body.finish_reason))
+        self._link.progress(f"playing {len(self._rollouts)} rollouts")
+
+    def _look_for_hung_threads(self) -> None:
+        if self._threads.hung(self._limits.timeout_s) >= self._threads.size:
+            self._give_up(
+                WorkerHopeless(
+                    f"all {self._threads.size} threads for reward functions hang since rollout.timeout_s="
+                    f"{self._limits.timeout_s:g}: give the environment's reward a time limit of its own"
+                )
+            )
+
+    def _give_up(self, error: BaseException | None) -> None:
+        if self._hopeless is not None and not self._hopeless.done() and error is not None:
+            self._hopeless.set_exception(error)

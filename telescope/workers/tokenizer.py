@@ -1,0 +1,51 @@
+"""Load the model's tokenizer and what ends its answers. The only file of the workers that imports transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from telescope.config.parts import ModelSettings
+from telescope.environments.template import ChatTemplate
+
+
+class TokenizerError(RuntimeError):
+    """The tokenizer can't be loaded or used; the message names the setting."""
+
+
+def load_template(model: ModelSettings, path: str) -> ChatTemplate:
+    """The chat template of `path`, a folder or a Hugging Face id. Raises `TokenizerError`."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise TokenizerError(f"model.name={model.name}: its tokenizer can't be loaded: {first_line(error)}") from error
+    if model.chat_template is None and not tokenizer.chat_template:
+        raise TokenizerError(
+            f"model.name={model.name} has no chat template (a base model?): give one as model.chat_template, in Jinja"
+        )
+    if tokenizer.eos_token_id is None:
+        raise TokenizerError(f"model.name={model.name}: its tokenizer names no end-of-sequence token")
+    return ChatTemplate(
+        tokenizer,
+        _eos_ids(tokenizer.eos_token_id, path),
+        chat_template=model.chat_template,
+        enable_thinking=model.enable_thinking,
+    )
+
+
+def _eos_ids(own: int, path: str) -> list[int]:
+    """The tokenizer's end token first, then those of the generation config, which vLLM stops at as well."""
+    from transformers import GenerationConfig
+
+    try:
+        listed = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:  # many models have no generation config
+        listed = None
+    more = [listed] if isinstance(listed, int) else list(listed or [])
+    return list(dict.fromkeys([own, *more]))
+
+
+def first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

@@ -1,0 +1,91 @@
+"""The chunked log-probs are those of the plain computation, and so are their gradients."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from telescope.backends.common.logprobs import logprobs
+
+
+def plain(hidden, weight, targets, temperature):
+    logp = torch.log_softmax((hidden.float() @ weight.float().t()) / temperature, dim=-1)
+    return logp.gather(1, targets[:, None]).squeeze(1), -(logp.exp() * logp).sum(-1)
+
+
+def case(tokens=11, width=8, vocabulary=13, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(5)
+    hidden = torch.randn(tokens, width, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(vocabulary, width, generator=generator).to(dtype).requires_grad_()
+    return hidden, weight, torch.randint(vocabulary, (tokens,), generator=generator)
+
+
+def test_two_even_logits_give_log_half_and_one_bit_of_entropy():
+    logprob, entropy = logprobs(torch.ones(1, 1), torch.zeros(2, 1), torch.tensor([1]), 1.0, 4)
+    assert logprob.item() == pytest.approx(-math.log(2), abs=1e-7)
+    assert entropy.item() == pytest.approx(math.log(2), abs=1e-7)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("chunk", [1, 4, 11, 100])
+def test_values_and_gradients_of_any_chunk_are_the_plain_ones(temperature, chunk):
+    hidden, weight, targets = case()
+    upstream = torch.randn(2, 11, generator=torch.Generator().manual_seed(6))
+    results = []
+    for function in (plain, lambda *given: logprobs(*given, chunk)):
+        logprob, entropy = function(hidden, weight, targets, temperature)
+        loss = (logprob * upstream[0]).sum() + (entropy * upstream[1]).sum()
+        results.append((logprob, entropy, *torch.autograd.grad(loss, (hidden, weight))))
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6)
+
+
+def test_a_loss_of_logprobs_alone_and_one_of_entropy_alone_have_the_plain_gradients():
+    hidden, weight, targets = case()
+    for which in (0, 1):
+        expected = torch.autograd.grad(plain(hidden, weight, targets, 0.7)[which].sum(), (hidden, weight))
+        found = torch.autograd.grad(logprobs(hidden, weight, targets, 0.7, 4)[which].sum(), (hidden, weight))
+        for left, right in zip(expected, found, strict=True):
+            torch.testing.assert_close(right, left, rtol=2e-6, atol=2e-6)
+
+
+def test_bfloat16_weights_still_give_float32_logprobs():
+    hidden, weight, targets = case(dtype=torch.bfloat16)
+    logprob, entropy = logprobs(hidden, weight, targets, 1.0, 4)
+    expected, expected_entropy = plain(hidden, weight, targets, 1.0)
+    assert logprob.dtype == entropy.dtype == torch.float32
+    torch.testing.assert_close(logprob, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(entropy, expected_entropy, rtol=1e-6, atol=1e-6)
+    logprob.sum().backward()
+    assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
+
+
+def test_no_tokens_give_no_logprobs_and_gradients_of_zero():
+    hidden, weight, targets = case(tokens=0)
+    logprob, _ = logprobs(hidden, weight, targets, 1.0, 4)
+    logprob.sum().backward()
+    assert logprob.shape == (0,)
+    assert weight.grad.abs().sum() == 0
+
+
+def test_no_tensor_of_all_tokens_times_the_vocabulary_is_made():
+    """Sizes of all results of torch operations, forward and backward: none reaches T * V."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor):
+                largest = max(largest, result.numel())
+            return result
+
+    hidden, weight, targets = case(tokens=64, width=4, vocabulary=100)
+    with Watch():
+        logprob, entropy = logprobs(hidden, weight, targets, 1.0, 8)
+        torch.autograd.backward((logprob.sum(), entropy.sum()))
+    assert largest == 8 * 100

@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import pytest
+
+from telescope.config.explain import in_words, setting_paths
+from telescope.config.judge import judge
+from tests.config.conftest import compose_one, sentences
+
+
+@pytest.fixture
+def container(plugin_path) -> dict:
+    return {
+        "plugin_path": list(plugin_path),
+        "algorithm": {"name": "flat"},
+        "backend": {"name": "toy"},
+        "environments": {"echo": {"name": "echo", "kwargs": {}}},
+    }
+
+
+def said(container) -> list[str]:
+    config, problems = judge(container)
+    assert config is None
+    assert problems
+    return [problem.sentence for problem in problems]
+
+
+def test_a_right_container_has_no_problems(container):
+    config, problems = judge(container)
+    assert config is not None
+    assert problems == []
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "sentence"),
+    [
+        ("trainer", "learning_rat", 1, "trainer.learning_rat=1: there is no such setting. Did you mean trainer.learning_rate?"),
+        ("trainer", "learning_rate", "fast", "trainer.learning_rate='fast' must be a number"),
+        ("trainer", "learning_rate", "1e-5", "trainer.learning_rate='1e-5' must be a number"),
+        ("trainer", "warmup_steps", 1.5, "trainer.warmup_steps=1.5 must be a whole number"),
+        ("trainer", "warmup_steps", True, "trainer.warmup_steps=true must be a whole number"),
+        ("trainer", "grad_clip", 0, "trainer.grad_clip=0 must be above 0.0"),
+        ("trainer", "min_lr_ratio", 1.5, "trainer.min_lr_ratio=1.5 must be at most 1.0"),
+        ("trainer", "betas", [0.9], "trainer.betas=[0.9] must be a list of 2: a number, a number"),
+        ("trainer", "betas", [0.9, "x"], 'trainer.betas=[0.9, "x"] must be a list of 2: a number, a number'),
+        (
+            "trainer",
+            "lr_scheduler",
+            "cosin",
+            "trainer.lr_scheduler='cosin' must be none | constant | linear | cosine. Did you mean cosine?",
+        ),
+        ("rollout", "group_size", None, "rollout.group_size=null must be a whole number"),
+        ("model", "trust_remote_code", "yes", "model.trust_remote_code='yes' must be true or false"),
+        ("inference", "max_num_seqs", "many", "inference.max_num_seqs='many' must be a whole number or null"),
+        ("cluster", "env", {"A": 1}, "cluster.env.A=1 must be text"),
+        ("algorithm", "slop", 1, "algorithm.slop=1: there is no such setting. Did you mean algorithm.slope?"),
+        ("algorithm", "slope", 0, "algorithm.slope=0 must be above 0.0"),
+        ("backend", "size", "big", "backend.size='big' must be a whole number"),
+        (
+            "orchestrator",
+            "group_size",
+            4,
+            "orchestrator.group_size=4: there is no such setting. Did you mean rollout.group_size?",
+        ),
+    ],
+)
+def test_one_mistake_is_one_sentence(container, section, key, value, sentence):
+    container.setdefault(section, {})[key] = value
+    assert said(container) == [sentence]
+
+
+def test_mistakes_of_an_environments_own_settings_have_their_full_path(container):
+    container["environments"]["echo"]["kwargs"] = {"time": 3, "tone": "lout"}
+    assert said(container) == [
+        "environments.echo.kwargs.tone='lout' must be plain | loud. Did you mean loud?",
+        "environments.echo.kwargs.time=3: there is no such setting. Did you mean environments.echo.kwargs.times?",
+    ]
+
+
+def test_mistakes_of_several_environments_are_listed_together(container):
+    container["environments"]["other"] = {"name": "ecko"}
+    container["environments"]["echo"]["weight"] = 0
+    container["environments"]["echo"]["kwargs"] = {"times": "x"}
+    assert said(container) == [
+        "environments.echo.weight=0 must be above 0.0",
+        "environments.echo.kwargs.times='x' must be a whole number",
+        "environments.other.name: there is no environment 'ecko'. Did you mean echo?",
+    ]
+
+
+def test_a_section_at_the_top_that_is_none_gets_the_nearest_name(container):
+    assert said({**container, "trainr": {"x": 1}}) == [
+        'trainr={"x": 1}: there is no such setting. Did you mean trainer?'
+    ]  # fmt: skip
+
+
+def test_a_setting_without_its_section_gets_the_section(container):
+    assert said({**container, "learning_rate": 1}) == [
+        "learning_rate=1: there is no such setting. Did you mean trainer.learning_rate?"
+    ]
+
+
+def test_a_typo_does_not_hide_an_impossible_combination(container):
+    container["rollout"] = {"max_token": 5, "max_tokens": 5000}
+    assert said(container) == [
+        "rollout.max_token=5: there is no such setting. Did you mean rollout.max_tokens?",
+        "rollout.max_tokens=5000 must be below inference.max_model_len=4096, which holds the prompt too: lower "
+        "rollout.max_tokens, or raise inference.max_model_len",
+    ]
+
+
+def test_a_combination_with_a_broken_setting_is_not_judged(container):
+    container["rollout"] = {"max_tokens": 5000}
+    container["inference"] = {"max_model_len": "long"}
+    assert said(container) == ["inference.max_model_len='long' must be a whole number"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"inference": {"max_model_len": 8192}}, "inference.max_model_len=8192 must not be above trainer.seq_len=4096"),
+        (
+            {"trainer": {"seq_len": 4100}},
+            "trainer.seq_len=4100 must be a multiple of trainer.pad_to_multiple_of=64: set trainer.seq_len=4160",
+        ),
+        (
+            {"rollout": {"group_size": 1, "min_group_size": 1}},
+            "rollout.group_size=1 must be at least 2: Flat compares rollouts of one prompt",
+        ),
+        (
+            {"rollout": {"group_size": 4, "min_group_size": 5}},
+            "rollout.min_group_size=5 must not be above rollout.group_size=4",
+        ),
+        ({"trainer": {"warmup_steps": 301}}, "trainer.warmup_steps=301 must not be above number_of_steps=300"),
+        (
+            {"trainer": {"warmup_steps": 3, "lr_scheduler": "none"}},
+            "trainer.warmup_steps=3 does nothing with trainer.lr_scheduler=none",
+        ),
+        ({"trainer": {"min_lr_ratio": 0.1}}, "trainer.min_lr_ratio=0.1 does nothing with trainer.lr_scheduler=constant"),
+        ({"trainer": {"betas": [0.9, 1.0]}}, "trainer.betas=[0.9, 1.0] must lie in [0, 1)"),
+        ({"inference": {"base_port": 65535}}, "inference.base_port=65535 leaves no ports for 2 servers"),
+        ({"cluster": {"env": {"A=B": "x"}}}, "cluster.env: 'A=B' can't name an environment variable"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_with_the_remedy(container, settings, sentence):
+    (only,) = said({**container, **settings})
+    assert only.startswith(sentence)
+
+
+def test_an_algorithms_own_rules_are_said_with_its_section():
+    point = compose_one("algorithm=gspo", "algorithm.use_tis=true", "trainer.lr=1")
+    assert "algorithm: use_tis=true is not possible with GSPO" in sentences(point)
+    assert "trainer.lr=1: there is no such setting" in sentences(point)
+
+
+def test_one_sample_a_prompt_runs_where_the_algorithm_compares_none():
+    point = compose_one("algorithm=reinforce_pp", "rollout.group_size=1", "rollout.min_group_size=1")
+    assert point.config is not None, sentences(point)
+
+
+def test_asynchronous_training_without_a_correction_is_warned_of():
+    assert "without any correction" in " ".join(compose_one("algorithm.use_tis=false").warnings)
+    assert compose_one("algorithm.use_tis=false", "orchestrator.max_async_rollout=0").warnings == ()
+    assert compose_one().warnings == ()
+
+
+def test_a_learning_rate_of_zero_is_warned_of():
+    assert compose_one("trainer.learning_rate=0").warnings == ("trainer.learning_rate=0: the weights will not change",)
+
+
+def test_types_in_words():
+    assert in_words(tuple[float, float]) == "a list of 2: a number, a number"
+    assert in_words(tuple[str, ...]) == "a list, each item text"
+    assert in_words(int | None) == "a whole number or null"
+    assert in_words(bool | None) == "true, false or null"
+    assert in_words(dict[str, str]) == "a mapping, each value text"
+
+
+def test_the_paths_of_all_settings_include_those_of_plugins(container):
+    paths = setting_paths(container)
+    assert {"seed", "trainer.betas", "algorithm.slope", "backend.size", "environments.echo.kwargs.times"} <= set(paths)

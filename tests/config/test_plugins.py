@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from telescope.config import plugins
+from telescope.config.plugins import ALGORITHMS, BACKENDS, ENVIRONMENTS, PluginError
+from tests.config.conftest import write
+
+
+def test_every_shipped_algorithm_is_found_by_its_file_name():
+    assert {"grpo", "rloo", "reinforce_pp", "dr_grpo", "cispo", "gspo", "sapo"} <= set(plugins.find(ALGORITHMS))
+
+
+def test_helpers_beside_the_plugins_are_no_options():
+    found = plugins.find(ENVIRONMENTS)
+    assert {"countdown", "reverse_letters"} <= set(found)
+    assert not {"base", "draws", "expression", "chat"} & set(found)
+
+
+def test_a_users_file_is_a_plugin_of_its_name(plugin_path):
+    assert plugins.load(ALGORITHMS, "flat", plugin_path)().slope == 0.5
+    assert plugins.name_of(plugins.load(BACKENDS, "toy", plugin_path)(size=4)) == "toy"
+
+
+def test_a_users_folder_may_split_its_plugin_over_files(tmp_path):
+    write(tmp_path / "environments" / "quiz" / "scoring.py", "BEST = 7\n")
+    code = (
+        "from telescope.environments.base import Environment\nfrom .scoring import BEST\n"
+        "class Quiz(Environment):\n    best: int = BEST\n"
+    )
+    write(tmp_path / "environments" / "quiz" / "__init__.py", code)
+    quiz = plugins.load(ENVIRONMENTS, "quiz", (str(tmp_path),))()
+    assert quiz.best == 7
+    assert plugins.name_of(quiz) == "quiz"
+
+
+def test_two_folders_with_a_plugin_of_one_name_do_not_mix(tmp_path):
+    for folder, size in (("a", 1), ("b", 2)):
+        code = f"from telescope.backends.base import BackendSettings\nclass B(BackendSettings):\n    size: int = {size}\n"
+        write(tmp_path / folder / "backends" / "mine.py", code)
+    sizes = [plugins.load(BACKENDS, "mine", (str(tmp_path / folder),))().size for folder in ("a", "b")]
+    assert sizes == [1, 2]
+
+
+def test_a_missing_plugin_is_refused_with_the_nearest_name():
+    with pytest.raises(PluginError, match=r"there is no algorithm 'cipso'. Did you mean cispo\?"):
+        plugins.load(ALGORITHMS, "cipso")
+
+
+def test_a_name_that_is_ours_is_refused(tmp_path):
+    write(tmp_path / "algorithms" / "grpo.py", "")
+    with pytest.raises(PluginError, match=r"has the name of the algorithm in .*grpo.py: rename one of them"):
+        plugins.files(ALGORITHMS, (str(tmp_path),))
+
+
+def test_a_file_that_raises_names_its_error_and_its_path(tmp_path):
+    write(tmp_path / "environments" / "broken.py", "import nothing_of_this_name\n")
+    found = plugins.find(ENVIRONMENTS, (str(tmp_path),))
+    assert isinstance(found["broken"], PluginError)
+    with pytest.raises(
+        PluginError, match=r"'broken' can't be imported: ModuleNotFoundError: .*nothing_of_this_name.*broken.py"
+    ):
+        plugins.load(ENVIRONMENTS, "broken", (str(tmp_path),))
+
+
+def test_a_file_with_two_classes_is_refused(tmp_path):
+    code = "from telescope.environments.base import Environment\nclass A(Environment): ...\nclass B(Environment): ...\n"
+    write(tmp_path / "environments" / "pair.py", code)
+    with pytest.raises(PluginError, match=r"defines several Environment classes \(A, B\): keep one a file"):
+        plugins.load(ENVIRONMENTS, "pair", (str(tmp_path),))
+
+
+def test_a_class_that_another_of_the_file_derives_from_is_a_helper(tmp_path):
+    code = "from telescope.environments.base import Environment\nclass Shared(Environment): ...\nclass Real(Shared): ...\n"
+    write(tmp_path / "environments" / "layered.py", code)
+    assert plugins.load(ENVIRONMENTS, "layered", (str(tmp_path),)).__name__ == "Real"
+
+
+def test_no_plugin_and_no_part_of_the_configuration_imports_torch():
+    code = (
+        "import sys\nfrom telescope.config import run, judge, plugins\n"
+        "for kind in (plugins.ALGORITHMS, plugins.BACKENDS, plugins.ENVIRONMENTS): assert plugins.find(kind)\n"
+        "heavy = {'torch', 'transformers', 'vllm', 'hydra', 'zmq'} & set(sys.modules)\nassert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=Path(__file__).parents[2])

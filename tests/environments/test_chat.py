@@ -1,0 +1,308 @@
+"""What is trained on: exact ids, which of them were sampled, with which log-prob, by which version."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from telescope.environments.chat import BrokenCompletion, ChatError, GenerationAborted, PromptTooLong, Sampled, TokenChat
+from telescope.environments.template import ChatTemplate, TemplateError
+from telescope.records import Trajectory
+from tests.environments.conftest import CHATML, THINKING, TRIMMING, Script
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def rounded(values: np.ndarray) -> list[float | None]:
+    return [None if np.isnan(value) else round(float(value), 2) for value in values]
+
+
+def sampled_tokens(branches: tuple[Trajectory, ...]) -> list[tuple[int, float, int]]:
+    """(id, log-prob, version) of every token with mask 1, in order over all branches."""
+    return [
+        (int(token), round(float(logprob), 2), int(version))
+        for branch in branches
+        for token, mask, logprob, version in zip(branch.ids, branch.mask, branch.logprobs, branch.versions, strict=True)
+        if mask
+    ]
+
+
+def scripted(turn: int, ids: list[int]) -> list[tuple[int, float, int]]:
+    return [(token, round(-(turn + 1) - at / 100, 2), 10 * turn + at) for at, token in enumerate(ids)]
+
+
+async def test_one_turn_is_prompt_then_answer_with_its_end_token(tiny: ChatTemplate) -> None:
+    # <|user|> r e v _ a b <|assistant|>  |  b a <eos>
+    policy = Script(([72, 71, 1], "stop"))
+    chat = TokenChat(tiny, policy, 100)
+    assert await chat.say(user("rev ab")) == "ba"
+    record = chat.recording()
+    (only,) = record.branches
+    assert only.ids.tolist() == [4, 88, 75, 92, 6, 71, 72, 5, 72, 71, 1]
+    assert only.mask.tolist() == [0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1]
+    assert rounded(only.logprobs) == [None] * 8 + [-1.0, -1.01, -1.02]
+    assert only.versions.tolist() == [-1] * 8 + [0, 1, 2]
+    assert [array.dtype for array in (only.ids, only.mask, only.logprobs, only.versions)] == [np.int32, np.uint8, np.float32, np.int32]
+    assert policy.prompts == [[4, 88, 75, 92, 6, 71, 72, 5]]
+    assert (record.prompt_tokens, record.completion_tokens, record.turns, record.finish_reason) == (8, 3, 1, "stop")
+    assert (record.prompt_text, record.completion_text) == ("<|user|>rev ab<|assistant|>", "ba")
+
+
+async def test_the_next_prompt_is_the_exact_ids_so_far_plus_separators(tiny: ChatTemplate) -> None:
+    policy = Script(([72, 71, 1], "stop"), ([73, 1], "stop"))
+    chat = TokenChat(tiny, policy, 100)
+    await chat.say(user("ab"))
+    assert await chat.say(user("c")) == "c"
+    (only,) = chat.recording().branches
+    #                          <user> a  b  <asst> b  a <eos> <user> c <asst>  c <eos>
+    assert only.ids.tolist() == [4, 71, 72, 5, 72, 71, 1, 4, 73, 5, 73, 1]
+    assert only.mask.tolist() == [0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 1, 1]
+    assert rounded(only.logprobs) == [None] * 4 + [-1.0, -1.01, -1.02] + [None] * 3 + [-2.0, -2.01]
+    assert only.versions.tolist() == [-1, -1, -1, -1, 0, 1, 2, -1, -1, -1, 10, 11]
+    assert policy.prompts[1] == only.ids.tolist()[:10]
+    assert chat.recording().completion_text == "ba<eos><|user|>c<|assistant|>c"
+
+
+async def test_an_answer_cut_off_gets_its_end_token_from_the_template_untrained(tiny: ChatTemplate) -> None:
+    policy = Script(([72, 71], "length"), ([73, 1], "stop"))
+    chat = TokenChat(tiny, policy, 100)
+    assert await chat.say(user("ab")) == "ba"
+    assert chat.truncated
+    await chat.say(user("c"))
+    assert not chat.truncated
+    (only,) = chat.recording().branches
+    assert only.ids.tolist() == [4, 71, 72, 5, 72, 71, 1, 4, 73, 5, 73, 1]
+    assert only.mask.tolist() == [0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 1, 1]
+
+
+async def test_an_end_token_at_the_limit_is_text_only_where_it_did_not_end_the_answer(tiny: ChatTemplate) -> None:
+    chat = TokenChat(tiny, Script(([72, 1, 71], "length")), 100)
+    assert await chat.say(user("ab")) == "b<eos>a"
+
+
+async def test_special_tokens_inside_an_answer_show_in_its_text(tiny: ChatTemplate) -> None:
+    chat = TokenChat(tiny, Script(([72, 2, 71, 1], "stop")), 100)
+    assert await chat.say(user("ab")) == "b<bos>a"
+
+
+async def test_several_turns_given_at_once_are_all_prompt(tiny: ChatTemplate) -> None:
+    chat = TokenChat(tiny, Script(([71, 1], "stop")), 100)
+    await chat.say({"role": "system", "content": "s"}, user("a"))
+    assert chat.recording().branches[0].ids.tolist() == [3, 89, 4, 71, 5, 71, 1]
+
+
+async def test_merges_of_a_real_vocabulary_do_not_shift_the_mask(bpe_tokenizer: Any) -> None:
+    template = ChatTemplate(bpe_tokenizer, [bpe_tokenizer.eos_token_id], chat_template=CHATML)
+    end = bpe_tokenizer.eos_token_id
+    first = [*bpe_tokenizer.encode("the answer is 5+8-3"), end]
+    second = [*bpe_tokenizer.encode("take away"), end]
+    assert len(first) < len("the answer is 5+8-3")
+    policy = Script((first, "stop"), (second, "stop"))
+    chat = TokenChat(template, policy, 1000)
+    await chat.say(user("use 3 5 8 make 10"))
+    await chat.say(user("are you sure"))
+    (only,) = chat.recording().branches
+    assert sampled_tokens((only,)) == scripted(0, first) + scripted(1, second)
+    # Canonical answers: the exact ids are then those of one full render of the dialogue, up to the newline after its end.
+    full = bpe_tokenizer.apply_chat_template(
+        [user("use 3 5 8 make 10"), {"role": "assistant", "content": "the answer is 5+8-3"}, user("are you sure"),
+         {"role": "assistant", "content": "take away"}], chat_template=CHATML, tokenize=False,
+    )  # fmt: skip
+    assert only.ids.tolist() == bpe_tokenizer.encode(full.removesuffix("\n"), add_special_tokens=False)
+
+
+async def test_tokens_that_the_tokenizer_would_not_choose_are_kept_as_sampled(bpe_tokenizer: Any) -> None:
+    template = ChatTemplate(bpe_tokenizer, [bpe_tokenizer.eos_token_id], chat_template=CHATML)
+    spelled = [bpe_tokenizer.convert_tokens_to_ids(letter) for letter in "answer"]
+    assert bpe_tokenizer.encode("answer") != spelled
+    policy = Script(([*spelled, bpe_tokenizer.eos_token_id], "stop"), ([bpe_tokenizer.eos_token_id], "stop"))
+    chat = TokenChat(template, policy, 1000)
+    assert await chat.say(user("x")) == "answer"
+    assert await chat.say(user("y")) == ""
+    (only,) = chat.recording().branches
+    at = len(policy.prompts[0])
+    assert only.ids.tolist()[at : at + 7] == [*spelled, bpe_tokenizer.eos_token_id]
+    assert policy.prompts[1][: at + 7] == only.ids.tolist()[: at + 7]
+
+
+async def test_half_a_character_stays_the_tokens_that_were_sampled(bpe_tokenizer: Any) -> None:
+    template = ChatTemplate(bpe_tokenizer, [bpe_tokenizer.eos_token_id], chat_template=CHATML)
+    half = bpe_tokenizer.encode("é")[:1]
+    policy = Script((half, "length"), ([bpe_tokenizer.eos_token_id], "stop"))
+    chat = TokenChat(template, policy, 1000)
+    assert await chat.say(user("x")) == "�"
+    await chat.say(user("y"))
+    (only,) = chat.recording().branches
+    assert only.ids.tolist()[len(policy.prompts[0])] == half[0]
+    assert int(only.mask.sum()) == 2
+
+
+async def test_a_template_that_strips_thinking_starts_a_branch(bpe_tokenizer: Any) -> None:
+    end = bpe_tokenizer.eos_token_id
+    template = ChatTemplate(bpe_tokenizer, [end], chat_template=THINKING, enable_thinking=True)
+    first = [*bpe_tokenizer.encode("<think>\nfirst add\n</think>\n\n5+8"), end]
+    second = [*bpe_tokenizer.encode("<think>\nthen\n</think>\n\n8"), end]
+    policy = Script((first, "stop"), (second, "stop"))
+    chat = TokenChat(template, policy, 1000)
+    await chat.say(user("add"))
+    assert await chat.say(user("more")) == "<think>\nthen\n</think>\n\n8"
+    record = chat.recording()
+    assert len(record.branches) == 2
+    assert sampled_tokens(record.branches) == scripted(0, first) + scripted(1, second)
+    shown = "<|im_start|>user\nadd<|im_end|>\n<|im_start|>assistant\n5+8<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
+    assert policy.prompts[1] == bpe_tokenizer.encode(shown, add_special_tokens=False)
+    assert int(record.branches[1].mask[: len(policy.prompts[1])].sum()) == 0
+    assert (record.turns, record.completion_tokens) == (2, len(first) + len(second))
+
+
+async def test_an_answer_without_thought_needs_no_branch_in_that_template(bpe_tokenizer: Any) -> None:
+    end = bpe_tokenizer.eos_token_id
+    template = ChatTemplate(bpe_tokenizer, [end], chat_template=THINKING, enable_thinking=True)
+    plain = [*bpe_tokenizer.encode("5+8"), end]
+    chat = TokenChat(template, Script((plain, "stop"), (plain, "stop")), 1000)
+    await chat.say(user("add"))
+    await chat.say(user("more"))
+    assert len(chat.recording().branches) == 1
+
+
+async def test_the_empty_thought_in_the_header_is_prompt_and_gone_in_the_next_turn(bpe_tokenizer: Any) -> None:
+    end = bpe_tokenizer.eos_token_id
+    template = ChatTemplate(bpe_tokenizer, [end], chat_template=THINKING, enable_thinking=False)
+    plain = [*bpe_tokenizer.encode("5+8"), end]
+    policy = Script((plain, "stop"), (plain, "stop"))
+    chat = TokenChat(template, policy, 1000)
+    await chat.say(user("add"))
+    await chat.say(user("more"))
+    assert bpe_tokenizer.decode(policy.prompts[0]).endswith("assistant\n<think>\n\n</think>\n\n")
+    assert "<think>" not in bpe_tokenizer.decode(policy.prompts[1]).split("more")[0]
+    assert sampled_tokens(chat.recording().branches) == scripted(0, plain) + scripted(1, plain)
+
+
+@pytest.mark.parametrize(("answer", "branches"), [("5+8", 1), (" 5+8\n", 2)])
+async def test_a_template_that_trims_branches_only_where_it_trimmed(bpe_tokenizer: Any, answer: str, branches: int) -> None:
+    end = bpe_tokenizer.eos_token_id
+    template = ChatTemplate(bpe_tokenizer, [end], chat_template=TRIMMING)
+    ids = [*bpe_tokenizer.encode(answer), end]
+    chat = TokenChat(template, Script((ids, "stop"), (ids, "stop")), 1000)
+    await chat.say(user("add"))
+    await chat.say(user("more"))
+    assert len(chat.recording().branches) == branches
+    assert sampled_tokens(chat.recording().branches) == scripted(0, ids) + scripted(1, ids)
+
+
+async def test_another_end_token_than_the_template_writes_starts_a_branch(bpe_tokenizer: Any) -> None:
+    other = bpe_tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    template = ChatTemplate(bpe_tokenizer, [bpe_tokenizer.eos_token_id, other], chat_template=CHATML)
+    ids = [*bpe_tokenizer.encode("5+8"), other]
+    chat = TokenChat(template, Script((ids, "stop"), (ids, "stop")), 1000)
+    assert await chat.say(user("add")) == "5+8"
+    await chat.say(user("more"))
+    assert [int(branch.mask.sum()) for branch in chat.recording().branches] == [len(ids), len(ids)]
+
+
+@pytest.mark.parametrize("finish", ["stop", "length"])
+async def test_no_stray_space_between_turns_of_a_sentencepiece_tokenizer(metaspace_tokenizer: Any, finish: str) -> None:
+    tokenizer = metaspace_tokenizer
+    template = ChatTemplate(tokenizer, [tokenizer.eos_token_id])
+    answer = tokenizer.encode("five and eight", add_special_tokens=False)
+    ids = [*answer, tokenizer.eos_token_id] if finish == "stop" else answer
+    policy = Script((ids, finish), ([tokenizer.eos_token_id], "stop"))  # type: ignore[arg-type]
+    chat = TokenChat(template, policy, 1000)
+    text = await chat.say(user("add"))
+    await chat.say(user("more"))
+    tail = policy.prompts[1][len(policy.prompts[0]) + len(answer) :]
+    assert tail == tokenizer.encode("x</s>[INST] more [/INST]", add_special_tokens=False)[len(tokenizer.encode("x", add_special_tokens=False)) :]
+    full = "[INST] add [/INST]" + text + "</s>[INST] more [/INST]"
+    assert len(chat.recording().branches) == 1
+    assert tokenizer.decode(policy.prompts[1]).replace(" ", "") == full.replace(" ", "")
+
+
+@pytest.mark.parametrize("shape", list(itertools.product([CHATML, THINKING, TRIMMING], [True, False])), ids=str)
+async def test_each_sampled_token_is_trained_once_over_many_turns(bpe_tokenizer: Any, shape: tuple[str, bool]) -> None:
+    end = bpe_tokenizer.eos_token_id
+    template = ChatTemplate(bpe_tokenizer, [end], chat_template=shape[0], enable_thinking=shape[1])
+    texts = ["5+8", " 5 ", "<think>\nadd\n</think>\n\n8", "</think>", "", "answer\n", "é"]
+    answers = [([*bpe_tokenizer.encode(text), *([end] if at % 3 else [])] or [end]) for at, text in enumerate(texts)]
+    policy = Script(*((ids, "stop" if ids[-1] == end else "length") for ids in answers))
+    chat = TokenChat(template, policy, 10_000)
+    for at in range(len(texts)):
+        await chat.say(user(f"turn {at}"))
+    record = chat.recording()
+    assert sampled_tokens(record.branches) == [token for at, ids in enumerate(answers) for token in scripted(at, ids)]
+    for branch in record.branches:
+        assert np.isnan(branch.logprobs[branch.mask == 0]).all()
+        assert (branch.versions[branch.mask == 0] == -1).all()
+    # Each prompt the policy saw is the beginning of a recorded branch, up to the answer it then gave.
+    beginnings = {tuple(branch.ids[:end_at]) for branch in record.branches for end_at in range(len(branch.ids) + 1)}
+    assert all(tuple(prompt + ids) in beginnings for prompt, ids in zip(policy.prompts, answers, strict=True))
+
+
+class Broken:
+    def __init__(self, **changes: Any) -> None:
+        self._changes = changes
+
+    async def sample(self, ids: np.ndarray, turn: int) -> Sampled:
+        good: dict[str, Any] = {
+            "ids": np.array([71, 1], np.int32),
+            "logprobs": np.array([-0.5, -0.25], np.float32),
+            "versions": np.array([3, 3], np.int32),
+            "finish_reason": "stop",
+        }
+        return Sampled(**(good | self._changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "why"),
+    [
+        ({"logprobs": np.array([-0.5, np.nan], np.float32)}, BrokenCompletion, "token 1 of a completion has log-prob nan"),
+        ({"logprobs": np.array([-np.inf, -1], np.float32)}, BrokenCompletion, "token 0 of a completion has log-prob -inf"),
+        ({"logprobs": np.array([-1, 0.5], np.float32)}, BrokenCompletion, "token 1 of a completion has log-prob 0.5"),
+        ({"logprobs": np.array([-1], np.float32)}, BrokenCompletion, "2 ids, 1 log-probs and 2 versions"),
+        ({"logprobs": np.array([], np.float32)}, BrokenCompletion, "2 ids, 0 log-probs"),
+        ({"versions": np.array([3, -1], np.int32)}, BrokenCompletion, "negative token id or weight version"),
+        ({"ids": np.array([-1, 1], np.int32)}, BrokenCompletion, "negative token id or weight version"),
+        ({k: np.array([], np.int32) for k in ("ids", "logprobs", "versions")}, BrokenCompletion, "no tokens"),
+        ({"finish_reason": "abort"}, GenerationAborted, "stopped the answer after 2 tokens"),
+    ],
+)
+async def test_a_completion_that_cannot_be_trained_on_is_an_error(
+    tiny: ChatTemplate, changes: dict[str, Any], error: type[ChatError], why: str
+) -> None:
+    chat = TokenChat(tiny, Broken(**changes), 100)
+    with pytest.raises(error, match=why):
+        await chat.say(user("a"))
+    with pytest.raises(ChatError, match="a turn of the dialogue failed"):
+        chat.recording()
+
+
+async def test_a_prompt_that_leaves_no_room_is_refused_before_it_is_sent(tiny: ChatTemplate) -> None:
+    policy = Script(([71, 1], "stop"), ([71, 1], "stop"))
+    chat = TokenChat(tiny, policy, 6)
+    await chat.say(user("aaaa"))
+    with pytest.raises(PromptTooLong, match="the prompt of turn 1 has 11 tokens, more than the 6"):
+        await chat.say(user("a"))
+    assert len(policy.prompts) == 1
+
+
+async def test_a_dialogue_without_an_answer_is_no_rollout(tiny: ChatTemplate) -> None:
+    with pytest.raises(ChatError, match="without asking the policy"):
+        TokenChat(tiny, Script(), 100).recording()
+
+
+async def test_a_template_that_refuses_the_roles_says_so(tiny_tokenizer: Any) -> None:
+    strict = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}{% endfor %}"
+    template = ChatTemplate(tiny_tokenizer, [1], chat_template=strict)
+    with pytest.raises(TemplateError, match="refuses the dialogue of system, user: no system role"):
+        template.opening([{"role": "system", "content": ""}, user("a")])
+
+
+def test_a_group_renders_its_prompt_once_and_cannot_change_it(tiny: ChatTemplate) -> None:
+    first, second = tiny.opening([user("rev abc")]), tiny.opening([user("rev abc")])
+    assert first is second
+    with pytest.raises(ValueError, match="read-only"):
+        first.ids[0] = 7

@@ -1,0 +1,280 @@
+"""A run without processes: a clock that jumps, and stand-ins for workers, servers and the trainer around a real core."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count
+from random import Random
+from typing import Any
+
+from telescope.flow import commands as do
+from telescope.flow import events as seen
+from telescope.flow.core import Core
+from telescope.flow.replay import encode_line, encode_opening
+from telescope.flow.settings import FlowSettings
+from telescope.records import EnvironmentCard, RolloutOrder
+from tests.flow.rules import Rules
+
+Reward = Callable[[RolloutOrder], float]
+
+
+def mixed(order: RolloutOrder) -> float:
+    """Depends on the sample's seed alone."""
+    return float(order.seed % 3)
+
+
+def equal(order: RolloutOrder) -> float:
+    return 1.0
+
+
+def sometimes_equal(order: RolloutOrder) -> float:
+    """One group in three has equal rewards."""
+    return 1.0 if order.prompt.index % 3 == 0 else float(order.sample % 2)
+
+
+@dataclass(frozen=True)
+class Manners:
+    """How the stand-ins behave. Times in seconds are means of exponential draws."""
+
+    workers: int = 2
+    capacity: int = 64
+    servers: int = 2
+    prompts: int = 50
+    most_turns: int = 2
+    generate_s: float = 1.0
+    straggler_share: float = 0.0
+    """Requests that take `straggler_factor` times longer."""
+    straggler_factor: float = 50.0
+    score_s: float = 0.2
+    step_s: float = 3.0
+    update_s: float = 0.5
+    cancel_s: float = 0.1
+    wire_s: float = 0.01
+    failure_share: float = 0.0
+    """Attempts that end in RolloutFailed."""
+    worker_life_s: float = 0.0
+    """Mean life; 0: for ever. A worker comes back after `absence_s`."""
+    server_life_s: float = 0.0
+    absence_s: float = 2.0
+    repeat_share: float = 0.0
+    """Events delivered a second time, some time later."""
+    mute_share: float = 0.0
+    """Attempts a worker never answers by itself (cancels it does answer)."""
+    deaf: bool = False
+    """A mute attempt's cancel is not answered either."""
+    tick_s: float = 5.0
+    reward: Reward = mixed
+
+
+@dataclass
+class Play:
+    order: RolloutOrder
+    worker: str
+    life: int
+    turns: int
+    turn: int = 0
+    over: bool = False
+    """The answer is on its way, or never comes."""
+
+
+@dataclass
+class World:
+    settings: FlowSettings
+    manners: Manners = field(default_factory=Manners)
+    seed: int = 0
+    core_class: type[Core] = Core
+    journal: bool = False
+    check: bool = True
+
+    def __post_init__(self) -> None:
+        self.core = self.core_class(self.settings)
+        self.rules = Rules(self.settings)
+        self.random = Random(self.seed)
+        self.now = 0.0
+        self.events = 0
+        self.lines: list[bytes] = [encode_opening(self.settings)] if self.journal else []
+        self.stop: do.Stop | None = None
+        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = count()
+        self._plays: dict[tuple[int, int], Play] = {}
+        self._requests: dict[str, Play] = {}
+        self._placed: dict[str, str] = {}
+        self._worker_lives: dict[str, int] = {}
+        self._server_lives: dict[str, int] = {}
+        self._served: dict[str, int] = {}
+
+    # ---- the clock
+
+    def after(self, seconds: float, action: Callable[[], None]) -> None:
+        heappush(self._agenda, (self.now + seconds, next(self._numbers), action))
+
+    def some(self, mean_s: float) -> float:
+        return self.random.expovariate(1 / mean_s) if mean_s > 0 else 0.0
+
+    def run(self, most_events: int = 200_000) -> World:
+        """Play until Stop. Fails if the run has not ended after so many events."""
+        self._open()
+        while self.stop is None and self._agenda:
+            self.now, _, action = heappop(self._agenda)
+            action()
+            assert self.events < most_events, f"no end after {self.events} events: {self.core.counts()}"
+        assert self.stop is not None, f"everyone waits for someone: {self.core.counts()}"
+        return self
+
+    def _open(self) -> None:
+        for number in range(self.manners.workers):
+            self._worker_up(f"worker-{number}")
+        for number in range(self.manners.servers):
+            self._server_up(f"server-{number}", 0)
+        self.after(self.some(self.manners.wire_s), lambda: self.tell(seen.TrainerReady(1)))
+        self._tick()
+
+    def _tick(self) -> None:
+        self.tell(seen.Tick())
+        self.after(self.manners.tick_s, self._tick)
+
+    def tell(self, event: Any) -> None:
+        """The core handles the event now; its commands are carried out."""
+        if self.stop is not None:
+            return
+        self.events += 1
+        commands = self.core.handle(event, self.now)
+        if self.journal:
+            self.lines.append(encode_line(self.now, event, commands))
+        if self.check:
+            self.rules.saw(event, commands)
+        for command in commands:
+            self._perform(command)
+        if self.random.random() < self.manners.repeat_share and isinstance(event, REPEATABLE):
+            self.after(self.some(self.manners.generate_s), lambda: self.tell(event))
+
+    def _perform(self, command: Any) -> None:
+        match command:
+            case do.Run():
+                self._run(command)
+            case do.Cancel():
+                self._cancel(command)
+            case do.Place():
+                self._place(command)
+            case do.Refuse():
+                play = self._requests.pop(command.request_id, None)
+                if play is not None:
+                    self._answer(play, seen.RolloutFailed(play.order.rollout_id, play.order.attempt, command.cause))
+            case do.Train():
+                self.after(self.some(self.manners.step_s), lambda: self.tell(seen.StepDone(command.step)))
+            case do.Update():
+                self.after(self.some(self.manners.update_s), lambda: self._updated(command.version, dict(self._server_lives)))
+            case do.Stop():
+                self.stop = command
+
+    # ---- workers
+
+    def cards(self) -> tuple[EnvironmentCard, ...]:
+        return tuple(
+            EnvironmentCard(label, {self.settings.split: self.manners.prompts}, "d") for label, _ in self.settings.environments
+        )
+
+    def _worker_up(self, name: str) -> None:
+        life = self._worker_lives[name] = self._worker_lives.get(name, 0) + 1
+        self.after(
+            self.some(self.manners.wire_s), lambda: self.tell(seen.WorkerJoined(name, self.manners.capacity, self.cards()))
+        )
+        if self.manners.worker_life_s:
+            self.after(10 * self.manners.wire_s + self.some(self.manners.worker_life_s), lambda: self._worker_down(name, life))
+
+    def _worker_down(self, name: str, life: int) -> None:
+        self._worker_lives[name] = life + 1
+        self.tell(seen.WorkerLost(name, "killed"))
+        self.after(self.some(self.manners.absence_s), lambda: self._worker_up(name))
+
+    def _run(self, command: do.Run) -> None:
+        order = command.order
+        play = Play(order, command.worker, self._worker_lives[command.worker], self.random.randint(1, self.manners.most_turns))
+        self._plays[order.rollout_id, order.attempt] = play
+        chance = self.random.random()
+        if chance < self.manners.failure_share:
+            failed = seen.RolloutFailed(order.rollout_id, order.attempt, "the sandbox is down")
+            self.after(self.some(self.manners.score_s), lambda: self._answer(play, failed))
+        elif chance < self.manners.failure_share + self.manners.mute_share:
+            play.over = self.manners.deaf
+        else:
+            self.after(self.some(self.manners.wire_s), lambda: self._ask(play))
+
+    def _ask(self, play: Play) -> None:
+        if play.over or self._worker_lives[play.worker] != play.life:
+            return
+        order = play.order
+        request_id = f"{order.rollout_id}.{order.attempt}.{play.turn}"
+        self._requests[request_id] = play
+        self.tell(seen.TurnStarted(request_id, order.rollout_id, order.attempt, play.turn, 20 + 10 * play.turn))
+
+    def _answer(self, play: Play, event: Any) -> None:
+        """The worker's last word on an order, unless it has spoken or is dead."""
+        if not play.over:
+            play.over = True
+            self.after(self.some(self.manners.wire_s), lambda: self._heard(play, event))
+
+    def _heard(self, play: Play, event: Any) -> None:
+        if self._worker_lives[play.worker] == play.life:
+            self.tell(event)
+
+    def _cancel(self, command: do.Cancel) -> None:
+        play = self._plays[command.rollout_id, command.attempt]
+        gone = seen.RolloutFailed(command.rollout_id, command.attempt, "cancelled")
+        self.after(self.some(self.manners.cancel_s), lambda: self._answer(play, gone))
+
+    # ---- servers
+
+    def _server_up(self, name: str, version: int) -> None:
+        life = self._server_lives[name] = self._server_lives.get(name, 0) + 1
+        self.after(self.some(self.manners.wire_s), lambda: self.tell(seen.ServerJoined(name, version)))
+        if self.manners.server_life_s:
+            self.after(10 * self.manners.wire_s + self.some(self.manners.server_life_s), lambda: self._server_down(name, life))
+
+    def _server_down(self, name: str, life: int) -> None:
+        self._server_lives[name] = life + 1
+        self.tell(seen.ServerLost(name, "killed"))
+        self.after(self.some(self.manners.absence_s), lambda: self._server_up(name, 0))
+
+    def _place(self, command: do.Place) -> None:
+        play = self._requests[command.request_id]
+        self._placed[command.request_id] = command.server
+        slow = self.manners.straggler_factor if self.random.random() < self.manners.straggler_share else 1.0
+        life = self._server_lives[command.server]
+        seconds = self.some(self.manners.generate_s) * slow
+        self.after(seconds, lambda: self._generated(play, command.request_id, command.server, life, int(1 + 10 * seconds)))
+
+    def _generated(self, play: Play, request_id: str, server: str, life: int, tokens: int) -> None:
+        if self._server_lives[server] != life or self._requests.pop(request_id, None) is None:
+            return
+        order = play.order
+        # the relay tells the core and the worker at once; which of them speaks first is chance
+        done = seen.TurnDone(request_id, order.rollout_id, tokens, "stop")
+        self.after(self.some(self.manners.wire_s), lambda: self.tell(done))
+        play.turn += 1
+        if play.turn < play.turns:
+            self.after(self.some(self.manners.wire_s), lambda: self._ask(play))
+        else:
+            result = seen.RolloutDone(order.rollout_id, order.attempt, self.manners.reward(order), 20, tokens)
+            self.after(self.some(self.manners.score_s), lambda: self._answer(play, result))
+
+    def _updated(self, version: int, lives: dict[str, int]) -> None:
+        self._served.update(dict.fromkeys(lives, version))
+        self.tell(seen.UpdateDone(version))
+
+
+REPEATABLE = (
+    seen.TurnStarted, seen.TurnDone, seen.RolloutDone, seen.RolloutFailed, seen.StepDone, seen.UpdateDone, seen.TrainerReady,
+)  # fmt: skip
+
+
+def settings(**changes: Any) -> FlowSettings:
+    """Small defaults for tests."""
+    return FlowSettings(
+        **{
+            "number_of_steps": 6, "groups_per_batch": 4, "group_size": 3, "max_async": 1, "max_off_policy_steps": 2,
+            "environments": (("countdown", 1.0),), "rollout_deadline_s": 400.0, **changes,
+        }
+    )  # fmt: skip

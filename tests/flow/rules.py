@@ -1,0 +1,311 @@
+"""What every run must keep to, checked from outside: only events and commands are seen, nothing of the core's insides.
+
+The bounds are written out here once more, on purpose: a checker that asks the checked code for its limits finds nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from telescope.flow import commands as do
+from telescope.flow import events as seen
+from telescope.flow.settings import FlowSettings
+from telescope.records import PromptRef
+
+PLAYING = ("pending", "queued", "generating", "env", "scoring")
+NEXT = {
+    **{state: {*PLAYING[i + 1 :], "complete", "cancelled", "failed"} for i, state in enumerate(PLAYING)},
+    "complete": {"kept", "discarded"},
+    "kept": {"batched", "cancelled"},
+    "batched": {"trained", "cancelled"},
+    **{state: set() for state in ("trained", "discarded", "cancelled", "failed")},
+}
+FINAL = ("trained", "discarded", "cancelled", "failed")
+
+
+class Broken(AssertionError):
+    """A rule was broken; the sentence says which."""
+
+
+def keep(rule: bool, sentence: str) -> None:
+    if not rule:
+        raise Broken(sentence)
+
+
+def most_versions_old(settings: FlowSettings) -> int:
+    """Rule 5: M in admission order; M + D − 1 in completion order, D = 0 (and no extra wait) where M = 0."""
+    if settings.max_async == 0:
+        return 0
+    return settings.max_async + (settings.max_off_policy_steps - 1 if settings.take_order == "completion" else 0)
+
+
+@dataclass
+class Order:
+    worker: str
+    cancelled: bool = False
+
+
+@dataclass
+class Known:
+    """One group, as far as it shows."""
+
+    state: str = "pending"
+    v_start: int = -1
+    prompt: PromptRef | None = None
+    seeds: dict[int, int] = field(default_factory=dict)
+    attempts: dict[int, int] = field(default_factory=dict)
+    rewards: dict[int, float] = field(default_factory=dict)
+    trained: bool = False
+    baseline: bool = False
+    holds_slot: bool = True
+
+
+class Rules:
+    """Fed each event with the commands it gave; raises `Broken` at the first broken rule."""
+
+    def __init__(self, settings: FlowSettings) -> None:
+        self.settings = settings
+        self.version = 0
+        self.workers: dict[str, int] = {}
+        self.servers: dict[str, int] = {}
+        self.orders: dict[tuple[int, int], Order] = {}
+        self.requests: dict[str, tuple[tuple[int, int], str | None]] = {}
+        self.refused: set[str] = set()
+        self.groups: dict[int, Known] = {}
+        self.forgotten: set[int] = set()
+        self.in_training: tuple[int, ...] = ()
+        self.training: int | None = None
+        self.trained_step = 0
+        self.travelling: tuple[int, tuple[str, ...]] | None = None
+        self.steps: list[do.Train] = []
+        self.ages: list[int] = []
+        self.stop: do.Stop | None = None
+        self.alive_most = 0
+        self.warnings: list[str] = []
+
+    def saw(self, event: seen.AnyEvent, commands: list[do.AnyCommand]) -> None:
+        if self.stop is not None:
+            keep(not commands, f"after Stop came {commands}")
+            return
+        counted = self._learn(event)
+        if isinstance(event, seen.RolloutDone):
+            ignored = do.Ignore(event.rollout_id, event.attempt) in commands
+            keep(ignored != counted, f"{event} counts: {counted}, but ignored: {ignored}")
+        for place, command in enumerate(commands):
+            self._check(command, event)
+            keep(self.stop is None or place == len(commands) - 1, f"commands follow Stop: {commands}")
+
+    # ---- events
+
+    def _learn(self, event: seen.AnyEvent) -> bool:
+        """Whether a RolloutDone counts."""
+        match event:
+            case seen.WorkerJoined():
+                self._drop_worker(event.worker)
+                self.workers[event.worker] = event.capacity
+            case seen.WorkerLost():
+                self._drop_worker(event.worker)
+            case seen.ServerJoined():
+                self._drop_server(event.server)
+                self.servers[event.server] = event.version
+            case seen.ServerLost():
+                self._drop_server(event.server)
+            case seen.TurnStarted():
+                self.requests.setdefault(event.request_id, ((event.rollout_id, event.attempt), None))
+            case seen.RolloutDone():
+                order = self.orders.pop((event.rollout_id, event.attempt), None)
+                if order is None or order.cancelled:
+                    return False
+                self.group_of(event.rollout_id).rewards[event.rollout_id] = event.reward
+                return True
+            case seen.RolloutFailed():
+                self.orders.pop((event.rollout_id, event.attempt), None)
+            case seen.StepDone():
+                if event.step == self.training:
+                    self.trained_step = event.step
+            case seen.UpdateDone():
+                self._committed(event.version)
+        return False
+
+    def _drop_worker(self, worker: str) -> None:
+        self.workers.pop(worker, None)
+        self.orders = {key: order for key, order in self.orders.items() if order.worker != worker}
+
+    def _drop_server(self, server: str) -> None:
+        self.servers.pop(server, None)
+        if self.travelling:
+            self.travelling = (self.travelling[0], tuple(name for name in self.travelling[1] if name != server))
+
+    def _committed(self, version: int) -> None:
+        if self.travelling is None or self.travelling[0] != version:
+            return
+        for server in self.travelling[1]:
+            self.servers[server] = version
+        self.travelling = None
+        if version == self.version + 1:
+            self.version = version
+            self.training = None
+            for group_id in self.in_training:
+                self.groups[group_id].holds_slot = False
+            self.in_training = ()
+
+    # ---- commands
+
+    def group_of(self, rollout_id: int) -> Known:
+        return self.groups[rollout_id // self.settings.group_size]
+
+    @property
+    def alive(self) -> int:
+        return sum(group.holds_slot for group in self.groups.values())
+
+    def _check(self, command: do.AnyCommand, event: seen.AnyEvent) -> None:
+        match command:
+            case do.Run():
+                self._run(command)
+            case do.Cancel():
+                order = self.orders.get((command.rollout_id, command.attempt))
+                reminder = isinstance(event, seen.Tick)
+                keep(
+                    order is not None and (reminder or not order.cancelled), f"{command} is about an order that is not running"
+                )
+                keep(order.worker == command.worker, f"{command} goes to the wrong worker")
+                order.cancelled = True
+            case do.Place():
+                self._place(command)
+            case do.Refuse():
+                keep(command.request_id in self.requests, f"{command} answers an unknown request")
+                self.refused.add(command.request_id)
+            case do.GroupState():
+                self._group_state(command)
+            case do.Train():
+                self._train(command)
+            case do.Forget():
+                keep(not self.forgotten & set(command.rollout_ids), f"{command} forgets a rollout twice")
+                for rollout_id in command.rollout_ids:
+                    state = self.group_of(rollout_id).state
+                    keep(state in FINAL, f"rollout {rollout_id} is forgotten while its group is {state}")
+                self.forgotten |= set(command.rollout_ids)
+            case do.Ignore():
+                keep(isinstance(event, seen.RolloutDone), f"{command} answers {event}")
+            case do.Update():
+                keep(self.travelling is None, f"{command} while version {self.travelling} is on its way")
+                keep(command.version == self.trained_step, f"{command}, but the trainer holds version {self.trained_step}")
+                self.travelling = (command.version, tuple(self.servers))
+            case do.Warn():
+                self.warnings.append(command.sentence)
+            case do.Stop():
+                self._stop(command)
+
+    def _run(self, command: do.Run) -> None:
+        order, settings = command.order, self.settings
+        key = (order.rollout_id, order.attempt)
+        group = self.groups[order.group_id]
+        keep(order.rollout_id == order.group_id * settings.group_size + order.sample, f"{order} has the wrong id")
+        keep(group.state in PLAYING, f"{command} is about a group that is {group.state}")
+        keep(order.rollout_id not in group.rewards, f"{command}: it has its reward")
+        keep(order.attempt == group.attempts.get(order.rollout_id, -1) + 1, f"{command} skips or repeats an attempt")
+        keep(group.prompt in (None, order.prompt), f"{command}: the group's prompt was {group.prompt}")
+        keep(group.seeds.setdefault(order.rollout_id, order.seed) == order.seed, f"{command}: another seed")
+        opens = not group.attempts
+        keep(not opens or group.v_start == self.version, f"{command}: v_start is {group.v_start}")
+        held = sum(other.worker == command.worker for other in self.orders.values())
+        keep(held < self.workers.get(command.worker, 0), f"{command}: the worker holds {held} orders")
+        group.prompt, group.attempts[order.rollout_id] = order.prompt, order.attempt
+        self.orders[key] = Order(command.worker)
+        self._lanes(command, opens)
+
+    def _lanes(self, command: do.Run, opens: bool) -> None:
+        """A lost server takes its lanes with it: what runs goes on, and so does a group that holds its lane."""
+        settings = self.settings
+        if settings.individual_lanes:
+            used, lanes = len(self.orders), len(self.servers) * settings.prompts_per_server * settings.group_size
+        else:
+            held = {rollout_id // settings.group_size for rollout_id, _ in self.orders}
+            held |= {number for number, group in self.groups.items() if group.v_start >= 0 and group.state in PLAYING}
+            used, lanes = len(held), len(self.servers) * settings.prompts_per_server
+        keeps_its_lane = not settings.individual_lanes and not opens and lanes > 0
+        keep(used <= lanes or keeps_its_lane, f"{command}: {used} of {lanes} lanes are used")
+
+    def _place(self, command: do.Place) -> None:
+        keep(command.request_id in self.requests, f"{command} places an unknown request")
+        key, server = self.requests[command.request_id]
+        keep(server is None and command.request_id not in self.refused, f"{command} answers a request twice")
+        order = self.orders.get(key)
+        keep(order is not None and not order.cancelled, f"{command}: its rollout does not run")
+        keep(command.server in self.servers, f"{command}: no such server")
+        v_start = self.group_of(key[0]).v_start
+        keep(self.servers[command.server] >= v_start, f"{command}: the server is older than v_start={v_start}")
+        self.requests[command.request_id] = (key, command.server)
+
+    def _group_state(self, command: do.GroupState) -> None:
+        if command.state == "pending":
+            keep(command.group_id == len(self.groups), f"{command}: indices must count up")
+            self.groups[command.group_id] = Known()
+            done = self.version * self.settings.groups_per_batch
+            keep(self.alive <= self.settings.slots, f"{self.alive} groups are alive in {self.settings.slots} slots")
+            needed = self.settings.number_of_steps * self.settings.groups_per_batch
+            keep(done + self.alive <= needed, f"{command}: no step will need it")
+            self.alive_most = max(self.alive_most, self.alive)
+            return
+        group = self.groups[command.group_id]
+        keep(command.state in NEXT[group.state], f"{command}: the group was {group.state}")
+        if command.state == "queued":
+            group.v_start = self.version
+        keep(command.version == group.v_start, f"{command}: v_start is {group.v_start}")
+        if command.state == "cancelled" and command.reason == "off_policy":
+            age = self.version - group.v_start
+            keep(group.state in PLAYING, f"{command}: a complete group is never cancelled for age")
+            keep(age >= self.settings.max_off_policy_steps, f"{command}: it is only {age} versions old")
+        if command.state in ("discarded", "cancelled", "failed"):
+            group.holds_slot = False
+        group.state = command.state
+
+    def _train(self, command: do.Train) -> None:
+        settings = self.settings
+        keep(self.training is None, f"{command} while step {self.training} is in training")
+        keep(command.step == self.version + 1, f"{command} after version {self.version}")
+        keep(len(command.group_ids) == settings.groups_per_batch, f"{command} has the wrong number of groups")
+        keep(list(command.group_ids) == sorted(command.group_ids), f"{command} is not in order")
+        for group_id, rollout_ids in zip(command.group_ids, command.rollout_ids, strict=True):
+            group = self.groups[group_id]
+            keep(not group.trained, f"group {group_id} is trained twice")
+            keep(group.state == "batched", f"group {group_id} is trained while {group.state}")
+            group.trained = True
+            self._whole(group_id, rollout_ids)
+            rewards = [group.rewards[rollout_id] for rollout_id in rollout_ids]
+            equal = settings.discard_zero_advantage and len(rewards) > 1 and len(set(rewards)) == 1
+            keep(not equal, f"group {group_id} has equal rewards")
+            age = command.step - 1 - group.v_start
+            bound = most_versions_old(settings)
+            keep(0 <= age <= bound, f"group {group_id} is {age} versions old at step {command.step}; the bound is {bound}")
+            self.ages.append(age)
+        for group_id, rollout_ids in zip(command.baseline_group_ids, command.baseline_rollout_ids, strict=True):
+            group = self.groups[group_id]
+            keep(group.state == "discarded" and not group.baseline, f"group {group_id} is no fresh discard")
+            group.baseline = True
+            self._whole(group_id, rollout_ids)
+            keep(len({group.rewards[rollout_id] for rollout_id in rollout_ids}) == 1, f"group {group_id} was worth keeping")
+        self.training, self.in_training = command.step, command.group_ids
+        self.steps.append(command)
+
+    def _whole(self, group_id: int, rollout_ids: tuple[int, ...]) -> None:
+        """All that survived, at least the least number, and nothing still open."""
+        size, group = self.settings.group_size, self.groups[group_id]
+        keep(list(rollout_ids) == sorted(group.rewards), f"group {group_id}: {rollout_ids} are not its survivors")
+        least = 1 if size == 1 else max(2, self.settings.min_group_size)
+        keep(len(rollout_ids) >= least, f"group {group_id} has {len(rollout_ids)} survivors, of {least} needed")
+        keep(not set(rollout_ids) & self.forgotten, f"group {group_id} is asked for after it was forgotten")
+        for rollout_id in range(group_id * size, (group_id + 1) * size):
+            if rollout_id not in group.rewards:
+                tries = group.attempts.get(rollout_id, -1) + 1
+                keep(tries >= self.settings.max_attempts, f"rollout {rollout_id} was given up after {tries} tries")
+
+    def _stop(self, command: do.Stop) -> None:
+        self.stop = command
+        left = {number: group.state for number, group in self.groups.items() if group.state not in FINAL}
+        keep(not left, f"groups were lost at the end: {left}")
+        if command.ok:
+            keep(self.version == self.settings.number_of_steps, f"{command} at version {self.version}")
+            keep(len(self.steps) == self.settings.number_of_steps, f"{len(self.steps)} Train commands")
+            for group in self.groups.values():
+                keep(group.trained == (group.state == "trained"), f"a trained group ended as {group.state}")

@@ -1,0 +1,58 @@
+"""Random tiny Qwen3 checkpoints with a character tokenizer, made in seconds, for tests of real engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+CHARACTERS = [chr(code) for code in range(32, 127)] + ["\n"]
+EOS = "<|end|>"
+PAD = "<|pad|>"
+
+
+def tokenizer() -> Any:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {PAD: 0, EOS: 1} | {character: index + 2 for index, character in enumerate(CHARACTERS)}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=EOS, pad_token=PAD, unk_token=PAD)
+
+
+def make_model(folder: Path, seed: int, tied: bool = True) -> Path:
+    """Write a 2-layer Qwen3 (about 100k parameters, float32) with weights drawn from `seed`.
+
+    The end token's logit is always 0: at a low temperature an answer never ends, at a high one it soon does.
+    """
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    characters = tokenizer()
+    config = Qwen3Config(
+        vocab_size=len(characters),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=1024,
+        tie_word_embeddings=tied,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(config).float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            else:
+                parameter.copy_(torch.randn_like(parameter) * (0.35 if "embed" in name else 0.2))
+        model.lm_head.weight[1] = 0.0
+    model.generation_config.eos_token_id = 1
+    model.save_pretrained(folder)
+    characters.save_pretrained(folder)
+    return folder

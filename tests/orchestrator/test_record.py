@@ -1,0 +1,80 @@
+"""What a run reports: the policy's reward over everything scored, not over the groups that happened to be kept."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import orjson
+import pytest
+
+from telescope.algorithms.rloo import RLOO
+from telescope.flow.commands import Train
+from telescope.flow.core import Core
+from telescope.flow.settings import FlowSettings
+from telescope.orchestrator.batch import cut
+from telescope.orchestrator.record import Recorder
+from telescope.orchestrator.shelf import Shelf
+from telescope.runlog.layout import RunDirectory
+from telescope.runlog.reader import rows
+from telescope.runlog.writer import RunLog
+from telescope.wire.messages import StepDone
+from tests.orchestrator.test_shelf import make
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory.create(tmp_path / "run")
+
+
+def counts():
+    return Core(FlowSettings(number_of_steps=1, environments=(("countdown", 1.0),))).counts()
+
+
+async def test_reward_counts_discarded_rollouts_and_trained_reward_does_not(run: RunDirectory):
+    log = RunLog(run, "orchestrator")
+    recorder = Recorder(run, log, None, number_of_steps=3)
+    shelf = Shelf()
+    safe = asyncio.Event()
+    for rollout_id, group_id, reward in ((0, 0, 1.0), (1, 0, 0.0), (2, 1, 1.0), (3, 1, 1.0)):
+        shelf.put(make(rollout_id, group_id, reward))
+        recorder.scored(shelf[rollout_id], "worker-0", safe.set, counts=True)
+    recorder.scored(make(4, 2, 0.0), "worker-0", safe.set, counts=False)  # given up meanwhile: written, not counted
+    command = Train(step=6, group_ids=(0,), rollout_ids=((0, 1),), baseline_group_ids=(1,), baseline_rollout_ids=((2, 3),))
+    recorder.batch(cut(command, shelf, RLOO(), group_size=2, ranks=1))
+    metrics = recorder.step(StepDone(step=6, metrics={"loss": 0.25}, timings={"timing_step_active": 0.5}), counts())
+    await asyncio.wait_for(safe.wait(), 5)
+    log.close()
+    assert metrics["reward/mean"] == 0.75
+    assert metrics["sample/exact"] == 0.75
+    assert metrics["reward/trained_mean"] == 0.5
+    assert metrics["staleness_mean"] == 0.5
+    assert metrics["staleness_max"] == 1.0
+    assert metrics["loss"] == 0.25
+    assert [row["status"] for row in rows(run, "rollouts")] == ["scored"] * 4 + ["ignored"]
+    (batch,) = rows(run, "batches")
+    assert batch["advantages"] == [1.0, -1.0]
+    assert batch["baseline_group_ids"] == [1]
+    (step,) = rows(run, "step_metrics")
+    assert step["metrics"]["reward/mean"] == 0.75
+
+
+async def test_the_summary_compares_the_first_five_steps_with_the_last_five(run: RunDirectory):
+    log = RunLog(run, "orchestrator")
+    recorder = Recorder(run, log, None, number_of_steps=12)
+    recorder.history = [{"reward/mean": step / 10, "sample/exact": step / 20} for step in range(1, 13)]
+    recorder.finish(counts(), {"exit_reason": "all 12 steps are trained"})
+    log.close()
+    summary = orjson.loads(run.summary_json.read_bytes())
+    assert summary["steps"] == 12
+    assert summary["reward_mean_first"] == pytest.approx(0.3)
+    assert summary["reward_mean_last"] == pytest.approx(1.0)
+    assert summary["exact_last"] == pytest.approx(0.5)
+    assert summary["exit_reason"] == "all 12 steps are trained"
+
+
+async def test_a_run_without_a_step_has_no_reward_rather_than_zero(run: RunDirectory):
+    log = RunLog(run, "orchestrator")
+    Recorder(run, log, None, number_of_steps=3).finish(counts(), {})
+    log.close()
+    assert orjson.loads(run.summary_json.read_bytes())["reward_mean_last"] is None

@@ -1,0 +1,46 @@
+"""A run begins when all of its parts are there, and workers that load different prompts are noticed."""
+
+from __future__ import annotations
+
+from telescope.config.parts import ClusterSettings
+from telescope.orchestrator.roster import Roster
+from telescope.records import EnvironmentCard
+from telescope.wire.messages import Hello
+
+
+def hello(name: str, role: str, digest: str = "d") -> Hello:
+    cards = (EnvironmentCard("countdown", {"train": 10}, digest),) if role == "worker" else ()
+    return Hello(
+        role=role,
+        name=name,
+        run="r",
+        attempt="a",
+        incarnation=name,
+        config_hash="h",
+        capacity=1,
+        pid=1,
+        host="here",
+        environments=cards,
+    )
+
+
+def test_the_missing_are_named():
+    roster = Roster.of(ClusterSettings(inference_num_workers=1, trainer_num_workers=2, env_num_workers=1))
+    assert roster.missing == ("worker-0", "server-0", "trainer-0", "trainer-1")
+    assert roster.admit("trainer-0", hello("trainer-0", "trainer")) == ""
+    assert not roster.all_ranks_present
+    assert roster.admit("trainer-1", hello("trainer-1", "trainer")) == ""
+    assert roster.all_ranks_present
+    assert roster.missing == ("worker-0", "server-0")
+
+
+def test_a_stranger_is_refused():
+    roster = Roster.of(ClusterSettings(inference_num_workers=1, trainer_num_workers=1))
+    assert roster.admit("server-9", hello("server-9", "server")).startswith("server-9 is not part of this run's plan")
+
+
+def test_workers_with_different_prompts_are_refused():
+    roster = Roster.of(ClusterSettings(inference_num_workers=1, trainer_num_workers=1, env_num_workers=2))
+    assert roster.admit("worker-0", hello("worker-0", "worker", "one")) == ""
+    refusal = roster.admit("worker-1", hello("worker-1", "worker", "two"))
+    assert refusal.startswith("worker-0 and worker-1 load different prompts for environments.countdown")

@@ -1,0 +1,96 @@
+"""What a worker sends is checked before it can become training data."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from telescope.orchestrator.shelf import Scored, Shelf, UnusableRollout, scored
+from telescope.records import PromptRef, RolloutOrder
+from telescope.wire.messages import RolloutDone
+
+NAN = float("nan")
+
+
+def order(rollout_id: int = 7, group_id: int = 2) -> RolloutOrder:
+    return RolloutOrder(
+        rollout_id=rollout_id, group_id=group_id, sample=0, attempt=0, prompt=PromptRef("countdown", "train", 41), seed=5
+    )
+
+
+def done(rollout_id: int = 7, reward: float = 1.0, branch_lengths: tuple[int, ...] = (4,)) -> RolloutDone:
+    return RolloutDone(
+        rollout_id=rollout_id,
+        attempt=0,
+        reward=reward,
+        metrics={"exact": reward},
+        branch_lengths=branch_lengths,
+        prompt_tokens=2,
+        completion_tokens=2,
+        turns=1,
+        finish_reason="stop",
+        prompt_text="use 3 5 make 8",
+        completion_text="3+5",
+        golden_answer="",
+        started_ns=0,
+        generated_ns=1,
+        scored_ns=2,
+    )
+
+
+def arrays(
+    logprobs: tuple[float, ...] = (NAN, NAN, -0.5, -1.0), versions: tuple[int, ...] = (-1, -1, 4, 5)
+) -> tuple[np.ndarray, ...]:
+    return (
+        np.array([10, 11, 12, 1], np.int32),
+        np.array([0, 0, 1, 1], np.uint8),
+        np.array(logprobs, np.float32),
+        np.array(versions, np.int32),
+    )
+
+
+def make(rollout_id: int = 7, group_id: int = 2, reward: float = 1.0) -> Scored:
+    return scored(order(rollout_id, group_id), done(rollout_id, reward), arrays())
+
+
+def test_a_whole_rollout_keeps_its_tokens_and_versions():
+    rollout = make()
+    assert rollout.trained_tokens == 2
+    assert rollout.tokens == 4
+    assert rollout.versions().tolist() == [4, 5]
+
+
+def test_branches_are_split_where_they_begin():
+    rollout = scored(order(), done(branch_lengths=(3, 1)), arrays())
+    assert [len(branch.ids) for branch in rollout.branches] == [3, 1]
+    assert rollout.branches[1].ids.tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (arrays(logprobs=(NAN, NAN, NAN, -1.0)), "no log-prob"),
+        (arrays(logprobs=(NAN, NAN, 0.7, -1.0)), "above 0"),
+        (arrays(logprobs=(NAN, NAN, -np.inf, -1.0)), "no log-prob"),
+        (arrays(versions=(-1, -1, -1, 5)), "names no weight version"),
+        (arrays()[:3], "length of its branches"),
+    ],
+)
+def test_a_rollout_that_contradicts_itself_is_refused(wrong: tuple[np.ndarray, ...], words: str):
+    with pytest.raises(UnusableRollout, match=words) as caught:
+        scored(order(), done(), wrong)
+    assert "rollout 7 (environment countdown, prompt 41)" in str(caught.value)
+
+
+def test_a_reward_that_is_no_number_is_refused_and_not_taken_for_zero():
+    with pytest.raises(UnusableRollout, match="reward is nan"):
+        scored(order(), done(reward=NAN), arrays())
+
+
+def test_the_shelf_forgets_what_it_is_told_to():
+    shelf = Shelf()
+    shelf.put(make(7))
+    shelf.put(make(8))
+    shelf.forget((7, 99))
+    assert len(shelf) == 1
+    assert shelf[8].order.rollout_id == 8

@@ -1,0 +1,99 @@
+"""`scripts/run` as a user meets it: from any folder, and on a machine that cannot run it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+SCRIPTS = ("_environment.sh", "_requirements.py", "run", "test")
+TOOLS = ("bash", "env", "cat", "cut", "dirname", "flock", "rm", "sha256sum")
+
+
+def call(script: Path, *arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), **variables}
+    return subprocess.run(
+        [script, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of what the scripts read, with no environment in it."""
+    folder = tmp_path / "a checkout"
+    (folder / "scripts").mkdir(parents=True)
+    shutil.copy(CHECKOUT / "pyproject.toml", folder)
+    for name in SCRIPTS:
+        shutil.copy(CHECKOUT / "scripts" / name, folder / "scripts")
+    return folder
+
+
+@pytest.fixture
+def bare_path(tmp_path: Path) -> Path:
+    """A PATH with the usual tools and no Python."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for tool in TOOLS:
+        found = shutil.which(tool)
+        assert found is not None
+        (folder / tool).symlink_to(found)
+    return folder
+
+
+def test_run_works_from_any_folder(tmp_path: Path) -> None:
+    answer = call(CHECKOUT / "scripts" / "run", "--help", cwd=tmp_path, TELESCOPE_PYTHON=sys.executable)
+    assert answer.returncode == 0, answer.stderr
+    assert "algorithm" in answer.stdout
+
+
+def test_without_a_fitting_python_it_says_which_to_install(checkout: Path, bare_path: Path, tmp_path: Path) -> None:
+    answer = call(checkout / "scripts" / "run", cwd=tmp_path, PATH=str(bare_path))
+    assert answer.returncode == 1
+    assert answer.stderr == (
+        "Telescope needs Python 3.11, 3.12 or 3.13 with the venv module, and none was found on PATH: "
+        "install python3.11 (on Debian: apt-get install python3.11-venv).\n"
+    )
+
+
+def test_a_python_that_is_too_old_does_not_count(checkout: Path, bare_path: Path, tmp_path: Path) -> None:
+    old = bare_path / "python3"
+    old.write_text("#!/bin/sh\nexit 1\n")  # what a Python that fails the version check answers
+    old.chmod(0o755)
+    answer = call(checkout / "scripts" / "run", cwd=tmp_path, PATH=str(bare_path))
+    assert answer.returncode == 1
+    assert "none was found on PATH" in answer.stderr
+
+
+def test_an_installation_that_fails_is_not_taken_for_done(checkout: Path, tmp_path: Path) -> None:
+    for _ in range(2):  # the second try does not believe the first
+        answer = call(
+            checkout / "scripts" / "run", "--help", cwd=tmp_path, PIP_NO_INDEX="1", PIP_FIND_LINKS="", TELESCOPE_STACK="cpu"
+        )
+        assert answer.returncode != 0
+        assert "Installing the cpu stack" in answer.stderr
+        assert "Installed." not in answer.stderr
+
+
+def test_an_environment_that_is_up_to_date_costs_little(checkout: Path, tmp_path: Path) -> None:
+    stand_in = checkout / ".venv" / "bin" / "python"
+    stand_in.parent.mkdir(parents=True)
+    stand_in.write_text("#!/bin/sh\necho started\n")
+    stand_in.chmod(0o755)
+    sources = b"".join(
+        (checkout / name).read_bytes() for name in ("pyproject.toml", "scripts/_environment.sh", "scripts/_requirements.py")
+    )
+    (checkout / ".venv" / "telescope-test").write_text(f"cpu {hashlib.sha256(sources).hexdigest()}")
+    seconds = []
+    for _ in range(5):
+        started = time.perf_counter()
+        answer = call(checkout / "scripts" / "run", cwd=tmp_path, TELESCOPE_STACK="cpu")
+        seconds.append(time.perf_counter() - started)
+        assert (answer.returncode, answer.stdout, answer.stderr) == (0, "started\n", "")
+    assert min(seconds) < 0.2

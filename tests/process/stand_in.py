@@ -1,0 +1,152 @@
+"""A process of a test run that behaves as its first argument says. Standard library only, so that it starts at once."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+FOREVER_S = 600
+
+
+def main() -> int:
+    behaviour, *rest = sys.argv[1 : sys.argv.index("--run-dir")]
+    run = Path(sys.argv[sys.argv.index("--run-dir") + 1])
+    name = sys.argv[sys.argv.index("--name") + 1]
+    (run / "pids").mkdir(exist_ok=True)
+    code = BEHAVIOURS[behaviour](run, name, *rest)
+    sys.stderr.flush()
+    return code
+
+
+def ready(run: Path, name: str, *others: int) -> None:
+    partial = run / "pids" / f".{name}"
+    partial.write_text(" ".join(map(str, (os.getpid(), *others))))
+    partial.rename(run / "pids" / name)
+
+
+def on_term(code: int) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(code))
+
+
+def obey(run: Path, name: str) -> int:
+    """Runs until told to leave, then leaves with 143, as a real component does."""
+    on_term(143)
+    print(f"{name} is up", file=sys.stderr, flush=True)
+    ready(run, name)
+    time.sleep(FOREVER_S)
+    return 0
+
+
+def finish(run: Path, name: str, seconds: str = "0.2") -> int:
+    on_term(143)
+    ready(run, name)
+    time.sleep(float(seconds))
+    return 0
+
+
+def crash(run: Path, name: str, code: str, message: str, seconds: str = "0.2") -> int:
+    ready(run, name)
+    time.sleep(float(seconds))
+    print(message, file=sys.stderr)
+    return int(code)
+
+
+def confess(run: Path, name: str, code: str, message: str) -> int:
+    """Writes its own failure sentence before it goes."""
+    ready(run, name)
+    time.sleep(0.2)
+    (run / "failures" / f"{name}.txt").write_text(message)
+    return int(code)
+
+
+def deaf(run: Path, name: str) -> int:
+    """Ignores SIGTERM."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ready(run, name)
+    time.sleep(FOREVER_S)
+    return 0
+
+
+def family(run: Path, name: str) -> int:
+    """Has a child in a session of its own and a grandchild, both deaf, like an engine with its workers."""
+    reader, writer = os.pipe()
+    engine = os.fork()
+    if engine == 0:
+        os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        grandchild = os.fork()
+        if grandchild:
+            os.write(writer, str(grandchild).encode())
+        time.sleep(FOREVER_S)
+        os._exit(0)
+    grandchild = int(os.read(reader, 20))
+    on_term(143)
+    ready(run, name, engine, grandchild)
+    time.sleep(FOREVER_S)
+    return 0
+
+
+def engine_owner(run: Path, name: str) -> int:
+    """Watches its engine child and fails with a sentence of its own when that dies."""
+    engine = os.fork()
+    if engine == 0:
+        time.sleep(FOREVER_S)
+        os._exit(0)
+    on_term(143)
+    ready(run, name, engine)
+    _, status = os.waitpid(engine, 0)
+    message = f"the engine process of {name} died ({os.waitstatus_to_exitcode(status)})"
+    (run / "failures" / f"{name}.txt").write_text(message)
+    return 1
+
+
+def leave_orphan(run: Path, name: str) -> int:
+    """Ends with 0 and leaves a deaf daemon behind."""
+    daemon = os.fork()
+    if daemon == 0:
+        os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(FOREVER_S)
+        os._exit(0)
+    ready(run, name, daemon)
+    time.sleep(0.2)
+    return 0
+
+
+def signal_group(run: Path, name: str) -> int:
+    """Kills its own process group, as careless code does."""
+    ready(run, name)
+    time.sleep(0.2)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+    return 0
+
+
+def show_environment(run: Path, name: str) -> int:
+    (run / "environment").mkdir(exist_ok=True)
+    (run / "environment" / name).write_text("\n".join(f"{key}={value}" for key, value in sorted(os.environ.items())))
+    ready(run, name)
+    return 0
+
+
+def write_status(run: Path, name: str) -> int:
+    """An orchestrator that trains three steps and sums up."""
+    ready(run, name)
+    for step in (1, 2, 3):
+        partial = run / ".status"
+        partial.write_text(f'{{"state": "running", "step": {step}, "steps": 3, "reward": 0.{step}, "tokens_per_s": 5100}}')
+        partial.rename(run / "status.json")
+        time.sleep(1.2)
+    (run / "summary.json").write_text('{"steps": 3, "reward_mean_last": 0.3, "rollouts": {"trained": 24, "failed": 0}}')
+    return 0
+
+
+BEHAVIOURS = {
+    function.__name__: function
+    for function in (
+        obey, finish, crash, confess, deaf, family, engine_owner, leave_orphan, signal_group, show_environment, write_status,
+    )
+}  # fmt: skip
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,253 @@
+"""The supervisor with real processes: whatever dies, nothing is left, in time, and the cause is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+
+import msgspec
+import pytest
+from conftest import LIMIT_S, Launch, stand_in
+
+FLEET = (
+    stand_in("orchestrator", "obey"),
+    stand_in("server-0", "family"),
+    stand_in("trainer-0", "obey"),
+    stand_in("trainer-1", "obey"),
+    stand_in("worker-0", "family"),
+)
+WITH_A_DEAF_RANK = (*FLEET[:3], stand_in("trainer-1", "deaf"), FLEET[4])
+
+
+def test_a_run_whose_orchestrator_finishes_ends_with_0_and_leaves_nothing(launch: Launch) -> None:
+    launched = launch(
+        stand_in("orchestrator", "finish", "0.5"), stand_in("server-0", "finish"), stand_in("worker-0", "finish", "0.7")
+    )
+    launched.wait_until_up()
+    code, out, err = launched.end()
+    assert (code, err) == (0, "")
+    assert str(launched.run.path) in out
+    assert launched.left_after(0) == []
+    record = json.loads(launched.run.exit_json.read_bytes())
+    assert record == {"exit_code": 0, "cause": None, "processes": {"orchestrator": 0, "server-0": 0, "worker-0": 0}}
+
+
+@pytest.mark.parametrize("victim", ["orchestrator", "server-0", "trainer-0", "trainer-1", "worker-0"])
+def test_kill_9_of_any_process_ends_the_run_within_10_s_and_names_it(launch: Launch, victim: str) -> None:
+    launched = launch(*(WITH_A_DEAF_RANK if victim == "trainer-0" else FLEET))
+    launched.wait_until_up()
+    started = time.monotonic()
+    os.kill(launched.pids(victim)[0], signal.SIGKILL)
+    code, _, err = launched.end()
+    assert code == 70
+    assert f"The run failed: {victim} was killed by signal 9 (SIGKILL)." in err
+    assert str(launched.run.log(victim)) in err
+    assert launched.left_after(0) == []
+    assert time.monotonic() - started < LIMIT_S
+    assert json.loads(launched.run.exit_json.read_bytes())["cause"]["process"] == victim
+
+
+@pytest.mark.parametrize("victim", ["orchestrator", "server-0", "trainer-1"])
+def test_kill_9_of_a_shim_takes_its_process_with_it_and_names_it(launch: Launch, victim: str) -> None:
+    launched = launch(*FLEET, grace_s=0.5)
+    launched.wait_until_up()
+    os.kill(launched.shim(victim), signal.SIGKILL)
+    code, _, err = launched.end()
+    assert code == 70
+    assert f"{victim} ended, because its shim was killed by signal 9 (SIGKILL)." in err
+    assert launched.left_after(0) == []
+
+
+def test_kill_9_of_the_supervisor_leaves_nothing_within_10_s(launch: Launch) -> None:
+    launched = launch(*WITH_A_DEAF_RANK)
+    launched.wait_until_up()
+    launched.signal(signal.SIGKILL)
+    assert launched.end()[0] == -signal.SIGKILL
+    assert launched.left_after(LIMIT_S) == []
+
+
+def test_a_stopped_shim_does_not_hold_the_run_up(launch: Launch) -> None:
+    launched = launch(*FLEET, grace_s=0.5)
+    launched.wait_until_up()
+    os.kill(launched.shim("server-0"), signal.SIGSTOP)
+    os.kill(launched.pids("trainer-0")[0], signal.SIGKILL)
+    code, _, err = launched.end()
+    assert code == 70
+    assert "trainer-0 was killed by signal 9" in err
+    assert launched.left_after(0) == []
+
+
+def test_kill_9_of_an_engine_is_told_in_its_owners_words(launch: Launch) -> None:
+    launched = launch(stand_in("orchestrator", "obey"), stand_in("server-0", "engine_owner"), stand_in("worker-0", "obey"))
+    launched.wait_until_up()
+    os.kill(launched.pids("server-0")[1], signal.SIGKILL)
+    code, _, err = launched.end()
+    assert code == 70
+    assert "server-0 ended with exit code 1: the engine process of server-0 died (-9)" in err
+    assert launched.left_after(0) == []
+
+
+def test_a_crash_shows_its_last_lines(launch: Launch) -> None:
+    launched = launch(stand_in("orchestrator", "obey"), stand_in("worker-0", "crash", "1", "ValueError: no such dataset"))
+    launched.wait_until_up()
+    code, _, err = launched.end()
+    assert code == 70
+    assert "The run failed: worker-0 ended with exit code 1." in err
+    assert "    ValueError: no such dataset\n" in err
+
+
+def test_the_first_to_die_is_the_cause_not_the_loudest(launch: Launch) -> None:
+    launched = launch(
+        stand_in("orchestrator", "crash", "70", "lost a peer", "0.6"),
+        stand_in("trainer-0", "crash", "1", "out of memory", "0.3"),
+        stand_in("worker-0", "crash", "1", "connection reset", "0.6"),
+    )
+    launched.wait_until_up()
+    assert "The run failed: trainer-0 ended with exit code 1." in launched.end()[2]
+
+
+def test_an_orchestrator_that_ends_for_a_silent_peer_speaks_for_it(launch: Launch) -> None:
+    launched = launch(
+        stand_in("orchestrator", "confess", "70", "server-0 has been silent for 15 s."),
+        stand_in("server-0", "deaf"),
+        stand_in("worker-0", "obey"),
+        grace_s=0.5,
+    )
+    launched.wait_until_up()
+    code, _, err = launched.end()
+    assert code == 70
+    assert "The run failed: server-0 has been silent for 15 s." in err
+    assert str(launched.run.log("server-0")) in err
+    assert launched.left_after(0) == []
+
+
+def test_what_a_process_leaves_behind_is_ended_with_it(launch: Launch) -> None:
+    launched = launch(stand_in("orchestrator", "finish", "0.5"), stand_in("worker-0", "leave_orphan"))
+    launched.wait_until_up()
+    assert launched.end()[0] == 0
+    assert launched.left_after(0) == []
+
+
+def test_a_process_that_kills_its_own_group_does_not_hit_its_shim(launch: Launch) -> None:
+    launched = launch(stand_in("orchestrator", "obey"), stand_in("worker-0", "signal_group"))
+    launched.wait_until_up()
+    assert "worker-0 was killed by signal 9 (SIGKILL)." in launched.end()[2]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_one_interrupt_ends_cleanly_under_10_s(launch: Launch, number: int, code: int) -> None:
+    launched = launch(*WITH_A_DEAF_RANK)
+    launched.wait_until_up()
+    started = time.monotonic()
+    launched.signal(number)
+    assert launched.end()[0] == code
+    assert time.monotonic() - started < LIMIT_S
+    assert launched.left_after(0) == []
+
+
+def test_an_orchestrator_that_ignores_the_interrupt_is_killed_under_10_s(launch: Launch) -> None:
+    launched = launch(stand_in("orchestrator", "deaf"), stand_in("server-0", "family"), stand_in("worker-0", "deaf"))
+    launched.wait_until_up()
+    launched.signal(signal.SIGINT)
+    code, _, err = launched.end()
+    assert code == 130
+    assert "worker-0" in err
+    assert launched.left_after(0) == []
+
+
+def test_a_second_interrupt_kills_at_once(launch: Launch) -> None:
+    launched = launch(stand_in("orchestrator", "deaf"), stand_in("server-0", "family"), stand_in("worker-0", "deaf"))
+    launched.wait_until_up()
+    launched.signal(signal.SIGINT)
+    assert launched.supervisor.stderr is not None
+    assert "Ctrl-C again kills at once" in launched.supervisor.stderr.readline()
+    started = time.monotonic()
+    launched.signal(signal.SIGINT)
+    assert launched.end()[0] == 130
+    assert time.monotonic() - started < 2.0
+    assert launched.left_after(0) == []
+
+
+def test_a_peer_that_stays_after_the_end_is_ended_and_reported(launch: Launch) -> None:
+    launched = launch(stand_in("orchestrator", "finish"), stand_in("worker-0", "deaf"), leave_s=1.0, grace_s=0.5)
+    launched.wait_until_up()
+    code, _, err = launched.end()
+    assert code == 0
+    assert "Had to be ended, because they did not leave in time: worker-0." in err
+    assert launched.left_after(0) == []
+
+
+def test_an_orchestrator_that_stays_when_all_have_left_is_ended_and_named(launch: Launch) -> None:
+    launched = launch(stand_in("orchestrator", "deaf"), stand_in("worker-0", "finish"), close_s=1.0, grace_s=0.5)
+    launched.wait_until_up()
+    code, _, err = launched.end()
+    assert code == 70
+    assert "orchestrator did not end within 1 s after every other process had left." in err
+    assert launched.left_after(0) == []
+
+
+def test_a_bad_end_after_the_run_is_told_but_does_not_undo_it(launch: Launch) -> None:
+    launched = launch(stand_in("orchestrator", "finish"), stand_in("server-0", "crash", "1", "late", "1.0"))
+    launched.wait_until_up()
+    code, _, err = launched.end()
+    assert code == 0
+    assert "After the run was done, server-0 ended with exit code 1" in err
+
+
+def test_a_program_that_cannot_start_is_named(launch: Launch) -> None:
+    missing = msgspec.structs.replace(stand_in("worker-0", "obey"), program=("-m", "telescope.no_such_part"))
+    launched = launch(stand_in("orchestrator", "obey"), missing)
+    code, _, err = launched.end()
+    assert code == 70
+    assert "worker-0 ended with exit code 1." in err
+    assert "No module named telescope.no_such_part" in err
+
+
+def test_logs_go_to_files_and_on_request_to_the_console(launch: Launch) -> None:
+    launched = launch(
+        stand_in("orchestrator", "finish", "0.5"), stand_in("worker-0", "crash", "0", "hello"), log_to_console=True
+    )
+    launched.wait_until_up()
+    assert "worker-0 | hello\n" in launched.end()[2]
+    assert launched.run.log("worker-0").read_text() == "hello\n"
+
+
+def test_progress_is_a_line_a_step_and_the_summary_comes_last(launch: Launch) -> None:
+    launched = launch(stand_in("orchestrator", "write_status"), progress=True)
+    code, out, err = launched.end(20)
+    assert code == 0
+    assert err.splitlines() == [f"step {step}/3 · reward 0.{step}00 · 5.1k tok/s" for step in (1, 2, 3)]
+    assert out.splitlines() == [
+        f"run directory: {launched.run.path}",
+        "  steps             3",
+        "  reward mean last  0.3",
+        "  rollouts          trained 24, failed 0",
+    ]
+
+
+def test_trainers_share_one_meeting_point_and_foreign_ranks_are_dropped(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "99")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("MY_SERVICE_KEY", "secret")
+    launched = launch(
+        stand_in("orchestrator", "finish", "0.5"),
+        stand_in("trainer-0", "show_environment", RANK="0", OMP_NUM_THREADS="2"),
+        stand_in("trainer-1", "show_environment", RANK="1", OMP_NUM_THREADS="2"),
+        stand_in("worker-0", "show_environment"),
+    )
+    assert launched.end()[0] == 0
+    seen = {
+        name: dict(line.split("=", 1) for line in (launched.run.path / "environment" / name).read_text().splitlines())
+        for name in ("trainer-0", "trainer-1", "worker-0")
+    }
+    assert (seen["trainer-0"]["RANK"], seen["trainer-1"]["RANK"]) == ("0", "1")
+    assert int(seen["trainer-0"]["MASTER_PORT"]) == int(seen["trainer-1"]["MASTER_PORT"]) > 0
+    assert "MASTER_PORT" not in seen["worker-0"]
+    for variables in seen.values():
+        assert "WORLD_SIZE" not in variables
+        assert "TORCHELASTIC_RUN_ID" not in variables
+        assert variables["MY_SERVICE_KEY"] == "secret"

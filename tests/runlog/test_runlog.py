@@ -1,0 +1,156 @@
+"""A row is on disk before it is acknowledged, counted once however it is read, and never lost in silence."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from telescope.runlog.journal import Journal, JournalError, journal_lines
+from telescope.runlog.layout import RunDirectory, RunDirectoryInUse, write_atomically
+from telescope.runlog.reader import rows
+from telescope.runlog.writer import RunLog
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory.create(tmp_path / "run")
+
+
+def test_a_run_directory_is_never_reused(run: RunDirectory):
+    with pytest.raises(RunDirectoryInUse, match="exists and is not empty"):
+        RunDirectory.create(run.path)
+
+
+def test_a_row_lies_in_the_file_when_its_callback_comes(run: RunDirectory):
+    log = RunLog(run, "orchestrator")
+    found: list[int] = []
+    done = threading.Event()
+
+    def written() -> None:
+        found.append(len(rows(run, "groups")))
+        done.set()
+
+    log.append("groups", {"group_id": 3, "state": "kept", "reason": "", "version": 0}, written)
+    assert done.wait(5)
+    assert found == [1]
+    log.close()
+
+
+def test_segments_become_blocks_at_their_row_limit_and_each_row_is_read_once(run: RunDirectory):
+    log = RunLog(run, "orchestrator", rows_per_block=10)
+    for group in range(35):
+        log.append("groups", {"group_id": group, "state": "queued", "reason": "", "version": group})
+    log.close()
+    assert [row["group_id"] for row in rows(run, "groups")] == list(range(35))
+    assert log.counters.rows == 35
+    assert list((run.path / "live").rglob("*.jsonl")) == []
+    manifest = run.manifest.read_text().splitlines()
+    assert len(manifest) == log.counters.sealed_blocks
+    assert sum(int(line.split('"rows":')[1].split(",")[0]) for line in manifest) == 35
+
+
+def test_a_row_both_live_and_sealed_counts_once(run: RunDirectory):
+    log = RunLog(run, "orchestrator")
+    log.append("groups", {"group_id": 1, "state": "queued", "reason": "", "version": 0})
+    done = threading.Event()
+    log.append("groups", {"group_id": 2, "state": "queued", "reason": "", "version": 0}, done.set)
+    assert done.wait(5)
+    segment = run.live("orchestrator", "groups", 0)
+    copy = segment.read_bytes()
+    log.close()
+    segment.write_bytes(copy)
+    assert [row["group_id"] for row in rows(run, "groups")] == [1, 2]
+
+
+def test_a_torn_last_line_is_skipped(run: RunDirectory):
+    segment = run.live("orchestrator", "groups", 0)
+    segment.parent.mkdir(parents=True)
+    segment.write_bytes(b'{"seq":1,"group_id":1}\n{"seq":2,"gro')
+    assert [row["group_id"] for row in rows(run, "groups")] == [1]
+
+
+def test_nan_becomes_null_and_its_column_is_named(run: RunDirectory):
+    log = RunLog(run, "orchestrator")
+    log.append("rollouts", {"rollout_id": 1, "reward": float("nan"), "metrics": {"exact": 1.0}})
+    log.close()
+    (row,) = rows(run, "rollouts")
+    assert "reward" not in row
+    assert row["not_finite"] == ["reward"]
+    assert row["metrics"] == {"exact": 1.0}
+
+
+def test_an_unknown_column_is_refused_by_name(run: RunDirectory):
+    log = RunLog(run, "orchestrator")
+    with pytest.raises(KeyError, match="no column \\['colour'\\]"):
+        log.append("groups", {"colour": 1})
+    log.close()
+
+
+def test_rows_that_cannot_be_written_are_counted_and_still_acknowledged(run: RunDirectory):
+    (run.path / "live" / "orchestrator").write_text("a file where the folder should be")
+    log = RunLog(run, "orchestrator")
+    done = threading.Event()
+    log.append("groups", {"group_id": 1, "state": "queued", "reason": "", "version": 0}, done.set)
+    assert done.wait(5)
+    log.close()
+    assert log.counters.unlogged == 1
+    assert log.counters.rows == 0
+
+
+def test_no_acknowledged_row_is_lost_to_a_sigkill(tmp_path: Path):
+    run = RunDirectory.create(tmp_path / "run")
+    script = (
+        "import sys, pathlib, itertools\n"
+        "from telescope.runlog.layout import RunDirectory\n"
+        "from telescope.runlog.writer import RunLog\n"
+        "log = RunLog(RunDirectory(pathlib.Path(sys.argv[1])), 'orchestrator', rows_per_block=50)\n"
+        "for i in itertools.count():\n"
+        "    row = {'group_id': i, 'state': 'kept', 'reason': '', 'version': 0}\n"
+        "    log.append('groups', row, lambda i=i: print(i, flush=True))\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script, str(run.path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    acknowledged = [int(process.stdout.readline()) for _ in range(333)]
+    os.kill(process.pid, signal.SIGKILL)
+    acknowledged += [int(line) for line in process.stdout.read().splitlines() if line.isdigit()][:-1]
+    process.wait(10)
+    assert {row["group_id"] for row in rows(run, "groups")} >= set(acknowledged)
+
+
+def test_a_journal_that_cannot_be_written_says_so_in_a_sentence(tmp_path: Path):
+    Journal(tmp_path / "core.jsonl").close()
+    with pytest.raises(JournalError, match=r"core\.jsonl cannot be written"):
+        Journal(tmp_path / "core.jsonl")
+
+
+def test_a_full_disk_under_the_journal_says_so_in_a_sentence(tmp_path: Path):
+    journal = Journal(tmp_path / "core.jsonl")
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, journal._descriptor)
+    os.close(full)
+    with pytest.raises(JournalError, match="No space left on device"):
+        journal.append(b"{}")
+
+
+def test_the_journal_leaves_out_a_torn_last_line(tmp_path: Path):
+    path = tmp_path / "core.jsonl"
+    journal = Journal(path)
+    journal.append(b'{"now":1}')
+    journal.close()
+    path.write_bytes(path.read_bytes() + b'{"now":')
+    assert list(journal_lines(path)) == [b'{"now":1}']
+
+
+def test_a_reader_sees_the_old_text_or_the_new_one(tmp_path: Path):
+    path = tmp_path / "status.json"
+    write_atomically(path, "old")
+    write_atomically(path, "new", mode=0o600)
+    assert path.read_text() == "new"
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert [file.name for file in tmp_path.iterdir()] == ["status.json"]
