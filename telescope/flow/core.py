@@ -213,6 +213,8 @@ class Core:
             cause = f"no answer from {flight.worker} within {self.settings.rollout_deadline_s:g} s"
             self._cancel(flight, cause)
             self._attempt_failed(flight, cause)
+        for flight in self._lanes.to_remind(self._now):
+            self._out.append(do.Cancel(flight.worker, flight.sample.rollout_id, flight.attempt, "asked again"))
         for flight in self._lanes.unanswered(self._now):
             self._stop(
                 f"{flight.worker} did not answer the cancel of rollout {flight.sample.rollout_id} within "

@@ -1,4 +1,4 @@
-"""How long a run goes on without getting anywhere: groups that fail or say nothing, counted in a row. Sentences, no decisions."""
+"""How long a run goes on without getting anywhere: groups that fail or say nothing, in a row. Sentences, no decisions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class Patience:
         self._failed[label] += 1
         if self._failed[label] < self._failed_limit:
             return ""
-        return f"{self._failed[label]} groups of environments.{label} failed in a row and none was completed; the last cause: {cause}"
+        row = f"{self._failed[label]} groups of environments.{label} failed in a row"
+        return f"{row} and none was completed; the last cause: {cause}"
 
     def discarded(self) -> tuple[str, bool]:
         """What to say now that one more group had equal rewards (often nothing), and whether the run must end."""

@@ -254,6 +254,15 @@ def test_an_unanswered_rollout_is_cancelled_at_its_deadline_and_tried_again():
     assert runs(desk.failed(0)) == [(1, 1)]
 
 
+def test_an_unanswered_cancel_is_repeated_at_half_its_time():
+    desk = Desk(max_attempts=1, cancel_deadline_s=30.0)
+    desk.open()
+    desk.failed(0)
+    desk.now = 15.0
+    assert desk.tell(seen.Tick()) == [do.Cancel("worker-0", 1, 0, "asked again")]
+    assert desk.tell(seen.Tick()) == []
+
+
 def test_a_worker_that_does_not_answer_a_cancel_ends_the_run():
     desk = Desk(rollout_deadline_s=100.0, cancel_deadline_s=30.0)
     desk.open()
