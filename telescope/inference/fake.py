@@ -83,7 +83,8 @@ class FakeEngine:
     async def start(self) -> None: ...
 
     async def dead(self) -> str:
-        return await asyncio.get_running_loop().create_future()
+        never: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        return await never
 
     async def generate(self, request_id: str, prompt_ids: np.ndarray, sampling: Sampling, priority: int) -> Generated:
         if request_id in self._aborts:

@@ -25,7 +25,7 @@ from telescope.inference.deadline import Deadline, fail
 from telescope.inference.engine import Engine, EngineDead
 from telescope.inference.fake import FakeEngine
 from telescope.inference.http import PortTaken, bind, http_beside
-from telescope.inference.server import Server
+from telescope.inference.server import Server, first_of
 from telescope.inference.vllm_options import Device, ServerPlan, vllm_environment
 from telescope.runlog.identity import read_identity
 from telescope.runlog.layout import RunDirectory
@@ -95,7 +95,7 @@ async def serve(directory: RunDirectory, name: str) -> int:
                 Link.connect, directory, hello(config, directory, name), config.cluster.placement_timeout_s
             )
             serving = asyncio.create_task(Server(link, engine).run())
-            await asyncio.wait({serving, interrupted}, return_when=asyncio.FIRST_COMPLETED)
+            await first_of(serving, interrupted)
             if not serving.done():
                 serving.cancel()
                 raise Interrupted(interrupted.result())
@@ -152,7 +152,7 @@ def build_engine(config: RunConfig, directory: RunDirectory, device: Device) -> 
     Raises `ModelNotFound`.
     """
     folder = model_folder(config.model.name)
-    run = directory.path.name
+    run = read_identity(directory).run_id
     settings = config.inference
     if settings.engine == "fake":
         return FakeEngine(folder, SharedMemoryReader(run), max_model_len=settings.max_model_len, token_s=settings.fake_token_s)

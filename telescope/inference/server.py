@@ -34,6 +34,11 @@ STOP_S = 1.0
 log = logging.getLogger(__name__)
 
 
+async def first_of(*waits: asyncio.Future[Any]) -> None:
+    """Return once one of them is done; none is cancelled."""
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+
+
 class Wire(Protocol):
     """The part of `telescope.wire.link.Link` that a server uses."""
 
@@ -61,7 +66,7 @@ class Server:
         receiving = asyncio.create_task(self._receive())
         dying = asyncio.create_task(self._engine.dead())
         try:
-            await asyncio.wait({receiving, dying, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+            await first_of(receiving, dying, self._failed)
             if self._failed.done():
                 raise self._failed.result()
             if dying.done():
