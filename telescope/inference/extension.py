@@ -67,6 +67,7 @@ class WeightExtension:
 
     model_runner: Any
     vllm_config: Any
+    telescope_staged: Any  # _Staged | None, once a version was staged
 
     def telescope_check_loaded(self) -> str:
         """A sentence if the loaded model could not take new weights in place; else empty."""

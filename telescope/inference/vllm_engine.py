@@ -10,7 +10,6 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Awaitable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 

@@ -38,7 +38,10 @@ async def test_logprobs_are_those_of_transformers_after_temperature(old: Served,
     prompts = [prompt(5 + index, index) for index in range(8)]
     answers = await asyncio.gather(*(old.generate(p, 24, seed=i, temperature=temperature) for i, p in enumerate(prompts)))
     differences = np.concatenate(
-        [np.abs(a.logprobs - old.reference_logprobs("old", p, a.ids, temperature)) for p, a in zip(prompts, answers, strict=True)]
+        [
+            np.abs(a.logprobs - old.reference_logprobs("old", p, a.ids, temperature))
+            for p, a in zip(prompts, answers, strict=True)
+        ]
     )
     assert differences.size >= 100
     assert differences.mean() < 1e-5 < 1e-3
@@ -199,8 +202,12 @@ async def test_a_partial_version_is_refused_before_anything_is_touched(old: Serv
 
 async def test_a_stranger_and_a_wrong_shape_are_refused_in_words(old: Served):
     whole = old.publish("new")
-    renamed = [replace_fields(spec, name="model.stranger") if spec.name == "model.norm.weight" else spec for spec in whole.tensors]
-    with pytest.raises(WeightsRefused, match=r"1 tensors are missing: model.norm.weight; 1 tensors are not the model's: model.stranger"):
+    renamed = [
+        replace_fields(spec, name="model.stranger") if spec.name == "model.norm.weight" else spec for spec in whole.tensors
+    ]
+    with pytest.raises(
+        WeightsRefused, match=r"1 tensors are missing: model.norm.weight; 1 tensors are not the model's: model.stranger"
+    ):
         await old.engine.prepare(replace_tensors(whole, renamed))
     bent = [replace_fields(spec, shape=(32, 2)) if spec.name == "model.norm.weight" else spec for spec in whole.tensors]
     with pytest.raises(WeightsRefused, match=r"model.norm.weight has shape \[32, 2\] but the model's is \[64\]"):
@@ -262,5 +269,3 @@ def replace_fields(record, **fields):
     import msgspec
 
     return msgspec.structs.replace(record, **fields)
-
-
