@@ -38,9 +38,9 @@ INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class Patience:
     """Seconds that processes get. Those after a failure, and those after Ctrl-C, come to less than 10 together."""
 
-    stop_s: float = 5.0
+    stop_s: float = 6.5
     """The orchestrator, to finish and to tell its peers, after Ctrl-C."""
-    follow_s: float = 2.0
+    follow_s: float = 1.5
     """Its peers after it, then."""
     leave_s: float = 20.0
     """The peers, after a run that ended by itself."""
