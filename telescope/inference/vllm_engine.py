@@ -27,7 +27,9 @@ from telescope.records import FinishReason, Sampling, WeightManifest
 FIRST_LOOK_S = 0.01
 """The first question whether a version is checked waits this long in the worker; a small model's is by then."""
 LOOK_EVERY_S = 0.02
-CLOSE_S = 3.0
+CLOSE_S = 1.0
+"""The engine's farewell to its libraries takes seconds and saves nothing: after this it is killed."""
+DEATH_TOLD_S = 5.0
 WARM_UP_REQUESTS = 8
 SEED_LIMIT = 2**63
 
@@ -269,6 +271,9 @@ class VllmEngine:
         self._children.stop_watching()
         if self._llm is not None:
             llm, self._llm = self._llm, None
+            del self._versions
+            if llm.output_handler is not None:  # it would take the end for a failure
+                llm.output_handler.cancel()
             await asyncio.to_thread(llm.shutdown, CLOSE_S)
         await asyncio.to_thread(self._children.end_all, CLOSE_S)
 
@@ -286,7 +291,7 @@ class VllmEngine:
 
     async def _why_dead(self) -> str:
         try:
-            return await asyncio.wait_for(self._children.first_end(), CLOSE_S)
+            return await asyncio.wait_for(self._children.first_end(), DEATH_TOLD_S)
         except TimeoutError:
             return "vLLM's engine says that it is dead; its own words are further up in this log"
 
