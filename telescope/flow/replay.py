@@ -64,13 +64,13 @@ _lines = msgspec.json.Decoder(Line)
 
 
 def encode_opening(settings: FlowSettings) -> bytes:
-    """The first line, with its newline."""
-    return _encoder.encode(Opening(FORMAT, settings)) + b"\n"
+    """The first line, without its newline."""
+    return _encoder.encode(Opening(FORMAT, settings))
 
 
 def encode_line(now: float, event: AnyEvent, commands: list[AnyCommand]) -> bytes:
-    """One event's line, with its newline."""
-    return _encoder.encode(Line(now, event, commands)) + b"\n"
+    """One event's line, without its newline."""
+    return _encoder.encode(Line(now, event, commands))
 
 
 def decode_opening(line: bytes) -> FlowSettings:
@@ -95,7 +95,8 @@ def decode_line(line: bytes, number: int) -> Line:
 
 
 def replay(lines: Iterable[bytes]) -> Replay:
-    """Handle a journal's events again, and compare. `lines` are whole lines, the opening first; a torn last one is left out.
+    """Handle a journal's events again, and compare. `lines` are whole lines without their newline, the opening first; a torn
+    last one is left out.
 
     Raises JournalDamaged where the journal has no opening or a line is not one.
     """

@@ -74,6 +74,11 @@ class Batch:
             "length_penalty_mean": float(np.mean([rollout.length_penalty for rollout in self.rollouts])),
         }
 
+    def lag_of(self, rollout: Scored) -> int | None:
+        """Versions between the rollout's oldest sampled token and the weights it trains; None without such a token."""
+        versions = rollout.versions()
+        return self.command.step - 1 - int(versions.min()) if len(versions) else None
+
 
 def cut(command: Train, shelf: Shelf, recipe: Recipe, *, ranks: int) -> Batch:
     """Advantages over the batch (discarded groups count in its statistics), then whole groups to minibatches, in order, and

@@ -111,6 +111,10 @@ class Link:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close("" if error is None else f"{type(error).__name__}: {error}")
 
+    @property
+    def name(self) -> str:
+        return self._session.hello.name
+
     # ---- the application's side --------------------------------------------------------------------------------------
 
     def send(self, body: Body, arrays: Sequence[np.ndarray] = (), answers: Delivery | None = None) -> int:

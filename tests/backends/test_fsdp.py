@@ -14,7 +14,7 @@ from telescope.algorithms.grpo import GRPO
 from telescope.backends.common import attention
 from telescope.backends.fsdp.policy import RowInput, UnfitModel
 from telescope.config.models import model_source
-from tests.backends.conftest import random_model
+from tests.backends.models import random_model
 from tests.backends.shards import VOCABULARY, make_job, make_shard, part
 from tests.backends.watching import distance
 

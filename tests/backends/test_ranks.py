@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.backends.conftest import random_model
+from tests.backends.models import random_model
 from tests.backends.shards import make_job, make_shard
 from tests.backends.watching import distance
 

@@ -164,7 +164,10 @@ class Rules:
                 self._run(command)
             case do.Cancel():
                 order = self.orders.get((command.rollout_id, command.attempt))
-                keep(order is not None and not order.cancelled, f"{command} is about an order that is not running")
+                reminder = isinstance(event, seen.Tick)
+                keep(
+                    order is not None and (reminder or not order.cancelled), f"{command} is about an order that is not running"
+                )
                 keep(order.worker == command.worker, f"{command} goes to the wrong worker")
                 order.cancelled = True
             case do.Place():

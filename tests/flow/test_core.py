@@ -254,6 +254,15 @@ def test_an_unanswered_rollout_is_cancelled_at_its_deadline_and_tried_again():
     assert runs(desk.failed(0)) == [(1, 1)]
 
 
+def test_an_unanswered_cancel_is_repeated_at_half_its_time():
+    desk = Desk(max_attempts=1, cancel_deadline_s=30.0)
+    desk.open()
+    desk.failed(0)
+    desk.now = 15.0
+    assert desk.tell(seen.Tick()) == [do.Cancel("worker-0", 1, 0, "asked again")]
+    assert desk.tell(seen.Tick()) == []
+
+
 def test_a_worker_that_does_not_answer_a_cancel_ends_the_run():
     desk = Desk(rollout_deadline_s=100.0, cancel_deadline_s=30.0)
     desk.open()
@@ -315,11 +324,9 @@ def test_siblings_share_a_server_and_groups_spread_by_tokens_in_flight():
 def test_earlier_turns_go_first():
     desk = Desk()
     desk.open()
-    assert (
-        desk.tell(seen.TurnStarted("late", 0, 0, 3, 5))
-        == [do.Place("late", "server-0", 3), *desk.said[-1:]][:1] + desk.said[-1:]
-    )
-    assert desk.tell(seen.TurnStarted("early", 1, 0, 0, 5)) == [do.Place("early", "server-0", 0)]
+    desk.tell(seen.TurnStarted("late", 0, 0, 3, 5), seen.TurnStarted("early", 1, 0, 0, 5))
+    late, early = desk.of(do.Place)
+    assert (late.priority, early.priority) == (3, 0)
 
 
 def test_a_lost_servers_requests_are_refused_and_the_group_moves():
@@ -401,3 +408,28 @@ def test_settings_that_make_no_sense_are_refused_in_words():
     ):
         with pytest.raises(ValueError, match=sentence):
             FlowSettings(**{**good, **change})
+
+
+def test_the_worked_example_of_the_docs():
+    desk = Desk(groups_per_batch=2, group_size=1, max_async=1, max_off_policy_steps=2, number_of_steps=9)
+
+    def alive() -> list[int]:
+        ended = ("trained", "discarded", "cancelled", "failed")
+        return sorted(
+            {row.group_id for row in desk.of(do.GroupState)} - {r.group_id for r in desk.of(do.GroupState) if r.state in ended}
+        )
+
+    desk.open()
+    assert alive() == [0, 1, 2, 3]
+    desk.done(1, 1.0)
+    assert desk.done(2, 1.0)[-1] == do.Train(1, (1, 2), ((1,), (2,)), (), ())
+    assert alive() == [0, 1, 2, 3]
+    desk.done(3, 1.0)
+    desk.step(1)
+    assert alive() == [0, 3, 4, 5]
+    assert desk.done(4, 1.0)[-1] == do.Train(2, (3, 4), ((3,), (4,)), (), ())
+    assert do.GroupState(0, "cancelled", "off_policy", 0) in desk.step(2)
+    assert alive() == [5, 6, 7, 8]
+    assert desk.core.counts().ages == {"0": 3, "1": 1}
+    prompts = {run.order.group_id: run.order.prompt for run in desk.of(do.Run)}
+    assert prompts[0] in (prompts[6], prompts[7], prompts[8])
