@@ -74,7 +74,7 @@ def alone(shard: TrainShard, minibatch: int) -> TrainShard:
 def part(shard: TrainShard, indices: Sequence[int]) -> TrainShard:
     """One rank's share; the denominators stay those of the whole step."""
     ends = np.cumsum([item.length for item in shard.items])
-    kept = np.concatenate([np.arange(ends[i] - shard.items[i].length, ends[i]) for i in indices]).astype(int)
+    kept = np.array([place for i in indices for place in range(ends[i] - shard.items[i].length, ends[i])], int)
     arrays = (shard.ids[kept], shard.mask[kept], shard.logprobs[kept], shard.versions[kept])
     return TrainShard(shard.step, tuple(shard.items[i] for i in indices), *arrays, shard.denominators)
 
