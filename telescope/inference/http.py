@@ -15,12 +15,10 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import uvicorn
-
     from telescope.config.parts import ModelSettings
 
 LOOPBACK = "127.0.0.1"
-CLOSE_S = 2.0
+START_S, CLOSE_S = 30.0, 2.0
 
 log = logging.getLogger(__name__)
 
@@ -62,8 +60,11 @@ async def http_beside(client: Any, listener: socket.socket | None, model: ModelS
         yield ""
         return
     host, port = listener.getsockname()[:2]
-    server = _server(await application(client, model))
+    with _own_log_level():
+        server = _server(await application(client, model))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
+    async with asyncio.timeout(START_S):
+        await server.listening.wait()
     log.info("OpenAI-compatible HTTP at http://%s:%d/v1", host, port)
     try:
         yield f"http://{host}:{port}"
@@ -95,14 +96,32 @@ async def application(client: Any, model: ModelSettings) -> Any:
     return app
 
 
-def _server(app: Any) -> uvicorn.Server:
+@contextlib.contextmanager
+def _own_log_level() -> Iterator[None]:
+    """What the application imports silences the root logger."""
+    level = logging.root.level
+    try:
+        yield
+    finally:
+        logging.root.setLevel(level)
+
+
+def _server(app: Any) -> Any:
     import uvicorn
 
-    class Quiet(uvicorn.Server):
-        """Signals are the process's own."""
+    class Server(uvicorn.Server):
+        """Signals are the process's own; and it says when it listens."""
+
+        def __init__(self, config: uvicorn.Config) -> None:
+            super().__init__(config)
+            self.listening = asyncio.Event()
 
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
             yield
 
-    return Quiet(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="on", timeout_graceful_shutdown=1))
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            self.listening.set()
+
+    return Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="on", timeout_graceful_shutdown=1))

@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -24,12 +24,12 @@ from telescope.inference.versions import CountedTokens, EngineLabels, Versions
 from telescope.inference.vllm_options import ServerPlan, engine_arguments
 from telescope.records import FinishReason, Sampling, WeightManifest
 
-T = TypeVar("T")
-
 FIRST_LOOK_S = 0.01
 """The first question whether a version is checked waits this long in the worker; a small model's is by then."""
 LOOK_EVERY_S = 0.02
-CLOSE_S = 3.0
+CLOSE_S = 1.0
+"""The engine's farewell to its libraries takes seconds and saves nothing: after this it is killed."""
+DEATH_TOLD_S = 5.0
 WARM_UP_REQUESTS = 8
 SEED_LIMIT = 2**63
 
@@ -124,13 +124,15 @@ class VllmEngine:
             raise RequestRefused(f"request {request_id} is being served already")
         if not 0 < len(prompt_ids) < self._max_model_len:
             raise RequestRefused(
-                f"a prompt of {len(prompt_ids)} tokens leaves no room for an answer: inference.max_model_len={self._max_model_len}"
+                f"a prompt of {len(prompt_ids)} tokens leaves no room for an answer: "
+                f"inference.max_model_len={self._max_model_len}"
             )
         if sampling.max_tokens < 1:
             raise RequestRefused(f"max_tokens={sampling.max_tokens} must be at least 1")
         if prompt_ids.min() < 0 or prompt_ids.max() >= self._vocabulary:
             raise RequestRefused(
-                f"the prompt has token ids from {prompt_ids.min()} to {prompt_ids.max()}; the model knows 0 to {self._vocabulary - 1}"
+                f"the prompt has token ids from {prompt_ids.min()} to {prompt_ids.max()}; "
+                f"the model knows 0 to {self._vocabulary - 1}"
             )
 
     def _params(self, prompt_tokens: int, sampling: Sampling) -> Any:
@@ -207,7 +209,8 @@ class VllmEngine:
                     await self._stage(manifest)
             except TimeoutError as error:
                 raise WeightsRefused(
-                    f"weights version {manifest.version} were not checked within weight_sync.update_timeout_s={self._sync.update_timeout_s}"
+                    f"weights version {manifest.version} were not checked within "
+                    f"weight_sync.update_timeout_s={self._sync.update_timeout_s:g} s"
                 ) from error
             self._staged = manifest
             self._state = replace(self._state, prepared=manifest.version)
@@ -224,7 +227,8 @@ class VllmEngine:
                     await self._load_paused(version)
             except Exception as error:  # vLLM raises plain Exception; whatever it is, the model may be half new by now
                 raise EngineDead(
-                    f"weights version {version} could not be loaded ({_first_line(error)}); the engine may hold a mixture and must end"
+                    f"weights version {version} could not be loaded ({_first_line(error)}): the engine may hold a mixture "
+                    "and must end"
                 ) from error
             pause_s = time.perf_counter() - started
             self._state = WeightState(version=version, prepared=None, checksum=self._staged.checksum, pause_s=pause_s)
@@ -267,6 +271,9 @@ class VllmEngine:
         self._children.stop_watching()
         if self._llm is not None:
             llm, self._llm = self._llm, None
+            del self._versions
+            if llm.output_handler is not None:  # it would take the end for a failure
+                llm.output_handler.cancel()
             await asyncio.to_thread(llm.shutdown, CLOSE_S)
         await asyncio.to_thread(self._children.end_all, CLOSE_S)
 
@@ -284,7 +291,7 @@ class VllmEngine:
 
     async def _why_dead(self) -> str:
         try:
-            return await asyncio.wait_for(self._children.first_end(), CLOSE_S)
+            return await asyncio.wait_for(self._children.first_end(), DEATH_TOLD_S)
         except TimeoutError:
             return "vLLM's engine says that it is dead; its own words are further up in this log"
 

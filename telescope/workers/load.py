@@ -11,7 +11,7 @@ import json
 import logging
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from telescope.config import plugins
 from telescope.config.run import RunConfig
 from telescope.environments.base import Environment, Prompt
+from telescope.environments.recent import Recent
 from telescope.environments.template import ChatTemplate
 from telescope.records import EnvironmentCard, PromptRef
 
@@ -41,10 +42,12 @@ class Loaded:
     environment: Environment
     prompts: dict[str, Sequence[Prompt]]
     card: EnvironmentCard
+    _remembered: Recent[tuple[str, int], Prompt] = field(default_factory=lambda: Recent(4096))
 
     def prompt(self, reference: PromptRef) -> Prompt:
-        """Raises `KeyError` or `IndexError` for a prompt that does not exist."""
-        return self.prompts[reference.split][reference.index]
+        """Made once for all samples of a group. Raises `KeyError` or `IndexError` for a prompt that does not exist."""
+        split, index = reference.split, reference.index
+        return self._remembered.get((split, index), lambda: self.prompts[split][index])
 
 
 def load_environments(config: RunConfig) -> dict[str, Loaded]:

@@ -16,6 +16,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 
 from telescope.config.models import ModelNotFound, model_folder
 from telescope.config.run import config_hash, load_run
@@ -46,10 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
     )
+    signals = Signals()
     try:
-        return Worker(directory, given.name).run()
-    except KeyboardInterrupt:
-        return 130
+        signals.watch()
+        return Worker(directory, given.name, signals).run()
+    except Interrupted as interrupted:
+        return 128 + interrupted.number
     except KNOWN as error:
         return _failed(directory, given.name, str(error) or type(error).__name__)
     except Exception as error:  # the process edge: said, recorded, and the exit code is 1
@@ -57,11 +60,53 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _failed(directory, given.name, f"{given.name} ended with {type(error).__name__}: {error}")
 
 
+class Interrupted(KeyboardInterrupt):
+    """A signal came while the process was in synchronous code."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"signal {number}")
+        self.number = number
+
+
+class Signals:
+    """SIGINT and SIGTERM from the first line to the last: as an exception in synchronous code, as a future on the loop.
+
+    A signal that came in between is remembered, because the event loop's own code may swallow an exception.
+    """
+
+    def __init__(self) -> None:
+        self._number: int | None = None
+
+    def watch(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._raise)
+
+    def watch_on_loop(self) -> asyncio.Future[int]:
+        """Done with the signal's number once one has come."""
+        loop = asyncio.get_running_loop()
+        came: asyncio.Future[int] = loop.create_future()
+
+        def tell(number: int) -> None:
+            if not came.done():
+                came.set_result(number)
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, tell, number)
+        if self._number is not None:
+            tell(self._number)
+        return came
+
+    def _raise(self, number: int, frame: FrameType | None) -> None:
+        self._number = number
+        raise Interrupted(number)
+
+
 class Worker:
     """The life of the process: load, say hello, play, say goodbye."""
 
-    def __init__(self, directory: RunDirectory, name: str) -> None:
+    def __init__(self, directory: RunDirectory, name: str, signals: Signals) -> None:
         self._directory = directory
+        self._signals = signals
         self._name = name
         self._config = load_run(directory.config_json)
         if self._config.debug:
@@ -83,8 +128,8 @@ class Worker:
         error = ""
         try:
             service = Service(link, self._name, environments, template, limits)
-            return asyncio.run(_until_stopped(service))
-        except BaseException as raised:
+            return asyncio.run(_until_stopped(service, self._signals))
+        except Exception as raised:
             error = str(raised) or type(raised).__name__
             raise
         finally:
@@ -106,18 +151,15 @@ class Worker:
         )
 
 
-async def _until_stopped(service: Service) -> int:
+async def _until_stopped(service: Service, signals: Signals) -> int:
     """0 after the orchestrator's Stop, 128 + n after a signal n."""
-    loop = asyncio.get_running_loop()
-    signalled: asyncio.Future[int] = loop.create_future()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, lambda number=number: signalled.done() or signalled.set_result(128 + number))
+    signalled = signals.watch_on_loop()
     running = asyncio.ensure_future(service.run())
     await asyncio.wait((running, signalled), return_when=asyncio.FIRST_COMPLETED)
     if signalled.done():
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-        return signalled.result()
+        return 128 + signalled.result()
     log.info("stopped: %s", running.result())
     return 0
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import pytest_asyncio
 
 from telescope.inference.engine import RequestRefused, WeightsRefused
 from telescope.inference.versions import CountedTokens, EngineLabels
-from telescope.records import Sampling
+from telescope.records import Sampling, WeightManifest
 from tests.inference.conftest import Served
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
@@ -194,24 +195,19 @@ async def test_a_discarded_version_leaves_the_old_one_serving(old: Served):
 async def test_a_partial_version_is_refused_before_anything_is_touched(old: Served):
     """q_proj alone of a fused layer: vLLM itself would take it without a word."""
     whole = old.publish("new")
-    part = replace_tensors(whole, [spec for spec in whole.tensors if "k_proj" not in spec.name])
     with pytest.raises(WeightsRefused, match=r"2 tensors are missing: model.layers.0.self_attn.k_proj.weight, model.layers.1"):
-        await old.engine.prepare(part)
+        await old.engine.prepare(without(whole, "k_proj"))
     await old.assert_serves("old")
 
 
 async def test_a_stranger_and_a_wrong_shape_are_refused_in_words(old: Served):
     whole = old.publish("new")
-    renamed = [
-        replace_fields(spec, name="model.stranger") if spec.name == "model.norm.weight" else spec for spec in whole.tensors
-    ]
     with pytest.raises(
         WeightsRefused, match=r"1 tensors are missing: model.norm.weight; 1 tensors are not the model's: model.stranger"
     ):
-        await old.engine.prepare(replace_tensors(whole, renamed))
-    bent = [replace_fields(spec, shape=(32, 2)) if spec.name == "model.norm.weight" else spec for spec in whole.tensors]
+        await old.engine.prepare(with_norm(whole, name="model.stranger"))
     with pytest.raises(WeightsRefused, match=r"model.norm.weight has shape \[32, 2\] but the model's is \[64\]"):
-        await old.engine.prepare(replace_tensors(whole, bent))
+        await old.engine.prepare(with_norm(whole, shape=(32, 2)))
     await old.assert_serves("old")
 
 
@@ -261,11 +257,12 @@ async def until_running(served: Served, name: str, tokens: int) -> None:
                 return
 
 
-def replace_tensors(manifest, tensors):
-    return replace_fields(manifest, tensors=tuple(tensors))
+def without(manifest: WeightManifest, part: str) -> WeightManifest:
+    kept = tuple(spec for spec in manifest.tensors if part not in spec.name)
+    return msgspec.structs.replace(manifest, tensors=kept)
 
 
-def replace_fields(record, **fields):
-    import msgspec
-
-    return msgspec.structs.replace(record, **fields)
+def with_norm(manifest: WeightManifest, **fields) -> WeightManifest:
+    """The manifest, its last norm described otherwise."""
+    specs = (msgspec.structs.replace(s, **fields) if s.name == "model.norm.weight" else s for s in manifest.tensors)
+    return msgspec.structs.replace(manifest, tensors=tuple(specs))
