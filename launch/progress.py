@@ -117,7 +117,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def status_line(status: Mapping[str, Any]) -> str:
-    """`step 12/60 · reward 0.412 · exact 38% · 5.1k tok/s · lag 1.2 · queue 14 · in flight 96 · ETA 1:05 · train step 12`."""
+    """`step 12/60 · reward 0.412 · exact 38% · 5.1k tok/s · lag 1.2 · queue 14 · ETA 1:05 · in flight 96 · train step 12`."""
     parts = [
         _step(status),
         _number(status, "reward", "reward {:.3f}"),
@@ -125,8 +125,8 @@ def status_line(status: Mapping[str, Any]) -> str:
         _tokens_per_s(status),
         _number(status, "lag", "lag {:.1f}"),
         _number(status, "queue", "queue {:.0f}"),
-        _number(status, "in_flight", "in flight {:.0f}"),
         f"ETA {duration(status['eta_s'])}" if _is_number(status.get("eta_s")) else "",
+        _number(status, "in_flight", "in flight {:.0f}"),
         str(status.get("message") or status.get("doing") or ""),
     ]
     return " · ".join(part for part in parts if part)
@@ -134,7 +134,7 @@ def status_line(status: Mapping[str, Any]) -> str:
 
 def summary_table(summary: Mapping[str, Any]) -> str:
     """The summary, a line a fact; a nested object is written as `a 1, b 2`."""
-    rows = [(str(name).replace("_", " "), _value(value)) for name, value in summary.items() if value is not None]
+    rows = [(str(name).replace("_", " "), _value(value)) for name, value in summary.items() if value not in (None, {}, [])]
     width = max((len(name) for name, _ in rows), default=0)
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
 
