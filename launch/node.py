@@ -184,7 +184,8 @@ class Supervisor:
             self.kill_all()
         elif self.phase is Phase.RUNNING:
             self.console.say("Stopping: the orchestrator finishes and tells the others. Ctrl-C again kills at once.")
-            self.ask_orchestrator(self.patience.stop_s)
+            # Its summary names the signal that the user sent; of a lost terminal it need not know.
+            self.ask_orchestrator(self.patience.stop_s, signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
         else:
             self.end_all(self.patience.follow_s)
 
@@ -230,13 +231,13 @@ class Supervisor:
         else:
             self.ask_orchestrator(self.patience.grace_s)
 
-    def ask_orchestrator(self, seconds: float) -> None:
-        self.orchestrator.term(seconds)
+    def ask_orchestrator(self, seconds: float, number: int = signal.SIGTERM) -> None:
+        self.orchestrator.leave(seconds, number)
         self.enter(Phase.ASKED, seconds + self.patience.shim_s)
 
     def end_all(self, grace_s: float) -> None:
         for process in self.living:
-            process.term(grace_s)
+            process.leave(grace_s)
         self.enter(Phase.ENDING, grace_s + self.patience.shim_s)
 
     def kill_all(self) -> None:

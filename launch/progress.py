@@ -26,7 +26,7 @@ class Console:
     def __init__(self, errors: TextIO, output: TextIO) -> None:
         self._errors = errors
         self._output = output
-        self._live = False
+        self._live = ""
         self.tty = errors.isatty()
 
     def say(self, text: str) -> None:
@@ -36,8 +36,9 @@ class Console:
     def live(self, text: str) -> None:
         """The one line that is written over."""
         width = shutil.get_terminal_size().columns - 1
-        self._write(self._errors, "\r\x1b[K" + text[:width])
-        self._live = True
+        if text != self._live:
+            self._write(self._errors, "\r\x1b[K" + text[:width])
+            self._live = text
 
     def result(self, text: str) -> None:
         """What the run came to, on stdout."""
@@ -46,7 +47,7 @@ class Console:
         self._write(self._output, text.rstrip("\n") + "\n")
 
     def _clear(self) -> str:
-        cleared, self._live = "\r\x1b[K" if self._live else "", False
+        cleared, self._live = "\r\x1b[K" if self._live else "", ""
         return cleared
 
     def _write(self, stream: TextIO, text: str) -> None:

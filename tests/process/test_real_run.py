@@ -90,7 +90,9 @@ def test_ctrl_c_ends_a_real_run_with_a_summary(training: Launched) -> None:
     assert training.left_after(0) == []
     assert "Traceback" not in err
     assert "Had to be ended" not in err
-    assert json.loads(training.run.summary_json.read_bytes())["steps"] >= 2
+    summary = json.loads(training.run.summary_json.read_bytes())
+    assert summary["steps"] >= 2
+    assert (summary["exit_reason"], summary["exit_code"]) == ("interrupted by SIGINT", 130)
     assert json.loads(training.run.exit_json.read_bytes())["cause"] is None
     assert str(training.run.path) in out
 
