@@ -70,14 +70,8 @@ def kill_tree(pid: int) -> None:
                 process.kill()
 
 
-def _how(descriptor: int) -> str:
-    """How the process ended, without reaping it: that is its owner's part."""
-    try:
-        status = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        status = None
-    if status is None:
+def _how(process: BaseProcess) -> str:
+    code = process.exitcode  # None where another thread is about to read it
+    if code is None:
         return "ended"
-    if status.si_code == os.CLD_EXITED:
-        return f"ended with exit code {status.si_status}"
-    return f"was killed by {signal.Signals(status.si_status).name}"
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
