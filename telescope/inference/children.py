@@ -57,7 +57,7 @@ class Children:
         process = self._watched[descriptor]
         if self._ended is not None and not self._ended.done():
             self._ended.set_result(
-                f"the engine's process (pid {process.pid}) {_how(descriptor)}; nothing can be served any more"
+                f"the engine's process (pid {process.pid}) {_how(process)}; nothing can be served any more"
             )
 
 
