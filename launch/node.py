@@ -38,9 +38,9 @@ INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class Patience:
     """Seconds that processes get. Those after a failure, and those after Ctrl-C, come to less than 10 together."""
 
-    stop_s: float = 5.0
+    stop_s: float = 6.5
     """The orchestrator, to finish and to tell its peers, after Ctrl-C."""
-    follow_s: float = 2.0
+    follow_s: float = 1.5
     """Its peers after it, then."""
     leave_s: float = 20.0
     """The peers, after a run that ended by itself."""
@@ -196,8 +196,10 @@ class Supervisor:
             self.end_all(self.patience.grace_s)
         elif self.phase is Phase.RUNNING and self.orchestrator.ended:
             self.enter(Phase.LEAVING, self.patience.leave_s)
-        elif self.phase is Phase.ASKED and self.orchestrator.ended:
-            self.enter(Phase.LEAVING, self.patience.follow_s)
+        elif self.phase is Phase.ASKED and self.orchestrator.ending:
+            # One that had to be killed has told nobody to leave.
+            killed = self.orchestrator.ending.status == -signal.SIGKILL
+            self.enter(Phase.LEAVING, 0.0 if killed else self.patience.follow_s)
         elif self.phase is Phase.RUNNING and self.deadline == float("inf") and self.only_orchestrator_left:
             self.deadline = time.monotonic() + self.patience.close_s
 

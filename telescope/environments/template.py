@@ -6,7 +6,6 @@ loads one), so that environments and their tests need none.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from telescope.environments.base import Turn
+from telescope.environments.recent import Recent
 
 Ids = np.ndarray  # [T] int32
 _Key = tuple[tuple[tuple[str, str], ...], ...]
@@ -58,19 +58,12 @@ class ChatTemplate:
         self.eos_ids = frozenset(eos_ids)
         self._anchor = self.decode([eos_ids[0]])
         self._anchor_ids = self._encode(self._anchor)
-        self._remembered: OrderedDict[_Key, Rendered] = OrderedDict()
-        self._limit = remembered
+        self._remembered: Recent[_Key, Rendered] = Recent(remembered)
 
     def opening(self, turns: Sequence[Turn]) -> Rendered:
         """A dialogue's first prompt. Remembered, because all samples of a group ask for the same one."""
         key = tuple(tuple(turn.items()) for turn in turns)
-        rendered = self._remembered.get(key)
-        if rendered is None:
-            rendered = self.render(turns)
-            self._remembered[key] = rendered
-            if len(self._remembered) > self._limit:
-                self._remembered.popitem(last=False)
-        return rendered
+        return self._remembered.get(key, lambda: self.render(turns))
 
     def render(self, turns: Sequence[Turn]) -> Rendered:
         """Text and tokens of the dialogue with the header of the policy's next answer at its end."""

@@ -28,7 +28,7 @@ class PortTaken(OSError):
 
 
 def bind(host: str | None, base_port: int, index: int) -> socket.socket:
-    """A bound socket for server `index`, before the engine starts, so that a taken port is told in the first second.
+    """A listening socket for server `index`, before the engine starts, so that a taken port is told in the first second.
 
     Raises `PortTaken` with a sentence.
     """
@@ -40,6 +40,7 @@ def bind(host: str | None, base_port: int, index: int) -> socket.socket:
         if port > 65535:
             raise PortTaken(f"inference.base_port={base_port} leaves no port for server {index}: {port} is above 65535")
         listener.bind((address, port))
+        listener.listen()  # only this takes the port from another socket that is bound and not yet listening
     except OSError as error:
         listener.close()
         if isinstance(error, PortTaken):

@@ -128,8 +128,9 @@ def hello(config: RunConfig, directory: RunDirectory, name: str) -> Hello:
 
 
 def lanes(config: RunConfig) -> int:
-    """Requests that the orchestrator may have in flight at one server."""
-    return config.orchestrator.max_concurrent_prompts_per_server * config.rollout.group_size
+    """Requests that the orchestrator may have in flight at one server: as a group stays with its server, that may be all."""
+    lanes_of_one = config.orchestrator.max_concurrent_prompts_per_server * config.rollout.group_size
+    return lanes_of_one * config.cluster.inference_num_workers
 
 
 def server_index(name: str) -> int:

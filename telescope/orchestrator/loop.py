@@ -6,8 +6,10 @@ Decide, then do, then record. Owns no decision (flow.core does), no array maths 
 from __future__ import annotations
 
 import logging
+import signal
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,10 +79,10 @@ class Orchestrator:
                 self._handle(self._events.popleft())
         return self.outcome
 
-    def interrupt(self, signal_number: int, name: str) -> None:
+    def interrupt(self, number: int) -> None:
         """A signal asks for the end; called on the event loop."""
-        self._exit_code = 128 + signal_number
-        self._events.append(events.StopRequested(reason=f"interrupted by {name}", ok=False))
+        self._exit_code = 128 + number
+        self._events.append(events.StopRequested(reason=f"interrupted by {signal.Signals(number).name}", ok=False))
 
     def fault(self, sentence: str) -> None:
         """A part of the run has failed for good."""
@@ -159,14 +161,20 @@ class Orchestrator:
             self.fault(refusal)
         elif again:
             self.fault(f"{peer} was restarted in mid-run, and its work in hand is lost")
-        elif hello.role == "worker":
-            self._events.append(events.WorkerJoined(worker=peer, capacity=hello.capacity, environments=hello.environments))
-        elif hello.role == "server":
-            self._events.append(events.ServerJoined(server=peer, version=hello.version))
-        elif self._roster.all_ranks_present:
+        elif hello.role == "trainer" and self._roster.all_ranks_present:
             self._events.append(events.TrainerReady(ranks=len(self._roster.ranks)))
+        elif hello.role != "trainer" and self._roster.can_generate:
+            self._events.extend(self._generators_joined())
         if not self._roster.missing:
             log.info("all %d processes are there", len(self._roster.expected))
+
+    def _generators_joined(self) -> Iterator[events.AnyEvent]:
+        present = self._roster.present
+        for name in self._roster.servers:
+            yield events.ServerJoined(server=name, version=present[name].version)
+        for name in self._roster.workers:
+            hello = present[name]
+            yield events.WorkerJoined(worker=name, capacity=hello.capacity, environments=hello.environments)
 
     def _delivered(self, delivery: Delivery) -> None:
         match delivery.body:

@@ -121,7 +121,7 @@ class Recorder:
                 "baseline_group_ids": list(batch.command.baseline_group_ids),
                 "rollout_ids": [rollout.order.rollout_id for rollout in batch.rollouts],
                 "advantages": batch.advantages.tolist(),
-                "lag_versions": [int(batch.command.step - 1 - rollout.versions().min(initial=0)) for rollout in batch.rollouts],
+                "lag_versions": [batch.lag_of(rollout) for rollout in batch.rollouts],
                 "tokens": sum(rollout.tokens for rollout in batch.rollouts),
                 "trained_tokens": batch.denominators.tokens,
             },

@@ -11,7 +11,7 @@ import json
 import logging
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from telescope.config import plugins
 from telescope.config.run import RunConfig
 from telescope.environments.base import Environment, Prompt
+from telescope.environments.recent import Recent
 from telescope.environments.template import ChatTemplate
 from telescope.records import EnvironmentCard, PromptRef
 
@@ -41,10 +42,12 @@ class Loaded:
     environment: Environment
     prompts: dict[str, Sequence[Prompt]]
     card: EnvironmentCard
+    _remembered: Recent[tuple[str, int], Prompt] = field(default_factory=lambda: Recent(4096))
 
     def prompt(self, reference: PromptRef) -> Prompt:
-        """Raises `KeyError` or `IndexError` for a prompt that does not exist."""
-        return self.prompts[reference.split][reference.index]
+        """Made once for all samples of a group. Raises `KeyError` or `IndexError` for a prompt that does not exist."""
+        split, index = reference.split, reference.index
+        return self._remembered.get((split, index), lambda: self.prompts[split][index])
 
 
 def load_environments(config: RunConfig) -> dict[str, Loaded]:
@@ -70,7 +73,7 @@ def _load(config: RunConfig, label: str) -> Loaded:
         first = error.errors()[0]
         setting = ".".join(map(str, first["loc"]))
         raise EnvironmentBroken(f"{place} refuses its settings: {setting or 'kwargs'}: {first['msg']}") from error
-    except Exception as error:  # noqa: BLE001 - a user's file may raise anything; it becomes a sentence with its place
+    except Exception as error:
         raise EnvironmentBroken(f"{place} can't be loaded: {describe(error)}") from error
 
 
@@ -101,7 +104,7 @@ def check_lengths(loaded: Loaded, template: ChatTemplate, max_prompt_tokens: int
     prompts = list(sampled(loaded.prompts["train"]))
     try:
         lengths = [len(template.render(prompt.turns).ids) for prompt in prompts]
-    except Exception as error:  # noqa: BLE001 - a user's prompts in a model's template
+    except Exception as error:
         raise EnvironmentBroken(
             f"environments.{loaded.label}: its prompts can't be rendered for the model: {describe(error)}"
         ) from error

@@ -52,10 +52,9 @@ class Turns:
     async def sample(self, ids: np.ndarray, turn: int) -> Sampled:
         sampling = Sampling(self._limits.temperature, self._limits.max_tokens, turn_seed(self._order.seed, turn))
         self.waiting = True
-        try:
-            return await self._ask(self._order, turn, ids, sampling)
-        finally:
-            self.waiting = False
+        sampled = await self._ask(self._order, turn, ids, sampling)
+        self.waiting = False  # not in a `finally`: where time ran out, it is asked for afterwards
+        return sampled
 
 
 def turn_seed(seed: int, turn: int) -> int:

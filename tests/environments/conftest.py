@@ -48,7 +48,10 @@ def bpe_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=400, initial_alphabet=alphabet, special_tokens=special("<|endoftext|>", "<|im_start|>", "<|im_end|>"), show_progress=False
+        vocab_size=400,
+        initial_alphabet=alphabet,
+        special_tokens=special("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
@@ -62,9 +65,7 @@ def metaspace_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="first", split=False)
     trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=special("<unk>", "<s>", "</s>"), show_progress=False)
     tokenizer.train_from_iterator([*CORPUS, "[INST] x [/INST] y\n"], trainer)
-    template = (
-        "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %}{{ m.content }}</s>{% endif %}{% endfor %}"
-    )
+    template = "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %}{{ m.content }}</s>{% endif %}{% endfor %}"
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>", chat_template=template)
 
 

@@ -47,7 +47,12 @@ async def test_one_turn_is_prompt_then_answer_with_its_end_token(tiny: ChatTempl
     assert only.mask.tolist() == [0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1]
     assert rounded(only.logprobs) == [None] * 8 + [-1.0, -1.01, -1.02]
     assert only.versions.tolist() == [-1] * 8 + [0, 1, 2]
-    assert [array.dtype for array in (only.ids, only.mask, only.logprobs, only.versions)] == [np.int32, np.uint8, np.float32, np.int32]
+    assert [array.dtype for array in (only.ids, only.mask, only.logprobs, only.versions)] == [
+        np.int32,
+        np.uint8,
+        np.float32,
+        np.int32,
+    ]
     assert policy.prompts == [[4, 88, 75, 92, 6, 71, 72, 5]]
     assert (record.prompt_tokens, record.completion_tokens, record.turns, record.finish_reason) == (8, 3, 1, "stop")
     assert (record.prompt_text, record.completion_text) == ("<|user|>rev ab<|assistant|>", "ba")
@@ -216,7 +221,12 @@ async def test_no_stray_space_between_turns_of_a_sentencepiece_tokenizer(metaspa
     text = await chat.say(user("add"))
     await chat.say(user("more"))
     tail = policy.prompts[1][len(policy.prompts[0]) + len(answer) :]
-    assert tail == tokenizer.encode("x</s>[INST] more [/INST]", add_special_tokens=False)[len(tokenizer.encode("x", add_special_tokens=False)) :]
+    assert (
+        tail
+        == tokenizer.encode("x</s>[INST] more [/INST]", add_special_tokens=False)[
+            len(tokenizer.encode("x", add_special_tokens=False)) :
+        ]
+    )
     full = "[INST] add [/INST]" + text + "</s>[INST] more [/INST]"
     assert len(chat.recording().branches) == 1
     assert tokenizer.decode(policy.prompts[1]).replace(" ", "") == full.replace(" ", "")

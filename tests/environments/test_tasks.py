@@ -33,7 +33,11 @@ def test_prompts_are_the_same_in_a_process_with_another_hash_seed() -> None:
         "print(hashlib.sha256(json.dumps([[dict(t) for t in p.turns] for p in C(seed=5).prompts('eval')]).encode()).hexdigest())"
     )
     other = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": "77", "PYTHONPATH": "."}
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONHASHSEED": "77", "PYTHONPATH": "."},
     )
     turns = [[dict(turn) for turn in prompt.turns] for prompt in Countdown(seed=5).prompts("eval")]
     assert other.stdout.strip() == hashlib.sha256(json.dumps(turns).encode()).hexdigest()

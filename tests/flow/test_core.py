@@ -408,3 +408,28 @@ def test_settings_that_make_no_sense_are_refused_in_words():
     ):
         with pytest.raises(ValueError, match=sentence):
             FlowSettings(**{**good, **change})
+
+
+def test_the_worked_example_of_the_docs():
+    desk = Desk(groups_per_batch=2, group_size=1, max_async=1, max_off_policy_steps=2, number_of_steps=9)
+
+    def alive() -> list[int]:
+        ended = ("trained", "discarded", "cancelled", "failed")
+        return sorted(
+            {row.group_id for row in desk.of(do.GroupState)} - {r.group_id for r in desk.of(do.GroupState) if r.state in ended}
+        )
+
+    desk.open()
+    assert alive() == [0, 1, 2, 3]
+    desk.done(1, 1.0)
+    assert desk.done(2, 1.0)[-1] == do.Train(1, (1, 2), ((1,), (2,)), (), ())
+    assert alive() == [0, 1, 2, 3]
+    desk.done(3, 1.0)
+    desk.step(1)
+    assert alive() == [0, 3, 4, 5]
+    assert desk.done(4, 1.0)[-1] == do.Train(2, (3, 4), ((3,), (4,)), (), ())
+    assert do.GroupState(0, "cancelled", "off_policy", 0) in desk.step(2)
+    assert alive() == [5, 6, 7, 8]
+    assert desk.core.counts().ages == {"0": 3, "1": 1}
+    prompts = {run.order.group_id: run.order.prompt for run in desk.of(do.Run)}
+    assert prompts[0] in (prompts[6], prompts[7], prompts[8])

@@ -42,7 +42,8 @@ class FreesSlotsOnTaking(Core):
 
 
 class WindowByRank(Batches):
-    """A kept group may enter if it is among the oldest W = (M + 1)·P living groups."""
+    """A kept group may enter if it is among the oldest W = (M + 1)·P living groups. As no more than W ever live, this window
+    shuts nobody out: what the test shows is that completion order without the stale cancel is noticed."""
 
     def __init__(self, settings: FlowSettings) -> None:
         super().__init__(settings)

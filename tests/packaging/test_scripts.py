@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -97,3 +98,29 @@ def test_an_environment_that_is_up_to_date_costs_little(checkout: Path, tmp_path
         seconds.append(time.perf_counter() - started)
         assert (answer.returncode, answer.stdout, answer.stderr) == (0, "started\n", "")
     assert min(seconds) < 0.2
+
+
+def torch_report(*requirements: str) -> str:
+    """pip's report on one package that needs these."""
+    return json.dumps({"version": "1", "install": [{"metadata": {"name": "torch", "requires_dist": list(requirements)}}]})
+
+
+def ask(*arguments: str, report: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, CHECKOUT / "scripts" / "_requirements.py", *arguments]
+    return subprocess.run(command, input=report, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_torch_that_needs_cuda_is_no_cpu_build() -> None:
+    assert (
+        ask("is-cpu-build", report=torch_report("filelock", 'nvidia-nccl-cu13==2.28; platform_system == "Linux"')).returncode
+        == 1
+    )
+    assert ask("is-cpu-build", report=torch_report("cuda-toolkit[cublas]==13.0.3", "sympy>=1.13.3")).returncode == 1
+    assert ask("is-cpu-build", report=torch_report("filelock", "sympy>=1.13.3", "optree; extra == 'optree'")).returncode == 0
+
+
+def test_vllms_requirements_come_without_torch_and_its_kin() -> None:
+    report = torch_report(
+        "torch==2.13.0", "torchvision", "torchaudio==2.13", "torchcodec", "tokenizers>=0.22", "ray; extra == 'ray'"
+    )
+    assert ask("without-torch", report=report).stdout == "tokenizers>=0.22\n"

@@ -155,7 +155,9 @@ async def test_strangers_without_a_valid_key(hub: Hub, traffic: Traffic, run: Ru
     assert {name for name, _ in hub.malformed} <= {"(unknown)"}
 
 
-async def test_a_valid_key_without_a_hello(hub: Hub, traffic: Traffic, run: RunDirectory) -> None:
+async def test_a_valid_key_without_a_hello(
+    hub: Hub, traffic: Traffic, run: RunDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
     keys = load_keys(run, "worker-1")
 
     def attack(rng: random.Random) -> None:
@@ -165,6 +167,7 @@ async def test_a_valid_key_without_a_hello(hub: Hub, traffic: Traffic, run: RunD
 
     await survives(traffic, attack)
     assert traffic.others == []
+    assert len([record for record in caplog.records if "dropped as malformed" in record.message]) <= 2  # at most one in 10 s
     assert {name for name, _ in hub.malformed} == {"worker-1"}
     counts = {reason: count for (_, reason), count in hub.malformed.items()}
     assert sum(counts.values()) > MESSAGES

@@ -194,6 +194,17 @@ def test_a_late_hello_of_an_earlier_connection_does_not_take_the_peer_back(wire:
     assert len(wire.inbox["worker-0"]) == 1
 
 
+def test_a_late_welcome_of_an_earlier_connection_does_not_count() -> None:
+    peer = PeerSession(hello(), 100.0)
+    peer.connected(100.0)
+    peer.disconnected()
+    peer.connected(101.0)
+    peer.receive(encode(m.Welcome(3.0, 15.0, 1)), 101.0)
+    assert not peer.welcomed
+    peer.receive(encode(m.Welcome(3.0, 15.0, 2)), 101.0)
+    assert peer.welcomed
+
+
 def test_hello_is_said_again_until_it_is_answered(wire: Wire) -> None:
     peer = PeerSession(hello(), wire.now)
     peer.connected(wire.now)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -22,7 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Kind = Literal["sdpa", "flash", "flex"]
-NAMES: dict[Kind, str] = {"sdpa": "telescope_sdpa", "flash": "telescope_flash", "flex": "telescope_flex"}
+NAMES: dict[Kind, str] = {"sdpa": "telescope_stacks", "flash": "telescope_lengths", "flex": "telescope_blocks"}
+"""Not the kernels' own words: transformers takes a name with `flash` in it for one of its packages, and looks for that."""
 SMALLEST_BUCKET = 32
 """Segments are stacked with others of at most twice their length; below this many tokens all lengths are alike."""
 
@@ -189,9 +191,11 @@ def _varlen() -> Callable[..., Tensor]:
         return installed
     from torch.nn.attention.varlen import varlen_attn
 
+    # torch 2.11 shares key heads among query heads unasked; later ones want to be told
+    sharing: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
     def built_in(q: Tensor, k: Tensor, v: Tensor, at: Tensor, longest: int, scale: float | None, window: int) -> Tensor:
-        gqa = q.shape[1] != k.shape[1]
-        result = varlen_attn(q, k, v, at, at, longest, longest, scale=scale, window_size=(window, 0), enable_gqa=gqa)
+        result = varlen_attn(q, k, v, at, at, longest, longest, scale=scale, window_size=(window, 0), **sharing)
         assert isinstance(result, Tensor)  # a tuple only where more is asked for
         return result
 

@@ -1,0 +1,171 @@
+"""The edge of a process of a run: its arguments, its log, its hello, and how the reason of its end reaches the user.
+
+Every process of floor 3 begins with `run_process`. Owns what they have in common; knows nothing of what any of them does.
+Exit codes: 0 done, 1 error, 2 usage, 70 a part failed for good, 128 + n ended by signal n.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from telescope.config.run import RunConfig, config_hash, load_run
+from telescope.records import Role
+from telescope.runlog.identity import RunIdentity, read_identity
+from telescope.runlog.layout import RunDirectory, write_atomically
+from telescope.wire.messages import Hello
+
+log = logging.getLogger(__name__)
+
+ERROR = 1
+COMPONENT_FAILED = 70
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process stands: its run, and its name in it, e.g. `server-0`."""
+
+    directory: RunDirectory
+    name: str
+    config: RunConfig
+    identity: RunIdentity
+
+    @classmethod
+    def read(cls, directory: RunDirectory, name: str) -> Place:
+        return cls(directory, name, load_run(directory.config_json), read_identity(directory))
+
+    def hello(self, role: Role, *, capacity: int, **facts: Any) -> Hello:
+        """`facts`: what only this role has to say, e.g. `rank=1`."""
+        return Hello(
+            role=role,
+            name=self.name,
+            run=self.identity.run_id,
+            attempt=self.identity.attempt,
+            incarnation=secrets.token_hex(8),
+            config_hash=config_hash(self.config),
+            capacity=capacity,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            **facts,
+        )
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal came while the process was in synchronous code."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"interrupted by {signal.Signals(number).name}")
+        self.number = number
+
+
+class Signals:
+    """SIGINT and SIGTERM from the first line to the last: as an exception in synchronous code, as a future on the loop.
+
+    A signal that came in between is remembered, because the event loop's own code may swallow an exception.
+    """
+
+    def __init__(self) -> None:
+        self._number: int | None = None
+
+    def watch(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._raise)
+
+    def watch_on_loop(self) -> asyncio.Future[int]:
+        """Done with the signal's number once one has come. A second one then kills: the default action is back."""
+        loop = asyncio.get_running_loop()
+        came: asyncio.Future[int] = loop.create_future()
+
+        def tell(number: int) -> None:
+            came.set_result(number)
+            for other in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(other)
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, tell, number)
+        if self._number is not None:
+            tell(self._number)
+        return came
+
+    def _raise(self, number: int, frame: FrameType | None) -> None:
+        self._number = number
+        raise Interrupted(number)
+
+
+@dataclass(frozen=True)
+class Known:
+    """Errors whose text is the sentence to be shown, with their exit codes."""
+
+    errors: tuple[type[BaseException], ...]
+    gone: tuple[type[BaseException], ...] = ()
+    """A part that this process cannot do without is gone: exit code 70."""
+
+
+def run_process(
+    life: Callable[[Place, Signals], int], *, prog: str, known: Known, arguments: Sequence[str] | None = None
+) -> int:
+    """Parse the arguments, read the run, live, and say why it ended. Gives the exit code.
+
+    An error that is not `known` is shown with its type, and its traceback stands in the log.
+    """
+    parser = argparse.ArgumentParser(prog=prog)
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--name", required=True, help="e.g. worker-0")
+    given = parser.parse_args(arguments)
+    directory, name = RunDirectory(given.run_dir.absolute()), given.name
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
+    )
+    signals = Signals()
+    try:
+        signals.watch()
+        place = Place.read(directory, name)
+        if place.config.debug:
+            logging.getLogger("telescope").setLevel(logging.DEBUG)
+        return life(place, signals)
+    except Interrupted as interrupted:
+        log.info("%s", interrupted)
+        return 128 + interrupted.number
+    except known.gone as error:
+        return say_why(directory, name, _sentence(name, error), COMPONENT_FAILED)
+    except known.errors as error:
+        log.debug("the cause", exc_info=True)
+        return say_why(directory, name, _sentence(name, error), ERROR)
+    except Exception as error:  # the process edge: said, recorded, and the exit code is 1
+        log.exception("%s ends with an error", name)
+        return say_why(directory, name, f"{name} ended with {type(error).__name__}: {error}", ERROR)
+
+
+def _sentence(name: str, error: BaseException) -> str:
+    said = str(error) or type(error).__name__
+    return said if said.startswith(name) else f"{name}: {said}"
+
+
+def say_why(directory: RunDirectory, name: str, sentence: str, exit_code: int) -> int:
+    """The sentence to the failure file and, last of all, to stderr, whose last line the supervisor quotes."""
+    try:
+        write_atomically(directory.failure(name), sentence + "\n")
+    except OSError as error:
+        log.error("the reason of the failure can't be written: %s", error)
+    sys.stderr.write(sentence + "\n")
+    return exit_code
+
+
+def leave(code: int) -> NoReturn:
+    """Exit without the interpreter's farewell, which would wait for threads: those of a reward function that hangs, of a
+    collective whose other ranks are gone, of a client whose server does not answer."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

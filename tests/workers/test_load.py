@@ -1,0 +1,171 @@
+"""What a worker refuses before it says hello, and the card by which workers are compared."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from telescope.config.parts import EnvironmentEntry, ModelSettings
+from telescope.config.run import RunConfig
+from telescope.environments.base import Prompt, SingleTurn
+from telescope.environments.countdown import Countdown
+from telescope.environments.draws import LazyPrompts
+from telescope.environments.template import ChatTemplate
+from telescope.workers.load import EnvironmentBroken, check_lengths, load_environments, make_card, sampled
+from telescope.workers.tokenizer import TokenizerError, load_template
+from tests.workers.conftest import loaded
+
+HEADER = "from telescope.environments.base import Prompt, Reward, SingleTurn\n"
+
+
+def config_of(folder: Path | None = None, **environments: dict[str, Any]) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "plugin_path": (str(folder),) if folder else (),
+            "environments": {label: EnvironmentEntry(**entry) for label, entry in environments.items()},
+            "algorithm": {"name": "grpo"},
+            "backend": {"name": "fsdp"},
+        },
+        context={"resolved": True},  # as a process reads it: the launcher's own check has been passed
+    )
+
+
+def broken(folder: Path, name: str, code: str) -> str:
+    """The sentence with which a file `name`.py is refused."""
+    (folder / "environments").mkdir(exist_ok=True)
+    (folder / "environments" / f"{name}.py").write_text(HEADER + code)
+    with pytest.raises(EnvironmentBroken) as raised:
+        load_environments(config_of(folder, mine={"name": name}))
+    sentence = str(raised.value)
+    assert "environments.mine" in sentence
+    assert f"{name}.py" in sentence
+    assert "\n" not in sentence
+    return sentence
+
+
+def test_all_entries_are_loaded_under_their_labels_with_their_settings() -> None:
+    found = load_environments(
+        config_of(easy={"name": "countdown"}, hard={"name": "countdown", "kwargs": {"num_numbers": 4, "num_train": 7}})
+    )
+    assert {label: one.card.split_sizes for label, one in found.items()} == {
+        "easy": {"train": 100_000, "eval": 512},
+        "hard": {"train": 7, "eval": 512},
+    }
+    assert found["hard"].card.name == "hard"
+    assert len(found["hard"].prompts["train"][0].facts["numbers"]) == 4
+
+
+def test_a_file_that_cannot_be_imported(tmp_path: Path) -> None:
+    assert "ModuleNotFoundError: No module named 'nowhere_to_be_found'" in broken(
+        tmp_path, "imports", "import nowhere_to_be_found\n"
+    )
+    assert "SyntaxError" in broken(tmp_path, "syntax", "class X(SingleTurn:\n")
+
+
+def test_a_class_that_raises_while_it_makes_prompts(tmp_path: Path) -> None:
+    code = "class T(SingleTurn):\n    def prompts(self, split):\n        return open('/no/such/file.jsonl').readlines()\n"
+    assert "FileNotFoundError: [Errno 2]" in (sentence := broken(tmp_path, "raises", code))
+    assert sentence.endswith("raises.py line 4)")
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("x = 1\n", "defines no class derived from Environment"),
+        ("class T(SingleTurn):\n    def prompts(self, split): return []\n", "it has no prompts in its train split"),
+        (
+            "class T(SingleTurn):\n    splits = ('eval',)\n    def prompts(self, split): return [1]\n",
+            "no prompts in its train split",
+        ),
+        (
+            "class T(SingleTurn):\n    def prompts(self, split): return ['text']\n",
+            "AttributeError: 'str' object has no attribute 'turns'",
+        ),
+        (
+            "class T(SingleTurn):\n    needed: int\n    def prompts(self, split): return []\n",
+            "refuses its settings: needed: Field required",
+        ),
+        ("class T(SingleTurn):\n    pass\n", "NotImplementedError"),
+    ],
+)
+def test_a_class_that_is_no_environment(tmp_path: Path, code: str, why: str) -> None:
+    assert why in broken(tmp_path, f"case_{abs(hash(code))}", code)
+
+
+def card(**settings: Any) -> Any:
+    task = Countdown(**settings)
+    return make_card("c", task, {split: task.prompts(split) for split in task.splits})
+
+
+def test_cards_differ_with_settings_and_prompts_only() -> None:
+    assert card() == card()
+    assert card().digest == "6e0b7d10c7356843"
+    assert len({card(**settings).digest for settings in ({}, {"seed": 1}, {"num_train": 5}, {"wrong_value_reward": 0.2})}) == 4
+
+
+def test_a_card_reads_a_spread_of_a_large_split_and_all_of_a_small_one() -> None:
+    made: list[int] = []
+
+    def make(index: int) -> Prompt:
+        made.append(index)
+        return Prompt(())
+
+    assert len(list(sampled(LazyPrompts(256, make)))) == 256
+    assert made == list(range(256))
+    made.clear()
+    list(sampled(LazyPrompts(10**6, make)))
+    assert (len(made), made[0], made[-1], len(set(made))) == (256, 0, 999_999, 256)
+
+
+class Lengths(SingleTurn):
+    lengths: tuple[int, ...]
+
+    def prompts(self, split: str) -> Sequence[Prompt]:
+        return [Prompt(({"role": "user", "content": "a" * length},)) for length in self.lengths]
+
+
+def test_long_prompts_are_counted_and_all_too_long_is_refused(template: ChatTemplate, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert check_lengths(loaded(Lengths(lengths=(3, 8, 9, 20))), template, 10) == 2
+    assert "environments.task: 2 of 4 train prompts looked at are longer than 10 tokens" in caplog.text
+    with pytest.raises(EnvironmentBroken, match=r"each of the 2 train prompts .* longer than the 10 tokens .*shortest: 11"):
+        check_lengths(loaded(Lengths(lengths=(9, 12))), template, 10)
+
+
+def test_turns_that_the_template_refuses_are_refused_at_load(tmp_path: Path, template: ChatTemplate) -> None:
+    class Odd(Lengths):
+        def prompts(self, split: str) -> Sequence[Prompt]:
+            return [Prompt(({"role": "user"},))]
+
+    strict = ChatTemplate(template._tokenizer, [1], chat_template="{{ raise_exception('only one user') }}")
+    with pytest.raises(EnvironmentBroken, match=r"environments.task: its prompts can't be rendered .*only one user"):
+        check_lengths(loaded(Odd(lengths=(1,))), strict, 10)
+
+
+def test_tokenizers_that_cannot_be_used_name_the_setting(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match="model.name=mine: its tokenizer can't be loaded"):
+        load_template(ModelSettings(name="mine"), str(tmp_path))
+    from telescope.config.models import EMBEDDED
+
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (bare / name).write_bytes((EMBEDDED / "tiny" / name).read_bytes())
+    with pytest.raises(TokenizerError, match="has no chat template .* model.chat_template"):
+        load_template(ModelSettings(name="mine"), str(bare))
+    given = load_template(ModelSettings(name="mine", chat_template="{{ messages[0].content }}!"), str(bare))
+    assert given.text([{"role": "user", "content": "hi"}]) == "hi!"
+
+
+def test_all_end_tokens_of_the_generation_config_end_an_answer(tmp_path: Path) -> None:
+    from telescope.config.models import EMBEDDED
+
+    for file in (EMBEDDED / "tiny").iterdir():
+        if file.suffix in (".json", ".jinja"):
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 1]}')
+    assert load_template(ModelSettings(), str(tmp_path)).eos_ids == {1, 2}

@@ -1,0 +1,196 @@
+"""One rollout: a score with its tokens, or a failure with its cause. Never a failure that looks like a score."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from telescope.environments.base import Chat, Environment, Prompt, Reward, SingleTurn
+from telescope.environments.chat import ChatError, Sampled
+from telescope.environments.countdown import Countdown
+from telescope.environments.template import ChatTemplate
+from telescope.records import RolloutOrder, Sampling
+from telescope.wire.messages import RolloutDone, RolloutFailed
+from telescope.workers.play import Ask, Limits, check_reward, play, turn_seed
+from tests.workers.conftest import LIMITS, loaded, order
+
+
+def answering(template: ChatTemplate, text: str, asked: list[Any] | None = None) -> Ask:
+    """A server that always answers `text`, with log-probs -1, -2, ... by version 7."""
+    ids = np.array([*template.continuation(text), 1], np.int32)
+
+    async def ask(order: RolloutOrder, turn: int, prompt: np.ndarray, sampling: Sampling) -> Sampled:
+        if asked is not None:
+            asked.append((turn, prompt.tolist(), sampling))
+        return Sampled(ids, -np.arange(1, len(ids) + 1, dtype=np.float32), np.full(len(ids), 7, np.int32), "stop")
+
+    return ask
+
+
+class Task(SingleTurn):
+    def prompts(self, split: str) -> Sequence[Prompt]:
+        return [Prompt(({"role": "user", "content": "ab"},), answer="ba")] * 3
+
+    def reward(self, prompt: Prompt, answer: str) -> Reward:
+        return Reward(0.5)
+
+
+async def test_a_scored_rollout_carries_its_tokens_and_what_was_said(template: ChatTemplate) -> None:
+    task = loaded(Countdown())
+    solution = task.prompts["train"][2].answer
+    asked: list[Any] = []
+    before = time.time_ns()
+    done, arrays = await play(order(41, 2, seed=11), task, template, LIMITS, answering(template, solution, asked))
+    assert isinstance(done, RolloutDone)
+    assert (done.rollout_id, done.attempt, done.reward) == (41, 0, 1.0)
+    assert done.metrics == {"exact": 1.0, "valid_format": 1.0, "all_numbers": 1.0}
+    assert (done.prompt_text, done.completion_text) == ("<|user|>use 5 5 3 make 3<|assistant|>", "5-5+3")
+    assert (done.prompt_tokens, done.completion_tokens, done.branch_lengths, done.turns) == (18, 6, (24,), 1)
+    assert (done.finish_reason, done.golden_answer) == ("stop", "5-5+3")
+    assert before <= done.started_ns <= done.generated_ns <= done.scored_ns <= time.time_ns()
+    assert [array.dtype.name for array in arrays] == ["int32", "uint8", "float32", "int32"]
+    assert arrays[1].tolist() == [0] * 18 + [1] * 6
+    assert arrays[2][18:].tolist() == [-1, -2, -3, -4, -5, -6]
+    assert arrays[3].tolist() == [-1] * 18 + [7] * 6
+    ((turn, prompt, sampling),) = asked
+    assert (turn, prompt) == (0, arrays[0][:18].tolist())
+    assert sampling == Sampling(temperature=0.7, max_tokens=12, seed=11)
+
+
+async def test_branches_follow_one_another_in_the_frames(template: ChatTemplate) -> None:
+    class TwoTurns(Task):
+        async def play(self, prompt: Prompt, chat: Chat) -> Reward:
+            await chat.say(*prompt.turns)
+            await chat.say({"role": "user", "content": "c"})
+            return Reward(1.0)
+
+    forgetful = ChatTemplate(
+        template._tokenizer, [1], chat_template="{% for m in messages %}<|user|>{{ m.content[-1:] }}{% endfor %}<|assistant|>"
+    )
+    done, arrays = await play(order(), loaded(TwoTurns()), forgetful, LIMITS, answering(template, "ba"))
+    assert isinstance(done, RolloutDone)
+    # <user> b <asst> | b a <eos>          <user> b <user> a <user> c <asst> | b a <eos>
+    assert done.branch_lengths == (6, 10)
+    assert arrays[1].tolist() == [0, 0, 0, 1, 1, 1] + [0] * 7 + [1, 1, 1]
+    assert arrays[0].tolist() == [4, 72, 5, 72, 71, 1] + [4, 72, 4, 71, 4, 73, 5] + [72, 71, 1]
+
+
+async def test_turns_of_a_rollout_draw_from_different_seeds() -> None:
+    seeds = [turn_seed(11, turn) for turn in range(4)]
+    assert seeds[0] == 11
+    assert len(set(seeds)) == 4
+    assert seeds == [turn_seed(11, turn) for turn in range(4)]
+    assert all(0 <= seed < 2**31 for seed in seeds)
+
+
+async def failure(environment: Environment, template: ChatTemplate, limits: Limits = LIMITS, ask: Ask | None = None) -> str:
+    body, arrays = await play(order(5, attempt=2), loaded(environment), template, limits, ask or answering(template, "ba"))
+    assert isinstance(body, RolloutFailed)
+    assert (body.rollout_id, body.attempt, arrays) == (5, 2, ())
+    return body.cause
+
+
+async def test_a_reward_function_that_raises_is_a_failure_with_its_line(template: ChatTemplate) -> None:
+    class Raising(Task):
+        def reward(self, prompt: Prompt, answer: str) -> Reward:
+            raise KeyError("target")
+
+    cause = await failure(Raising(), template)
+    assert cause.startswith("environments.task: KeyError: 'target' (")
+    assert "test_play.py line" in cause
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), None, "1"])
+async def test_a_reward_that_is_no_finite_number_is_a_failure(template: ChatTemplate, value: Any) -> None:
+    class Odd(Task):
+        def reward(self, prompt: Prompt, answer: str) -> Reward:
+            return Reward(value)
+
+    assert f"the reward's total is {value!r}, not a finite number" in await failure(Odd(), template)
+
+
+async def test_a_metric_that_is_not_finite_is_a_failure_and_numpy_numbers_are_not(template: ChatTemplate) -> None:
+    class Odd(Task):
+        def reward(self, prompt: Prompt, answer: str) -> Reward:
+            return Reward(1.0, {"ratio": float("nan")})
+
+    assert "the reward's ratio is nan" in await failure(Odd(), template)
+    assert check_reward(Reward(np.float32(0.5), {"ok": np.bool_(True).item(), "n": np.int64(3)})).total == 0.5  # type: ignore[arg-type]
+
+
+async def test_a_reward_function_that_returns_a_number_is_told_what_to_return(template: ChatTemplate) -> None:
+    class Bare(Task):
+        def reward(self, prompt: Prompt, answer: str) -> Any:
+            return 1.0
+
+    assert "Bare.reward returned float, not a Reward" in await failure(Bare(), template)
+
+
+async def test_an_environment_cannot_turn_a_failed_generation_into_a_score(template: ChatTemplate) -> None:
+    class Forgiving(Task):
+        async def play(self, prompt: Prompt, chat: Chat) -> Reward:
+            try:
+                await chat.say(*prompt.turns)
+            except Exception:  # noqa: BLE001 - what a user might write
+                return Reward(0.0)
+            return Reward(1.0)
+
+    async def broken(*_: Any) -> Sampled:
+        raise ChatError("generation failed: server-0 is gone")
+
+    assert await failure(Forgiving(), template, ask=broken) == "environments.task: generation failed: server-0 is gone"
+
+
+async def test_a_prompt_that_does_not_exist_is_a_failure(template: ChatTemplate) -> None:
+    body, _ = await play(order(0, 3), loaded(Task()), template, LIMITS, answering(template, "ba"))
+    assert isinstance(body, RolloutFailed)
+    assert "IndexError" in body.cause
+
+
+async def test_a_prompt_too_long_for_the_model_is_a_failure(template: ChatTemplate) -> None:
+    limits = Limits(1.0, 12, 3, 5.0)
+    assert "has 4 tokens, more than the 3 that" in await failure(Task(), template, limits)
+
+
+async def test_time_runs_out_while_the_server_is_silent(template: ChatTemplate) -> None:
+    async def silent(*_: Any) -> Sampled:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    cause = await failure(Task(), template, Limits(1.0, 12, 200, 0.05), silent)
+    assert cause == "rollout.timeout_s=0.05 ran out waiting for the policy's answer"
+
+
+async def test_time_runs_out_in_a_reward_function_without_holding_up_the_others(template: ChatTemplate) -> None:
+    release = threading.Event()
+
+    class Slow(Task):
+        def reward(self, prompt: Prompt, answer: str) -> Reward:
+            release.wait(10)
+            return Reward(1.0)
+
+    try:
+        slow = asyncio.ensure_future(failure(Slow(), template, Limits(1.0, 12, 200, 0.2)))
+        body, _ = await play(order(1), loaded(Task()), template, LIMITS, answering(template, "ba"))
+        assert isinstance(body, RolloutDone)
+        assert not slow.done()
+        assert await slow == "rollout.timeout_s=0.2 ran out in the environment's own code"
+    finally:
+        release.set()
+
+
+async def test_an_async_reward_function_is_awaited(template: ChatTemplate) -> None:
+    class Judge(Task):
+        async def reward(self, prompt: Prompt, answer: str) -> Reward:  # type: ignore[override]
+            await asyncio.sleep(0)
+            return Reward(0.25)
+
+    body, _ = await play(order(), loaded(Judge()), template, LIMITS, answering(template, "ba"))
+    assert isinstance(body, RolloutDone)
+    assert body.reward == 0.25

@@ -1,0 +1,163 @@
+"""Many orders at once on one loop; each is answered exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from telescope.environments.base import Prompt, Reward, SingleTurn
+from telescope.environments.template import ChatTemplate
+from telescope.wire.messages import (
+    Abort,
+    CancelRollout,
+    Completion,
+    Generate,
+    GenerateFailed,
+    RolloutDone,
+    RolloutFailed,
+    RunRollout,
+    Stop,
+)
+from telescope.workers.play import Limits
+from telescope.workers.service import Service, WorkerHopeless
+from tests.workers.conftest import LIMITS, FakeLink, loaded, order
+
+
+class Task(SingleTurn):
+    def prompts(self, split: str) -> Sequence[Prompt]:
+        return [Prompt(({"role": "user", "content": "ab"},), answer="ba")] * 3
+
+    def reward(self, prompt: Prompt, answer: str) -> Reward:
+        return Reward(float(answer == prompt.answer))
+
+
+@asynccontextmanager
+async def serving(
+    template: ChatTemplate, task: SingleTurn | None = None, limits: Limits = LIMITS
+) -> AsyncIterator[tuple[FakeLink, asyncio.Task[str]]]:
+    link = FakeLink()
+    service = Service(link, "worker-0", {"task": loaded(task or Task())}, template, limits)
+    running = asyncio.create_task(service.run())
+    try:
+        yield link, running
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+def complete(link: FakeLink, request: Generate, ids: Sequence[int] = (72, 71, 1)) -> None:
+    count = len(ids)
+    link.deliver(
+        Completion(request.request_id, "stop", count, 0, 0.0, 0.1),
+        np.array(ids, np.int32), np.full(count, -0.5, np.float32), np.full(count, 3, np.int32),
+    )  # fmt: skip
+
+
+async def test_an_order_becomes_a_request_and_the_completion_its_answer(template: ChatTemplate) -> None:
+    async with serving(template) as (link, running):
+        asked = link.deliver(RunRollout(order(7, attempt=1)))
+        (request,) = await link.until_sent(Generate)
+        assert (request.request_id, request.rollout_id, request.attempt, request.turn) == ("worker-0/7.1.0", 7, 1, 0)
+        assert link.sent[0][1][0].tolist() == [4, 71, 72, 5]
+        complete(link, request)
+        (done,) = await link.until_sent(RolloutDone)
+        assert done.reward == 1.0
+        assert link.sent[-1][2] is asked
+        assert link.steps[-1] == "playing 0 rollouts"
+        link.deliver(Stop("all steps are done"))
+        assert await running == "all steps are done"
+
+
+async def test_hundreds_of_rollouts_wait_side_by_side_and_finish_in_any_order(template: ChatTemplate) -> None:
+    async with serving(template) as (link, _):
+        for rollout_id in range(400):
+            link.deliver(RunRollout(order(rollout_id, rollout_id % 3)))
+        requests = await link.until_sent(Generate, 400)
+        for request in reversed(requests):
+            complete(link, request, (72, 71, 1) if request.rollout_id % 2 else (71, 1))
+        done = await link.until_sent(RolloutDone, 400)
+        assert sorted(body.rollout_id for body in done) == list(range(400))
+        assert {body.rollout_id: body.reward for body in done} == {n: float(n % 2) for n in range(400)}
+
+
+async def test_a_failed_generation_fails_its_rollout_alone(template: ChatTemplate) -> None:
+    async with serving(template) as (link, _):
+        link.deliver(RunRollout(order(1)))
+        link.deliver(RunRollout(order(2)))
+        one, two = await link.until_sent(Generate, 2)
+        link.deliver(GenerateFailed(one.request_id, "server-0 is gone"))
+        complete(link, two)
+        (failed,) = await link.until_sent(RolloutFailed)
+        assert (failed.rollout_id, failed.cause) == (1, "environments.task: generation failed: server-0 is gone")
+        assert (await link.until_sent(RolloutDone))[0].rollout_id == 2
+
+
+async def test_a_cancelled_order_is_answered_too_and_its_late_completion_is_ignored(template: ChatTemplate) -> None:
+    async with serving(template) as (link, _):
+        asked = link.deliver(RunRollout(order(3)))
+        (request,) = await link.until_sent(Generate)
+        link.deliver(CancelRollout(3, 1, "another attempt"))
+        link.deliver(CancelRollout(3, 0, "off_policy"))
+        (failed,) = await link.until_sent(RolloutFailed)
+        assert failed.cause == "cancelled: off_policy"
+        assert link.sent[-1][2] is asked
+        complete(link, request)
+        link.deliver(RunRollout(order(4)))
+        await link.until_sent(Generate, 2)
+        assert not [body for body, _, _ in link.sent if isinstance(body, RolloutDone | Abort)]
+
+
+async def test_a_request_that_takes_too_long_is_aborted_at_the_server(template: ChatTemplate) -> None:
+    async with serving(template, limits=Limits(1.0, 12, 200, 0.05)) as (link, _):
+        link.deliver(RunRollout(order(3)))
+        (request,) = await link.until_sent(Generate)
+        (failed,) = await link.until_sent(RolloutFailed)
+        assert "rollout.timeout_s=0.05 ran out" in failed.cause
+        assert [body.request_id for body, _, _ in link.sent if isinstance(body, Abort)] == [request.request_id]
+
+
+async def test_an_unknown_environment_fails_the_order(template: ChatTemplate) -> None:
+    link = FakeLink()
+    running = asyncio.create_task(Service(link, "worker-0", {}, template, LIMITS).run())
+    link.deliver(RunRollout(order(3)))
+    (failed,) = await link.until_sent(RolloutFailed)
+    assert failed.cause == "this worker has no environment 'task'"
+    link.deliver(Stop(""))
+    await running
+
+
+async def test_a_lost_link_ends_the_service_and_its_rollouts(template: ChatTemplate) -> None:
+    async with serving(template) as (link, running):
+        link.deliver(RunRollout(order(3)))
+        await link.until_sent(Generate)
+        link.inbox.put_nowait(ConnectionError("the orchestrator is silent"))
+        with pytest.raises(ConnectionError, match="silent"):
+            await asyncio.wait_for(running, 5)
+        assert not [body for body, _, _ in link.sent if isinstance(body, RolloutFailed)]
+
+
+async def test_a_worker_whose_reward_threads_all_hang_ends_with_that_reason(template: ChatTemplate) -> None:
+    release = threading.Event()
+
+    class Hanging(Task):
+        def reward(self, prompt: Prompt, answer: str) -> Any:
+            release.wait(30)
+
+    try:
+        async with serving(template, Hanging(), Limits(1.0, 12, 200, 0.3)) as (link, running):
+            for rollout_id in range(40):
+                link.deliver(RunRollout(order(rollout_id)))
+            for request in await link.until_sent(Generate, 40):
+                complete(link, request)
+            await link.until_sent(RolloutFailed, 40)
+            link.deliver(RunRollout(order(99)))  # the next answer finds all threads gone
+            with pytest.raises(WorkerHopeless, match="all 32 threads for reward functions hang"):
+                await asyncio.wait_for(running, 5)
+    finally:
+        release.set()
