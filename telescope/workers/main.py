@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 
 from telescope.config.models import ModelNotFound, model_folder
-from telescope.config.run import RunConfig, config_hash, load_run
+from telescope.config.run import config_hash, load_run
 from telescope.runlog.layout import RunDirectory, write_atomically
 from telescope.wire.link import Link, LinkLost, WireRefused, WireTimeout
 from telescope.wire.messages import Hello
