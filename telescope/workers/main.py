@@ -120,7 +120,7 @@ class Worker:
             timeout_s=config.rollout.timeout_s,
         )
         environments = load_environments(config)
-        template = load_template(config.model, str(model_folder(config.model.name)))
+        template = load_template(config.model, model_folder(config.model.name))
         for loaded in environments.values():
             check_lengths(loaded, template, limits.max_prompt_tokens)
         link = Link.connect(self._directory, self._hello(environments), deadline_s=config.cluster.placement_timeout_s)

@@ -148,7 +148,7 @@ def test_turns_that_the_template_refuses_are_refused_at_load(tmp_path: Path, tem
 
 def test_tokenizers_that_cannot_be_used_name_the_setting(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match=r"model\.name=mine: its tokenizer can't be loaded"):
-        load_template(ModelSettings(name="mine"), str(tmp_path))
+        load_template(ModelSettings(name="mine"), tmp_path)
     from telescope.config.models import EMBEDDED
 
     bare = tmp_path / "bare"
@@ -156,8 +156,8 @@ def test_tokenizers_that_cannot_be_used_name_the_setting(tmp_path: Path) -> None
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (bare / name).write_bytes((EMBEDDED / "tiny" / name).read_bytes())
     with pytest.raises(TokenizerError, match=r"has no chat template .* model\.chat_template"):
-        load_template(ModelSettings(name="mine"), str(bare))
-    given = load_template(ModelSettings(name="mine", chat_template="{{ messages[0].content }}!"), str(bare))
+        load_template(ModelSettings(name="mine"), bare)
+    given = load_template(ModelSettings(name="mine", chat_template="{{ messages[0].content }}!"), bare)
     assert given.text([{"role": "user", "content": "hi"}]) == "hi!"
 
 
@@ -168,7 +168,7 @@ def test_all_end_tokens_of_the_generation_config_end_an_answer(tmp_path: Path) -
         if file.suffix in (".json", ".jinja"):
             (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 1]}')
-    assert load_template(ModelSettings(), str(tmp_path)).end_texts == {1: "<eos>", 2: "<bos>"}
+    assert load_template(ModelSettings(), tmp_path).end_texts == {1: "<eos>", 2: "<bos>"}
 
 
 def test_the_example_of_the_docs_loads_and_scores(tmp_path: Path) -> None:
