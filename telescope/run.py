@@ -13,16 +13,19 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
+    from telescope._launch.plan import Plan
     from telescope.compose.load import Point
     from telescope.config.run import RunConfig
     from telescope.runlog.layout import RunDirectory
 
-OK, CONFIG_ERROR, USAGE, INTERRUPTED = 0, 1, 2, 130
+OK, CONFIG_ERROR, USAGE = 0, 1, 2
+INTERRUPTED = (129, 130, 143)
 _log = logging.getLogger("telescope.run")
 
 
@@ -31,6 +34,17 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE, f"telescope.run: {message}; --help says what there is\n")
+
+
+@dataclass(frozen=True)
+class Order:
+    """One run, ready to be written down and started; `config` has its name and run_dir."""
+
+    config: RunConfig
+    plan: Plan
+    warnings: tuple[str, ...]
+    arguments: tuple[str, ...]
+    started: datetime
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -95,16 +109,27 @@ def _refusal(points: Sequence[Point]) -> str:
 
 
 def _run_all(points: Sequence[Point], arguments: Sequence[str]) -> int:
-    """One run a point, one after another. The first exit code that is not 0; an interrupt ends the sweep."""
+    """One run a point, one after another; every plan is made before the first starts.
+
+    Returns the first exit code that is not 0. An interrupt ends the sweep.
+    """
+    from telescope._launch.local import this_host
+    from telescope._launch.plan import PlanError, make_plan
+
     started = datetime.now().astimezone()
+    host = this_host()
+    try:
+        planned = [(named(point.config), make_plan(point.config, (host,))) for point in points if point.config is not None]
+    except PlanError as error:
+        _say(f"{error}\nNothing was started.")
+        return CONFIG_ERROR
     failed = OK
-    for index, point in enumerate(points):
-        assert point.config is not None
-        config = named(point.config)
-        folder = _sweep_folder(config, started, index) if len(points) > 1 else _run_folder(config, started)
-        code = _run_one(config.model_copy(update={"run_dir": str(folder)}), point.warnings, arguments, started)
+    for index, ((config, plan), point) in enumerate(zip(planned, points, strict=True)):
+        folder = _sweep_folder(config, started, index) if len(points) > 1 else run_folder(config, started)
+        config = config.model_copy(update={"run_dir": str(folder)})
+        code = _run_one(Order(config, plan, point.warnings, tuple(arguments), started))
         failed = failed or code
-        if code in (INTERRUPTED, 128 + 15):
+        if code in INTERRUPTED:
             break
     return failed
 
@@ -117,7 +142,7 @@ def named(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"name": f"{model}-{config.algorithm_name}"})
 
 
-def _run_folder(config: RunConfig, started: datetime) -> Path:
+def run_folder(config: RunConfig, started: datetime) -> Path:
     """The folder asked for, or a new one under runs/ that no other run of this second has."""
     if config.run_dir is not None:
         return Path(config.run_dir).expanduser().absolute()
@@ -132,61 +157,50 @@ def _sweep_folder(config: RunConfig, started: datetime, index: int) -> Path:
     return base / f"{index:03d}_{config.name}"
 
 
-def _run_one(config: RunConfig, warnings: Sequence[str], arguments: Sequence[str], started: datetime) -> int:
+def _run_one(order: Order) -> int:
+    """Make the run directory, write what was resolved, and let this machine's supervisor start and watch the processes."""
+    from telescope._launch.node import supervise
+    from telescope._launch.plan import write_plan
     from telescope.runlog.layout import RunDirectory, RunDirectoryInUse
 
-    assert config.run_dir is not None
-    logging.basicConfig(stream=sys.stderr, level=logging.DEBUG if config.debug else logging.INFO, format="%(message)s")
+    path = Path(str(order.config.run_dir))
+    level = logging.DEBUG if order.config.debug else logging.INFO
+    logging.basicConfig(stream=sys.stderr, level=level, format="%(message)s", force=True)
     try:
-        directory = RunDirectory.create(Path(config.run_dir))
-    except (RunDirectoryInUse, OSError) as error:
-        _say(
-            str(error) if isinstance(error, RunDirectoryInUse) else f"run_dir={config.run_dir} can't be made: {error.strerror}"
-        )
+        directory = RunDirectory.create(path)
+        write_down(directory, order)
+        write_plan(order.plan, directory.plan_json)
+    except RunDirectoryInUse as error:
+        _say(str(error))
         return CONFIG_ERROR
-    for warning in warnings:
+    except OSError as error:
+        _say(f"run_dir={path} can't be written: {error.strerror} ({error.filename}); name another with run_dir=…")
+        return CONFIG_ERROR
+    for warning in order.warnings:
         _log.warning("Warning: %s", warning)
-    _write(directory, config, warnings, arguments, started)
-    return _hand_over(directory, config)
+    return supervise(directory)
 
 
-def _hand_over(directory: RunDirectory, config: RunConfig) -> int:
-    """Plan for this machine, then let its supervisor start and watch the processes."""
-    from telescope._launch import node, plan
-
-    raise NotImplementedError
-
-
-def _write(
-    directory: RunDirectory, config: RunConfig, warnings: Sequence[str], arguments: Sequence[str], started: datetime
-) -> None:
-    """What was resolved, readable by its owner alone: config.json is what the processes read, config.yaml is for people."""
-    import json
-    import uuid
-
-    from telescope.config.run import FORMAT, config_hash, dump_run
+def write_down(directory: RunDirectory, order: Order) -> None:
+    """Readable by its owner alone: config.json is what the processes read, config.yaml is for people."""
+    from telescope.config.run import config_hash, dump_run
+    from telescope.runlog.identity import new_identity, write_identity
     from telescope.runlog.layout import write_atomically
 
-    about = {
-        "format": FORMAT,
-        "run_id": uuid.uuid4().hex[:16],
-        "name": config.name,
-        "created": started.astimezone(UTC).isoformat(timespec="seconds"),
-        "config_hash": config_hash(config),
-        "warnings": list(warnings),
-    }
+    config = order.config
+    identity = new_identity(config.name, order.started, config_hash(config), order.warnings)
+    command = shlex.join(["python", "-m", "telescope.run", *order.arguments])
     write_atomically(directory.config_json, dump_run(config), mode=0o600)
     write_atomically(directory.config_yaml, _yaml(config), mode=0o600)
-    write_atomically(directory.cmdline, shlex.join(["python", "-m", "telescope.run", *arguments]) + "\n", mode=0o600)
-    write_atomically(directory.run_json, json.dumps(about, indent=2) + "\n", mode=0o600)
+    write_atomically(directory.cmdline, f"{command}\n", mode=0o600)
+    write_identity(directory, identity)
 
 
-def _yaml(config: RunConfig | None) -> str:
+def _yaml(config: RunConfig) -> str:
     import yaml
 
     from telescope.config.run import as_json, config_hash
 
-    assert config is not None
     text: str = yaml.safe_dump(as_json(config), sort_keys=False, allow_unicode=True)
     return f"# hash {config_hash(config)}\n{text}"
 

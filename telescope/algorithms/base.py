@@ -128,11 +128,15 @@ class PolicyLoss(Algorithm):
     use_tis: bool = False
     """Weight each token by min(exp(clamp(old - rollout)), tis_cap), frozen over the updates of a step."""
     tis_cap: float = Field(default=2.0, gt=0)
+    """Largest weight of a token under use_tis."""
     tis_logprob_clamp: float = Field(default=20.0, gt=0)
+    """Largest difference of log-probs that use_tis exponentiates, either way."""
     use_icepop: bool = False
     """Weight each token by k = exp(old - rollout) where icepop_low <= k <= icepop_high, and by 0 elsewhere."""
     icepop_low: float = Field(default=0.5, ge=0)
+    """Smallest k that use_icepop lets count."""
     icepop_high: float = Field(default=5.0, gt=0)
+    """Largest k that use_icepop lets count."""
 
     @property
     def aggregation(self) -> Aggregation:
@@ -245,6 +249,7 @@ class PolicyGradient(PolicyLoss):
     """-log p * A, or PPO's clipped surrogate. What the algorithms that only differ in their advantage share."""
 
     clip_low: float = Field(default=0.4, ge=0, le=1)
+    """How far below 1 the ratio counts, with use_ppo_clip."""
     clip_high: float = Field(default=0.5, ge=0)
     """With use_ppo_clip the ratio counts within [1 - clip_low, 1 + clip_high]."""
     dual_clip_c: float | None = Field(default=None, gt=1)

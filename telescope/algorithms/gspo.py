@@ -22,6 +22,7 @@ class GSPO(PolicyLoss):
     weighted: ClassVar[bool] = False
 
     clip_low: float = Field(default=3e-4, ge=0, le=1)
+    """How far below 1 the sequence's ratio counts."""
     clip_high: float = Field(default=4e-4, ge=0)
     """The sequence's ratio counts within [1 - clip_low, 1 + clip_high]; the paper's range, far narrower than a token's."""
     loss_aggregation: Literal["seq_mean"] = "seq_mean"

@@ -19,6 +19,7 @@ class SAPO(PolicyLoss):
     own_ratio: ClassVar[bool] = True
 
     sapo_tau_pos: float = Field(default=1.0, gt=0)
+    """The same as sapo_tau_neg, for positive advantages."""
     sapo_tau_neg: float = Field(default=1.05, gt=0)
     """How fast the gate closes as the ratio leaves 1, for positive advantages and for the others."""
     loss_aggregation: Literal["token_mean", "seq_mean_token_mean"] = "seq_mean_token_mean"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -46,6 +46,14 @@ class World:
     device: str
 
 
+class RankLost(RuntimeError):
+    """A collective failed because another rank is gone or silent: look for the cause there."""
+
+
+def unwatched(doing: str) -> None:
+    """Progress that nobody looks at."""
+
+
 @dataclass(frozen=True)
 class Job:
     """All that a backend needs to know of a run."""
@@ -58,6 +66,8 @@ class Job:
     max_tokens: int
     seed: int
     world: World
+    progress: Callable[[str], None] = unwatched
+    """To be called with what was done, after each micro-batch: a long step is then no stuck one."""
 
 
 class Backend(Protocol):

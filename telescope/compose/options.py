@@ -6,7 +6,6 @@ Never runs a plug-in: its defaults are read from its fields.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -81,16 +80,29 @@ class Places:
         return sorted({*from_python, *self.presets(group)})
 
 
+@dataclass(frozen=True)
+class Option:
+    """One entry of Hydra's store, e.g. `Option("algorithm", "_grpo", {"name": "grpo", …}, "algorithm")`."""
+
+    group: str | None
+    name: str
+    node: dict[str, Any]
+    package: str | None = None
+
+
 @contextmanager
 def registered(places: Places) -> Iterator[None]:
-    """Hydra's store holds our options inside the block, and what it held before after it."""
+    """Hydra's store, which is one for the whole process, holds our options inside the block and not after it."""
     store = ConfigStore.instance()
-    before = copy.deepcopy(store.repo)
+    options = list(python_options(places))
+    for option in options:
+        store.store(group=option.group, name=option.name, node=option.node, package=option.package)
     try:
-        _store_all(store, places)
         yield
     finally:
-        store.repo = before
+        for option in options:
+            names = store.repo if option.group is None else store.repo[option.group]
+            del names[f"{option.name}.yaml"]
 
 
 def defaults_of(settings: type[Settings], without: Sequence[str] = ()) -> dict[str, Any]:
@@ -107,11 +119,12 @@ def _default(field: FieldInfo) -> Any:
     return to_jsonable_python(field.get_default(call_default_factory=True))
 
 
-def _store_all(store: ConfigStore, places: Places) -> None:
+def python_options(places: Places) -> Iterator[Option]:
+    """The class defaults of every part and plug-in."""
     chosen = (*PLUGIN_GROUPS, *CHOSEN_PARTS, "environments", *NOT_COMPOSED)
-    store.store(name="_run", node=defaults_of(RunConfig, without=chosen))
+    yield Option(None, "_run", defaults_of(RunConfig, without=chosen))
     for group, part in CHOSEN_PARTS.items():
-        store.store(group=group, name="_default", node={**defaults_of(part), **_NAMED_BY_PRESETS.get(group, {})}, package=group)
+        yield Option(group, "_default", {**defaults_of(part), **_NAMED_BY_PRESETS.get(group, {})}, group)
     for group, kind in PLUGIN_GROUPS.items():
         presets = places.presets(group)
         for name, found in plugins.find(kind, places.plugin_path).items():
@@ -119,7 +132,7 @@ def _store_all(store: ConfigStore, places: Places) -> None:
             node = _environment_node(name, fields) if group == "env" else {"name": name, **fields}
             package = f"environments.{name}" if group == "env" else group
             for option in (f"_{name}",) if name in presets else (f"_{name}", name):
-                store.store(group=group, name=option, node=node, package=package)
+                yield Option(group, option, node, package)
 
 
 def _environment_node(name: str, fields: dict[str, Any]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ _WORDS: dict[Any, str] = {
     bool: "true or false",
     str: "text",
     type(None): "null",
+    Any: "anything",
 }
 
 
@@ -164,7 +165,7 @@ def in_words(annotation: Any) -> str:
     if origin is Annotated:
         return in_words(members[0])
     if origin in (Union, types.UnionType):
-        return " or ".join(in_words(member) for member in members)
+        return " or ".join(["true, false" if member is bool and len(members) > 1 else in_words(member) for member in members])
     if origin is Literal:
         return " | ".join(map(str, members))
     if origin is tuple and members[-1] is not Ellipsis:

@@ -65,7 +65,7 @@ class RolloutSettings(Settings):
     """Samples of one prompt (G)."""
     min_group_size: int = Field(default=2, ge=1)
     """Scored survivors below which a group fails."""
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: float = Field(default=1.0, gt=0, le=2)
     """Logits are divided by it, in the sampler and in the trainer alike."""
     max_tokens: int = Field(default=3700, ge=1)
     """Sampled tokens of one turn, at most."""
@@ -134,6 +134,8 @@ class InferenceSettings(Settings):
     """No CUDA graphs (always so on CPU)."""
     enable_prefix_caching: bool = True
     """Keep the KV cache of prompts that begin alike, such as the samples of one group."""
+    fake_token_s: float = Field(default=0.0, ge=0)
+    """Seconds that the fake engine takes for a token."""
 
 
 class WeightSyncSettings(Settings):
@@ -191,5 +193,3 @@ class LoggingSettings(Settings):
     """Copy the components' logs to the launcher's stderr."""
     progress: bool = True
     """Show the progress line on the launcher's terminal."""
-    token_trace_every: int | None = Field(default=None, ge=1)
-    """Write token rows of every k-th step; null: none."""

@@ -22,7 +22,7 @@ class SecretMissing(ValueError):
 
 
 def is_secret_name(name: str) -> bool:
-    """True for `judge_api_key` and `HF_TOKEN`, False for `max_tokens`, `monkey` and `token_trace_every`."""
+    """True for `judge_api_key` and `HF_TOKEN`, False for `max_tokens`, `monkey` and `token_count`."""
     return _SECRET_NAME.search(name) is not None
 
 

@@ -29,13 +29,19 @@ class Countdown(SingleTurn):
     reward_in_thread: ClassVar[bool] = False
 
     num_numbers: int = Field(default=3, ge=2, le=12)
+    """Numbers of a prompt; an answer uses each exactly once."""
     min_number: int = Field(default=1, ge=0)
+    """Smallest number drawn."""
     max_number: int = Field(default=9, ge=1, le=10**6)
+    """Largest number drawn."""
     operators: str = "+-"
     """Which of + - * / an answer may use; targets are made with them."""
     min_target: int = 1
+    """Smallest target set."""
     max_target: int = 999
+    """Largest target set."""
     wrong_value_reward: float = Field(default=0.1, ge=0, lt=1)
+    """Reward of an expression that uses every number once but has another value."""
     instruction: str = "use {numbers} make {target}"
     """The user's message; {numbers} and {target} are filled in. The default is what the embedded model `tiny` knows; give a
     larger model whole sentences."""

@@ -19,7 +19,9 @@ class ReverseLetters(SingleTurn):
     letters: str = "abcdefghij"
     """The letters that words are made of."""
     min_length: int = Field(default=4, ge=1)
+    """Letters of the shortest word."""
     max_length: int = Field(default=7, ge=1, le=64)
+    """Letters of the longest word."""
     partial_credit: float = Field(default=0.0, ge=0, lt=1)
     """A wrong answer earns this times its share of letters in the right place."""
     num_train: int = Field(default=100_000, ge=1)

@@ -20,7 +20,8 @@ class Run(Command, frozen=True):
 
 class Cancel(Command, frozen=True):
     """Stop a running rollout: tell its worker, abort its requests on the servers. No RolloutDone of this attempt counts any
-    more. The worker still owes its order an answer (RolloutFailed, or a late RolloutDone): only that frees lane and credit."""
+    more. The worker still owes its order an answer (RolloutFailed, or a late RolloutDone): only that frees lane and credit.
+    Repeated once if no answer comes, since a cancel can be lost on the wire."""
 
     worker: str
     rollout_id: int

@@ -18,6 +18,7 @@ from telescope.flow.counts import Counts, Tally
 from telescope.flow.draws import DataPosition, Draws, sample_seed
 from telescope.flow.groups import Fate, Group, State, is_further, transition
 from telescope.flow.lanes import Flight, Lanes
+from telescope.flow.patience import Patience
 from telescope.flow.placement import Placement, Request
 from telescope.flow.presence import Presence
 from telescope.flow.settings import FlowSettings
@@ -40,10 +41,9 @@ class Core:
         self._placement = Placement()
         self._updates = Updates()
         self._presence = Presence(settings)
+        self._patience = Patience(settings)
         self._tally = Tally()
         self._draws: Draws | None = None
-        self._failed_in_a_row = {label: 0 for label, _ in settings.environments}
-        self._discarded_in_a_row = 0
         self._now = 0.0
         self._ending: do.Stop | None = None
         self._out: list[do.AnyCommand] = []
@@ -72,30 +72,14 @@ class Core:
         return self._draws.position if self._draws else None
 
     def counts(self) -> Counts:
-        tally, placement = self._tally, self._placement
-        return Counts(
+        placement = self._placement
+        return self._tally.counts(
             version=self.version,
-            groups_admitted=tally.admitted,
             groups_alive=len(self._slots.alive),
-            groups_by_state={str(state): number for state, number in tally.states.items()},
-            reasons=dict(tally.reasons),
             rollouts_waiting=self._lanes.waiting,
             rollouts_running=len(self._lanes.flights),
             requests_waiting=len(placement.waiting),
             requests_placed=len(placement.requests) - len(placement.waiting),
-            rollouts_generated=tally.generated,
-            rollouts_trained=tally.trained,
-            rollouts_discarded=tally.discarded,
-            rollouts_cancelled=tally.cancelled,
-            rollouts_failed=tally.failed,
-            rollouts_retried=tally.retried,
-            results_ignored=tally.ignored,
-            tokens_trained=tally.tokens_trained,
-            tokens_discarded=tally.tokens_discarded,
-            tokens_lost=tally.tokens_lost,
-            age_mean=tally.age_mean,
-            age_max=max(tally.ages, default=0),
-            ages={str(age): groups for age, groups in sorted(tally.ages.items())},
         )
 
     # ---- what has happened
@@ -229,6 +213,8 @@ class Core:
             cause = f"no answer from {flight.worker} within {self.settings.rollout_deadline_s:g} s"
             self._cancel(flight, cause)
             self._attempt_failed(flight, cause)
+        for flight in self._lanes.to_remind(self._now):
+            self._out.append(do.Cancel(flight.worker, flight.sample.rollout_id, flight.attempt, "asked again"))
         for flight in self._lanes.unanswered(self._now):
             self._stop(
                 f"{flight.worker} did not answer the cancel of rollout {flight.sample.rollout_id} within "
@@ -307,11 +293,11 @@ class Core:
             return
         self._move(group, State.COMPLETE)
         self._lanes.leave_lane(group)
-        self._failed_in_a_row[group.prompt.environment] = 0
+        self._patience.completed(group.prompt.environment)
         if self.settings.discard_zero_advantage and group.rewards_are_equal:
             self._discard(group)
         else:
-            self._discarded_in_a_row = 0
+            self._patience.kept()
             self._move(group, State.KEPT)
             self._batches.kept(group)
 
@@ -324,27 +310,17 @@ class Core:
         self._tally.tokens_discarded += sum(sample.tokens for sample in survivors)
         self._slots.release(group, trained=False)
         self._batches.discarded(group)
-        self._discarded_in_a_row += 1
-        limit = self.settings.discarded_batches_limit * self.settings.groups_per_batch
-        sentence = (
-            f"{self._discarded_in_a_row} groups in a row had equal rewards and were discarded: the task is too easy or too "
-            "hard for the model (see the rewards), or its reward cannot tell answers apart"
-        )
-        if self._discarded_in_a_row >= limit:
+        sentence, ends = self._patience.discarded()
+        if ends:
             self._stop(sentence, ok=False)
-        elif self._discarded_in_a_row % -(-limit // 5) == 0:
+        elif sentence:
             self._out.append(do.Warn(sentence))
 
     def _fail(self, group: Group, cause: str) -> None:
         self._retire(group, State.FAILED, cause)
-        label = group.prompt.environment
-        self._failed_in_a_row[label] += 1
-        if self._failed_in_a_row[label] >= self.settings.failed_batches_limit * self.settings.groups_per_batch:
-            self._stop(
-                f"{self._failed_in_a_row[label]} groups of environments.{label} failed in a row and none was completed; "
-                f"the last cause: {cause}",
-                ok=False,
-            )
+        sentence = self._patience.failed(group.prompt.environment, cause)
+        if sentence:
+            self._stop(sentence, ok=False)
 
     def _retire(self, group: Group, state: State, reason: str) -> None:
         """The group ends unfinished: what runs is cancelled, what waits is dropped, what is finished is forgotten."""

@@ -83,3 +83,39 @@ class Tally:
     def age_mean(self) -> float:
         groups = sum(self.ages.values())
         return sum(age * count for age, count in self.ages.items()) / groups if groups else 0.0
+
+    def counts(
+        self,
+        *,
+        version: int,
+        groups_alive: int,
+        rollouts_waiting: int,
+        rollouts_running: int,
+        requests_waiting: int,
+        requests_placed: int,
+    ) -> Counts:
+        """A snapshot, completed by what the core holds at the moment."""
+        return Counts(
+            version=version,
+            groups_admitted=self.admitted,
+            groups_alive=groups_alive,
+            groups_by_state={str(state): number for state, number in self.states.items()},
+            reasons=dict(self.reasons),
+            rollouts_waiting=rollouts_waiting,
+            rollouts_running=rollouts_running,
+            requests_waiting=requests_waiting,
+            requests_placed=requests_placed,
+            rollouts_generated=self.generated,
+            rollouts_trained=self.trained,
+            rollouts_discarded=self.discarded,
+            rollouts_cancelled=self.cancelled,
+            rollouts_failed=self.failed,
+            rollouts_retried=self.retried,
+            results_ignored=self.ignored,
+            tokens_trained=self.tokens_trained,
+            tokens_discarded=self.tokens_discarded,
+            tokens_lost=self.tokens_lost,
+            age_mean=self.age_mean,
+            age_max=max(self.ages, default=0),
+            ages={str(age): groups for age, groups in sorted(self.ages.items())},
+        )

@@ -56,6 +56,7 @@ class Lanes:
         self._freest = Ranking()
         self._groups_with_lane = 0
         self._due: deque[tuple[float, Flight]] = deque()
+        self._remind_due: deque[tuple[float, Flight]] = deque()
         self._stop_due: deque[tuple[float, Flight]] = deque()
         self.workers: dict[str, Worker] = {}
         self.flights: dict[tuple[int, int], Flight] = {}
@@ -132,6 +133,7 @@ class Lanes:
     def stop(self, flight: Flight, now: float) -> None:
         """The flight is cancelled; its worker owes an answer."""
         flight.stopping = True
+        self._remind_due.append((now + self._cancel_deadline_s / 2, flight))
         self._stop_due.append((now + self._cancel_deadline_s, flight))
 
     def end(self, flight: Flight) -> None:
@@ -155,6 +157,10 @@ class Lanes:
     def overdue(self, now: float) -> list[Flight]:
         """Flights past their deadline and not cancelled yet, each returned once."""
         return [flight for flight in _due(self._due, now) if not flight.stopping]
+
+    def to_remind(self, now: float) -> list[Flight]:
+        """Cancelled flights unanswered for half their time, each returned once: a cancel can be lost on the wire."""
+        return _due(self._remind_due, now)
 
     def unanswered(self, now: float) -> list[Flight]:
         """Cancelled flights whose worker has not answered in time."""

@@ -95,7 +95,8 @@ def decode_line(line: bytes, number: int) -> Line:
 
 
 def replay(lines: Iterable[bytes]) -> Replay:
-    """Handle a journal's events again, and compare. `lines` are whole lines, the opening first; a torn last one is left out.
+    """Handle a journal's events again, and compare. `lines` are whole lines without their newline, the opening first; a torn
+    last one is left out.
 
     Raises JournalDamaged where the journal has no opening or a line is not one.
     """

@@ -52,7 +52,11 @@ def disagreements(manifest: WeightManifest, checkpoint: dict[str, tuple[int, ...
         for name, spec in given.items()
         if name in checkpoint and tuple(spec.shape) != checkpoint[name]
     ]
-    dtypes = [f"{name} has dtype {spec.dtype}, which is no floating-point one" for name, spec in given.items() if spec.dtype not in LOADABLE]
+    dtypes = [
+        f"{name} has dtype {spec.dtype}, which is no floating-point one"
+        for name, spec in given.items()
+        if spec.dtype not in LOADABLE
+    ]
     found = [f"{len(missing)} tensors are missing: {_some(missing)}"] if missing else []
     found += [f"{len(unknown)} tensors are not the model's: {_some(unknown)}"] if unknown else []
     return found + shapes[:SHOWN] + dtypes[:SHOWN]

@@ -56,7 +56,9 @@ class Children:
         asyncio.get_running_loop().remove_reader(descriptor)
         process = self._watched[descriptor]
         if self._ended is not None and not self._ended.done():
-            self._ended.set_result(f"the engine's process (pid {process.pid}) {_how(descriptor)}; nothing can be served any more")
+            self._ended.set_result(
+                f"the engine's process (pid {process.pid}) {_how(descriptor)}; nothing can be served any more"
+            )
 
 
 def kill_tree(pid: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -46,6 +46,11 @@ class WeightsRefused(RuntimeError):
 
 
 class Engine(Protocol):
+    @property
+    def client(self) -> Any:
+        """What an HTTP application is built around; None where the engine has none."""
+        ...
+
     async def start(self) -> None:
         """Load the model and be ready to generate. Raises with a whole sentence if it can't."""
         ...

@@ -14,6 +14,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -57,8 +58,9 @@ class _Staged:
         import torch
 
         for spec, view in self._tensors:
-            dtype = getattr(torch, spec.dtype)
-            flat = torch.frombuffer(view, dtype=dtype) if spec.nbytes else torch.empty(0, dtype=dtype)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "The given buffer is not writable")  # and nobody writes to it
+                flat = torch.frombuffer(view, dtype=getattr(torch, spec.dtype))
             yield spec.name, flat.reshape(spec.shape)
 
 
@@ -67,6 +69,7 @@ class WeightExtension:
 
     model_runner: Any
     vllm_config: Any
+    telescope_staged: Any  # _Staged | None, once a version was staged
 
     def telescope_check_loaded(self) -> str:
         """A sentence if the loaded model could not take new weights in place; else empty."""

@@ -10,9 +10,8 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Awaitable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -25,12 +24,12 @@ from telescope.inference.versions import CountedTokens, EngineLabels, Versions
 from telescope.inference.vllm_options import ServerPlan, engine_arguments
 from telescope.records import FinishReason, Sampling, WeightManifest
 
-T = TypeVar("T")
-
 FIRST_LOOK_S = 0.01
 """The first question whether a version is checked waits this long in the worker; a small model's is by then."""
 LOOK_EVERY_S = 0.02
-CLOSE_S = 5.0
+CLOSE_S = 1.0
+"""The engine's farewell to its libraries takes seconds and saves nothing: after this it is killed."""
+DEATH_TOLD_S = 5.0
 WARM_UP_REQUESTS = 8
 SEED_LIMIT = 2**63
 
@@ -63,6 +62,7 @@ class VllmEngine:
 
     async def start(self) -> None:
         """Load the model; blocks the event loop while vLLM starts its child, for there is nothing to be served yet."""
+        import torch
         from vllm import SamplingParams
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.inputs import tokens_input
@@ -72,6 +72,8 @@ class VllmEngine:
         self._tokens_input, self._sampling_params, self._final_only = tokens_input, SamplingParams, RequestOutputKind.FINAL_ONLY
         self._stop_ids = list(end_ids(self._plan.folder))
         config = AsyncEngineArgs(**engine_arguments(self._plan)).create_engine_config()
+        if self._plan.device == "cpu":  # where torch was imported before OMP_NUM_THREADS stood; the fork inherits it
+            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         # vLLM asks for a fresh interpreter on a CPU; a fork has everything imported already. No thread of ours runs yet.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         self._llm = AsyncLLM.from_vllm_config(config)
@@ -97,20 +99,10 @@ class VllmEngine:
 
     async def generate(self, request_id: str, prompt_ids: np.ndarray, sampling: Sampling, priority: int) -> Generated:
         self._check_request(request_id, prompt_ids, sampling)
-        params = self._sampling_params(
-            temperature=sampling.temperature,
-            max_tokens=min(sampling.max_tokens, self._max_model_len - len(prompt_ids)),
-            seed=sampling.seed % SEED_LIMIT,
-            stop_token_ids=self._stop_ids,
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=self._final_only,
-        )
         request = self._requests[request_id] = _Request(born=self._versions.current)
         started = time.monotonic()
         try:
-            output = await self._finished(request, request_id, prompt_ids, params, priority)
+            output = await self._finished(request, request_id, prompt_ids, sampling, priority)
         finally:
             del self._requests[request_id]
         return self._generated(output, request, time.monotonic() - started)
@@ -132,21 +124,39 @@ class VllmEngine:
             raise RequestRefused(f"request {request_id} is being served already")
         if not 0 < len(prompt_ids) < self._max_model_len:
             raise RequestRefused(
-                f"a prompt of {len(prompt_ids)} tokens leaves no room for an answer: inference.max_model_len={self._max_model_len}"
+                f"a prompt of {len(prompt_ids)} tokens leaves no room for an answer: "
+                f"inference.max_model_len={self._max_model_len}"
             )
         if sampling.max_tokens < 1:
             raise RequestRefused(f"max_tokens={sampling.max_tokens} must be at least 1")
         if prompt_ids.min() < 0 or prompt_ids.max() >= self._vocabulary:
             raise RequestRefused(
-                f"the prompt has token ids from {prompt_ids.min()} to {prompt_ids.max()}; the model knows 0 to {self._vocabulary - 1}"
+                f"the prompt has token ids from {prompt_ids.min()} to {prompt_ids.max()}; "
+                f"the model knows 0 to {self._vocabulary - 1}"
             )
 
-    async def _finished(self, request: _Request, request_id: str, prompt_ids: np.ndarray, params: Any, priority: int) -> Any:
+    def _params(self, prompt_tokens: int, sampling: Sampling) -> Any:
+        return self._sampling_params(
+            temperature=sampling.temperature,
+            max_tokens=min(sampling.max_tokens, self._max_model_len - prompt_tokens),
+            seed=sampling.seed % SEED_LIMIT,
+            stop_token_ids=self._stop_ids,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=self._final_only,
+        )
+
+    async def _finished(
+        self, request: _Request, request_id: str, prompt_ids: np.ndarray, sampling: Sampling, priority: int
+    ) -> Any:
         """vLLM's final output of the request. Aborts it in the engine if this task is cancelled."""
-        prompt = self._tokens_input(prompt_token_ids=prompt_ids.tolist())
+        from vllm.exceptions import VLLMValidationError
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
+            prompt = self._tokens_input(prompt_token_ids=prompt_ids.tolist())
+            params = self._params(len(prompt_ids), sampling)
             collector = await self._llm.add_request(request_id, prompt, params, priority=priority)
             request.internal = collector.request_id
             if request.aborted:
@@ -159,7 +169,7 @@ class VllmEngine:
             raise
         except EngineDeadError as error:
             raise EngineDead(await self._why_dead()) from error
-        except ValueError as error:  # vLLM's own check of the request
+        except (ValueError, VLLMValidationError) as error:  # vLLM's own check of the request
             raise RequestRefused(str(error)) from error
         return output
 
@@ -199,7 +209,8 @@ class VllmEngine:
                     await self._stage(manifest)
             except TimeoutError as error:
                 raise WeightsRefused(
-                    f"weights version {manifest.version} were not checked within weight_sync.update_timeout_s={self._sync.update_timeout_s}"
+                    f"weights version {manifest.version} were not checked within "
+                    f"weight_sync.update_timeout_s={self._sync.update_timeout_s:g} s"
                 ) from error
             self._staged = manifest
             self._state = replace(self._state, prepared=manifest.version)
@@ -216,7 +227,8 @@ class VllmEngine:
                     await self._load_paused(version)
             except Exception as error:  # vLLM raises plain Exception; whatever it is, the model may be half new by now
                 raise EngineDead(
-                    f"weights version {version} could not be loaded ({_first_line(error)}); the engine may hold a mixture and must end"
+                    f"weights version {version} could not be loaded ({_first_line(error)}): the engine may hold a mixture "
+                    "and must end"
                 ) from error
             pause_s = time.perf_counter() - started
             self._state = WeightState(version=version, prepared=None, checksum=self._staged.checksum, pause_s=pause_s)
@@ -258,7 +270,11 @@ class VllmEngine:
     async def close(self) -> None:
         self._children.stop_watching()
         if self._llm is not None:
-            await asyncio.to_thread(self._llm.shutdown, CLOSE_S)
+            llm, self._llm = self._llm, None
+            del self._versions
+            if llm.output_handler is not None:  # it would take the end for a failure
+                llm.output_handler.cancel()
+            await asyncio.to_thread(llm.shutdown, CLOSE_S)
         await asyncio.to_thread(self._children.end_all, CLOSE_S)
 
     async def _warm_up(self) -> None:
@@ -275,7 +291,7 @@ class VllmEngine:
 
     async def _why_dead(self) -> str:
         try:
-            return await asyncio.wait_for(self._children.first_end(), CLOSE_S)
+            return await asyncio.wait_for(self._children.first_end(), DEATH_TOLD_S)
         except TimeoutError:
             return "vLLM's engine says that it is dead; its own words are further up in this log"
 

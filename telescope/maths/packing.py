@@ -1,10 +1,9 @@
 """Trajectories into rows of tokens. Numpy only; owns the alignment of every token array.
 
 Alignment: index t of every array belongs to token t. `logprobs[t]`, `mask[t]` and the trainer's `current[t]` speak of token t
-given the tokens before it in its own trajectory; the first token of a trajectory has no such probability and is never trained.
-A model's output at place t predicts `targets[t]`, the token at t + 1 of the same trajectory, so the trainer's array is
-`current = predicted.roll(1)`. At the last token of a trajectory the target is meaningless and its prediction lands, after the
-roll, on the first token of the next one, which the mask leaves out.
+given the tokens before it in its own trajectory. The first token of a trajectory has no such probability, so it is refused as
+a sampled one. The log-prob of a sampled token t is therefore always read from the model's output at place t - 1, and both lie
+in the same trajectory: the last token of one never predicts the first of the next.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ class RowArrays:
     """The arrays of one row of T tokens and S = items + 1 segments; the last segment is the padding, even if empty."""
 
     ids: np.ndarray  # [T] int64, 0 in the padding
-    targets: np.ndarray  # [T] int64, the next token of the same trajectory; 0 where there is none
     position_ids: np.ndarray  # [T] int64, from 0 again in each segment
     segments: np.ndarray  # [T] int64, 0..S-1
     mask: np.ndarray  # [T] bool, True where the policy sampled the token
@@ -131,7 +129,6 @@ def _padding(row: Row, boundaries: np.ndarray, dtype: DTypeLike) -> RowArrays:
     sizes = np.diff(boundaries)
     return RowArrays(
         ids=np.zeros(row.size, np.int64),
-        targets=np.zeros(row.size, np.int64),
         position_ids=np.arange(row.size, dtype=np.int64) - np.repeat(boundaries[:-1], sizes),
         segments=np.repeat(np.arange(len(sizes), dtype=np.int64), sizes),
         mask=np.zeros(row.size, np.bool_),
@@ -157,7 +154,6 @@ def _place(arrays: RowArrays, start: int, trajectory: Trajectory, item: TrainIte
         )
     here = slice(start, start + len(mask))
     arrays.ids[here] = trajectory.ids
-    arrays.targets[start : start + len(mask) - 1] = trajectory.ids[1:]
     arrays.mask[here] = mask
     arrays.logprobs[here] = np.where(mask, trajectory.logprobs, np.nan)
     arrays.advantages[here] = item.advantage

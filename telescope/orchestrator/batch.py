@@ -36,6 +36,11 @@ class Batch:
         sampled_by: np.ndarray = np.concatenate([rollout.versions() for rollout in self.rollouts])
         return self.command.step - 1 - sampled_by
 
+    def lag_of(self, rollout: Scored) -> int | None:
+        """Versions between the rollout's oldest sampled token and the weights it trains; None without such a token."""
+        versions = rollout.versions()
+        return self.command.step - 1 - int(versions.min()) if len(versions) else None
+
 
 def cut(command: Train, shelf: Shelf, algorithm: Algorithm, *, group_size: int, ranks: int) -> Batch:
     """Advantages over the batch (discarded groups count in its statistics), then rollouts to ranks by cost."""

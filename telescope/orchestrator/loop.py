@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +24,8 @@ from telescope.orchestrator.roster import Roster
 from telescope.orchestrator.shelf import UnusableRollout
 from telescope.runlog.journal import Journal
 from telescope.wire import messages
+from telescope.wire.happenings import Delivery, Happening, PeerJoined, PeerLeft, PeerLost, PeerStuck
 from telescope.wire.hub import Hub
-from telescope.wire.session import Delivery, Happening, PeerJoined, PeerLeft, PeerLost, PeerStuck
 
 log = logging.getLogger(__name__)
 
@@ -159,14 +160,20 @@ class Orchestrator:
             self.fault(refusal)
         elif again:
             self.fault(f"{peer} was restarted in mid-run, and its work in hand is lost")
-        elif hello.role == "worker":
-            self._events.append(events.WorkerJoined(worker=peer, capacity=hello.capacity, environments=hello.environments))
-        elif hello.role == "server":
-            self._events.append(events.ServerJoined(server=peer, version=hello.version))
-        elif self._roster.all_ranks_present:
+        elif hello.role == "trainer" and self._roster.all_ranks_present:
             self._events.append(events.TrainerReady(ranks=len(self._roster.ranks)))
+        elif hello.role != "trainer" and self._roster.can_generate:
+            self._events.extend(self._generators_joined())
         if not self._roster.missing:
             log.info("all %d processes are there", len(self._roster.expected))
+
+    def _generators_joined(self) -> Iterator[events.AnyEvent]:
+        present = self._roster.present
+        for name in self._roster.servers:
+            yield events.ServerJoined(server=name, version=present[name].version)
+        for name in self._roster.workers:
+            hello = present[name]
+            yield events.WorkerJoined(worker=name, capacity=hello.capacity, environments=hello.environments)
 
     def _delivered(self, delivery: Delivery) -> None:
         match delivery.body:

@@ -25,6 +25,7 @@ from telescope.orchestrator.loop import Orchestrator, Outcome
 from telescope.orchestrator.perform import Performer
 from telescope.orchestrator.record import Recorder
 from telescope.orchestrator.roster import Roster
+from telescope.runlog.identity import read_identity
 from telescope.runlog.journal import Journal, JournalError
 from telescope.runlog.layout import RunDirectory, write_atomically
 from telescope.runlog.mirror import mirror_for
@@ -95,15 +96,15 @@ async def _run(config: RunConfig, run: RunDirectory) -> tuple[Outcome, bool]:
     settings = flow_settings(config)
     journal = Journal(run.journal)
     journal.append(encode_opening(settings))
-    identity = orjson.loads(run.run_json.read_bytes())
+    identity = read_identity(run)
     run_log = RunLog(run, "orchestrator")
     mirror = mirror_for(config.logging, name=config.name, folder=run.wandb, config=orjson.loads(run.config_json.read_bytes()))
     recorder = Recorder(run, run_log, mirror, config.number_of_steps)
     roster = Roster.of(config.cluster)
     hub = await Hub.open(
         run,
-        run=identity["run_id"],
-        attempt=identity["attempt"],
+        run=identity.run_id,
+        attempt=identity.attempt,
         config_hash=config_hash(config),
         silent_s=config.orchestrator.silent_s,
         stuck_s=config.orchestrator.stuck_s,
@@ -127,7 +128,7 @@ async def _run(config: RunConfig, run: RunDirectory) -> tuple[Outcome, bool]:
     try:
         outcome = await orchestrator.run()
     finally:
-        await hub.close(outcome.reason, deadline_s=CLOSE_S)
+        await hub.close(outcome.reason, timeout_s=CLOSE_S)
         recorder.finish(core.counts(), _summary(outcome, started))
         run_log.close()
         journal.close()

@@ -16,8 +16,8 @@ from telescope.orchestrator.shelf import Scored, Shelf, scored
 from telescope.orchestrator.updates import Phase, WeightUpdate
 from telescope.records import RolloutOrder
 from telescope.wire import messages
+from telescope.wire.happenings import Delivery
 from telescope.wire.hub import Hub
-from telescope.wire.session import Delivery
 
 log = logging.getLogger(__name__)
 

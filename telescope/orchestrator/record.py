@@ -121,7 +121,7 @@ class Recorder:
                 "baseline_group_ids": list(batch.command.baseline_group_ids),
                 "rollout_ids": [rollout.order.rollout_id for rollout in batch.rollouts],
                 "advantages": batch.advantages.tolist(),
-                "lag_versions": [int(batch.command.step - 1 - rollout.versions().min(initial=0)) for rollout in batch.rollouts],
+                "lag_versions": [batch.lag_of(rollout) for rollout in batch.rollouts],
                 "tokens": sum(rollout.tokens for rollout in batch.rollouts),
                 "trained_tokens": batch.denominators.tokens,
             },
@@ -142,7 +142,8 @@ class Recorder:
         metrics |= {"staleness_mean": float(batch.lags.mean()), "staleness_max": float(batch.lags.max())}
         metrics |= {"timing_step_total": seconds, "tokens": float(tokens), "tokens_per_s": tokens / max(seconds, 1e-9)}
         for name, value in done.timings.items():
-            self.seconds[name] = self.seconds.get(name, 0.0) + value
+            if not name.endswith("_mean"):
+                self.seconds[name] = self.seconds.get(name, 0.0) + value
         self.history.append(metrics)
         self._log.append("step_metrics", {"step": done.step, "metrics": metrics})
         if self._mirror is not None:

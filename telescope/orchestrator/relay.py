@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 
 from telescope.flow import events
+from telescope.wire.happenings import Delivery
 from telescope.wire.hub import Hub
 from telescope.wire.messages import Abort, Completion, Generate, GenerateFailed
-from telescope.wire.session import Delivery
 
 
 @dataclass

@@ -38,6 +38,11 @@ class Roster:
     def all_ranks_present(self) -> bool:
         return all(rank in self.present for rank in self.ranks)
 
+    @property
+    def can_generate(self) -> bool:
+        """Every worker and server is there: the first wave is then spread over all of them, in any order of arrival."""
+        return all(name in self.present for name in self.workers + self.servers)
+
     def admit(self, peer: str, hello: Hello) -> str:
         """Note the peer. Returns why it can't take part, or an empty string."""
         if peer not in self.expected:

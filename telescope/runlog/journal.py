@@ -26,8 +26,8 @@ class Journal:
             raise JournalError(_sentence(path, error)) from error
 
     def append(self, line: bytes) -> None:
-        """Write one whole line, newline included; safe from SIGKILL when this returns."""
-        view = memoryview(line)
+        """Write one line (its newline is added here); safe from SIGKILL when this returns."""
+        view = memoryview(line + b"\n")
         try:
             while view:
                 view = view[os.write(self._descriptor, view) :]
@@ -39,9 +39,9 @@ class Journal:
 
 
 def journal_lines(path: Path) -> Iterator[bytes]:
-    """Whole lines of a journal, newlines included. A torn last line is legal and left out."""
+    """Whole lines of a journal, without their newline. A torn last line is legal and left out."""
     with path.open("rb") as file:
-        yield from (line for line in file if line.endswith(b"\n"))
+        yield from (line[:-1] for line in file if line.endswith(b"\n"))
 
 
 def _sentence(path: Path, error: OSError) -> str:

@@ -38,6 +38,7 @@ MAX_FRAME_BYTES = 256 * 2**20
 MAX_ARRAYS = 4
 MAX_FRAMES = 2 + MAX_ARRAYS
 MAX_PROTOCOL_BYTES = 64
+MAX_SEQ = 2**53
 
 ITEM_BYTES = {"<i4": 4, "|u1": 1, "<f4": 4}
 """Every dtype that may travel, and the bytes of one element."""
@@ -151,8 +152,8 @@ def _decode_header(header: Buffer) -> Envelope:
         envelope = _DECODER.decode(memory(header))
     except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
         raise Malformed("header", str(error)[:200]) from error
-    if envelope.seq < 0 or envelope.answers < 0:
-        raise Malformed("header", f"seq={envelope.seq} and answers={envelope.answers} must not be negative")
+    if not (0 <= envelope.seq <= MAX_SEQ and 0 <= envelope.answers <= MAX_SEQ):
+        raise Malformed("header", f"seq={envelope.seq} and answers={envelope.answers} must be 0 to {MAX_SEQ}")
     return envelope
 
 

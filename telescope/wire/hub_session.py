@@ -58,6 +58,7 @@ class Peer:
     heard: float
     moved: float
     """When it last made progress, or got something to do while it had nothing."""
+    connection: int = 0
     progress: int = -1
     doing: str = "starting"
     told_stuck: bool = False
@@ -161,6 +162,8 @@ class HubSession:
             self._reject(route, refusal)
             return
         known = self.peers.get(hello.name)
+        if known is not None and _comes_late(known, route, hello):
+            raise Malformed("late hello", f"connection {hello.connection} of {hello.incarnation} ({hello.name}) is over")
         if known is not None and known.hello.incarnation != hello.incarnation:
             self._retire(known, "was replaced: a new process said hello under its name")
             self.happenings.append(PeerLost(hello.name, f"{hello.name} was replaced by a new process of its name"))
@@ -169,9 +172,9 @@ class HubSession:
             known = self._admit(route, hello, now)
         else:
             self._by_route.pop(known.route, None)
-        known.route, known.heard = route, now
+        known.route, known.heard, known.connection = route, now, hello.connection
         self._by_route[route] = known
-        self.outbox.append((route, encode(Welcome(self.timing.heartbeat_s, self.timing.silent_s))))
+        self.outbox.append((route, encode(Welcome(self.timing.heartbeat_s, self.timing.silent_s, hello.connection))))
         self.outbox.extend((route, kept.frames) for kept in known.channel.kept.values())
 
     def _admit(self, route: bytes, hello: Hello, now: float) -> Peer:
@@ -292,6 +295,13 @@ class HubSession:
         for peer in self.peers.values():
             peer.heard = min(now, peer.heard + seconds)
             peer.moved = min(now, peer.moved + seconds)
+
+
+def _comes_late(peer: Peer, route: bytes, hello: Hello) -> bool:
+    """A hello left over from a connection or process before the present one: ZeroMQ may hand it out after the new one's."""
+    if hello.incarnation != peer.hello.incarnation:
+        return hello.started_ns < peer.hello.started_ns
+    return route != peer.route and hello.connection <= peer.connection
 
 
 def _moved(peer: Peer, now: float) -> None:

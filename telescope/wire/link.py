@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import zmq
+from msgspec import structs
 from zmq.utils.monitor import parse_monitor_message
 
 from telescope.runlog.layout import RunDirectory
@@ -82,7 +83,7 @@ class Link:
             address = meeting.find(run_directory, hello.attempt, deadline_s)
         except meeting.HubNotFound as error:
             raise WireTimeout(f"{hello.name}: {error}") from error
-        link = cls(PeerSession(hello, time.monotonic()), address, keys)
+        link = cls(PeerSession(structs.replace(hello, started_ns=time.time_ns()), time.monotonic()), address, keys)
         link._thread.start()
         try:
             link._await_welcome(end, deadline_s)
@@ -109,6 +110,10 @@ class Link:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close("" if error is None else f"{type(error).__name__}: {error}")
+
+    @property
+    def name(self) -> str:
+        return self._session.hello.name
 
     # ---- the application's side --------------------------------------------------------------------------------------
 

@@ -57,11 +57,17 @@ class Hello(Message):
     version: int = 0
     """Weight version a server serves at its hello."""
     rank: int = 0
+    started_ns: int = 0
+    """Wall clock at the link's start; set by the link. Of two processes of one name the later one counts."""
+    connection: int = 0
+    """Counts this incarnation's connections; set by the link. A hello of an earlier one that comes late is passed over."""
 
 
 class Welcome(Message):
     heartbeat_s: float
     silent_s: float
+    connection: int = 0
+    """That of the hello it answers."""
 
 
 class Reject(Message):

@@ -20,7 +20,7 @@ Z85_KEY_CHARACTERS = 40
 """A key of 32 bytes."""
 
 
-class BadKeys(RuntimeError):
+class BadKeys(OSError):
     """A key is missing, unreadable, or readable by others. The text names the file and the remedy."""
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import Counter, deque
 from typing import TYPE_CHECKING
 
+from msgspec import structs
+
 from telescope.wire.channel import Channel
 from telescope.wire.codec import NO_ARRAYS, Malformed, Packet, RawArrays, decode, encode
 from telescope.wire.happenings import HUB, Delivery
@@ -51,6 +53,7 @@ class PeerSession:
     def connected(self, now: float) -> None:
         """The transport is up (again): say hello. What is kept follows once the hub says welcome."""
         self._connected = True
+        self.hello = structs.replace(self.hello, connection=self.hello.connection + 1)
         self._greet(now)
 
     def disconnected(self) -> None:
@@ -110,9 +113,9 @@ class PeerSession:
 
     def _take_session(self, body: Body, now: float) -> None:
         match body:
-            case Welcome(heartbeat_s=heartbeat_s, silent_s=silent_s):
+            case Welcome(heartbeat_s=heartbeat_s, silent_s=silent_s, connection=connection):
                 self._heartbeat_s, self._silent_s = max(0.01, heartbeat_s), max(0.05, silent_s)
-                if not self.welcomed:
+                if not self.welcomed and connection == self.hello.connection:
                     self.welcomed = self.ever_welcomed = True
                     self.outbox.extend(kept.frames for kept in self.channel.kept.values())
                     self._beat_due = now

@@ -20,6 +20,7 @@ from types import FrameType
 
 from telescope.config.models import ModelNotFound, model_folder
 from telescope.config.run import config_hash, load_run
+from telescope.runlog.identity import read_identity
 from telescope.runlog.layout import RunDirectory, write_atomically
 from telescope.wire.link import Link, LinkLost, WireRefused, WireTimeout
 from telescope.wire.messages import Hello
@@ -136,11 +137,12 @@ class Worker:
 
     def _hello(self, environments: dict[str, Loaded]) -> Hello:
         config = self._config
+        identity = read_identity(self._directory)
         return Hello(
             role="worker",
             name=self._name,
-            run=self._directory.path.name,
-            attempt="1",
+            run=identity.run_id,
+            attempt=identity.attempt,
             incarnation=secrets.token_hex(8),
             config_hash=config_hash(config),
             capacity=config.cluster.rollouts_per_env_worker,

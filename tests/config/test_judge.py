@@ -42,7 +42,12 @@ def test_a_right_container_has_no_problems(container):
         ("trainer", "min_lr_ratio", 1.5, "trainer.min_lr_ratio=1.5 must be at most 1.0"),
         ("trainer", "betas", [0.9], "trainer.betas=[0.9] must be a list of 2: a number, a number"),
         ("trainer", "betas", [0.9, "x"], 'trainer.betas=[0.9, "x"] must be a list of 2: a number, a number'),
-        ("trainer", "lr_scheduler", "cosin", "trainer.lr_scheduler='cosin' must be none | constant | linear | cosine. Did you mean cosine?"),
+        (
+            "trainer",
+            "lr_scheduler",
+            "cosin",
+            "trainer.lr_scheduler='cosin' must be none | constant | linear | cosine. Did you mean cosine?",
+        ),
         ("rollout", "group_size", None, "rollout.group_size=null must be a whole number"),
         ("model", "trust_remote_code", "yes", "model.trust_remote_code='yes' must be true or false"),
         ("inference", "max_num_seqs", "many", "inference.max_num_seqs='many' must be a whole number or null"),
@@ -50,9 +55,14 @@ def test_a_right_container_has_no_problems(container):
         ("algorithm", "slop", 1, "algorithm.slop=1: there is no such setting. Did you mean algorithm.slope?"),
         ("algorithm", "slope", 0, "algorithm.slope=0 must be above 0.0"),
         ("backend", "size", "big", "backend.size='big' must be a whole number"),
-        ("orchestrator", "group_size", 4, "orchestrator.group_size=4: there is no such setting. Did you mean rollout.group_size?"),
+        (
+            "orchestrator",
+            "group_size",
+            4,
+            "orchestrator.group_size=4: there is no such setting. Did you mean rollout.group_size?",
+        ),
     ],
-)  # fmt: skip
+)
 def test_one_mistake_is_one_sentence(container, section, key, value, sentence):
     container.setdefault(section, {})[key] = value
     assert said(container) == [sentence]
@@ -108,17 +118,29 @@ def test_a_combination_with_a_broken_setting_is_not_judged(container):
     ("settings", "sentence"),
     [
         ({"inference": {"max_model_len": 8192}}, "inference.max_model_len=8192 must not be above trainer.seq_len=4096"),
-        ({"trainer": {"seq_len": 4100}}, "trainer.seq_len=4100 must be a multiple of trainer.pad_to_multiple_of=64: set trainer.seq_len=4160"),
-        ({"rollout": {"group_size": 1, "min_group_size": 1}}, "rollout.group_size=1 must be at least 2: Flat compares rollouts of one prompt"),
-        ({"rollout": {"group_size": 4, "min_group_size": 5}}, "rollout.min_group_size=5 must not be above rollout.group_size=4"),
+        (
+            {"trainer": {"seq_len": 4100}},
+            "trainer.seq_len=4100 must be a multiple of trainer.pad_to_multiple_of=64: set trainer.seq_len=4160",
+        ),
+        (
+            {"rollout": {"group_size": 1, "min_group_size": 1}},
+            "rollout.group_size=1 must be at least 2: Flat compares rollouts of one prompt",
+        ),
+        (
+            {"rollout": {"group_size": 4, "min_group_size": 5}},
+            "rollout.min_group_size=5 must not be above rollout.group_size=4",
+        ),
         ({"trainer": {"warmup_steps": 301}}, "trainer.warmup_steps=301 must not be above number_of_steps=300"),
-        ({"trainer": {"warmup_steps": 3, "lr_scheduler": "none"}}, "trainer.warmup_steps=3 does nothing with trainer.lr_scheduler=none"),
+        (
+            {"trainer": {"warmup_steps": 3, "lr_scheduler": "none"}},
+            "trainer.warmup_steps=3 does nothing with trainer.lr_scheduler=none",
+        ),
         ({"trainer": {"min_lr_ratio": 0.1}}, "trainer.min_lr_ratio=0.1 does nothing with trainer.lr_scheduler=constant"),
         ({"trainer": {"betas": [0.9, 1.0]}}, "trainer.betas=[0.9, 1.0] must lie in [0, 1)"),
         ({"inference": {"base_port": 65535}}, "inference.base_port=65535 leaves no ports for 2 servers"),
         ({"cluster": {"env": {"A=B": "x"}}}, "cluster.env: 'A=B' can't name an environment variable"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_go_together_is_refused_with_the_remedy(container, settings, sentence):
     (only,) = said({**container, **settings})
     assert only.startswith(sentence)
@@ -149,6 +171,7 @@ def test_types_in_words():
     assert in_words(tuple[float, float]) == "a list of 2: a number, a number"
     assert in_words(tuple[str, ...]) == "a list, each item text"
     assert in_words(int | None) == "a whole number or null"
+    assert in_words(bool | None) == "true, false or null"
     assert in_words(dict[str, str]) == "a mapping, each value text"
 
 

@@ -61,7 +61,9 @@ def test_a_file_that_raises_names_its_error_and_its_path(tmp_path):
     write(tmp_path / "environments" / "broken.py", "import nothing_of_this_name\n")
     found = plugins.find(ENVIRONMENTS, (str(tmp_path),))
     assert isinstance(found["broken"], PluginError)
-    with pytest.raises(PluginError, match=r"'broken' can't be imported: ModuleNotFoundError: .*nothing_of_this_name.*broken.py"):
+    with pytest.raises(
+        PluginError, match=r"'broken' can't be imported: ModuleNotFoundError: .*nothing_of_this_name.*broken.py"
+    ):
         plugins.load(ENVIRONMENTS, "broken", (str(tmp_path),))
 
 

@@ -75,12 +75,11 @@ def test_the_last_token_of_one_trajectory_never_predicts_the_first_of_the_next()
     trajectories = [trajectory([5, 6, 7], [0, 1, 1]), trajectory([8, 9], [0, 1])]
     row = packing.pack([3, 2], seq_len=8, multiple=2)[0]
     arrays = packing.arrange(row, trajectories, [item(0, 3), item(1, 2)])
-    assert arrays.targets.tolist() == [6, 7, 0, 9, 0, 0]
-    # A model's output at place t is about token t + 1: rolled by one, it lies at the token that it is about.
-    about = np.roll(arrays.targets, 1)
-    assert about[arrays.mask].tolist() == arrays.ids[arrays.mask].tolist() == [6, 7, 9]
-    first = arrays.boundaries[:-1][np.diff(arrays.boundaries) > 0]
-    assert not arrays.mask[first].any()
+    sampled = np.flatnonzero(arrays.mask)
+    assert arrays.ids[sampled].tolist() == [6, 7, 9]
+    assert arrays.ids[sampled - 1].tolist() == [5, 6, 8]
+    assert arrays.segments[sampled].tolist() == arrays.segments[sampled - 1].tolist()
+    assert (arrays.position_ids[sampled] > 0).all()
 
 
 def test_a_row_without_padding_has_an_empty_last_segment():

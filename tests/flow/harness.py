@@ -178,7 +178,9 @@ class World:
 
     def _worker_up(self, name: str) -> None:
         life = self._worker_lives[name] = self._worker_lives.get(name, 0) + 1
-        self.after(self.some(self.manners.wire_s), lambda: self.tell(seen.WorkerJoined(name, self.manners.capacity, self.cards())))
+        self.after(
+            self.some(self.manners.wire_s), lambda: self.tell(seen.WorkerJoined(name, self.manners.capacity, self.cards()))
+        )
         if self.manners.worker_life_s:
             self.after(10 * self.manners.wire_s + self.some(self.manners.worker_life_s), lambda: self._worker_down(name, life))
 

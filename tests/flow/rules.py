@@ -164,7 +164,10 @@ class Rules:
                 self._run(command)
             case do.Cancel():
                 order = self.orders.get((command.rollout_id, command.attempt))
-                keep(order is not None and not order.cancelled, f"{command} is about an order that is not running")
+                reminder = isinstance(event, seen.Tick)
+                keep(
+                    order is not None and (reminder or not order.cancelled), f"{command} is about an order that is not running"
+                )
                 keep(order.worker == command.worker, f"{command} goes to the wrong worker")
                 order.cancelled = True
             case do.Place():
@@ -203,14 +206,16 @@ class Rules:
         keep(order.attempt == group.attempts.get(order.rollout_id, -1) + 1, f"{command} skips or repeats an attempt")
         keep(group.prompt in (None, order.prompt), f"{command}: the group's prompt was {group.prompt}")
         keep(group.seeds.setdefault(order.rollout_id, order.seed) == order.seed, f"{command}: another seed")
+        opens = not group.attempts
+        keep(not opens or group.v_start == self.version, f"{command}: v_start is {group.v_start}")
         held = sum(other.worker == command.worker for other in self.orders.values())
         keep(held < self.workers.get(command.worker, 0), f"{command}: the worker holds {held} orders")
         group.prompt, group.attempts[order.rollout_id] = order.prompt, order.attempt
         self.orders[key] = Order(command.worker)
-        keep(len(group.attempts) > 1 or group.v_start == self.version, f"{command}: v_start is {group.v_start}")
-        self._lanes(command)
+        self._lanes(command, opens)
 
-    def _lanes(self, command: do.Run) -> None:
+    def _lanes(self, command: do.Run, opens: bool) -> None:
+        """A lost server takes its lanes with it: what runs goes on, and so does a group that holds its lane."""
         settings = self.settings
         if settings.individual_lanes:
             used, lanes = len(self.orders), len(self.servers) * settings.prompts_per_server * settings.group_size
@@ -218,9 +223,8 @@ class Rules:
             held = {rollout_id // settings.group_size for rollout_id, _ in self.orders}
             held |= {number for number, group in self.groups.items() if group.v_start >= 0 and group.state in PLAYING}
             used, lanes = len(held), len(self.servers) * settings.prompts_per_server
-        # a lost server takes its lanes with it: what ran goes on, a group that has its lane goes on; nothing new starts
-        fresh = settings.individual_lanes or sum(self.groups[command.order.group_id].attempts.values()) == 0
-        keep(used <= lanes or (not fresh and lanes > 0), f"{command}: {used} of {lanes} lanes are used")
+        keeps_its_lane = not settings.individual_lanes and not opens and lanes > 0
+        keep(used <= lanes or keeps_its_lane, f"{command}: {used} of {lanes} lanes are used")
 
     def _place(self, command: do.Place) -> None:
         keep(command.request_id in self.requests, f"{command} places an unknown request")

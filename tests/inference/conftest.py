@@ -31,6 +31,8 @@ class Served:
     folders: dict[str, Path]
     publisher: SharedMemoryPublisher
     version: int = 0
+    holds: str = "old"
+    serving: int = 0
     models: dict[str, Any] = field(default_factory=dict)
     requests: int = 0
 
@@ -59,11 +61,30 @@ class Served:
         """Update the engine to the weights of a folder; the new version."""
         manifest = self.publish(which)
         await self.engine.prepare(manifest)
-        await self.engine.commit(manifest.version)
+        state = await self.engine.commit(manifest.version)
+        assert (state.version, state.prepared, state.checksum) == (manifest.version, None, manifest.checksum)
+        self.holds, self.serving = which, manifest.version
         return manifest.version
 
-    async def generate(self, prompt: np.ndarray, max_tokens: int = 16, seed: int = 0, temperature: float = 1.0, priority: int = 0):
+    async def generate(
+        self, prompt: np.ndarray, max_tokens: int = 16, seed: int = 0, temperature: float = 1.0, priority: int = 0
+    ):
         return await self.engine.generate(self.name(), prompt, Sampling(temperature, max_tokens, seed), priority)
+
+    async def assert_serves(self, which: str) -> None:
+        """Sampled log-probs are those of the folder's weights."""
+        prompt = np.arange(2, 12, dtype=np.int32)
+        answer = await self.generate(prompt, 24, seed=1)
+        assert np.abs(answer.logprobs - self.reference_logprobs(which, prompt, answer.ids)).max() < 1e-3
+
+    def greedy(self, which: str, prompt: np.ndarray, tokens: int) -> list[int]:
+        import torch
+
+        ids = torch.as_tensor(prompt.astype(np.int64))[None]
+        with torch.no_grad():
+            for _ in range(tokens):
+                ids = torch.cat([ids, self.model(which)(ids).logits[:, -1:].argmax(-1)], 1)
+        return ids[0, len(prompt) :].tolist()
 
     def reference_logprobs(self, which: str, prompt: np.ndarray, ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
         """Log-probs of `ids` after `prompt` under a folder's weights by transformers, [T] float32."""
@@ -95,10 +116,18 @@ def vllm_variables() -> Iterator[None]:
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def served(vllm_folders: dict[str, Path], vllm_variables: None, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
+async def served(
+    vllm_variables: None, vllm_folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Served]:
     inference = InferenceSettings(max_model_len=MAX_MODEL_LEN, cpu_kv_cache_mb=64, http=False)
     plan = ServerPlan(
-        model=ModelSettings(name="old"), folder=vllm_folders["old"], inference=inference, device="cpu", lanes=256, seed=0, run=RUN
+        model=ModelSettings(name="old"),
+        folder=vllm_folders["old"],
+        inference=inference,
+        device="cpu",
+        lanes=256,
+        seed=0,
+        run=RUN,
     )
     engine = VllmEngine(plan, WeightSyncSettings(update_timeout_s=30.0))
     publisher = SharedMemoryPublisher(RUN, tmp_path_factory.mktemp("segments"))

@@ -21,8 +21,11 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=EOS, pad_token=PAD, unk_token=PAD)
 
 
-def make_model(folder: Path, seed: int, tied: bool = True, eos_bias: float = 0.0) -> Path:
-    """Write a 2-layer Qwen3 (about 60k parameters, float32) with weights drawn from `seed`."""
+def make_model(folder: Path, seed: int, tied: bool = True) -> Path:
+    """Write a 2-layer Qwen3 (about 100k parameters, float32) with weights drawn from `seed`.
+
+    The end token's logit is always 0: at a low temperature an answer never ends, at a high one it soon does.
+    """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -48,6 +51,7 @@ def make_model(folder: Path, seed: int, tied: bool = True, eos_bias: float = 0.0
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             else:
                 parameter.copy_(torch.randn_like(parameter) * (0.35 if "embed" in name else 0.2))
+        model.lm_head.weight[1] = 0.0
     model.generation_config.eos_token_id = 1
     model.save_pretrained(folder)
     characters.save_pretrained(folder)

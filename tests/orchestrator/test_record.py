@@ -55,6 +55,7 @@ async def test_reward_counts_discarded_rollouts_and_trained_reward_does_not(run:
     (batch,) = rows(run, "batches")
     assert batch["advantages"] == [1.0, -1.0]
     assert batch["baseline_group_ids"] == [1]
+    assert batch["lag_versions"] == [1, 1]  # the oldest token of each is of version 4, trained in step 6
     (step,) = rows(run, "step_metrics")
     assert step["metrics"]["reward/mean"] == 0.75
 

@@ -44,3 +44,13 @@ def test_workers_with_different_prompts_are_refused():
     assert roster.admit("worker-0", hello("worker-0", "worker", "one")) == ""
     refusal = roster.admit("worker-1", hello("worker-1", "worker", "two"))
     assert refusal.startswith("worker-0 and worker-1 load different prompts for environments.countdown")
+
+
+def test_generation_waits_for_every_worker_and_server_but_not_for_the_trainer():
+    roster = Roster.of(ClusterSettings(inference_num_workers=2, trainer_num_workers=1))
+    for name, role in (("server-0", "server"), ("worker-0", "worker")):
+        roster.admit(name, hello(name, role))
+        assert not roster.can_generate
+    roster.admit("server-1", hello("server-1", "server"))
+    assert roster.can_generate
+    assert roster.missing == ("trainer-0",)

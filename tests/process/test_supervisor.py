@@ -15,9 +15,10 @@ FLEET = (
     stand_in("orchestrator", "obey"),
     stand_in("server-0", "family"),
     stand_in("trainer-0", "obey"),
-    stand_in("trainer-1", "deaf"),
+    stand_in("trainer-1", "obey"),
     stand_in("worker-0", "family"),
 )
+WITH_A_DEAF_RANK = (*FLEET[:3], stand_in("trainer-1", "deaf"), FLEET[4])
 
 
 def test_a_run_whose_orchestrator_finishes_ends_with_0_and_leaves_nothing(launch: Launch) -> None:
@@ -35,7 +36,7 @@ def test_a_run_whose_orchestrator_finishes_ends_with_0_and_leaves_nothing(launch
 
 @pytest.mark.parametrize("victim", ["orchestrator", "server-0", "trainer-0", "trainer-1", "worker-0"])
 def test_kill_9_of_any_process_ends_the_run_within_10_s_and_names_it(launch: Launch, victim: str) -> None:
-    launched = launch(*FLEET)
+    launched = launch(*(WITH_A_DEAF_RANK if victim == "trainer-0" else FLEET))
     launched.wait_until_up()
     started = time.monotonic()
     os.kill(launched.pids(victim)[0], signal.SIGKILL)
@@ -60,7 +61,7 @@ def test_kill_9_of_a_shim_takes_its_process_with_it_and_names_it(launch: Launch,
 
 
 def test_kill_9_of_the_supervisor_leaves_nothing_within_10_s(launch: Launch) -> None:
-    launched = launch(*FLEET)
+    launched = launch(*WITH_A_DEAF_RANK)
     launched.wait_until_up()
     launched.signal(signal.SIGKILL)
     assert launched.end()[0] == -signal.SIGKILL
@@ -137,7 +138,7 @@ def test_a_process_that_kills_its_own_group_does_not_hit_its_shim(launch: Launch
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_one_interrupt_ends_cleanly_under_10_s(launch: Launch, number: int, code: int) -> None:
-    launched = launch(*FLEET)
+    launched = launch(*WITH_A_DEAF_RANK)
     launched.wait_until_up()
     started = time.monotonic()
     launched.signal(number)

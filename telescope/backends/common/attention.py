@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -22,7 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Kind = Literal["sdpa", "flash", "flex"]
-NAMES: dict[Kind, str] = {"sdpa": "telescope_sdpa", "flash": "telescope_flash", "flex": "telescope_flex"}
+NAMES: dict[Kind, str] = {"sdpa": "telescope_stacks", "flash": "telescope_lengths", "flex": "telescope_blocks"}
+"""Not the kernels' own words: transformers takes a name with `flash` in it for one of its packages, and looks for that."""
 SMALLEST_BUCKET = 32
 """Segments are stacked with others of at most twice their length; below this many tokens all lengths are alike."""
 
@@ -145,17 +147,24 @@ def _sdpa(
     """query [1, Hq, T, D], key and value [1, Hkv, T, D] -> [1, T, Hq, D]."""
     _refuse_unknown(kwargs)
     assert row.stacks is not None, "segments were prepared for another kind of attention"
-    q, k, v = (_Stack.apply(tensor[0].transpose(0, 1), row.stacks) for tensor in (query, key, value))  # [P, H, D]
+    q, k, v = (_stacked(tensor, row.stacks) for tensor in (query, key, value))  # [P, H, D]
     pieces, start = [], 0
     for count, length in row.stacks.shapes:
         here = slice(start, start + count * length)
-        batch = [tensor[here].unflatten(0, (count, length)).transpose(1, 2) for tensor in (q, k, v)]  # [B, H, L, D]
+        bq, bk, bv = (t[here].view(count, length, *t.shape[1:]).transpose(1, 2) for t in (q, k, v))  # [B, H, L, D]
         mask = _window_mask(length, sliding_window, query.device)
         gqa = query.shape[1] != key.shape[1]
-        out = F.scaled_dot_product_attention(*batch, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=gqa)
+        out = F.scaled_dot_product_attention(bq, bk, bv, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=gqa)
         pieces.append(out.transpose(1, 2).flatten(0, 1))  # [B * L, H, D]
         start = here.stop
-    return _Unstack.apply(torch.cat(pieces) if len(pieces) > 1 else pieces[0], row.stacks)[None], None
+    by_place = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+    return _Unstack.apply(by_place, row.stacks)[None], None  # type: ignore[no-untyped-call]
+
+
+def _stacked(tensor: Tensor, stacks: Stacks) -> Tensor:
+    """[1, H, T, D] -> [P, H, D]."""
+    result: Tensor = _Stack.apply(tensor[0].transpose(0, 1), stacks)  # type: ignore[no-untyped-call]
+    return result
 
 
 def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
@@ -182,10 +191,11 @@ def _varlen() -> Callable[..., Tensor]:
         return installed
     from torch.nn.attention.varlen import varlen_attn
 
+    # torch 2.11 shares key heads among query heads unasked; later ones want to be told
+    sharing = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
     def built_in(q: Tensor, k: Tensor, v: Tensor, at: Tensor, longest: int, scale: float | None, window: int) -> Tensor:
-        result: Tensor = varlen_attn(
-            q, k, v, at, at, longest, longest, scale=scale, window_size=(window, 0), enable_gqa=q.shape[1] != k.shape[1]
-        )
+        result: Tensor = varlen_attn(q, k, v, at, at, longest, longest, scale=scale, window_size=(window, 0), **sharing)
         return result
 
     return built_in

@@ -21,7 +21,7 @@ def logprobs(hidden: Tensor, head_weight: Tensor, targets: Tensor, temperature: 
     """
     if temperature <= 0:
         raise ValueError(f"temperature={temperature} must be above 0")
-    logprob, entropy = _ChunkedLogprobs.apply(hidden, head_weight, targets, temperature, chunk)
+    logprob, entropy = _ChunkedLogprobs.apply(hidden, head_weight, targets, temperature, chunk)  # type: ignore[no-untyped-call]
     return logprob, entropy
 
 

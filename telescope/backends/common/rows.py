@@ -1,7 +1,4 @@
-"""A rank's shard of a step as packed rows, and a row's arrays as tensors on the device.
-
-Owns the way from numpy to torch. The alignment of tokens, targets and padding is `maths.packing`'s.
-"""
+"""One packed row's arrays as tensors on the device. The alignment of tokens and targets is `maths.packing`'s."""
 
 from __future__ import annotations
 
@@ -12,22 +9,7 @@ import torch
 from torch import Tensor
 
 from telescope.algorithms.base import PackedRow
-from telescope.backends.base import TrainShard
 from telescope.maths import packing
-from telescope.records import Trajectory
-
-
-def pack(shard: TrainShard, *, seq_len: int, multiple: int) -> tuple[list[packing.Row], list[Trajectory]]:
-    """Rows of the shard and the trajectories they index. A trajectory longer than `seq_len` is refused."""
-    lengths = [item.length for item in shard.items]
-    if sum(lengths) != len(shard.ids):
-        raise ValueError(f"step {shard.step}: its items have {sum(lengths)} tokens and its arrays {len(shard.ids)}")
-    ends = np.cumsum(lengths)
-    trajectories = [
-        Trajectory(shard.ids[here], shard.mask[here], shard.logprobs[here], shard.versions[here])
-        for here in (slice(end - length, end) for end, length in zip(ends, lengths, strict=True))
-    ]
-    return packing.pack(lengths, seq_len=seq_len, multiple=multiple), trajectories
 
 
 @dataclass(frozen=True)
@@ -74,9 +56,3 @@ def to_device(arrays: packing.RowArrays, device: str) -> DeviceRow:
         arrays.sequence_tokens,
     )
     return DeviceRow(*(torch.from_numpy(array).to(device, non_blocking=True) for array in given))
-
-
-def staleness(shard: TrainShard) -> np.ndarray:
-    """Versions between the one that sampled a trained token and the one it trains, e.g. 0 for version 4 in step 5."""
-    lags: np.ndarray = shard.step - 1 - shard.versions[shard.mask.astype(bool)]
-    return lags

@@ -29,7 +29,7 @@ class Spans:
             with self.host_span(name):
                 yield
             return
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
         yield
         end.record()

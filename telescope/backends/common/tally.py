@@ -34,7 +34,9 @@ class Tally:
         largest = self._reduced(self._peaks, peaks, dist.ReduceOp.MAX)
         return metrics.finish(totals, largest)
 
-    def _reduced(self, on_device: Mapping[str, Tensor], on_host: Mapping[str, float], how: dist.ReduceOp) -> dict[str, float]:
+    def _reduced(
+        self, on_device: Mapping[str, Tensor], on_host: Mapping[str, float], how: dist.ReduceOp.RedOpType
+    ) -> dict[str, float]:
         host = torch.tensor(list(on_host.values()), dtype=torch.float64, device=self._device)
         values = torch.cat([torch.stack(list(on_device.values())), host])
         dist.all_reduce(values, op=how)

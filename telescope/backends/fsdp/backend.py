@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from telescope.backends.base import Job, StepResult, TrainShard, World
-from telescope.backends.common import attention, rows
+from telescope.backends.base import Job, StepResult, TrainShard
+from telescope.backends.common import attention, ranks, rows, shards
 from telescope.backends.common.spans import Spans
 from telescope.backends.common.tally import Tally
 from telescope.backends.fsdp.policy import Policy, RowInput, load
@@ -39,47 +38,59 @@ class FSDPBackend:
     def __init__(self, settings: FSDP, job: Job) -> None:
         self._job = job
         self._device = job.world.device
-        torch.manual_seed(job.seed)
-        join(job.world, settings.collective_timeout_s)
         computing = getattr(torch, settings.mixed_precision_dtype or job.model.dtype)
         kind = attention.choose(self._device, computing) if settings.attention == "auto" else settings.attention
         attention.check(kind, self._device, computing)
-        self._policy = _policy(settings, job, kind, computing)
+        torch.manual_seed(job.seed)
+        with ranks.watched("meeting the other ranks"):
+            ranks.join(job.world, settings.collective_timeout_s)
+        try:
+            with ranks.watched("loading the model"):
+                self._policy = _policy(settings, job, kind, computing)
+        except BaseException:
+            ranks.leave()
+            raise
         self._optimizer = _optimizer(self._policy, job)
         self._scale = LossScale(enabled=computing == torch.float16)
         self._skipped = 0
 
     def train_step(self, shard: TrainShard) -> StepResult:
         """One optimiser update. A non-finite gradient skips it: the weights stay, `update_skipped` is 1."""
+        with ranks.watched(f"training step {shard.step}"):
+            return self._train_step(shard)
+
+    def _train_step(self, shard: TrainShard) -> StepResult:
         spans, tally = Spans(self._device), Tally(self._device)
         with spans.host_span("prepare_tensors"):
-            plan, trajectories = self._pack(shard)
+            plan = self._plan(shard)
+            trajectories = shards.trajectories(shard)
             arrays = [packing.arrange(row, trajectories, shard.items) for row in plan]
-        for row in arrays:
+        for number, row in enumerate(arrays, start=1):
             self._accumulate(row, shard, spans, tally)
+            self._job.progress(f"train step {shard.step}: row {number} of {len(arrays)}")
         with spans.span("optimizer"):
             update = self._update(shard.step)
-        sums, peaks = _host_metrics(shard, plan)
+        sums, peaks = shards.host_metrics(shard, plan)
         metrics = tally.finish(sums, peaks) | update
         metrics["padding_fraction"] = 1.0 - metrics["packed_tokens"] / metrics.pop("row_tokens")
         return StepResult(metrics=metrics, timings=spans.timings())
 
     def weights(self) -> Iterator[tuple[str, Any]]:
-        for name, tensor in self._policy.full_weights():
-            if self._job.world.rank == 0:
-                yield name, tensor
+        with ranks.watched("gathering the weights"):
+            for name, tensor in self._policy.full_weights():
+                if self._job.world.rank == 0:
+                    yield name, tensor
 
     def close(self) -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        ranks.leave()
 
-    def _pack(self, shard: TrainShard) -> tuple[list[packing.Row], list[Any]]:
+    def _plan(self, shard: TrainShard) -> list[packing.Row]:
         """Rows of this rank, filled up to the largest count of all ranks."""
         multiple = self._job.trainer.pad_to_multiple_of
-        plan, trajectories = rows.pack(shard, seq_len=self._job.trainer.seq_len, multiple=multiple)
+        plan = shards.pack(shard, seq_len=self._job.trainer.seq_len, multiple=multiple)
         count = torch.tensor(len(plan), device=self._device)
         dist.all_reduce(count, op=dist.ReduceOp.MAX)
-        return packing.with_filler(plan, max(int(count), 1), multiple=multiple), trajectories
+        return packing.with_filler(plan, max(int(count), 1), multiple=multiple)
 
     def _accumulate(self, arrays: packing.RowArrays, shard: TrainShard, spans: Spans, tally: Tally) -> None:
         """Add one row's share of the gradient."""
@@ -94,7 +105,7 @@ class FSDPBackend:
             output = job.algorithm.loss(row.packed(logprob, entropy), shard.denominators, max_tokens=job.max_tokens)
             tally.add(output)
         with spans.span("backward"):
-            self._scale.scaled(output.loss).backward()
+            self._scale.scaled(output.loss).backward()  # type: ignore[no-untyped-call]
 
     def _update(self, step: int) -> dict[str, float]:
         trainer = self._job.trainer
@@ -123,19 +134,6 @@ class FSDPBackend:
             "update_skipped": float(not finite),
             "updates_skipped_total": float(self._skipped),
         }
-
-
-def join(world: World, timeout_s: float) -> None:
-    """Meet the other ranks, by MASTER_ADDR and MASTER_PORT; alone, no port is opened. Raises after `timeout_s`."""
-    name = "gloo"
-    if world.device.startswith("cuda"):
-        torch.cuda.set_device(world.device)
-        name = "nccl"
-    timeout = timedelta(seconds=timeout_s)
-    if world.size == 1:
-        dist.init_process_group(name, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    else:
-        dist.init_process_group(name, rank=world.rank, world_size=world.size, timeout=timeout)
 
 
 def _policy(settings: FSDP, job: Job, kind: attention.Kind, computing: torch.dtype) -> Policy:
@@ -175,17 +173,3 @@ def _clip(policy: Policy, largest: float) -> float:
     """Scale the gradient down to the norm `largest`; return the norm it had, over all ranks."""
     norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), largest)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-
-
-def _host_metrics(shard: TrainShard, plan: list[packing.Row]) -> tuple[dict[str, float], dict[str, float]]:
-    lags = rows.staleness(shard)
-    sums = {
-        "trained_tokens": float(len(lags)),
-        "packed_tokens": float(sum(row.used for row in plan)),
-        "row_tokens": float(sum(row.size for row in plan)),
-        "rows": float(len(plan)),
-        "filler_rows": float(sum(not row.items for row in plan)),
-        "staleness_mean": float(lags.sum()),
-        "staleness_mean#count": float(len(lags)),
-    }
-    return sums, {"staleness_max": float(lags.max()) if len(lags) else -math.inf}

@@ -1,0 +1,48 @@
+"""Meeting the other trainer ranks, and saying so in words when one of them is gone. Owns torch.distributed's start and end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from telescope.backends.base import RankLost, World
+
+SIGNS = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "timed out", "connect() timeout", "tcpstore")
+"""What torch's plain RuntimeErrors of a collective say, in lower case; it has no class of its own for gloo's."""
+
+
+def join(world: World, timeout_s: float) -> None:
+    """Meet the other ranks, by MASTER_ADDR and MASTER_PORT; alone, no port is opened. Raises after `timeout_s`."""
+    name = "gloo"
+    if world.device.startswith("cuda"):
+        torch.cuda.set_device(world.device)
+        name = "nccl"
+    timeout = timedelta(seconds=timeout_s)
+    if world.size == 1:
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(name, store=store, rank=0, world_size=1, timeout=timeout)
+    else:
+        dist.init_process_group(name, rank=world.rank, world_size=world.size, timeout=timeout)
+
+
+def leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@contextmanager
+def watched(doing: str) -> Iterator[None]:
+    """Turn a failed collective into `RankLost`: the fault is another rank's, or the network's, not this one's."""
+    try:
+        yield
+    except (dist.DistError, RuntimeError) as error:
+        text = str(error)
+        if not isinstance(error, dist.DistError) and not any(sign in text.lower() for sign in SIGNS):
+            raise
+        raise RankLost(
+            f"another trainer rank was lost, or did not answer in time, while {doing}: {text.splitlines()[0]}"
+        ) from error

@@ -1,0 +1,79 @@
+"""A backend without torch and without learning, for tests of the processes around it.
+
+Takes shards as a real one would, and refuses what a real one refuses; its metrics and its two small tensors follow from the
+step and the seed alone.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+
+import numpy as np
+from pydantic import Field
+
+from telescope.backends.base import Backend, BackendSettings, Job, StepResult, TrainShard
+from telescope.backends.common import shards
+from telescope.maths import metrics, packing
+from telescope.maths.schedules import learning_rate_factor
+
+
+class Fake(BackendSettings):
+    step_s: float = Field(default=0.0, ge=0)
+    """How long a train step takes."""
+
+    def build(self, job: Job) -> Backend:
+        return FakeBackend(self.step_s, job)
+
+
+class FakeBackend:
+    """See `telescope.backends.base.Backend`. Its ranks do not speak to each other: each counts its own shard."""
+
+    def __init__(self, step_s: float, job: Job) -> None:
+        self._step_s = step_s
+        self._job = job
+        self._version = 0
+
+    def train_step(self, shard: TrainShard) -> StepResult:
+        started = time.perf_counter()
+        trainer = self._job.trainer
+        plan = shards.pack(shard, seq_len=trainer.seq_len, multiple=trainer.pad_to_multiple_of)
+        trajectories = shards.trajectories(shard)
+        for row in plan:
+            packing.arrange(row, trajectories, shard.items)
+        time.sleep(self._step_s)  # stands for the work itself
+        self._version = shard.step
+        found = metrics.finish(*shards.host_metrics(shard, plan))
+        found["padding_fraction"] = 1.0 - found["packed_tokens"] / max(found.pop("row_tokens"), 1.0)
+        return StepResult(metrics=found | self._learning(shard), timings={"timing_step_active": time.perf_counter() - started})
+
+    def weights(self) -> Iterator[tuple[str, np.ndarray]]:
+        """`fake.embedding` [4, 8] and `fake.version` [2] float32, the version and the seed."""
+        if self._job.world.rank == 0:
+            random = np.random.default_rng((self._job.seed, self._version))
+            yield "fake.embedding", random.standard_normal((4, 8), np.float32)
+            yield "fake.version", np.array([self._version, self._job.seed], np.float32)
+
+    def close(self) -> None: ...
+
+    def _learning(self, shard: TrainShard) -> dict[str, float]:
+        """Numbers of the kinds that a real step reports, from step and batch."""
+        trainer = self._job.trainer
+        factor = learning_rate_factor(
+            shard.step,
+            schedule=trainer.lr_scheduler,
+            number_of_steps=self._job.number_of_steps,
+            warmup_steps=trainer.warmup_steps,
+            min_ratio=trainer.min_lr_ratio,
+        )
+        advantages = math.fsum(item.advantage * item.sequence_tokens for item in shard.items)
+        return {
+            "loss": -advantages / max(shard.denominators.tokens, 1),
+            "entropy": 1.0 / shard.step,
+            "kl_divergence_inference": 0.0,
+            "grad_norm": 1.0 / math.sqrt(shard.step),
+            "learning_rate": trainer.learning_rate * factor,
+            "update_skipped": 0.0,
+            "updates_skipped_total": 0.0,
+        }

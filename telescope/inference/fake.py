@@ -1,0 +1,174 @@
+"""An engine without a model: answers follow from prompt, seed and version alone. For tests of everything around an engine.
+
+Answers are made of pieces of the prompt so that the embedded tasks reward some of them: the prompt's numbers joined by + and -,
+its last word backwards, or a jumble. Its weights are checked like real ones and change nothing but the answers' seed. No torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from telescope.config.models import end_ids
+from telescope.inference.engine import Generated, RequestRefused, WeightsRefused, WeightState
+from telescope.records import FinishReason, Sampling, WeightManifest
+from telescope.weights.base import Reader, WeightsCorrupt
+
+JUMBLE_TOKENS = 8
+
+
+class Characters:
+    """The one-character tokens of a model folder's tokenizer.json; empty where it has none to read."""
+
+    def __init__(self, folder: Path) -> None:
+        file = folder / "tokenizer.json"
+        model = json.loads(file.read_text(encoding="utf-8")).get("model", {}) if file.is_file() else {}
+        vocabulary = model.get("vocab", {})
+        self._ids: dict[str, int] = {}
+        if isinstance(vocabulary, dict):
+            self._ids = {text: index for text, index in vocabulary.items() if len(text) == 1 and isinstance(index, int)}
+        self._texts = {index: text for text, index in self._ids.items()}
+
+    def text(self, ids: np.ndarray) -> str:
+        """Tokens that are no single character become newlines, so that they part words."""
+        return "".join(self._texts.get(int(index), "\n") for index in ids)
+
+    def ids(self, text: str) -> list[int]:
+        return [self._ids[character] for character in text if character in self._ids]
+
+
+def made_up(prompt_ids: np.ndarray, sampling: Sampling, version: int, characters: Characters) -> list[int]:
+    """The answer without its end token; may be empty."""
+    key = hashlib.blake2b(np.asarray(prompt_ids, "<i4").tobytes(), digest_size=8)
+    key.update(f"{sampling.seed} {version}".encode())
+    random = np.random.default_rng(int.from_bytes(key.digest(), "little"))
+    text = characters.text(prompt_ids)
+    numbers = re.findall(r"\d+", text)[:-1]  # the last one is what is to be made
+    words = re.findall(r"[a-z]+", text)
+    draw = random.random()
+    if draw < 0.75 and len(numbers) > 1:
+        signs = random.choice(["+", "-"], len(numbers) - 1).tolist()
+        order = random.permutation(numbers).tolist()
+        return characters.ids("".join(a + b for a, b in zip(order, [*signs, ""], strict=True)))
+    if draw < 0.5 and words and not numbers:
+        return characters.ids(words[-1][::-1])
+    pool = np.asarray(characters.ids(re.sub(r"\s", "", text)) or prompt_ids)
+    return [int(index) for index in random.choice(pool, int(random.integers(1, JUMBLE_TOKENS + 1)))]
+
+
+class FakeEngine:
+    """See `Engine`. `token_s` is the time that each token takes; 0 answers at once. One event loop."""
+
+    def __init__(self, folder: Path, reader: Reader, *, max_model_len: int, token_s: float = 0.0) -> None:
+        self._characters = Characters(folder)
+        self._end = next(iter(end_ids(folder)), None)
+        self._reader = reader
+        self._max_model_len = max_model_len
+        self._token_s = token_s
+        self._aborts: dict[str, asyncio.Event] = {}
+        self._state = WeightState(version=0, prepared=None, checksum="", pause_s=0.0)
+        self._staged: WeightManifest | None = None
+
+    @property
+    def client(self) -> None:
+        return None
+
+    async def start(self) -> None: ...
+
+    async def dead(self) -> str:
+        never: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        return await never
+
+    async def generate(self, request_id: str, prompt_ids: np.ndarray, sampling: Sampling, priority: int) -> Generated:
+        if request_id in self._aborts:
+            raise RequestRefused(f"request {request_id} is being served already")
+        if not 0 < len(prompt_ids) < self._max_model_len or sampling.max_tokens < 1:
+            raise RequestRefused(
+                f"a prompt of {len(prompt_ids)} tokens and max_tokens={sampling.max_tokens} don't fit "
+                f"inference.max_model_len={self._max_model_len}"
+            )
+        started = time.monotonic()
+        aborted = self._aborts[request_id] = asyncio.Event()
+        try:
+            ids, versions, reason = await self._sample(prompt_ids, sampling, aborted)
+        finally:
+            del self._aborts[request_id]
+        return Generated(
+            ids=np.asarray(ids, np.int32),
+            logprobs=_logprobs(ids, sampling.temperature),
+            versions=np.asarray(versions, np.int32),
+            finish_reason=reason,
+            cached_tokens=0,
+            queued_s=0.0,
+            generated_s=time.monotonic() - started,
+        )
+
+    async def _sample(
+        self, prompt_ids: np.ndarray, sampling: Sampling, aborted: asyncio.Event
+    ) -> tuple[list[int], list[int], FinishReason]:
+        """Token by token; each carries the version served when its time was up."""
+        answer = made_up(prompt_ids, sampling, self._state.version, self._characters)
+        whole = answer if self._end is None else [*answer, self._end]
+        room = min(sampling.max_tokens, self._max_model_len - len(prompt_ids))
+        ids: list[int] = []
+        versions: list[int] = []
+        for token in whole[:room]:
+            if await self._interrupted(aborted):
+                return ids, versions, "abort"
+            ids.append(token)
+            versions.append(self._state.version)
+        return ids, versions, "stop" if len(ids) == len(whole) else "length"
+
+    async def _interrupted(self, aborted: asyncio.Event) -> bool:
+        if self._token_s:
+            try:
+                await asyncio.wait_for(aborted.wait(), self._token_s)
+            except TimeoutError:
+                return False
+        return aborted.is_set()
+
+    async def abort(self, request_id: str) -> None:
+        if request_id in self._aborts:
+            self._aborts[request_id].set()
+
+    async def prepare(self, manifest: WeightManifest) -> WeightState:
+        self._staged = None
+        self._state = replace(self._state, prepared=None)
+        try:
+            for _ in self._reader.read(manifest):
+                pass
+        except WeightsCorrupt as error:
+            raise WeightsRefused(str(error)) from error
+        self._staged = manifest
+        self._state = replace(self._state, prepared=manifest.version)
+        return self._state
+
+    async def commit(self, version: int) -> WeightState:
+        if self._staged is None or self._staged.version != version:
+            held = "nothing" if self._staged is None else f"version {self._staged.version}"
+            raise WeightsRefused(f"weights version {version} can't be committed: {held} is staged")
+        self._state = WeightState(version=version, prepared=None, checksum=self._staged.checksum, pause_s=0.0)
+        self._staged = None
+        return self._state
+
+    async def discard(self, version: int) -> WeightState:
+        if self._staged is not None and self._staged.version == version:
+            self._staged = None
+            self._state = replace(self._state, prepared=None)
+        return self._state
+
+    async def close(self) -> None: ...
+
+
+def _logprobs(ids: list[int], temperature: float) -> np.ndarray:
+    """Some log-prob for each token, between -2 and 0: it follows from token, place and temperature."""
+    places = np.arange(1, len(ids) + 1)
+    spread = (np.asarray(ids, np.int64) * 31 + places * 17) % 97 / 97
+    return (-2.0 * spread / max(temperature, 1.0)).astype(np.float32)

@@ -1,0 +1,167 @@
+"""What a server does with each message: generate, abort, change weights, stop. Any engine, any link that can receive and send.
+
+Requests run side by side; weight orders one after another, in the order they came. Refuses to know vLLM, files and signals.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from telescope.inference.engine import Engine, EngineDead, RequestRefused, WeightsRefused, WeightState
+from telescope.wire.happenings import Delivery
+from telescope.wire.messages import (
+    Abort,
+    AbortWeights,
+    Body,
+    CommitWeights,
+    Completion,
+    Generate,
+    GenerateFailed,
+    PrepareWeights,
+    Stop,
+    WeightsFailed,
+    WeightsReady,
+)
+
+STOP_S = 1.0
+"""How long running requests may still take to end when the run stops: they are aborted, and nobody waits for them."""
+
+log = logging.getLogger(__name__)
+
+
+async def first_of(*waits: asyncio.Future[Any]) -> None:
+    """Return once one of them is done; none is cancelled."""
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+
+
+class Wire(Protocol):
+    """The part of `telescope.wire.link.Link` that a server uses."""
+
+    async def received(self) -> Delivery: ...
+
+    def send(self, body: Body, arrays: Sequence[np.ndarray] = (), answers: Delivery | None = None) -> int: ...
+
+    def progress(self, doing: str) -> None: ...
+
+
+class Server:
+    """Serves one link with one engine until Stop."""
+
+    def __init__(self, link: Wire, engine: Engine) -> None:
+        self._link = link
+        self._engine = engine
+        self._requests: dict[str, asyncio.Task[None]] = {}
+        self._weights = asyncio.Lock()
+        self._others: set[asyncio.Task[None]] = set()
+        self._failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        self._served = 0
+
+    async def run(self) -> str:
+        """Returns Stop's reason. Raises `EngineDead`, what the link raises, or what should not have happened."""
+        receiving = asyncio.create_task(self._receive())
+        dying = asyncio.create_task(self._engine.dead())
+        try:
+            await first_of(receiving, dying, self._failed)
+            if self._failed.done():
+                raise self._failed.result()
+            if dying.done():
+                raise EngineDead(dying.result())
+            return receiving.result()
+        finally:
+            for task in (receiving, dying, *self._others):
+                task.cancel()
+            await self._end_requests()
+
+    async def _receive(self) -> str:
+        while True:
+            delivery = await self._link.received()
+            match delivery.body:
+                case Generate() as order:
+                    self._requests[order.request_id] = self._start(self._generate(order, delivery), order.request_id)
+                case Abort() as order:
+                    self._start(self._engine.abort(order.request_id))
+                case PrepareWeights() | CommitWeights() | AbortWeights() as order:
+                    self._start(self._change_weights(order, delivery))
+                case Stop() as order:
+                    return order.reason
+                case other:
+                    log.warning("a server has no use for the message %s", type(other).__name__)
+
+    def _start(self, work: Coroutine[Any, Any, None], request_id: str = "") -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        if not request_id:
+            self._others.add(task)
+        task.add_done_callback(lambda done: self._ended(done, request_id))
+        return task
+
+    def _ended(self, task: asyncio.Task[None], request_id: str) -> None:
+        self._others.discard(task)
+        if self._requests.get(request_id) is task:
+            del self._requests[request_id]
+        if not task.cancelled() and (error := task.exception()) is not None and not self._failed.done():
+            self._failed.set_result(error)
+
+    # ---- requests ---------------------------------------------------------------------------------------------------
+
+    async def _generate(self, order: Generate, delivery: Delivery) -> None:
+        try:
+            prompt_ids = np.array(delivery.arrays[0], dtype=np.int32)
+            done = await self._engine.generate(order.request_id, prompt_ids, order.sampling, order.priority)
+        except RequestRefused as error:
+            self._link.send(GenerateFailed(request_id=order.request_id, cause=str(error)), answers=delivery)
+        else:
+            answer = Completion(
+                request_id=order.request_id,
+                finish_reason=done.finish_reason,
+                tokens=len(done.ids),
+                cached_tokens=done.cached_tokens,
+                queued_s=done.queued_s,
+                generated_s=done.generated_s,
+            )
+            self._link.send(answer, (done.ids, done.logprobs, done.versions), answers=delivery)
+        self._served += 1
+        self._link.progress(f"{len(self._requests) - 1} requests running, {self._served} answered")
+
+    async def _end_requests(self) -> None:
+        """Abort what still runs; the tasks get a moment to answer."""
+        running = dict(self._requests)
+        if running and not self._failed.done():
+            await asyncio.wait({asyncio.create_task(self._engine.abort(request_id)) for request_id in running}, timeout=STOP_S)
+            await asyncio.wait(running.values(), timeout=STOP_S)
+        for task in running.values():
+            task.cancel()
+
+    # ---- weights ----------------------------------------------------------------------------------------------------
+
+    async def _change_weights(self, order: PrepareWeights | CommitWeights | AbortWeights, delivery: Delivery) -> None:
+        version = order.manifest.version if isinstance(order, PrepareWeights) else order.version
+        async with self._weights:  # asyncio's locks are fair: orders keep their order
+            self._link.progress(f"{type(order).__name__} {version}")
+            try:
+                state = await self._ordered(order)
+            except WeightsRefused as error:
+                log.warning("%s", error)
+                self._link.send(WeightsFailed(version=version, cause=str(error), fatal=False), answers=delivery)
+                return
+            except EngineDead as error:
+                self._link.send(WeightsFailed(version=version, cause=str(error), fatal=True), answers=delivery)
+                raise
+            log.info("%s %d: serving %d, pause %.4f s", type(order).__name__, version, state.version, state.pause_s)
+            answer = WeightsReady(
+                version=state.version, prepared=state.prepared, checksum=state.checksum, pause_s=state.pause_s
+            )
+            self._link.send(answer, answers=delivery)
+
+    async def _ordered(self, order: PrepareWeights | CommitWeights | AbortWeights) -> WeightState:
+        match order:
+            case PrepareWeights():
+                return await self._engine.prepare(order.manifest)
+            case CommitWeights():
+                return await self._engine.commit(order.version)
+            case AbortWeights():
+                return await self._engine.discard(order.version)

@@ -1,0 +1,68 @@
+"""One of two ranks, started by test_ranks.py: `python -m tests.backends.rank MODE FOLDER` with torchrun's variables."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from telescope.backends.base import RankLost, World
+from tests.backends.shards import make_job, make_shard, part
+from tests.backends.watching import watch
+
+SHARES = ([0, 1, 2, 3, 4, 6, 7], [5])
+"""Rank 0 packs its seven into two rows, rank 1 its one into one, and adds a row of padding."""
+
+
+def main() -> int:
+    mode, folder, models = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
+    if mode == "lost":
+        os.environ["MASTER_PORT"] = os.environ["PORTS"]
+        return lose(models[0])
+    for number, model in enumerate(models):
+        os.environ["MASTER_PORT"] = os.environ["PORTS"].split(",")[number]
+        train(model, folder / str(number))
+    return 0
+
+
+def build(model: str, timeout_s: float, checkpointing: bool = True):
+    job = make_job(model=model, seq_len=96, pad_to_multiple_of=16, world=World(int(os.environ["RANK"]), 2, "cpu"))
+    return watch(job, collective_timeout_s=timeout_s, gradient_checkpointing=checkpointing)
+
+
+def train(model: str, folder: Path) -> None:
+    """Two steps; gradients of the first, metrics and weights of the second."""
+    rank = int(os.environ["RANK"])
+    backend = build(model, timeout_s=60.0)
+    folder.mkdir(exist_ok=True)
+    for step in (1, 2):
+        result = backend.train_step(part(make_shard(step, seed=step), SHARES[rank]))
+        if step == 1:
+            torch.save(backend.gradients, folder / f"gradients-{rank}.pt")
+    torch.save(dict(backend.weights()), folder / f"weights-{rank}.pt")
+    (folder / f"metrics-{rank}.json").write_text(json.dumps(result.metrics))
+    backend.close()
+
+
+def lose(model: str) -> int:
+    """Rank 1 dies without a word; rank 0 says so rather than wait for ever."""
+    backend = build(model, timeout_s=5.0)
+    if os.environ["RANK"] == "1":
+        return 9
+    started = time.monotonic()
+    try:
+        backend.train_step(part(make_shard(), SHARES[0]))
+    except RankLost as error:
+        print(f"{error} [{time.monotonic() - started:.0f} s]")
+        return 3
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # as the trainer's own process does: gloo's threads may not outlive the interpreter

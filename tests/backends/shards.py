@@ -1,0 +1,70 @@
+"""Made-up steps for the tests of backends: drawn from a seed, so that every process of a test makes the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from telescope.algorithms.base import Algorithm
+from telescope.algorithms.grpo import GRPO
+from telescope.backends.base import Job, TrainShard, World
+from telescope.config.parts import ModelSettings, TrainerSettings
+from telescope.records import Denominators, TrainItem
+
+VOCABULARY = 128
+LENGTHS = (5, 23, 11, 30, 7, 18, 40, 9)
+
+
+def make_shard(step: int = 1, lengths: Sequence[int] = LENGTHS, seed: int = 0, logprob: float = -3.0) -> TrainShard:
+    """Trajectories of 4 prompt tokens and the rest sampled, two a group, advantages drawn; the whole update is this shard."""
+    random = np.random.default_rng(seed)
+    masks = [np.r_[np.zeros(4, np.uint8), np.ones(length - 4, np.uint8)] for length in lengths]
+    advantages = random.standard_normal(len(lengths))
+    mask = np.concatenate(masks)
+    items = tuple(
+        TrainItem(
+            rollout_id=100 + index,
+            group_id=index // 2,
+            sequence=index,
+            length=length,
+            advantage=float(advantages[index]),
+            sequence_tokens=length - 4,
+        )
+        for index, length in enumerate(lengths)
+    )
+    logprobs = np.where(mask, logprob + 0.1 * random.standard_normal(len(mask)), np.nan).astype(np.float32)
+    return TrainShard(
+        step=step,
+        items=items,
+        ids=random.integers(0, VOCABULARY, len(mask)).astype(np.int32),
+        mask=mask,
+        logprobs=logprobs,
+        versions=np.where(mask, step - 1, -1).astype(np.int32),
+        denominators=Denominators(int(mask.sum()), len(lengths), (len(lengths) + 1) // 2),
+    )
+
+
+def part(shard: TrainShard, indices: Sequence[int]) -> TrainShard:
+    """One rank's share; the denominators stay those of the whole update."""
+    ends = np.cumsum([item.length for item in shard.items])
+    kept = np.concatenate([np.arange(ends[i] - shard.items[i].length, ends[i]) for i in indices]).astype(int)
+    arrays = (shard.ids[kept], shard.mask[kept], shard.logprobs[kept], shard.versions[kept])
+    return TrainShard(shard.step, tuple(shard.items[i] for i in indices), *arrays, shard.denominators)
+
+
+def make_job(
+    *, model: str = "tiny", dtype: str = "float32", temperature: float = 1.0, world: World | None = None,
+    algorithm: Algorithm | None = None, steps: int = 4, **trainer: object,
+) -> Job:  # fmt: skip
+    settings = {"learning_rate": 1e-3, "seq_len": 256, "grad_clip": 1e9, **trainer}
+    return Job(
+        algorithm=algorithm or GRPO(),
+        model=ModelSettings(name=model, dtype=dtype),
+        trainer=TrainerSettings(**settings),
+        number_of_steps=steps,
+        temperature=temperature,
+        max_tokens=36,
+        seed=0,
+        world=world or World(rank=0, size=1, device="cpu"),
+    )

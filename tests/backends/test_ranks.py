@@ -1,0 +1,94 @@
+"""Two ranks over gloo, as real processes: the update is that of one rank, and a lost rank is said, not waited for."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.backends.models import random_model
+from tests.backends.shards import make_job, make_shard
+from tests.backends.watching import distance
+
+
+def free_ports(count: int) -> list[int]:
+    """One a model: a process group can't be founded again at the port of the one before."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+def run_ranks(mode: str, folder: Path, *models: str) -> list[tuple[int, str]]:
+    """Exit code and output of both."""
+    ports = ",".join(str(port) for port in free_ports(len(models)))
+    common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "PORTS": ports, "GLOO_SOCKET_IFNAME": "lo"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.backends.rank", mode, str(folder), *models],
+            env={**common, "RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    ended = []
+    try:
+        for process in processes:
+            output, _ = process.communicate(timeout=100)
+            ended.append((process.returncode, output))
+    finally:
+        for process in processes:
+            process.kill()
+    return ended
+
+
+def test_two_ranks_make_the_update_of_one(build, tmp_path):
+    """Of a model with a tied head, and of one without whose sizes two ranks can't share evenly."""
+    models = ("tiny", random_model(tmp_path / "untied", tie_word_embeddings=False, hidden_size=25, head_dim=10, vocab_size=129))
+    for code, output in run_ranks("equal", tmp_path, *models):
+        assert code == 0, output
+    for number, model in enumerate(models):
+        compare(build(make_job(model=model)), tmp_path / str(number))
+
+
+def compare(backend, folder: Path) -> None:
+    backend.train_step(make_shard(1, seed=1))
+    for rank in (0, 1):
+        assert distance(backend.gradients, torch.load(folder / f"gradients-{rank}.pt")) < 2e-6
+    result = backend.train_step(make_shard(2, seed=2))
+    first, second = (json.loads((folder / f"metrics-{rank}.json").read_text()) for rank in (0, 1))
+    assert first == second
+    assert (first["rows"], first["filler_rows"]) == (4.0, 1.0)
+    for name in (
+        "loss",
+        "entropy",
+        "grad_norm",
+        "ratio_mean",
+        "ratio_std",
+        "trained_tokens",
+        "staleness_mean",
+        "staleness_max",
+    ):
+        assert first[name] == pytest.approx(result.metrics[name], rel=1e-5), name
+    weights = torch.load(folder / "weights-0.pt")
+    for name, tensor in backend.weights():
+        torch.testing.assert_close(weights[name], tensor, rtol=0, atol=2e-5)
+    assert torch.load(folder / "weights-1.pt") == {}
+
+
+def test_a_lost_rank_is_said_within_the_time_of_a_collective(tmp_path):
+    (code, output), (lost, _) = run_ranks("lost", tmp_path, "tiny")
+    assert lost == 9
+    assert code == 3, output
+    last = output.strip().splitlines()[-1]
+    assert last.startswith("another trainer rank was lost, or did not answer in time, while training step 1: ")
+    assert int(last.rpartition("[")[2].removesuffix(" s]")) <= 20

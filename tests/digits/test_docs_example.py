@@ -1,0 +1,41 @@
+"""The algorithm that docs/algorithms.md adds in one file really works as printed."""
+
+import re
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from telescope.maths import packing
+from tests.digits.batches import make_batch, outcome
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/algorithms.md"
+
+
+@pytest.fixture
+def spo(monkeypatch):
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    module = types.ModuleType("spo_of_the_docs")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(compile(code, str(PAGE), "exec"), module.__dict__)
+    return module.Spo
+
+
+def test_the_example_of_the_docs_is_a_working_algorithm(spo):
+    algorithm = spo(strength=0.5, use_tis=True, tis_cap=100.0)
+    batch = make_batch(algorithm, 3)
+    rows = packing.pack(batch.lengths, seq_len=64, multiple=8)
+    result = outcome(algorithm, batch, rows)
+    for item, trajectory, current, old, gradient in zip(
+        batch.items, batch.trajectories, batch.current, batch.old, result.gradients, strict=True
+    ):
+        weight = np.exp(0.5 * current) * np.exp(old - trajectory.logprobs)
+        expected = np.where(trajectory.mask, -weight * item.advantage / batch.denominators.tokens, 0.0)
+        assert gradient == pytest.approx(expected, rel=1e-4, abs=1e-9)
+
+
+def test_the_example_refuses_what_it_does_not_know(spo):
+    with pytest.raises(ValueError, match="strenght"):
+        spo(strenght=0.5)

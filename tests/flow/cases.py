@@ -1,0 +1,59 @@
+"""Random runs: settings and manners picked one by one, by `random` or by hypothesis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from telescope.flow.settings import FlowSettings
+from tests.flow.harness import Manners, equal, mixed, sometimes_equal
+
+T = TypeVar("T")
+Pick = Callable[[Sequence[Any]], Any]
+
+
+def any_settings(pick: Pick) -> FlowSettings:
+    """M 0 to 4, D 1 to 8, P 1 to 32, both take orders and both kinds of lanes; few steps where a batch is large."""
+    groups = pick([1, 2, 3, 4, 8, 32])
+    return FlowSettings(
+        number_of_steps=pick(range(1, max(4, 40 // groups) + 1)),
+        groups_per_batch=groups,
+        group_size=pick([1, 2, 3, 4]),
+        max_async=pick(range(5)),
+        take_order=pick(["completion", "admission"]),
+        max_off_policy_steps=pick(range(1, 9)),
+        discard_zero_advantage=pick([True, False]),
+        min_group_size=2,
+        max_attempts=pick([1, 2, 3]),
+        individual_lanes=pick([True, False]),
+        prompts_per_server=pick([1, 2, 8, 64]),
+        environments=pick([(("countdown", 1.0),), (("countdown", 1.0), ("math", 3.0))]),
+        seed=pick(range(100)),
+        rollout_deadline_s=pick([20.0, 400.0]),
+        cancel_deadline_s=60.0,
+        absence_deadline_s=900.0,
+        failed_batches_limit=pick([2, 50]),
+        discarded_batches_limit=3,
+    )
+
+
+def any_manners(pick: Pick) -> Manners:
+    """Quiet and troubled stand-ins: stragglers, deaths and returns, failures, repetitions, silence, slow updates."""
+    return Manners(
+        workers=pick([1, 2, 3]),
+        capacity=pick([1, 7, 64]),
+        servers=pick([1, 2, 3]),
+        prompts=pick([1, 5, 50]),
+        most_turns=pick([1, 2, 3]),
+        straggler_share=pick([0.0, 0.05, 0.3]),
+        straggler_factor=pick([10.0, 100.0]),
+        step_s=pick([0.0, 0.5, 3.0, 30.0]),
+        update_s=pick([0.0, 0.5, 20.0]),
+        failure_share=pick([0.0, 0.0, 0.05, 0.3]),
+        worker_life_s=pick([0.0, 0.0, 30.0]),
+        server_life_s=pick([0.0, 0.0, 30.0]),
+        repeat_share=pick([0.0, 0.2]),
+        mute_share=pick([0.0, 0.0, 0.02]),
+        deaf=pick([False, False, False, True]),
+        reward=pick([mixed, mixed, sometimes_equal, equal]),
+    )

@@ -1,0 +1,145 @@
+"""The designs that rule 5 calls refuted, built once more: the rules of rules.py must notice each of them.
+
+Each is the real core with one part exchanged. Every one of them trains, and most of its runs look well.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from telescope.flow import commands as do
+from telescope.flow.admission import Slots
+from telescope.flow.batches import Batch, Batches
+from telescope.flow.core import Core
+from telescope.flow.groups import Group, State
+from telescope.flow.settings import FlowSettings
+from tests.flow.harness import Manners, World, settings
+from tests.flow.rules import Broken, Known, Rules
+
+
+class SlotsByTaking(Slots):
+    """Counts a group as gone once it has been released, however often that happens."""
+
+    def release(self, group: Group, trained: bool) -> None:
+        if group.group_id in self.alive:
+            super().release(group, trained)
+
+
+class FreesSlotsOnTaking(Core):
+    """A slot is free as soon as its group is handed to the trainer."""
+
+    def __init__(self, settings: FlowSettings) -> None:
+        super().__init__(settings)
+        self._slots = SlotsByTaking(settings)
+
+    def _train(self, batch: Batch) -> None:
+        super()._train(batch)
+        for group in batch.groups:
+            self._slots.release(group, trained=True)
+        self._admit()
+
+
+class WindowByRank(Batches):
+    """A kept group may enter if it is among the oldest W = (M + 1)·P living groups. As no more than W ever live, this window
+    shuts nobody out: what the test shows is that completion order without the stale cancel is noticed."""
+
+    def __init__(self, settings: FlowSettings) -> None:
+        super().__init__(settings)
+        self._living: list[Group] = []
+        self._window = settings.slots
+
+    def admitted(self, group: Group) -> None:
+        self._living.append(group)
+
+    def _next(self) -> Group | None:
+        self._living = [group for group in self._living if not group.final and group.state is not State.BATCHED]
+        return next((group for group in self._living[: self._window] if group.state is State.KEPT), None)
+
+
+class TrustsTheWindow(Core):
+    """The window is to bound the age, so nothing is cancelled for it."""
+
+    def __init__(self, settings: FlowSettings) -> None:
+        super().__init__(settings)
+        self._batches = WindowByRank(settings)
+
+    def _retire_stale(self) -> None:
+        pass
+
+
+class BatchesFromAdmission(Batches):
+    """A group belongs to a batch from its admission; a retired one leaves its place to the next. A whole batch is taken."""
+
+    def __init__(self, settings: FlowSettings) -> None:
+        super().__init__(settings)
+        self._planned: list[list[Group]] = []
+        self._ready: list[Group] = []
+
+    def admitted(self, group: Group) -> None:
+        for places in self._planned:
+            places[:] = [member for member in places if not member.final]
+            if len(places) < self._size:
+                places.append(group)
+                return
+        self._planned.append([group])
+
+    def _next(self) -> Group | None:
+        if not self._ready:
+            whole = (places for places in self._planned if [member.state for member in places] == [State.KEPT] * self._size)
+            self._ready = next(whole, [])
+            self._planned = [places for places in self._planned if places is not self._ready]
+        return self._ready.pop(0) if self._ready else None
+
+
+class TakesWholeBatches(Core):
+    def __init__(self, settings: FlowSettings) -> None:
+        super().__init__(settings)
+        self._batches = BatchesFromAdmission(settings)
+
+
+class OnlyAges(Rules):
+    """Looks away from the count of slots, so that what shows is what it does to the ages."""
+
+    def _group_state(self, command: do.GroupState) -> None:
+        if command.state == "pending":
+            self.groups[command.group_id] = Known()
+        else:
+            super()._group_state(command)
+
+
+def trial(core_class: type[Core], rules_class: type[Rules], seed: int) -> str:
+    """What the rules say of one random run; empty if they are content."""
+    chance = Random(seed)
+    case = settings(
+        number_of_steps=15,
+        groups_per_batch=chance.choice([1, 2, 4]),
+        max_async=chance.choice([1, 2, 3]),
+        max_off_policy_steps=chance.choice([1, 2, 3]),
+    )
+    manners = Manners(straggler_share=0.1, straggler_factor=40.0, step_s=2.0, capacity=512, update_s=0.5)
+    world = World(case, manners, seed, core_class=core_class)
+    world.rules = rules_class(case)
+    try:
+        world.run()
+    except Broken as broken:
+        return str(broken)
+    return ""
+
+
+def complaints(core_class: type[Core], rules_class: type[Rules] = Rules) -> list[str]:
+    return [said for seed in range(40) if (said := trial(core_class, rules_class, seed))]
+
+
+def test_the_design_as_it_is_breaks_nothing_in_the_same_runs():
+    assert complaints(Core) == []
+
+
+def test_slots_freed_on_taking_are_noticed_as_too_many_groups_alive():
+    assert any("groups are alive in" in said for said in complaints(FreesSlotsOnTaking))
+
+
+@pytest.mark.parametrize("core_class", [FreesSlotsOnTaking, TrustsTheWindow, TakesWholeBatches])
+def test_refuted_designs_are_noticed_by_the_age_of_what_they_train(core_class: type[Core]):
+    assert any("versions old at step" in said for said in complaints(core_class, OnlyAges))

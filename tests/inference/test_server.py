@@ -1,0 +1,206 @@
+"""The server's loop with a fake engine: every order gets its answer, and every end has its reason."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from telescope.config.models import EMBEDDED
+from telescope.inference.engine import EngineDead, WeightState
+from telescope.inference.fake import FakeEngine
+from telescope.inference.server import Server
+from telescope.records import Sampling
+from telescope.weights.shared_memory import SharedMemoryPublisher, SharedMemoryReader
+from telescope.wire.codec import RawArrays
+from telescope.wire.happenings import Delivery
+from telescope.wire.messages import (
+    Abort,
+    AbortWeights,
+    Body,
+    CommitWeights,
+    Completion,
+    Generate,
+    GenerateFailed,
+    PrepareWeights,
+    Stop,
+    WeightsFailed,
+    WeightsReady,
+)
+
+RUN = "server-tests"
+
+
+class Wire:
+    """An orchestrator's end in memory."""
+
+    def __init__(self) -> None:
+        self.inbox: asyncio.Queue[Delivery] = asyncio.Queue()
+        self.answers: asyncio.Queue[tuple[int, Body, tuple[np.ndarray, ...]]] = asyncio.Queue()
+        self.doing: list[str] = []
+        self.seq = 0
+
+    def order(self, body: Body, *arrays: np.ndarray) -> int:
+        self.seq += 1
+        self.inbox.put_nowait(Delivery("orchestrator", self.seq, body, RawArrays.of(arrays)))
+        return self.seq
+
+    async def answer(self) -> tuple[int, Body, tuple[np.ndarray, ...]]:
+        return await asyncio.wait_for(self.answers.get(), 5)
+
+    async def received(self) -> Delivery:
+        return await self.inbox.get()
+
+    def send(self, body: Body, arrays: Sequence[np.ndarray] = (), answers: Delivery | None = None) -> int:
+        assert answers is not None
+        self.answers.put_nowait((answers.seq, body, tuple(arrays)))
+        return 1
+
+    def progress(self, doing: str) -> None:
+        self.doing.append(doing)
+
+
+class FailingLoad(FakeEngine):
+    """Dies while it loads a version."""
+
+    async def commit(self, version: int) -> WeightState:
+        raise EngineDead(f"weights version {version} could not be loaded: half of them are in")
+
+
+class Mortal(FakeEngine):
+    """Dies when told to."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.blow = asyncio.Event()
+
+    async def dead(self) -> str:
+        await self.blow.wait()
+        return "the engine's process (pid 5) was killed by SIGKILL"
+
+
+def make(kind: type[FakeEngine] = FakeEngine, token_s: float = 0.0) -> FakeEngine:
+    return kind(EMBEDDED / "tiny", SharedMemoryReader(RUN), max_model_len=64, token_s=token_s)
+
+
+def generate(name: str, seed: int = 0) -> Generate:
+    return Generate(request_id=name, rollout_id=0, attempt=0, turn=0, sampling=Sampling(1.0, 20, seed))
+
+
+PROMPT = np.arange(20, 30, dtype=np.int32)
+
+
+@pytest.fixture
+def publisher(tmp_path: Path):
+    made = SharedMemoryPublisher(RUN, tmp_path)
+    yield made
+    made.close()
+
+
+async def test_a_request_is_answered_with_three_arrays_and_stop_ends_the_loop():
+    wire = Wire()
+    running = asyncio.create_task(Server(wire, make()).run())
+    seq = wire.order(generate("r1"), PROMPT)
+    answered, body, arrays = await wire.answer()
+    assert isinstance(body, Completion)
+    assert (answered, body.request_id, body.finish_reason) == (seq, "r1", "stop")
+    assert [array.dtype.str for array in arrays] == ["<i4", "<f4", "<i4"]
+    assert {len(array) for array in arrays} == {body.tokens}
+    wire.order(Stop(reason="all steps are trained"))
+    assert await asyncio.wait_for(running, 5) == "all steps are trained"
+    assert wire.doing[-1] == "0 requests running, 1 answered"
+
+
+async def test_a_request_that_can_not_be_served_fails_with_its_cause_and_the_others_go_on():
+    wire = Wire()
+    running = asyncio.create_task(Server(wire, make()).run())
+    wire.order(generate("long"), np.zeros(64, np.int32))
+    wire.order(generate("short"), PROMPT)
+    bodies = [(await wire.answer())[1] for _ in range(2)]
+    assert isinstance(bodies[0], GenerateFailed)
+    assert "inference.max_model_len=64" in bodies[0].cause
+    assert isinstance(bodies[1], Completion)
+    running.cancel()
+
+
+async def test_an_abort_ends_its_request_and_is_not_answered_itself():
+    wire = Wire()
+    running = asyncio.create_task(Server(wire, make(token_s=30.0)).run())
+    wire.order(generate("r1"), PROMPT)
+    wire.order(Abort(request_id="r1"))
+    _, body, arrays = await wire.answer()
+    assert isinstance(body, Completion)
+    assert (body.finish_reason, body.tokens, len(arrays[0])) == ("abort", 0, 0)
+    assert wire.answers.empty()
+    running.cancel()
+
+
+async def test_prepare_and_commit_are_answered_with_what_is_held_and_served(publisher: SharedMemoryPublisher):
+    wire = Wire()
+    running = asyncio.create_task(Server(wire, make()).run())
+    manifest = publisher.publish(1, [("w", np.ones(4, np.float32))])
+    wire.order(PrepareWeights(manifest=manifest))
+    wire.order(CommitWeights(version=1))
+    wire.order(generate("r1"), PROMPT)
+    ready = [body for _, body, _ in [await wire.answer() for _ in range(3)] if isinstance(body, WeightsReady)]
+    assert [(answer.version, answer.prepared) for answer in ready] == [(0, 1), (1, None)]
+    assert ready[1].checksum == manifest.checksum
+    running.cancel()
+
+
+async def test_a_version_that_was_called_off_can_not_be_committed(publisher: SharedMemoryPublisher):
+    wire = Wire()
+    running = asyncio.create_task(Server(wire, make()).run())
+    wire.order(PrepareWeights(manifest=publisher.publish(1, [("w", np.ones(4, np.float32))])))
+    wire.order(AbortWeights(version=1, reason="another server failed"))
+    wire.order(CommitWeights(version=1))
+    bodies = [(await wire.answer())[1] for _ in range(3)]
+    assert (bodies[1].version, bodies[1].prepared) == (0, None)
+    assert isinstance(bodies[2], WeightsFailed)
+    assert (bodies[2].version, bodies[2].fatal) == (1, False)
+    assert not running.done()
+    running.cancel()
+
+
+async def test_a_failed_load_is_told_as_fatal_and_ends_the_server(publisher: SharedMemoryPublisher):
+    wire = Wire()
+    running = asyncio.create_task(Server(wire, make(FailingLoad)).run())
+    wire.order(PrepareWeights(manifest=publisher.publish(1, [("w", np.ones(4, np.float32))])))
+    wire.order(CommitWeights(version=1))
+    with pytest.raises(EngineDead, match="half of them are in"):
+        await asyncio.wait_for(running, 5)
+    bodies = [(await wire.answer())[1] for _ in range(2)]
+    assert isinstance(bodies[1], WeightsFailed)
+    assert bodies[1].fatal
+
+
+async def test_a_dead_engine_ends_the_server_with_its_cause():
+    wire, engine = Wire(), make(Mortal)
+    running = asyncio.create_task(Server(wire, engine).run())
+    await asyncio.sleep(0)
+    engine.blow.set()
+    with pytest.raises(EngineDead, match="was killed by SIGKILL"):
+        await asyncio.wait_for(running, 5)
+
+
+async def test_running_requests_are_aborted_when_the_run_stops():
+    wire = Wire()
+    running = asyncio.create_task(Server(wire, make(token_s=30.0)).run())
+    wire.order(generate("r1"), PROMPT)
+    wire.order(Stop(reason="done"))
+    assert await asyncio.wait_for(running, 5) == "done"
+    _, body, _ = await wire.answer()
+    assert isinstance(body, Completion)
+    assert body.finish_reason == "abort"
+
+
+async def test_500_requests_at_once_are_all_answered_once():
+    wire = Wire()
+    running = asyncio.create_task(Server(wire, make(token_s=0.001)).run())
+    seqs = [wire.order(generate(f"r{index}", index), PROMPT) for index in range(500)]
+    answered = [(await wire.answer())[0] for _ in seqs]
+    assert sorted(answered) == seqs
+    running.cancel()

@@ -1,0 +1,268 @@
+"""The real engine against transformers: log-probs, versions, aborts, priorities, updates."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from telescope.inference.engine import RequestRefused, WeightsRefused
+from telescope.inference.versions import CountedTokens, EngineLabels
+from telescope.records import Sampling, WeightManifest
+from tests.inference.conftest import Served
+
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
+
+
+COLD, HOT = 0.3, 2.0
+"""Temperatures at which an answer never ends by itself, and at which it soon does."""
+
+
+def prompt(length: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(2, 90, length).astype(np.int32)
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def old(served: Served) -> Served:
+    """The engine with the first model's weights, whatever the test before left."""
+    if served.holds != "old":
+        await served.serve("old")
+    return served
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+async def test_logprobs_are_those_of_transformers_after_temperature(old: Served, temperature: float):
+    prompts = [prompt(5 + index, index) for index in range(8)]
+    answers = await asyncio.gather(*(old.generate(p, 24, seed=i, temperature=temperature) for i, p in enumerate(prompts)))
+    differences = np.concatenate(
+        [
+            np.abs(a.logprobs - old.reference_logprobs("old", p, a.ids, temperature))
+            for p, a in zip(prompts, answers, strict=True)
+        ]
+    )
+    assert differences.size >= 100
+    assert differences.mean() < 1e-5 < 1e-3
+    assert differences.max() < 1e-3
+
+
+async def test_answers_end_with_the_end_token_or_at_max_tokens(old: Served):
+    answers = await asyncio.gather(*(old.generate(prompt(6, i), 12, seed=i, temperature=HOT) for i in range(128)))
+    assert {answer.finish_reason for answer in answers} == {"stop", "length"}
+    for answer in answers:
+        ended = bool(answer.ids[-1] == 1)
+        assert answer.finish_reason == ("stop" if ended else "length")
+        assert 1 not in answer.ids[:-1]
+        assert ended or len(answer.ids) == 12
+        assert len(answer.ids) == len(answer.logprobs) == len(answer.versions)
+
+
+async def test_a_seed_gives_the_same_answer_again_and_another_seed_another(old: Served):
+    first, again, other = [(await old.generate(prompt(9), 20, seed=seed)).ids.tolist() for seed in (7, 7, 8)]
+    assert first == again
+    assert first != other
+
+
+async def test_seeded_prompts_that_are_prefilled_in_pieces_keep_engine_and_answers_alive(old: Served):
+    alone = await old.generate(prompt(400, 3), 8, seed=5)
+    await old.engine.client.reset_prefix_cache()
+    crowd = [old.generate(prompt(400, 100 + i), 8, seed=i) for i in range(30)]  # 12,000 tokens, 8,192 a step
+    answers = await asyncio.gather(*crowd, old.generate(prompt(400, 3), 8, seed=5))
+    assert answers[-1].ids.tolist() == alone.ids.tolist()
+
+
+async def test_a_prompt_without_room_and_an_unknown_token_are_refused_in_words(old: Served):
+    with pytest.raises(RequestRefused, match=r"512 tokens leaves no room for an answer: inference.max_model_len=512"):
+        await old.generate(prompt(512))
+    with pytest.raises(RequestRefused, match=r"token ids from 5 to 98; the model knows 0 to 97"):
+        await old.generate(np.array([5, 98], dtype=np.int32))
+    with pytest.raises(RequestRefused, match=r"max_tokens=0 must be at least 1"):
+        await old.generate(prompt(5), 0)
+    with pytest.raises(RequestRefused, match=r"temperature must be non-negative"):
+        await old.generate(prompt(5), temperature=-1.0)
+
+
+async def test_an_answer_is_cut_where_the_models_length_ends(old: Served):
+    answers = await asyncio.gather(*(old.generate(prompt(508, i), 50, seed=i) for i in range(8)))
+    assert max(len(answer.ids) for answer in answers) == 4
+    assert "length" in {answer.finish_reason for answer in answers}
+
+
+async def test_an_abort_stops_the_request_in_the_engine_within_a_step(old: Served):
+    task = asyncio.create_task(long_request(old, "doomed", prompt(8)))
+    await until_running(old, "doomed", 5)
+    await old.engine.abort("doomed")
+    aborted = await asyncio.wait_for(task, 5)
+    other = await old.generate(prompt(8, 1), 3, seed=1)  # three more steps
+    assert aborted.finish_reason == "abort"
+    assert 5 <= len(aborted.ids) < 400
+    assert len(aborted.logprobs) == len(aborted.versions) == len(aborted.ids)
+    assert len(other.ids) >= 1
+    assert not [name for name in await old.engine.running() if name.startswith("doomed")]
+
+
+async def test_an_abort_right_behind_its_request_is_not_lost(old: Served):
+    task = asyncio.create_task(long_request(old, "doomed", prompt(8)))
+    await asyncio.sleep(0)
+    await old.engine.abort("doomed")
+    aborted = await asyncio.wait_for(task, 5)
+    assert aborted.finish_reason == "abort"
+    assert len(aborted.ids) < 400
+
+
+async def test_an_abort_of_a_request_that_nobody_knows_is_no_error(old: Served):
+    await old.engine.abort("never-seen")
+
+
+async def test_a_smaller_priority_goes_first(old: Served):
+    """More requests than the engine takes at once; the last ones to come are the most urgent."""
+    finished: list[int] = []
+
+    async def one(index: int, priority: int) -> None:
+        await old.generate(prompt(4, index), 12, seed=index, priority=priority)
+        finished.append(priority)
+
+    late = [one(index, 5) for index in range(256 + 64)]
+    urgent = [one(1000 + index, 0) for index in range(16)]
+    await asyncio.gather(*late, *urgent)
+    places = [place for place, priority in enumerate(finished) if priority == 0]
+    assert len(places) == 16
+    waiting = len(finished) - 64  # of those that found no room, the urgent ones were taken first
+    assert max(places) < waiting + 16
+
+
+@pytest.mark.parametrize("kind", [EngineLabels, CountedTokens])
+async def test_tokens_across_an_update_carry_their_own_version_and_log_probs(old: Served, kind: type):
+    """One long answer, updated twice on the way: each token's log-prob is that of the version it names, given all before it."""
+    before = old.engine._versions
+    old.engine._versions = kind(old.engine.client)
+    old.engine._versions.current = before.current
+    try:
+        task = asyncio.create_task(long_request(old, "long", prompt(10)))
+        await until_running(old, "long", 10)
+        base = old.serving
+        first = await old.serve("new")
+        await until_running(old, "long", 60)
+        second = await old.serve("third")
+        answer = await asyncio.wait_for(task, 60)
+    finally:
+        before.current = old.engine._versions.current
+        old.engine._versions = before
+        await old.engine.client.update_weight_version(str(before.current))
+    spans = [(int(v), int((answer.versions == v).sum())) for v in dict.fromkeys(answer.versions.tolist())]
+    assert [version for version, _ in spans] == [base, first, second]
+    assert min(count for _, count in spans) >= 10
+    assert (np.diff(answer.versions) >= 0).all()
+    for version, which in ((base, "old"), (first, "new"), (second, "third")):
+        mine = answer.versions == version
+        expected = old.reference_logprobs(which, prompt(10), answer.ids, COLD)
+        assert np.abs(answer.logprobs - expected)[mine].max() < 1e-3
+        others = old.reference_logprobs("third" if which == "old" else "old", prompt(10), answer.ids, COLD)
+        assert np.abs(answer.logprobs - others)[mine].mean() > 0.1
+
+
+async def test_after_an_update_greedy_answers_and_log_probs_are_the_new_weights_with_prefix_caching_on(old: Served):
+    prompts = [prompt(200, i) for i in range(4)]
+    before = await asyncio.gather(*(old.generate(p, 24, temperature=0.0) for p in prompts))
+    cached = await asyncio.gather(*(old.generate(p, 24, temperature=0.0) for p in prompts))
+    version = await old.serve("new")
+    after = await asyncio.gather(*(old.generate(p, 24, temperature=0.0) for p in prompts))
+    assert all(answer.cached_tokens > 0 for answer in cached)
+    assert all(answer.cached_tokens == 0 for answer in after)
+    assert [a.ids.tolist() for a in before] != [a.ids.tolist() for a in after]
+    for p, answer in zip(prompts, after, strict=True):
+        assert set(answer.versions.tolist()) == {version}
+        assert answer.ids.tolist() == old.greedy("new", p, len(answer.ids))
+    sampled = await asyncio.gather(*(old.generate(p, 24, seed=3) for p in prompts))
+    for p, answer in zip(prompts, sampled, strict=True):
+        assert np.abs(answer.logprobs - old.reference_logprobs("new", p, answer.ids)).max() < 1e-3
+
+
+async def test_a_discarded_version_leaves_the_old_one_serving(old: Served):
+    manifest = old.publish("new")
+    state = await old.engine.prepare(manifest)
+    assert state.prepared == manifest.version
+    held = await old.engine.discard(manifest.version)
+    assert held.prepared is None
+    with pytest.raises(WeightsRefused, match=f"weights version {manifest.version} can't be committed: nothing is staged"):
+        await old.engine.commit(manifest.version)
+    await old.assert_serves("old")
+
+
+async def test_a_partial_version_is_refused_before_anything_is_touched(old: Served):
+    """q_proj alone of a fused layer: vLLM itself would take it without a word."""
+    whole = old.publish("new")
+    with pytest.raises(WeightsRefused, match=r"2 tensors are missing: model.layers.0.self_attn.k_proj.weight, model.layers.1"):
+        await old.engine.prepare(without(whole, "k_proj"))
+    await old.assert_serves("old")
+
+
+async def test_a_stranger_and_a_wrong_shape_are_refused_in_words(old: Served):
+    whole = old.publish("new")
+    with pytest.raises(
+        WeightsRefused, match=r"1 tensors are missing: model.norm.weight; 1 tensors are not the model's: model.stranger"
+    ):
+        await old.engine.prepare(with_norm(whole, name="model.stranger"))
+    with pytest.raises(WeightsRefused, match=r"model.norm.weight has shape \[32, 2\] but the model's is \[64\]"):
+        await old.engine.prepare(with_norm(whole, shape=(32, 2)))
+    await old.assert_serves("old")
+
+
+async def test_a_corrupted_segment_is_refused_and_the_old_version_serves_on(old: Served):
+    manifest = old.publish("new")
+    path = Path(manifest.location)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(WeightsRefused, match=rf"weights version {manifest.version} at .* have checksum crc32:"):
+        await old.engine.prepare(manifest)
+    await old.assert_serves("old")
+
+
+async def test_in_flight_abort_ends_running_requests_at_an_update(old: Served):
+    kept = old.engine._sync
+    old.engine._sync = kept.model_copy(update={"in_flight": "abort"})
+    try:
+        task = asyncio.create_task(long_request(old, "cut", prompt(8)))
+        await until_running(old, "cut", 5)
+        before = old.serving
+        await old.serve("new")
+        answer = await asyncio.wait_for(task, 10)
+    finally:
+        old.engine._sync = kept
+    assert answer.finish_reason == "abort"
+    assert set(answer.versions.tolist()) == {before}
+    await old.assert_serves("new")
+
+
+async def test_256_requests_at_once_are_all_answered(old: Served):
+    answers = await asyncio.gather(*(old.generate(prompt(20, i), 6, seed=i) for i in range(256)))
+    assert len(answers) == 256
+    assert all(1 <= len(answer.ids) <= 6 for answer in answers)
+
+
+async def long_request(served: Served, name: str, tokens: np.ndarray):
+    """400 tokens: at this temperature the end token is never drawn."""
+    return await served.engine.generate(name, tokens, Sampling(COLD, 400, 11), 0)
+
+
+async def until_running(served: Served, name: str, tokens: int) -> None:
+    async with asyncio.timeout(20):
+        while True:
+            counts = [count for held, count in (await served.engine.running()).items() if held.startswith(name)]
+            if counts and counts[0] >= tokens:
+                return
+
+
+def without(manifest: WeightManifest, part: str) -> WeightManifest:
+    kept = tuple(spec for spec in manifest.tensors if part not in spec.name)
+    return msgspec.structs.replace(manifest, tensors=kept)
+
+
+def with_norm(manifest: WeightManifest, **fields) -> WeightManifest:
+    """The manifest, its last norm described otherwise."""
+    specs = (msgspec.structs.replace(s, **fields) if s.name == "model.norm.weight" else s for s in manifest.tensors)
+    return msgspec.structs.replace(manifest, tensors=tuple(specs))

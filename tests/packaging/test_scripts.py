@@ -1,0 +1,126 @@
+"""`scripts/run` as a user meets it: from any folder, and on a machine that cannot run it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+SCRIPTS = ("_environment.sh", "_requirements.py", "run", "test")
+TOOLS = ("bash", "env", "cat", "cut", "dirname", "flock", "rm", "sha256sum")
+
+
+def call(script: Path, *arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), **variables}
+    return subprocess.run(
+        [script, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of what the scripts read, with no environment in it."""
+    folder = tmp_path / "a checkout"
+    (folder / "scripts").mkdir(parents=True)
+    shutil.copy(CHECKOUT / "pyproject.toml", folder)
+    for name in SCRIPTS:
+        shutil.copy(CHECKOUT / "scripts" / name, folder / "scripts")
+    return folder
+
+
+@pytest.fixture
+def bare_path(tmp_path: Path) -> Path:
+    """A PATH with the usual tools and no Python."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for tool in TOOLS:
+        found = shutil.which(tool)
+        assert found is not None
+        (folder / tool).symlink_to(found)
+    return folder
+
+
+def test_run_works_from_any_folder(tmp_path: Path) -> None:
+    answer = call(CHECKOUT / "scripts" / "run", "--help", cwd=tmp_path, TELESCOPE_PYTHON=sys.executable)
+    assert answer.returncode == 0, answer.stderr
+    assert "algorithm" in answer.stdout
+
+
+def test_without_a_fitting_python_it_says_which_to_install(checkout: Path, bare_path: Path, tmp_path: Path) -> None:
+    answer = call(checkout / "scripts" / "run", cwd=tmp_path, PATH=str(bare_path))
+    assert answer.returncode == 1
+    assert answer.stderr == (
+        "Telescope needs Python 3.11, 3.12 or 3.13 with the venv module, and none was found on PATH: "
+        "install python3.11 (on Debian: apt-get install python3.11-venv).\n"
+    )
+
+
+def test_a_python_that_is_too_old_does_not_count(checkout: Path, bare_path: Path, tmp_path: Path) -> None:
+    old = bare_path / "python3"
+    old.write_text("#!/bin/sh\nexit 1\n")  # what a Python that fails the version check answers
+    old.chmod(0o755)
+    answer = call(checkout / "scripts" / "run", cwd=tmp_path, PATH=str(bare_path))
+    assert answer.returncode == 1
+    assert "none was found on PATH" in answer.stderr
+
+
+def test_an_installation_that_fails_is_not_taken_for_done(checkout: Path, tmp_path: Path) -> None:
+    for _ in range(2):  # the second try does not believe the first
+        answer = call(
+            checkout / "scripts" / "run", "--help", cwd=tmp_path, PIP_NO_INDEX="1", PIP_FIND_LINKS="", TELESCOPE_STACK="cpu"
+        )
+        assert answer.returncode != 0
+        assert "Installing the cpu stack" in answer.stderr
+        assert "Installed." not in answer.stderr
+
+
+def test_an_environment_that_is_up_to_date_costs_little(checkout: Path, tmp_path: Path) -> None:
+    stand_in = checkout / ".venv" / "bin" / "python"
+    stand_in.parent.mkdir(parents=True)
+    stand_in.write_text("#!/bin/sh\necho started\n")
+    stand_in.chmod(0o755)
+    sources = b"".join(
+        (checkout / name).read_bytes() for name in ("pyproject.toml", "scripts/_environment.sh", "scripts/_requirements.py")
+    )
+    (checkout / ".venv" / "telescope-test").write_text(f"cpu {hashlib.sha256(sources).hexdigest()}")
+    seconds = []
+    for _ in range(5):
+        started = time.perf_counter()
+        answer = call(checkout / "scripts" / "run", cwd=tmp_path, TELESCOPE_STACK="cpu")
+        seconds.append(time.perf_counter() - started)
+        assert (answer.returncode, answer.stdout, answer.stderr) == (0, "started\n", "")
+    assert min(seconds) < 0.2
+
+
+def torch_report(*requirements: str) -> str:
+    """pip's report on one package that needs these."""
+    return json.dumps({"version": "1", "install": [{"metadata": {"name": "torch", "requires_dist": list(requirements)}}]})
+
+
+def ask(*arguments: str, report: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, CHECKOUT / "scripts" / "_requirements.py", *arguments]
+    return subprocess.run(command, input=report, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_torch_that_needs_cuda_is_no_cpu_build() -> None:
+    assert (
+        ask("is-cpu-build", report=torch_report("filelock", 'nvidia-nccl-cu13==2.28; platform_system == "Linux"')).returncode
+        == 1
+    )
+    assert ask("is-cpu-build", report=torch_report("cuda-toolkit[cublas]==13.0.3", "sympy>=1.13.3")).returncode == 1
+    assert ask("is-cpu-build", report=torch_report("filelock", "sympy>=1.13.3", "optree; extra == 'optree'")).returncode == 0
+
+
+def test_vllms_requirements_come_without_torch_and_its_kin() -> None:
+    report = torch_report(
+        "torch==2.13.0", "torchvision", "torchaudio==2.13", "torchcodec", "tokenizers>=0.22", "ray; extra == 'ray'"
+    )
+    assert ask("without-torch", report=report).stdout == "tokenizers>=0.22\n"

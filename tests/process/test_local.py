@@ -1,0 +1,71 @@
+"""What a machine has, found by the tools that it has."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from telescope._launch.environ import child_environment
+from telescope._launch.local import gpus_of_driver, this_host
+from telescope.config.secrets import SecretMissing
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host whose nvidia-smi reports three GPUs."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\nprintf '0\\n1\\n2\\n'\n")
+    tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.mark.usefixtures("nvidia_smi")
+def test_the_host_has_what_nvidia_smi_lists() -> None:
+    assert this_host().gpus == ("0", "1", "2")
+    assert this_host().cpus == len(os.sched_getaffinity(0))
+
+
+@pytest.mark.usefixtures("nvidia_smi")
+@pytest.mark.parametrize(("value", "left"), [("2,0", ("2", "0")), ("", ()), ("GPU-5f0,GPU-77a", ("GPU-5f0", "GPU-77a"))])
+def test_cuda_visible_devices_limits_the_run(monkeypatch: pytest.MonkeyPatch, value: str, left: tuple[str, ...]) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    assert this_host().gpus == left
+
+
+def test_without_nvidia_smi_the_drivers_list_counts(tmp_path: Path) -> None:
+    for address in ("0000:04:00.0", "0000:05:00.0"):
+        (tmp_path / address).mkdir()
+    assert gpus_of_driver(tmp_path) == ("0", "1")
+    assert gpus_of_driver(tmp_path / "none") == ()
+
+
+def test_looking_at_the_host_needs_no_torch() -> None:
+    code = "import sys; from telescope._launch.local import this_host; this_host(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_a_reference_to_a_secret_becomes_its_value_in_the_child_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "s3cret")
+    assert child_environment({"OPENAI_API_KEY": "${oc.env:JUDGE_KEY}"})["OPENAI_API_KEY"] == "s3cret"
+    with pytest.raises(SecretMissing, match="NO_SUCH_KEY"):
+        child_environment({"OPENAI_API_KEY": "${oc.env:NO_SUCH_KEY}"})
+
+
+def test_children_import_this_checkout_from_anywhere(tmp_path: Path) -> None:
+    code = "import telescope._launch.plan as plan; print(plan.__file__)"
+    answer = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=child_environment({}),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert answer.stdout.startswith(str(Path(__file__).resolve().parents[2]))

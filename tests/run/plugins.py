@@ -1,0 +1,37 @@
+"""Plug-ins that break one thing on purpose, in a folder as a user would keep it: the controls of the learning tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+SHUFFLED = '''
+import numpy as np
+from telescope.algorithms.grpo import GRPO
+
+class Shuffled(GRPO):
+    """GRPO whose advantages go to the wrong rollouts."""
+
+    def advantages(self, rewards, groups, *, group_size):
+        right = super().advantages(rewards, groups, group_size=group_size)
+        return np.random.default_rng(int(rewards.sum() * 1000)).permutation(right)
+'''
+STALE = '''
+from telescope.backends.fsdp import FSDP
+
+class Stale(FSDP):
+    """Trains as FSDP does, and publishes the weights it began with."""
+
+    def build(self, job):
+        backend = super().build(job)
+        base = [(name, tensor.detach().clone()) for name, tensor in backend.weights()]
+        backend.weights = lambda: iter(base)
+        return backend
+'''
+
+
+def controls(folder: Path) -> Path:
+    """A `--config-dir` with `algorithm=shuffled` and `backend=stale`."""
+    for kind, name, text in (("algorithms", "shuffled", SHUFFLED), ("backends", "stale", STALE)):
+        (folder / "plugins" / kind).mkdir(parents=True, exist_ok=True)
+        (folder / "plugins" / kind / f"{name}.py").write_text(text)
+    return folder

@@ -1,0 +1,89 @@
+"""Whole runs with real processes, sockets and files, and a fake engine and backend: they end, and say the same twice."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.run.conftest import ROOT, Start, WholeRun
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_a_run_ends_with_exactly_the_steps_asked_for(start: Start, steps: int):
+    run = start("experiment=fake", f"number_of_steps={steps}", "orchestrator.max_async_rollout=2")
+    assert run.wait() == 0, run.said()
+    summary = run.summary()
+    assert (summary["steps"], summary["ok"]) == (steps, True)
+    assert summary["exit_reason"] == f"all {steps} steps are trained"
+    assert [row["step"] for row in run.rows("step_metrics")] == list(range(1, steps + 1))
+    assert run.left_after(5) == []
+    assert str(run.directory.path) in run.said()
+
+
+def trained(run: WholeRun) -> list[tuple[int, list[int], list[float]]]:
+    return [(row["step"], row["rollout_ids"], row["advantages"]) for row in run.rows("batches")]
+
+
+def played(run: WholeRun) -> list[tuple[int, str, int, int, float, str]]:
+    return sorted(
+        (row["rollout_id"], row["environment"], row["index"], row["seed"], row["reward"], row["completion"])
+        for row in run.rows("rollouts")
+    )
+
+
+def test_two_synchronous_runs_with_one_seed_play_and_train_the_same(start: Start):
+    runs = [start("experiment=fake", "number_of_steps=4", "orchestrator.max_async_rollout=0", "seed=11") for _ in range(2)]
+    for run in runs:
+        assert run.wait() == 0, run.said()
+    assert played(runs[0]) == played(runs[1])
+    assert len({reward for *_, reward, _ in played(runs[0])}) > 1
+    assert sorted(trained(runs[0])) == sorted(trained(runs[1]))
+
+
+def test_another_seed_plays_other_prompts(start: Start):
+    runs = [start("experiment=fake", "number_of_steps=1", f"seed={seed}") for seed in (1, 2)]
+    for run in runs:
+        assert run.wait() == 0, run.said()
+    assert {row[2] for row in played(runs[0])} != {row[2] for row in played(runs[1])}
+
+
+def test_the_core_says_the_same_again_from_the_journal(start: Start):
+    run = start("experiment=fake", "number_of_steps=3")
+    assert run.wait() == 0, run.said()
+    said = subprocess.run(
+        [sys.executable, "-m", "telescope.replay", str(run.directory.path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+        check=False,
+    )
+    assert said.returncode == 0, said.stdout + said.stderr
+    assert "agree" in said.stdout
+
+
+def test_no_token_lags_further_than_the_bound_says(start: Start):
+    run = start(
+        "experiment=fake", "number_of_steps=8", "orchestrator.max_async_rollout=1", "orchestrator.max_off_policy_steps=1"
+    )
+    assert run.wait() == 0, run.said()
+    lags = [lag for row in run.rows("batches") for lag in row["lag_versions"]]
+    assert len(lags) == 8 * 4 * 4
+    assert 0 <= min(lags) <= max(lags) <= 1  # M + D - 1
+
+
+def test_several_workers_servers_and_ranks_share_the_work(start: Start):
+    run = start(
+        "experiment=fake",
+        "number_of_steps=3",
+        "cluster.env_num_workers=2",
+        "cluster.inference_num_workers=2",
+        "cluster.trainer_num_workers=2",
+    )
+    assert run.wait() == 0, run.said()
+    assert {row["worker"] for row in run.rows("rollouts")} == {"worker-0", "worker-1"}
+    assert {row["server"] for row in run.rows("turns")} == {"server-0", "server-1"}
+    commits = [(row["version"], row["server"]) for row in run.rows("weights") if row["phase"] == "committed"]
+    assert sorted(commits) == [(version, f"server-{index}") for version in (1, 2, 3) for index in (0, 1)]

@@ -1,0 +1,82 @@
+"""The whole system learns: real vLLM, FSDP, weights pushed into the running server. And broken ones are seen not to."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+import pytest
+
+from tests.run.conftest import Start, WholeRun
+from tests.run.plugins import controls
+
+REVERSE = ("experiment=reverse_letters", "inference.http=false")
+LIMIT_S = 600.0
+
+
+def finished(run: WholeRun, limit_s: float = LIMIT_S) -> WholeRun:
+    assert run.wait(limit_s) == 0, run.said()[-4000:]
+    return run
+
+
+def exact(run: WholeRun) -> list[float]:
+    """Share of exact answers among everything scored before each step."""
+    return [row["metrics"]["sample/exact"] for row in run.rows("step_metrics")]
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(400)
+def test_reward_on_what_the_server_sampled_rises(start: Start):
+    run = finished(start(*REVERSE, "number_of_steps=20"))
+    curve = exact(run)
+    assert len(curve) == 20
+    assert statistics.mean(curve[:3]) < 0.4
+    assert statistics.mean(curve[-4:]) > 0.45, curve
+    assert statistics.mean(curve[-4:]) - statistics.mean(curve[:3]) > 0.2, curve
+    commits = [row["version"] for row in run.rows("weights") if row["phase"] == "committed"]
+    assert commits == list(range(1, 21))
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(1500)
+def test_the_quickstart_learns_with_three_seeds(start: Start):
+    ends = []
+    for seed in (0, 1, 2):
+        summary = finished(start(f"seed={seed}")).summary()
+        assert summary["steps"] == 60
+        assert 0.2 < summary["exact_first"] < 0.45
+        ends.append(summary["exact_last"])
+    assert min(ends) >= 0.6, ends
+    assert statistics.mean(ends) >= 0.7, ends
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(700)
+def test_shuffled_advantages_teach_nothing(start: Start, tmp_path: Path):
+    run = finished(
+        start(*REVERSE, "--config-dir", str(controls(tmp_path / "mine")), "algorithm=shuffled", "number_of_steps=30")
+    )
+    assert statistics.mean(exact(run)[-5:]) < 0.3
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(700)
+def test_a_server_that_never_gets_the_new_weights_is_noticed(start: Start, tmp_path: Path):
+    broken = ("--config-dir", str(controls(tmp_path / "mine")), "backend=stale")
+    run = finished(start(*REVERSE, *broken, "number_of_steps=30"))
+    assert statistics.mean(exact(run)[-5:]) < 0.3
+    gap = [abs(row["metrics"]["kl_divergence_inference"]) for row in run.rows("step_metrics")]
+    assert statistics.mean(gap[-5:]) > 0.02  # trainer and server drift apart
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(700)
+def test_at_learning_rate_zero_trainer_and_server_stay_the_same_policy(start: Start):
+    run = finished(start(*REVERSE, "trainer.learning_rate=0.0", "number_of_steps=20"))
+    for row in run.rows("step_metrics"):
+        assert row["metrics"]["ratio_mean"] == pytest.approx(1.0, abs=0.005)
+        assert abs(row["metrics"]["kl_divergence_inference"]) < 1e-4

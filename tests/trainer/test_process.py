@@ -1,0 +1,216 @@
+"""A trainer rank as a real process on a real wire: it trains, publishes, stops, and says why when it can't."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from telescope.algorithms.grpo import GRPO
+from telescope.backends.base import BackendSettings, TrainShard
+from telescope.backends.fake import Fake
+from telescope.backends.fsdp import FSDP
+from telescope.config.parts import ClusterSettings, EnvironmentEntry, ModelSettings, TrainerSettings
+from telescope.config.run import RunConfig, config_hash, dump_run
+from telescope.runlog.layout import RunDirectory
+from telescope.weights.shared_memory import SharedMemoryReader, default_folder, run_prefix
+from telescope.wire.happenings import Delivery, PeerJoined, PeerLeft, PeerLost
+from telescope.wire.hub import Hub
+from telescope.wire.messages import Message, PublishWeights, StepDone, TrainStep, WeightsPublished
+from telescope.wire.security import make_keys
+from tests.backends.shards import make_shard
+
+PATIENCE_S = 90.0
+"""This machine may be busy: imports of torch alone then take half a minute."""
+
+
+class Bench:
+    """The orchestrator's side of one trainer rank."""
+
+    def __init__(self, hub: Hub, directory: RunDirectory, process: asyncio.subprocess.Process) -> None:
+        self.hub, self.directory, self.process = hub, directory, process
+
+    async def next(self) -> object:
+        return await self.hub.next(PATIENCE_S)
+
+    async def ask(self, order: Message, arrays: tuple[np.ndarray, ...] = ()) -> Message:
+        """Send an order and give its answer."""
+        number = self.hub.send("trainer-0", order, arrays)
+        answer = await self.next()
+        assert isinstance(answer, Delivery), answer
+        assert answer.answers == number
+        return answer.body
+
+    async def train(self, shard: TrainShard) -> Message:
+        order = TrainStep(shard.step, shard.items, shard.denominators)
+        return await self.ask(order, (shard.ids, shard.mask, shard.logprobs, shard.versions))
+
+    async def ended(self) -> tuple[int, str]:
+        """Exit code and last line on stderr."""
+        _, errors = await asyncio.wait_for(self.process.communicate(), PATIENCE_S)
+        return self.process.returncode or 0, errors.decode().strip().splitlines()[-1]
+
+    def failure(self) -> str:
+        return self.directory.failure("trainer-0").read_text().strip()
+
+    def segments(self) -> list[Path]:
+        return list(default_folder().glob(f"{run_prefix(self.directory.path.name)}*"))
+
+
+@asynccontextmanager
+async def bench(folder: Path, backend: BackendSettings, **changes: object) -> AsyncIterator[Bench]:
+    config = RunConfig(
+        environments={"countdown": EnvironmentEntry(name="countdown")},
+        algorithm=GRPO(),
+        backend=backend,
+        trainer=TrainerSettings(learning_rate=1e-3, seq_len=256),
+        cluster=ClusterSettings(trainer_num_workers=1),
+        **changes,
+    )
+    directory = RunDirectory.create(folder / f"run-{os.getpid()}-{folder.name}")
+    directory.config_json.write_text(dump_run(config))
+    make_keys(directory, ["orchestrator", "trainer-0"])
+    hub = await Hub.open(directory, run=directory.path.name, attempt="1", config_hash=config_hash(config))
+    arguments = ["-m", "telescope.trainer", "--run-dir", str(directory.path), "--name", "trainer-0"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    process = await asyncio.create_subprocess_exec(sys.executable, *arguments, env=environment, stderr=subprocess.PIPE)
+    try:
+        yield Bench(hub, directory, process)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        await hub.close("the test is over", timeout_s=0)
+
+
+async def joined(here: Bench) -> None:
+    peer = await here.next()
+    assert isinstance(peer, PeerJoined), peer
+    assert (peer.hello.role, peer.hello.rank, peer.hello.capacity) == ("trainer", 0, 2)
+
+
+@pytest.mark.timeout(300)
+async def test_the_tiny_model_trains_publishes_and_stops(tmp_path):
+    settings = FSDP(mixed_precision_dtype=None, gradient_checkpointing=False)
+    async with bench(tmp_path, settings) as here:
+        await joined(here)
+        base = await here.ask(PublishWeights(0))
+        done = await here.train(make_shard(1))
+        assert isinstance(done, StepDone)
+        assert done.metrics["trained_tokens"] == 111.0
+        assert {"timing_forward_total", "timing_backward_total", "timing_step_active"} <= done.timings.keys()
+        trained = await here.ask(PublishWeights(1))
+        reader = SharedMemoryReader(here.directory.path.name)
+        tensors = []
+        for published, version in ((base, 0), (trained, 1)):
+            assert isinstance(published, WeightsPublished)
+            assert published.manifest is not None
+            assert (published.version, published.manifest.version, len(published.manifest.tensors)) == (version, version, 24)
+            tensors.append({spec.name: bytes(view) for spec, view in reader.read(published.manifest)})
+        assert tensors[0].keys() == tensors[1].keys()
+        assert all(tensors[0][name] != tensors[1][name] for name in tensors[0])
+        await here.hub.close("all steps are done")
+        code, last = await here.ended()
+        assert code == 0, last
+        assert last.endswith("stopped: all steps are done")
+        assert here.segments() == []
+
+
+async def test_the_fake_backend_needs_no_torch_and_repeats_itself(tmp_path):
+    async with bench(tmp_path, Fake(step_s=0.01), number_of_steps=3) as here:
+        await joined(here)
+        assert "torch" not in (Path("/proc") / str(here.process.pid) / "maps").read_text()
+        for step in (1, 2, 3):
+            done = await here.train(make_shard(step))
+            assert isinstance(done, StepDone)
+            assert done.metrics["grad_norm"] == pytest.approx(step**-0.5)
+            assert done.timings["timing_step_active"] >= 0.01
+            published = await here.ask(PublishWeights(step))
+            assert isinstance(published, WeightsPublished)
+            assert published.manifest is not None
+            found = {spec.name: view for spec, view in SharedMemoryReader(here.directory.path.name).read(published.manifest)}
+            assert list(found["fake.version"].cast("f")) == [step, 0.0]
+            expected = np.random.default_rng((0, step)).standard_normal((4, 8), np.float32)
+            assert bytes(found["fake.embedding"]) == expected.tobytes()
+        assert len(here.segments()) == 2
+
+
+async def test_a_step_out_of_order_ends_the_rank_with_a_sentence(tmp_path):
+    async with bench(tmp_path, Fake()) as here:
+        await joined(here)
+        await here.train(make_shard(1))
+        here.hub.send(
+            "trainer-0", TrainStep(3, (), make_shard().denominators), tuple(np.zeros(0, t) for t in ("i4", "u1", "f4", "i4"))
+        )
+        lost = await here.next()
+        sentence = "told to train step 3 when step 1 was the last: a step was lost or repeated"
+        assert isinstance(lost, PeerLost)
+        assert sentence in lost.cause
+        assert await here.ended() == (1, f"trainer-0: {sentence}")
+        assert here.failure() == f"trainer-0: {sentence}"
+
+
+async def test_a_version_that_was_not_trained_is_not_published(tmp_path):
+    async with bench(tmp_path, Fake()) as here:
+        await joined(here)
+        here.hub.send("trainer-0", PublishWeights(2))
+        assert isinstance(await here.next(), PeerLost)
+        code, last = await here.ended()
+        assert (code, last) == (1, "trainer-0: told to publish version 2, but the weights here are version 0")
+
+
+async def test_a_missing_logprob_ends_the_rank_with_the_rollout_named(tmp_path):
+    async with bench(tmp_path, Fake()) as here:
+        await joined(here)
+        shard = make_shard(1)
+        shard.logprobs[np.flatnonzero(shard.mask)[0]] = np.nan
+        order = TrainStep(1, shard.items, shard.denominators)
+        here.hub.send("trainer-0", order, (shard.ids, shard.mask, shard.logprobs, shard.versions))
+        lost = await here.next()
+        assert isinstance(lost, PeerLost)
+        assert "rollout 100 lacks the sampling log-prob of 1 trained tokens" in lost.cause
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+async def test_a_signal_ends_the_rank_and_leaves_no_segment(tmp_path, number, code):
+    async with bench(tmp_path, Fake()) as here:
+        await joined(here)
+        await here.ask(PublishWeights(0))
+        assert len(here.segments()) == 1
+        here.process.send_signal(number)
+        assert (await here.ended())[0] == code
+        assert here.segments() == []
+        assert isinstance(await here.next(), PeerLost | PeerLeft)
+
+
+async def test_a_missing_model_is_a_sentence_before_any_hello(tmp_path):
+    async with bench(tmp_path, FSDP(), model=ModelSettings(name="/nowhere")) as here:
+        code, last = await here.ended()
+        assert (code, last) == (1, "trainer-0: model.name='/nowhere': there is no such folder")
+        assert here.failure() == last
+
+
+async def test_ranks_that_disagree_with_the_configuration_are_refused(tmp_path):
+    async with bench(tmp_path, Fake()) as here:
+        environment = {**os.environ, "RANK": "1", "WORLD_SIZE": "2"}
+        arguments = ["-m", "telescope.trainer", "--run-dir", str(here.directory.path), "--name", "trainer-1"]
+        second = await asyncio.create_subprocess_exec(sys.executable, *arguments, env=environment, stderr=subprocess.PIPE)
+        _, errors = await asyncio.wait_for(second.communicate(), PATIENCE_S)
+        assert second.returncode == 1
+        assert "rank 1 of 2 by RANK and WORLD_SIZE, but cluster.trainer_num_workers=1" in errors.decode()
+
+
+def test_messages_of_the_trainer_travel_as_they_are():
+    from telescope.wire.messages import Envelope
+
+    body = StepDone(3, {"loss": 0.5, "grad_norm": float("inf")}, {"timing_step_active": 0.25})
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(Envelope(body)), type=Envelope).body == body

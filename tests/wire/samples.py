@@ -1,0 +1,112 @@
+"""One message of each kind, with arrays where it has any, and a fixed number: what the golden bytes are made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from telescope.records import (
+    Denominators,
+    EnvironmentCard,
+    PromptRef,
+    RolloutOrder,
+    Sampling,
+    TensorSpec,
+    TrainItem,
+    WeightManifest,
+)
+from telescope.wire import messages as m
+from telescope.wire.codec import RawArrays, encode
+
+NAN = float("nan")
+
+
+def trajectory(length: int) -> tuple[np.ndarray, ...]:
+    mask = np.arange(length, dtype=np.uint8) % 2
+    return (
+        np.arange(100, 100 + length, dtype=np.int32),
+        mask,
+        np.where(mask == 1, -0.5, NAN).astype(np.float32),
+        np.where(mask == 1, 3, -1).astype(np.int32),
+    )
+
+
+def completion(length: int) -> tuple[np.ndarray, ...]:
+    return (np.arange(length, dtype=np.int32), np.full(length, -0.25, np.float32), np.full(length, 7, np.int32))
+
+
+@dataclass(frozen=True)
+class Sample:
+    body: m.Body
+    arrays: tuple[np.ndarray, ...] = ()
+    seq: int = 0
+    answers: int = 0
+
+    @property
+    def name(self) -> str:
+        return type(self.body).__name__
+
+    def frames(self) -> list[bytes]:
+        return encode(self.body, self.seq, self.answers, RawArrays.of(self.arrays))
+
+
+def hello(name: str = "worker-0", **changes: object) -> m.Hello:
+    fields: dict[str, object] = {
+        "role": name.rpartition("-")[0],
+        "name": name,
+        "run": "run-1",
+        "attempt": "attempt-1",
+        "incarnation": f"{name}-first",
+        "config_hash": "c0ffee",
+        "capacity": 4,
+        "pid": 4321,
+        "host": "node-7",
+    }
+    return m.Hello(**(fields | changes))  # type: ignore[arg-type]
+
+
+ORDER = RolloutOrder(11, 3, 2, 0, PromptRef("countdown", "train", 41), 99)
+SAMPLING = Sampling(0.7, 64, 5)
+MANIFEST = WeightManifest(
+    5,
+    "shared_memory",
+    "telescope-5",
+    (TensorSpec("w", "float32", (2, 3), 0, 24), TensorSpec("b", "float32", (), 24, 4)),
+    28,
+    "ab12",
+)
+CARD = EnvironmentCard("countdown", {"train": 1000, "eval": 10}, "d1ce")
+
+SAMPLES = (
+    Sample(hello(environments=(CARD,), connection=2)),
+    Sample(m.Welcome(3.0, 15.0, 2)),
+    Sample(m.Reject("worker-0 belongs to run 'x', this is the hub of run 'y'")),
+    Sample(m.Heartbeat(17, "train step 12")),
+    Sample(m.Ack((1, 2, 300))),
+    Sample(m.Stop("number_of_steps reached"), seq=9),
+    Sample(m.Goodbye("the model folder is missing")),
+    Sample(m.RunRollout(ORDER), seq=1),
+    Sample(m.CancelRollout(11, 0, "off_policy")),
+    Sample(
+        m.RolloutDone(11, 0, 1.0, {"format": 0.5}, (4, 2), 3, 3, 1, "stop", "2+2?", "4", "4", 10, 20, 30), trajectory(6), 2, 1
+    ),
+    Sample(m.RolloutFailed(11, 0, "the sandbox did not start"), (), 3, 1),
+    Sample(m.Generate("11.0.1", 11, 0, 1, SAMPLING, -1), (np.array([1, 2, 3], np.int32),), 4),
+    Sample(m.Abort("11.0.1")),
+    Sample(m.Completion("11.0.1", "length", 5, 2, 0.125, 0.5), completion(5), 6, 4),
+    Sample(m.GenerateFailed("11.0.1", "server-0 was lost"), (), 7, 4),
+    Sample(
+        m.TrainStep(1, (TrainItem(11, 3, 0, 4, -0.5, 2), TrainItem(12, 3, 1, 3, 0.5, 1)), Denominators(3, 2, 1)),
+        trajectory(7),
+        8,
+    ),
+    Sample(m.StepDone(1, {"loss": 0.25}, {"forward": 1.5}), (), 5, 8),
+    Sample(m.PublishWeights(1), seq=10),
+    Sample(m.WeightsPublished(5, MANIFEST, 0.25), (), 6, 10),
+    Sample(m.PrepareWeights(MANIFEST), seq=11),
+    Sample(m.CommitWeights(5), seq=12),
+    Sample(m.AbortWeights(5, "server-1 failed"), seq=13),
+    Sample(m.WeightsReady(4, 5, "ab12", 0.0), (), 7, 11),
+    Sample(m.WeightsFailed(5, "the checksum differs", True), (), 8, 12),
+)
