@@ -8,7 +8,6 @@ wanted behaviour from reward alone. MODEL_CARD.md beside each model says this to
     python scripts/make_tiny_models.py reverse --check-only       # measure the model that is there
 """
 
-# ruff: noqa: E402 - a script of the checkout: it sets thread counts and the import path before it imports
 from __future__ import annotations
 
 import argparse
