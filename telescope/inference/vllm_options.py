@@ -42,6 +42,7 @@ def vllm_environment(device: Device, given: Mapping[str, str]) -> dict[str, str]
     taste = {"VLLM_LOGGING_LEVEL": "WARNING", "OMP_NUM_THREADS": "1"} if device == "cpu" else {"VLLM_LOGGING_LEVEL": "WARNING"}
     needed = {
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",  # the model is a local folder by now
         "TOKENIZERS_PARALLELISM": "false",  # we fork
