@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -75,6 +76,21 @@ class FSDPBackend:
         metrics["padding_fraction"] = 1.0 - metrics["packed_tokens"] / metrics.pop("row_tokens")
         return StepResult(metrics=metrics, timings=spans.timings())
 
+    def logprobs(self, shard: TrainShard) -> np.ndarray:
+        found = np.full(len(shard.ids), np.nan, np.float32)
+        trajectories = shards.trajectories(shard)
+        ends = np.cumsum([item.length for item in shard.items])
+        with ranks.watched("taking log-probs"), torch.no_grad():
+            for row in self._plan(shard):
+                arrays = packing.arrange(row, trajectories, shard.items)
+                _, given = self._given(arrays)
+                logprob, _ = self._policy(given, self._job.temperature, self._job.trainer.entropy_chunk_size)
+                laid = np.full(row.size, np.nan, np.float32)
+                laid[arrays.mask] = logprob.cpu().numpy()
+                for start, length, index in zip(row.starts, row.lengths, row.items, strict=True):
+                    found[ends[index] - length : ends[index]] = laid[start : start + length]
+        return found
+
     def weights(self) -> Iterator[tuple[str, Any]]:
         with ranks.watched("gathering the weights"):
             for name, tensor in self._policy.full_weights():
@@ -96,9 +112,7 @@ class FSDPBackend:
         """Add one row's share of the gradient."""
         job = self._job
         with spans.span("data_to_device"):
-            row = rows.to_device(arrays, self._device)
-            segments = attention.segments(self._policy.kind, arrays.boundaries, self._device)
-            given = RowInput(row.ids, row.position_ids, segments, places=row.sampled - 1, targets=row.targets)
+            row, given = self._given(arrays)
         with spans.span("forward"):
             logprob, entropy = self._policy(given, job.temperature, job.trainer.entropy_chunk_size)
         with spans.span("loss_computation"):
@@ -106,6 +120,12 @@ class FSDPBackend:
             tally.add(output)
         with spans.span("backward"):
             self._scale.scaled(output.loss).backward()  # type: ignore[no-untyped-call]
+
+    def _given(self, arrays: packing.RowArrays) -> tuple[rows.DeviceRow, RowInput]:
+        """A row on the device, and what of it the model sees."""
+        row = rows.to_device(arrays, self._device)
+        segments = attention.segments(self._policy.kind, arrays.boundaries, self._device)
+        return row, RowInput(row.ids, row.position_ids, segments, places=row.sampled - 1, targets=row.targets)
 
     def _update(self, step: int) -> dict[str, float]:
         trainer = self._job.trainer
