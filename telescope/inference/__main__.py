@@ -1,6 +1,7 @@
-"""`python -m telescope.inference --run-dir DIR --name server-0`"""
+"""`python -m telescope.inference`."""
 
-from telescope.inference.main import leave, main
+from telescope.inference.main import main
+from telescope.wire.process import leave
 
 if __name__ == "__main__":
     leave(main())

@@ -12,6 +12,8 @@ from multiprocessing.process import BaseProcess
 
 import psutil
 
+REAPED_S = 0.1
+
 
 class Children:
     """Watches the child processes that appeared since it was made. Needs a running event loop."""
@@ -24,8 +26,8 @@ class Children:
     def watch_new(self) -> None:
         loop = asyncio.get_running_loop()
         self._ended = loop.create_future()
-        for process in multiprocessing.active_children():
-            if process.pid is None or process.pid in self._before:
+        for process in self._new():
+            if process.pid is None:
                 continue
             descriptor = os.pidfd_open(process.pid)
             self._watched[descriptor] = process
@@ -42,23 +44,33 @@ class Children:
             asyncio.get_running_loop().remove_reader(descriptor)
 
     def end_all(self, deadline_s: float) -> None:
-        """Wait for them to end by themselves, then kill them and all their descendants."""
+        """Wait for them to end by themselves, then kill them and all their descendants. Works after half a start too."""
         deadline = time.monotonic() + deadline_s
-        for descriptor, process in self._watched.items():
-            process.join(max(0.0, deadline - time.monotonic()))
+        for descriptor in self._watched:
             os.close(descriptor)
+        self._watched.clear()
+        for process in self._new():
+            process.join(max(0.0, deadline - time.monotonic()))
             if process.is_alive() and process.pid is not None:
                 kill_tree(process.pid)
                 process.join(deadline_s)
-        self._watched.clear()
+
+    def _new(self) -> list[BaseProcess]:
+        return [process for process in multiprocessing.active_children() if process.pid not in self._before]
 
     def _on_end(self, descriptor: int) -> None:
-        asyncio.get_running_loop().remove_reader(descriptor)
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(descriptor)
         process = self._watched[descriptor]
+        if process.exitcode is None:  # vLLM's thread has just reaped it and is about to write that down
+            loop.call_later(REAPED_S, self._tell, process)
+        else:
+            self._tell(process)
+
+    def _tell(self, process: BaseProcess) -> None:
         if self._ended is not None and not self._ended.done():
-            self._ended.set_result(
-                f"the engine's process (pid {process.pid}) {_how(descriptor)}; nothing can be served any more"
-            )
+            how = _how(process.exitcode)
+            self._ended.set_result(f"the engine's process (pid {process.pid}) {how}; nothing can be served any more")
 
 
 def kill_tree(pid: int) -> None:
@@ -70,14 +82,7 @@ def kill_tree(pid: int) -> None:
                 process.kill()
 
 
-def _how(descriptor: int) -> str:
-    """How the process ended, without reaping it: that is its owner's part."""
-    try:
-        status = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        status = None
-    if status is None:
+def _how(code: int | None) -> str:
+    if code is None:
         return "ended"
-    if status.si_code == os.CLD_EXITED:
-        return f"ended with exit code {status.si_status}"
-    return f"was killed by {signal.Signals(status.si_status).name}"
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

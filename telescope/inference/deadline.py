@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,11 +10,10 @@ from contextlib import contextmanager
 import psutil
 
 from telescope.inference.children import kill_tree
-from telescope.runlog.layout import RunDirectory, write_atomically
+from telescope.runlog.layout import RunDirectory
+from telescope.wire.process import COMPONENT_FAILED, leave, say_why
 
 log = logging.getLogger(__name__)
-
-GONE = 70
 
 
 class Deadline:
@@ -27,7 +24,7 @@ class Deadline:
         self._name = name
 
     @contextmanager
-    def __call__(self, limit_s: float, sentence: str, code: int = GONE) -> Iterator[None]:
+    def __call__(self, limit_s: float, sentence: str, code: int = COMPONENT_FAILED) -> Iterator[None]:
         timer = threading.Timer(limit_s, self._end, (f"{self._name}: {sentence}={limit_s:g} s", code))
         timer.daemon = True
         timer.start()
@@ -40,18 +37,7 @@ class Deadline:
         for child in psutil.Process().children():
             kill_tree(child.pid)
         if code:
-            fail(self._directory, self._name, sentence, code)
+            say_why(self._directory, self._name, sentence, code)
         else:
             log.warning("%s", sentence)
-        logging.shutdown()
-        os._exit(code)
-
-
-def fail(directory: RunDirectory, name: str, sentence: str, code: int) -> int:
-    """The sentence to the failure file and, last of all, to stderr. Gives `code`."""
-    try:
-        write_atomically(directory.failure(name), sentence + "\n")
-    except OSError as error:
-        log.error("the reason of the failure can't be written: %s", error)
-    print(sentence, file=sys.stderr, flush=True)  # noqa: T201 - the supervisor quotes the last line
-    return code
+        leave(code)

@@ -1,7 +1,7 @@
 """`python -m telescope.orchestrator --run-dir DIR --name orchestrator`."""
 
-import sys
-
 from telescope.orchestrator.main import main
+from telescope.wire.process import leave
 
-sys.exit(main())
+if __name__ == "__main__":
+    leave(main())

@@ -6,6 +6,7 @@ Decide, then do, then record. Owns no decision (flow.core does), no array maths 
 from __future__ import annotations
 
 import logging
+import signal
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -78,10 +79,10 @@ class Orchestrator:
                 self._handle(self._events.popleft())
         return self.outcome
 
-    def interrupt(self, signal_number: int, name: str) -> None:
+    def interrupt(self, number: int) -> None:
         """A signal asks for the end; called on the event loop."""
-        self._exit_code = 128 + signal_number
-        self._events.append(events.StopRequested(reason=f"interrupted by {name}", ok=False))
+        self._exit_code = 128 + number
+        self._events.append(events.StopRequested(reason=f"interrupted by {signal.Signals(number).name}", ok=False))
 
     def fault(self, sentence: str) -> None:
         """A part of the run has failed for good."""

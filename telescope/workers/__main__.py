@@ -1,6 +1,7 @@
 """`python -m telescope.workers`."""
 
-from telescope.workers.main import leave, main
+from telescope.wire.process import leave
+from telescope.workers.main import main
 
 if __name__ == "__main__":
     leave(main())

@@ -73,7 +73,7 @@ def _load(config: RunConfig, label: str) -> Loaded:
         first = error.errors()[0]
         setting = ".".join(map(str, first["loc"]))
         raise EnvironmentBroken(f"{place} refuses its settings: {setting or 'kwargs'}: {first['msg']}") from error
-    except Exception as error:  # noqa: BLE001 - a user's file may raise anything; it becomes a sentence with its place
+    except Exception as error:
         raise EnvironmentBroken(f"{place} can't be loaded: {describe(error)}") from error
 
 
@@ -104,7 +104,7 @@ def check_lengths(loaded: Loaded, template: ChatTemplate, max_prompt_tokens: int
     prompts = list(sampled(loaded.prompts["train"]))
     try:
         lengths = [len(template.render(prompt.turns).ids) for prompt in prompts]
-    except Exception as error:  # noqa: BLE001 - a user's prompts in a model's template
+    except Exception as error:
         raise EnvironmentBroken(
             f"environments.{loaded.label}: its prompts can't be rendered for the model: {describe(error)}"
         ) from error

@@ -86,7 +86,7 @@ class WholeRun:
                 line = process.cmdline()
             except psutil.Error:
                 continue
-            if wanted in line and name in line:
+            if line[1:3] == ["-m", wanted] and name in line:
                 return process
         raise AssertionError(f"no process {name} among {[p.cmdline() for p in self.seen if p.is_running()]}")
 

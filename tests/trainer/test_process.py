@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
@@ -21,6 +22,7 @@ from telescope.backends.fake import Fake
 from telescope.backends.fsdp import FSDP
 from telescope.config.parts import ClusterSettings, EnvironmentEntry, ModelSettings, TrainerSettings
 from telescope.config.run import RunConfig, config_hash, dump_run
+from telescope.runlog.identity import new_identity, write_identity
 from telescope.runlog.layout import RunDirectory
 from telescope.weights.shared_memory import SharedMemoryReader, default_folder, run_prefix
 from telescope.wire.happenings import Delivery, PeerJoined, PeerLeft, PeerLost
@@ -36,11 +38,17 @@ PATIENCE_S = 90.0
 class Bench:
     """The orchestrator's side of one trainer rank."""
 
-    def __init__(self, hub: Hub, directory: RunDirectory, process: asyncio.subprocess.Process) -> None:
-        self.hub, self.directory, self.process = hub, directory, process
+    def __init__(self, hub: Hub, directory: RunDirectory, run_id: str, process: asyncio.subprocess.Process) -> None:
+        self.hub, self.directory, self.run_id, self.process = hub, directory, run_id, process
 
     async def next(self) -> object:
-        return await self.hub.next(PATIENCE_S)
+        """What happens next; None once the process has ended and nothing more came of it."""
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                dead = self.process.returncode is not None
+                happened = await self.hub.next(0.5)
+                if happened is not None or dead:
+                    return happened
 
     async def ask(self, order: Message, arrays: tuple[np.ndarray, ...] = ()) -> Message:
         """Send an order and give its answer."""
@@ -63,7 +71,7 @@ class Bench:
         return self.directory.failure("trainer-0").read_text().strip()
 
     def segments(self) -> list[Path]:
-        return list(default_folder().glob(f"{run_prefix(self.directory.path.name)}*"))
+        return list(default_folder().glob(f"{run_prefix(self.run_id)}*"))
 
 
 @asynccontextmanager
@@ -78,13 +86,15 @@ async def bench(folder: Path, backend: BackendSettings, **changes: object) -> As
     )
     directory = RunDirectory.create(folder / f"run-{os.getpid()}-{folder.name}")
     directory.config_json.write_text(dump_run(config))
+    identity = new_identity("test", datetime.now(UTC), config_hash(config))
+    write_identity(directory, identity)
     make_keys(directory, ["orchestrator", "trainer-0"])
-    hub = await Hub.open(directory, run=directory.path.name, attempt="1", config_hash=config_hash(config))
+    hub = await Hub.open(directory, run=identity.run_id, attempt=identity.attempt, config_hash=identity.config_hash)
     arguments = ["-m", "telescope.trainer", "--run-dir", str(directory.path), "--name", "trainer-0"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     process = await asyncio.create_subprocess_exec(sys.executable, *arguments, env=environment, stderr=subprocess.PIPE)
     try:
-        yield Bench(hub, directory, process)
+        yield Bench(hub, directory, identity.run_id, process)
     finally:
         if process.returncode is None:
             process.kill()
@@ -109,7 +119,7 @@ async def test_the_tiny_model_trains_publishes_and_stops(tmp_path):
         assert done.metrics["trained_tokens"] == 111.0
         assert {"timing_forward_total", "timing_backward_total", "timing_step_active"} <= done.timings.keys()
         trained = await here.ask(PublishWeights(1))
-        reader = SharedMemoryReader(here.directory.path.name)
+        reader = SharedMemoryReader(here.run_id)
         tensors = []
         for published, version in ((base, 0), (trained, 1)):
             assert isinstance(published, WeightsPublished)
@@ -137,7 +147,7 @@ async def test_the_fake_backend_needs_no_torch_and_repeats_itself(tmp_path):
             published = await here.ask(PublishWeights(step))
             assert isinstance(published, WeightsPublished)
             assert published.manifest is not None
-            found = {spec.name: view for spec, view in SharedMemoryReader(here.directory.path.name).read(published.manifest)}
+            found = {spec.name: view for spec, view in SharedMemoryReader(here.run_id).read(published.manifest)}
             assert list(found["fake.version"].cast("f")) == [step, 0.0]
             expected = np.random.default_rng((0, step)).standard_normal((4, 8), np.float32)
             assert bytes(found["fake.embedding"]) == expected.tobytes()

@@ -192,10 +192,11 @@ def _varlen() -> Callable[..., Tensor]:
     from torch.nn.attention.varlen import varlen_attn
 
     # torch 2.11 shares key heads among query heads unasked; later ones want to be told
-    sharing = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    sharing: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
     def built_in(q: Tensor, k: Tensor, v: Tensor, at: Tensor, longest: int, scale: float | None, window: int) -> Tensor:
-        result: Tensor = varlen_attn(q, k, v, at, at, longest, longest, scale=scale, window_size=(window, 0), **sharing)
+        result = varlen_attn(q, k, v, at, at, longest, longest, scale=scale, window_size=(window, 0), **sharing)
+        assert isinstance(result, Tensor)  # a tuple only where more is asked for
         return result
 
     return built_in
