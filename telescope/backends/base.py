@@ -77,6 +77,11 @@ class Backend(Protocol):
         """Forward, backward and an optimiser update for each minibatch of the shard and its siblings on the other ranks."""
         ...
 
+    def logprobs(self, shard: TrainShard) -> np.ndarray:
+        """[T] float32: the log-probs of the shard's sampled tokens under the weights as they are, after temperature; NaN where
+        the mask is 0. Nothing is trained."""
+        ...
+
     def weights(self) -> Iterator[tuple[str, Any]]:
         """Full tensors by Hugging Face name, on rank 0; the other ranks run along and yield nothing. Tied tensors once."""
         ...

@@ -49,6 +49,10 @@ class FakeBackend:
         found["padding_fraction"] = 1.0 - found["packed_tokens"] / max(found.pop("row_tokens"), 1.0)
         return StepResult(metrics=found | self._learning(shard), timings={"timing_step_active": time.perf_counter() - started})
 
+    def logprobs(self, shard: TrainShard) -> np.ndarray:
+        """There is no model to disagree with the server's."""
+        return shard.logprobs.copy()
+
     def weights(self) -> Iterator[tuple[str, np.ndarray]]:
         """`fake.embedding` [4, 8] and `fake.version` [2] float32, the version and the seed."""
         if self._job.world.rank == 0:

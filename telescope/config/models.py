@@ -84,12 +84,12 @@ def _from_hub(name: str) -> Path:
 
 
 def end_ids(folder: Path) -> tuple[int, ...]:
-    """Token ids that end an answer, by the folder's generation_config.json and config.json, e.g. `(151645, 151643)`.
+    """Token ids that end an answer, e.g. `(151645, 151643)`: those of generation_config.json, else of config.json.
 
     The tokenizer's own end-of-sequence token is not looked up here.
     """
-    found: list[int] = []
     for file in (folder / "generation_config.json", folder / "config.json"):
         given = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
-        found += given if isinstance(given, list) else [] if given is None else [given]
-    return tuple(dict.fromkeys(found))
+        if given is not None:
+            return tuple(given) if isinstance(given, list) else (given,)
+    return ()

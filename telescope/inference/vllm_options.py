@@ -42,7 +42,9 @@ def vllm_environment(device: Device, given: Mapping[str, str]) -> dict[str, str]
     taste = {"VLLM_LOGGING_LEVEL": "WARNING", "OMP_NUM_THREADS": "1"} if device == "cpu" else {"VLLM_LOGGING_LEVEL": "WARNING"}
     needed = {
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         "DO_NOT_TRACK": "1",
+        "VLLM_SERVER_DEV_MODE": "0",  # its HTTP routes pause the engine and change weights
         "HF_HUB_OFFLINE": "1",  # the model is a local folder by now
         "TOKENIZERS_PARALLELISM": "false",  # we fork
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if device == "cpu" else "1",  # on a CPU: allows the executor `uni`; not more

@@ -21,7 +21,7 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=EOS, pad_token=PAD, unk_token=PAD)
 
 
-def make_model(folder: Path, seed: int, tied: bool = True) -> Path:
+def make_model(folder: Path, seed: int, tied: bool = True, head_dim: int = 32) -> Path:
     """Write a 2-layer Qwen3 (about 100k parameters, float32) with weights drawn from `seed`.
 
     The end token's logit is always 0: at a low temperature an answer never ends, at a high one it soon does.
@@ -37,7 +37,7 @@ def make_model(folder: Path, seed: int, tied: bool = True) -> Path:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,
+        head_dim=head_dim,
         max_position_embeddings=1024,
         tie_word_embeddings=tied,
         eos_token_id=1,

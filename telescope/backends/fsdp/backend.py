@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -85,6 +86,20 @@ class FSDPBackend:
         metrics["updates_skipped_total"] = float(self._updater.skipped)
         metrics["padding_fraction"] = 1.0 - metrics["packed_tokens"] / metrics.pop("row_tokens")
         return StepResult(metrics=metrics, timings=spans.timings())
+
+    def logprobs(self, shard: TrainShard) -> np.ndarray:
+        found = np.full(len(shard.ids), np.nan, np.float32)
+        trajectories = shards.trajectories(shard)
+        ends = np.cumsum([item.length for item in shard.items])
+        with ranks.watched("taking log-probs"):
+            for row in (row for plan in self._plan(shard) for row in plan):
+                arrays = packing.arrange(row, trajectories, shard.items)
+                logprob = self._logprobs_of(self._policy, self._on_device(arrays)[1])
+                laid = np.full(row.size, np.nan, np.float32)
+                laid[arrays.mask] = logprob.cpu().numpy()
+                for start, length, index in zip(row.starts, row.lengths, row.items, strict=True):
+                    found[ends[index] - length : ends[index]] = laid[start : start + length]
+        return found
 
     def weights(self) -> Iterator[tuple[str, Any]]:
         with ranks.watched("gathering the weights"):

@@ -1,0 +1,187 @@
+"""`python -m telescope.doctor logprobs [overrides]`: do trainer and server agree on the probabilities of the same tokens?
+
+Starts the configured engine, lets it answer prompts of the configured environments, ends it, builds the configured backend and
+asks it for the log-probs of the same tokens at the same temperature. One after the other, so that one GPU is enough.
+Exit codes: 0 they agree, 1 they don't or something failed, 2 usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import secrets
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from telescope.backends.base import TrainShard
+    from telescope.config.run import RunConfig
+    from telescope.inference.engine import Engine, Generated
+
+AGREE, DISAGREE, USAGE = 0, 1, 2
+SAMPLES = 32
+LIMITS = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
+"""Largest mean |difference| in nats, by the coarser of the two precisions. In bfloat16 two right implementations of a small
+model differ by 0.04 (docs/inference.md)."""
+
+
+@dataclass(frozen=True)
+class Parity:
+    """Trainer minus server over all sampled tokens, in nats."""
+
+    tokens: int
+    mean: float
+    largest: float
+    ratio: float
+    """Mean importance ratio exp(trainer - server); 1 where both agree."""
+    limit: float
+
+    @property
+    def agree(self) -> bool:
+        return self.mean <= self.limit
+
+    def report(self, config: RunConfig) -> str:
+        verdict = "agree" if self.agree else "DISAGREE: training would be off-policy from the first step"
+        return (
+            f"log-probs of {self.tokens} tokens of {config.model.name} at temperature {config.rollout.temperature:g}\n"
+            f"  mean |trainer - server|  {self.mean:.2e} (at most {self.limit:g})\n"
+            f"  max  |trainer - server|  {self.largest:.2e}\n"
+            f"  mean importance ratio    {self.ratio:.6f}\n"
+            f"  trainer and server {verdict}\n"
+        )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """One command line; gives the exit code."""
+    parser = argparse.ArgumentParser(prog="telescope.doctor", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("check", choices=["logprobs"])
+    parser.add_argument("--samples", type=int, default=SAMPLES, help="answers to compare (default %(default)s)")
+    parser.add_argument("-cd", "--config-dir", help="a folder of your own presets and plug-ins")
+    parser.add_argument("overrides", nargs="*", help="as for telescope.run, e.g. model=qwen3-0.6b rollout.temperature=0.7")
+    asked = parser.parse_intermixed_args(list(arguments))
+    from telescope.compose.load import UsageError, load_points, places_for
+    from telescope.config.words import ConfigError
+
+    try:
+        (point,) = load_points(asked.overrides, places_for(asked.config_dir), os.environ)
+    except UsageError as error:
+        sys.stderr.write(f"telescope.doctor: {error}\n")
+        return USAGE
+    if point.config is None:
+        sys.stderr.write(f"{ConfigError(point.problems)}\n")
+        return DISAGREE
+    if point.config.inference.engine == "fake" or point.config.backend_name == "fake":
+        sys.stderr.write("telescope.doctor: a fake engine or backend has no model; use inference=vllm and a real backend\n")
+        return USAGE
+    found = check_logprobs(point.config, asked.samples)
+    sys.stdout.write(found.report(point.config))
+    return AGREE if found.agree else DISAGREE
+
+
+def check_logprobs(config: RunConfig, samples: int) -> Parity:
+    """Sample, then score the same tokens. Raises what engine and backend raise."""
+    from telescope._launch.local import this_host
+
+    gpus = this_host().gpus
+    if gpus and config.cluster.device != "cpu" and not os.environ.get("CUDA_VISIBLE_DEVICES"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[0]
+    from telescope.inference.main import build_engine, device_of
+
+    device = device_of(config, os.environ)
+    engine = build_engine(config, secrets.token_hex(8), device)  # sets vLLM's environment: before anything imports torch
+    prompts = prompts_of(config, samples)
+    answers = asyncio.run(answer(engine, prompts, config))
+    shard = as_shard(prompts, answers)
+    return compare(shard, score(shard, config, "cuda:0" if device == "gpu" else "cpu"), limit(config, device))
+
+
+def prompts_of(config: RunConfig, samples: int) -> list[np.ndarray]:
+    """Opening prompts [T] int32 of the train splits, the environments in turn, as a worker would send them."""
+    from telescope.config.models import model_folder
+    from telescope.workers.tokenizer import load_template
+
+    template = load_template(config.model, model_folder(config.model.name))
+    splits = [config.environment(name).prompts("train") for name in config.environments]
+    chosen = (splits[index % len(splits)][index // len(splits)] for index in range(samples))
+    return [template.opening(prompt.turns).ids for prompt in chosen]
+
+
+async def answer(engine: Engine, prompts: Sequence[np.ndarray], config: RunConfig) -> list[Generated]:
+    from telescope.records import Sampling
+
+    def sampling(index: int) -> Sampling:
+        return Sampling(config.rollout.temperature, config.rollout.max_tokens, config.seed + index)
+
+    try:
+        await engine.start()
+        asked = (engine.generate(f"doctor-{i}", prompt, sampling(i), 0) for i, prompt in enumerate(prompts))
+        return list(await asyncio.gather(*asked))
+    finally:
+        await engine.close()
+
+
+def as_shard(prompts: Sequence[np.ndarray], answers: Sequence[Generated]) -> TrainShard:
+    """Prompts and answers as a step's trajectories; advantages are 0, for nothing is trained."""
+    from telescope.backends.base import TrainShard
+    from telescope.records import Denominators, TrainItem
+
+    pairs = list(zip(prompts, answers, strict=True))
+    items = tuple(
+        TrainItem(i, i, i, length=len(prompt) + len(got.ids), advantage=0.0, sequence_tokens=len(got.ids))
+        for i, (prompt, got) in enumerate(pairs)
+    )
+    mask = np.concatenate([np.repeat([0, 1], [len(prompt), len(got.ids)]) for prompt, got in pairs]).astype(np.uint8)
+    return TrainShard(
+        step=1,
+        items=items,
+        ids=np.concatenate([part for prompt, got in pairs for part in (prompt, got.ids)]).astype(np.int32),
+        mask=mask,
+        logprobs=_spread(mask, np.nan, [got.logprobs for got in answers], np.float32),
+        versions=_spread(mask, -1, [got.versions for got in answers], np.int32),
+        denominators=(Denominators(int(mask.sum()), len(items), len(items)),),
+    )
+
+
+def score(shard: TrainShard, config: RunConfig, device: str) -> np.ndarray:
+    """[T] float32: the trainer's log-probs of the shard's sampled tokens."""
+    from telescope.backends.base import World
+    from telescope.trainer.main import job
+
+    backend = config.backend.build(job(config, World(rank=0, size=1, device=device), lambda doing: None))
+    try:
+        return backend.logprobs(shard)
+    finally:
+        backend.close()
+
+
+def compare(shard: TrainShard, trainer: np.ndarray, limit: float) -> Parity:
+    sampled = shard.mask.astype(bool)
+    difference = (trainer - shard.logprobs)[sampled].astype(np.float64)
+    if not np.isfinite(difference).all():
+        return Parity(int(sampled.sum()), float("inf"), float("inf"), float("nan"), limit)
+    apart = np.abs(difference)
+    return Parity(int(sampled.sum()), float(apart.mean()), float(apart.max()), float(np.exp(difference).mean()), limit)
+
+
+def limit(config: RunConfig, device: str) -> float:
+    """What two right implementations may differ by."""
+    served = config.inference.dtype
+    if served == "auto":
+        served = "bfloat16" if device == "gpu" else config.model.dtype
+    trained = getattr(config.backend, "mixed_precision_dtype", None) or config.model.dtype
+    return max(LIMITS[served], LIMITS[trained])
+
+
+def _spread(mask: np.ndarray, fill: float, values: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+    spread: np.ndarray = np.full(len(mask), fill, dtype)
+    spread[mask.astype(bool)] = np.concatenate(values)
+    return spread
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

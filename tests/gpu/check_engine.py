@@ -1,0 +1,137 @@
+"""The vLLM engine on one GPU, whichever version is installed: `python -m tests.gpu.check_engine`.
+
+Log-probs against transformers in float32, an update in flight with the versions of its tokens, an abort, a refused part. Exits
+0 only if all hold. No pytest module: machines without a GPU have nothing to say about it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from telescope.config.parts import InferenceSettings, ModelSettings, WeightSyncSettings
+from telescope.inference.engine import WeightsRefused
+from telescope.inference.vllm_engine import VllmEngine
+from telescope.inference.vllm_options import ServerPlan, vllm_environment
+from telescope.records import Sampling
+from telescope.weights.shared_memory import SharedMemoryPublisher
+from tests.inference.models import make_model
+
+RUN = "gpu-check"
+COLD = 0.3
+CLOSE = 0.1
+"""Mean |difference| in nats between bfloat16 served and float32; other weights are apart by more than 1."""
+
+Facts = list[tuple[str, bool, str]]
+
+
+def reference(folder: Path, prompt: np.ndarray, ids: np.ndarray, temperature: float) -> np.ndarray:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder).float().eval()
+    tokens = torch.as_tensor(np.concatenate([prompt, ids]).astype(np.int64))[None]
+    with torch.no_grad():
+        logp = (model(tokens).logits[0, len(prompt) - 1 : -1] / temperature).log_softmax(-1)
+    return logp.gather(1, tokens[0, len(prompt) :, None])[:, 0].numpy()
+
+
+def tensors(folder: Path) -> list[tuple[str, Any]]:
+    from safetensors.torch import load_file
+
+    return list(load_file(folder / "model.safetensors").items())
+
+
+async def check(old: Path, new: Path) -> Facts:
+    facts: Facts = []
+    settings = InferenceSettings(http=False, max_model_len=1024, gpu_memory_utilization=0.3, enforce_eager=True)
+    plan = ServerPlan(ModelSettings(name="old"), old, settings, "gpu", 256, 0, RUN)
+    engine = VllmEngine(plan, WeightSyncSettings())
+    publisher = SharedMemoryPublisher(RUN)
+    started = time.monotonic()
+    await engine.start()
+    facts.append(("ready", True, f"{time.monotonic() - started:.1f} s"))
+    prompt = np.arange(5, 25, dtype=np.int32)
+    try:
+        for temperature in (1.0, 0.7):
+            answer = await engine.generate(f"t{temperature}", prompt, Sampling(temperature, 64, 3), 0)
+            apart = float(np.abs(answer.logprobs - reference(old, prompt, answer.ids, temperature)).mean())
+            facts.append((f"log-probs at {temperature}", apart < CLOSE, f"mean {apart:.4f}"))
+        for attempt in range(2):
+            begun = time.monotonic()
+            await asyncio.gather(*(engine.generate(f"m{attempt}-{i}", prompt, Sampling(1.0, 6, i), 0) for i in range(256)))
+            facts.append(("256 requests", True, f"{time.monotonic() - begun:.3f} s"))
+        facts += await update_in_flight(engine, publisher, prompt, old, new)
+        facts += await abort(engine, prompt)
+        whole = publisher.publish(2, tensors(old))
+        part = msgspec.structs.replace(whole, tensors=tuple(t for t in whole.tensors if "k_proj" not in t.name))
+        try:
+            await engine.prepare(part)
+            facts.append(("a part is refused", False, "taken"))
+        except WeightsRefused as error:
+            facts.append(("a part is refused", True, str(error)))
+    finally:
+        publisher.close()
+        begun = time.monotonic()
+        await engine.close()
+        facts.append(("closed", True, f"{time.monotonic() - begun:.1f} s"))
+    return facts
+
+
+async def update_in_flight(
+    engine: VllmEngine, publisher: SharedMemoryPublisher, prompt: np.ndarray, old: Path, new: Path
+) -> Facts:
+    """A long answer across an update: first tokens are the old weights', last ones the new weights', and say so."""
+    task = asyncio.create_task(engine.generate("long", prompt, Sampling(COLD, 900, 5), 0))
+    manifest = publisher.publish(1, tensors(new))
+    await engine.prepare(manifest)
+    state = await engine.commit(1)
+    answer = await task
+    counts = {int(v): int((answer.versions == v).sum()) for v in (0, 1)}
+    facts: Facts = [
+        ("update", state.checksum == manifest.checksum, f"pause {state.pause_s * 1000:.1f} ms"),
+        ("versions", min(counts.values()) > 0 and sum(counts.values()) == len(answer.ids) == 900, str(counts)),
+    ]
+    for version_, folder, other in ((0, old, new), (1, new, old)):
+        mine = answer.versions == version_
+        apart = np.abs(answer.logprobs - reference(folder, prompt, answer.ids, COLD))[mine].mean()
+        far = np.abs(answer.logprobs - reference(other, prompt, answer.ids, COLD))[mine].mean()
+        facts.append((f"tokens of version {version_}", apart < 3 * CLOSE < far, f"own weights {apart:.3f}, other {far:.3f}"))
+    return facts
+
+
+async def abort(engine: VllmEngine, prompt: np.ndarray) -> Facts:
+    task = asyncio.create_task(engine.generate("doomed", prompt, Sampling(COLD, 900, 5), 0))
+    await asyncio.sleep(0.2)
+    begun = time.monotonic()
+    await engine.abort("doomed")
+    answer = await task
+    told = time.monotonic() - begun
+    return [
+        ("abort", answer.finish_reason == "abort" and len(answer.ids) < 900, f"{told * 1000:.1f} ms, {len(answer.ids)} tokens")
+    ]
+
+
+def main() -> int:
+    os.environ.update(vllm_environment("gpu", os.environ))
+    with tempfile.TemporaryDirectory() as folder:
+        old, new = (make_model(Path(folder) / name, seed, head_dim=64) for seed, name in enumerate(("old", "new")))
+        facts = asyncio.run(check(old, new))
+    import vllm
+
+    print("vllm", vllm.__version__)
+    for name, good, said in facts:
+        print("ok " if good else "BAD", name, said)
+    return 0 if all(good for _, good, _ in facts) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
