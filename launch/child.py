@@ -5,7 +5,7 @@ forked, gets SIGTERM, a grace, and SIGKILL. It acts on orders from the superviso
 and when the lifeline closes or its parent dies, which means that the supervisor is gone. It refuses to judge: it reports
 how its process ended and leaves.
 
-Orders are lines, `term 5.0` (SIGTERM now, SIGKILL after 5 s) and `kill`; the report is one line of JSON,
+Orders are lines, `leave 5.0 15` (signal 15 to the process now, SIGKILL to all after 5 s) and `kill`; reports are lines of JSON,
 `{"started": 4711, "at": 12.5}` and later `{"status": -9, "at": 99.2}` (exit code, or minus the signal; CLOCK_MONOTONIC).
 """
 
@@ -157,11 +157,11 @@ class Shim:
             return
         *lines, self.partial = (self.partial + received).split(b"\n")
         for line in lines:
-            order, _, grace_s = line.decode().partition(" ")
-            if order == "kill":
-                self.kill_at = time.monotonic()
-            else:
-                self.ask_to_leave(float(grace_s))
+            match line.decode().split():
+                case ["leave", grace_s, number]:
+                    self.ask_to_leave(float(grace_s), int(number))
+                case _:
+                    self.kill_at = time.monotonic()
 
     def notice_signals(self) -> None:
         numbers = self.wakeup.arrived()
@@ -170,10 +170,10 @@ class Shim:
         if signal.SIGCHLD in numbers:
             self.reap()
 
-    def ask_to_leave(self, grace_s: float) -> None:
-        """SIGTERM once; a second order can only bring the end nearer."""
+    def ask_to_leave(self, grace_s: float, number: int = signal.SIGTERM) -> None:
+        """One signal to the process; a second order can only bring the end nearer."""
         if not self.told:
-            send(self.child, signal.SIGTERM)
+            send(self.child, number)
             self.told = True
         kill_at = time.monotonic() + grace_s
         self.kill_at = kill_at if self.kill_at is None else min(self.kill_at, kill_at)

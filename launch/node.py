@@ -18,6 +18,7 @@ import threading
 import time
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 
 import msgspec
 
@@ -41,15 +42,15 @@ class Patience:
     stop_s: float = 6.5
     """The orchestrator, to finish and to tell its peers, after Ctrl-C."""
     follow_s: float = 1.5
-    """Its peers after it, then."""
+    """Its peers after it, in both cases."""
     leave_s: float = 20.0
     """The peers, after a run that ended by itself."""
     close_s: float = 120.0
     """The orchestrator, to close its files and mirrors, when every peer has left."""
     grace_s: float = 4.0
-    """Between SIGTERM and SIGKILL for the rest, when one process has failed."""
+    """The orchestrator, when another process has failed; the rest, when the orchestrator has."""
     hurry_s: float = 0.5
-    """The same for those who let an interrupted run wait."""
+    """Between SIGTERM and SIGKILL, for those who did not follow the orchestrator after all that."""
     shim_s: float = 1.0
     """Shims beyond all that, before they get `kill`, and again before they are killed themselves."""
 
@@ -183,8 +184,8 @@ class Supervisor:
             self.kill_all()
         elif self.phase is Phase.RUNNING:
             self.console.say("Stopping: the orchestrator finishes and tells the others. Ctrl-C again kills at once.")
-            self.orchestrator.term(self.patience.stop_s)
-            self.enter(Phase.ASKED, self.patience.stop_s + self.patience.shim_s)
+            # Its summary names the signal that the user sent; of a lost terminal it need not know.
+            self.ask_orchestrator(self.patience.stop_s, signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
         else:
             self.end_all(self.patience.follow_s)
 
@@ -192,8 +193,7 @@ class Supervisor:
         if self.phase is Phase.RUNNING and self.failed:
             for process in self.living:
                 process.read_reports()  # an earlier death may lie in another lifeline
-            self.cause = root_cause(self.directory, self.plan.names, self.endings)
-            self.end_all(self.patience.grace_s)
+            self.fail(root_cause(self.directory, self.plan.names, self.endings))
         elif self.phase is Phase.RUNNING and self.orchestrator.ended:
             self.enter(Phase.LEAVING, self.patience.leave_s)
         elif self.phase is Phase.ASKED and self.orchestrator.ending:
@@ -205,16 +205,11 @@ class Supervisor:
 
     def deadline_passed(self) -> None:
         if self.phase is Phase.RUNNING:
-            self.cause = Cause(
-                "orchestrator",
-                f"orchestrator did not end within {self.patience.close_s:g} s after every other process had left.",
-                str(self.directory.log("orchestrator")),
-                (),
-            )
-            self.end_all(self.patience.grace_s)
+            sentence = f"orchestrator did not end within {self.patience.close_s:g} s after every other process had left."
+            self.fail(Cause("orchestrator", sentence, str(self.directory.log("orchestrator")), ()))
         elif self.phase in (Phase.ASKED, Phase.LEAVING):
             self.late = [process.name for process in self.living if not process.ended]
-            self.end_all(self.patience.hurry_s if self.interrupted else self.patience.grace_s)
+            self.end_all(self.patience.hurry_s if self.interrupted or self.cause else self.patience.grace_s)
         elif self.phase is Phase.ENDING:
             self.kill_all()
         else:
@@ -226,9 +221,23 @@ class Supervisor:
         self.phase = phase
         self.deadline = time.monotonic() + seconds
 
+    def fail(self, cause: Cause | None) -> None:
+        """The orchestrator hears first, and why, so that its summary says so; where it is gone, everybody is told to leave."""
+        self.cause = cause
+        if cause:
+            self.write(self.directory.verdict, cause.sentence + "\n")
+        if self.orchestrator.ended:
+            self.end_all(self.patience.grace_s)
+        else:
+            self.ask_orchestrator(self.patience.grace_s)
+
+    def ask_orchestrator(self, seconds: float, number: int = signal.SIGTERM) -> None:
+        self.orchestrator.leave(seconds, number)
+        self.enter(Phase.ASKED, seconds + self.patience.shim_s)
+
     def end_all(self, grace_s: float) -> None:
         for process in self.living:
-            process.term(grace_s)
+            process.leave(grace_s)
         self.enter(Phase.ENDING, grace_s + self.patience.shim_s)
 
     def kill_all(self) -> None:
@@ -272,16 +281,23 @@ class Supervisor:
         if self.progress:
             self.progress.show()
 
+    def write(self, path: Path, text: str) -> None:
+        """A full disk must not keep the supervisor from its work."""
+        try:
+            write_atomically(path, text)
+        except OSError as error:
+            self.console.say(f"{path} cannot be written: {error.strerror}")
+
     def conclude(self, code: int) -> None:
         """The last words: what went wrong, where the run lies, what it came to."""
         self.display(last=True)
-        if self.late:
+        if self.late and not self.cause:
             self.console.say(f"Had to be ended, because they did not leave in time: {', '.join(self.late)}.")
         for name in self.failed if self.cause is None and self.interrupted is None else ():
             self.console.say(f"After the run was done, {name} {how(self.endings[name])}; its log: {self.directory.log(name)}")
         if self.cause:
             self.console.say(f"The run failed: {self.cause.text()}")
-        write_exit(self.directory, code, self.cause, self.endings)
+        self.write(self.directory.exit_json, exit_record(code, self.cause, self.endings))
         summary = read_object(self.directory.summary_json)
         self.console.result(f"run directory: {self.directory.path}")
         if summary:
@@ -342,7 +358,7 @@ def reap(pids: list[int]) -> None:
             os.waitpid(pid, os.WNOHANG)
 
 
-def write_exit(run: RunDirectory, code: int, cause: Cause | None, endings: dict[str, Ending]) -> None:
-    """`exit.json`: the exit code of the run, the cause, and how each process ended."""
+def exit_record(code: int, cause: Cause | None, endings: dict[str, Ending]) -> str:
+    """What `exit.json` says: the exit code of the run, the cause, and how each process ended."""
     record = {"exit_code": code, "cause": cause, "processes": {name: ending.status for name, ending in endings.items()}}
-    write_atomically(run.exit_json, msgspec.json.format(msgspec.json.encode(record)).decode())
+    return msgspec.json.format(msgspec.json.encode(record)).decode()

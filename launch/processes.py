@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -77,8 +78,9 @@ class Process:
     def ended(self) -> bool:
         return self.ending is not None
 
-    def term(self, grace_s: float) -> None:
-        self._order(f"term {grace_s}\n")
+    def leave(self, grace_s: float, number: int = signal.SIGTERM) -> None:
+        """Send it signal `number` now, and kill it and all below it after `grace_s`."""
+        self._order(f"leave {grace_s} {int(number)}\n")
 
     def kill(self) -> None:
         self._order("kill\n")

@@ -26,7 +26,7 @@ class Console:
     def __init__(self, errors: TextIO, output: TextIO) -> None:
         self._errors = errors
         self._output = output
-        self._live = False
+        self._live = ""
         self.tty = errors.isatty()
 
     def say(self, text: str) -> None:
@@ -36,8 +36,9 @@ class Console:
     def live(self, text: str) -> None:
         """The one line that is written over."""
         width = shutil.get_terminal_size().columns - 1
-        self._write(self._errors, "\r\x1b[K" + text[:width])
-        self._live = True
+        if text != self._live:
+            self._write(self._errors, "\r\x1b[K" + text[:width])
+            self._live = text
 
     def result(self, text: str) -> None:
         """What the run came to, on stdout."""
@@ -46,7 +47,7 @@ class Console:
         self._write(self._output, text.rstrip("\n") + "\n")
 
     def _clear(self) -> str:
-        cleared, self._live = "\r\x1b[K" if self._live else "", False
+        cleared, self._live = "\r\x1b[K" if self._live else "", ""
         return cleared
 
     def _write(self, stream: TextIO, text: str) -> None:
@@ -117,7 +118,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def status_line(status: Mapping[str, Any]) -> str:
-    """`step 12/60 · reward 0.412 · exact 38% · 5.1k tok/s · lag 1.2 · queue 14 · in flight 96 · ETA 1:05 · train step 12`."""
+    """`step 12/60 · reward 0.412 · exact 38% · 5.1k tok/s · lag 1.2 · queue 14 · ETA 1:05 · in flight 96 · train step 12`."""
     parts = [
         _step(status),
         _number(status, "reward", "reward {:.3f}"),
@@ -125,8 +126,8 @@ def status_line(status: Mapping[str, Any]) -> str:
         _tokens_per_s(status),
         _number(status, "lag", "lag {:.1f}"),
         _number(status, "queue", "queue {:.0f}"),
-        _number(status, "in_flight", "in flight {:.0f}"),
         f"ETA {duration(status['eta_s'])}" if _is_number(status.get("eta_s")) else "",
+        _number(status, "in_flight", "in flight {:.0f}"),
         str(status.get("message") or status.get("doing") or ""),
     ]
     return " · ".join(part for part in parts if part)
@@ -134,7 +135,7 @@ def status_line(status: Mapping[str, Any]) -> str:
 
 def summary_table(summary: Mapping[str, Any]) -> str:
     """The summary, a line a fact; a nested object is written as `a 1, b 2`."""
-    rows = [(str(name).replace("_", " "), _value(value)) for name, value in summary.items() if value is not None]
+    rows = [(str(name).replace("_", " "), _value(value)) for name, value in summary.items() if value not in (None, {}, [])]
     width = max((len(name) for name, _ in rows), default=0)
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
 

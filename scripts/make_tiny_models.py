@@ -1,6 +1,6 @@
 """Make the embedded models: `telescope/embedded/tiny` (countdown) and `telescope/embedded/tiny_reverse` (reverse letters).
 
-Each base is trained from nothing, in about two minutes of one CPU core, on demonstrations of *mixed* behaviour: some do what
+Each base is trained from nothing, in one to five minutes of one CPU core, on demonstrations of *mixed* behaviour: some do what
 the task asks, the others don't, and nothing says which is which. Reinforcement learning then has an honest job: find the
 wanted behaviour from reward alone. MODEL_CARD.md beside each model says this too.
 
@@ -113,7 +113,7 @@ RECIPES = {
         seed=0,
         hidden=96,
         mlp=256,
-        steps=1000,
+        steps=1600,
         max_new_tokens=12,
         task=TASK_COUNTDOWN,
         demonstrate=demonstrate_countdown,
@@ -246,25 +246,27 @@ def measure(recipe: Recipe, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokeni
 
 def model_card(recipe: Recipe, figures: dict[str, dict[str, float]], parameters: int) -> str:
     example = recipe.task.prompts("train")[0]
+    columns = list(next(iter(figures.values())))
     lines = [
         f"# {recipe.folder}: a base model made to be trained further",
         "",
         f"A Qwen3-shaped model of {parameters:,} parameters (fp32), with one token a character. Made by",
-        f"`scripts/make_tiny_models.py` in this repository, seed {recipe.seed}, {recipe.steps} steps of {BATCH} demonstrations.",
-        "It is good for nothing but showing, in a minute and without a GPU, that reinforcement learning works here.",
+        f"`scripts/make_tiny_models.py` in this repository: seed {recipe.seed}, {recipe.steps} steps of {BATCH} examples.",
+        "It is good for nothing but showing, in minutes and without a GPU, that reinforcement learning works here.",
         "",
         "## What the base was shown",
-        f"Questions such as `{example.turns[0]['content']}` (wanted: `{example.answer}`), answered in one of four ways: {recipe.shown}.",
+        f"Questions such as `{example.turns[0]['content']}` (wanted: `{example.answer}`), answered in one of four ways:",
+        f"{recipe.shown}.",
         "The wanted behaviour is therefore in the base already, mixed with unwanted ones that nothing marks as such.",
         "",
         "## What reinforcement learning adds",
-        "It selects and sharpens the wanted behaviour from the reward alone. It does not teach a new skill: expect it to climb to",
-        "about what the base can do at its best, then a little above.",
+        "It selects and sharpens the wanted behaviour from the reward alone. It does not teach a new skill: expect it to climb",
+        "to about what the base can do at its best (its greedy answers), give or take a little.",
         "",
         f"## The base, measured on {CHECK_PROMPTS} prompts with transformers' own sampling",
-        "| | " + " | ".join(next(iter(figures.values()))) + " |",
-        "|---|" + "---|" * len(next(iter(figures.values()))),
-        *(f"| {name} | " + " | ".join(f"{value:.3f}" for value in row.values()) + " |" for name, row in figures.items()),
+        f"| | {' | '.join(columns)} |",
+        "|---|" + "---|" * len(columns),
+        *(f"| {name} | " + " | ".join(f"{row[column]:.3f}" for column in columns) + " |" for name, row in figures.items()),
         "",
     ]
     return "\n".join(lines)

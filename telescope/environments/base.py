@@ -74,6 +74,9 @@ class Environment(Settings):
 class SingleTurn(Environment):
     """One question, one answer, one reward function (`def` in a thread, `async def` on the event loop)."""
 
+    reward_in_thread: ClassVar[bool] = True
+    """False for a reward of microseconds that cannot hang: handing it to a thread would cost more than it takes."""
+
     def reward(self, prompt: Prompt, answer: str) -> Reward | Awaitable[Reward]:
         raise NotImplementedError
 
@@ -82,7 +85,9 @@ class SingleTurn(Environment):
         if inspect.iscoroutinefunction(self.reward):
             scored: Reward = await self.reward(prompt, answer)
             return scored
-        return await asyncio.to_thread(self._reward_now, prompt, answer)
+        if self.reward_in_thread:
+            return await asyncio.to_thread(self._reward_now, prompt, answer)
+        return self._reward_now(prompt, answer)
 
     def _reward_now(self, prompt: Prompt, answer: str) -> Reward:
         scored = self.reward(prompt, answer)

@@ -5,7 +5,8 @@
 
 The next turn's prompt is the exact ids so far plus what the template writes behind them. Where the template rewrites what
 was there (it strips thinking, trims an answer), the exact ids are no beginning of its render; then a new branch starts from a
-full render, in which the old answers are prompt. So each sampled token is trained exactly once, in the context it was sampled in.
+full render, in which the old answers are prompt. So each sampled token is trained exactly once, in the context it was
+sampled in.
 
 Refuses sockets and clocks beyond time stamps: a `Sampler` is handed in.
 """
@@ -92,7 +93,8 @@ class _Branch:
         self.runs.append((sampled.ids, sampled))
 
     def ids(self) -> np.ndarray:
-        return np.concatenate([ids for ids, _ in self.runs]).astype(np.int32, copy=False)
+        ids: np.ndarray = np.concatenate([ids for ids, _ in self.runs])
+        return ids.astype(np.int32, copy=False)
 
     def trajectory(self) -> Trajectory:
         ids = self.ids()
@@ -210,12 +212,12 @@ class TokenChat:
         return branch
 
     def _record(self, branch: _Branch, sampled: Sampled) -> str:
-        ended = sampled.finish_reason == "stop" and int(sampled.ids[-1]) in self._template.eos_ids
         ids = sampled.ids.tolist()
+        ended = sampled.finish_reason == "stop" and ids[-1] in self._template.end_texts
         answer = self._template.decode(ids[:-1] if ended else ids)
         branch.append_sampled(sampled)
         # The sampled end token is part of the exact ids: the template has to write the same one for the branch to go on.
-        self._end_text = self._template.decode(ids[-1:]) if ended else ""
+        self._end_text = self._template.end_texts[ids[-1]] if ended else ""
         branch.text += answer + self._end_text
         self._history.append({"role": "assistant", "content": answer})
         self._transcript.append(answer)

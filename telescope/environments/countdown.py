@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from pydantic import Field, field_validator, model_validator
 
@@ -23,7 +24,9 @@ class Problem:
 
 
 class Countdown(SingleTurn):
-    """Reward 1 for a right expression, `wrong_value_reward` for one that uses all numbers once but has another value, else 0."""
+    """Reward 1 for a right expression, `wrong_value_reward` for one of all numbers with another value, else 0."""
+
+    reward_in_thread: ClassVar[bool] = False
 
     num_numbers: int = Field(default=3, ge=2, le=12)
     """Numbers of a prompt; an answer uses each exactly once."""
@@ -83,7 +86,7 @@ class Countdown(SingleTurn):
         if self.answer_tag is None:
             return answer
         opening, closing = f"<{self.answer_tag}>", f"</{self.answer_tag}>"
-        before, found, after = answer.rpartition(closing)
+        before, found, _ = answer.rpartition(closing)
         return before.rpartition(opening)[2] if found and opening in before else ""
 
     def _judge(self, text: str, numbers: tuple[int, ...], target: int) -> tuple[bool, bool, bool]:

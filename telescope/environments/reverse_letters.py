@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from pydantic import Field, field_validator, model_validator
 
@@ -12,6 +13,8 @@ from telescope.environments.draws import Draws, LazyPrompts
 
 class ReverseLetters(SingleTurn):
     """Reward 1 for exactly the reversed letters, else 0 (or a part, see `partial_credit`)."""
+
+    reward_in_thread: ClassVar[bool] = False
 
     letters: str = "abcdefghij"
     """The letters that words are made of."""

@@ -55,8 +55,9 @@ class ChatTemplate:
         self._options: dict[str, Any] = {"enable_thinking": enable_thinking}
         if chat_template is not None:
             self._options["chat_template"] = chat_template
-        self.eos_ids = frozenset(eos_ids)
-        self._anchor = self.decode([eos_ids[0]])
+        self.end_texts = {token: self.decode([token]) for token in eos_ids}
+        """What each end-of-sequence token looks like in a text."""
+        self._anchor = self.end_texts[eos_ids[0]]
         self._anchor_ids = self._encode(self._anchor)
         self._remembered: Recent[_Key, Rendered] = Recent(remembered)
 

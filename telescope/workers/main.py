@@ -41,7 +41,7 @@ def live(place: Place, signals: Signals) -> int:
         timeout_s=config.rollout.timeout_s,
     )
     environments = load_environments(config)
-    template = load_template(config.model, str(model_folder(config.model.name)))
+    template = load_template(config.model, model_folder(config.model.name))
     for loaded in environments.values():
         check_lengths(loaded, template, limits.max_prompt_tokens)
     hello = place.hello(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 from telescope.config.parts import ModelSettings
@@ -12,12 +14,12 @@ class TokenizerError(RuntimeError):
     """The tokenizer can't be loaded or used; the message names the setting."""
 
 
-def load_template(model: ModelSettings, path: str) -> ChatTemplate:
-    """The chat template of `path`, a folder or a Hugging Face id. Raises `TokenizerError`."""
+def load_template(model: ModelSettings, folder: Path) -> ChatTemplate:
+    """The chat template and tokenizer in the model's folder. Raises `TokenizerError`."""
     from transformers import AutoTokenizer
 
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise TokenizerError(f"model.name={model.name}: its tokenizer can't be loaded: {first_line(error)}") from error
     if model.chat_template is None and not tokenizer.chat_template:
@@ -28,19 +30,17 @@ def load_template(model: ModelSettings, path: str) -> ChatTemplate:
         raise TokenizerError(f"model.name={model.name}: its tokenizer names no end-of-sequence token")
     return ChatTemplate(
         tokenizer,
-        _eos_ids(tokenizer.eos_token_id, path),
+        _eos_ids(tokenizer.eos_token_id, folder),
         chat_template=model.chat_template,
         enable_thinking=model.enable_thinking,
     )
 
 
-def _eos_ids(own: int, path: str) -> list[int]:
+def _eos_ids(own: int, folder: Path) -> list[int]:
     """The tokenizer's end token first, then those of the generation config, which vLLM stops at as well."""
-    from transformers import GenerationConfig
-
     try:
-        listed = GenerationConfig.from_pretrained(path).eos_token_id
-    except OSError:  # many models have no generation config
+        listed = json.loads((folder / "generation_config.json").read_text(encoding="utf-8")).get("eos_token_id")
+    except FileNotFoundError:  # many models have none
         listed = None
     more = [listed] if isinstance(listed, int) else list(listed or [])
     return list(dict.fromkeys([own, *more]))

@@ -26,7 +26,8 @@ THINKING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.role == 'assistant' %}{{ m.content.split('</think>')[-1].lstrip('\n') }}{% else %}{{ m.content }}{% endif %}"
     "<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
 TRIMMING = CHATML.replace("{{ m.content }}", "{{ m.content | trim }}")
 CORPUS = [
@@ -65,7 +66,10 @@ def metaspace_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="first", split=False)
     trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=special("<unk>", "<s>", "</s>"), show_progress=False)
     tokenizer.train_from_iterator([*CORPUS, "[INST] x [/INST] y\n"], trainer)
-    template = "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %}{{ m.content }}</s>{% endif %}{% endfor %}"
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+        "{% else %}{{ m.content }}</s>{% endif %}{% endfor %}"
+    )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>", chat_template=template)
 
 

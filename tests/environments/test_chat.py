@@ -159,7 +159,10 @@ async def test_a_template_that_strips_thinking_starts_a_branch(bpe_tokenizer: An
     record = chat.recording()
     assert len(record.branches) == 2
     assert sampled_tokens(record.branches) == scripted(0, first) + scripted(1, second)
-    shown = "<|im_start|>user\nadd<|im_end|>\n<|im_start|>assistant\n5+8<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
+    shown = (
+        "<|im_start|>user\nadd<|im_end|>\n<|im_start|>assistant\n5+8<|im_end|>\n"
+        "<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
+    )
     assert policy.prompts[1] == bpe_tokenizer.encode(shown, add_special_tokens=False)
     assert int(record.branches[1].mask[: len(policy.prompts[1])].sum()) == 0
     assert (record.turns, record.completion_tokens) == (2, len(first) + len(second))

@@ -30,7 +30,8 @@ def test_the_first_prompts_are_these_on_any_machine() -> None:
 def test_prompts_are_the_same_in_a_process_with_another_hash_seed() -> None:
     code = (
         "from telescope.environments.countdown import Countdown as C; import hashlib, json;"
-        "print(hashlib.sha256(json.dumps([[dict(t) for t in p.turns] for p in C(seed=5).prompts('eval')]).encode()).hexdigest())"
+        "turns = [[dict(t) for t in p.turns] for p in C(seed=5).prompts('eval')];"
+        "print(hashlib.sha256(json.dumps(turns).encode()).hexdigest())"
     )
     other = subprocess.run(
         [sys.executable, "-c", code],

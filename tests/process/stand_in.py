@@ -26,7 +26,8 @@ def ready(run: Path, name: str, *others: int) -> None:
 
 
 def on_term(code: int) -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(code))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: sys.exit(code))
 
 
 def obey(run: Path, name: str) -> int:
@@ -61,8 +62,9 @@ def confess(run: Path, name: str, code: str, message: str) -> int:
 
 
 def deaf(run: Path, name: str) -> int:
-    """Ignores SIGTERM."""
+    """Ignores SIGTERM and SIGINT."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     ready(run, name)
     time.sleep(FOREVER_S)
     return 0

@@ -23,7 +23,7 @@ class Terminal(io.StringIO):
 
 def test_the_line_says_everything_in_one_row() -> None:
     assert status_line(STATUS) == (
-        "step 12/60 · reward 0.412 · exact 38% · 5.1k tok/s · lag 1.2 · queue 14 · in flight 96 · ETA 1:05 · train step 12"
+        "step 12/60 · reward 0.412 · exact 38% · 5.1k tok/s · lag 1.2 · queue 14 · ETA 1:05 · in flight 96 · train step 12"
     )
 
 
@@ -81,7 +81,13 @@ def test_logs_are_copied_in_whole_lines(tmp_path: Path) -> None:
 
 
 def test_the_summary_is_a_small_table() -> None:
-    summary = {"steps": 60, "reward_mean_first": 0.30123, "rollouts": {"trained": 960, "failed": 2}, "exit_reason": None}
+    summary = {
+        "steps": 60,
+        "reward_mean_first": 0.30123,
+        "rollouts": {"trained": 960, "failed": 2},
+        "reasons": {},
+        "exit_reason": None,
+    }
     assert summary_table(summary) == (
         "  steps              60\n"  # a fact a line, unknown ones left out
         "  reward mean first  0.3012\n"

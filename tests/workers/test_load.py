@@ -147,17 +147,17 @@ def test_turns_that_the_template_refuses_are_refused_at_load(tmp_path: Path, tem
 
 
 def test_tokenizers_that_cannot_be_used_name_the_setting(tmp_path: Path) -> None:
-    with pytest.raises(TokenizerError, match="model.name=mine: its tokenizer can't be loaded"):
-        load_template(ModelSettings(name="mine"), str(tmp_path))
+    with pytest.raises(TokenizerError, match=r"model\.name=mine: its tokenizer can't be loaded"):
+        load_template(ModelSettings(name="mine"), tmp_path)
     from telescope.config.models import EMBEDDED
 
     bare = tmp_path / "bare"
     bare.mkdir()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (bare / name).write_bytes((EMBEDDED / "tiny" / name).read_bytes())
-    with pytest.raises(TokenizerError, match="has no chat template .* model.chat_template"):
-        load_template(ModelSettings(name="mine"), str(bare))
-    given = load_template(ModelSettings(name="mine", chat_template="{{ messages[0].content }}!"), str(bare))
+    with pytest.raises(TokenizerError, match=r"has no chat template .* model\.chat_template"):
+        load_template(ModelSettings(name="mine"), bare)
+    given = load_template(ModelSettings(name="mine", chat_template="{{ messages[0].content }}!"), bare)
     assert given.text([{"role": "user", "content": "hi"}]) == "hi!"
 
 
@@ -168,4 +168,14 @@ def test_all_end_tokens_of_the_generation_config_end_an_answer(tmp_path: Path) -
         if file.suffix in (".json", ".jinja"):
             (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 1]}')
-    assert load_template(ModelSettings(), str(tmp_path)).eos_ids == {1, 2}
+    assert load_template(ModelSettings(), tmp_path).end_texts == {1: "<eos>", 2: "<bos>"}
+
+
+def test_the_example_of_the_docs_loads_and_scores(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
+    (tmp_path / "environments").mkdir()
+    (tmp_path / "environments" / "shout.py").write_text(text.split("```python\n")[1].split("```")[0])
+    found = load_environments(config_of(tmp_path, shout={"name": "shout", "kwargs": {"words": ["fig", "kiwi"]}}))["shout"]
+    assert found.card.split_sizes == {"train": 2, "eval": 2}
+    reward = found.environment.reward(found.prompts["train"][1], " KIWI ")  # type: ignore[attr-defined]
+    assert (reward.total, reward.metrics) == (1.0, {"exact": 1.0, "length": 6.0})

@@ -78,7 +78,7 @@ async def test_branches_follow_one_another_in_the_frames(template: ChatTemplate)
     # <user> b <asst> | b a <eos>          <user> b <user> a <user> c <asst> | b a <eos>
     assert done.branch_lengths == (6, 10)
     assert arrays[1].tolist() == [0, 0, 0, 1, 1, 1] + [0] * 7 + [1, 1, 1]
-    assert arrays[0].tolist() == [4, 72, 5, 72, 71, 1] + [4, 72, 4, 71, 4, 73, 5] + [72, 71, 1]
+    assert arrays[0].tolist() == [4, 72, 5, 72, 71, 1, 4, 72, 4, 71, 4, 73, 5, 72, 71, 1]
 
 
 async def test_turns_of_a_rollout_draw_from_different_seeds() -> None:
