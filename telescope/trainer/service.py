@@ -41,7 +41,7 @@ class Service:
     """Serves one link until Stop."""
 
     def __init__(self, link: Wire, backend: Backend, publisher: Publisher | None, check: Callable[[], None]) -> None:
-        """`publisher` is rank 0's; the others have none. `check` is called between orders and raises where the process is to end."""
+        """`publisher` is rank 0's; the others have none. `check` is called between orders; it raises to end the process."""
         self._link = link
         self._backend = backend
         self._publisher = publisher

@@ -1,8 +1,8 @@
 """A peer's end of the wire: one DEALER in its own thread, so that the process is heard while its main thread computes.
 
-Owns the thread, the socket, the wake-up and the clock; what to say and when is session.py's. `send`, `progress`, `receive`
-and `close` may be called from any thread, `received` from any event loop. A signal handler that raises in the middle of them would leave a
-lock held: note the signal and look at it afterwards (`process.Signals.held`).
+Owns the thread, the socket, the wake-up and the clock; what to say and when is session.py's. `send`, `progress`, `receive` and
+`close` may be called from any thread, `received` from any event loop. A signal handler that raises in the middle of them would
+leave a lock held: note the signal and look at it afterwards (`process.Signals.held`).
 """
 
 from __future__ import annotations
