@@ -105,7 +105,7 @@ def prompts_of(config: RunConfig, samples: int) -> list[np.ndarray]:
     from telescope.config.models import model_folder
     from telescope.workers.tokenizer import load_template
 
-    template = load_template(config.model, str(model_folder(config.model.name)))
+    template = load_template(config.model, model_folder(config.model.name))
     splits = [config.environment(name).prompts("train") for name in config.environments]
     chosen = (splits[index % len(splits)][index // len(splits)] for index in range(samples))
     return [template.opening(prompt.turns).ids for prompt in chosen]

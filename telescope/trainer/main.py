@@ -47,7 +47,8 @@ def live(place: Place, signals: Signals) -> int:
     try:
         hello = place.hello("trainer", capacity=CREDITS, rank=world.rank)
         link = Link.connect(place.directory, hello, deadline_s=config.cluster.placement_timeout_s)
-        log.info("stopped: %s", Service(link, backend, publisher).run())
+        with signals.held():
+            log.info("stopped: %s", Service(link, backend, publisher, signals.check).run())
         backend.close()  # not after an error: it would wait for ranks that are gone
         return 0
     except BaseException as raised:

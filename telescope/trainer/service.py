@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -19,8 +19,8 @@ from telescope.wire.messages import Body, PublishWeights, StepDone, Stop, TrainS
 
 log = logging.getLogger(__name__)
 
-POLL_S = 1.0
-"""How often a rank that waits for an order comes back to Python, where a signal is handled."""
+POLL_S = 0.2
+"""How often a rank that waits for an order looks whether it has been told to end."""
 
 
 class OutOfOrder(RuntimeError):
@@ -40,17 +40,19 @@ class Wire(Protocol):
 class Service:
     """Serves one link until Stop."""
 
-    def __init__(self, link: Wire, backend: Backend, publisher: Publisher | None) -> None:
-        """`publisher` is rank 0's; the others have none."""
+    def __init__(self, link: Wire, backend: Backend, publisher: Publisher | None, check: Callable[[], None]) -> None:
+        """`publisher` is rank 0's; the others have none. `check` is called between orders; it raises to end the process."""
         self._link = link
         self._backend = backend
         self._publisher = publisher
+        self._check = check
         self._step = 0
 
     def run(self) -> str:
         """Returns Stop's reason. Raises what the backend, the publisher or the link raises, and `OutOfOrder`."""
         while True:
             delivery = self._link.receive(POLL_S)
+            self._check()
             if delivery is None:
                 continue
             match delivery.body:

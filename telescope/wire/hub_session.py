@@ -238,6 +238,7 @@ class HubSession:
                 peer.channel.acknowledged(seqs)
             case Goodbye(error=error):
                 name, orders = peer.hello.name, peer.channel.orders
+                self.outbox.append((peer.route, encode(Goodbye())))
                 self._retire(peer, "has said goodbye")
                 self.happenings.append(PeerLost(name, error[:2000]) if error else PeerLeft(name, orders))
             case _:

@@ -1,7 +1,8 @@
 """A peer's end of the wire: one DEALER in its own thread, so that the process is heard while its main thread computes.
 
-Owns the thread, the socket, the wake-up and the clock; what to say and when is session.py's. `send`, `progress`, `receive`
-and `close` may be called from any thread, `received` from any event loop.
+Owns the thread, the socket, the wake-up and the clock; what to say and when is session.py's. `send`, `progress`, `receive` and
+`close` may be called from any thread, `received` from any event loop. A signal handler that raises in the middle of them would
+leave a lock held: note the signal and look at it afterwards (`process.Signals.held`).
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ ZMTP_BEAT_MS, ZMTP_DEAD_MS = 5_000, 15_000
 RECONNECT_MS, RECONNECT_MAX_MS = 100, 2_000
 FLUSH_S = 2.0
 """How long `close` waits for what was sent to be safe on the other side."""
+PART_S = 1.0
+"""And then for the hub to hear the Goodbye."""
 WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
@@ -62,6 +65,7 @@ class Link:
         self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
         self._woken = False
         self._closing: str | None = None
+        self._parting: float | None = None
         self._over = ""
         self._context = zmq.Context()
         self._socket = _dealer(self._context, address, keys)
@@ -216,9 +220,9 @@ class Link:
             with self._changed:
                 now = time.monotonic()
                 self._session.excuse(max(0.0, now - asleep - 2.0))  # a poll ends after a second: more, and we were stopped
-                frames, wait_s, closing = self._turn(now)
+                frames, wait_s = self._turn(now)
             self._put(frames)
-            if closing or self._over:
+            if self._over or self._has_parted(now):
                 return
             asleep = time.monotonic()
             poller.poll(math.ceil(wait_s * 1000))
@@ -226,19 +230,27 @@ class Link:
             self._watch_connection()
             self._read()
 
-    def _turn(self, now: float) -> tuple[list[Sequence[bytes | zmq.Frame]], float, bool]:
-        """What to send now, how long to sleep, and whether that was the last; with the lock held."""
+    def _has_parted(self, now: float) -> bool:
+        """Goodbye is said, and the hub has heard it or has had `PART_S`. A socket closed at once, with something unread in it,
+        is reset, and what was sent last may be lost with it."""
+        if self._parting is None:
+            return False
+        return self._session.parted or not self._session.welcomed or now - self._parting >= PART_S
+
+    def _turn(self, now: float) -> tuple[list[Sequence[bytes | zmq.Frame]], float]:
+        """What to send now and how long to sleep; with the lock held."""
         session = self._session
         session.tick(now)
-        closing = self._closing is not None
-        if self._closing is not None:
+        if self._closing is not None and self._parting is None:
             session.goodbye(self._closing)
+            self._parting = now
         frames: list[Sequence[bytes | zmq.Frame]] = list(session.outbox)
         session.outbox.clear()
         ended = session.refused or session.lost
         if ended:
             self._finish(f"{session.hello.name}: {ended}")
-        return frames, session.wait_s(now), closing
+        wait_s = session.wait_s(now)
+        return frames, wait_s if self._parting is None else min(wait_s, PART_S / 4)
 
     def _put(self, messages: list[Sequence[bytes | zmq.Frame]]) -> None:
         """Send, or drop where there is no connection: a new one begins with a hello, and then what is kept follows."""

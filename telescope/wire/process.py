@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -70,13 +71,30 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Signals:
-    """SIGINT and SIGTERM from the first line to the last: as an exception in synchronous code, as a future on the loop.
+    """SIGINT and SIGTERM from the first line to the last: as an exception while a process starts, as a future on the loop, as
+    a note where locks are in use.
 
     A signal that came in between is remembered, because the event loop's own code may swallow an exception.
     """
 
     def __init__(self) -> None:
         self._number: int | None = None
+        self._held = False
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Within, a signal is only noted; `check` raises it. An exception in the middle of a lock's own code leaves it locked,
+        and the link's thread then waits for it for ever."""
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+
+    def check(self) -> None:
+        """Raise `Interrupted` if a signal has come."""
+        if self._number is not None:
+            raise Interrupted(self._number)
 
     def watch(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -100,7 +118,8 @@ class Signals:
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
         self._number = number
-        raise Interrupted(number)
+        if not self._held:
+            raise Interrupted(number)
 
 
 @dataclass(frozen=True)

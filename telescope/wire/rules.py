@@ -37,7 +37,7 @@ from telescope.wire.messages import (
 Kind = type[Message]
 
 SESSION_OF_PEER: frozenset[Kind] = frozenset({Hello, Heartbeat, Ack, Goodbye})
-SESSION_OF_HUB: frozenset[Kind] = frozenset({Welcome, Reject, Heartbeat, Ack})
+SESSION_OF_HUB: frozenset[Kind] = frozenset({Welcome, Reject, Heartbeat, Ack, Goodbye})
 """Handled by the session itself, never delivered to the application."""
 
 FROM_PEER: dict[Role, frozenset[Kind]] = {

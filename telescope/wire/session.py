@@ -35,6 +35,8 @@ class PeerSession:
         self.welcomed = False
         self.ever_welcomed = False
         self.stopping = False
+        self.parted = False
+        """The hub has heard our Goodbye."""
         self.refused = ""
         self.lost = ""
         self._connected = False
@@ -123,6 +125,8 @@ class PeerSession:
                 self.refused = reason
             case Ack(seqs=seqs):
                 self.channel.acknowledged(seqs)
+            case Goodbye():
+                self.parted = True
             case _:
                 pass
 

@@ -1,52 +1,15 @@
-"""Whatever dies, the run ends soon, non-zero, in a sentence that names it, and leaves no process behind."""
+"""What is wrong is said in a sentence, and the run ends. Deaths and interrupts: tests/process/test_real_run.py."""
 
 from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
-
-import pytest
 
 from tests.run.conftest import Start
 
 LONG = ("experiment=fake", "number_of_steps=100000", "backend.step_s=0.05")
 LIMIT_S = 10.0
-
-
-@pytest.mark.parametrize("name", ["orchestrator", "worker-0", "server-0", "trainer-0"])
-def test_kill_9_of_one_process_ends_the_run_with_its_name(start: Start, name: str):
-    run = start(*LONG)
-    run.until_step(2)
-    run.find(name).kill()
-    begun = time.monotonic()
-    assert run.wait(LIMIT_S + 2) == 70
-    assert run.left_after(LIMIT_S - (time.monotonic() - begun)) == []
-    said = run.said()
-    assert name in said
-    assert "SIGKILL" in said
-    assert str(run.directory.log(name)) in said
-
-
-def test_kill_9_of_the_supervisor_leaves_nothing(start: Start):
-    run = start(*LONG)
-    run.until_step(2)
-    run.remember()
-    run.process.kill()
-    assert run.left_after(LIMIT_S) == []
-
-
-def test_ctrl_c_ends_cleanly(start: Start):
-    run = start(*LONG)
-    run.until_step(2)
-    run.remember()
-    begun = time.monotonic()
-    os.kill(run.process.pid, signal.SIGINT)
-    assert run.wait(LIMIT_S) == 130
-    assert run.left_after(LIMIT_S - (time.monotonic() - begun)) == []
-    assert run.summary()["exit_reason"].startswith("interrupted by")
-    assert run.summary()["steps"] >= 2
 
 
 def test_a_process_that_stops_beating_is_named(start: Start):

@@ -1,0 +1,65 @@
+"""Which arguments vLLM gets, from settings alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from telescope.config.parts import InferenceSettings, ModelSettings
+from telescope.inference.vllm_options import Device, ServerPlan, engine_arguments, vllm_environment
+
+
+def arguments(device: Device = "cpu", lanes: int = 256, dtype: str = "float32", **settings: object) -> dict[str, object]:
+    model = ModelSettings(name="tiny", dtype=dtype)
+    return engine_arguments(ServerPlan(model, Path("/m"), InferenceSettings(**settings), device, lanes, 0, "run"))
+
+
+def test_on_a_cpu_the_master_precision_is_served_and_on_a_gpu_bfloat16():
+    assert arguments()["dtype"] == "float32"
+    assert arguments("gpu")["dtype"] == "bfloat16"
+    assert arguments("gpu", dtype="float32")["dtype"] == "bfloat16"
+    assert (
+        engine_arguments(ServerPlan(ModelSettings(), Path("/m"), InferenceSettings(dtype="float32"), "gpu", 1, 0, "run"))[
+            "dtype"
+        ]
+        == "float32"
+    )
+
+
+@pytest.mark.parametrize(("device", "lanes", "expected"), [("cpu", 64, 64), ("cpu", 4096, 256), ("gpu", 4096, 1024)])
+def test_a_step_carries_as_many_sequences_as_may_be_in_flight_up_to_the_devices_measure(device, lanes, expected):
+    assert arguments(device, lanes)["max_num_seqs"] == expected
+
+
+def test_what_is_set_goes_through():
+    given = arguments("gpu", max_num_seqs=7, max_num_batched_tokens=99, enforce_eager=True, scheduling_policy="fcfs")
+    assert (given["max_num_seqs"], given["max_num_batched_tokens"]) == (7, 99)
+    assert (given["enforce_eager"], given["scheduling_policy"]) == (True, "fcfs")
+    assert "max_num_batched_tokens" not in arguments("gpu")
+
+
+def test_a_cpu_server_is_eager_in_one_process_with_a_small_cache():
+    given = arguments(cpu_kv_cache_mb=64)
+    assert (given["enforce_eager"], given["distributed_executor_backend"]) == (True, "uni")
+    assert given["kv_cache_memory_bytes"] == 64 * 2**20
+    assert "gpu_memory_utilization" not in given
+
+
+def test_log_probs_are_asked_for_after_temperature():
+    assert arguments()["logprobs_mode"] == "processed_logprobs"
+
+
+def test_the_users_taste_is_kept_and_what_is_needed_is_not_up_to_taste():
+    made = vllm_environment("cpu", {"OMP_NUM_THREADS": "4", "VLLM_SERVER_DEV_MODE": "1"})
+    assert "OMP_NUM_THREADS" not in made
+    assert made["VLLM_SERVER_DEV_MODE"] == "0"
+    assert vllm_environment("cpu", {})["OMP_NUM_THREADS"] == "1"
+
+
+def test_the_process_with_a_fake_engine_needs_neither_torch_nor_vllm():
+    code = "import sys, telescope.inference.main; print([m for m in ('torch', 'vllm', 'transformers') if m in sys.modules])"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert said.stdout.strip() == "[]"
