@@ -143,7 +143,7 @@ def as_shard(prompts: Sequence[np.ndarray], answers: Sequence[Generated]) -> Tra
         mask=mask,
         logprobs=_spread(mask, np.nan, [got.logprobs for got in answers], np.float32),
         versions=_spread(mask, -1, [got.versions for got in answers], np.int32),
-        denominators=Denominators(int(mask.sum()), len(items), len(items)),
+        denominators=(Denominators(int(mask.sum()), len(items), len(items)),),
     )
 
 

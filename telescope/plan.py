@@ -17,6 +17,7 @@ from telescope.compose.load import UsageError, load_points, places_for
 from telescope.config.run import RunConfig
 from telescope.config.words import ConfigError
 from telescope.flow.bounds import explain
+from telescope.maths.batching import cut
 from telescope.orchestrator.main import flow_settings
 
 OK, CONFIG_ERROR, USAGE = 0, 1, 2
@@ -50,8 +51,13 @@ def describe(config: RunConfig) -> Iterator[str]:
     ranks, steps = config.cluster.trainer_num_workers, config.number_of_steps
     names = ", ".join(config.environments)
     yield f"{config.model.name} with {config.algorithm_name} on {names}, backend {config.backend_name}."
-    yield from explain(flow_settings(config))
+    minibatches, groups = config.trainer.number_of_minibatches, config.orchestrator.prompts_batch_size_for_trainer
+    yield from explain(flow_settings(config), minibatches)
     yield f"{steps} steps train {steps * rollouts:,} rollouts and make weight versions 1 to {steps}."
+    if minibatches > 1:
+        sizes = sorted({len(part) for part in cut(range(groups), minibatches)})
+        each = " or ".join(map(str, sizes))
+        yield f"A step makes {minibatches} optimiser updates, each on {each} group{'s' * (sizes[-1] != 1)}."
     tokens = rollouts * config.rollout.max_tokens
     yield f"Turns of max_tokens={config.rollout.max_tokens} make at most {tokens:,} sampled tokens a step of single turns."
     yield f"They are trained in packed rows of {config.trainer.seq_len} tokens, on {ranks} rank{'s' * (ranks != 1)}."

@@ -56,7 +56,7 @@ class RolloutOrder(Record):
 
 
 class Denominators(Record):
-    """Counts over one whole optimiser update (all ranks, all micro-batches); see docs/architecture.md, rule 2."""
+    """Counts over one whole optimiser update (one minibatch: all its ranks and micro-batches); docs/architecture.md, rule 2."""
 
     tokens: int
     """Trained tokens: sum of the masks."""
@@ -94,6 +94,8 @@ class TrainItem(Record):
     advantage: float
     sequence_tokens: int
     """Trained tokens of the whole rollout, over all its branches (n_i)."""
+    minibatch: int = 0
+    """Which of the step's updates trains it, from 0."""
 
 
 class TensorSpec(Record):

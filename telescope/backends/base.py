@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainShard:
-    """One rank's part of a step: trajectories one after another."""
+    """One rank's part of a step: trajectories one after another, in order of their minibatches."""
 
     step: int
     items: tuple[TrainItem, ...]
@@ -26,7 +26,7 @@ class TrainShard:
     mask: np.ndarray  # [T] uint8
     logprobs: np.ndarray  # [T] float32, NaN where mask is 0
     versions: np.ndarray  # [T] int32
-    denominators: Denominators
+    denominators: tuple[Denominators, ...]  # one a minibatch: as many updates the step makes
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Backend(Protocol):
     """A model in training on this rank. Every method is called on all ranks in the same order (they hold collectives)."""
 
     def train_step(self, shard: TrainShard) -> StepResult:
-        """Forward, backward and one optimiser update over the shard and its siblings on the other ranks."""
+        """Forward, backward and an optimiser update for each minibatch of the shard and its siblings on the other ranks."""
         ...
 
     def logprobs(self, shard: TrainShard) -> np.ndarray:

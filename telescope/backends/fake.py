@@ -38,7 +38,8 @@ class FakeBackend:
     def train_step(self, shard: TrainShard) -> StepResult:
         started = time.perf_counter()
         trainer = self._job.trainer
-        plan = shards.pack(shard, seq_len=trainer.seq_len, multiple=trainer.pad_to_multiple_of)
+        minibatches = shards.pack(shard, seq_len=trainer.seq_len, multiple=trainer.pad_to_multiple_of)
+        plan = [row for rows in minibatches for row in rows]
         trajectories = shards.trajectories(shard)
         for row in plan:
             packing.arrange(row, trajectories, shard.items)
@@ -73,7 +74,7 @@ class FakeBackend:
         )
         advantages = math.fsum(item.advantage * item.sequence_tokens for item in shard.items)
         return {
-            "loss": -advantages / max(shard.denominators.tokens, 1),
+            "loss": -advantages / max(sum(counts.tokens for counts in shard.denominators), 1),
             "entropy": 1.0 / shard.step,
             "kl_divergence_inference": 0.0,
             "grad_norm": 1.0 / math.sqrt(shard.step),

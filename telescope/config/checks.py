@@ -38,6 +38,8 @@ def _lengths(config: RunConfig) -> Iterator[Conflict]:
             f"inference.max_model_len={model_len} must not be above trainer.seq_len={seq_len}: a sequence has to fit into one "
             f"packed row; set trainer.seq_len={model_len}, or lower inference.max_model_len",
         )
+    for sentence in config.algorithm.length_errors(max_tokens=max_tokens):
+        yield Conflict(("algorithm.overlong_buffer_tokens", "rollout.max_tokens"), sentence)
     padding = config.trainer.pad_to_multiple_of
     if seq_len % padding:
         yield Conflict(
@@ -62,6 +64,14 @@ def _groups(config: RunConfig) -> Iterator[Conflict]:
 
 def _schedule(config: RunConfig) -> Iterator[Conflict]:
     trainer, steps = config.trainer, config.number_of_steps
+    groups = config.orchestrator.prompts_batch_size_for_trainer
+    if trainer.number_of_minibatches > groups:
+        yield Conflict(
+            ("trainer.number_of_minibatches", "orchestrator.prompts_batch_size_for_trainer"),
+            f"trainer.number_of_minibatches={trainer.number_of_minibatches} must not be above "
+            f"orchestrator.prompts_batch_size_for_trainer={groups}: a minibatch has one whole group at least; set "
+            f"trainer.number_of_minibatches={groups}, or raise orchestrator.prompts_batch_size_for_trainer",
+        )
     if trainer.warmup_steps > steps:
         yield Conflict(
             ("trainer.warmup_steps", "number_of_steps"),
@@ -92,7 +102,8 @@ def _processes(config: RunConfig) -> Iterator[Conflict]:
 
 def warnings(config: RunConfig) -> list[str]:
     """Sentences about a configuration that runs, but hardly as meant."""
-    found = config.algorithm.warnings(asynchronous=config.orchestrator.max_async_rollout > 0)
+    asynchronous = config.orchestrator.max_async_rollout > 0
+    found = config.algorithm.warnings(asynchronous=asynchronous, updates=config.trainer.number_of_minibatches)
     if config.trainer.learning_rate == 0:
         found = [*found, "trainer.learning_rate=0: the weights will not change"]
     return found

@@ -90,6 +90,8 @@ class TrainerSettings(Settings):
     """The first of n warm-up steps runs at 1/n of the rate, not at 0."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """Where linear and cosine end, as a share of learning_rate."""
+    number_of_minibatches: int = Field(default=1, ge=1)
+    """Optimiser updates a step: its groups are cut into so many parts, each with its own update. Schedules count steps."""
     seq_len: int = Field(default=4096, ge=8)
     """Tokens of a packed row."""
     pad_to_multiple_of: int = Field(default=64, ge=1)

@@ -1,9 +1,10 @@
 """Algorithms, backends and environments by file name: which there are, and the settings class of one.
 
 A plug-in is a Python file (or a folder with `__init__.py`) in telescope/algorithms, telescope/backends or
-telescope/environments, or in the folder of the same name below a user's own plug-in folder. It defines one class derived from
-the kind's base. Refuses to import torch: plug-ins import it where they need it. The user's folders are written into the
-resolved configuration (`plugin_path`), so that every process of a run finds the same files.
+telescope/environments, or in the folder of the same name below a user's own plug-in folder, or a module that an installed
+package names as an entry point of `telescope.algorithms` (and so on). It defines one class derived from the kind's base.
+Refuses to import torch: plug-ins import it where they need it. The user's folders are written into the resolved configuration
+(`plugin_path`), so that every process of a run finds the same files.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Generic, TypeVar
@@ -55,24 +58,44 @@ ENVIRONMENTS: Kind[Environment] = Kind("environment", "environments", Environmen
 
 @dataclass(frozen=True)
 class PluginFile:
-    """Where a plug-in lies: `PluginFile("cispo", <path>/telescope/algorithms/cispo.py, "telescope.algorithms.cispo")`."""
+    """Where a plug-in lies: `PluginFile("cispo", <path>/telescope/algorithms/cispo.py, "telescope.algorithms.cispo")`.
+
+    An installed package's has no file until it is imported.
+    """
 
     name: str
-    file: Path
+    file: Path | None
     module: str
+
+    @property
+    def place(self) -> str:
+        return str(self.file or f"the installed module {self.module}")
 
 
 def files(kind: Kind[S], plugin_path: Sequence[str] = ()) -> dict[str, PluginFile]:
     """Candidates by name, our own first, without importing one. `base` and names with a leading underscore are none."""
     found = {name: PluginFile(name, file, f"telescope.{kind.folder}.{name}") for name, file in _python_files(kind.home)}
+    for name, module in _installed(f"telescope.{kind.folder}"):
+        _add(found, kind, PluginFile(name, None, module))
     for folder in plugin_path:
         home = Path(folder) / kind.folder
         digest = hashlib.sha256(str(home.resolve()).encode()).hexdigest()[:12]
         for name, file in _python_files(home):
-            if name in found:
-                raise PluginError(f"{file} has the name of the {kind.word} in {found[name].file}: rename one of them")
-            found[name] = PluginFile(name, file, f"telescope_plugins_{digest}.{name}")
+            _add(found, kind, PluginFile(name, file, f"telescope_plugins_{digest}.{name}"))
     return found
+
+
+def _add(found: dict[str, PluginFile], kind: Kind[S], plugin: PluginFile) -> None:
+    other = found.get(plugin.name)
+    if other is not None:
+        raise PluginError(f"{plugin.place} has the name of the {kind.word} in {other.place}: rename one of them")
+    found[plugin.name] = plugin
+
+
+@cache
+def _installed(group: str) -> tuple[tuple[str, str], ...]:
+    """(name, module) of the entry points; read once, as what is installed does not change under a running process."""
+    return tuple(sorted({(entry.name, entry.module) for entry in entry_points(group=group)}))
 
 
 def find(kind: Kind[S], plugin_path: Sequence[str] = ()) -> dict[str, type[S] | PluginError]:
@@ -122,10 +145,10 @@ def _class_of(kind: Kind[S], plugin: PluginFile) -> type[S]:
     ]
     leaves = [value for value in own if not any(value in other.__mro__[1:] for other in own)]
     if not leaves:
-        raise NotAPlugin(f"{plugin.file} defines no class derived from {kind.base.__name__}, so it is no {kind.word}")
+        raise NotAPlugin(f"{plugin.place} defines no class derived from {kind.base.__name__}, so it is no {kind.word}")
     if len(leaves) > 1:
         names = ", ".join(leaf.__name__ for leaf in leaves)
-        raise PluginError(f"{plugin.file} defines several {kind.base.__name__} classes ({names}): keep one a file")
+        raise PluginError(f"{plugin.place} defines several {kind.base.__name__} classes ({names}): keep one a file")
     return leaves[0]
 
 
@@ -134,22 +157,24 @@ def _import(kind: Kind[S], plugin: PluginFile) -> ModuleType:
     if loaded is not None:
         return loaded
     try:
-        if plugin.module.startswith("telescope."):
-            return importlib.import_module(plugin.module)
-        return _import_file(plugin)
+        if plugin.file is not None and not plugin.module.startswith("telescope."):
+            return _import_file(plugin.file, plugin.module)
+        if plugin.module.rpartition(".")[2] != plugin.name:
+            raise ImportError(f"an entry point has the name of its module, so it must be {plugin.module.rpartition('.')[2]}")
+        return importlib.import_module(plugin.module)
     except Exception as error:  # a plug-in file is someone's own code and may raise anything
         sys.modules.pop(plugin.module, None)
         raise PluginError(
-            f"{kind.word} '{plugin.name}' can't be imported: {type(error).__name__}: {error} (in {plugin.file})"
+            f"{kind.word} '{plugin.name}' can't be imported: {type(error).__name__}: {error} (in {plugin.place})"
         ) from error
 
 
-def _import_file(plugin: PluginFile) -> ModuleType:
-    inside = [str(plugin.file.parent)] if plugin.file.name == "__init__.py" else None
-    spec = importlib.util.spec_from_file_location(plugin.module, plugin.file, submodule_search_locations=inside)
+def _import_file(file: Path, name: str) -> ModuleType:
+    inside = [str(file.parent)] if file.name == "__init__.py" else None
+    spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=inside)
     if spec is None or spec.loader is None:
         raise ImportError("it is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[plugin.module] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module

@@ -8,11 +8,24 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import TypeVar
 
 from telescope.records import Denominators
 
+T = TypeVar("T")
+
 ATTENTION_LENGTH = 24_576
 """Tokens at which attention costs as much as all the rest of a layer: about 12 times the hidden size (here 2,048)."""
+
+
+def cut(groups: Sequence[T], minibatches: int) -> tuple[Sequence[T], ...]:
+    """`groups` in order into parts whose sizes differ by one at most: `cut([1, 2, 3, 4, 5], 2)` is `([1, 2, 3], [4, 5])`."""
+    if not 1 <= minibatches <= len(groups):
+        raise ValueError(f"{len(groups)} groups can't make {minibatches} minibatches: each has one group at least")
+    size, more = divmod(len(groups), minibatches)
+    starts = [part * size + min(part, more) for part in range(minibatches + 1)]
+    return tuple(groups[start:end] for start, end in pairwise(starts))
 
 
 def denominators(trained_tokens: Sequence[int], groups: Sequence[int]) -> Denominators:

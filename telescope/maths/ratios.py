@@ -6,6 +6,7 @@ are in docs/algorithms.md.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -49,3 +50,10 @@ def icepop_weight(old: Tensor, rollout: Tensor, *, low: float, high: float) -> T
     """IcePop: exp(old - rollout) where it lies in [low, high], else 0; detached. The token stays in the denominators."""
     weight = (old - rollout).detach().clamp(-RATIO_CLAMP, RATIO_CLAMP).exp()
     return weight.where((weight >= low) & (weight <= high), 0.0)
+
+
+def inside(log_ratio: Tensor, *, low: float, high: float) -> Tensor:
+    """1 where exp(log_ratio) lies in [low, high], else 0; no exponential is taken, so none overflows."""
+    least = math.log(low) if low > 0 else -math.inf
+    kept = (log_ratio >= least) & (log_ratio <= math.log(high))
+    return kept.to(log_ratio.dtype)

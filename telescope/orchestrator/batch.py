@@ -1,17 +1,35 @@
-"""From a Train command to one TrainStep a rank: advantages, denominators, shards. Pure: arrays in, messages out."""
+"""From a Train command to one TrainStep a rank: advantages, minibatches, counts, shards. Pure: arrays in, messages out."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from telescope.algorithms.base import Algorithm
 from telescope.flow.commands import Train
-from telescope.maths.batching import assign, cost, denominators
+from telescope.maths import batching
 from telescope.orchestrator.shelf import Scored, Shelf
 from telescope.records import Denominators, TrainItem
 from telescope.wire.messages import TrainStep
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What of the configuration decides how a batch is cut."""
+
+    algorithm: Algorithm
+    group_size: int
+    max_tokens: int
+    minibatches: int = 1
+
+    def shaped(self, rollout: Scored) -> Scored:
+        """With what its length costs."""
+        return replace(
+            rollout,
+            length_penalty=self.algorithm.length_penalty(rollout.trained_tokens, max_tokens=self.max_tokens),
+        )
 
 
 @dataclass(frozen=True)
@@ -24,17 +42,37 @@ class Shard:
 
 @dataclass(frozen=True)
 class Batch:
+    """A step's rollouts. Those with an entry in `filters` have an advantage and are not trained."""
+
     command: Train
     rollouts: tuple[Scored, ...]
     advantages: np.ndarray  # [rollouts] float64
-    denominators: Denominators
+    filters: tuple[tuple[str, ...], ...]  # by rollout: the rules by which it left the loss
+    denominators: tuple[Denominators, ...]  # one a minibatch
     shards: tuple[Shard, ...]
+
+    @property
+    def trained(self) -> tuple[Scored, ...]:
+        """The rollouts in the loss."""
+        return tuple(rollout for rollout, why in zip(self.rollouts, self.filters, strict=True) if not why)
 
     @property
     def lags(self) -> np.ndarray:
         """Versions between each sampled token and the weights it trains [trained tokens]."""
-        sampled_by: np.ndarray = np.concatenate([rollout.versions() for rollout in self.rollouts])
-        return self.command.step - 1 - sampled_by
+        sampled_by = [rollout.versions() for rollout in self.trained]
+        lags: np.ndarray = self.command.step - 1 - np.concatenate([np.zeros(0, np.int32), *sampled_by])
+        return lags
+
+    def metrics(self) -> dict[str, float]:
+        """Shares of the batch's rollouts that were cut off and that left the loss, by rule, and what lengths cost."""
+        count = len(self.rollouts)
+        rules = {rule: sum(rule in why for why in self.filters) for rule in ("overlong", "repetition")}
+        return {
+            "truncated_fraction": sum(rollout.sampled.truncated for rollout in self.rollouts) / count,
+            "filtered_fraction": sum(bool(why) for why in self.filters) / count,
+            **{f"{rule}_filtered_fraction": number / count for rule, number in rules.items()},
+            "length_penalty_mean": float(np.mean([rollout.length_penalty for rollout in self.rollouts])),
+        }
 
     def lag_of(self, rollout: Scored) -> int | None:
         """Versions between the rollout's oldest sampled token and the weights it trains; None without such a token."""
@@ -42,26 +80,50 @@ class Batch:
         return self.command.step - 1 - int(versions.min()) if len(versions) else None
 
 
-def cut(command: Train, shelf: Shelf, algorithm: Algorithm, *, group_size: int, ranks: int) -> Batch:
-    """Advantages over the batch (discarded groups count in its statistics), then rollouts to ranks by cost."""
+def cut(command: Train, shelf: Shelf, recipe: Recipe, *, ranks: int) -> Batch:
+    """Advantages over the batch (discarded groups count in its statistics), then whole groups to minibatches, in order, and
+    the rollouts of each minibatch to ranks by cost. What the algorithm's filters take out counts in the statistics alone."""
     groups = tuple(tuple(shelf[rollout] for rollout in rollouts) for rollouts in command.rollout_ids)
     kept = tuple(rollout for group in groups for rollout in group)
     baseline = tuple(shelf[rollout] for rollouts in command.baseline_rollout_ids for rollout in rollouts)
-    rewards = np.array([rollout.done.reward for rollout in kept + baseline], dtype=np.float64)
+    rewards = np.array([rollout.reward for rollout in kept + baseline], dtype=np.float64)
     numbers = np.array([rollout.order.group_id for rollout in kept + baseline], dtype=np.int64)
-    advantages = algorithm.advantages(rewards, numbers, group_size=group_size)[: len(kept)]
-    counts = denominators([rollout.trained_tokens for rollout in kept], [rollout.order.group_id for rollout in kept])
-    shares = assign([cost([len(branch.ids) for branch in rollout.branches]) for rollout in kept], ranks)
-    shards = tuple(_shard(command.step, kept, advantages, counts, share) for share in shares)
-    return Batch(command, kept, advantages, counts, shards)
+    advantages = recipe.algorithm.advantages(rewards, numbers, group_size=recipe.group_size)[: len(kept)]
+    filters = tuple(recipe.algorithm.filters_out(rollout.sampled) for rollout in kept)
+    places = np.split(np.arange(len(kept)), np.cumsum([len(group) for group in groups])[:-1])
+    parts = [
+        [place for group in part for place in group.tolist() if not filters[place]]
+        for part in batching.cut(places, recipe.minibatches)
+    ]
+    counts = tuple(_denominators([kept[place] for place in part]) for part in parts)
+    shares = [_shares(kept, part, ranks) for part in parts]
+    shards = tuple(_shard(command.step, kept, advantages, counts, [share[rank] for share in shares]) for rank in range(ranks))
+    return Batch(command, kept, advantages, filters, counts, shards)
+
+
+def _denominators(rollouts: Sequence[Scored]) -> Denominators:
+    return batching.denominators(
+        [rollout.trained_tokens for rollout in rollouts], [rollout.order.group_id for rollout in rollouts]
+    )
+
+
+def _shares(rollouts: Sequence[Scored], part: Sequence[int], ranks: int) -> list[list[int]]:
+    """The rollouts of one minibatch that each rank gets."""
+    costs = [batching.cost([len(branch.ids) for branch in rollouts[place].branches]) for place in part]
+    return [[part[index] for index in share] for share in batching.assign(costs, ranks)]
 
 
 def _shard(
-    step: int, rollouts: tuple[Scored, ...], advantages: np.ndarray, counts: Denominators, share: tuple[int, ...]
+    step: int,
+    rollouts: Sequence[Scored],
+    advantages: np.ndarray,
+    counts: tuple[Denominators, ...],
+    shares: Sequence[Sequence[int]],
 ) -> Shard:
+    """One rank's items, minibatch after minibatch; `shares`: its rollouts of each."""
     items = []
     pieces = []
-    for sequence in share:
+    for minibatch, sequence in ((minibatch, sequence) for minibatch, share in enumerate(shares) for sequence in share):
         rollout = rollouts[sequence]
         for branch in rollout.branches:
             items.append(
@@ -72,6 +134,7 @@ def _shard(
                     length=len(branch.ids),
                     advantage=float(advantages[sequence]),
                     sequence_tokens=rollout.trained_tokens,
+                    minibatch=minibatch,
                 )
             )
             pieces.append((branch.ids, branch.mask, branch.logprobs, branch.versions))

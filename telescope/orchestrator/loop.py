@@ -202,16 +202,16 @@ class Orchestrator:
 
     def _rollout_done(self, delivery: Delivery, body: messages.RolloutDone) -> None:
         try:
-            arrived = self._performer.arrived(delivery, body)
+            rollout = self._performer.arrived(delivery, body)
         except UnusableRollout as error:
             self._rollout_failed(delivery, body.rollout_id, body.attempt, str(error))
             return
-        if arrived:
+        if rollout is not None:
             self._events.append(
                 events.RolloutDone(
                     rollout_id=body.rollout_id,
                     attempt=body.attempt,
-                    reward=body.reward,
+                    reward=rollout.reward,
                     prompt_tokens=body.prompt_tokens,
                     completion_tokens=body.completion_tokens,
                 )

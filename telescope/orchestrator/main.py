@@ -14,6 +14,7 @@ from telescope.config.run import RunConfig, as_json, config_hash
 from telescope.flow.core import Core
 from telescope.flow.replay import encode_opening
 from telescope.flow.settings import FlowSettings
+from telescope.orchestrator.batch import Recipe
 from telescope.orchestrator.loop import Orchestrator, Outcome
 from telescope.orchestrator.perform import Performer
 from telescope.orchestrator.record import Recorder
@@ -92,8 +93,12 @@ async def _run(place: Place, signals: Signals) -> Outcome:
         hub,
         roster=roster,
         recorder=recorder,
-        algorithm=config.algorithm,
-        group_size=config.rollout.group_size,
+        recipe=Recipe(
+            algorithm=config.algorithm,
+            group_size=config.rollout.group_size,
+            max_tokens=config.rollout.max_tokens,
+            minibatches=config.trainer.number_of_minibatches,
+        ),
         update_timeout_s=config.weight_sync.update_timeout_s,
     )
     orchestrator = Orchestrator(

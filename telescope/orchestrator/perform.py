@@ -6,9 +6,8 @@ import logging
 import time
 from collections.abc import Iterable
 
-from telescope.algorithms.base import Algorithm
 from telescope.flow import commands, events
-from telescope.orchestrator.batch import cut
+from telescope.orchestrator.batch import Recipe, cut
 from telescope.orchestrator.record import Recorder
 from telescope.orchestrator.relay import Relay
 from telescope.orchestrator.roster import Roster
@@ -33,12 +32,11 @@ class Performer:
         *,
         roster: Roster,
         recorder: Recorder,
-        algorithm: Algorithm,
-        group_size: int,
+        recipe: Recipe,
         update_timeout_s: float,
     ) -> None:
         self._hub, self._roster, self._recorder = hub, roster, recorder
-        self._algorithm, self._group_size, self._update_timeout_s = algorithm, group_size, update_timeout_s
+        self._recipe, self._update_timeout_s = recipe, update_timeout_s
         self._update: WeightUpdate | None = None
         self.relay = Relay(hub)
         self.shelf = Shelf()
@@ -75,16 +73,17 @@ class Performer:
 
     # ---- rollouts that come back
 
-    def arrived(self, delivery: Delivery, body: messages.RolloutDone) -> bool:
-        """Hold a scored rollout until the core has said whether it counts. False: nobody ordered it. Raises UnusableRollout."""
+    def arrived(self, delivery: Delivery, body: messages.RolloutDone) -> Scored | None:
+        """Hold a scored rollout until the core has said whether it counts. None: nobody ordered it. Raises UnusableRollout."""
         key = body.rollout_id, body.attempt
         order = self._orders.get(key)
         if order is None:
             self._hub.acknowledge(delivery)
-            return False
-        self._arrived[key] = scored(order, body, delivery.arrays), delivery
+            return None
+        rollout = self._recipe.shaped(scored(order, body, delivery.arrays))
+        self._arrived[key] = rollout, delivery
         del self._orders[key]
-        return True
+        return rollout
 
     def settle(self, event: events.RolloutDone, *, counts: bool) -> None:
         """Onto the shelf with what counts, and into the run directory: only then is it acknowledged."""
@@ -142,7 +141,7 @@ class Performer:
 
     def _train(self, command: commands.Train) -> None:
         ranks = self._roster.ranks
-        batch = cut(command, self.shelf, self._algorithm, group_size=self._group_size, ranks=len(ranks))
+        batch = cut(command, self.shelf, self._recipe, ranks=len(ranks))
         self._recorder.batch(batch)
         self.doing = f"training step {command.step}"
         for rank, shard in zip(ranks, batch.shards, strict=True):

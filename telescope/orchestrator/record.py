@@ -123,7 +123,12 @@ class Recorder:
                 "advantages": batch.advantages.tolist(),
                 "lag_versions": [batch.lag_of(rollout) for rollout in batch.rollouts],
                 "tokens": sum(rollout.tokens for rollout in batch.rollouts),
-                "trained_tokens": batch.denominators.tokens,
+                "trained_tokens": sum(counts.tokens for counts in batch.denominators),
+                "filtered": {
+                    str(rollout.order.rollout_id): list(why)
+                    for rollout, why in zip(batch.rollouts, batch.filters, strict=True)
+                    if why
+                },
             },
         )
 
@@ -139,7 +144,9 @@ class Recorder:
         numbers = msgspec.structs.asdict(counts).items()
         metrics |= {f"flow/{name}": float(value) for name, value in numbers if isinstance(value, int | float)}
         metrics |= _of_groups(batch)
-        metrics |= {"staleness_mean": float(batch.lags.mean()), "staleness_max": float(batch.lags.max())}
+        metrics |= batch.metrics()
+        if len(batch.lags):
+            metrics |= {"staleness_mean": float(batch.lags.mean()), "staleness_max": float(batch.lags.max())}
         metrics |= {"timing_step_total": seconds, "tokens": float(tokens), "tokens_per_s": tokens / max(seconds, 1e-9)}
         for name, value in done.timings.items():
             if not name.endswith("_mean"):
@@ -272,6 +279,7 @@ def _rollout_row(rollout: Scored, worker: str) -> dict[str, Any]:
     return {
         **_order_row(rollout.order),
         "reward": done.reward,
+        "length_penalty": rollout.length_penalty,
         "metrics": done.metrics,
         "prompt_tokens": done.prompt_tokens,
         "completion_tokens": done.completion_tokens,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from telescope.algorithms.base import SampledRollout
 from telescope.records import RolloutOrder, Trajectory
 from telescope.wire.messages import RolloutDone
 
@@ -21,6 +22,12 @@ class Scored:
     order: RolloutOrder
     done: RolloutDone
     branches: tuple[Trajectory, ...]
+    length_penalty: float = 0.0
+
+    @property
+    def reward(self) -> float:
+        """What is trained for: the environment's reward, less what the length costs."""
+        return self.done.reward + self.length_penalty
 
     @property
     def trained_tokens(self) -> int:
@@ -29,6 +36,12 @@ class Scored:
     @property
     def tokens(self) -> int:
         return sum(len(branch.ids) for branch in self.branches)
+
+    @property
+    def sampled(self) -> SampledRollout:
+        """What the filters see of it."""
+        logprobs = np.concatenate([branch.logprobs[branch.mask.astype(bool)] for branch in self.branches])
+        return SampledRollout(self.done.finish_reason, logprobs)
 
     def versions(self) -> np.ndarray:
         """Weight versions of the sampled tokens [trained tokens] int32."""

@@ -44,7 +44,8 @@ STREAMS: dict[str, Stream] = {
                 "seed": "int",
                 "status": "str",  # scored | error; what became of its group stands in `groups`
                 "cause": "str",
-                "reward": "float",
+                "reward": "float",  # the environment's
+                "length_penalty": "float",  # what training adds to it
                 "metrics": "json",
                 "prompt_tokens": "int",
                 "completion_tokens": "int",
@@ -74,6 +75,7 @@ STREAMS: dict[str, Stream] = {
                 "lag_versions": "json",
                 "tokens": "int",
                 "trained_tokens": "int",
+                "filtered": "json",  # rollout id: the rules by which it left the loss
             },
         ),
         Stream("step_metrics", {"step": "int", "metrics": "json"}),

@@ -184,7 +184,9 @@ class TrainStep(Message):
     step: int
     """1-based; the step produces weight version `step`."""
     items: tuple[TrainItem, ...]
-    denominators: Denominators
+    """In order of their minibatches."""
+    denominators: tuple[Denominators, ...]
+    """One a minibatch, each over all ranks."""
 
 
 class StepDone(Message):

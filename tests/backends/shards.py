@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+import msgspec
 import numpy as np
 
 from telescope.algorithms.base import Algorithm
 from telescope.algorithms.grpo import GRPO
 from telescope.backends.base import Job, TrainShard, World
 from telescope.config.parts import ModelSettings, TrainerSettings
+from telescope.maths.batching import denominators
 from telescope.records import Denominators, TrainItem
 
 VOCABULARY = 128
@@ -41,14 +44,37 @@ def make_shard(step: int = 1, lengths: Sequence[int] = LENGTHS, seed: int = 0, l
         mask=mask,
         logprobs=logprobs,
         versions=np.where(mask, step - 1, -1).astype(np.int32),
-        denominators=Denominators(int(mask.sum()), len(lengths), (len(lengths) + 1) // 2),
+        denominators=(Denominators(int(mask.sum()), len(lengths), (len(lengths) + 1) // 2),),
     )
 
 
+def in_minibatches(shard: TrainShard, sizes: Sequence[int]) -> TrainShard:
+    """The same trajectories, the first `sizes[0]` of them in the first minibatch, and so on."""
+    numbers = np.repeat(np.arange(len(sizes)), sizes)
+    items = tuple(
+        msgspec.structs.replace(item, minibatch=int(number)) for item, number in zip(shard.items, numbers, strict=True)
+    )
+    counts = tuple(
+        denominators(
+            [item.sequence_tokens for item in items if item.minibatch == number],
+            [item.group_id for item in items if item.minibatch == number],
+        )
+        for number in range(len(sizes))
+    )
+    return replace(shard, items=items, denominators=counts)
+
+
+def alone(shard: TrainShard, minibatch: int) -> TrainShard:
+    """One minibatch as a step of its own."""
+    picked = part(shard, [index for index, item in enumerate(shard.items) if item.minibatch == minibatch])
+    items = tuple(msgspec.structs.replace(item, minibatch=0) for item in picked.items)
+    return replace(picked, items=items, denominators=(shard.denominators[minibatch],))
+
+
 def part(shard: TrainShard, indices: Sequence[int]) -> TrainShard:
-    """One rank's share; the denominators stay those of the whole update."""
+    """One rank's share; the denominators stay those of the whole step."""
     ends = np.cumsum([item.length for item in shard.items])
-    kept = np.concatenate([np.arange(ends[i] - shard.items[i].length, ends[i]) for i in indices]).astype(int)
+    kept = np.array([place for i in indices for place in range(ends[i] - shard.items[i].length, ends[i])], int)
     arrays = (shard.ids[kept], shard.mask[kept], shard.logprobs[kept], shard.versions[kept])
     return TrainShard(shard.step, tuple(shard.items[i] for i in indices), *arrays, shard.denominators)
 

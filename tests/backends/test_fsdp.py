@@ -117,7 +117,7 @@ def test_the_gradient_is_that_of_the_loss_over_plain_samples(build):
         start, end = end, end + item.length
         ids = torch.from_numpy(shard.ids[start:end].astype(np.int64))
         logp = plain(ids[None]).logits[0, 3:-1].log_softmax(-1).gather(1, ids[4:, None])
-        loss = loss - logp.sum() * item.advantage / shard.denominators.tokens
+        loss = loss - logp.sum() * item.advantage / shard.denominators[0].tokens
     loss.backward()
     assert result.metrics["loss"] == pytest.approx(float(loss), rel=1e-5)
     expected = {f"lm.{name}": parameter.grad for name, parameter in plain.named_parameters()}
@@ -131,8 +131,8 @@ def test_rows_of_padding_change_nothing(build):
     expected = plain.train_step(shard).metrics
     gradients = plain.gradients
     padded = build(make_job())
-    plan = padded._plan(shard)
-    padded._plan = lambda _: [*plan, *(type(plan[0])((), (), (), 64) for _ in range(2))]
+    (plan,) = padded._plan(shard)
+    padded._plan = lambda _: [[*plan, *(type(plan[0])((), (), (), 64) for _ in range(2))]]
     found = padded.train_step(shard).metrics
     assert (found["rows"], found["filler_rows"]) == (3.0, 2.0)
     assert found["loss"] == expected["loss"]
@@ -193,7 +193,7 @@ def test_the_gradient_is_clipped_to_its_norm(build):
     assert result.metrics["grad_norm"] > 0.01
     norm = torch.sqrt(sum(tensor.double().pow(2).sum() for tensor in backend.gradients.values()))
     assert result.metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-6)
-    moments = [backend._optimizer.state[p]["exp_avg"].full_tensor() for p in backend._policy.parameters()]
+    moments = [backend._updater.optimizer.state[p]["exp_avg"].full_tensor() for p in backend._policy.parameters()]
     clipped = torch.sqrt(sum(moment.double().pow(2).sum() for moment in moments)) / 0.1  # first moment: 0.1 of the gradient
     assert float(clipped) == pytest.approx(0.01, rel=1e-4)
 

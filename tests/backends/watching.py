@@ -7,14 +7,27 @@ import torch
 from telescope.backends.base import Job
 from telescope.backends.fsdp import FSDP
 from telescope.backends.fsdp.backend import FSDPBackend
+from telescope.backends.fsdp.updates import Update
 
 
 class Watching(FSDPBackend):
-    gradients: dict[str, torch.Tensor]
+    """`gradients` are those of the last update, `updates` those of all since the start."""
 
-    def _update(self, step: int) -> dict[str, float]:
-        self.gradients = {name: p.grad.full_tensor().clone() for name, p in self._policy.named_parameters()}
-        return super()._update(step)
+    def __init__(self, settings: FSDP, job: Job) -> None:
+        super().__init__(settings, job)
+        self.updates: list[dict[str, torch.Tensor]] = []
+        update = self._updater.update
+
+        def watched(step: int, *, empty: bool = False) -> Update:
+            gradient = {name: p.grad.full_tensor().clone() for name, p in self._policy.named_parameters()}
+            self.updates.append(gradient)
+            return update(step, empty=empty)
+
+        self._updater.update = watched
+
+    @property
+    def gradients(self) -> dict[str, torch.Tensor]:
+        return self.updates[-1]
 
 
 def watch(job: Job, **settings: object) -> Watching:

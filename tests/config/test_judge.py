@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from telescope.config.explain import in_words, setting_paths
 from telescope.config.judge import judge
+from telescope.config.run import RunConfig, as_json
 from tests.config.conftest import compose_one, sentences
 
 
@@ -136,6 +139,14 @@ def test_a_combination_with_a_broken_setting_is_not_judged(container):
             "trainer.warmup_steps=3 does nothing with trainer.lr_scheduler=none",
         ),
         ({"trainer": {"min_lr_ratio": 0.1}}, "trainer.min_lr_ratio=0.1 does nothing with trainer.lr_scheduler=constant"),
+        (
+            {"trainer": {"number_of_minibatches": 17}},
+            "trainer.number_of_minibatches=17 must not be above orchestrator.prompts_batch_size_for_trainer=16: a",
+        ),
+        (
+            {"rollout": {"max_tokens": 10}, "algorithm": {"name": "flat", "overlong_buffer_tokens": 10}},
+            "algorithm.overlong_buffer_tokens=10 must be below rollout.max_tokens=10",
+        ),
         ({"trainer": {"betas": [0.9, 1.0]}}, "trainer.betas=[0.9, 1.0] must lie in [0, 1)"),
         ({"inference": {"base_port": 65535}}, "inference.base_port=65535 leaves no ports for 2 servers"),
         ({"cluster": {"env": {"A=B": "x"}}}, "cluster.env: 'A=B' can't name an environment variable"),
@@ -150,6 +161,25 @@ def test_an_algorithms_own_rules_are_said_with_its_section():
     point = compose_one("algorithm=gspo", "algorithm.use_tis=true", "trainer.lr=1")
     assert "algorithm: use_tis=true is not possible with GSPO" in sentences(point)
     assert "trainer.lr=1: there is no such setting" in sentences(point)
+
+
+def test_corrections_are_a_list_that_the_command_line_can_give():
+    listed = "algorithm.corrections=[{name:icepop,low:0.25},{name:geometric_mask}]"
+    point = compose_one("algorithm=grpo", "algorithm.use_tis=false", listed)
+    assert point.config is not None, sentences(point)
+    icepop, mask = point.config.algorithm.corrections
+    assert (icepop.name, icepop.low, icepop.high, mask.name) == ("icepop", 0.25, 5.0, "geometric_mask")
+    assert RunConfig.model_validate_json(json.dumps(as_json(point.config))) == point.config
+    wrong = compose_one("algorithm.corrections=[{name:icepop,lo:0.25}]")
+    assert sentences(wrong) == (
+        "algorithm.corrections: corrections[0] (icepop, whose settings are low, high): there is no setting lo"
+    )
+
+
+def test_a_ratio_of_one_is_warned_of_by_the_number_of_updates():
+    still = ("algorithm=gspo", "algorithm.ppo_clip_ref_logprobs=batch")
+    assert "the ratio is always 1" in " ".join(compose_one(*still).warnings)
+    assert compose_one(*still, "trainer.number_of_minibatches=2").warnings == ()
 
 
 def test_one_sample_a_prompt_runs_where_the_algorithm_compares_none():

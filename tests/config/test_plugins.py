@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,9 @@ import pytest
 
 from telescope.config import plugins
 from telescope.config.plugins import ALGORITHMS, BACKENDS, ENVIRONMENTS, PluginError
-from tests.config.conftest import write
+from tests.config.conftest import ALGORITHM, write
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_every_shipped_algorithm_is_found_by_its_file_name():
@@ -36,6 +39,39 @@ def test_a_users_folder_may_split_its_plugin_over_files(tmp_path):
     quiz = plugins.load(ENVIRONMENTS, "quiz", (str(tmp_path),))()
     assert quiz.best == 7
     assert plugins.name_of(quiz) == "quiz"
+
+
+def installed(site: Path, name: str, module: str) -> dict[str, str]:
+    """The environment of a process in which a package is installed that offers an algorithm."""
+    write(site / "mine" / "__init__.py", "")
+    write(site / "mine" / "steep.py", ALGORITHM)
+    write(site / "mine-1.0.dist-info" / "METADATA", "Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    write(site / "mine-1.0.dist-info" / "entry_points.txt", f"[telescope.algorithms]\n{name} = {module}\n")
+    return {**os.environ, "PYTHONPATH": str(site)}
+
+
+def test_an_installed_package_offers_an_algorithm_as_an_entry_point(tmp_path):
+    code = (
+        "from tests.config.conftest import compose_one, sentences\n"
+        "point = compose_one('algorithm=steep', 'algorithm.slope=0.25')\n"
+        "assert point.config is not None, sentences(point)\n"
+        "assert (point.config.algorithm_name, point.config.algorithm.slope) == ('steep', 0.25)\n"
+        "print(sentences(compose_one('algorithm=steep', 'algorithm.slop=0.25')))\n"
+    )
+    environment = installed(tmp_path, "steep", "mine.steep")
+    said = subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=ROOT, timeout=60, check=True, capture_output=True, text=True
+    )
+    assert "Did you mean algorithm.slope?" in said.stdout
+
+
+def test_an_entry_point_of_another_name_than_its_module_is_refused_in_words(tmp_path):
+    code = "from telescope.config import plugins\nplugins.load(plugins.ALGORITHMS, 'other')"
+    environment = installed(tmp_path, "other", "mine.steep")
+    said = subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=ROOT, timeout=60, check=False, capture_output=True, text=True
+    )
+    assert "an entry point has the name of its module, so it must be steep" in said.stderr
 
 
 def test_two_folders_with_a_plugin_of_one_name_do_not_mix(tmp_path):
@@ -86,4 +122,4 @@ def test_no_plugin_and_no_part_of_the_configuration_imports_torch():
         "for kind in (plugins.ALGORITHMS, plugins.BACKENDS, plugins.ENVIRONMENTS): assert plugins.find(kind)\n"
         "heavy = {'torch', 'transformers', 'vllm', 'hydra', 'zmq'} & set(sys.modules)\nassert not heavy, heavy\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=Path(__file__).parents[2])
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=ROOT)

@@ -21,13 +21,16 @@ from telescope.records import Denominators, TrainItem, Trajectory
 
 MAX_TOKENS = 16
 CORRECTED = {"ppo_clip_ref_logprobs": "batch", "use_tis": True}
+MASKS = ({"name": "sequence_mask", "low": 0.5, "high": 2.0}, {"name": "geometric_mask", "low": 0.9, "high": 1.1})
 VARIANTS: dict[str, Algorithm] = {
     "grpo": GRPO(),
     "grpo clipped": GRPO(use_ppo_clip=True, dual_clip_c=1.6),
     "grpo seq mean, clip and TIS": GRPO(use_ppo_clip=True, loss_aggregation="seq_mean_token_mean", **CORRECTED),
-    "grpo IcePop": GRPO(use_icepop=True, advantage_norm="batch"),
+    "grpo IcePop": GRPO(corrections=[{"name": "icepop"}], advantage_norm="batch"),
     "rloo TIS": RLOO(use_tis=True),
+    "rloo seq mean": RLOO(loss_aggregation="seq_mean_token_mean", advantage_norm="batch"),
     "reinforce_pp": ReinforcePP(loss_aggregation="seq_mean_token_mean"),
+    "reinforce_pp token mean, clipped": ReinforcePP(use_ppo_clip=True),
     "dr_grpo token_mean": DrGRPO(),
     "dr_grpo token_sum_norm": DrGRPO(dr_grpo_loss_agg_mode="token_sum_norm"),
     "cispo": CISPO(),
@@ -35,6 +38,20 @@ VARIANTS: dict[str, Algorithm] = {
     "gspo": GSPO(clip_low=0.1, clip_high=0.1),
     "sapo": SAPO(),
     "sapo token mean, TIS": SAPO(loss_aggregation="token_mean", **CORRECTED),
+    "grpo clipped, masks of sequences": GRPO(use_ppo_clip=True, corrections=MASKS),
+    "gspo, masks of sequences": GSPO(clip_low=0.1, clip_high=0.1, corrections=MASKS),
+    "rloo IcePop and a mask": RLOO(corrections=[{"name": "icepop", "low": 0.8, "high": 1.2}, MASKS[1]], entropy_coef=0.01),
+    "grpo, penalties of all kinds": GRPO(
+        loss_aggregation="seq_mean_token_mean",
+        kl_ref_coef=0.04,
+        kl_rollout_coef=0.3,
+        kl_rollout_estimator="k2",
+        entropy_coef=0.2,
+    ),
+    "dr_grpo, k1 and a bonus": DrGRPO(
+        dr_grpo_loss_agg_mode="token_sum_norm", kl_ref_coef=0.1, kl_ref_estimator="k1", entropy_coef=0.1
+    ),
+    "gspo, k3 to the base": GSPO(kl_ref_coef=0.1),
 }
 
 
@@ -46,6 +63,7 @@ class Batch:
     items: list[TrainItem]
     current: list[np.ndarray]
     old: list[np.ndarray]
+    reference: list[np.ndarray]
     denominators: Denominators
 
     @property
@@ -60,6 +78,7 @@ class Batch:
             items=[self.items[index] for index in indices],
             current=[self.current[index] for index in indices],
             old=[self.old[index] for index in indices],
+            reference=[self.reference[index] for index in indices],
         )
 
 
@@ -93,6 +112,7 @@ def make_batch(algorithm: Algorithm, seed: int, *, branches: bool = True, gap: f
         items=items,
         current=[_near(random, each, gap) for each in old],
         old=old,
+        reference=[_near(random, each, gap) for each in old],
         denominators=batching.denominators(trained.tolist(), groups.tolist()),
     )
 
@@ -128,7 +148,7 @@ def outcome(algorithm: Algorithm, batch: Batch, rows: Sequence[packing.Row], *, 
     leaves = [torch.from_numpy(each.copy()).requires_grad_() for each in batch.current]
     loss, sums, peaks = 0.0, {}, {}
     for row in rows:
-        share = algorithm.loss(packed_row(row, batch, leaves, rubbish), batch.denominators, max_tokens=MAX_TOKENS)
+        share = algorithm.loss(packed_row(algorithm, row, batch, leaves, rubbish), batch.denominators, max_tokens=MAX_TOKENS)
         if share.loss.requires_grad:
             share.loss.backward()
         loss += float(share.loss.detach())
@@ -141,8 +161,10 @@ def floats(sums: dict[str, torch.Tensor]) -> dict[str, float]:
     return {name: float(value) for name, value in sums.items()}
 
 
-def packed_row(row: packing.Row, batch: Batch, leaves: Sequence[torch.Tensor], rubbish: float) -> PackedRow:
-    """As the trainer builds it, with `rubbish` at all masked places of all float arrays."""
+def packed_row(
+    algorithm: Algorithm, row: packing.Row, batch: Batch, leaves: Sequence[torch.Tensor], rubbish: float
+) -> PackedRow:
+    """As the trainer builds it, with `rubbish` at all masked places of all float arrays. The entropy is -current / 2."""
     arrays = packing.arrange(row, batch.trajectories, batch.items)
     mask = torch.from_numpy(arrays.mask)
     padding = torch.full((row.size - row.used,), rubbish)
@@ -151,6 +173,7 @@ def packed_row(row: packing.Row, batch: Batch, leaves: Sequence[torch.Tensor], r
     def spoiled(values: np.ndarray) -> torch.Tensor:
         return torch.where(mask, torch.from_numpy(values), rubbish)
 
+    entropy = torch.where(mask, -0.5 * current, rubbish)
     return PackedRow(
         current=torch.where(mask, current, current * 0 + rubbish),
         old=spoiled(packing.lay_out(row, batch.old)),
@@ -159,7 +182,8 @@ def packed_row(row: packing.Row, batch: Batch, leaves: Sequence[torch.Tensor], r
         advantages=spoiled(arrays.advantages),
         segments=torch.from_numpy(arrays.segments),
         sequence_tokens=torch.from_numpy(arrays.sequence_tokens),
-        entropy=spoiled(np.full(row.size, 0.5, np.float32)),
+        entropy=entropy if algorithm.trains_entropy else entropy.detach(),
+        reference=spoiled(packing.lay_out(row, batch.reference)) if algorithm.needs_reference else None,
     )
 
 

@@ -6,6 +6,7 @@ import sys
 import pytest
 from pydantic import ValidationError
 
+from telescope.algorithms.base import GeometricMask, IcePop
 from telescope.algorithms.cispo import CISPO
 from telescope.algorithms.dr_grpo import DrGRPO
 from telescope.algorithms.grpo import GRPO
@@ -14,6 +15,7 @@ from telescope.algorithms.reinforce_pp import ReinforcePP
 from telescope.algorithms.rloo import RLOO
 from telescope.algorithms.sapo import SAPO
 
+MASK = {"name": "sequence_mask"}
 ALL = [GRPO, RLOO, ReinforcePP, DrGRPO, CISPO, GSPO, SAPO]
 
 
@@ -47,13 +49,27 @@ def test_the_defaults_are_those_of_the_design():
         (SAPO, {"use_ppo_clip": True}, "use_ppo_clip=true is not possible with SAPO"),
         (GSPO, {"use_tis": True}, "use_tis=true is not possible with GSPO"),
         (GSPO, {"use_tis": True, "ppo_clip_ref_logprobs": "batch"}, "use_tis=true is not possible with GSPO"),
-        (GSPO, {"use_icepop": True}, "use_icepop=true is not possible with GSPO"),
+        (GSPO, {"corrections": [{"name": "icepop"}]}, "icepop is not possible with GSPO"),
+        (GSPO, {"corrections": [{"name": "tis"}]}, "tis is not possible with GSPO"),
         (GRPO, {"use_tis": True, "use_ppo_clip": True}, "would correct twice: set ppo_clip_ref_logprobs=batch"),
         (CISPO, {"use_tis": True}, "would correct twice: set ppo_clip_ref_logprobs=batch"),
         (SAPO, {"use_tis": True}, "would correct twice: set ppo_clip_ref_logprobs=batch"),
-        (SAPO, {"use_icepop": True}, "would correct twice"),
-        (GRPO, {"use_tis": True, "use_icepop": True}, "set one of them to false"),
-        (GRPO, {"use_icepop": True, "icepop_low": 5.0}, "icepop_low=5.0 must be below icepop_high=5.0"),
+        (SAPO, {"corrections": [{"name": "icepop"}]}, "would correct twice: set .*, or leave icepop out"),
+        (GRPO, {"use_tis": True, "corrections": [{"name": "icepop"}]}, "use_tis=true and icepop both weight tokens"),
+        (GRPO, {"use_tis": True, "corrections": [{"name": "tis"}]}, "use_tis=true and tis both weight tokens"),
+        (GRPO, {"corrections": [{"name": "icepop", "low": 5.0}]}, r"corrections\[0\] \(icepop.*low=5.0 must be below high=5.0"),
+        (GRPO, {"corrections": [MASK, MASK]}, "names sequence_mask more than once"),
+        (GRPO, {"corrections": [MASK, {"name": "icepopp"}]}, r"corrections\[1\] must have a name, one of tis, icepop, sequ"),
+        (
+            GRPO,
+            {"corrections": [{"name": "icepop", "lo": 1}]},
+            r"corrections\[0\] \(icepop, whose settings are low, high\): there is no setting lo",
+        ),
+        (GRPO, {"corrections": [{"name": "tis", "cap": "2"}]}, "cap: Input should be a valid number"),
+        (GRPO, {"corrections": {"name": "tis"}}, "corrections must be a list"),
+        (GRPO, {"overlong_penalty": 0.5}, "does nothing without overlong_buffer_tokens"),
+        (GRPO, {"kl_ref_estimator": "k4"}, "kl_ref_estimator"),
+        (GRPO, {"entropy_coef": -0.1}, "entropy_coef"),
         (GRPO, {"dual_clip_c": 3.0}, "set use_ppo_clip=true, or dual_clip_c=null"),
         (GRPO, {"use_ppo_clip": True, "dual_clip_c": 1.5}, "must be above 1 \\+ clip_high = 1.5"),
         (GRPO, {"clip_low": 1.5}, "clip_low"),
@@ -76,6 +92,9 @@ def test_impossible_combinations_are_refused_with_the_remedy(kind, given, words)
         (SAPO, {"use_tis": True, "ppo_clip_ref_logprobs": "batch"}),
         (GRPO, {"use_ppo_clip": True, "dual_clip_c": 3.0}),
         (GSPO, {"use_tis": False, "use_ppo_clip": False}),
+        (GSPO, {"corrections": [MASK]}),
+        (GRPO, {"use_ppo_clip": True, "corrections": [MASK, {"name": "geometric_mask"}]}),
+        (GRPO, {"use_tis": True, "corrections": [MASK]}),
     ],
 )
 def test_possible_combinations_pass(kind, given):
@@ -89,7 +108,7 @@ def test_asynchronous_data_without_any_correction_get_a_warning(kind):
     assert "use_tis=true" in sentence
     assert kind().warnings(asynchronous=False) == []
     assert kind(use_tis=True).warnings(asynchronous=True) == []
-    assert kind(use_icepop=True).warnings(asynchronous=True) == []
+    assert kind(corrections=[{"name": "icepop"}]).warnings(asynchronous=True) == []
     assert kind(use_ppo_clip=True).warnings(asynchronous=True) == []
 
 
@@ -106,6 +125,31 @@ def test_a_ratio_that_is_always_one_gets_a_warning(given):
         (sentence,) = algorithm.warnings(asynchronous=asynchronous, updates=1)
         assert "the ratio is always 1" in sentence
     assert algorithm.warnings(asynchronous=True, updates=2) == []
+
+
+@pytest.mark.parametrize("which", ["kl_ref", "kl_rollout"])
+def test_a_penalty_whose_gradient_has_mean_zero_gets_a_warning(which):
+    (sentence,) = GRPO(**{f"{which}_coef": 0.1, f"{which}_estimator": "k1"}).warnings(asynchronous=False)
+    assert f"{which}_estimator=k1 has a gradient of mean 0" in sentence
+    assert GRPO(**{f"{which}_coef": 0.1, f"{which}_estimator": "k2"}).warnings(asynchronous=False) == []
+
+
+def test_corrections_survive_the_way_through_json():
+    algorithm = GRPO(corrections=[{"name": "icepop", "low": 0.25, "high": 4.0}, {"name": "geometric_mask"}])
+    assert algorithm.corrections == (IcePop(low=0.25, high=4.0), GeometricMask(low=0.99, high=1.01))
+    text = algorithm.model_dump_json()
+    assert '"corrections":[{"name":"icepop","low":0.25,"high":4.0}' in text
+    assert GRPO.model_validate_json(text, strict=True) == algorithm
+
+
+def test_what_a_loss_reads_is_asked_for_and_nothing_else():
+    needs = lambda each: (each.needs_old, each.needs_reference, each.trains_entropy)  # noqa: E731
+    assert needs(GRPO()) == (False, False, False)
+    assert needs(GRPO(use_tis=True)) == (True, False, False)
+    assert needs(GRPO(corrections=[MASK])) == (True, False, False)
+    assert needs(CISPO(ppo_clip_ref_logprobs="batch")) == (True, False, False)
+    assert needs(GRPO(kl_ref_coef=0.1)) == (False, True, False)
+    assert needs(GRPO(entropy_coef=0.1)) == (False, False, True)
 
 
 def test_batch_reference_with_tis_corrects():

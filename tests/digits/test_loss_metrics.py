@@ -6,7 +6,7 @@ import pytest
 from telescope.algorithms.cispo import CISPO
 from telescope.algorithms.grpo import GRPO
 from telescope.maths import packing
-from tests.digits.batches import CORRECTED, make_batch, outcome
+from tests.digits.batches import CORRECTED, MASKS, make_batch, outcome
 
 
 def tokens_of(batch):
@@ -46,7 +46,8 @@ def test_the_metrics_of_clipped_grpo_with_tis_and_dual_clip():
         "ratio_max": close(ratio.max()),
         "kl_divergence_inference": close((rollout - current).mean()),
         "logprob_difference": close(np.abs(rollout - current).mean()),
-        "entropy": close(0.5),
+        "entropy": close((-0.5 * current).mean()),
+        "masked_fraction": 0.0,
         "clip_fraction": close((below | above).mean()),
         "clip_fraction_low": close(below.mean()),
         "clip_fraction_high": close(above.mean()),
@@ -68,8 +69,37 @@ def test_the_ratio_reported_is_to_the_sampler_where_that_is_the_reference():
 
 
 def test_icepop_reports_the_share_of_tokens_it_drops():
-    algorithm = GRPO(use_icepop=True, icepop_low=0.8, icepop_high=1.25)
+    algorithm = GRPO(corrections=[{"name": "icepop", "low": 0.8, "high": 1.25}])
     batch = make_batch(algorithm, 4, gap=0.5)
     _, old, rollout, _ = tokens_of(batch)
     weight = np.exp(old - rollout)
-    assert measured(algorithm, batch)["icepop_masked_fraction"] == close(((weight < 0.8) | (weight > 1.25)).mean())
+    dropped = ((weight < 0.8) | (weight > 1.25)).mean()
+    assert 0 < dropped < 1
+    metrics = measured(algorithm, batch)
+    assert (metrics["icepop_masked_fraction"], metrics["masked_fraction"]) == (close(dropped), close(dropped))
+
+
+def test_masks_of_sequences_report_tokens_and_are_counted_together_once():
+    algorithm = GRPO(corrections=MASKS)
+    batch = make_batch(algorithm, 4, gap=0.2)
+    sums, means = [], []
+    for old, trajectory in zip(batch.old, batch.trajectories, strict=True):
+        gaps = (old - trajectory.logprobs)[trajectory.mask == 1].astype(np.float64)
+        sums += [gaps.sum()] * len(gaps)
+        means += [gaps.sum() / max(len(gaps), 1)] * len(gaps)
+    by_sum, by_mean = (np.exp(sums) < 0.5) | (np.exp(sums) > 2.0), (np.exp(means) < 0.9) | (np.exp(means) > 1.1)
+    assert 0 < by_sum.mean() < (by_sum | by_mean).mean() < 1
+    metrics = measured(algorithm, batch)
+    assert metrics["sequence_mask_masked_fraction"] == close(by_sum.mean())
+    assert metrics["geometric_mask_masked_fraction"] == close(by_mean.mean())
+    assert metrics["masked_fraction"] == close((by_sum | by_mean).mean())
+
+
+def test_the_divergences_reported_are_those_of_the_estimators_asked_for():
+    algorithm = GRPO(kl_ref_coef=0.04, kl_rollout_coef=0.1, kl_rollout_estimator="k2")
+    batch = make_batch(algorithm, 4)
+    current, _, rollout, _ = tokens_of(batch)
+    gap = current - np.concatenate([r[t.mask == 1] for r, t in zip(batch.reference, batch.trajectories, strict=True)])
+    metrics = measured(algorithm, batch)
+    assert metrics["kl_ref"] == close((np.exp(-gap) - 1 + gap).mean())
+    assert metrics["kl_rollout"] == close((np.square(current - rollout) / 2).mean())

@@ -150,7 +150,7 @@ def test_tis_stays_frozen_while_the_weights_move():
 
 
 def test_icepop_drops_tokens_outside_its_interval_and_keeps_them_in_the_denominator():
-    icepop = GRPO(use_icepop=True)
+    icepop = GRPO(corrections=[{"name": "icepop"}])
     _, gradient = lossof(icepop, [1.0] * 4, [1.0] * 4, gaps=[math.log(0.4), math.log(0.5), math.log(4.9), math.log(5.1)])
     assert gradient == pytest.approx([0.0, -0.5 / 4, -4.9 / 4, 0.0])
 

@@ -27,6 +27,15 @@ def test_a_rank_may_get_nothing():
     assert batching.assign([], 2) == ((), ())
 
 
+def test_groups_are_cut_in_order_into_parts_that_differ_by_one_at_most():
+    assert batching.cut([1, 2, 3, 4, 5], 2) == ([1, 2, 3], [4, 5])
+    assert batching.cut([1, 2, 3], 3) == ([1], [2], [3])
+    assert batching.cut("abcdefgh", 3) == ("abc", "def", "gh")
+    for minibatches in (0, 4):
+        with pytest.raises(ValueError, match=f"3 groups can't make {minibatches} minibatches"):
+            batching.cut([1, 2, 3], minibatches)
+
+
 @given(costs=st.lists(st.floats(0, 1e6), max_size=40), ranks=st.integers(1, 5))
 def test_every_rollout_goes_to_one_rank_and_the_shares_are_near_equal(costs, ranks):
     shares = batching.assign(costs, ranks)

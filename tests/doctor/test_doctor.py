@@ -38,7 +38,7 @@ def test_prompts_and_answers_become_trajectories():
     assert made.logprobs[made.mask == 1].tolist() == [-1, -2, -3, -4, -5]
     assert np.isnan(made.logprobs[made.mask == 0]).all()
     assert [item.length for item in made.items] == [5, 5]
-    assert made.denominators.tokens == 5
+    assert made.denominators[0].tokens == 5
 
 
 def test_the_differences_are_measured_on_sampled_tokens_alone():

@@ -162,5 +162,5 @@ def shard(step: int, kept: list[int], trajectories: list[Trajectory], groups: np
         mask=np.concatenate([each.mask for each in chosen]),
         logprobs=np.concatenate([each.logprobs for each in chosen]),
         versions=np.concatenate([each.versions for each in chosen]),
-        denominators=denominators([item.sequence_tokens for item in items], [item.group_id for item in items]),
+        denominators=(denominators([item.sequence_tokens for item in items], [item.group_id for item in items]),),
     )

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import msgspec
 import numpy as np
 import pytest
 
 from telescope.algorithms.rloo import RLOO
 from telescope.flow.commands import Train
-from telescope.orchestrator.batch import cut
+from telescope.orchestrator.batch import Recipe, cut
 from telescope.orchestrator.shelf import Shelf
+from telescope.records import Denominators
 from tests.orchestrator.test_shelf import make
 
 TRAIN = Train(
@@ -37,12 +41,12 @@ def shelf() -> Shelf:
 
 
 def test_each_rollout_is_compared_with_the_others_of_its_group(shelf: Shelf):
-    batch = cut(TRAIN, shelf, RLOO(), group_size=3, ranks=1)
+    batch = cut(TRAIN, shelf, Recipe(RLOO(), group_size=3, max_tokens=10), ranks=1)
     assert batch.advantages.tolist() == [1.0, -1.0, 0.5, 0.5, -1.0]
 
 
 def test_discarded_groups_count_in_batch_statistics_only(shelf: Shelf):
-    batch = cut(TRAIN, shelf, RLOO(advantage_norm="batch"), group_size=3, ranks=1)
+    batch = cut(TRAIN, shelf, Recipe(RLOO(advantage_norm="batch"), group_size=3, max_tokens=10), ranks=1)
     seven = np.array([1.0, -1.0, 0.5, 0.5, -1.0, 0.0, 0.0])
     expected = (seven - seven.mean()) / (seven.std(ddof=1) + 1e-4)
     np.testing.assert_allclose(batch.advantages, expected[:5], rtol=1e-12)
@@ -50,13 +54,13 @@ def test_discarded_groups_count_in_batch_statistics_only(shelf: Shelf):
 
 
 def test_denominators_are_those_of_the_whole_batch_on_every_rank(shelf: Shelf):
-    batch = cut(TRAIN, shelf, RLOO(), group_size=3, ranks=2)
+    batch = cut(TRAIN, shelf, Recipe(RLOO(), group_size=3, max_tokens=10), ranks=2)
     for shard in batch.shards:
-        assert (shard.step.denominators.tokens, shard.step.denominators.sequences, shard.step.denominators.groups) == (10, 5, 2)
+        assert shard.step.denominators == (Denominators(tokens=10, sequences=5, groups=2),)
 
 
 def test_every_rollout_goes_to_exactly_one_rank_with_its_arrays(shelf: Shelf):
-    batch = cut(TRAIN, shelf, RLOO(), group_size=3, ranks=3)
+    batch = cut(TRAIN, shelf, Recipe(RLOO(), group_size=3, max_tokens=10), ranks=3)
     assert sorted(item.rollout_id for shard in batch.shards for item in shard.step.items) == [20, 21, 50, 51, 52]
     for shard in batch.shards:
         tokens = sum(item.length for item in shard.step.items)
@@ -65,12 +69,91 @@ def test_every_rollout_goes_to_exactly_one_rank_with_its_arrays(shelf: Shelf):
 
 
 def test_a_rank_without_work_gets_an_empty_shard_of_the_right_types(shelf: Shelf):
-    batch = cut(TRAIN, shelf, RLOO(), group_size=3, ranks=7)
+    batch = cut(TRAIN, shelf, Recipe(RLOO(), group_size=3, max_tokens=10), ranks=7)
     empty = [shard for shard in batch.shards if not shard.step.items]
     assert len(empty) == 2
     assert [array.dtype.name for array in empty[0].arrays] == ["int32", "uint8", "float32", "int32"]
 
 
 def test_lag_counts_versions_between_a_token_and_the_weights_it_trains(shelf: Shelf):
-    batch = cut(TRAIN, shelf, RLOO(), group_size=3, ranks=1)
+    batch = cut(TRAIN, shelf, Recipe(RLOO(), group_size=3, max_tokens=10), ranks=1)
     assert batch.lags.tolist() == [1, 0] * 5  # tokens of versions 4 and 5, trained in step 6 on version 5
+
+
+# ---- minibatches
+
+
+def recipe(algorithm: RLOO | None = None, minibatches: int = 2) -> Recipe:
+    return Recipe(algorithm or RLOO(), group_size=3, max_tokens=10, minibatches=minibatches)
+
+
+def test_minibatches_take_whole_groups_in_order_each_with_its_own_counts(shelf: Shelf):
+    batch = cut(TRAIN, shelf, recipe(), ranks=2)
+    assert batch.denominators == (Denominators(tokens=4, sequences=2, groups=1), Denominators(tokens=6, sequences=3, groups=1))
+    for shard in batch.shards:
+        assert shard.step.denominators == batch.denominators
+        numbers = [item.minibatch for item in shard.step.items]
+        assert numbers == sorted(numbers)
+    placed = {item.rollout_id: item.minibatch for shard in batch.shards for item in shard.step.items}
+    assert placed == {20: 0, 21: 0, 50: 1, 51: 1, 52: 1}
+
+
+def test_minibatches_change_no_advantage(shelf: Shelf):
+    whole, halves = (cut(TRAIN, shelf, recipe(minibatches=number), ranks=2) for number in (1, 2))
+    assert whole.advantages.tolist() == halves.advantages.tolist()
+
+
+def test_each_minibatch_is_shared_out_over_the_ranks_by_itself(shelf: Shelf):
+    batch = cut(TRAIN, shelf, recipe(), ranks=2)
+    for shard in batch.shards:
+        assert sorted({item.minibatch for item in shard.step.items}) == [0, 1]
+
+
+# ---- filters and costs of length
+
+
+def test_a_filtered_rollout_leaves_loss_and_counts_and_stays_in_the_baseline():
+    shelf = Shelf()
+    for rollout_id, group_id, reward in ((20, 2, 1.0), (21, 2, 0.0), (50, 5, 1.0), (51, 5, 1.0), (52, 5, 0.0)):
+        rollout = make(rollout_id, group_id, reward)
+        if rollout_id == 51:
+            rollout = replace(rollout, done=msgspec.structs.replace(rollout.done, finish_reason="length"))
+        shelf.put(rollout)
+    command = msgspec.structs.replace(TRAIN, baseline_group_ids=(), baseline_rollout_ids=())
+    batch = cut(command, shelf, recipe(RLOO(overlong_filter=True)), ranks=1)
+    assert batch.advantages.tolist() == [1.0, -1.0, 0.5, 0.5, -1.0]
+    assert batch.filters == ((), (), (), ("overlong",), ())
+    assert batch.denominators[1] == Denominators(tokens=4, sequences=2, groups=1)
+    (shard,) = batch.shards
+    assert [item.rollout_id for item in shard.step.items] == [20, 21, 50, 52]
+    assert len(batch.lags) == 8
+    assert batch.metrics() == {
+        "truncated_fraction": 0.2,
+        "filtered_fraction": 0.2,
+        "overlong_filtered_fraction": 0.2,
+        "repetition_filtered_fraction": 0.0,
+        "length_penalty_mean": 0.0,
+    }
+
+
+def test_a_batch_without_a_single_rollout_to_train_is_still_a_step(shelf: Shelf):
+    """Both sampled tokens of each rollout have probabilities of 0.37 and 0.61 here."""
+    strict = RLOO(repetition_filter_tokens=2, repetition_filter_probability=0.3)
+    batch = cut(TRAIN, shelf, recipe(strict), ranks=2)
+    assert batch.denominators == (Denominators(0, 0, 0), Denominators(0, 0, 0))
+    assert all(not shard.step.items for shard in batch.shards)
+    assert len(batch.lags) == 0
+    assert batch.metrics()["repetition_filtered_fraction"] == 1.0
+
+
+def test_lengths_cost_reward_before_advantages_are_made_of_it():
+    """2 sampled tokens with max_tokens=3 and a buffer of 2 cost a half."""
+    rule = Recipe(RLOO(overlong_buffer_tokens=2, overlong_penalty=1.0), group_size=2, max_tokens=3)
+    shelf = Shelf()
+    shelf.put(rule.shaped(make(20, 2, 1.0)))
+    shelf.put(make(21, 2, 0.0))
+    assert (shelf[20].done.reward, shelf[20].length_penalty, shelf[20].reward) == (1.0, -0.5, 0.5)
+    command = Train(1, (2,), ((20, 21),), (), ())
+    batch = cut(command, shelf, rule, ranks=1)
+    assert batch.advantages.tolist() == [0.5, -0.5]
+    assert batch.metrics()["length_penalty_mean"] == -0.25

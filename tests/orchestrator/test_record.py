@@ -12,7 +12,7 @@ from telescope.algorithms.rloo import RLOO
 from telescope.flow.commands import Train
 from telescope.flow.core import Core
 from telescope.flow.settings import FlowSettings
-from telescope.orchestrator.batch import cut
+from telescope.orchestrator.batch import Recipe, cut
 from telescope.orchestrator.record import Recorder
 from telescope.orchestrator.shelf import Shelf
 from telescope.runlog.layout import RunDirectory
@@ -41,7 +41,7 @@ async def test_reward_counts_discarded_rollouts_and_trained_reward_does_not(run:
         recorder.scored(shelf[rollout_id], "worker-0", safe.set, counts=True)
     recorder.scored(make(4, 2, 0.0), "worker-0", safe.set, counts=False)  # given up meanwhile: written, not counted
     command = Train(step=6, group_ids=(0,), rollout_ids=((0, 1),), baseline_group_ids=(1,), baseline_rollout_ids=((2, 3),))
-    recorder.batch(cut(command, shelf, RLOO(), group_size=2, ranks=1))
+    recorder.batch(cut(command, shelf, Recipe(RLOO(), group_size=2, max_tokens=10), ranks=1))
     metrics = recorder.step(StepDone(step=6, metrics={"loss": 0.25}, timings={"timing_step_active": 0.5}), counts())
     await asyncio.wait_for(safe.wait(), 5)
     log.close()

@@ -97,7 +97,11 @@ SAMPLES = (
     Sample(m.Completion("11.0.1", "length", 5, 2, 0.125, 0.5), completion(5), 6, 4),
     Sample(m.GenerateFailed("11.0.1", "server-0 was lost"), (), 7, 4),
     Sample(
-        m.TrainStep(1, (TrainItem(11, 3, 0, 4, -0.5, 2), TrainItem(12, 3, 1, 3, 0.5, 1)), Denominators(3, 2, 1)),
+        m.TrainStep(
+            1,
+            (TrainItem(11, 3, 0, 4, -0.5, 2), TrainItem(12, 4, 1, 3, 0.5, 1, 1)),
+            (Denominators(2, 1, 1), Denominators(1, 1, 1)),
+        ),
         trajectory(7),
         8,
     ),

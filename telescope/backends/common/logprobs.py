@@ -51,7 +51,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             denominator[here] = logits.logsumexp(dim=-1)
             logprob[here] = logits.gather(1, targets[here, None]).squeeze(1) - denominator[here]
             logits -= denominator[here, None]
-            entropy[here] = -(logits.exp() * logits).sum(dim=-1)
+            entropy[here] = -logits.exp().mul_(logits).sum(dim=-1)
         ctx.save_for_backward(hidden, head_weight, targets, denominator, entropy)
         ctx.temperature, ctx.chunk = temperature, chunk
         ctx.set_materialize_grads(False)
@@ -88,9 +88,12 @@ class _ChunkedLogprobs(torch.autograd.Function):
 def _gradient_of_logits(
     logp: Tensor, targets: Tensor, entropy: Tensor, of_logprob: Tensor | None, of_entropy: Tensor | None
 ) -> Tensor:
-    """[chunk, V] gradient with respect to the scaled logits. `logp` is used up."""
+    """[chunk, V] gradient with respect to the scaled logits. `logp` is used up: two such tensors exist at most."""
+    if of_entropy is None:
+        assert of_logprob is not None  # one of the two is there
+        return logp.exp_().mul_(-of_logprob[:, None]).scatter_add_(1, targets[:, None], of_logprob[:, None])
     p = logp.exp()
-    total = torch.zeros_like(p) if of_entropy is None else (logp + entropy[:, None]).mul_(p).mul_(-of_entropy[:, None])
+    total = logp.add_(entropy[:, None]).mul_(p).mul_(-of_entropy[:, None])
     if of_logprob is not None:
         total -= p.mul_(of_logprob[:, None])
         total.scatter_add_(1, targets[:, None], of_logprob[:, None])

@@ -26,18 +26,25 @@ class DeviceRow:
     segments: Tensor  # [T] int64
     sequence_tokens: Tensor  # [S] float32
 
-    def packed(self, logprob: Tensor, entropy: Tensor) -> PackedRow:
-        """What the loss sees, from log-probs and entropies [n] of the sampled tokens."""
+    def packed(
+        self, logprob: Tensor, entropy: Tensor, *, old: Tensor | None = None, reference: Tensor | None = None
+    ) -> PackedRow:
+        """What the loss sees, from log-probs and entropies [n] of the sampled tokens; `old` and `reference` likewise [n]."""
         nothing = torch.zeros_like(self.rollout)
+
+        def laid(values: Tensor | None) -> Tensor | None:
+            return None if values is None else nothing.index_copy(0, self.sampled, values)
+
         return PackedRow(
             current=nothing.index_copy(0, self.sampled, logprob),
-            old=None,
+            old=laid(old),
             rollout=self.rollout,
             mask=self.mask,
             advantages=self.advantages,
             segments=self.segments,
             sequence_tokens=self.sequence_tokens,
-            entropy=nothing.index_copy(0, self.sampled, entropy.detach()),
+            entropy=laid(entropy),
+            reference=laid(reference),
         )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -28,9 +29,20 @@ def trajectories(shard: TrainShard) -> list[Trajectory]:
     ]
 
 
-def pack(shard: TrainShard, *, seq_len: int, multiple: int) -> list[packing.Row]:
-    """Rows of the shard. A trajectory longer than `seq_len` is refused."""
-    return packing.pack([item.length for item in shard.items], seq_len=seq_len, multiple=multiple)
+def pack(shard: TrainShard, *, seq_len: int, multiple: int) -> list[list[packing.Row]]:
+    """Rows of the shard, minibatch by minibatch; their items count through the shard. A trajectory longer than `seq_len` is
+    refused."""
+    members: list[list[int]] = [[] for _ in shard.denominators]
+    for index, item in enumerate(shard.items):
+        if not 0 <= item.minibatch < len(members):
+            raise ValueError(f"rollout {item.rollout_id} is of minibatch {item.minibatch}, and the step has {len(members)}")
+        members[item.minibatch].append(index)
+    return [_pack([shard.items[index].length for index in own], own, seq_len, multiple) for own in members]
+
+
+def _pack(lengths: Sequence[int], indices: Sequence[int], seq_len: int, multiple: int) -> list[packing.Row]:
+    rows = packing.pack(lengths, seq_len=seq_len, multiple=multiple)
+    return [replace(row, items=tuple(indices[item] for item in row.items)) for row in rows]
 
 
 def staleness(shard: TrainShard) -> np.ndarray:

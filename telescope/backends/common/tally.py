@@ -28,9 +28,15 @@ class Tally:
         self._sums = metrics.merge_sums(self._sums, output.sums)
         self._peaks = metrics.merge_peaks(self._peaks, output.peaks)
 
-    def finish(self, sums: Mapping[str, float], peaks: Mapping[str, float]) -> dict[str, float]:
-        """Metrics over all rows and ranks; `sums` and `peaks` are this rank's host-side numbers. A collective."""
+    def finish(self, sums: Mapping[str, float], peaks: Mapping[str, float], *, updates: int = 1) -> dict[str, float]:
+        """Metrics over all rows and ranks; `sums` and `peaks` are this rank's host-side numbers. A collective.
+
+        A plain total of the loss is one of each of the `updates`, and is reported as their mean.
+        """
         totals = self._reduced(self._sums, sums, dist.ReduceOp.SUM)
+        for name in self._sums:
+            if "#" not in name and name + metrics.COUNT not in self._sums:
+                totals[name] /= updates
         largest = self._reduced(self._peaks, peaks, dist.ReduceOp.MAX)
         return metrics.finish(totals, largest)
 

@@ -22,6 +22,8 @@ class FSDP(BackendSettings):
     """Kernel of the attention within each packed sample. auto: flash on a GPU in half precision, else sdpa."""
     reshard_after_forward: bool = True
     """Free a layer's gathered weights after forward and gather them again for backward: less memory, more traffic."""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """sgd: the plain step, learning_rate times the gradient, without moments (trainer.betas mean nothing to it)."""
     collective_timeout_s: float = Field(default=600.0, gt=0)
     """Until a rank that waits for the others, at the start or in a collective, gives up with an error."""
 

@@ -1,36 +1,44 @@
-"""One training step on one rank: pack, forward, loss, backward, clip, AdamW. Sharded with FSDP2.
+"""One training step on one rank: pack, forward, loss, backward, clip, update, for each minibatch. Sharded with FSDP2.
 
-Owns the optimiser, the schedule and the collectives of a step. Refuses to know where trajectories come from and where weights
-go. All ranks run the same number of rows: a rank with fewer adds rows of padding, which weigh nothing.
+Owns the order of a step and its collectives. Refuses to know where trajectories come from and where weights go. All ranks run
+the same number of rows: a rank with fewer adds rows of padding, which weigh nothing.
 """
 
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 
 from telescope.backends.base import Job, StepResult, TrainShard
 from telescope.backends.common import attention, ranks, rows, shards
 from telescope.backends.common.spans import Spans
 from telescope.backends.common.tally import Tally
 from telescope.backends.fsdp.policy import Policy, RowInput, load
-from telescope.backends.fsdp.scaling import LossScale
+from telescope.backends.fsdp.updates import StepUpdates, Updater
 from telescope.maths import packing
-from telescope.maths.schedules import learning_rate_factor
+from telescope.records import Denominators
 
 if TYPE_CHECKING:
     from telescope.backends.fsdp import FSDP
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row on its way through a step."""
+
+    arrays: packing.RowArrays
+    old: Tensor | None = None  # [n] log-probs of the sampled tokens before the step's first update
 
 
 class FSDPBackend:
@@ -48,31 +56,34 @@ class FSDPBackend:
         try:
             with ranks.watched("loading the model"):
                 self._policy = _policy(settings, job, kind, computing)
+                self._reference = _frozen(job, kind, computing) if job.algorithm.needs_reference else None
         except BaseException:
             ranks.leave()
             raise
-        self._optimizer = _optimizer(self._policy, job)
-        self._scale = LossScale(enabled=computing == torch.float16)
-        self._skipped = 0
+        self._updater = Updater(settings.optimizer, job, self._policy, scaled=computing == torch.float16)
 
     def train_step(self, shard: TrainShard) -> StepResult:
-        """One optimiser update. A non-finite gradient skips it: the weights stay, `update_skipped` is 1."""
+        """An optimiser update for each minibatch. A non-finite gradient leaves its own out: `update_skipped` counts these."""
         with ranks.watched(f"training step {shard.step}"):
             return self._train_step(shard)
 
     def _train_step(self, shard: TrainShard) -> StepResult:
-        spans, tally = Spans(self._device), Tally(self._device)
+        spans, tally, updates = Spans(self._device), Tally(self._device), StepUpdates()
         with spans.host_span("prepare_tensors"):
-            plan = self._plan(shard)
+            plans = self._plan(shard)
             trajectories = shards.trajectories(shard)
-            arrays = [packing.arrange(row, trajectories, shard.items) for row in plan]
-        for number, row in enumerate(arrays, start=1):
-            self._accumulate(row, shard, spans, tally)
-            self._job.progress(f"train step {shard.step}: row {number} of {len(arrays)}")
-        with spans.span("optimizer"):
-            update = self._update(shard.step)
-        sums, peaks = shards.host_metrics(shard, plan)
-        metrics = tally.finish(sums, peaks) | update
+            minibatches = [[Row(packing.arrange(row, trajectories, shard.items)) for row in plan] for plan in plans]
+        if len(minibatches) > 1 and self._job.algorithm.needs_old:
+            minibatches[1:] = [self._with_old(minibatch, shard.step, spans) for minibatch in minibatches[1:]]
+        for number, (minibatch, counts) in enumerate(zip(minibatches, shard.denominators, strict=True), start=1):
+            for place, row in enumerate(minibatch, start=1):
+                self._accumulate(row, counts, spans, tally)
+                self._job.progress(f"train step {shard.step}: minibatch {number}, row {place} of {len(minibatch)}")
+            with spans.span("optimizer"):
+                updates.add(self._updater.update(shard.step, empty=counts.tokens == 0))
+        sums, peaks = shards.host_metrics(shard, [row for plan in plans for row in plan])
+        metrics = tally.finish(sums, peaks, updates=len(minibatches)) | updates.metrics()
+        metrics["updates_skipped_total"] = float(self._updater.skipped)
         metrics["padding_fraction"] = 1.0 - metrics["packed_tokens"] / metrics.pop("row_tokens")
         return StepResult(metrics=metrics, timings=spans.timings())
 
@@ -80,11 +91,10 @@ class FSDPBackend:
         found = np.full(len(shard.ids), np.nan, np.float32)
         trajectories = shards.trajectories(shard)
         ends = np.cumsum([item.length for item in shard.items])
-        with ranks.watched("taking log-probs"), torch.no_grad():
-            for row in self._plan(shard):
+        with ranks.watched("taking log-probs"):
+            for row in (row for plan in self._plan(shard) for row in plan):
                 arrays = packing.arrange(row, trajectories, shard.items)
-                _, given = self._given(arrays)
-                logprob, _ = self._policy(given, self._job.temperature, self._job.trainer.entropy_chunk_size)
+                logprob = self._logprobs_of(self._policy, self._on_device(arrays)[1])
                 laid = np.full(row.size, np.nan, np.float32)
                 laid[arrays.mask] = logprob.cpu().numpy()
                 for start, length, index in zip(row.starts, row.lengths, row.items, strict=True):
@@ -100,71 +110,63 @@ class FSDPBackend:
     def close(self) -> None:
         ranks.leave()
 
-    def _plan(self, shard: TrainShard) -> list[packing.Row]:
-        """Rows of this rank, filled up to the largest count of all ranks."""
+    def _plan(self, shard: TrainShard) -> list[list[packing.Row]]:
+        """Rows of this rank by minibatch, each filled up to the largest count of all ranks."""
         multiple = self._job.trainer.pad_to_multiple_of
-        plan = shards.pack(shard, seq_len=self._job.trainer.seq_len, multiple=multiple)
-        count = torch.tensor(len(plan), device=self._device)
-        dist.all_reduce(count, op=dist.ReduceOp.MAX)
-        return packing.with_filler(plan, max(int(count), 1), multiple=multiple)
+        plans = shards.pack(shard, seq_len=self._job.trainer.seq_len, multiple=multiple)
+        counts = torch.tensor([len(plan) for plan in plans], device=self._device)
+        dist.all_reduce(counts, op=dist.ReduceOp.MAX)
+        return [
+            packing.with_filler(plan, max(count, 1), multiple=multiple)
+            for plan, count in zip(plans, counts.tolist(), strict=True)
+        ]
 
-    def _accumulate(self, arrays: packing.RowArrays, shard: TrainShard, spans: Spans, tally: Tally) -> None:
-        """Add one row's share of the gradient."""
-        job = self._job
-        with spans.span("data_to_device"):
-            row, given = self._given(arrays)
-        with spans.span("forward"):
-            logprob, entropy = self._policy(given, job.temperature, job.trainer.entropy_chunk_size)
-        with spans.span("loss_computation"):
-            output = job.algorithm.loss(row.packed(logprob, entropy), shard.denominators, max_tokens=job.max_tokens)
-            tally.add(output)
-        with spans.span("backward"):
-            self._scale.scaled(output.loss).backward()  # type: ignore[no-untyped-call]
+    def _with_old(self, minibatch: Sequence[Row], step: int, spans: Spans) -> list[Row]:
+        """The rows with the log-probs of now. The first minibatch needs none: its own forward pass comes before any update."""
+        known = []
+        for place, row in enumerate(minibatch, start=1):
+            with spans.span("compute_old_logprobs"):
+                _, given = self._on_device(row.arrays)
+                known.append(Row(row.arrays, old=self._logprobs_of(self._policy, given)))
+            self._job.progress(f"train step {step}: log-probs before its updates, row {place} of {len(minibatch)}")
+        return known
 
-    def _given(self, arrays: packing.RowArrays) -> tuple[rows.DeviceRow, RowInput]:
-        """A row on the device, and what of it the model sees."""
+    def _on_device(self, arrays: packing.RowArrays) -> tuple[rows.DeviceRow, RowInput]:
         row = rows.to_device(arrays, self._device)
         segments = attention.segments(self._policy.kind, arrays.boundaries, self._device)
         return row, RowInput(row.ids, row.position_ids, segments, places=row.sampled - 1, targets=row.targets)
 
-    def _update(self, step: int) -> dict[str, float]:
-        trainer = self._job.trainer
-        rate = trainer.learning_rate * learning_rate_factor(
-            step,
-            schedule=trainer.lr_scheduler,
-            number_of_steps=self._job.number_of_steps,
-            warmup_steps=trainer.warmup_steps,
-            min_ratio=trainer.min_lr_ratio,
-        )
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
-        self._scale.unscale(self._policy.parameters())
-        norm = _clip(self._policy, trainer.grad_clip)
-        finite = math.isfinite(norm)
-        if finite:
-            self._optimizer.step()
-        else:
-            self._skipped += 1
-            log.warning("step %d: the gradient's norm is %s, so the update is left out", step, norm)
-        self._scale.adapt(finite)
-        self._optimizer.zero_grad(set_to_none=True)
-        return {
-            "grad_norm": norm,
-            "learning_rate": rate,
-            "update_skipped": float(not finite),
-            "updates_skipped_total": float(self._skipped),
-        }
+    def _logprobs_of(self, policy: Policy, given: RowInput) -> Tensor:
+        return policy.logprobs_only(given, self._job.temperature, self._job.trainer.entropy_chunk_size)
+
+    def _accumulate(self, row: Row, counts: Denominators, spans: Spans, tally: Tally) -> None:
+        """Add one row's share of the gradient."""
+        job, reference = self._job, None
+        with spans.span("data_to_device"):
+            on_device, given = self._on_device(row.arrays)
+        if self._reference is not None:
+            with spans.span("compute_kl"):
+                reference = self._logprobs_of(self._reference, given)
+        with spans.span("forward"):
+            logprob, entropy = self._policy(given, job.temperature, job.trainer.entropy_chunk_size)
+        with spans.span("loss_computation"):
+            entropy = entropy if job.algorithm.trains_entropy else entropy.detach()
+            packed = on_device.packed(logprob, entropy, old=row.old, reference=reference)
+            output = job.algorithm.loss(packed, counts, max_tokens=job.max_tokens)
+            tally.add(output)
+        with spans.span("backward"):
+            self._updater.scaled(output.loss).backward()  # type: ignore[no-untyped-call]
 
 
 def _policy(settings: FSDP, job: Job, kind: attention.Kind, computing: torch.dtype) -> Policy:
-    lm = load(job.model, kind)
+    master = getattr(torch, job.model.dtype)
+    lm = load(job.model, kind, master)
     if settings.gradient_checkpointing:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     policy = Policy(lm, kind)
     mesh = init_device_mesh(job.world.device.partition(":")[0], (job.world.size,))
-    master = getattr(torch, job.model.dtype)
     precision = MixedPrecisionPolicy(param_dtype=None if computing == master else computing, reduce_dtype=torch.float32)
-    policy.shard(mesh, precision, settings.reshard_after_forward)
+    policy.shard(mesh, precision, reshard_layers=settings.reshard_after_forward)
     policy.verify(job.world.device, job.temperature, tolerance=1e-3 if computing == torch.float32 else 0.5)
     log.info(
         "%s: %.2fM weights in %s, computing in %s, attention %s",
@@ -177,19 +179,10 @@ def _policy(settings: FSDP, job: Job, kind: attention.Kind, computing: torch.dty
     return policy
 
 
-def _optimizer(policy: Policy, job: Job) -> torch.optim.Optimizer:
-    """AdamW; weight decay on matrices alone, as norms and biases have no business near zero."""
-    trainer = job.trainer
-    parameters = list(policy.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": trainer.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=trainer.learning_rate, betas=trainer.betas, fused=True)
-
-
-def _clip(policy: Policy, largest: float) -> float:
-    """Scale the gradient down to the norm `largest`; return the norm it had, over all ranks."""
-    norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), largest)
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+def _frozen(job: Job, kind: attention.Kind, computing: torch.dtype) -> Policy:
+    """The base model once more, in the precision of the forward pass: its weights never move, so they need no better one."""
+    policy = Policy(load(job.model, kind, computing).requires_grad_(False).eval(), kind)
+    mesh = init_device_mesh(job.world.device.partition(":")[0], (job.world.size,))
+    policy.shard(mesh, MixedPrecisionPolicy(), reshard_layers=True, reshard_rest=True)
+    log.info("a frozen copy of the base model, in %s, is the reference", str(computing).removeprefix("torch."))
+    return policy

@@ -58,12 +58,21 @@ class Policy(nn.Module):
         head = self.lm.get_output_embeddings().weight
         return logprobs(hidden.index_select(0, row.places).to(head.dtype), head, row.targets, temperature, chunk)
 
-    def shard(self, mesh: DeviceMesh, precision: MixedPrecisionPolicy, reshard_after_forward: bool) -> None:
+    @torch.no_grad()
+    def logprobs_only(self, row: RowInput, temperature: float, chunk: int) -> Tensor:
+        """Log-probs [n] alone, without gradient. As any forward pass it is a collective, and leaves weights gathered that the
+        next one needs."""
+        logprob: Tensor = self(row, temperature, chunk)[0]
+        return logprob
+
+    def shard(
+        self, mesh: DeviceMesh, precision: MixedPrecisionPolicy, *, reshard_layers: bool, reshard_rest: bool = False
+    ) -> None:
         """Spread weights over the ranks, a layer at a time. Gradients are summed over ranks, not averaged: the
         denominators of the loss count all ranks already."""
         for layer in self.lm.get_decoder().layers:
-            fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_after_forward)
-        fully_shard(self, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+            fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_layers)
+        fully_shard(self, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_rest)
         for module in self.fsdp_modules():
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -113,8 +122,8 @@ class Policy(nn.Module):
         return RowInput(ids_, positions_, attention.segments(self.kind, boundaries, device), places_, targets_)
 
 
-def load(model: ModelSettings, kind: attention.Kind) -> Any:
-    """The model on the CPU in `model.dtype`, with this project's attention and without dropout."""
+def load(model: ModelSettings, kind: attention.Kind, dtype: torch.dtype) -> Any:
+    """The model on the CPU in `dtype`, with this project's attention and without dropout."""
     from transformers import AutoModelForCausalLM
 
     problem = model_problem(model.name)
@@ -122,7 +131,7 @@ def load(model: ModelSettings, kind: attention.Kind) -> Any:
         raise UnfitModel(problem.sentence)
     lm = AutoModelForCausalLM.from_pretrained(
         model_source(model.name),
-        dtype=getattr(torch, model.dtype),
+        dtype=dtype,
         attn_implementation=attention.register(kind),
         trust_remote_code=model.trust_remote_code,
     )

@@ -1,21 +1,20 @@
-"""What an algorithm is: settings, one advantage rule and one loss. Pure: numpy and tensor methods, no torch import.
-
-A file of this folder with one `Algorithm` subclass is an algorithm of that file's name. `PolicyLoss` holds what the shipped
-seven share: where the masks are applied, the corrections, the aggregation and the metrics.
-"""
+"""What the shipped algorithms share: masks first, then token losses, corrections, penalties, aggregation and metrics."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
-from telescope.maths import metrics, ratios
+from telescope.algorithms.base.algorithm import Algorithm
+from telescope.algorithms.base.corrections import SHIPPED, Correction, Tis, read_list
+from telescope.algorithms.base.row import LossOutput, PackedRow, TokenLosses
+from telescope.maths import divergences, metrics, ratios
 from telescope.maths.advantages import Groups
 from telescope.maths.aggregation import Aggregation, aggregate
+from telescope.maths.divergences import Estimator
 from telescope.records import Denominators
-from telescope.settings import Settings
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,93 +23,8 @@ if TYPE_CHECKING:
 AdvantageNorm = Literal["group", "batch", "none"]
 
 
-@dataclass(frozen=True)
-class PackedRow:
-    """What the loss sees of one packed row of T tokens. Masked places may hold anything, NaN included."""
-
-    current: Tensor  # [T] float32 log-prob of the taken token under the weights in training, carries the gradient
-    old: Tensor | None  # [T] the same before the first update of the step; None = current, detached
-    rollout: Tensor  # [T] float32 sampling log-prob
-    mask: Tensor  # [T] bool, True where the policy sampled the token
-    advantages: Tensor  # [T] float32, constant over a rollout
-    segments: Tensor  # [T] int64 index of the trajectory within the row, 0..S-1; filler has its own last segment
-    sequence_tokens: Tensor  # [S] float32 trained tokens of the whole rollout each segment belongs to (n_i)
-    entropy: Tensor | None  # [T] float32, detached unless an entropy bonus asks for it
-
-    def cleaned(self) -> PackedRow:
-        """The same with 0 at every masked place, before any arithmetic: NaN there reaches neither loss nor gradient."""
-        return replace(
-            self,
-            current=self.current.where(self.mask, 0.0),
-            old=self.before.where(self.mask, 0.0),
-            rollout=self.rollout.where(self.mask, 0.0),
-            advantages=self.advantages.where(self.mask, 0.0),
-            entropy=None if self.entropy is None else self.entropy.where(self.mask, 0.0),
-        )
-
-    @property
-    def before(self) -> Tensor:
-        """[T] log-prob before the first update of the step, without gradient."""
-        return (self.current if self.old is None else self.old).detach()
-
-
-@dataclass(frozen=True)
-class TokenLosses:
-    """Losses token by token, and what is worth measuring about them; see `telescope.maths.metrics` for the names."""
-
-    losses: Tensor  # [T]
-    sums: dict[str, Tensor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class LossOutput:
-    """`loss` is this row's share of the update's loss: shares of all rows and ranks add up to it.
-
-    `sums` are added over rows and ranks, `peaks` take the largest, and `telescope.maths.metrics.finish` turns both into
-    metrics. All are float64 scalars, detached, still on the device; every row of a run has the same names in the same order.
-    """
-
-    loss: Tensor
-    sums: dict[str, Tensor]
-    peaks: dict[str, Tensor]
-
-
-class Algorithm(Settings):
-    """Base of all algorithms. Subclasses give `advantages` and `loss`."""
-
-    smallest_group: ClassVar[int] = 2
-    """Rollouts of one prompt that the advantage rule needs at least."""
-
-    def advantages(self, rewards: np.ndarray, groups: np.ndarray, *, group_size: int) -> np.ndarray:
-        """One float64 advantage a rollout [N] from rewards [N] and group numbers [N]; `group_size` as configured.
-
-        The batch is the kept groups and those discarded for equal rewards since the batch before.
-        """
-        raise NotImplementedError
-
-    def loss(self, row: PackedRow, denominators: Denominators, *, max_tokens: int) -> LossOutput:
-        """The row's share of the loss over the whole optimiser update (rule 2 of docs/architecture.md)."""
-        raise NotImplementedError
-
-    def group_errors(self, *, group_size: int, min_group_size: int) -> list[str]:
-        """Sentences that refuse group sizes with which this algorithm cannot compare rewards; empty if it can."""
-        name, least = type(self).__name__, self.smallest_group
-        if group_size < least:
-            return [f"rollout.group_size={group_size} must be at least {least}: {name} compares rollouts of one prompt"]
-        if min_group_size < min(2, group_size):
-            return [
-                f"rollout.min_group_size={min_group_size} must be at least 2 where rollout.group_size={group_size}: "
-                f"{name} cannot compare a lone survivor with anything"
-            ]
-        return []
-
-    def warnings(self, *, asynchronous: bool, updates: int = 1) -> list[str]:
-        """Sentences about settings that run but do not do what they seem to. `updates` is optimiser updates a step."""
-        return []
-
-
 class PolicyLoss(Algorithm):
-    """What the shipped algorithms share. A subclass gives `token_losses` and `aggregation`."""
+    """A subclass gives `token_losses` and `aggregation`."""
 
     norms: ClassVar[tuple[AdvantageNorm, ...]] = ("group", "batch", "none")
     """Values of `advantage_norm` that keep the algorithm what it is."""
@@ -118,6 +32,8 @@ class PolicyLoss(Algorithm):
     """Whether there is a loss a token, which a weight a token can multiply."""
     own_ratio: ClassVar[bool] = False
     """Whether the loss itself is made of the ratio, without `use_ppo_clip`."""
+    known_corrections: ClassVar[Mapping[str, type[Correction]]] = SHIPPED
+    """What `corrections` may name. An algorithm of your own adds its own here."""
 
     advantage_norm: AdvantageNorm = "group"
     """What rewards minus their group's mean are divided by: the standard deviation of the group, of the batch, or nothing."""
@@ -131,12 +47,18 @@ class PolicyLoss(Algorithm):
     """Largest weight of a token under use_tis."""
     tis_logprob_clamp: float = Field(default=20.0, gt=0)
     """Largest difference of log-probs that use_tis exponentiates, either way."""
-    use_icepop: bool = False
-    """Weight each token by k = exp(old - rollout) where icepop_low <= k <= icepop_high, and by 0 elsewhere."""
-    icepop_low: float = Field(default=0.5, ge=0)
-    """Smallest k that use_icepop lets count."""
-    icepop_high: float = Field(default=5.0, gt=0)
-    """Largest k that use_icepop lets count."""
+    corrections: tuple[SerializeAsAny[Correction], ...] = ()
+    """More weights on token losses, multiplied together: tis, icepop, sequence_mask, geometric_mask, each with its settings."""
+    entropy_coef: float = Field(default=0.0, ge=0)
+    """Entropy bonus: so much times the entropy of each token's distribution is taken off its loss."""
+    kl_rollout_coef: float = Field(default=0.0, ge=0)
+    """Penalty on the divergence from the policy that sampled."""
+    kl_rollout_estimator: Estimator = "k3"
+    """How kl_rollout_coef's divergence is estimated from a token."""
+    kl_ref_coef: float = Field(default=0.0, ge=0)
+    """Penalty on the divergence from the base model, of which the trainer then keeps a frozen copy."""
+    kl_ref_estimator: Estimator = "k3"
+    """How kl_ref_coef's divergence is estimated from a token."""
 
     @property
     def aggregation(self) -> Aggregation:
@@ -146,6 +68,24 @@ class PolicyLoss(Algorithm):
     def token_losses(self, row: PackedRow, ratio: Tensor) -> TokenLosses:
         """Losses [T] of a cleaned row; `ratio` [T] is current over reference, with gradient."""
         raise NotImplementedError
+
+    @property
+    def all_corrections(self) -> tuple[Correction, ...]:
+        """Those of `use_tis` and of the list."""
+        tis = (Tis(cap=self.tis_cap, clamp=self.tis_logprob_clamp),) if self.use_tis else ()
+        return (*tis, *self.corrections)
+
+    @property
+    def needs_old(self) -> bool:
+        return bool(self.all_corrections) or self.ppo_clip_ref_logprobs == "batch"
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl_ref_coef > 0
+
+    @property
+    def trains_entropy(self) -> bool:
+        return self.entropy_coef > 0
 
     def advantages(self, rewards: np.ndarray, groups: np.ndarray, *, group_size: int) -> np.ndarray:
         """By `advantage_norm`; see docs/algorithms.md."""
@@ -159,11 +99,12 @@ class PolicyLoss(Algorithm):
                 return batch.centred()
 
     def loss(self, row: PackedRow, denominators: Denominators, *, max_tokens: int) -> LossOutput:
-        """Token losses, their weights, and the share of the whole update."""
+        """Token losses, their weights, the penalties, and the share of the whole update."""
         clean = row.cleaned()
         ratio = ratios.log_ratio(clean.current, self.reference(clean)).exp()
         result = self.token_losses(clean, ratio)
         losses, weight_sums = self.corrected(result.losses, clean)
+        losses, penalty_sums = self.penalised(losses, clean)
         loss = aggregate(
             losses,
             clean.mask,
@@ -173,7 +114,8 @@ class PolicyLoss(Algorithm):
             denominators=denominators,
             max_tokens=max_tokens,
         )
-        sums = {"loss": loss.detach().double(), **_policy_sums(clean, ratio), **result.sums, **weight_sums}
+        measured = {**_policy_sums(clean, ratio), **result.sums, **weight_sums, **penalty_sums}
+        sums = {"loss": loss.detach().double(), **measured}
         return LossOutput(loss=loss, sums=sums, peaks=metrics.extremes("ratio", ratio, clean.mask))
 
     def reference(self, row: PackedRow) -> Tensor:
@@ -181,31 +123,62 @@ class PolicyLoss(Algorithm):
         return (row.rollout if self.ppo_clip_ref_logprobs == "rollout" else row.before).detach()
 
     def corrected(self, losses: Tensor, row: PackedRow) -> tuple[Tensor, dict[str, Tensor]]:
-        """Losses [T] times the weight of trainer over sampler, if one is asked for, and its metrics."""
-        if self.use_tis:
-            weight = ratios.tis_weight(row.before, row.rollout, cap=self.tis_cap, clamp=self.tis_logprob_clamp)
-            capped = metrics.mean_sums("tis_capped_fraction", weight >= self.tis_cap, row.mask)
-            return losses * weight, {**metrics.mean_sums("tis_weight", weight, row.mask), **capped}
-        if self.use_icepop:
-            weight = ratios.icepop_weight(row.before, row.rollout, low=self.icepop_low, high=self.icepop_high)
-            return losses * weight, metrics.mean_sums("icepop_masked_fraction", weight == 0, row.mask)
-        return losses, {}
+        """Losses [T] times the weights of all corrections, and what is measured of these."""
+        total = losses.new_ones(losses.shape)
+        sums: dict[str, Tensor] = {}
+        for correction in self.all_corrections:
+            weight = correction.weight(row).detach()
+            sums |= correction.sums(weight, row)
+            total = total * weight
+        return losses * total, {**sums, **metrics.mean_sums("masked_fraction", total == 0, row.mask)}
+
+    def penalised(self, losses: Tensor, row: PackedRow) -> tuple[Tensor, dict[str, Tensor]]:
+        """Losses [T] with the penalties and the bonus that are asked for, on every trained token, dropped or not."""
+        sums: dict[str, Tensor] = {}
+        if self.kl_rollout_coef > 0:
+            divergence = divergences.estimate(row.current, row.rollout, self.kl_rollout_estimator)
+            losses = losses + self.kl_rollout_coef * divergence
+            sums |= metrics.mean_sums("kl_rollout", divergence, row.mask)
+        if self.kl_ref_coef > 0:
+            if row.reference is None:
+                raise ValueError(
+                    f"kl_ref_coef={self.kl_ref_coef} needs log-probs of the base model, which this backend does not give"
+                )
+            divergence = divergences.estimate(row.current, row.reference, self.kl_ref_estimator)
+            losses = losses + self.kl_ref_coef * divergence
+            sums |= metrics.mean_sums("kl_ref", divergence, row.mask)
+        if self.entropy_coef > 0:
+            if row.entropy is None:
+                raise ValueError(f"entropy_coef={self.entropy_coef} needs entropies, which this backend does not give")
+            losses = losses - self.entropy_coef * row.entropy
+        return losses, sums
 
     def warnings(self, *, asynchronous: bool, updates: int = 1) -> list[str]:
-        """No correction of asynchronous data, or one that is always 1."""
-        name, weight = type(self).__name__, self.use_tis or self.use_icepop
+        """No correction of asynchronous data, one that is always 1, or a penalty that pulls nowhere."""
+        name, weight = type(self).__name__, bool(self.all_corrections)
         ratio = self.own_ratio or self.use_ppo_clip
+        found = [
+            f"{name}: {which}_estimator=k1 has a gradient of mean 0, so {which}_coef={getattr(self, which + '_coef')} adds "
+            "noise and pulls nowhere: use k2 or k3"
+            for which in ("kl_rollout", "kl_ref")
+            if getattr(self, which + "_coef") > 0 and getattr(self, which + "_estimator") == "k1"
+        ]
         if ratio and self.ppo_clip_ref_logprobs == "batch" and updates == 1 and not weight:
-            return [
+            found.append(
                 f"{name}: with ppo_clip_ref_logprobs=batch and one update a step the ratio is always 1, so clipping corrects "
                 "nothing: set ppo_clip_ref_logprobs=rollout" + (", or use_tis=true" if self.weighted else "")
-            ]
-        if asynchronous and not ratio and not weight:
-            return [
+            )
+        elif asynchronous and not ratio and not weight:
+            found.append(
                 f"{name} trains on samples of older weights without any correction, which is biased: set use_tis=true or "
                 "use_ppo_clip=true, or orchestrator.max_async_rollout=0"
-            ]
-        return []
+            )
+        return found
+
+    @field_validator("corrections", mode="before")
+    @classmethod
+    def _corrections_by_name(cls, entries: Any) -> tuple[Correction, ...]:
+        return read_list(entries, cls.known_corrections)
 
     @model_validator(mode="after")
     def _norm_is_allowed(self) -> Self:
@@ -226,22 +199,28 @@ class PolicyLoss(Algorithm):
         return self
 
     @model_validator(mode="after")
-    def _weights_are_allowed(self) -> Self:
-        asked = [name for name in ("use_tis", "use_icepop") if getattr(self, name)]
-        if len(asked) == 2:
-            raise ValueError("use_tis and use_icepop both weight tokens by trainer over sampler: set one of them to false")
-        if asked and not self.weighted:
+    def _corrections_go_together(self) -> Self:
+        listed = [correction.name for correction in self.corrections]
+        names = ["use_tis=true", *listed] if self.use_tis else listed
+        twice = sorted({name for name in listed if listed.count(name) > 1})
+        if twice:
+            raise ValueError(f"corrections names {twice[0]} more than once: keep one entry of it")
+        weights = [name for name, correction in zip(names, self.all_corrections, strict=True) if correction.reweights]
+        if len(weights) > 1:
+            raise ValueError(f"{' and '.join(weights)} both weight tokens by trainer over sampler: keep one of them")
+        by_token = [
+            name for name, correction in zip(names, self.all_corrections, strict=True) if not correction.whole_sequences
+        ]
+        if by_token and not self.weighted:
             raise ValueError(
-                f"{asked[0]}=true is not possible with {type(self).__name__}, whose loss is one a sequence, not one a token: "
-                "leave it false, its ratio to the sampler (ppo_clip_ref_logprobs=rollout) is the correction"
+                f"{by_token[0]} is not possible with {type(self).__name__}, whose loss is one a sequence, not one a token: "
+                "leave it out, its ratio to the sampler (ppo_clip_ref_logprobs=rollout) is the correction"
             )
-        if asked and (self.own_ratio or self.use_ppo_clip) and self.ppo_clip_ref_logprobs == "rollout":
+        if weights and (self.own_ratio or self.use_ppo_clip) and self.ppo_clip_ref_logprobs == "rollout":
             raise ValueError(
-                f"{asked[0]}=true with a ratio to the sampler would correct twice: set ppo_clip_ref_logprobs=batch, "
-                f"or {asked[0]}=false"
+                f"{weights[0]} with a ratio to the sampler would correct twice: set ppo_clip_ref_logprobs=batch, "
+                f"or leave {weights[0].removesuffix('=true')} out"
             )
-        if self.use_icepop and self.icepop_low >= self.icepop_high:
-            raise ValueError(f"icepop_low={self.icepop_low} must be below icepop_high={self.icepop_high}")
         return self
 
 

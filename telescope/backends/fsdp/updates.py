@@ -1,0 +1,114 @@
+"""From an accumulated gradient to new weights: learning rate, loss scale, clipping, the optimiser's step.
+
+Owns the optimiser and the schedule. A gradient that is not finite, or that nothing was trained for, moves no weight: with a
+gradient of 0 the moments of AdamW would move them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from telescope.backends.base import Job
+from telescope.backends.fsdp.scaling import LossScale
+from telescope.maths.schedules import learning_rate_factor
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Update:
+    """One update: the gradient's norm before clipping, the rate, and whether it was left out."""
+
+    norm: float
+    rate: float
+    skipped: bool
+
+
+@dataclass
+class StepUpdates:
+    """All updates of a step, as metrics."""
+
+    made: list[Update] = field(default_factory=list)
+
+    def add(self, update: Update) -> None:
+        self.made.append(update)
+
+    def metrics(self) -> dict[str, float]:
+        """`grad_norm` is the mean over the updates, `grad_norm_max` the largest, `update_skipped` a count."""
+        norms = [update.norm for update in self.made]
+        return {
+            "grad_norm": math.fsum(norms) / len(norms),
+            "grad_norm_max": max(norms, key=lambda norm: math.inf if math.isnan(norm) else norm),
+            "learning_rate": self.made[-1].rate,
+            "updates": float(len(self.made)),
+            "update_skipped": float(sum(update.skipped for update in self.made)),
+        }
+
+
+class Updater:
+    """`skipped` counts the updates left out since the start."""
+
+    def __init__(self, kind: Literal["adamw", "sgd"], job: Job, module: nn.Module, *, scaled: bool) -> None:
+        self._job = job
+        self._parameters = list(module.parameters())
+        self.optimizer = _optimizer(kind, self._parameters, job)
+        self._scale = LossScale(enabled=scaled)
+        self.skipped = 0
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """What is to be run backward."""
+        return self._scale.scaled(loss)
+
+    def update(self, step: int, *, empty: bool = False) -> Update:
+        """Use up the gradient that has accumulated. `empty`: no token was trained for it, on any rank."""
+        rate = self._rate(step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self._scale.unscale(self._parameters)
+        norm = _clip(self._parameters, self._job.trainer.grad_clip)
+        skipped = empty or not math.isfinite(norm)
+        if not skipped:
+            self.optimizer.step()
+        else:
+            self.skipped += 1
+            why = "nothing is left to train" if empty else f"the gradient's norm is {norm}"
+            log.warning("step %d: %s, so an update is left out", step, why)
+        self._scale.adapt(math.isfinite(norm))
+        self.optimizer.zero_grad(set_to_none=True)
+        return Update(norm, rate, skipped)
+
+    def _rate(self, step: int) -> float:
+        trainer = self._job.trainer
+        return trainer.learning_rate * learning_rate_factor(
+            step,
+            schedule=trainer.lr_scheduler,
+            number_of_steps=self._job.number_of_steps,
+            warmup_steps=trainer.warmup_steps,
+            min_ratio=trainer.min_lr_ratio,
+        )
+
+
+def _optimizer(kind: Literal["adamw", "sgd"], parameters: list[nn.Parameter], job: Job) -> torch.optim.Optimizer:
+    """Weight decay on matrices alone, as norms and biases have no business near zero."""
+    trainer = job.trainer
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": trainer.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if kind == "sgd":
+        return torch.optim.SGD(groups, lr=trainer.learning_rate, foreach=True)
+    return torch.optim.AdamW(groups, lr=trainer.learning_rate, betas=trainer.betas, fused=True)
+
+
+def _clip(parameters: list[nn.Parameter], largest: float) -> float:
+    """Scale the gradient down to the norm `largest`; return the norm it had, over all ranks."""
+    norm = torch.nn.utils.clip_grad_norm_(parameters, largest)
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
