@@ -1,6 +1,8 @@
 """A process of a test run that behaves as its first argument says. Standard library only, so that it starts at once."""
 
+import json
 import os
+import select
 import signal
 import sys
 import time
@@ -25,6 +27,23 @@ def ready(run: Path, name: str, *others: int) -> None:
     partial.rename(run / "pids" / name)
 
 
+def wait_for_all(run: Path) -> None:
+    """Until every stand-in of the plan is up: on a busy machine they start seconds apart."""
+    names = [process["name"] for process in json.loads((run / "plan.json").read_bytes())["processes"]]
+    give_up_at = time.monotonic() + 10
+    while not all((run / "pids" / name).exists() for name in names) and time.monotonic() < give_up_at:
+        time.sleep(0.01)
+
+
+def wait_for_end(run: Path, name: str) -> None:
+    """Until that stand-in has died."""
+    pid = int((run / "pids" / name).read_text().split()[0])
+    try:
+        select.select([os.pidfd_open(pid)], [], [], 10)
+    except ProcessLookupError:
+        return
+
+
 def on_term(code: int) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(code))
@@ -39,16 +58,27 @@ def obey(run: Path, name: str) -> int:
     return 0
 
 
-def finish(run: Path, name: str, seconds: str = "0.2") -> int:
+def finish(run: Path, name: str, seconds: str = "0") -> int:
     on_term(143)
     ready(run, name)
+    wait_for_all(run)
     time.sleep(float(seconds))
     return 0
 
 
-def crash(run: Path, name: str, code: str, message: str, seconds: str = "0.2") -> int:
+def crash(run: Path, name: str, code: str, message: str, seconds: str = "0") -> int:
     ready(run, name)
+    wait_for_all(run)
     time.sleep(float(seconds))
+    print(message, file=sys.stderr)
+    return int(code)
+
+
+def follow(run: Path, name: str, leader: str, code: str, message: str) -> int:
+    """Crashes because another one has died."""
+    ready(run, name)
+    wait_for_all(run)
+    wait_for_end(run, leader)
     print(message, file=sys.stderr)
     return int(code)
 
@@ -56,7 +86,7 @@ def crash(run: Path, name: str, code: str, message: str, seconds: str = "0.2") -
 def confess(run: Path, name: str, code: str, message: str) -> int:
     """Writes its own failure sentence before it goes."""
     ready(run, name)
-    time.sleep(0.2)
+    wait_for_all(run)
     (run / "failures" / f"{name}.txt").write_text(message)
     return int(code)
 
@@ -112,14 +142,14 @@ def leave_orphan(run: Path, name: str) -> int:
         time.sleep(FOREVER_S)
         os._exit(0)
     ready(run, name, daemon)
-    time.sleep(0.2)
+    wait_for_all(run)
     return 0
 
 
 def signal_group(run: Path, name: str) -> int:
     """Kills its own process group, as careless code does."""
     ready(run, name)
-    time.sleep(0.2)
+    wait_for_all(run)
     os.killpg(os.getpgrp(), signal.SIGKILL)
     return 0
 
@@ -146,7 +176,8 @@ def write_status(run: Path, name: str) -> int:
 BEHAVIOURS = {
     function.__name__: function
     for function in (
-        obey, finish, crash, confess, deaf, family, engine_owner, leave_orphan, signal_group, show_environment, write_status,
+        obey, finish, crash, follow, confess, deaf, family, engine_owner, leave_orphan, signal_group,
+        show_environment, write_status,
     )
 }  # fmt: skip
 

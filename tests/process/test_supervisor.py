@@ -100,9 +100,9 @@ def test_a_crash_shows_its_last_lines(launch: Launch) -> None:
 
 def test_the_first_to_die_is_the_cause_not_the_loudest(launch: Launch) -> None:
     launched = launch(
-        stand_in("orchestrator", "crash", "70", "lost a peer", "0.6"),
-        stand_in("trainer-0", "crash", "1", "out of memory", "0.3"),
-        stand_in("worker-0", "crash", "1", "connection reset", "0.6"),
+        stand_in("orchestrator", "follow", "trainer-0", "70", "lost a peer"),
+        stand_in("trainer-0", "crash", "1", "out of memory"),
+        stand_in("worker-0", "follow", "trainer-0", "1", "connection reset"),
     )
     launched.wait_until_up()
     assert "The run failed: trainer-0 ended with exit code 1." in launched.end()[2]

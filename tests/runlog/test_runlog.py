@@ -103,6 +103,17 @@ def test_rows_that_cannot_be_written_are_counted_and_still_acknowledged(run: Run
     assert log.counters.rows == 0
 
 
+def test_a_row_that_fits_no_block_stays_readable_and_stops_nothing(run: RunDirectory):
+    log = RunLog(run, "orchestrator", rows_per_block=2)
+    log.append("groups", {"group_id": 1, "state": "kept", "reason": "", "version": 0})
+    log.append("groups", {"group_id": "not a number", "state": "kept", "reason": "", "version": 0})
+    done = threading.Event()
+    log.append("groups", {"group_id": 3, "state": "kept", "reason": "", "version": 0}, done.set)
+    assert done.wait(5)
+    log.close()
+    assert [row["group_id"] for row in rows(run, "groups")] == [1, "not a number", 3]
+
+
 def test_no_acknowledged_row_is_lost_to_a_sigkill(tmp_path: Path):
     run = RunDirectory.create(tmp_path / "run")
     script = (
