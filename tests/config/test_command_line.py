@@ -191,3 +191,12 @@ def test_runs_of_the_same_second_get_different_folders(tmp_path, monkeypatch):
     assert first == tmp_path / "runs" / "2030-01-02_03-04-05_tiny-grpo"
     first.mkdir(parents=True)
     assert run.run_folder(config, now).name == "2030-01-02_03-04-05_tiny-grpo_2"
+
+
+def test_plan_counts_the_updates_of_a_step(capsys):
+    from telescope import plan
+
+    assert plan.main(["model=tiny", "trainer.number_of_minibatches=5"]) == 0
+    said = capsys.readouterr().out
+    assert "A step makes 5 optimiser updates, each on 6 or 7 groups." in said
+    assert "A trained group is at most 9 versions old (49 optimiser updates)" in said
