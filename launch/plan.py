@@ -96,8 +96,8 @@ def make_plan(config: RunConfig, hosts: tuple[Host, ...]) -> Plan:
 
 
 def choose_device(cluster: ClusterSettings, host: Host) -> Literal["cpu", "gpu"]:
-    """`auto` takes the GPUs where there are any. Servers and ranks share GPUs where there are not enough for one each, but no two
-    of a kind do: NCCL refuses two ranks on a card. Raises `PlanError` with the numbers where there are too few."""
+    """`auto` takes the GPUs where there are any. Servers and ranks share GPUs where there are not enough for one each, but no
+    two of a kind do: NCCL refuses two ranks on a card. Raises `PlanError` with the numbers where there are too few."""
     if cluster.device == "cpu" or (cluster.device == "auto" and not host.gpus):
         return "cpu"
     servers, ranks = cluster.inference_num_workers, cluster.trainer_num_workers
