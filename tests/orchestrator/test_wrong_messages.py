@@ -1,4 +1,4 @@
-"""A real orchestrator and hub, and valid peers that say well-formed nonsense: it is refused with an alert, and the run goes on."""
+"""A real orchestrator and hub, and valid peers that say well-formed nonsense: alerts are written, and the run goes on."""
 
 from __future__ import annotations
 
