@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from telescope.flow import commands, events
-from telescope.orchestrator.batch import Recipe, cut
+from telescope.orchestrator.batch import BatchUnusable, Recipe, cut
 from telescope.orchestrator.complaints import Complaints
 from telescope.orchestrator.record import Recorder
 from telescope.orchestrator.relay import Relay
@@ -80,7 +80,7 @@ class Performer:
             case commands.Forget(rollout_ids=rollout_ids):
                 self.shelf.forget(rollout_ids)
             case commands.Train():
-                self._train(command)
+                return self._train(command)
             case commands.Update(version=version):
                 self._begin_update(version)
             case commands.Warn(sentence=sentence):
@@ -200,14 +200,18 @@ class Performer:
             messages.CancelRollout(rollout_id=command.rollout_id, attempt=command.attempt, reason=command.reason),
         )
 
-    def _train(self, command: commands.Train) -> None:
+    def _train(self, command: commands.Train) -> Events:
         ranks = self._roster.ranks
-        batch = cut(command, self.shelf, self._recipe, ranks=len(ranks))
+        try:
+            batch = cut(command, self.shelf, self._recipe, ranks=len(ranks))
+        except BatchUnusable as error:
+            return (events.StopRequested(reason=str(error), ok=False),)
         self._recorder.batch(batch)
         self.doing = f"training step {command.step}"
         self.step_in_training = command.step
         for rank, shard in zip(ranks, batch.shards, strict=True):
             self._hub.send(rank, shard.step, shard.arrays)
+        return ()
 
     def _begin_update(self, version: int) -> None:
         self._newest = version
