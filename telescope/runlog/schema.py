@@ -42,7 +42,7 @@ STREAMS: dict[str, Stream] = {
                 "split": "str",
                 "index": "int",
                 "seed": "int",
-                "status": "str",  # scored | error; what became of its group stands in `groups`
+                "status": "str",  # scored | ignored | cancelled | error; what became of its group stands in `groups`
                 "cause": "str",
                 "reward": "float",  # the environment's
                 "length_penalty": "float",  # what training adds to it
