@@ -451,6 +451,8 @@ class Core:
             self._tally.retired(State.CANCELLED, "the run ended")
             self._tally.cancelled += len(group.samples) - group.failed
             self._tally.failed += group.failed
+            self._tally.tokens_lost += sum(sample.tokens for sample in group.survivors)
+        self._tally.tokens_lost += sum(flight.tokens for flight in self._lanes.flights.values())
         self._slots.alive.clear()
         self._out.append(stop)
         self.ended = True

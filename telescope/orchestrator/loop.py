@@ -163,6 +163,7 @@ class Orchestrator:
         elif hello.role == "trainer" and self._roster.all_ranks_present:
             self._events.append(events.TrainerReady(ranks=len(self._roster.ranks)))
         elif hello.role != "trainer" and self._roster.can_generate:
+            self._recorder.generation_begins()
             self._events.extend(self._generators_joined())
         if not self._roster.missing:
             log.info("all %d processes are there", len(self._roster.expected))

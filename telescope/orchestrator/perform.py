@@ -195,6 +195,7 @@ class Performer:
 
     def _cancel(self, command: commands.Cancel) -> None:
         self.relay.cancel(command.rollout_id, command.attempt)
+        self._recorder.cancelled(command.rollout_id, command.attempt)
         self._hub.send(
             command.worker,
             messages.CancelRollout(rollout_id=command.rollout_id, attempt=command.attempt, reason=command.reason),

@@ -232,6 +232,17 @@ def test_a_stale_incomplete_group_is_cancelled_whole_and_its_prompt_returns_once
     assert (counts.reasons["cancelled: off_policy"], counts.tokens_lost) == (2, 5)
 
 
+def test_tokens_of_what_is_alive_at_the_end_are_lost():
+    desk = Desk(group_size=2, groups_per_batch=2)
+    desk.open()  # groups 0, 1
+    desk.done(0, 1.0, tokens=5)
+    desk.done(1, 0.0, tokens=6)  # group 0 is kept
+    desk.done(2, 1.0, tokens=7)
+    desk.tell(seen.TurnStarted("r", 3, 0, 0, 10), seen.TurnDone("r", 3, 8, "stop"))  # in flight, one turn through
+    desk.tell(seen.StopRequested("interrupted by SIGINT", False))
+    assert desk.core.counts().tokens_lost == 5 + 6 + 7 + 8
+
+
 def test_a_complete_group_is_not_cancelled_however_old():
     desk = Desk(groups_per_batch=2, group_size=1, max_async=1, max_off_policy_steps=1, number_of_steps=9)
     desk.open()  # groups 0 to 3
