@@ -98,8 +98,8 @@ def cut(command: Train, shelf: Shelf, recipe: Recipe, *, ranks: int) -> Batch:
     advantages = recipe.algorithm.advantages(rewards, numbers, group_size=recipe.group_size)[: len(kept)]
     if not np.isfinite(advantages).all():
         raise BatchUnusable(
-            f"step {command.step}: the rewards of its batch, from {rewards.min():g} to {rewards.max():g}, give advantages that are "
-            "no finite numbers: keep rewards within a few thousand"
+            f"step {command.step}: the rewards of its batch, from {rewards.min():g} to {rewards.max():g}, give advantages "
+            "that are no finite numbers: keep rewards within a few thousand"
         )
     filters = tuple(recipe.algorithm.filters_out(rollout.sampled) for rollout in kept)
     places = np.split(np.arange(len(kept)), np.cumsum([len(group) for group in groups])[:-1])
