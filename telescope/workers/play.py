@@ -30,6 +30,8 @@ Ask = Callable[[RolloutOrder, int, np.ndarray, Sampling], Awaitable[Sampled]]
 
 
 MAX_NAME_CHARACTERS = 200
+LARGEST_REWARD = 1e6
+"""Beyond it, float32 and the squares of the advantage maths lose what tells rewards apart."""
 
 
 class BadReward(RuntimeError):
@@ -89,12 +91,14 @@ def failed(order: RolloutOrder, cause: str) -> RolloutFailed:
 
 
 def check_reward(reward: Reward) -> Reward:
-    """Raises `BadReward` unless the total and every metric is a finite number."""
+    """Raises `BadReward` unless the total and every metric is a finite number, and the total one that advantages can bear."""
     if not isinstance(reward, Reward):
         raise BadReward(f"play returned {type(reward).__name__}, not a Reward")
     for name, value in (("total", reward.total), *reward.metrics.items()):
         if not isinstance(value, Real) or not math.isfinite(value):
             raise BadReward(f"the reward's {name} is {value!r}, not a finite number")
+    if abs(reward.total) > LARGEST_REWARD:
+        raise BadReward(f"the reward's total is {reward.total:g}: rewards lie within {LARGEST_REWARD:g} of 0")
     return reward
 
 
