@@ -90,7 +90,11 @@ class SingleTurn(Environment):
         return self._reward_now(prompt, answer)
 
     def _reward_now(self, prompt: Prompt, answer: str) -> Reward:
-        scored = self.reward(prompt, answer)
+        try:
+            scored = self.reward(prompt, answer)
+        except StopIteration as error:  # no future can carry it out of a thread: whoever waits would wait for ever
+            said = f"{type(self).__name__}.reward raised StopIteration {error}".rstrip()
+            raise RuntimeError(said).with_traceback(error.__traceback__) from error
         if not isinstance(scored, Reward):
             raise TypeError(f"{type(self).__name__}.reward returned {type(scored).__name__}, not a Reward")
         return scored

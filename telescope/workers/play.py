@@ -21,11 +21,16 @@ from telescope.environments.draws import Draws
 from telescope.environments.template import ChatTemplate
 from telescope.records import RolloutOrder, Sampling
 from telescope.wire.messages import RolloutDone, RolloutFailed
+from telescope.wire.process import Interrupted
 from telescope.workers.load import Loaded, describe
 
 Arrays = tuple[np.ndarray, ...]
 Ask = Callable[[RolloutOrder, int, np.ndarray, Sampling], Awaitable[Sampled]]
 """Ask a server to answer turn t of an order: (order, turn, prompt ids, sampling)."""
+
+
+REWARD_LIMIT = 1e6
+"""Larger totals are mistakes, and their squares and differences would overflow the advantages."""
 
 
 class BadReward(RuntimeError):
@@ -74,19 +79,23 @@ async def play(
             prompt = loaded.prompt(order.prompt)
             reward = check_reward(await loaded.environment.play(prompt, chat))
         recording = chat.recording()
-    except Exception as error:  # noqa: BLE001 - user code may raise anything; it is counted by its cause
+    except (asyncio.CancelledError, Interrupted):
+        raise
+    except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit too; it is counted by its cause
         cause = _timed_out(turns, limits) if clock.expired() else _cause(loaded.label, error, chat)
         return RolloutFailed(order.rollout_id, order.attempt, cause), ()
     return _done(order, prompt, reward, recording, started_ns), _arrays(recording)
 
 
 def check_reward(reward: Reward) -> Reward:
-    """Raises `BadReward` unless the total and every metric is a finite number."""
+    """Raises `BadReward` unless the total and every metric is a finite number, the total within `REWARD_LIMIT`."""
     if not isinstance(reward, Reward):
         raise BadReward(f"play returned {type(reward).__name__}, not a Reward")
     for name, value in (("total", reward.total), *reward.metrics.items()):
         if not isinstance(value, Real) or not math.isfinite(value):
             raise BadReward(f"the reward's {name} is {value!r}, not a finite number")
+    if abs(reward.total) > REWARD_LIMIT:
+        raise BadReward(f"the reward's total is {reward.total!r}, beyond ±{REWARD_LIMIT:.0e}: scale the environment's rewards")
     return reward
 
 
@@ -95,7 +104,7 @@ def _timed_out(turns: Turns, limits: Limits) -> str:
     return f"rollout.timeout_s={limits.timeout_s:g} ran out {where}"
 
 
-def _cause(label: str, error: Exception, chat: TokenChat) -> str:
+def _cause(label: str, error: BaseException, chat: TokenChat) -> str:
     if chat.failure is not None:  # the turn's failure comes first, whatever the environment made of it
         return f"environments.{label}: {chat.failure}" if str(chat.failure) else describe(chat.failure)
     return f"environments.{label}: {describe(error)}"
