@@ -179,3 +179,21 @@ def test_the_example_of_the_docs_loads_and_scores(tmp_path: Path) -> None:
     assert found.card.split_sizes == {"train": 2, "eval": 2}
     reward = found.environment.reward(found.prompts["train"][1], " KIWI ")  # type: ignore[attr-defined]
     assert (reward.total, reward.metrics) == (1.0, {"exact": 1.0, "length": 6.0})
+
+
+def test_a_folder_without_tokenizer_files_and_one_with_a_wrong_one_are_refused(tmp_path: Path) -> None:
+    from telescope.config.models import EMBEDDED
+
+    for name in ("config.json", "chat_template.jinja"):
+        (tmp_path / name).write_bytes((EMBEDDED / "tiny" / name).read_bytes())
+    with pytest.raises(TokenizerError, match=rf"model\.name=mine: {tmp_path} has no tokenizer files"):
+        load_template(ModelSettings(name="mine"), tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"model": 3}')
+    with pytest.raises(TokenizerError, match=r"model\.name=mine: its tokenizer can't be loaded"):
+        load_template(ModelSettings(name="mine"), tmp_path)
+
+
+def test_prompts_of_no_tokens_are_refused(template: ChatTemplate) -> None:
+    empty = ChatTemplate(template._tokenizer, [1], chat_template="{{ '' }}")
+    with pytest.raises(EnvironmentBroken, match=r"environments.task: a train prompt is rendered to 0 tokens"):
+        check_lengths(loaded(Lengths(lengths=(3,))), empty, 10)
