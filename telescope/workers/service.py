@@ -72,6 +72,7 @@ class Service:
         self._link = link
         self._name = name
         self._environments = environments
+        self._labels = ", ".join(f"environments.{label}" for label in environments)
         self._template = template
         self._limits = limits
         self._threads = RewardThreads(32)
@@ -85,6 +86,7 @@ class Service:
         loop = asyncio.get_running_loop()
         loop.set_default_executor(self._threads)
         self._hopeless = loop.create_future()
+        self._link.progress("waiting for orders")
         receiving = asyncio.ensure_future(self._receive())
         try:
             await asyncio.wait((receiving, self._hopeless), return_when=asyncio.FIRST_COMPLETED)
@@ -118,6 +120,7 @@ class Service:
         key = (order.rollout_id, order.attempt)
         task = asyncio.create_task(self._play(delivery, order), name=f"rollout {order.rollout_id}.{order.attempt}")
         self._rollouts[key] = task
+        self._link.progress(f"playing {len(self._rollouts)} rollouts of {self._labels}")
         task.add_done_callback(lambda done: self._ended(key, done))
 
     async def _play(self, delivery: Delivered, order: RolloutOrder) -> None:
@@ -137,7 +140,7 @@ class Service:
         if isinstance(body, RolloutFailed):
             log.info("rollout %d attempt %d: %s", body.rollout_id, body.attempt, body.cause)
         self._link.send(body, arrays, answers=delivery)
-        self._link.progress(f"playing {len(self._rollouts) - 1} rollouts")
+        self._link.progress(f"playing {len(self._rollouts) - 1} rollouts of {self._labels}")
         self._look_for_hung_threads()
 
     @staticmethod
@@ -181,7 +184,7 @@ class Service:
             answer.set_exception(GenerationFailed(f"a completion came with {len(arrays)} arrays, not ids, log-probs, versions"))
         else:
             answer.set_result(Sampled(arrays[0], arrays[1], arrays[2], body.finish_reason))
-        self._link.progress(f"playing {len(self._rollouts)} rollouts")
+        self._link.progress(f"playing {len(self._rollouts)} rollouts of {self._labels}")
 
     def _look_for_hung_threads(self) -> None:
         if self._threads.hung(self._limits.timeout_s) >= self._threads.size:
