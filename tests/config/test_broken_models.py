@@ -28,7 +28,7 @@ def test_a_broken_json_file_is_named(folder: Path, name: str, text: str) -> None
 @pytest.mark.parametrize("given", ["x", [1, "x"], {}])
 def test_end_tokens_that_are_no_ids_are_named(folder: Path, given: object) -> None:
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": given or {"a": 1}}))
-    with pytest.raises(ModelBroken, match="eos_token_id=.*generation_config.json is neither"):
+    with pytest.raises(ModelBroken, match=r"eos_token_id=.*generation_config\.json is neither"):
         model_folder(str(folder))
 
 
