@@ -13,10 +13,10 @@ import re
 import signal
 from collections.abc import Mapping, Sequence
 
-from telescope.config.models import ModelNotFound, model_folder
+from telescope.config.models import ModelNotFound, check_weights, model_folder
 from telescope.config.run import RunConfig
 from telescope.inference.deadline import Deadline
-from telescope.inference.engine import Engine, EngineDead
+from telescope.inference.engine import Engine, EngineDead, EngineRefused
 from telescope.inference.fake import FakeEngine
 from telescope.inference.http import PortTaken, bind, http_beside
 from telescope.inference.server import Server, first_of
@@ -27,7 +27,7 @@ from telescope.wire.process import COMPONENT_FAILED, Known, Place, Signals, run_
 
 log = logging.getLogger(__name__)
 
-KNOWN = Known(errors=(PortTaken, ModelNotFound, WireRefused, WireTimeout, OSError), gone=(EngineDead, LinkLost))
+KNOWN = Known(errors=(PortTaken, ModelNotFound, EngineRefused, WireRefused, WireTimeout, OSError), gone=(EngineDead, LinkLost))
 CLOSE_S = 8.0
 """Closing takes no longer than this, whatever the engine does."""
 
@@ -114,6 +114,7 @@ def build_engine(config: RunConfig, run: str, device: Device) -> Engine:
     if settings.engine == "fake":
         reader = SharedMemoryReader(run)
         return FakeEngine(folder, reader, max_model_len=settings.max_model_len, token_s=settings.fake_token_s)
+    check_weights(config.model.name, folder)
     os.environ.update(vllm_environment(device, os.environ))
     from telescope.inference.vllm_engine import VllmEngine
 

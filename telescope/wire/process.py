@@ -161,7 +161,7 @@ def run_process(
     except known.errors as error:
         log.debug("the cause", exc_info=True)
         return say_why(directory, name, _sentence(name, error), ERROR)
-    except Exception as error:  # the process edge: said, recorded, and the exit code is 1
+    except (Exception, SystemExit, KeyboardInterrupt) as error:  # the process edge: said, recorded, and the exit code is 1
         log.exception("%s ends with an error", name)
         return say_why(directory, name, f"{name} ended with {type(error).__name__}: {error}", ERROR)
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
 from telescope.config.models import ModelNotFound, model_folder
 from telescope.wire.link import Link, LinkLost, WireRefused, WireTimeout
-from telescope.wire.process import Known, Place, Signals, run_process
+from telescope.wire.process import Interrupted, Known, Place, Signals, run_process
 from telescope.workers.load import EnvironmentBroken, check_lengths, load_environments
 from telescope.workers.play import Limits
 from telescope.workers.service import Service, WorkerHopeless
@@ -52,12 +53,26 @@ def live(place: Place, signals: Signals) -> int:
     link = Link.connect(place.directory, hello, deadline_s=config.cluster.placement_timeout_s)
     error = ""
     try:
-        return asyncio.run(_until_stopped(Service(link, place.name, environments, template, limits), signals))
-    except Exception as raised:
+        return run_through(_until_stopped(Service(link, place.name, environments, template, limits), signals))
+    except BaseException as raised:
         error = str(raised) or type(raised).__name__
         raise
     finally:
         link.close(error)
+
+
+def run_through(life: Coroutine[Any, Any, int]) -> int:
+    """`asyncio.run` that outlives a `sys.exit()` in a task of the environment's own: the loop stops for it, the task keeps it
+    for the rollout that waits, and the loop goes on."""
+    with asyncio.Runner() as runner:
+        living = runner.get_loop().create_task(life)
+        while True:
+            try:
+                return runner.get_loop().run_until_complete(living)
+            except (SystemExit, KeyboardInterrupt) as error:
+                if isinstance(error, Interrupted) or living.done():
+                    raise
+                log.warning("an environment's own task raised %s; the worker goes on", type(error).__name__)
 
 
 async def _until_stopped(service: Service, signals: Signals) -> int:
