@@ -1,7 +1,8 @@
 """The streams of a run directory and their columns: the one source for writer, sealer and reader.
 
 A row is a flat mapping. `json` columns hold small nested values as JSON text once sealed. A floating NaN or infinity is stored
-as null and its place named in `not_finite`: the column, or `metrics.exact` within a json column. Every row also carries the columns of `COMMON`.
+as null and its place named in `not_finite`: the column, or `metrics.exact` within a json column. Every row also carries the
+columns of `COMMON`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 `append` costs the caller one queue entry. A row is on disk when `write()` has returned (it survives SIGKILL, not power loss);
 only then is its `written` callback called. A full disk does not stop a run: rows are counted as unlogged, alerted, and
 called written. So is a row that no JSON can hold; text that is no Unicode loses only the characters at fault. Whatever else
-ends the thread is raised by the next `append` and by `close`. Refuses to know what rows mean (schema.py does) and where files lie (layout.py does).
+ends the thread is raised by the next `append` and by `close`. Refuses to know what rows mean (schema.py does) and where files
+lie (layout.py does).
 """
 
 from __future__ import annotations
