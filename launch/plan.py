@@ -6,6 +6,7 @@ and to start anything (`node.py` does). `plan.json` is all that the supervisor r
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -82,7 +83,7 @@ def make_plan(config: RunConfig, hosts: tuple[Host, ...]) -> Plan:
     _refuse_owned_variables(cluster.env)
     device = choose_device(cluster, host)
     threads = share_threads(cluster, host.cpus)
-    gpus = iter(host.gpus if device == "gpu" else ())
+    gpus = itertools.cycle(host.gpus if device == "gpu" else ())
     processes = [_process("orchestrator", 0, host, cluster.env)]
     for index in range(cluster.inference_num_workers):
         processes.append(_process("server", index, host, cluster.env, threads["server"], _take(gpus)))
@@ -95,16 +96,30 @@ def make_plan(config: RunConfig, hosts: tuple[Host, ...]) -> Plan:
 
 
 def choose_device(cluster: ClusterSettings, host: Host) -> Literal["cpu", "gpu"]:
-    """`auto` takes the GPUs where there are any. Raises `PlanError` with the numbers where there are too few."""
+    """`auto` takes the GPUs where there are any. Servers and ranks share GPUs where there are not enough for one each, but no
+    two of a kind do: NCCL refuses two ranks on a card. Raises `PlanError` with the numbers where there are too few."""
     if cluster.device == "cpu" or (cluster.device == "auto" and not host.gpus):
         return "cpu"
     servers, ranks = cluster.inference_num_workers, cluster.trainer_num_workers
-    if len(host.gpus) < servers + ranks:
+    if len(host.gpus) < max(servers, ranks):
         raise PlanError(
             f"cluster.inference_num_workers={servers} and cluster.trainer_num_workers={ranks} need {servers + ranks} GPUs, "
-            f"one each, but {host.name} has {len(host.gpus)}: ask for fewer, or set cluster.device=cpu"
+            f"one each, or {max(servers, ranks)} where a server and a rank share one, but {host.name} has {len(host.gpus)}: "
+            "ask for fewer, or set cluster.device=cpu"
         )
     return "gpu"
+
+
+def shared_gpus(plan: Plan) -> str:
+    """A sentence for the user where a server and a trainer rank share a GPU, else empty."""
+    users: dict[str, list[str]] = {}
+    for process in plan.processes:
+        for gpu in process.gpus:
+            users.setdefault(gpu, []).append(process.name)
+    shared = [f"{' and '.join(names)} share GPU {gpu}" for gpu, names in users.items() if len(names) > 1]
+    if not shared:
+        return ""
+    return f"{'; '.join(shared)}: inference.gpu_memory_utilization must leave the trainer enough memory"
 
 
 def share_threads(cluster: ClusterSettings, cpus: int) -> dict[ProcessRole, int]:

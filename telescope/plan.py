@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from telescope._launch.local import this_host
-from telescope._launch.plan import Host, Plan, PlanError, make_plan
+from telescope._launch.plan import Host, Plan, PlanError, make_plan, shared_gpus
 from telescope.compose.load import UsageError, load_points, places_for
 from telescope.config.run import RunConfig
 from telescope.config.words import ConfigError
@@ -34,7 +34,9 @@ def main(arguments: Sequence[str]) -> int:
         if point.config is None or point.problems:
             raise ConfigError(point.problems)
         host = this_host()
-        lines = [*describe(point.config), *describe_processes(make_plan(point.config, (host,)), host), *point.warnings]
+        plan = make_plan(point.config, (host,))
+        warnings = (*point.warnings, *filter(None, (shared_gpus(plan),)))
+        lines = [*describe(point.config), *describe_processes(plan, host), *warnings]
     except UsageError as error:
         sys.stderr.write(f"telescope.plan: {error}\n")
         return USAGE

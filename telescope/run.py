@@ -6,6 +6,11 @@ are needed, so that `--help` and a refusal answer at once.
 
 from __future__ import annotations
 
+from telescope._launch import terminal
+
+if __name__ == "__main__":
+    terminal.prepare()  # before the imports below: they take a moment, in which a Ctrl-C must not be a traceback
+
 import argparse
 import logging
 import os
@@ -114,7 +119,7 @@ def _run_all(points: Sequence[Point], arguments: Sequence[str]) -> int:
     Returns the first exit code that is not 0. An interrupt ends the sweep.
     """
     from telescope._launch.local import this_host
-    from telescope._launch.plan import PlanError, make_plan
+    from telescope._launch.plan import PlanError, make_plan, shared_gpus
 
     started = datetime.now().astimezone()
     host = this_host()
@@ -127,7 +132,8 @@ def _run_all(points: Sequence[Point], arguments: Sequence[str]) -> int:
     for index, ((config, plan), point) in enumerate(zip(planned, points, strict=True)):
         folder = _sweep_folder(config, started, index) if len(points) > 1 else run_folder(config, started)
         config = config.model_copy(update={"run_dir": str(folder)})
-        code = _run_one(Order(config, plan, point.warnings, tuple(arguments), started))
+        warnings = (*point.warnings, *filter(None, (shared_gpus(plan),)))
+        code = _run_one(Order(config, plan, warnings, tuple(arguments), started))
         failed = failed or code
         if code in INTERRUPTED:
             break

@@ -127,11 +127,11 @@ class InferenceSettings(Settings):
     max_model_len: int = Field(default=4096, ge=8)
     """Prompt and completion tokens of one sequence, at most."""
     scheduling_policy: Literal["priority", "fcfs"] = "priority"
-    """Which waiting request runs next. priority: later turns of begun rollouts, and older orders, before new ones."""
+    """Which waiting request runs next. priority: earlier turns first, requests of one turn as they came; fcfs: as they came."""
     max_num_seqs: int | None = Field(default=None, ge=1)
-    """Sequences in one engine step, at most; null: the engine's default."""
+    """Sequences in one engine step, at most; null: the lanes of the server, up to 256 on a CPU and 1,024 on a GPU."""
     max_num_batched_tokens: int | None = Field(default=None, ge=1)
-    """Tokens in one engine step, at most; null: the engine's default."""
+    """Tokens in one engine step, at most; null: 8,192 on a CPU, the engine's own choice on a GPU."""
     enforce_eager: bool = False
     """No CUDA graphs (always so on CPU)."""
     enable_prefix_caching: bool = True
@@ -141,8 +141,6 @@ class InferenceSettings(Settings):
 
 
 class WeightSyncSettings(Settings):
-    transport: Literal["auto", "shared_memory"] = "auto"
-    """How weights travel from trainer to servers; auto: shared memory."""
     update_timeout_s: float = Field(default=300.0, gt=0)
     """Deadline of each of publish, prepare and commit."""
     in_flight: Literal["continue", "abort"] = "continue"
@@ -152,8 +150,6 @@ class WeightSyncSettings(Settings):
 
 
 class ClusterSettings(Settings):
-    kind: Literal["local"] = "local"
-    """Where processes run. local: this machine."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """auto: the GPUs present, else CPU."""
     inference_num_workers: int = Field(default=2, ge=1)

@@ -74,6 +74,7 @@ class Recorder:
         self._tally = Tally()
         self._closing: dict[int, tuple[Batch, dict[str, float]]] = {}
         self.history: list[dict[str, float]] = []
+        self.updates_skipped = 0
         self.tokens: Counter[str] = Counter()
         self.seconds: dict[str, float] = {}
         self._generating_since: float | None = None
@@ -170,6 +171,9 @@ class Recorder:
         for name, value in done.timings.items():
             if not name.endswith("_mean"):
                 self.seconds[name] = self.seconds.get(name, 0.0) + value
+        if metrics.get("update_skipped"):
+            self.updates_skipped += int(metrics["update_skipped"])
+            self.alert("warning", "trainer", f"step {done.step}: an update was left out, as its gradient was no finite number")
         self.history.append(metrics)
         self._log.append("step_metrics", {"step": done.step, "metrics": metrics})
         if self._mirror is not None:
@@ -231,6 +235,7 @@ class Recorder:
                 "failed": counts.rollouts_failed,
                 "retried": counts.rollouts_retried,
             },
+            "updates_skipped": self.updates_skipped,
             "groups": {state: number for state, number in counts.groups_by_state.items() if number},
             "reasons": counts.reasons,
             "age": {"mean": counts.age_mean, "max": counts.age_max},

@@ -124,7 +124,7 @@ DEFAULTS = {
         "host": None, "base_port": 8100, "gpu_memory_utilization": 0.9, "max_model_len": 4096,
         "scheduling_policy": "priority", "max_num_seqs": None, "max_num_batched_tokens": None, "enable_prefix_caching": True,
     },
-    WeightSyncSettings: {"transport": "auto", "in_flight": "continue"},
+    WeightSyncSettings: {"in_flight": "continue"},
     LoggingSettings: {
         "use_wandb": None, "wandb_project": "telescope", "wandb_run_name": None, "wandb_tags": ("telescope",)
     },

@@ -100,6 +100,21 @@ async def test_an_attempt_that_was_told_to_stop_is_cancelled_and_one_that_failed
     assert [(row["rollout_id"], row["status"]) for row in rows(run, "rollouts")] == [(0, "cancelled"), (1, "error")]
 
 
+async def test_an_update_that_was_left_out_is_alerted_and_counted(run: RunDirectory):
+    log = RunLog(run, "orchestrator")
+    recorder = Recorder(run, log, None, number_of_steps=3)
+    shelf = Shelf()
+    for rollout_id, reward in ((0, 1.0), (1, 0.0)):
+        shelf.put(make(rollout_id, 0, reward))
+    command = Train(step=6, group_ids=(0,), rollout_ids=((0, 1),), baseline_group_ids=(), baseline_rollout_ids=())
+    recorder.batch(cut(command, shelf, Recipe(RLOO(), group_size=2, max_tokens=10), ranks=1))
+    recorder.step(StepDone(step=6, metrics={"update_skipped": 1.0}, timings={}), counts())
+    recorder.finish(counts(), {})
+    log.close()
+    assert orjson.loads(run.summary_json.read_bytes())["updates_skipped"] == 1
+    assert "an update was left out" in rows(run, "alerts")[0]["message"]
+
+
 async def test_the_summary_compares_the_first_five_steps_with_the_last_five(run: RunDirectory):
     log = RunLog(run, "orchestrator")
     recorder = Recorder(run, log, None, number_of_steps=12)

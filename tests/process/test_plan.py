@@ -15,6 +15,7 @@ from telescope._launch.plan import (
     make_plan,
     read_plan,
     share_threads,
+    shared_gpus,
     write_plan,
 )
 from telescope.config.parts import ClusterSettings, EnvironmentEntry
@@ -60,9 +61,25 @@ def test_device_cpu_hides_the_gpus_of_a_gpu_host() -> None:
 
 def test_too_few_gpus_are_refused_with_the_numbers() -> None:
     with pytest.raises(
-        PlanError, match=r"inference_num_workers=6 and cluster\.trainer_num_workers=4 need 10 GPUs.*node-1 has 8"
+        PlanError, match=r"inference_num_workers=9 and cluster\.trainer_num_workers=4 need 13 GPUs.*or 9 where.*node-1 has 8"
     ):
-        make_plan(config_with(inference_num_workers=6, trainer_num_workers=4), (EIGHT,))
+        make_plan(config_with(inference_num_workers=9, trainer_num_workers=4), (EIGHT,))
+
+
+def test_one_gpu_is_shared_by_a_server_and_a_rank_and_said() -> None:
+    plan = make_plan(config_with(inference_num_workers=1, trainer_num_workers=1), (Host("box", 8, ("0",)),))
+    assert {process.name: process.gpus for process in plan.processes if process.gpus} == {
+        "server-0": ("0",),
+        "trainer-0": ("0",),
+    }
+    assert shared_gpus(plan).startswith("server-0 and trainer-0 share GPU 0: inference.gpu_memory_utilization must leave")
+
+
+def test_no_two_servers_and_no_two_ranks_share_a_gpu() -> None:
+    plan = make_plan(config_with(inference_num_workers=6, trainer_num_workers=4), (EIGHT,))
+    for role, count in (("server", 6), ("trainer", 4)):
+        assert len({process.gpus for process in plan.processes if process.role == role}) == count
+    assert shared_gpus(make_plan(config_with(inference_num_workers=4, trainer_num_workers=4), (EIGHT,))) == ""
 
 
 def test_device_gpu_on_a_host_without_one_is_refused() -> None:
