@@ -12,8 +12,12 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from telescope.config.models import ModelNotFound, model_folder
+from telescope.config.plugins import PluginError
+from telescope.config.secrets import SecretMissing
+from telescope.config.words import ConfigError
 from telescope.wire.link import Link, LinkLost, WireRefused, WireTimeout
 from telescope.wire.process import Interrupted, Known, Place, Signals, run_process
+from telescope.wire.security import BadKeys
 from telescope.workers.load import EnvironmentBroken, check_lengths, load_environments
 from telescope.workers.play import Limits
 from telescope.workers.service import Service, WorkerHopeless
@@ -22,7 +26,10 @@ from telescope.workers.tokenizer import TokenizerError, load_template
 log = logging.getLogger(__name__)
 
 KNOWN = Known(
-    errors=(EnvironmentBroken, TokenizerError, ModelNotFound, WorkerHopeless, WireRefused, WireTimeout, ValueError, OSError),
+    errors=(
+        *(EnvironmentBroken, TokenizerError, ModelNotFound, WorkerHopeless, ConfigError, PluginError, SecretMissing),
+        *(WireRefused, WireTimeout, BadKeys),
+    ),
     gone=(LinkLost,),
 )
 
@@ -50,15 +57,8 @@ def live(place: Place, signals: Signals) -> int:
         capacity=config.cluster.rollouts_per_env_worker,
         environments=tuple(loaded.card for loaded in environments.values()),
     )
-    link = Link.connect(place.directory, hello, deadline_s=config.cluster.placement_timeout_s)
-    error = ""
-    try:
+    with Link.connect(place.directory, hello, deadline_s=config.cluster.placement_timeout_s) as link:
         return run_through(_until_stopped(Service(link, place.name, environments, template, limits), signals))
-    except BaseException as raised:
-        error = str(raised) or type(raised).__name__
-        raise
-    finally:
-        link.close(error)
 
 
 def run_through(life: Coroutine[Any, Any, int]) -> int:
