@@ -6,6 +6,11 @@ are needed, so that `--help` and a refusal answer at once.
 
 from __future__ import annotations
 
+from telescope._launch import terminal
+
+if __name__ == "__main__":
+    terminal.prepare()  # before the imports below: they take a moment, in which a Ctrl-C must not be a traceback
+
 import argparse
 import logging
 import os

@@ -1,0 +1,40 @@
+"""What the launcher makes of its terminal before anything else: a Ctrl-C is one line, a closed stream is no error.
+
+Imports next to nothing: `telescope.run` calls it before its own imports, which take a moment.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+INTERRUPTED = 128 + signal.SIGINT
+
+
+def prepare() -> None:
+    """Call it once, first of all, in the process that is the command; `supervise` takes signals over while a run goes on."""
+    _fill_closed_streams()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell's background job ignores it, and goes on to
+        signal.signal(signal.SIGINT, _leave)
+
+
+def _fill_closed_streams() -> None:
+    """Where the shell closed a stream (`2>&-`), the next file opened would get its number and then our words."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free: this one
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 -- for the life of the process
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+
+
+def _leave(*_: object) -> None:
+    """At once, and not as an exception: inside an import or a library's callback it could be swallowed or printed."""
+    try:
+        os.write(2, b"Interrupted.\n")
+    finally:  # also where the terminal is gone
+        os._exit(INTERRUPTED)
