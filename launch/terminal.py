@@ -1,6 +1,7 @@
 """What the launcher makes of its terminal before anything else: a Ctrl-C is one line, a closed stream is no error.
 
-Imports next to nothing: `telescope.run` calls it before its own imports, which take a moment.
+Imports next to nothing: `telescope.run` calls it before its own imports, which take a moment in which people change their
+minds.
 """
 
 from __future__ import annotations
@@ -36,5 +37,5 @@ def _leave(*_: object) -> None:
     """At once, and not as an exception: inside an import or a library's callback it could be swallowed or printed."""
     try:
         os.write(2, b"Interrupted.\n")
-    finally:  # also where the terminal is gone
+    finally:  # the terminal may be gone
         os._exit(INTERRUPTED)

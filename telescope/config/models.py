@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 from telescope.config.words import Problem, did_you_mean
 
@@ -89,7 +90,18 @@ def end_ids(folder: Path) -> tuple[int, ...]:
     The tokenizer's own end-of-sequence token is not looked up here.
     """
     for file in (folder / "generation_config.json", folder / "config.json"):
-        given = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
+        given = _read(file).get("eos_token_id")
         if given is not None:
             return tuple(given) if isinstance(given, list) else (given,)
     return ()
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """A JSON object, empty for a file that is not there. Raises `ModelNotFound` naming a file that is none."""
+    if not file.is_file():
+        return {}
+    try:
+        given: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelNotFound(f"the model's file {file} is no JSON ({error}): mend it or fetch it again") from error
+    return given

@@ -90,7 +90,10 @@ class SingleTurn(Environment):
         return self._reward_now(prompt, answer)
 
     def _reward_now(self, prompt: Prompt, answer: str) -> Reward:
-        scored = self.reward(prompt, answer)
+        try:
+            scored = self.reward(prompt, answer)
+        except StopIteration as error:  # no future can carry one: whoever waits for it would wait for ever
+            raise RuntimeError(f"{type(self).__name__}.reward raised StopIteration (a next() on something empty?)") from error
         if not isinstance(scored, Reward):
             raise TypeError(f"{type(self).__name__}.reward returned {type(scored).__name__}, not a Reward")
         return scored

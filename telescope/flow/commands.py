@@ -38,7 +38,8 @@ class Place(Command, frozen=True):
 
 
 class Refuse(Command, frozen=True):
-    """Answer the request with GenerateFailed: its rollout no longer counts, or its server is lost."""
+    """Answer the request with GenerateFailed: its rollout no longer counts or has ended, or its server is lost. Never said of
+    a request that a living server holds: that one answers."""
 
     request_id: str
     cause: str

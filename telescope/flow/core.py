@@ -107,8 +107,8 @@ class Core:
                 self._worker_joined(event)
             case seen.WorkerLost(worker=worker, cause=cause):
                 self._worker_lost(worker, cause)
-            case seen.ServerJoined(server=server, version=version):
-                self._server_joined(server, version)
+            case seen.ServerJoined():
+                self._server_joined(event)
             case seen.ServerLost(server=server, cause=cause):
                 self._server_lost(server, cause)
             case seen.TrainerReady():
@@ -131,13 +131,13 @@ class Core:
         if worker not in self._lanes.workers:
             return
         for flight in self._lanes.lose(worker):
-            self._flight_ended(flight, counted=False)
+            self._flight_ended(flight, counted=False, why=f"{worker} was lost")
             if not flight.stopping:
                 self._attempt_failed(flight, f"{worker} was lost: {cause}")
 
-    def _server_joined(self, server: str, version: int) -> None:
-        self._server_lost(server, "it was started again")
-        self._placement.join(server, version)
+    def _server_joined(self, event: seen.ServerJoined) -> None:
+        self._server_lost(event.server, "it was started again")
+        self._placement.join(event.server, event.version, event.capacity)
         self._send_weights()
         self._place_waiting()
 
@@ -149,12 +149,15 @@ class Core:
             self._out.append(do.Refuse(request.request_id, f"{server} was lost: {cause}"))
 
     def _turn_started(self, event: seen.TurnStarted) -> None:
+        if event.request_id in self._placement.requests:
+            return  # a repetition
         flight = self._lanes.flights.get((event.rollout_id, event.attempt))
         if flight is None or flight.stopping:
             self._out.append(do.Refuse(event.request_id, "its rollout does not count any more"))
             return
         if event.request_id in flight.requests:
-            return  # a repetition
+            self._out.append(do.Refuse(event.request_id, "a request of this id was answered before"))
+            return
         flight.requests[event.request_id] = None
         self._place(Request(event.request_id, flight, event.turn, event.prompt_tokens))
 
@@ -163,10 +166,12 @@ class Core:
         if request is None:
             return
         flight = request.flight
-        flight.tokens += event.completion_tokens
-        if event.finish_reason == "abort":
-            flight.aborted = self._updates.travelling is not None or flight.version < self.version
-        self._reach(flight.group, State.ENV)
+        if not flight.ended:
+            flight.tokens += event.completion_tokens
+            if event.finish_reason == "abort":
+                flight.aborted = self._updates.travelling is not None or flight.version < self.version
+            self._reach(flight.group, State.ENV)
+        self._place_waiting()  # it has left room
 
     def _rollout_done(self, event: seen.RolloutDone) -> None:
         flight = self._lanes.flights.get((event.rollout_id, event.attempt))
@@ -237,21 +242,23 @@ class Core:
             self._reach(request.flight.group, State.GENERATING)
 
     def _place_waiting(self) -> None:
-        for request in list(self._placement.waiting.values()):
+        while (request := self._placement.next_waiting()) is not None:
             self._place(request)
 
     def _cancel(self, flight: Flight, reason: str) -> None:
         """Tell the worker to stop; the flight keeps its lane and credit until it answers."""
         self._lanes.stop(flight, self._now)
         self._out.append(do.Cancel(flight.worker, flight.sample.rollout_id, flight.attempt, reason))
+        self._withdraw(flight, reason)
+
+    def _withdraw(self, flight: Flight, reason: str) -> None:
+        """Answer what the flight still waits for; what a server has is the server's to answer."""
         for request_id in flight.requests:
-            if request_id in self._placement.waiting:
-                self._placement.drop(request_id)
+            if self._placement.withdraw(request_id):
                 self._out.append(do.Refuse(request_id, reason))
 
-    def _flight_ended(self, flight: Flight, counted: bool) -> None:
-        for request_id in flight.requests:
-            self._placement.drop(request_id)
+    def _flight_ended(self, flight: Flight, counted: bool, why: str = "its rollout has ended") -> None:
+        self._withdraw(flight, why)
         if not counted:
             self._tally.tokens_lost += flight.tokens
 
@@ -444,6 +451,8 @@ class Core:
             self._tally.retired(State.CANCELLED, "the run ended")
             self._tally.cancelled += len(group.samples) - group.failed
             self._tally.failed += group.failed
+            self._tally.tokens_lost += sum(sample.tokens for sample in group.survivors)
+        self._tally.tokens_lost += sum(flight.tokens for flight in self._lanes.flights.values())
         self._slots.alive.clear()
         self._out.append(stop)
         self.ended = True

@@ -20,7 +20,7 @@ class WorkerJoined(Event, frozen=True):
 
 
 class WorkerLost(Event, frozen=True):
-    """Its rollouts are tried again elsewhere; the relay aborts their requests."""
+    """Its rollouts are tried again elsewhere; what servers generate for it holds its place there until they have answered."""
 
     worker: str
     cause: str
@@ -29,6 +29,8 @@ class WorkerLost(Event, frozen=True):
 class ServerJoined(Event, frozen=True):
     server: str
     version: int
+    capacity: int
+    """Requests it takes at once."""
 
 
 class ServerLost(Event, frozen=True):
@@ -53,7 +55,8 @@ class TurnStarted(Event, frozen=True):
 
 
 class TurnDone(Event, frozen=True):
-    """A placed request has ended; a failed one with `abort` and the tokens that were sampled."""
+    """A placed request has been answered by its server, which has room again; a failed one with `abort` and the tokens that
+    were sampled. It comes for each placed request, also where the rollout has ended meanwhile, unless the server is lost."""
 
     request_id: str
     rollout_id: int

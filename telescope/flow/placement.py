@@ -1,5 +1,6 @@
 """Which server answers a request. A group's requests stay on one server, whose prefix cache knows their prompt; a group's first
-request goes where the fewest tokens are in flight. Never to a server older than the group (v_start)."""
+request goes where the fewest tokens are in flight. Never to a server older than the group (v_start), and never to a full one:
+a request counts at its server until the server has answered it, whatever has become of its rollout."""
 
 from __future__ import annotations
 
@@ -20,15 +21,21 @@ class Request:
 
 
 class Server:
-    __slots__ = ("load", "version")
+    __slots__ = ("capacity", "load", "outstanding", "version")
 
-    def __init__(self, version: int) -> None:
+    def __init__(self, version: int, capacity: int) -> None:
         self.version = version
+        self.capacity = capacity
         self.load = 0
+        self.outstanding = 0  # requests placed and not answered
+
+    @property
+    def has_room(self) -> bool:
+        return self.outstanding < self.capacity
 
 
 class Placement:
-    """Servers, their versions, and the tokens in flight on each.
+    """Servers, their versions, and the requests and tokens in flight on each.
 
     A request is charged its prompt and the mean completion seen so far; the real length is known only when it ends.
     """
@@ -42,8 +49,8 @@ class Placement:
         self._answered = 0
         self._answered_tokens = 0
 
-    def join(self, server: str, version: int) -> None:
-        self.servers[server] = Server(version)
+    def join(self, server: str, version: int, capacity: int) -> None:
+        self.servers[server] = Server(version, capacity)
         self._least_loaded.put(server, 0)
 
     def lose(self, server: str) -> list[Request]:
@@ -60,44 +67,52 @@ class Placement:
         self.servers[server].version = version
 
     def place(self, request: Request) -> str | None:
-        """The server for the request, now charged with it; None (and it waits) if none is young enough."""
+        """The server for the request, now charged with it; None (and it waits) if none is young enough and has room."""
         self.requests[request.request_id] = request
         group = request.flight.group
         name = group.server
-        if name is None or not self._serves(name, group.v_start):
-            name = self._least_loaded.first_that(lambda server: self._serves(server, group.v_start))
+        if name is None or not self._takes(name, group.v_start):
+            name = self._least_loaded.first_that(lambda server: self._takes(server, group.v_start))
         if name is None:
             self.waiting[request.request_id] = request
             return None
         self.waiting.pop(request.request_id, None)
         group.server = request.server = name
         request.tokens = request.prompt_tokens + self._answered_tokens // max(1, self._answered)
-        self._charge(name, request.tokens)
+        self._charge(name, request.tokens, +1)
         return name
 
-    def finish(self, request_id: str, completion_tokens: int) -> Request | None:
-        """The request has its answer; None if it is not known (any more)."""
-        request = self.drop(request_id)
-        if request is not None:
-            self._answered += 1
-            self._answered_tokens += completion_tokens
-        return request
-
-    def drop(self, request_id: str) -> Request | None:
-        """Forget the request and what it was charged."""
-        request = self.requests.pop(request_id, None)
-        if request is None:
+    def next_waiting(self) -> Request | None:
+        """The first waiting request that a server would take now."""
+        youngest = max((server.version for server in self.servers.values() if server.has_room), default=-1)
+        if youngest < 0:
             return None
-        self.waiting.pop(request_id, None)
-        if request.server is not None:
-            self._charge(request.server, -request.tokens)
+        return next((request for request in self.waiting.values() if request.flight.group.v_start <= youngest), None)
+
+    def finish(self, request_id: str, completion_tokens: int) -> Request | None:
+        """Its server has answered; None if the request is not at a server (any more)."""
+        request = self.requests.get(request_id)
+        if request is None or request.server is None:
+            return None
+        del self.requests[request_id]
+        self._charge(request.server, -request.tokens, -1)
+        self._answered += 1
+        self._answered_tokens += completion_tokens
         return request
 
-    def _serves(self, server: str, version: int) -> bool:
-        known = self.servers.get(server)
-        return known is not None and known.version >= version
+    def withdraw(self, request_id: str) -> bool:
+        """Forget the request if it still waits. One that is at a server stays there until the server has answered."""
+        if self.waiting.pop(request_id, None) is None:
+            return False
+        del self.requests[request_id]
+        return True
 
-    def _charge(self, name: str, tokens: int) -> None:
+    def _takes(self, server: str, version: int) -> bool:
+        known = self.servers.get(server)
+        return known is not None and known.version >= version and known.has_room
+
+    def _charge(self, name: str, tokens: int, requests: int) -> None:
         server = self.servers[name]
         server.load += tokens
+        server.outstanding += requests
         self._least_loaded.put(name, server.load)

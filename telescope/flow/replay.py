@@ -14,7 +14,7 @@ from telescope.flow.core import Core
 from telescope.flow.events import AnyEvent
 from telescope.flow.settings import FlowSettings
 
-FORMAT = 1
+FORMAT = 2
 
 
 class Opening(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -49,6 +50,10 @@ class Engine(Protocol):
     @property
     def client(self) -> Any:
         """What an HTTP application is built around; None where the engine has none."""
+        ...
+
+    def on_step(self, stepped: Callable[[], None]) -> None:
+        """Have `stepped` called on the event loop each time that tokens were sampled: the engine is at work."""
         ...
 
     async def start(self) -> None:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,10 +76,14 @@ class FakeEngine:
         self._aborts: dict[str, asyncio.Event] = {}
         self._state = WeightState(version=0, prepared=None, checksum="", pause_s=0.0)
         self._staged: WeightManifest | None = None
+        self._stepped: Callable[[], None] = lambda: None
 
     @property
     def client(self) -> None:
         return None
+
+    def on_step(self, stepped: Callable[[], None]) -> None:
+        self._stepped = stepped
 
     async def start(self) -> None: ...
 
@@ -124,6 +129,7 @@ class FakeEngine:
                 return ids, versions, "abort"
             ids.append(token)
             versions.append(self._state.version)
+            self._stepped()
         return ids, versions, "stop" if len(ids) == len(whole) else "length"
 
     async def _interrupted(self, aborted: asyncio.Event) -> bool:

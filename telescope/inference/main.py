@@ -28,8 +28,6 @@ from telescope.wire.process import COMPONENT_FAILED, Known, Place, Signals, run_
 log = logging.getLogger(__name__)
 
 KNOWN = Known(errors=(PortTaken, ModelNotFound, WireRefused, WireTimeout, OSError), gone=(EngineDead, LinkLost))
-CREDITS_FOR_ORDERS = 8
-"""Weight orders may come on top of all requests."""
 CLOSE_S = 8.0
 """Closing takes no longer than this, whatever the engine does."""
 
@@ -71,7 +69,7 @@ async def _live(place: Place, signals: Signals) -> int:
 
 
 def _connect(place: Place) -> Link:
-    hello = place.hello("server", capacity=lanes(place.config) + CREDITS_FOR_ORDERS, version=0)
+    hello = place.hello("server", capacity=lanes(place.config), version=0)
     return Link.connect(place.directory, hello, deadline_s=place.config.cluster.placement_timeout_s)
 
 

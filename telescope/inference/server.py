@@ -60,6 +60,7 @@ class Server:
         self._others: set[asyncio.Task[None]] = set()
         self._failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self._served = 0
+        engine.on_step(lambda: link.progress(self._doing(len(self._requests))))
 
     async def run(self) -> str:
         """Returns Stop's reason. Raises `EngineDead`, what the link raises, or what should not have happened."""
@@ -125,7 +126,10 @@ class Server:
             )
             self._link.send(answer, (done.ids, done.logprobs, done.versions), answers=delivery)
         self._served += 1
-        self._link.progress(f"{len(self._requests) - 1} requests running, {self._served} answered")
+        self._link.progress(self._doing(len(self._requests) - 1))
+
+    def _doing(self, running: int) -> str:
+        return f"{running} requests running, {self._served} answered"
 
     async def _end_requests(self) -> None:
         """Abort what still runs; the tasks get a moment to answer."""

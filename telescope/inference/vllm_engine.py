@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from telescope.config.models import end_ids
 from telescope.config.parts import WeightSyncSettings
 from telescope.inference.children import Children
 from telescope.inference.engine import EngineDead, Generated, RequestRefused, WeightsRefused, WeightState
+from telescope.inference.steps import step_teller
 from telescope.inference.versions import CountedTokens, EngineLabels, Versions
 from telescope.inference.vllm_options import ServerPlan, engine_arguments
 from telescope.records import FinishReason, Sampling, WeightManifest
@@ -59,6 +61,7 @@ class VllmEngine:
         self._llm: Any = None
         self._children = Children()
         self._versions: Versions
+        self._stepped: Callable[[], None] = lambda: None
 
     async def start(self) -> None:
         """Load the model; blocks the event loop while vLLM starts its child, for there is nothing to be served yet."""
@@ -76,7 +79,7 @@ class VllmEngine:
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         # vLLM asks for a fresh interpreter on a CPU; a fork has everything imported already. No thread of ours runs yet.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-        self._llm = AsyncLLM.from_vllm_config(config)
+        self._llm = AsyncLLM.from_vllm_config(config, stat_loggers=[step_teller(lambda: self._stepped())])
         self._children.watch_new()
         self._vocabulary = config.model_config.get_vocab_size()
         self._max_model_len = config.model_config.max_model_len
@@ -86,6 +89,9 @@ class VllmEngine:
             if cause:
                 raise EngineDead(cause)
         await self._warm_up()
+
+    def on_step(self, stepped: Callable[[], None]) -> None:
+        self._stepped = stepped
 
     async def dead(self) -> str:
         return await self._children.first_end()

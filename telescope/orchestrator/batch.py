@@ -15,6 +15,10 @@ from telescope.records import Denominators, TrainItem
 from telescope.wire.messages import TrainStep
 
 
+class BatchUnusable(ValueError):
+    """The batch cannot be trained on; the sentence says why."""
+
+
 @dataclass(frozen=True)
 class Recipe:
     """What of the configuration decides how a batch is cut."""
@@ -82,13 +86,21 @@ class Batch:
 
 def cut(command: Train, shelf: Shelf, recipe: Recipe, *, ranks: int) -> Batch:
     """Advantages over the batch (discarded groups count in its statistics), then whole groups to minibatches, in order, and
-    the rollouts of each minibatch to ranks by cost. What the algorithm's filters take out counts in the statistics alone."""
+    the rollouts of each minibatch to ranks by cost. What the algorithm's filters take out counts in the statistics alone.
+
+    Raises `BatchUnusable` where an advantage is not a finite number.
+    """
     groups = tuple(tuple(shelf[rollout] for rollout in rollouts) for rollouts in command.rollout_ids)
     kept = tuple(rollout for group in groups for rollout in group)
     baseline = tuple(shelf[rollout] for rollouts in command.baseline_rollout_ids for rollout in rollouts)
     rewards = np.array([rollout.reward for rollout in kept + baseline], dtype=np.float64)
     numbers = np.array([rollout.order.group_id for rollout in kept + baseline], dtype=np.int64)
     advantages = recipe.algorithm.advantages(rewards, numbers, group_size=recipe.group_size)[: len(kept)]
+    if not np.isfinite(advantages).all():
+        raise BatchUnusable(
+            f"step {command.step}: the rewards of its batch, from {rewards.min():g} to {rewards.max():g}, give advantages "
+            "that are no finite numbers: keep rewards within a few thousand"
+        )
     filters = tuple(recipe.algorithm.filters_out(rollout.sampled) for rollout in kept)
     places = np.split(np.arange(len(kept)), np.cumsum([len(group) for group in groups])[:-1])
     parts = [

@@ -22,7 +22,6 @@ from telescope.flow.replay import encode_line
 from telescope.orchestrator.perform import Performer
 from telescope.orchestrator.record import Recorder
 from telescope.orchestrator.roster import Roster
-from telescope.orchestrator.shelf import UnusableRollout
 from telescope.runlog.journal import Journal
 from telescope.wire import messages
 from telescope.wire.happenings import Delivery, Happening, PeerJoined, PeerLeft, PeerLost, PeerStuck
@@ -164,6 +163,7 @@ class Orchestrator:
         elif hello.role == "trainer" and self._roster.all_ranks_present:
             self._events.append(events.TrainerReady(ranks=len(self._roster.ranks)))
         elif hello.role != "trainer" and self._roster.can_generate:
+            self._recorder.generation_begins()
             self._events.extend(self._generators_joined())
         if not self._roster.missing:
             log.info("all %d processes are there", len(self._roster.expected))
@@ -171,7 +171,7 @@ class Orchestrator:
     def _generators_joined(self) -> Iterator[events.AnyEvent]:
         present = self._roster.present
         for name in self._roster.servers:
-            yield events.ServerJoined(server=name, version=present[name].version)
+            yield events.ServerJoined(server=name, version=present[name].version, capacity=present[name].capacity)
         for name in self._roster.workers:
             hello = present[name]
             yield events.WorkerJoined(worker=name, capacity=hello.capacity, environments=hello.environments)
@@ -179,19 +179,23 @@ class Orchestrator:
     def _delivered(self, delivery: Delivery) -> None:
         match delivery.body:
             case messages.Generate() as body:
-                self._events.append(self._performer.relay.ask(delivery, body))
+                self._hear(self._performer.asked(delivery, body))
+            case messages.Abort(request_id=request_id):
+                self._performer.relay.abort(delivery.peer, request_id)
             case messages.Completion() | messages.GenerateFailed() as body:
                 self._answered(delivery, body)
-            case messages.RolloutDone() as body:
-                self._rollout_done(delivery, body)
-            case messages.RolloutFailed() as body:
-                self._rollout_failed(delivery, body.rollout_id, body.attempt, body.cause)
+            case messages.RolloutDone() | messages.RolloutFailed() as body:
+                self._hear(self._performer.answered(delivery, body))
             case messages.StepDone() as body:
                 self._step_done(delivery.peer, body)
             case messages.WeightsPublished() | messages.WeightsReady() | messages.WeightsFailed() as body:
                 self._events.extend(self._performer.weights_answer(delivery.peer, body))
             case other:
-                log.warning("%s sent %s, which the orchestrator does not take", delivery.peer, type(other).__name__)
+                self._performer.complaints.note(delivery.peer, f"its {type(other).__name__} is nothing for the orchestrator")
+
+    def _hear(self, event: events.AnyEvent | None) -> None:
+        if event is not None:
+            self._events.append(event)
 
     def _answered(self, delivery: Delivery, body: messages.Completion | messages.GenerateFailed) -> None:
         answered = self._performer.relay.answer(delivery, body)
@@ -200,28 +204,10 @@ class Orchestrator:
             self._events.append(event)
             self._recorder.turn(row)
 
-    def _rollout_done(self, delivery: Delivery, body: messages.RolloutDone) -> None:
-        try:
-            rollout = self._performer.arrived(delivery, body)
-        except UnusableRollout as error:
-            self._rollout_failed(delivery, body.rollout_id, body.attempt, str(error))
-            return
-        if rollout is not None:
-            self._events.append(
-                events.RolloutDone(
-                    rollout_id=body.rollout_id,
-                    attempt=body.attempt,
-                    reward=rollout.reward,
-                    prompt_tokens=body.prompt_tokens,
-                    completion_tokens=body.completion_tokens,
-                )
-            )
-
-    def _rollout_failed(self, delivery: Delivery, rollout_id: int, attempt: int, cause: str) -> None:
-        if self._performer.failed(delivery, rollout_id, attempt, cause):
-            self._events.append(events.RolloutFailed(rollout_id=rollout_id, attempt=attempt, cause=cause))
-
     def _step_done(self, rank: str, body: messages.StepDone) -> None:
+        if body.step != self._performer.step_in_training:
+            self.fault(f"{rank} says that step {body.step} is done, and step {self._performer.step_in_training} is in training")
+            return
         done = self._steps_done.setdefault(body.step, {})
         done[rank] = body
         if len(done) < len(self._roster.ranks):

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from telescope.flow import commands, events
-from telescope.orchestrator.batch import Recipe, cut
+from telescope.orchestrator.batch import BatchUnusable, Recipe, cut
+from telescope.orchestrator.complaints import Complaints
 from telescope.orchestrator.record import Recorder
 from telescope.orchestrator.relay import Relay
 from telescope.orchestrator.roster import Roster
-from telescope.orchestrator.shelf import Scored, Shelf, scored
+from telescope.orchestrator.shelf import Scored, Shelf, UnusableRollout, scored
 from telescope.orchestrator.updates import Phase, WeightUpdate
 from telescope.records import RolloutOrder
 from telescope.wire import messages
@@ -21,6 +23,20 @@ from telescope.wire.hub import Hub
 log = logging.getLogger(__name__)
 
 Events = Iterable[events.AnyEvent]
+MAX_CAUSE_CHARACTERS = 10_000
+
+
+@dataclass(frozen=True)
+class _Order:
+    """One that is out. `number` is that of its message; the answer names it."""
+
+    order: RolloutOrder
+    worker: str
+    number: int
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.order.rollout_id, self.order.attempt
 
 
 class Performer:
@@ -38,9 +54,13 @@ class Performer:
         self._hub, self._roster, self._recorder = hub, roster, recorder
         self._recipe, self._update_timeout_s = recipe, update_timeout_s
         self._update: WeightUpdate | None = None
-        self.relay = Relay(hub)
+        self.complaints = Complaints(recorder)
+        self.relay = Relay(hub, self.complaints)
         self.shelf = Shelf()
-        self._orders: dict[tuple[int, int], RolloutOrder] = {}
+        self._orders: dict[tuple[int, int], _Order] = {}
+        self._numbers: dict[tuple[str, int], _Order] = {}
+        self.step_in_training: int | None = None
+        self._newest = 0  # version that a server may serve by now
         self._arrived: dict[tuple[int, int], tuple[Scored, Delivery]] = {}
         self.doing = "generating the first batch"
 
@@ -48,8 +68,7 @@ class Performer:
         """Do one command. Returns events that follow at once (usually none)."""
         match command:
             case commands.Run(worker=worker, order=order):
-                self._orders[order.rollout_id, order.attempt] = order
-                self._hub.send(worker, messages.RunRollout(order=order))
+                self._run(worker, order)
             case commands.Cancel():
                 self._cancel(command)
             case commands.Place(request_id=request_id, server=server, priority=priority):
@@ -61,7 +80,7 @@ class Performer:
             case commands.Forget(rollout_ids=rollout_ids):
                 self.shelf.forget(rollout_ids)
             case commands.Train():
-                self._train(command)
+                return self._train(command)
             case commands.Update(version=version):
                 self._begin_update(version)
             case commands.Warn(sentence=sentence):
@@ -71,19 +90,54 @@ class Performer:
                 pass  # the loop's own
         return ()
 
+    # ---- what workers ask
+
+    def asked(self, delivery: Delivery, body: messages.Generate) -> events.TurnStarted | None:
+        """A rollout wants tokens. None: its worker has no business with it, and was told so."""
+        out = self._orders.get((body.rollout_id, body.attempt))
+        if out is not None and out.worker != delivery.peer:
+            self.relay.turn_away(delivery, body, f"rollout {body.rollout_id} attempt {body.attempt} plays on {out.worker}")
+            return None
+        return self.relay.ask(delivery, body)
+
     # ---- rollouts that come back
 
-    def arrived(self, delivery: Delivery, body: messages.RolloutDone) -> Scored | None:
-        """Hold a scored rollout until the core has said whether it counts. None: nobody ordered it. Raises UnusableRollout."""
-        key = body.rollout_id, body.attempt
-        order = self._orders.get(key)
-        if order is None:
-            self._hub.acknowledge(delivery)
+    def answered(
+        self, delivery: Delivery, body: messages.RolloutDone | messages.RolloutFailed
+    ) -> events.RolloutDone | events.RolloutFailed | None:
+        """An order has its answer. A scored rollout is held until the core has said whether it counts.
+
+        What counts is which order it answers; where it speaks of another one, or contradicts itself, that order has failed.
+        """
+        out = self._numbers.pop((delivery.peer, delivery.answers), None)
+        if out is None:
+            self.complaints.note(delivery.peer, f"its {type(body).__name__} answers no order that is out; ignored")
+            self._drop(delivery)
             return None
-        rollout = self._recipe.shaped(scored(order, body, delivery.arrays))
-        self._arrived[key] = rollout, delivery
-        del self._orders[key]
-        return rollout
+        del self._orders[out.key]
+        self.relay.cancel(*out.key)  # nobody waits for what it still generates
+        if (body.rollout_id, body.attempt) != out.key:
+            cause = (
+                f"{delivery.peer} answered the order of rollout {out.key[0]} attempt {out.key[1]} with a "
+                f"{type(body).__name__} of rollout {body.rollout_id} attempt {body.attempt}"
+            )
+            self.complaints.note(delivery.peer, f"{cause}: the order counts as failed")
+            return self._failed(delivery, out, cause)
+        if isinstance(body, messages.RolloutFailed):
+            return self._failed(delivery, out, body.cause[:MAX_CAUSE_CHARACTERS])
+        try:
+            rollout = self._recipe.shaped(scored(out.order, body, delivery.arrays, self._newest))
+        except UnusableRollout as error:
+            self.complaints.note(delivery.peer, f"{error}: the rollout counts as failed")
+            return self._failed(delivery, out, str(error))
+        self._arrived[out.key] = rollout, delivery
+        return events.RolloutDone(
+            rollout_id=body.rollout_id,
+            attempt=body.attempt,
+            reward=rollout.reward,
+            prompt_tokens=body.prompt_tokens,
+            completion_tokens=body.completion_tokens,
+        )
 
     def settle(self, event: events.RolloutDone, *, counts: bool) -> None:
         """Onto the shelf with what counts, and into the run directory: only then is it acknowledged."""
@@ -92,14 +146,15 @@ class Performer:
             self.shelf.put(rollout)
         self._recorder.scored(rollout, delivery.peer, lambda: self._hub.acknowledge(delivery), counts=counts)
 
-    def failed(self, delivery: Delivery, rollout_id: int, attempt: int, cause: str) -> bool:
-        """Note a failed attempt. False: nobody ordered it."""
-        order = self._orders.pop((rollout_id, attempt), None)
+    def _failed(self, delivery: Delivery, out: _Order, cause: str) -> events.RolloutFailed:
+        self._drop(delivery)
+        self._recorder.failed(out.order, delivery.peer, cause)
+        return events.RolloutFailed(rollout_id=out.order.rollout_id, attempt=out.order.attempt, cause=cause)
+
+    def _drop(self, delivery: Delivery) -> None:
+        """Nothing of it is kept, so its sender may forget it."""
         if isinstance(delivery.body, messages.RolloutDone):
             self._hub.acknowledge(delivery)
-        if order is not None:
-            self._recorder.failed(order, delivery.peer, cause)
-        return order is not None
 
     # ---- weight updates
 
@@ -129,25 +184,38 @@ class Performer:
             case messages.WeightsFailed(version=update.version, cause=cause):
                 update.fail(f"{peer} could not take weights of version {update.version}: {cause}")
             case _:
-                log.warning("%s answered %s to an update it is not in", peer, body)
+                self.complaints.note(peer, f"its {type(body).__name__} is none of the update to version {update.version}")
         return self._advance(before)
+
+    def _run(self, worker: str, order: RolloutOrder) -> None:
+        out = _Order(order, worker, self._hub.send(worker, messages.RunRollout(order=order)))
+        self._orders[out.key] = out
+        if out.number:  # else the worker has gone, which will be told next
+            self._numbers[worker, out.number] = out
 
     def _cancel(self, command: commands.Cancel) -> None:
         self.relay.cancel(command.rollout_id, command.attempt)
+        self._recorder.cancelled(command.rollout_id, command.attempt)
         self._hub.send(
             command.worker,
             messages.CancelRollout(rollout_id=command.rollout_id, attempt=command.attempt, reason=command.reason),
         )
 
-    def _train(self, command: commands.Train) -> None:
+    def _train(self, command: commands.Train) -> Events:
         ranks = self._roster.ranks
-        batch = cut(command, self.shelf, self._recipe, ranks=len(ranks))
+        try:
+            batch = cut(command, self.shelf, self._recipe, ranks=len(ranks))
+        except BatchUnusable as error:
+            return (events.StopRequested(reason=str(error), ok=False),)
         self._recorder.batch(batch)
         self.doing = f"training step {command.step}"
+        self.step_in_training = command.step
         for rank, shard in zip(ranks, batch.shards, strict=True):
             self._hub.send(rank, shard.step, shard.arrays)
+        return ()
 
     def _begin_update(self, version: int) -> None:
+        self._newest = version
         self._update = WeightUpdate(version, self._roster.ranks, self._roster.servers, self._update_timeout_s, time.monotonic())
         self.doing = f"weights of version {version}: being published"
         for rank in self._roster.ranks:

@@ -70,15 +70,24 @@ class Recorder:
         self._tally = Tally()
         self._closing: dict[int, tuple[Batch, dict[str, float]]] = {}
         self.history: list[dict[str, float]] = []
+        self.updates_skipped = 0
         self.tokens: Counter[str] = Counter()
         self.seconds: dict[str, float] = {}
-        self.step_ended = time.monotonic()
+        self._generating_since: float | None = None
+        self._cancelled: set[tuple[int, int]] = set()
         self._step_ends: list[float] = []
+
+    def generation_begins(self) -> None:
+        """Every worker and server is there: seconds of training and of the first step count from here, not from the start of
+        the processes."""
+        if self._generating_since is None:
+            self._generating_since = time.monotonic()
 
     # ---- rollouts and groups -----------------------------------------------------------------------------------------
 
     def scored(self, rollout: Scored, worker: str, safe: Callable[[], None], *, counts: bool) -> None:
         """Write a rollout; `safe` runs on the event loop once it is on disk. `counts`: the core has not given it up."""
+        self._cancelled.discard((rollout.order.rollout_id, rollout.order.attempt))
         if counts:
             self._tally.add(rollout.done)
         self.tokens["prompt"] += rollout.done.prompt_tokens
@@ -87,8 +96,15 @@ class Recorder:
         row = {**_rollout_row(rollout, worker), "status": "scored" if counts else "ignored"}
         self._log.append("rollouts", row, lambda: _schedule(loop, safe))
 
+    def cancelled(self, rollout_id: int, attempt: int) -> None:
+        """The attempt was told to stop: what its worker answers is no error."""
+        self._cancelled.add((rollout_id, attempt))
+
     def failed(self, order: RolloutOrder, worker: str, cause: str) -> None:
-        self._log.append("rollouts", {**_order_row(order), "status": "error", "cause": cause, "worker": worker})
+        key = order.rollout_id, order.attempt
+        status = "cancelled" if key in self._cancelled else "error"
+        self._cancelled.discard(key)
+        self._log.append("rollouts", {**_order_row(order), "status": status, "cause": cause, "worker": worker})
 
     def group(self, command: commands.GroupState) -> None:
         self._log.append(
@@ -136,8 +152,7 @@ class Recorder:
         """All ranks are through with a step: its metrics, rank 0's already reduced over the ranks."""
         batch, metrics = self._closing.pop(done.step)
         now = time.monotonic()
-        seconds = now - self.step_ended
-        self.step_ended = now
+        seconds = now - (self._step_ends[-1] if self._step_ends else self._generating_since or now)
         self._step_ends.append(now)
         tokens = sum(rollout.tokens for rollout in batch.rollouts)
         metrics |= dict(done.metrics) | done.timings
@@ -151,6 +166,9 @@ class Recorder:
         for name, value in done.timings.items():
             if not name.endswith("_mean"):
                 self.seconds[name] = self.seconds.get(name, 0.0) + value
+        if metrics.get("update_skipped"):
+            self.updates_skipped += int(metrics["update_skipped"])
+            self.alert("warning", "trainer", f"step {done.step}: an update was left out, as its gradient was no finite number")
         self.history.append(metrics)
         self._log.append("step_metrics", {"step": done.step, "metrics": metrics})
         if self._mirror is not None:
@@ -197,8 +215,8 @@ class Recorder:
 
     def finish(self, counts: Counts, fields: Mapping[str, Any]) -> None:
         """Write summary.json: what the run did, in one page."""
-        if len(self._step_ends) > 1:
-            self.seconds["training"] = self._step_ends[-1] - self._step_ends[0]
+        if self._step_ends:
+            self.seconds["training"] = self._step_ends[-1] - (self._generating_since or self._step_ends[0])
         summary = {
             "steps": len(self.history),
             "reward_mean_first": self._mean("reward/mean", slice(None, STEPS_AT_EACH_END)),
@@ -213,6 +231,7 @@ class Recorder:
                 "failed": counts.rollouts_failed,
                 "retried": counts.rollouts_retried,
             },
+            "updates_skipped": self.updates_skipped,
             "groups": {state: number for state, number in counts.groups_by_state.items() if number},
             "reasons": counts.reasons,
             "age": {"mean": counts.age_mean, "max": counts.age_max},

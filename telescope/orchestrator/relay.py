@@ -1,4 +1,8 @@
-"""Generate requests on their way from a worker to a server and back. Arrays pass through undecoded."""
+"""Generate requests on their way from a worker to a server and back. Arrays pass through undecoded.
+
+Each request is answered exactly once: by its server once it is placed, else by `refuse`. A placed one is remembered until its
+server has answered, also where its rollout has ended meanwhile: only the answer gives the server's credit back.
+"""
 
 from __future__ import annotations
 
@@ -9,32 +13,55 @@ from typing import Any
 import msgspec
 
 from telescope.flow import events
+from telescope.orchestrator.complaints import Complaints
 from telescope.wire.happenings import Delivery
 from telescope.wire.hub import Hub
 from telescope.wire.messages import Abort, Completion, Generate, GenerateFailed
 
+MAX_ID_CHARACTERS = 200
+MAX_CAUSE_CHARACTERS = 2000
 
-@dataclass
+
+@dataclass(eq=False)
 class _Request:
     asked: Delivery
     body: Generate
     server: str | None = None
+    number: int = 0
+    """Of the message to the server; its answer names it."""
     placed_ns: int = 0
+    unwanted: bool = False
+    """Its worker has given it up, perhaps before it was placed."""
+
+    @property
+    def rollout(self) -> tuple[int, int]:
+        return self.body.rollout_id, self.body.attempt
 
 
 class Relay:
     """Requests in flight, by id. The core places and refuses them; the relay carries."""
 
-    def __init__(self, hub: Hub) -> None:
-        self._hub = hub
+    def __init__(self, hub: Hub, complaints: Complaints) -> None:
+        self._hub, self._complaints = hub, complaints
         self._requests: dict[str, _Request] = {}
+        self._placed: dict[tuple[str, int], _Request] = {}
+        self._of_rollout: dict[tuple[int, int], dict[str, _Request]] = {}
 
     def __len__(self) -> int:
         return len(self._requests)
 
-    def ask(self, delivery: Delivery, body: Generate) -> events.TurnStarted:
-        """A worker wants tokens: remember the request, tell the core."""
-        self._requests[body.request_id] = _Request(delivery, body)
+    # ---- what workers say
+
+    def ask(self, delivery: Delivery, body: Generate) -> events.TurnStarted | None:
+        """A worker wants tokens: remember the request, tell the core. None: the request is refused for what it says."""
+        if len(body.request_id) > MAX_ID_CHARACTERS:
+            self.turn_away(delivery, body, f"its request id has more than {MAX_ID_CHARACTERS} characters")
+            return None
+        if body.request_id in self._requests:
+            self.turn_away(delivery, body, f"a request {body.request_id} is in flight already")
+            return None
+        request = self._requests[body.request_id] = _Request(delivery, body)
+        self._of_rollout.setdefault(request.rollout, {})[body.request_id] = request
         return events.TurnStarted(
             request_id=body.request_id,
             rollout_id=body.rollout_id,
@@ -43,36 +70,90 @@ class Relay:
             prompt_tokens=_prompt_tokens(delivery),
         )
 
+    def turn_away(self, delivery: Delivery, body: Generate, why: str) -> None:
+        """Refuse a request that the core has not heard of."""
+        self._complaints.note(delivery.peer, f"its Generate was refused: {why}")
+        self._hub.send(
+            delivery.peer, GenerateFailed(request_id=body.request_id[:MAX_ID_CHARACTERS], cause=why), answers=delivery
+        )
+
+    def abort(self, peer: str, request_id: str) -> None:
+        """A worker gives a request up, without an answer of its own. It may be answered already."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        if request.asked.peer != peer:
+            self._complaints.note(peer, f"its Abort was ignored: request {request_id} is one of {request.asked.peer}")
+            return
+        self._stop(request)
+
+    # ---- what the core says
+
     def place(self, request_id: str, server: str, priority: int) -> None:
         request = self._requests.get(request_id)
         if request is None:
             return
         request.server, request.placed_ns = server, time.time_ns()
-        self._hub.relay(server, msgspec.structs.replace(request.body, priority=priority), request.asked.frames)
+        body = msgspec.structs.replace(request.body, priority=priority)
+        request.number = self._hub.relay(server, body, request.asked.frames)
+        if request.number:  # else the server has gone, which will be told next
+            self._placed[server, request.number] = request
+        if request.unwanted:
+            self._stop(request)
 
     def refuse(self, request_id: str, cause: str) -> None:
-        request = self._requests.pop(request_id, None)
+        request = self._requests.get(request_id)
         if request is not None:
+            self._forget(request)
             self._hub.send(request.asked.peer, GenerateFailed(request_id=request_id, cause=cause), answers=request.asked)
 
     def cancel(self, rollout_id: int, attempt: int) -> None:
         """Abort what the rollout still generates. The server's answer is relayed as it comes, to settle the worker's wait."""
-        for request in self._requests.values():
-            if request.body.rollout_id == rollout_id and request.body.attempt == attempt and request.server is not None:
-                self._hub.send(request.server, Abort(request_id=request.body.request_id))
+        for request in tuple(self._of_rollout.get((rollout_id, attempt), {}).values()):
+            self._stop(request)
+
+    # ---- what servers say
 
     def answer(self, delivery: Delivery, body: Completion | GenerateFailed) -> tuple[events.TurnDone, dict[str, Any]] | None:
-        """A server has answered: pass it on. Returns the core's event and a row of the turns stream."""
-        request = self._requests.pop(body.request_id, None)
+        """A server has answered: pass it on. Returns the core's event and a row of the turns stream.
+
+        What counts is which request it answers; where it speaks of another one, the request it answers has failed.
+        """
+        request = self._placed.get((delivery.peer, delivery.answers))
         if request is None:
+            self._complaints.note(delivery.peer, f"its {type(body).__name__} answers no request that was placed on it; ignored")
             return None
-        self._hub.relay(request.asked.peer, body, delivery.frames, answers=request.asked)
+        self._forget(request)
+        wrong = _contradiction(request, body)
+        if wrong:
+            self._complaints.note(delivery.peer, f"its answer to request {request.body.request_id} counts as failed: {wrong}")
+            body = GenerateFailed(request_id=request.body.request_id, cause=f"{delivery.peer} answered wrongly: {wrong}")
+        if isinstance(body, GenerateFailed):
+            body = msgspec.structs.replace(body, cause=body.cause[:MAX_CAUSE_CHARACTERS])
+            self._hub.send(request.asked.peer, body, answers=request.asked)
+        else:
+            self._hub.relay(request.asked.peer, body, delivery.frames, answers=request.asked)
         tokens = body.tokens if isinstance(body, Completion) else 0
         reason = body.finish_reason if isinstance(body, Completion) else "abort"
         event = events.TurnDone(
             request_id=body.request_id, rollout_id=request.body.rollout_id, completion_tokens=tokens, finish_reason=reason
         )
         return event, self._row(request, delivery.peer, body)
+
+    def _stop(self, request: _Request) -> None:
+        """Tell its server; where it has none yet, as soon as it has."""
+        request.unwanted = True
+        if request.server is not None:
+            self._hub.send(request.server, Abort(request_id=request.body.request_id))
+
+    def _forget(self, request: _Request) -> None:
+        del self._requests[request.body.request_id]
+        if request.server is not None:
+            self._placed.pop((request.server, request.number), None)
+        siblings = self._of_rollout[request.rollout]
+        del siblings[request.body.request_id]
+        if not siblings:
+            del self._of_rollout[request.rollout]
 
     @staticmethod
     def _row(request: _Request, server: str, body: Completion | GenerateFailed) -> dict[str, Any]:
@@ -94,6 +175,15 @@ class Relay:
                 "generated_s": body.generated_s,
             }
         return row
+
+
+def _contradiction(request: _Request, body: Completion | GenerateFailed) -> str:
+    """What in the answer cannot be; empty where nothing."""
+    if body.request_id != request.body.request_id:
+        return f"it names request {body.request_id[:MAX_ID_CHARACTERS]}"
+    if isinstance(body, Completion) and not 0 <= body.cached_tokens <= _prompt_tokens(request.asked):
+        return f"it names {body.cached_tokens} cached tokens of a prompt of {_prompt_tokens(request.asked)}"
+    return ""
 
 
 def _prompt_tokens(delivery: Delivery) -> int:

@@ -1,7 +1,8 @@
 """The streams of a run directory and their columns: the one source for writer, sealer and reader.
 
 A row is a flat mapping. `json` columns hold small nested values as JSON text once sealed. A floating NaN or infinity is stored
-as null and its column named in `not_finite`. Every row also carries the columns of `COMMON`.
+as null and its place named in `not_finite`: the column, or `metrics.exact` within a json column. Every row also carries the
+columns of `COMMON`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ COMMON: dict[str, Kind] = {
     "seq": "int",  # the writer's row number: a reader that meets a row twice knows it
     "time_ns": "int",  # wall clock
     "mono_ns": "int",  # the writer's monotonic clock
-    "not_finite": "json",  # names of columns whose value was NaN or infinite
+    "not_finite": "json",  # where a NaN or an infinity was: `reward`, `metrics.exact`
 }
 
 
@@ -42,7 +43,7 @@ STREAMS: dict[str, Stream] = {
                 "split": "str",
                 "index": "int",
                 "seed": "int",
-                "status": "str",  # scored | error; what became of its group stands in `groups`
+                "status": "str",  # scored | ignored | cancelled | error; what became of its group stands in `groups`
                 "cause": "str",
                 "reward": "float",  # the environment's
                 "length_penalty": "float",  # what training adds to it

@@ -2,7 +2,9 @@
 
 `append` costs the caller one queue entry. A row is on disk when `write()` has returned (it survives SIGKILL, not power loss);
 only then is its `written` callback called. A full disk does not stop a run: rows are counted as unlogged, alerted, and
-called written. Refuses to know what rows mean (schema.py does) and where files lie (layout.py does).
+called written. So is a row that no JSON can hold; text that is no Unicode loses only the characters at fault. Whatever else
+ends the thread is raised by the next `append` and by `close`. Refuses to know what rows mean (schema.py does) and where files
+lie (layout.py does).
 """
 
 from __future__ import annotations
@@ -13,10 +15,11 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import orjson
 
 from telescope.runlog.layout import RunDirectory
@@ -36,6 +39,10 @@ Written = Callable[[], None]
 
 class RunLogStalled(RuntimeError):
     """The disk has taken no row for `STALL_S` seconds and the queue is full."""
+
+
+class RunLogFailed(RuntimeError):
+    """The writer's thread has ended with an error: no row is written any more."""
 
 
 @dataclass
@@ -78,11 +85,17 @@ class RunLog:
         self._numbers: dict[str, int] = {}
         self._seq = 0
         self._disk_is_full = False
+        self._alerted_of_encoding = False
+        self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._work, name=f"runlog-{self.writer}", daemon=True)
         self._thread.start()
 
     def append(self, stream: str, row: Mapping[str, Any], written: Written | None = None) -> None:
-        """Queue a row. `written` is called from the writer's thread once the row is safe (or counted as unlogged)."""
+        """Queue a row. `written` is called from the writer's thread once the row is safe (or counted as unlogged).
+
+        Raises `KeyError` for a column that the stream lacks, `RunLogStalled`, and `RunLogFailed` where the thread has ended.
+        """
+        self._check()
         definition = STREAMS[stream]
         unknown = row.keys() - definition.columns.keys()
         if unknown:
@@ -93,20 +106,47 @@ class RunLog:
         try:
             self._queue.put(entry, block=not definition.droppable, timeout=STALL_S)
         except queue.Full:
+            self._check()
             if not definition.droppable:
-                raise RunLogStalled(f"the disk under {self.run.path} has taken no row for {STALL_S:.0f} s") from None
+                raise self._stalled() from None
             self.counters.dropped += 1
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Write what is queued, seal every segment, end the thread."""
-        self._queue.put(None, timeout=STALL_S)
+        """Write what is queued, seal every segment, end the thread. Raises `RunLogStalled`, and `RunLogFailed` where rows
+        are missing because the thread has ended before."""
+        self._check()
+        try:
+            self._queue.put(None, timeout=STALL_S)
+        except queue.Full:
+            self._check()
+            raise self._stalled() from None
         self._thread.join(timeout_s)
+        self._check()
         if self._thread.is_alive():
             log.warning("the run log was still sealing after %.0f s; its live segments stay readable", timeout_s)
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise RunLogFailed(
+                f"the rows of {self.run.path} are no longer written, because the run log's thread ended with "
+                f"{type(self._failure).__name__}: {self._failure}; its traceback stands in the log of {self.writer}"
+            ) from self._failure
+
+    def _stalled(self) -> RunLogStalled:
+        return RunLogStalled(
+            f"the disk under {self.run.path} has taken no row for {STALL_S:.0f} s: see whether it hangs, then start again"
+        )
 
     # ---- the writer's thread -----------------------------------------------------------------------------------------
 
     def _work(self) -> None:
+        try:
+            self._write_until_closed()
+        except Exception as error:  # a thread's edge: nobody above would see it
+            log.exception("the run log's thread ends: no row is written any more")
+            self._failure = error
+
+    def _write_until_closed(self) -> None:
         open_for_rows = True
         while open_for_rows:
             batch, open_for_rows = self._drain()
@@ -133,14 +173,25 @@ class RunLog:
         for entry in batch:
             by_stream.setdefault(entry.stream, []).append(entry)
         for stream, entries in by_stream.items():
-            lines = b"".join(_line(entry.row) for entry in entries)
-            if self._write_lines(stream, lines, len(entries)):
-                self.counters.rows += len(entries)
+            lines = [line for entry in entries if (line := self._encode(entry)) is not None]
+            if lines and self._write_lines(stream, b"".join(lines), len(lines)):
+                self.counters.rows += len(lines)
             else:
-                self.counters.unlogged += len(entries)
+                self.counters.unlogged += len(lines)
         for entry in batch:
             if entry.written is not None:
                 entry.written()
+
+    def _encode(self, entry: _Entry) -> bytes | None:
+        """The row's line; None, and counted, where no JSON can hold it."""
+        try:
+            return _line(entry.row)
+        except (TypeError, ValueError, RecursionError) as error:
+            self.counters.unlogged += 1
+            level = logging.DEBUG if self._alerted_of_encoding else logging.ERROR
+            log.log(level, "a row of %s cannot be written as JSON (%s): it is counted as unlogged", entry.stream, error)
+            self._alerted_of_encoding = True
+            return None
 
     def _write_lines(self, stream: str, lines: bytes, rows: int) -> bool:
         try:
@@ -181,8 +232,8 @@ class RunLog:
         """Turn the stream's segment into a block. A block that can't be written leaves its segment, which stays readable."""
         segment = self._segments.pop(stream)
         self._numbers[stream] = segment.number + 1
-        os.close(segment.descriptor)
         try:
+            os.close(segment.descriptor)
             seal(self.run, self.writer, STREAMS[stream], segment.number)
             self.counters.sealed_blocks += 1
         except Exception as error:  # noqa: BLE001 whatever keeps a block from being made, the rows are safe as they are
@@ -190,7 +241,41 @@ class RunLog:
 
 
 def _line(row: dict[str, Any]) -> bytes:
-    broken = [name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
+    broken = list(_not_finite(row, ""))
     if broken:
         row = {**row, "not_finite": broken}
-    return orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY)
+    options = orjson.OPT_APPEND_NEWLINE | orjson.OPT_SERIALIZE_NUMPY
+    try:
+        return orjson.dumps(row, option=options)
+    except TypeError:
+        return orjson.dumps(_mended(row), option=options)
+
+
+def _not_finite(value: Any, path: str) -> Iterator[str]:
+    """Where NaN and infinities lie: `reward`, `metrics.exact`; a list or an array is named as a whole."""
+    if isinstance(value, float | np.floating):
+        if not math.isfinite(value):
+            yield path
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _not_finite(inner, f"{path}.{name}" if path else str(name))
+    elif isinstance(value, list | tuple):
+        if any(True for inner in value for _ in _not_finite(inner, path)):
+            yield path
+    elif isinstance(value, np.ndarray) and value.dtype.kind == "f" and not np.isfinite(value).all():
+        yield path
+
+
+def _mended(value: Any) -> Any:
+    """The same in what JSON has: lone surrogates become `?`, other keys, numbers beyond 64 bits and foreign objects text."""
+    if isinstance(value, str):
+        return value.encode("utf-8", errors="replace").decode("utf-8")
+    if isinstance(value, Mapping):
+        return {_mended(str(name)): _mended(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_mended(inner) for inner in value]
+    if isinstance(value, bool | float | np.generic | np.ndarray) or value is None:
+        return value
+    if isinstance(value, int):
+        return value if -(2**63) <= value < 2**64 else str(value)
+    return _mended(repr(value))

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 import socket as system_socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 import numpy as np
@@ -74,6 +74,7 @@ class Hub:
         self._last_log = -LOG_EVERY_S
         self._logged = 0
         self._closed = False
+        self._failure: Exception | None = None
         self.endpoint = ""
 
     @classmethod
@@ -131,7 +132,7 @@ class Hub:
 
     def _watch(self) -> None:
         for watched in (self._zap, self._router):
-            self._loop.add_reader(_number(watched, FD), self._pump)
+            self._loop.add_reader(_number(watched, FD), self._guarded, self._pump)
         self._tick()
 
     async def __aenter__(self) -> Hub:
@@ -145,7 +146,14 @@ class Hub:
     # ---- the application's side --------------------------------------------------------------------------------------
 
     async def next(self, timeout_s: float) -> Happening | None:
-        """The next thing that happened, in order; None after `timeout_s`."""
+        """The next thing that happened, in order; None after `timeout_s`. Raises what a callback of the hub has failed with: a
+        hub that no longer reads or judges its peers must not go on in silence."""
+        happening = await self._next(timeout_s)
+        if self._failure is not None:
+            raise self._failure
+        return happening
+
+    async def _next(self, timeout_s: float) -> Happening | None:
         happenings = self._session.happenings
         if not happenings:
             self._arrived.clear()
@@ -194,11 +202,20 @@ class Hub:
         if timeout_s > 0:
             self._session.stop_all(reason, self._loop.time())
             self._flush()
-            while self._session.peers and (left := end - self._loop.time()) > 0:
-                await self.next(left)
+            while self._session.peers and self._failure is None and (left := end - self._loop.time()) > 0:
+                await self._next(left)
         self._tear_down(linger_ms=200 if timeout_s > 0 else 0)
 
     # ---- the socket's side -------------------------------------------------------------------------------------------
+
+    def _guarded(self, callback: Callable[[], None]) -> None:
+        """Run a callback of the loop, which would only log its error; `next` raises it instead, the first one for ever."""
+        try:
+            callback()
+        except Exception as error:  # the edge of a callback
+            log.exception("the hub has failed")
+            self._failure = self._failure or error
+            self._arrived.set()
 
     def _pump(self) -> None:
         """Read what is there. The descriptor only tells of changes, so this goes on until nothing is left."""
@@ -216,7 +233,7 @@ class Hub:
 
     def _pump_soon(self) -> None:
         if self._again is None:
-            self._again = self._loop.call_soon(self._pump)
+            self._again = self._loop.call_soon(self._guarded, self._pump)
 
     def _read_one(self, now: float) -> bool:
         """Take one message off the socket; frames beyond the bound are dropped as they come, not gathered."""
@@ -281,7 +298,7 @@ class Hub:
 
     def _schedule_acks(self) -> None:
         if self._session.owes_acks and self._acks_due is None:
-            self._acks_due = self._loop.call_later(ACK_DELAY_S, self._send_acks)
+            self._acks_due = self._loop.call_later(ACK_DELAY_S, self._guarded, self._send_acks)
 
     def _send_acks(self) -> None:
         self._acks_due = None
@@ -301,7 +318,7 @@ class Hub:
                 break
         self._session.tick(now)
         self._after_reading()
-        self._tick_due = self._loop.call_later(beat / 2, self._tick)
+        self._tick_due = self._loop.call_later(beat / 2, self._guarded, self._tick)
 
     def _log_malformed(self) -> None:
         total = sum(self._session.malformed.values()) if self._session.malformed else 0

@@ -108,6 +108,11 @@ def check_lengths(loaded: Loaded, template: ChatTemplate, max_prompt_tokens: int
         raise EnvironmentBroken(
             f"environments.{loaded.label}: its prompts can't be rendered for the model: {describe(error)}"
         ) from error
+    if not min(lengths, default=1):
+        raise EnvironmentBroken(
+            f"environments.{loaded.label}: a train prompt has no tokens: it is empty, or the tokenizer of model.name is "
+            "(are its files all in the model's folder?)"
+        )
     too_long = sum(length > max_prompt_tokens for length in lengths)
     if too_long == len(prompts):
         raise EnvironmentBroken(

@@ -22,10 +22,16 @@ from telescope.environments.template import ChatTemplate
 from telescope.records import RolloutOrder, Sampling
 from telescope.wire.messages import RolloutDone, RolloutFailed
 from telescope.workers.load import Loaded, describe
+from telescope.workers.texts import MAX_CAUSE_CHARACTERS, fit
 
 Arrays = tuple[np.ndarray, ...]
 Ask = Callable[[RolloutOrder, int, np.ndarray, Sampling], Awaitable[Sampled]]
 """Ask a server to answer turn t of an order: (order, turn, prompt ids, sampling)."""
+
+
+MAX_NAME_CHARACTERS = 200
+LARGEST_REWARD = 1e6
+"""Beyond it, float32 and the squares of the advantage maths lose what tells rewards apart."""
 
 
 class BadReward(RuntimeError):
@@ -74,19 +80,25 @@ async def play(
             prompt = loaded.prompt(order.prompt)
             reward = check_reward(await loaded.environment.play(prompt, chat))
         recording = chat.recording()
-    except Exception as error:  # noqa: BLE001 - user code may raise anything; it is counted by its cause
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything; it is counted by its cause
         cause = _timed_out(turns, limits) if clock.expired() else _cause(loaded.label, error, chat)
-        return RolloutFailed(order.rollout_id, order.attempt, cause), ()
+        return failed(order, cause), ()
     return _done(order, prompt, reward, recording, started_ns), _arrays(recording)
 
 
+def failed(order: RolloutOrder, cause: str) -> RolloutFailed:
+    return RolloutFailed(order.rollout_id, order.attempt, fit(cause, MAX_CAUSE_CHARACTERS))
+
+
 def check_reward(reward: Reward) -> Reward:
-    """Raises `BadReward` unless the total and every metric is a finite number."""
+    """Raises `BadReward` unless the total and every metric is a finite number, and the total one that advantages can bear."""
     if not isinstance(reward, Reward):
         raise BadReward(f"play returned {type(reward).__name__}, not a Reward")
     for name, value in (("total", reward.total), *reward.metrics.items()):
         if not isinstance(value, Real) or not math.isfinite(value):
             raise BadReward(f"the reward's {name} is {value!r}, not a finite number")
+    if abs(reward.total) > LARGEST_REWARD:
+        raise BadReward(f"the reward's total is {reward.total:g}: rewards lie within {LARGEST_REWARD:g} of 0")
     return reward
 
 
@@ -95,7 +107,7 @@ def _timed_out(turns: Turns, limits: Limits) -> str:
     return f"rollout.timeout_s={limits.timeout_s:g} ran out {where}"
 
 
-def _cause(label: str, error: Exception, chat: TokenChat) -> str:
+def _cause(label: str, error: BaseException, chat: TokenChat) -> str:
     if chat.failure is not None:  # the turn's failure comes first, whatever the environment made of it
         return f"environments.{label}: {chat.failure}" if str(chat.failure) else describe(chat.failure)
     return f"environments.{label}: {describe(error)}"
@@ -106,15 +118,15 @@ def _done(order: RolloutOrder, prompt: Prompt, reward: Reward, recording: Record
         rollout_id=order.rollout_id,
         attempt=order.attempt,
         reward=float(reward.total),
-        metrics={str(name): float(value) for name, value in reward.metrics.items()},
+        metrics={fit(name, MAX_NAME_CHARACTERS): float(value) for name, value in reward.metrics.items()},
         branch_lengths=tuple(len(branch.ids) for branch in recording.branches),
         prompt_tokens=recording.prompt_tokens,
         completion_tokens=recording.completion_tokens,
         turns=recording.turns,
         finish_reason=recording.finish_reason,
-        prompt_text=recording.prompt_text,
-        completion_text=recording.completion_text,
-        golden_answer=reward.golden_answer or prompt.answer,
+        prompt_text=fit(recording.prompt_text),
+        completion_text=fit(recording.completion_text),
+        golden_answer=fit(reward.golden_answer or prompt.answer),
         started_ns=started_ns,
         generated_ns=recording.generated_ns,
         scored_ns=time.time_ns(),

@@ -32,7 +32,7 @@ from telescope.wire.messages import (
     Stop,
 )
 from telescope.workers.load import Loaded
-from telescope.workers.play import Limits, play
+from telescope.workers.play import Limits, failed, play
 from telescope.workers.threads import RewardThreads
 
 log = logging.getLogger(__name__)
@@ -79,6 +79,7 @@ class Service:
         self._cancelled: dict[tuple[int, int], str] = {}
         self._answers: dict[str, asyncio.Future[Sampled]] = {}
         self._hopeless: asyncio.Future[None] | None = None
+        self._leaving = False
 
     async def run(self) -> str:
         """The reason of the Stop. Raises what the link raises, and `WorkerHopeless`."""
@@ -94,6 +95,7 @@ class Service:
         finally:
             receiving.cancel()
             self._hopeless.cancel()
+            self._leaving = True
             for task in self._rollouts.values():
                 task.cancel()
             await asyncio.gather(receiving, *self._rollouts.values(), return_exceptions=True)
@@ -126,23 +128,33 @@ class Service:
         arrays: Sequence[np.ndarray] = ()
         try:
             if loaded is None:
-                body = self._failed(order, f"this worker has no environment {order.prompt.environment!r}")
+                body = failed(order, f"this worker has no environment {order.prompt.environment!r}")
             else:
                 body, arrays = await play(order, loaded, self._template, self._limits, self._ask)
         except asyncio.CancelledError:
             reason = self._cancelled.get((order.rollout_id, order.attempt))
-            if reason is None:  # the worker is leaving: the link's Goodbye answers for all
+            if reason is None and self._leaving:  # the link's Goodbye answers for all
                 raise
-            body = self._failed(order, f"cancelled: {reason}")
-        if isinstance(body, RolloutFailed):
-            log.info("rollout %d attempt %d: %s", body.rollout_id, body.attempt, body.cause)
-        self._link.send(body, arrays, answers=delivery)
+            label = order.prompt.environment
+            body = failed(
+                order, f"environments.{label}: it raised CancelledError" if reason is None else f"cancelled: {reason}"
+            )
+        self._answer(delivery, order, body, arrays)
         self._link.progress(f"playing {len(self._rollouts) - 1} rollouts")
         self._look_for_hung_threads()
 
-    @staticmethod
-    def _failed(order: RolloutOrder, cause: str) -> RolloutFailed:
-        return RolloutFailed(order.rollout_id, order.attempt, cause)
+    def _answer(
+        self, delivery: Delivered, order: RolloutOrder, body: RolloutDone | RolloutFailed, arrays: Sequence[np.ndarray]
+    ) -> None:
+        """Answer the order; where the wire does not take the score, with the reason why."""
+        if isinstance(body, RolloutDone):
+            try:
+                self._link.send(body, arrays, answers=delivery)
+                return
+            except (ValueError, TypeError) as error:  # nothing was sent
+                body = failed(order, f"environments.{order.prompt.environment}: its rollout cannot be sent: {error}")
+        log.info("rollout %d attempt %d: %s", body.rollout_id, body.attempt, body.cause)
+        self._link.send(body, answers=delivery)
 
     def _ended(self, key: tuple[int, int], task: asyncio.Task[None]) -> None:
         self._rollouts.pop(key, None)

@@ -22,6 +22,10 @@ def load_template(model: ModelSettings, folder: Path) -> ChatTemplate:
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise TokenizerError(f"model.name={model.name}: its tokenizer can't be loaded: {first_line(error)}") from error
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise TokenizerError(
+            f"model.name={model.name}: its tokenizer is empty: is tokenizer.json (or what it is made from) missing in {folder}?"
+        )
     if model.chat_template is None and not tokenizer.chat_template:
         raise TokenizerError(
             f"model.name={model.name} has no chat template (a base model?): give one as model.chat_template, in Jinja"
@@ -42,6 +46,8 @@ def _eos_ids(own: int, folder: Path) -> list[int]:
         listed = json.loads((folder / "generation_config.json").read_text(encoding="utf-8")).get("eos_token_id")
     except FileNotFoundError:  # many models have none
         listed = None
+    except ValueError as error:
+        raise TokenizerError(f"{folder / 'generation_config.json'} is no JSON ({error}): mend or remove it") from error
     more = [listed] if isinstance(listed, int) else list(listed or [])
     return list(dict.fromkeys([own, *more]))
 

@@ -22,7 +22,8 @@ from telescope.records import TrainItem
 from tests.backends.shards import part
 from tests.digits.batches import MAX_TOKENS, VARIANTS
 
-VOCABULARY = 129
+VOCABULARY = 7
+"""So few that log-probs are near -2, where float32 steps by 1e-7: their error is the relative error of a ratio."""
 STEP = 5
 TEMPERATURE = 0.8
 STEEP = 10.0
@@ -102,7 +103,7 @@ def job(model: str, algorithm: Algorithm, world: World, packing: str, seed: int)
     random = np.random.default_rng((seed, *packing.encode()))
     rows = {"seq_len": 512, "pad_to_multiple_of": 1}
     if packing != PLAIN:
-        rows = {"seq_len": int(random.choice([24, 40, 64])), "pad_to_multiple_of": int(random.choice([1, 8]))}
+        rows = {"seq_len": int(random.choice([32, 48, 80])), "pad_to_multiple_of": int(random.choice([1, 8]))}
     return Job(
         algorithm=algorithm,
         model=ModelSettings(name=model),

@@ -81,9 +81,10 @@ def compare(backend, folder: Path) -> None:
         assert first[name] == pytest.approx(result.metrics[name], rel=1e-5), name
     weights = torch.load(folder / "weights-0.pt")
     for name, tensor in backend.weights():
-        # Adam divides by the size of the gradient, so an entry near 0 moves by rounding alone (two steps of 1e-3 at most); the
-        # gradients above and the SGD updates of test_rank_invariance are the exact comparison
-        torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-4)
+        # AdamW divides by the gradient's size, so an entry whose gradient is nearly 0 moves by its rounding, some share of the
+        # rate (1e-3); test_rank_invariance.py compares updates exactly, with SGD
+        torch.testing.assert_close(weights[name], tensor, rtol=0, atol=2e-4)
+        assert float((weights[name] - tensor).abs().mean()) < 1e-6
     assert torch.load(folder / "weights-1.pt") == {}
 
 

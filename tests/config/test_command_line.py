@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import stat
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -191,3 +193,30 @@ def test_runs_of_the_same_second_get_different_folders(tmp_path, monkeypatch):
     assert first == tmp_path / "runs" / "2030-01-02_03-04-05_tiny-grpo"
     first.mkdir(parents=True)
     assert run.run_folder(config, now).name == "2030-01-02_03-04-05_tiny-grpo_2"
+
+
+def test_plan_counts_the_updates_of_a_step(capsys):
+    from telescope import plan
+
+    assert plan.main(["model=tiny", "trainer.number_of_minibatches=5"]) == 0
+    said = capsys.readouterr().out
+    assert "A step makes 5 optimiser updates, each on 6 or 7 groups." in said
+    assert "A trained group is at most 9 versions old (49 optimiser updates)" in said
+
+
+@pytest.mark.parametrize("after_s", [0.15, 0.5, 0.9])
+def test_an_early_ctrl_c_is_one_line(tmp_path, after_s):
+    """Also within the imports, where Python itself would print a traceback."""
+    command = [sys.executable, "-m", "telescope.run", "experiment=fake", f"run_dir={tmp_path / 'run'}"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    time.sleep(after_s)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=30)
+    assert "Traceback" not in said
+    assert process.returncode == 130 or (process.returncode == -signal.SIGINT and not said)  # before our first line ran
+
+
+def test_closed_streams_do_not_stop_a_command(tmp_path):
+    command = f"exec {sys.executable} -m telescope.run --cfg job 2>&- >{tmp_path / 'out'}"
+    assert subprocess.run(["/bin/sh", "-c", command], cwd=ROOT, timeout=60, check=False).returncode == 0
+    assert "number_of_steps" in (tmp_path / "out").read_text()

@@ -14,7 +14,7 @@ from telescope.flow import events as seen
 from telescope.flow.core import Core
 from telescope.flow.replay import encode_line, encode_opening
 from telescope.flow.settings import FlowSettings
-from telescope.records import EnvironmentCard, RolloutOrder
+from telescope.records import EnvironmentCard, FinishReason, RolloutOrder
 from tests.flow.rules import Rules
 
 Reward = Callable[[RolloutOrder], float]
@@ -41,6 +41,8 @@ class Manners:
     workers: int = 2
     capacity: int = 64
     servers: int = 2
+    server_capacity: int = 1000
+    """Requests a server takes at once."""
     prompts: int = 50
     most_turns: int = 2
     generate_s: float = 1.0
@@ -54,6 +56,10 @@ class Manners:
     wire_s: float = 0.01
     failure_share: float = 0.0
     """Attempts that end in RolloutFailed."""
+    timeout_share: float = 0.0
+    """Requests whose rollout fails while a server still holds them: the worker gives up waiting."""
+    abort_s: float = 0.3
+    """Until a server has answered a request that it was told to abort."""
     worker_life_s: float = 0.0
     """Mean life; 0: for ever. A worker comes back after `absence_s`."""
     server_life_s: float = 0.0
@@ -222,6 +228,8 @@ class World:
 
     def _cancel(self, command: do.Cancel) -> None:
         play = self._plays[command.rollout_id, command.attempt]
+        for request_id in [request_id for request_id, other in self._requests.items() if other is play]:
+            self._abort(request_id)
         gone = seen.RolloutFailed(command.rollout_id, command.attempt, "cancelled")
         self.after(self.some(self.manners.cancel_s), lambda: self._answer(play, gone))
 
@@ -229,7 +237,9 @@ class World:
 
     def _server_up(self, name: str, version: int) -> None:
         life = self._server_lives[name] = self._server_lives.get(name, 0) + 1
-        self.after(self.some(self.manners.wire_s), lambda: self.tell(seen.ServerJoined(name, version)))
+        self.after(
+            self.some(self.manners.wire_s), lambda: self.tell(seen.ServerJoined(name, version, self.manners.server_capacity))
+        )
         if self.manners.server_life_s:
             self.after(10 * self.manners.wire_s + self.some(self.manners.server_life_s), lambda: self._server_down(name, life))
 
@@ -245,14 +255,33 @@ class World:
         life = self._server_lives[command.server]
         seconds = self.some(self.manners.generate_s) * slow
         self.after(seconds, lambda: self._generated(play, command.request_id, command.server, life, int(1 + 10 * seconds)))
+        if self.manners.timeout_share and self.random.random() < self.manners.timeout_share:
+            self.after(self.some(self.manners.score_s), lambda: self._give_up(play, command.request_id))
 
-    def _generated(self, play: Play, request_id: str, server: str, life: int, tokens: int) -> None:
+    def _give_up(self, play: Play, request_id: str) -> None:
+        if self._requests.get(request_id) is play:
+            order = play.order
+            self._answer(play, seen.RolloutFailed(order.rollout_id, order.attempt, "rollout.timeout_s ran out"))
+            self._abort(request_id)
+
+    def _abort(self, request_id: str) -> None:
+        """The server stops the request soon, if it has it, and answers."""
+        server = self._placed.get(request_id)
+        if server is not None:
+            play, life = self._requests[request_id], self._server_lives[server]
+            self.after(self.some(self.manners.abort_s), lambda: self._generated(play, request_id, server, life, 1, "abort"))
+
+    def _generated(
+        self, play: Play, request_id: str, server: str, life: int, tokens: int, reason: FinishReason = "stop"
+    ) -> None:
         if self._server_lives[server] != life or self._requests.pop(request_id, None) is None:
             return
         order = play.order
         # the relay tells the core and the worker at once; which of them speaks first is chance
-        done = seen.TurnDone(request_id, order.rollout_id, tokens, "stop")
+        done = seen.TurnDone(request_id, order.rollout_id, tokens, reason)
         self.after(self.some(self.manners.wire_s), lambda: self.tell(done))
+        if reason == "abort":
+            return
         play.turn += 1
         if play.turn < play.turns:
             self.after(self.some(self.manners.wire_s), lambda: self._ask(play))

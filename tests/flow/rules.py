@@ -70,6 +70,10 @@ class Rules:
         self.servers: dict[str, int] = {}
         self.orders: dict[tuple[int, int], Order] = {}
         self.requests: dict[str, tuple[tuple[int, int], str | None]] = {}
+        self.room: dict[str, int] = {}
+        self.outstanding: dict[str, set[str]] = {}
+        """Requests that a server has and has not answered, whatever has become of their rollouts."""
+        self.outstanding_most = 0
         self.refused: set[str] = set()
         self.groups: dict[int, Known] = {}
         self.forgotten: set[int] = set()
@@ -108,10 +112,15 @@ class Rules:
             case seen.ServerJoined():
                 self._drop_server(event.server)
                 self.servers[event.server] = event.version
+                self.room[event.server] = event.capacity
+                self.outstanding[event.server] = set()
             case seen.ServerLost():
                 self._drop_server(event.server)
             case seen.TurnStarted():
                 self.requests.setdefault(event.request_id, ((event.rollout_id, event.attempt), None))
+            case seen.TurnDone():
+                for held in self.outstanding.values():
+                    held.discard(event.request_id)
             case seen.RolloutDone():
                 order = self.orders.pop((event.rollout_id, event.attempt), None)
                 if order is None or order.cancelled:
@@ -133,6 +142,7 @@ class Rules:
 
     def _drop_server(self, server: str) -> None:
         self.servers.pop(server, None)
+        self.outstanding.pop(server, None)
         if self.travelling:
             self.travelling = (self.travelling[0], tuple(name for name in self.travelling[1] if name != server))
 
@@ -174,6 +184,8 @@ class Rules:
                 self._place(command)
             case do.Refuse():
                 keep(command.request_id in self.requests, f"{command} answers an unknown request")
+                held = any(command.request_id in requests for requests in self.outstanding.values())
+                keep(not held, f"{command}: a server has it, and will answer")
                 self.refused.add(command.request_id)
             case do.GroupState():
                 self._group_state(command)
@@ -236,6 +248,10 @@ class Rules:
         v_start = self.group_of(key[0]).v_start
         keep(self.servers[command.server] >= v_start, f"{command}: the server is older than v_start={v_start}")
         self.requests[command.request_id] = (key, command.server)
+        held, room = self.outstanding[command.server], self.room[command.server]
+        keep(len(held) < room, f"{command}: {command.server} takes {room} requests at once and has {len(held)}")
+        held.add(command.request_id)
+        self.outstanding_most = max(self.outstanding_most, len(held))
 
     def _group_state(self, command: do.GroupState) -> None:
         if command.state == "pending":

@@ -34,7 +34,7 @@ class Desk:
 
     def open(self, capacity: int = 100, servers: int = 1) -> list[Any]:
         for server in range(servers):
-            self.tell(seen.ServerJoined(f"server-{server}", 0))
+            self.tell(seen.ServerJoined(f"server-{server}", 0, 1000))
         self.tell(seen.TrainerReady(1))
         return self.tell(seen.WorkerJoined("worker-0", capacity, CARDS))
 
@@ -81,12 +81,12 @@ def test_one_group_from_prompt_to_weights():
 def test_nothing_runs_before_a_server_is_there():
     desk = Desk()
     assert runs(desk.tell(seen.WorkerJoined("worker-0", 9, CARDS))) == []
-    assert runs(desk.tell(seen.ServerJoined("server-0", 0))) == [(0, 0), (1, 0)]
+    assert runs(desk.tell(seen.ServerJoined("server-0", 0, 1000))) == [(0, 0), (1, 0)]
 
 
 def test_a_batch_waits_for_the_trainer_and_its_groups_are_in_order_of_their_ids():
     desk = Desk(groups_per_batch=2, group_size=2)
-    desk.tell(seen.ServerJoined("server-0", 0), seen.WorkerJoined("worker-0", 9, CARDS))
+    desk.tell(seen.ServerJoined("server-0", 0, 1000), seen.WorkerJoined("worker-0", 9, CARDS))
     for rollout_id, reward in ((2, 1.0), (3, 0.0), (0, 1.0), (1, 0.0)):
         desk.done(rollout_id, reward)
     assert desk.of(do.Train) == []
@@ -232,6 +232,17 @@ def test_a_stale_incomplete_group_is_cancelled_whole_and_its_prompt_returns_once
     assert (counts.reasons["cancelled: off_policy"], counts.tokens_lost) == (2, 5)
 
 
+def test_tokens_of_what_is_alive_at_the_end_are_lost():
+    desk = Desk(group_size=2, groups_per_batch=2)
+    desk.open()  # groups 0, 1
+    desk.done(0, 1.0, tokens=5)
+    desk.done(1, 0.0, tokens=6)  # group 0 is kept
+    desk.done(2, 1.0, tokens=7)
+    desk.tell(seen.TurnStarted("r", 3, 0, 0, 10), seen.TurnDone("r", 3, 8, "stop"))  # in flight, one turn through
+    desk.tell(seen.StopRequested("interrupted by SIGINT", False))
+    assert desk.core.counts().tokens_lost == 5 + 6 + 7 + 8
+
+
 def test_a_complete_group_is_not_cancelled_however_old():
     desk = Desk(groups_per_batch=2, group_size=1, max_async=1, max_off_policy_steps=1, number_of_steps=9)
     desk.open()  # groups 0 to 3
@@ -289,7 +300,7 @@ def test_a_role_that_nobody_fills_ends_the_run():
 def test_sample_lanes_are_prompts_times_group_size_for_each_server():
     desk = Desk(groups_per_batch=9, group_size=2, prompts_per_server=2)
     assert len(runs(desk.open())) == 4
-    assert len(runs(desk.tell(seen.ServerJoined("server-1", 0)))) == 4
+    assert len(runs(desk.tell(seen.ServerJoined("server-1", 0, 1000)))) == 4
     assert runs(desk.done(0, 1.0)) == [(8, 0)]
 
 
@@ -303,7 +314,7 @@ def test_a_group_lane_is_free_when_the_whole_group_is_through():
 def test_rollouts_go_to_the_worker_with_most_free_credits():
     desk = Desk(groups_per_batch=2, group_size=2)
     desk.tell(seen.WorkerJoined("worker-0", 2, CARDS), seen.WorkerJoined("worker-1", 3, CARDS))
-    said = desk.tell(seen.ServerJoined("server-0", 0))
+    said = desk.tell(seen.ServerJoined("server-0", 0, 1000))
     assert [command.worker for command in said if isinstance(command, do.Run)] == [
         "worker-1",
         "worker-0",
@@ -345,7 +356,7 @@ def test_a_group_never_goes_to_a_server_older_than_itself():
     desk.done(1, 0.0)
     desk.step(1)
     desk.tell(seen.ServerLost("server-0", "killed"))
-    assert desk.tell(seen.ServerJoined("server-1", 0)) == [do.Update(1)]
+    assert desk.tell(seen.ServerJoined("server-1", 0, 1000)) == [do.Update(1)]
     assert desk.tell(seen.TurnStarted("r", 2, 0, 0, 5)) == []
     assert desk.tell(seen.UpdateDone(1)) == [do.Place("r", "server-1", 0), do.GroupState(1, "generating", "", 1)]
 
@@ -433,3 +444,52 @@ def test_the_worked_example_of_the_docs():
     assert desk.core.counts().ages == {"0": 3, "1": 1}
     prompts = {run.order.group_id: run.order.prompt for run in desk.of(do.Run)}
     assert prompts[0] in (prompts[6], prompts[7], prompts[8])
+
+
+# ---- a server's room
+
+
+def turn(request_id: str, rollout_id: int, attempt: int = 0) -> seen.TurnStarted:
+    return seen.TurnStarted(request_id, rollout_id, attempt, 0, 12)
+
+
+def placed(commands: list[Any]) -> list[tuple[str, str]]:
+    return [(c.request_id, c.server) for c in commands if isinstance(c, do.Place)]
+
+
+def with_room_for(*capacities: int) -> Desk:
+    desk = Desk(group_size=4)
+    desk.tell(*(seen.ServerJoined(f"server-{i}", 0, capacity) for i, capacity in enumerate(capacities)))
+    desk.tell(seen.TrainerReady(1), seen.WorkerJoined("worker-0", 100, CARDS))
+    return desk
+
+
+def test_a_full_server_is_passed_over_even_by_its_own_group():
+    desk = with_room_for(1, 2)
+    where = [placed(desk.tell(turn(f"r{i}", i))) for i in range(4)]
+    assert where == [[("r0", "server-0")], [("r1", "server-1")], [("r2", "server-1")], []]
+    assert placed(desk.tell(seen.TurnDone("r1", 1, 5, "stop"))) == [("r3", "server-1")]
+
+
+def test_a_timed_out_rollout_keeps_its_place_at_the_server_until_that_has_answered():
+    desk = with_room_for(1)
+    desk.tell(turn("r0", 0))
+    assert runs(desk.failed(0, cause="rollout.timeout_s ran out")) == [(0, 1)]
+    assert desk.of(do.Refuse) == []  # the server will answer it
+    assert placed(desk.tell(turn("r0b", 0, 1))) == []
+    assert placed(desk.tell(seen.TurnDone("r0", 0, 3, "abort"))) == [("r0b", "server-0")]
+
+
+def test_a_request_that_waits_for_room_is_refused_when_its_rollout_ends():
+    desk = with_room_for(1)
+    desk.tell(turn("r0", 0), turn("r1", 1))
+    assert do.Refuse("r1", "its rollout has ended") in desk.failed(1)
+    assert placed(desk.tell(seen.TurnDone("r0", 0, 3, "stop"))) == []
+
+
+def test_an_id_used_twice_by_a_rollout_is_refused():
+    desk = with_room_for(1)
+    desk.tell(turn("r0", 0))
+    assert desk.tell(turn("r0", 0)) == []
+    desk.tell(seen.TurnDone("r0", 0, 3, "stop"))
+    assert desk.tell(turn("r0", 0)) == [do.Refuse("r0", "a request of this id was answered before")]

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from telescope.flow import commands as do
+from telescope.flow import events as seen
+from telescope.records import Sampling
+from telescope.wire.channel import Channel
+from telescope.wire.codec import RawArrays
+from telescope.wire.messages import Envelope, Generate, GenerateFailed, RolloutFailed, RunRollout
 from tests.flow.cases import any_manners, any_settings
-from tests.flow.harness import World
+from tests.flow.harness import Manners, World
 
 
 def play(seed: int, most_events: int = 200_000) -> World:
@@ -46,6 +54,63 @@ def test_a_hundred_thousand_events_break_no_rule_and_every_run_ends():
     assert sum(world.core.counts().rollouts_retried for world in worlds) > 500
     assert sum(world.core.counts().results_ignored for world in worlds) > 500
     assert max(age for world in worlds for age in world.rules.ages) >= 4
+
+
+class Wired(World):
+    """Every order of the core goes over a real channel with the credits of its peer; each answer returns one."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.channels: dict[str, Channel] = {}
+        self.asked: dict[object, tuple[str, int]] = {}
+        self.answers: dict[str, int] = {}
+
+    def tell(self, event: object) -> None:
+        match event:
+            case seen.WorkerJoined(worker=name, capacity=capacity) | seen.ServerJoined(server=name, capacity=capacity):
+                self.channels[name] = Channel(capacity)
+                self.answers[name] = 0
+                self.asked = {key: asked for key, asked in self.asked.items() if asked[0] != name}
+            case seen.TurnDone(request_id=request_id):
+                self._answered(request_id, GenerateFailed(request_id, ""))
+            case seen.RolloutDone() | seen.RolloutFailed():
+                self._answered((event.rollout_id, event.attempt), RolloutFailed(event.rollout_id, event.attempt, ""))
+        super().tell(event)
+
+    def _answered(self, key: object, body: GenerateFailed | RolloutFailed) -> None:
+        name, number = self.asked.pop(key, ("", 0))
+        if number:
+            self.answers[name] += 1
+            assert self.channels[name].accept(Envelope(body, self.answers[name], number))
+
+    def _perform(self, command: object) -> None:
+        match command:
+            case do.Run(worker=worker, order=order):
+                seq, _ = self.channels[worker].send(RunRollout(order))
+                self.asked[order.rollout_id, order.attempt] = worker, seq
+            case do.Place(request_id=request_id, server=server):
+                body = Generate(request_id, 0, 0, 0, Sampling(1.0, 1, 0))
+                seq, _ = self.channels[server].send(body, RawArrays.of((np.zeros(1, np.int32),)))
+                self.asked[request_id] = server, seq
+        super()._perform(command)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(data=st.data(), seed=st.integers(0, 2**32))
+def test_no_order_of_the_core_ever_lacks_its_credit(data: st.DataObject, seed: int):
+    def pick(choices):
+        return data.draw(st.sampled_from(list(choices)))
+
+    manners = replace(
+        any_manners(pick), capacity=pick([1, 2, 5]), server_capacity=pick([1, 2, 5]), timeout_share=pick([0.1, 0.6])
+    )
+    Wired(any_settings(pick), manners, seed).run()  # channels raise NoCredit
+
+
+def test_small_servers_are_filled_to_the_last_place():
+    case = any_settings(Random(0).choice)
+    world = Wired(case, Manners(server_capacity=2, timeout_share=0.3), seed=1).run()
+    assert world.rules.outstanding_most == 2
 
 
 @pytest.mark.slow

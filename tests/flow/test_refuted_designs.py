@@ -14,6 +14,7 @@ from telescope.flow.admission import Slots
 from telescope.flow.batches import Batch, Batches
 from telescope.flow.core import Core
 from telescope.flow.groups import Group, State
+from telescope.flow.lanes import Flight
 from telescope.flow.settings import FlowSettings
 from tests.flow.harness import Manners, World, settings
 from tests.flow.rules import Broken, Known, Rules
@@ -99,6 +100,15 @@ class TakesWholeBatches(Core):
         self._batches = BatchesFromAdmission(settings)
 
 
+class FreesRoomWithTheRollout(Core):
+    """A rollout that ends takes its requests off the servers, though these still generate for it."""
+
+    def _flight_ended(self, flight: Flight, counted: bool, why: str = "its rollout has ended") -> None:
+        super()._flight_ended(flight, counted, why)
+        for request_id in flight.requests:
+            self._placement.finish(request_id, 0)
+
+
 class OnlyAges(Rules):
     """Looks away from the count of slots, so that what shows is what it does to the ages."""
 
@@ -118,7 +128,9 @@ def trial(core_class: type[Core], rules_class: type[Rules], seed: int) -> str:
         max_async=chance.choice([1, 2, 3]),
         max_off_policy_steps=chance.choice([1, 2, 3]),
     )
-    manners = Manners(straggler_share=0.1, straggler_factor=40.0, step_s=2.0, capacity=512, update_s=0.5)
+    manners = Manners(
+        straggler_share=0.1, straggler_factor=40.0, step_s=2.0, capacity=512, update_s=0.5, server_capacity=4, timeout_share=0.1
+    )
     world = World(case, manners, seed, core_class=core_class)
     world.rules = rules_class(case)
     try:
@@ -143,3 +155,7 @@ def test_slots_freed_on_taking_are_noticed_as_too_many_groups_alive():
 @pytest.mark.parametrize("core_class", [FreesSlotsOnTaking, TrustsTheWindow, TakesWholeBatches])
 def test_refuted_designs_are_noticed_by_the_age_of_what_they_train(core_class: type[Core]):
     assert any("versions old at step" in said for said in complaints(core_class, OnlyAges))
+
+
+def test_room_that_is_freed_before_the_server_has_answered_is_noticed():
+    assert any("requests at once and has" in said for said in complaints(FreesRoomWithTheRollout))

@@ -204,3 +204,23 @@ async def test_500_requests_at_once_are_all_answered_once():
     answered = [(await wire.answer())[0] for _ in seqs]
     assert sorted(answered) == seqs
     running.cancel()
+
+
+async def test_a_long_answer_is_seen_to_make_progress_before_it_is_finished():
+    wire = Wire()
+    running = asyncio.create_task(Server(wire, make(token_s=0.01)).run())
+    wire.order(generate("r1"), PROMPT)
+    await wire.answer()
+    moved = wire.doing.index("0 requests running, 1 answered")
+    assert moved > 0
+    assert set(wire.doing[:moved]) == {"1 requests running, 0 answered"}
+    running.cancel()
+
+
+async def test_an_engine_that_samples_nothing_makes_no_progress():
+    wire = Wire()
+    running = asyncio.create_task(Server(wire, make(token_s=30.0)).run())
+    wire.order(generate("r1"), PROMPT)
+    await asyncio.sleep(0.1)
+    assert wire.doing == []
+    running.cancel()

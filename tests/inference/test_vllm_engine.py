@@ -266,3 +266,17 @@ def with_norm(manifest: WeightManifest, **fields) -> WeightManifest:
     """The manifest, its last norm described otherwise."""
     specs = (msgspec.structs.replace(s, **fields) if s.name == "model.norm.weight" else s for s in manifest.tensors)
     return msgspec.structs.replace(manifest, tensors=tuple(specs))
+
+
+async def test_each_step_is_told_while_a_long_answer_is_generated(old: Served):
+    steps = 0
+
+    def stepped() -> None:
+        nonlocal steps
+        steps += 1
+
+    old.engine.on_step(stepped)
+    answer = await old.generate(prompt(6), 200, temperature=COLD)
+    old.engine.on_step(lambda: None)
+    assert len(answer.ids) == 200
+    assert 50 <= steps <= 202

@@ -10,7 +10,7 @@ import pytest
 
 from telescope.algorithms.rloo import RLOO
 from telescope.flow.commands import Train
-from telescope.orchestrator.batch import Recipe, cut
+from telescope.orchestrator.batch import BatchUnusable, Recipe, cut
 from telescope.orchestrator.shelf import Shelf
 from telescope.records import Denominators
 from tests.orchestrator.test_shelf import make
@@ -51,6 +51,16 @@ def test_discarded_groups_count_in_batch_statistics_only(shelf: Shelf):
     expected = (seven - seven.mean()) / (seven.std(ddof=1) + 1e-4)
     np.testing.assert_allclose(batch.advantages, expected[:5], rtol=1e-12)
     assert [rollout.order.rollout_id for rollout in batch.rollouts] == [20, 21, 50, 51, 52]
+
+
+def test_rewards_that_overflow_are_refused_rather_than_trained_as_nan(shelf: Shelf):
+    shelf.put(make(20, 2, 1e308))
+    shelf.put(make(21, 2, -1e308))
+    with (
+        np.errstate(all="ignore"),
+        pytest.raises(BatchUnusable, match=r"step 6: the rewards of its batch, from -1e\+308 to 1e\+308"),
+    ):
+        cut(TRAIN, shelf, Recipe(RLOO(), group_size=3, max_tokens=10), ranks=1)
 
 
 def test_denominators_are_those_of_the_whole_batch_on_every_rank(shelf: Shelf):

@@ -60,6 +60,61 @@ async def test_reward_counts_discarded_rollouts_and_trained_reward_does_not(run:
     assert step["metrics"]["reward/mean"] == 0.75
 
 
+async def test_time_counts_from_when_generation_may_begin(run: RunDirectory, monkeypatch: pytest.MonkeyPatch):
+    clock = [100.0]
+    monkeypatch.setattr("telescope.orchestrator.record.time.monotonic", lambda: clock[0])
+    log = RunLog(run, "orchestrator")
+    recorder = Recorder(run, log, None, number_of_steps=2)
+    clock[0] = 130.0  # the engine has started
+    recorder.generation_begins()
+    clock[0] = 131.0
+    recorder.generation_begins()  # nothing begins twice
+    steps = []
+    for step, ended in ((1, 134.0), (2, 136.0)):
+        shelf = Shelf()
+        for rollout_id, reward in ((0, 1.0), (1, 0.0)):
+            shelf.put(make(rollout_id, 0, reward))
+        recorder.batch(
+            cut(
+                Train(step=step, group_ids=(0,), rollout_ids=((0, 1),), baseline_group_ids=(), baseline_rollout_ids=()),
+                shelf, Recipe(RLOO(), group_size=2, max_tokens=10), ranks=1,
+            )
+        )  # fmt: skip
+        clock[0] = ended
+        steps.append(recorder.step(StepDone(step=step, metrics={}, timings={}), counts()))
+    recorder.finish(counts(), {})
+    log.close()
+    assert [metrics["timing_step_total"] for metrics in steps] == [4.0, 2.0]
+    assert steps[0]["tokens_per_s"] == steps[0]["tokens"] / 4
+    assert orjson.loads(run.summary_json.read_bytes())["seconds"]["training"] == 6.0
+
+
+async def test_an_attempt_that_was_told_to_stop_is_cancelled_and_one_that_failed_is_an_error(run: RunDirectory):
+    log = RunLog(run, "orchestrator")
+    recorder = Recorder(run, log, None, number_of_steps=1)
+    told, failed = make(0, 0, 1.0).order, make(1, 0, 1.0).order
+    recorder.cancelled(told.rollout_id, told.attempt)
+    recorder.failed(told, "worker-0", "cancelled: its group is cancelled: off_policy")
+    recorder.failed(failed, "worker-0", "the sandbox is down")
+    log.close()
+    assert [(row["rollout_id"], row["status"]) for row in rows(run, "rollouts")] == [(0, "cancelled"), (1, "error")]
+
+
+async def test_an_update_that_was_left_out_is_alerted_and_counted(run: RunDirectory):
+    log = RunLog(run, "orchestrator")
+    recorder = Recorder(run, log, None, number_of_steps=3)
+    shelf = Shelf()
+    for rollout_id, reward in ((0, 1.0), (1, 0.0)):
+        shelf.put(make(rollout_id, 0, reward))
+    command = Train(step=6, group_ids=(0,), rollout_ids=((0, 1),), baseline_group_ids=(), baseline_rollout_ids=())
+    recorder.batch(cut(command, shelf, Recipe(RLOO(), group_size=2, max_tokens=10), ranks=1))
+    recorder.step(StepDone(step=6, metrics={"update_skipped": 1.0}, timings={}), counts())
+    recorder.finish(counts(), {})
+    log.close()
+    assert orjson.loads(run.summary_json.read_bytes())["updates_skipped"] == 1
+    assert "an update was left out" in rows(run, "alerts")[0]["message"]
+
+
 async def test_the_summary_compares_the_first_five_steps_with_the_last_five(run: RunDirectory):
     log = RunLog(run, "orchestrator")
     recorder = Recorder(run, log, None, number_of_steps=12)

@@ -10,6 +10,7 @@ from telescope.records import PromptRef, RolloutOrder
 from telescope.wire.messages import RolloutDone
 
 NAN = float("nan")
+NEWEST = 5
 
 
 def order(rollout_id: int = 7, group_id: int = 2) -> RolloutOrder:
@@ -25,7 +26,7 @@ def done(rollout_id: int = 7, reward: float = 1.0, branch_lengths: tuple[int, ..
         reward=reward,
         metrics={"exact": reward},
         branch_lengths=branch_lengths,
-        prompt_tokens=2,
+        prompt_tokens=1,
         completion_tokens=2,
         turns=1,
         finish_reason="stop",
@@ -39,18 +40,20 @@ def done(rollout_id: int = 7, reward: float = 1.0, branch_lengths: tuple[int, ..
 
 
 def arrays(
-    logprobs: tuple[float, ...] = (NAN, NAN, -0.5, -1.0), versions: tuple[int, ...] = (-1, -1, 4, 5)
+    mask: tuple[int, ...] = (0, 0, 1, 1),
+    logprobs: tuple[float, ...] = (NAN, NAN, -0.5, -1.0),
+    versions: tuple[int, ...] = (-1, -1, 4, 5),
 ) -> tuple[np.ndarray, ...]:
     return (
         np.array([10, 11, 12, 1], np.int32),
-        np.array([0, 0, 1, 1], np.uint8),
+        np.array(mask, np.uint8),
         np.array(logprobs, np.float32),
         np.array(versions, np.int32),
     )
 
 
 def make(rollout_id: int = 7, group_id: int = 2, reward: float = 1.0) -> Scored:
-    return scored(order(rollout_id, group_id), done(rollout_id, reward), arrays())
+    return scored(order(rollout_id, group_id), done(rollout_id, reward), arrays(), NEWEST)
 
 
 def test_a_whole_rollout_keeps_its_tokens_and_versions():
@@ -61,9 +64,9 @@ def test_a_whole_rollout_keeps_its_tokens_and_versions():
 
 
 def test_branches_are_split_where_they_begin():
-    rollout = scored(order(), done(branch_lengths=(3, 1)), arrays())
-    assert [len(branch.ids) for branch in rollout.branches] == [3, 1]
-    assert rollout.branches[1].ids.tolist() == [1]
+    rollout = scored(order(), done(branch_lengths=(1, 3)), (*arrays(),), NEWEST)
+    assert [len(branch.ids) for branch in rollout.branches] == [1, 3]
+    assert rollout.branches[1].ids.tolist() == [11, 12, 1]
 
 
 @pytest.mark.parametrize(
@@ -74,17 +77,30 @@ def test_branches_are_split_where_they_begin():
         (arrays(logprobs=(NAN, NAN, -np.inf, -1.0)), "no log-prob"),
         (arrays(versions=(-1, -1, -1, 5)), "names no weight version"),
         (arrays()[:3], "length of its branches"),
+        (arrays(versions=(-1, -1, 4, 6)), "names weight version 6, and no server has one above 5"),
+        (arrays(mask=(0, 0, 1, 2)), "mask has the value 2"),
+        (arrays(mask=(1, 0, 0, 1), logprobs=(-0.5, NAN, NAN, -1.0)), "first token of a branch"),
+        (arrays(mask=(0, 0, 0, 1)), "completion_tokens=2, and its mask has 1"),
     ],
 )
 def test_a_rollout_that_contradicts_itself_is_refused(wrong: tuple[np.ndarray, ...], words: str):
     with pytest.raises(UnusableRollout, match=words) as caught:
-        scored(order(), done(), wrong)
+        scored(order(), done(), wrong, NEWEST)
     assert "rollout 7 (environment countdown, prompt 41)" in str(caught.value)
 
 
 def test_a_reward_that_is_no_number_is_refused_and_not_taken_for_zero():
     with pytest.raises(UnusableRollout, match="reward is nan"):
-        scored(order(), done(reward=NAN), arrays())
+        scored(order(), done(reward=NAN), arrays(), NEWEST)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "words"),
+    [((), "no branch"), ((4, 0), "an empty branch"), ((5, -1), "an empty branch"), ((2, 2), "first token of a branch")],
+)
+def test_a_rollout_is_made_of_branches_that_begin_with_a_prompt(lengths: tuple[int, ...], words: str):
+    with pytest.raises(UnusableRollout, match=words):
+        scored(order(), done(branch_lengths=lengths), arrays(), NEWEST)
 
 
 def test_the_shelf_forgets_what_it_is_told_to():

@@ -20,8 +20,9 @@ def finished(run: WholeRun, limit_s: float = LIMIT_S) -> WholeRun:
 
 
 def exact(run: WholeRun) -> list[float]:
-    """Share of exact answers among everything scored before each step."""
-    return [row["metrics"]["sample/exact"] for row in run.rows("step_metrics")]
+    """Share of exact answers among everything scored before each step, where anything was since the step before."""
+    found = [row["metrics"].get("sample/exact") for row in run.rows("step_metrics")]
+    return [value for value in found if value is not None]
 
 
 @pytest.mark.vllm
@@ -29,7 +30,7 @@ def exact(run: WholeRun) -> list[float]:
 def test_reward_on_what_the_server_sampled_rises(start: Start):
     run = finished(start(*REVERSE, "number_of_steps=20"))
     curve = exact(run)
-    assert len(curve) == 20
+    assert len(run.rows("step_metrics")) == 20
     assert statistics.mean(curve[:3]) < 0.4
     assert statistics.mean(curve[-4:]) > 0.45, curve
     assert statistics.mean(curve[-4:]) - statistics.mean(curve[:3]) > 0.2, curve

@@ -39,3 +39,33 @@ def test_its_settings_are_typed(start: Start, own: tuple[str, str]):
     assert run.wait() == 1
     assert "algorithm.strength='strong' must be a number" in run.said()
     assert "Did you mean algorithm.strength?" in run.said()
+
+
+def test_lengths_cost_reward_and_minibatches_reach_the_trainer(start: Start):
+    """Two ranks, two updates a step; advantages are those of the rewards less what lengths cost."""
+    run = start(
+        "experiment=fake",
+        "algorithm=dr_grpo",
+        "algorithm.overlong_buffer_tokens=20",
+        "algorithm.overlong_penalty=0.5",
+        "algorithm.overlong_filter=true",
+        "trainer.number_of_minibatches=2",
+        "cluster.trainer_num_workers=2",
+        "number_of_steps=2",
+    )
+    assert run.wait() == 0, run.said()
+    rollouts = {row["rollout_id"]: row for row in run.rows("rollouts") if row["status"] == "scored"}
+    for row in rollouts.values():
+        over = min(max((row["completion_tokens"] - 4) / 20, 0.0), 1.0)  # max_tokens=24
+        assert row["length_penalty"] == pytest.approx(-0.5 * over)
+    assert any(row["length_penalty"] < 0 for row in rollouts.values())
+    for batch in run.rows("batches"):
+        reward = {i: rollouts[i]["reward"] + rollouts[i]["length_penalty"] for i in batch["rollout_ids"]}
+        for rollout, advantage in zip(batch["rollout_ids"], batch["advantages"], strict=True):
+            group = [i for i in reward if rollouts[i]["group_id"] == rollouts[rollout]["group_id"]]
+            assert advantage == pytest.approx(reward[rollout] - sum(reward[i] for i in group) / len(group), abs=1e-12)
+        cut_off = {str(i) for i in reward if rollouts[i]["finish_reason"] == "length"}
+        assert set(batch["filtered"]) == cut_off
+    metrics = run.rows("step_metrics")[0]["metrics"]
+    batch = run.rows("batches")[0]
+    assert metrics["filtered_fraction"] == pytest.approx(len(batch["filtered"]) / len(batch["rollout_ids"]))

@@ -14,7 +14,7 @@ import pytest
 from telescope.runlog.journal import Journal, JournalError, journal_lines
 from telescope.runlog.layout import RunDirectory, RunDirectoryInUse, write_atomically
 from telescope.runlog.reader import rows
-from telescope.runlog.writer import RunLog
+from telescope.runlog.writer import RunLog, RunLogFailed
 
 
 @pytest.fixture
@@ -83,6 +83,64 @@ def test_nan_becomes_null_and_its_column_is_named(run: RunDirectory):
     assert "reward" not in row
     assert row["not_finite"] == ["reward"]
     assert row["metrics"] == {"exact": 1.0}
+
+
+def test_nan_within_a_json_column_is_named_by_its_path(run: RunDirectory):
+    log = RunLog(run, "orchestrator")
+    log.append("rollouts", {"rollout_id": 1, "reward": 1.0, "metrics": {"exact": float("nan"), "format": 1.0}})
+    log.append("batches", {"step": 1, "advantages": [1.0, float("inf"), float("nan")]})
+    log.close()
+    (row,) = rows(run, "rollouts")
+    assert row["not_finite"] == ["metrics.exact"]
+    assert row["metrics"] == {"exact": None, "format": 1.0}
+    (batch,) = rows(run, "batches")
+    assert batch["not_finite"] == ["advantages"]
+    assert batch["advantages"] == [1.0, None, None]
+
+
+def test_text_that_is_no_unicode_costs_its_characters_and_no_row(run: RunDirectory):
+    log = RunLog(run, "orchestrator")
+    done = threading.Event()
+    log.append("rollouts", {"rollout_id": 1, "prompt": "six\ud800 and nine", "metrics": {"bad\udfff": 1.0, "huge": 2**70}})
+    log.append("rollouts", {"rollout_id": 2, "prompt": "seven"}, done.set)
+    assert done.wait(5)
+    log.close()
+    first, second = rows(run, "rollouts")
+    assert first["prompt"] == "six? and nine"
+    assert first["metrics"] == {"bad?": 1.0, "huge": "1180591620717411303424"}
+    assert second["prompt"] == "seven"
+    assert (log.counters.rows, log.counters.unlogged) == (2, 0)
+
+
+def test_a_row_that_no_json_holds_is_counted_and_acknowledged_and_said_once(
+    run: RunDirectory, caplog: pytest.LogCaptureFixture
+):
+    endless: dict[str, object] = {}
+    endless["again"] = endless
+    log = RunLog(run, "orchestrator")
+    done = threading.Event()
+    log.append("rollouts", {"rollout_id": 1, "metrics": endless}, done.set)
+    log.append("rollouts", {"rollout_id": 2, "metrics": endless})
+    log.append("rollouts", {"rollout_id": 3})
+    assert done.wait(5)
+    log.close()
+    assert [row["rollout_id"] for row in rows(run, "rollouts")] == [3]
+    assert (log.counters.rows, log.counters.unlogged) == (1, 2)
+    assert [r.levelname for r in caplog.records if "cannot be written as JSON" in r.getMessage()] == ["ERROR"]
+
+
+def test_an_error_in_the_writers_thread_reaches_who_appends_and_who_closes(run: RunDirectory):
+    log = RunLog(run, "orchestrator")
+
+    def broken() -> None:
+        raise LookupError("nobody waits for this row")
+
+    log.append("groups", {"group_id": 1, "state": "kept", "reason": "", "version": 0}, broken)
+    log._thread.join(5)
+    with pytest.raises(RunLogFailed, match=r"no longer written.*LookupError: nobody waits for this row"):
+        log.append("groups", {"group_id": 2, "state": "kept", "reason": "", "version": 0})
+    with pytest.raises(RunLogFailed, match="LookupError"):
+        log.close()
 
 
 def test_an_unknown_column_is_refused_by_name(run: RunDirectory):

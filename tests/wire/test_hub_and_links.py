@@ -38,6 +38,26 @@ def order(rollout_id: int) -> m.RunRollout:
     return m.RunRollout(RolloutOrder(rollout_id, 1, 0, 0, PromptRef("countdown", "train", 1), 7))
 
 
+# ---- a defect of the hub itself ----------------------------------------------------------------------------------------
+
+
+async def test_a_hub_whose_clock_fails_says_so_to_who_waits(hub: Hub, connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    await connect("worker-0", hub)
+
+    def broken(now: float) -> None:
+        raise ArithmeticError("the peers cannot be judged")
+
+    monkeypatch.setattr(hub._session, "tick", broken)
+
+    async def listen() -> None:
+        while True:
+            await hub.next(DEADLINE_S)
+
+    with pytest.raises(ArithmeticError, match="the peers cannot be judged"):
+        await listen()
+    await asyncio.wait_for(hub.close("over"), DEADLINE_S)
+
+
 # ---- messages --------------------------------------------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ from telescope.config.models import EMBEDDED
 from telescope.environments.base import Environment, Prompt
 from telescope.environments.template import ChatTemplate
 from telescope.records import PromptRef, RolloutOrder
+from telescope.wire.codec import RawArrays, encode
 from telescope.workers.load import Loaded, make_card
 from telescope.workers.play import Limits
 
@@ -63,6 +64,7 @@ class FakeLink:
         return found
 
     def send(self, body: Any, arrays: Sequence[np.ndarray] = (), answers: Any = None) -> int:
+        encode(body, raw=RawArrays.of(arrays))  # what can't travel is refused as by a real link
         self.sent.append((body, tuple(arrays), answers))
         self.changed.set()
         return len(self.sent)

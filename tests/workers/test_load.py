@@ -161,6 +161,26 @@ def test_tokenizers_that_cannot_be_used_name_the_setting(tmp_path: Path) -> None
     assert given.text([{"role": "user", "content": "hi"}]) == "hi!"
 
 
+def test_a_tokenizer_whose_files_are_missing_is_refused(tmp_path: Path) -> None:
+    from telescope.config.models import EMBEDDED
+
+    (tmp_path / "config.json").write_bytes((EMBEDDED / "tiny" / "config.json").read_bytes())
+    with pytest.raises(TokenizerError, match=r"model\.name=mine: its tokenizer (is empty|can't be loaded)"):
+        load_template(ModelSettings(name="mine", chat_template="{{ messages[0].content }}"), tmp_path)
+
+
+def test_a_generation_config_that_is_no_json_is_named(tmp_path: Path) -> None:
+    from telescope.config.models import EMBEDDED, ModelNotFound, end_ids
+
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((EMBEDDED / "tiny" / name).read_bytes())
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(TokenizerError, match=r"generation_config\.json is no JSON"):
+        load_template(ModelSettings(name="mine", chat_template="{{ messages[0].content }}"), tmp_path)
+    with pytest.raises(ModelNotFound, match=r"generation_config\.json is no JSON"):
+        end_ids(tmp_path)
+
+
 def test_all_end_tokens_of_the_generation_config_end_an_answer(tmp_path: Path) -> None:
     from telescope.config.models import EMBEDDED
 

@@ -115,6 +115,23 @@ async def test_a_reward_that_is_no_finite_number_is_a_failure(template: ChatTemp
     assert f"the reward's total is {value!r}, not a finite number" in await failure(Odd(), template)
 
 
+async def test_a_reward_too_large_for_the_advantage_maths_is_a_failure(template: ChatTemplate) -> None:
+    class Huge(Task):
+        def reward(self, prompt: Prompt, answer: str) -> Reward:
+            return Reward(-1e308)
+
+    assert "the reward's total is -1e+308: rewards lie within 1e+06 of 0" in await failure(Huge(), template)
+
+
+@pytest.mark.timeout(30)
+async def test_a_stop_iteration_fails_the_rollout_instead_of_hanging_it(template: ChatTemplate) -> None:
+    class Exhausted(Task):
+        def reward(self, prompt: Prompt, answer: str) -> Reward:
+            return Reward(next(iter(())))
+
+    assert "Exhausted.reward raised StopIteration" in await failure(Exhausted(), template)
+
+
 async def test_a_metric_that_is_not_finite_is_a_failure_and_numpy_numbers_are_not(template: ChatTemplate) -> None:
     class Odd(Task):
         def reward(self, prompt: Prompt, answer: str) -> Reward:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 
-from telescope.environments.base import Prompt, Reward, SingleTurn
+from telescope.environments.base import Chat, Prompt, Reward, SingleTurn
 from telescope.environments.template import ChatTemplate
 from telescope.wire.messages import (
     Abort,
@@ -161,3 +162,79 @@ async def test_a_worker_whose_reward_threads_all_hang_ends_with_that_reason(temp
                 await asyncio.wait_for(running, 5)
     finally:
         release.set()
+
+
+class Playing(Task):
+    """Its `play` does what the test says, then scores."""
+
+    def __init__(self, act: Callable[[], Any]) -> None:
+        super().__init__()
+        self._act = act
+
+    async def play(self, prompt: Prompt, chat: Chat) -> Reward:
+        await chat.say(*prompt.turns)
+        return self._act() or Reward(1.0)
+
+
+async def answer_of(template: ChatTemplate, act: Callable[[], Any]) -> Any:
+    """What an order is answered with; a second one shows that the worker lives."""
+    async with serving(template, Playing(act)) as (link, running):
+        for rollout_id in (1, 2):
+            link.deliver(RunRollout(order(rollout_id)))
+            complete(link, (await link.until_sent(Generate, rollout_id))[-1])
+            async with asyncio.timeout(5):
+                while not any(isinstance(body, RolloutDone | RolloutFailed) for body, _, _ in link.sent[-1:]):
+                    link.changed.clear()
+                    await link.changed.wait()
+        assert not running.done()
+        answers = [body for body, _, _ in link.sent if isinstance(body, RolloutDone | RolloutFailed)]
+        assert [body.rollout_id for body in answers] == [1, 2]
+        return answers[0]
+
+
+def cancels() -> None:
+    raise asyncio.CancelledError
+
+
+async def test_an_environment_that_cancels_itself_fails_its_rollout(template: ChatTemplate) -> None:
+    answer = await answer_of(template, cancels)
+    assert answer == RolloutFailed(1, 0, "environments.task: it raised CancelledError")
+
+
+async def test_an_environment_that_exits_fails_its_rollout_and_not_the_worker(template: ChatTemplate) -> None:
+    answer = await answer_of(template, lambda: sys.exit("enough"))
+    assert isinstance(answer, RolloutFailed)
+    assert answer.cause.startswith("environments.task: SystemExit: enough")
+
+
+async def test_half_a_character_in_a_text_is_replaced(template: ChatTemplate) -> None:
+    answer = await answer_of(template, lambda: Reward(1.0, {"a\ud800": 1.0}, golden_answer="ab\ud800"))
+    assert isinstance(answer, RolloutDone)
+    assert (answer.golden_answer, answer.metrics) == ("ab\ufffd", {"a\ufffd": 1.0})
+
+
+async def test_a_text_of_20_million_characters_is_cut_and_says_so(template: ChatTemplate) -> None:
+    answer = await answer_of(template, lambda: Reward(1.0, golden_answer="x" * 20_000_000))
+    assert isinstance(answer, RolloutDone)
+    assert answer.golden_answer == "x" * 200_000 + " […cut: 19800000 more characters]"
+
+
+async def test_a_golden_answer_that_is_a_number_travels_as_text(template: ChatTemplate) -> None:
+    answer = await answer_of(template, lambda: Reward(1.0, golden_answer=42))  # type: ignore[arg-type]
+    assert answer.golden_answer == "42"
+
+
+async def test_a_score_too_large_for_the_wire_fails_with_its_environment(template: ChatTemplate) -> None:
+    metrics = {f"{'m' * 190}{n}": 1.0 for n in range(100_000)}
+    answer = await answer_of(template, lambda: Reward(1.0, metrics))
+    assert isinstance(answer, RolloutFailed)
+    assert answer.cause.startswith("environments.task: its rollout cannot be sent: header size: ")
+
+
+async def test_an_error_of_any_length_and_letters_can_be_told(template: ChatTemplate) -> None:
+    def complain() -> None:
+        raise ValueError("\udfff" * 20_000_000)
+
+    answer = await answer_of(template, complain)
+    assert answer.cause.startswith("environments.task: ValueError: \ufffd\ufffd")
+    assert len(answer.cause) < 5000

@@ -124,17 +124,25 @@ class Policy(nn.Module):
 
 def load(model: ModelSettings, kind: attention.Kind, dtype: torch.dtype) -> Any:
     """The model on the CPU in `dtype`, with this project's attention and without dropout."""
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     problem = model_problem(model.name)
     if problem is not None:
         raise UnfitModel(problem.sentence)
-    lm = AutoModelForCausalLM.from_pretrained(
-        model_source(model.name),
-        dtype=dtype,
-        attn_implementation=attention.register(kind),
-        trust_remote_code=model.trust_remote_code,
-    )
+    source = model_source(model.name)
+    try:
+        lm = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=dtype,
+            attn_implementation=attention.register(kind),
+            trust_remote_code=model.trust_remote_code,
+        )
+    except (SafetensorError, OSError, ValueError) as error:
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UnfitModel(
+            f"model.name={model.name}: its weights in {source} can't be loaded ({said}): fetch them again"
+        ) from error
     _check(lm)
     _no_dropout(lm)
     return lm.train()
