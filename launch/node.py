@@ -79,8 +79,9 @@ def supervise(run: RunDirectory, patience: Patience = Patience()) -> int:
     with _Signals() as wakeup:
         supervisor = Supervisor(run, plan, console, wakeup, patience)
         code = supervisor.run()
-    supervisor.conclude(code)
-    return code
+        supervisor.conclude(code)
+        late = [number for number in wakeup.arrived() if number in INTERRUPTS]
+    return 128 + late[0] if late and code == 0 else code  # the summary is whole, but a sweep has to end
 
 
 class _Signals:
@@ -188,8 +189,7 @@ class Supervisor:
             self.kill_all()
         elif self.phase is Phase.RUNNING:
             self.console.say("Stopping: the orchestrator finishes and tells the others. Ctrl-C again kills at once.")
-            # Its summary names the signal that the user sent; of a lost terminal it need not know.
-            self.ask_orchestrator(self.patience.stop_s, signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+            self.ask_orchestrator(self.patience.stop_s, number)  # the same signal, so that its summary names it
         else:
             self.end_all(self.patience.follow_s)
 

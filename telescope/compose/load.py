@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from telescope.compose.options import GROUPS, HIDDEN_GROUPS, NOT_COMPOSED, Places, registered
+from telescope.compose.presets import preset_problems, unreadable_presets
 from telescope.compose.resolve import resolve
 from telescope.config import checks
 from telescope.config.judge import judge
@@ -53,7 +54,10 @@ def load_points(overrides: Sequence[str], places: Places, environ: Mapping[str, 
     _refuse_hydra_settings(parsed)
     swept = [override.key_or_group for override in parsed if override.is_sweep_override()]
     if swept and not sweep:
-        raise UsageError(f"{swept[0]} has several values: add -m (--multirun) to run one after another, or quote a list: [a,b]")
+        raise UsageError(
+            f"{swept[0]} has several values: add -m (--multirun) to run one after another, or quote a list, [a,b], or a text "
+            f"with a comma, '{swept[0]}=\"a,b\"'"
+        )
     with _hydra(places):
         return [_point(point, places, environ) for point in _product(parsed)]
 
@@ -69,7 +73,21 @@ def _parse_one(parser: OverridesParser, override: str) -> Override:
         return parser.parse_override(override)
     except HydraException as error:
         reason = str(error).strip().partition("\n")[0]
-        raise UsageError(f"can't read '{override}': {reason}; an override reads name=value") from error
+        hint = _quoted(parser, override)
+        raise UsageError(f"can't read '{override}': {reason}; an override reads name=value{hint}") from error
+
+
+def _quoted(parser: OverridesParser, override: str) -> str:
+    """How to write a value that Hydra's grammar takes only in quotes; empty where quotes would not help."""
+    name, equals, value = override.partition("=")
+    if not equals or not value or value[0] in "[{(\"'" or name in GROUPS:
+        return ""
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    try:
+        parser.parse_override(f'{name}="{escaped}"')
+    except HydraException:
+        return ""
+    return f", and a value with special characters is quoted twice: '{name}=\"{escaped}\"'"
 
 
 def _refuse_hydra_settings(parsed: Sequence[Override]) -> None:
@@ -108,8 +126,10 @@ def _point(overrides: tuple[str, ...], places: Places, environ: Mapping[str, str
     problems += choices
     try:
         composed = compose("run", [*_search_path(places), *forced])
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        return Point(overrides, None, (*problems, Problem("", _in_words(error))), (), OmegaConf.create())
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
+        unreadable = unreadable_presets(places) if isinstance(error, UnicodeDecodeError) else []
+        said = unreadable or [Problem("", _in_words(error))]
+        return Point(overrides, None, tuple(dict.fromkeys([*problems, *said])), (), OmegaConf.create())
     container, unresolved = resolve(composed, environ)
     container["plugin_path"] = list(places.plugin_path)
     config, judged = judge(_with_model_folder(container))
@@ -130,6 +150,10 @@ def _forced(parsed: Sequence[Override], places: Places) -> tuple[list[str], list
             chosen, wrong = _chosen(override, places)
             problems += wrong
             forced += chosen
+        elif group == "environments" and not override.is_delete() and not override.value():
+            problems.append(
+                Problem(group, f"{line} takes nothing away: choose with env=[…], or drop one with ~environments.<name>")
+            )
         elif group in NOT_COMPOSED:
             problems.append(Problem(group, f"{group} follows from --config-dir: put plug-ins into <config-dir>/plugins"))
         else:
@@ -149,6 +173,19 @@ def _chosen(override: Override, places: Places) -> tuple[list[str], list[Problem
     if value is None and group != "experiment":
         return [], [Problem(group, f"{group} needs a choice: {' | '.join(options)}")]
     names = value if isinstance(value, list) else [value]
+    if not names:
+        return [], [Problem(group, f"{override.input_line} chooses nothing: choose one at least of {' | '.join(options)}")]
+    twice = [str(name) for name in dict.fromkeys(names) if names.count(name) > 1]
+    if twice:
+        return [], [Problem(group, f"{override.input_line} has {', '.join(twice)} more than once: name each once")]
+    unusable = [
+        problem
+        for name in names
+        for file in places.presets(group).get(str(name), ())
+        for problem in preset_problems(group, file)
+    ]
+    if unusable:
+        return [], unusable
     wrong = [str(name) for name in names if name is not None and str(name).removeprefix("_") not in options]
     if not wrong:
         return [str(override.input_line)], []

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 from telescope.config.run import RunConfig
 
+MOST_LANES = 999_992
+"""Requests that one server may have in flight: what a hello can say (1,000,000), less what the server adds for orders."""
+
 
 @dataclass(frozen=True)
 class Conflict:
@@ -92,6 +95,13 @@ def _schedule(config: RunConfig) -> Iterator[Conflict]:
 
 
 def _processes(config: RunConfig) -> Iterator[Conflict]:
+    prompts, group_size = config.orchestrator.max_concurrent_prompts_per_server, config.rollout.group_size
+    if prompts * group_size > MOST_LANES:
+        yield Conflict(
+            ("orchestrator.max_concurrent_prompts_per_server", "rollout.group_size"),
+            f"orchestrator.max_concurrent_prompts_per_server={prompts} times rollout.group_size={group_size} are "
+            f"{prompts * group_size:,} requests in flight at one server, and {MOST_LANES:,} are the most: lower either",
+        )
     port, servers = config.inference.base_port, config.cluster.inference_num_workers
     if config.inference.http and port and port + servers - 1 > 65535:
         yield Conflict(

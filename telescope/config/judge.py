@@ -29,7 +29,8 @@ def judge(container: Mapping[str, Any]) -> tuple[RunConfig | None, list[Problem]
             config = RunConfig.model_validate_json(json.dumps(rest), strict=True)
         except ValidationError as error:
             found = explain(error, rest)
-            mistakes += found
+            said = {mistake.path for mistake in mistakes}  # what was set aside is missing now, and that is no second mistake
+            mistakes += [mistake for mistake in found if not (mistake.kind == "missing" and mistake.path in said)]
             if not _set_aside(rest, found):
                 return None, _problems(mistakes)
         else:

@@ -40,38 +40,38 @@ class EnvironmentEntry(Settings):
 
 
 class OrchestratorSettings(Settings):
-    max_concurrent_prompts_per_server: int = Field(default=32, ge=1)
+    max_concurrent_prompts_per_server: int = Field(default=32, ge=1, le=1_000_000)
     """Prompt groups in flight a server: times group_size sample lanes with individual lanes, as many group lanes without."""
-    prompts_batch_size_for_trainer: int = Field(default=16, ge=1)
+    prompts_batch_size_for_trainer: int = Field(default=16, ge=1, le=1_000_000)
     """Groups in a training batch (P)."""
-    max_async_rollout: int = Field(default=2, ge=0)
+    max_async_rollout: int = Field(default=2, ge=0, le=1_000_000)
     """Steps that inference may run ahead of training (M); 0 = synchronous."""
     take_order: Literal["completion", "admission"] = "completion"
     """Which complete groups may be trained now; rule 5 of docs/architecture.md gives the staleness bound of each."""
-    max_off_policy_steps: int = Field(default=8, ge=1)
+    max_off_policy_steps: int = Field(default=8, ge=1, le=1_000_000)
     """Retire an incomplete group whose first dispatch is this many versions old (D)."""
     discard_group_zero_advantage: bool = True
     """Drop groups whose rewards are all equal."""
     enable_individual_sample_lanes: bool = True
     """A concurrency slot is a sample; false: a group."""
-    stuck_s: float = Field(default=600.0, gt=0)
+    stuck_s: float = Field(default=600.0, gt=0, le=1_000_000)
     """A peer that beats without progress on its orders for this long is stuck, and the run ends with its name."""
-    silent_s: float = Field(default=15.0, gt=0)
+    silent_s: float = Field(default=15.0, gt=0, le=1_000_000)
     """A peer that is not heard for this long is lost."""
 
 
 class RolloutSettings(Settings):
-    group_size: int = Field(default=8, ge=1)
+    group_size: int = Field(default=8, ge=1, le=100_000)
     """Samples of one prompt (G)."""
-    min_group_size: int = Field(default=2, ge=1)
+    min_group_size: int = Field(default=2, ge=1, le=100_000)
     """Scored survivors below which a group fails."""
     temperature: float = Field(default=1.0, gt=0, le=2)
     """Logits are divided by it, in the sampler and in the trainer alike."""
-    max_tokens: int = Field(default=3700, ge=1)
+    max_tokens: int = Field(default=3700, ge=1, le=100_000_000)
     """Sampled tokens of one turn, at most."""
-    timeout_s: float = Field(default=600.0, gt=0)
+    timeout_s: float = Field(default=600.0, gt=0, le=1_000_000)
     """Time limit of one rollout, generation and reward together."""
-    max_attempts: int = Field(default=3, ge=1)
+    max_attempts: int = Field(default=3, ge=1, le=1_000_000)
     """Tries of one rollout that fails for infrastructure reasons, before it leaves its group."""
 
 
@@ -86,17 +86,17 @@ class TrainerSettings(Settings):
     """Largest global gradient norm; larger ones are scaled down to it."""
     lr_scheduler: Literal["none", "constant", "linear", "cosine"] = "constant"
     """none: fixed; constant: warm-up, then flat; linear, cosine: warm-up, then down to min_lr_ratio at the last step."""
-    warmup_steps: int = Field(default=0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0, le=1_000_000_000)
     """The first of n warm-up steps runs at 1/n of the rate, not at 0."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """Where linear and cosine end, as a share of learning_rate."""
-    number_of_minibatches: int = Field(default=1, ge=1)
+    number_of_minibatches: int = Field(default=1, ge=1, le=1_000_000)
     """Optimiser updates a step: its groups are cut into so many parts, each with its own update. Schedules count steps."""
-    seq_len: int = Field(default=4096, ge=8)
+    seq_len: int = Field(default=4096, ge=8, le=100_000_000)
     """Tokens of a packed row."""
-    pad_to_multiple_of: int = Field(default=64, ge=1)
+    pad_to_multiple_of: int = Field(default=64, ge=1, le=100_000_000)
     """Row lengths are rounded up to it, so that few shapes occur; must divide seq_len."""
-    entropy_chunk_size: int = Field(default=1024, ge=1)
+    entropy_chunk_size: int = Field(default=1024, ge=1, le=100_000_000)
     """Tokens whose [chunk, vocabulary] logits exist at once when log-probs and entropy are computed."""
 
     @field_validator("betas")
@@ -122,26 +122,26 @@ class InferenceSettings(Settings):
     """Serve the OpenAI-compatible HTTP API beside the link."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Share of a GPU's memory that a server takes for weights and KV cache."""
-    cpu_kv_cache_mb: int = Field(default=128, ge=8)
+    cpu_kv_cache_mb: int = Field(default=128, ge=8, le=100_000_000)
     """KV cache of a server on CPU."""
-    max_model_len: int = Field(default=4096, ge=8)
+    max_model_len: int = Field(default=4096, ge=8, le=100_000_000)
     """Prompt and completion tokens of one sequence, at most."""
     scheduling_policy: Literal["priority", "fcfs"] = "priority"
     """Which waiting request runs next. priority: earlier turns first, requests of one turn as they came; fcfs: as they came."""
-    max_num_seqs: int | None = Field(default=None, ge=1)
+    max_num_seqs: int | None = Field(default=None, ge=1, le=1_000_000)
     """Sequences in one engine step, at most; null: the lanes of the server, up to 256 on a CPU and 1,024 on a GPU."""
-    max_num_batched_tokens: int | None = Field(default=None, ge=1)
+    max_num_batched_tokens: int | None = Field(default=None, ge=1, le=100_000_000)
     """Tokens in one engine step, at most; null: 8,192 on a CPU, the engine's own choice on a GPU."""
     enforce_eager: bool = False
     """No CUDA graphs (always so on CPU)."""
     enable_prefix_caching: bool = True
     """Keep the KV cache of prompts that begin alike, such as the samples of one group."""
-    fake_token_s: float = Field(default=0.0, ge=0)
+    fake_token_s: float = Field(default=0.0, ge=0, le=1_000)
     """Seconds that the fake engine takes for a token."""
 
 
 class WeightSyncSettings(Settings):
-    update_timeout_s: float = Field(default=300.0, gt=0)
+    update_timeout_s: float = Field(default=300.0, gt=0, le=1_000_000)
     """Deadline of each of publish, prepare and commit."""
     in_flight: Literal["continue", "abort"] = "continue"
     """What an update does to running generations: continue under the new weights, or abort and retry their rollouts."""
@@ -152,19 +152,19 @@ class WeightSyncSettings(Settings):
 class ClusterSettings(Settings):
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """auto: the GPUs present, else CPU."""
-    inference_num_workers: int = Field(default=2, ge=1)
+    inference_num_workers: int = Field(default=2, ge=1, le=1_024)
     """Inference servers (GPUs given to inference)."""
-    trainer_num_workers: int = Field(default=2, ge=1)
+    trainer_num_workers: int = Field(default=2, ge=1, le=1_024)
     """Trainer ranks."""
-    env_num_workers: int = Field(default=1, ge=1)
+    env_num_workers: int = Field(default=1, ge=1, le=1_024)
     """Environment worker processes."""
-    rollouts_per_env_worker: int = Field(default=1024, ge=1)
+    rollouts_per_env_worker: int = Field(default=1024, ge=1, le=1_000_000)
     """Rollouts one environment worker plays at once."""
-    inference_cpus_per_worker: float = Field(default=4.0, gt=0)
+    inference_cpus_per_worker: float = Field(default=4.0, gt=0, le=1_024)
     """CPU cores (threads) of a server; a hint where there are fewer."""
-    trainer_cpus_per_worker: float = Field(default=4.0, gt=0)
+    trainer_cpus_per_worker: float = Field(default=4.0, gt=0, le=1_024)
     """CPU cores (threads) of a trainer rank; a hint where there are fewer."""
-    placement_timeout_s: int = Field(default=900, ge=1)
+    placement_timeout_s: int = Field(default=900, ge=1, le=1_000_000)
     """Until all processes have said hello."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables for every process of the run. A secret is given as a reference: `'${oc.env:HF_TOKEN}'`."""

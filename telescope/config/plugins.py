@@ -162,7 +162,9 @@ def _import(kind: Kind[S], plugin: PluginFile) -> ModuleType:
         if plugin.module.rpartition(".")[2] != plugin.name:
             raise ImportError(f"an entry point has the name of its module, so it must be {plugin.module.rpartition('.')[2]}")
         return importlib.import_module(plugin.module)
-    except (Exception, SystemExit) as error:  # a plug-in file is someone's own code and may raise anything
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # someone's own code: it may raise anything, and even leave with sys.exit
         sys.modules.pop(plugin.module, None)
         raise PluginError(
             f"{kind.word} '{plugin.name}' can't be imported: {type(error).__name__}: {error} (in {plugin.place})"

@@ -86,7 +86,7 @@ class RunConfig(Settings):
     """What the run is called, e.g. in the name of its directory; empty: model and algorithm, as in `tiny-grpo`."""
     run_dir: str | None = None
     """Where everything about the run is written; null: `runs/<date>_<time>_<name>`. Never reused."""
-    number_of_steps: int = Field(default=300, ge=1)
+    number_of_steps: int = Field(default=300, ge=1, le=1_000_000_000)
     """Steps to train; each trains one batch and makes one weight version."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of everything drawn at random: prompt order, environments, sampling."""
@@ -103,6 +103,13 @@ class RunConfig(Settings):
     weight_sync: WeightSyncSettings = Field(default_factory=WeightSyncSettings)
     cluster: ClusterSettings = Field(default_factory=ClusterSettings)
     logging: LoggingSettings = Field(default_factory=LoggingSettings)
+
+    @field_validator("run_dir")
+    @classmethod
+    def _run_dir_is_a_name(cls, run_dir: str | None) -> str | None:
+        if run_dir is not None and not run_dir.strip():
+            raise ValueError("run_dir is empty: name a folder, or leave it out for runs/<date>_<time>_<name>")
+        return run_dir
 
     @field_validator("environments")
     @classmethod

@@ -44,6 +44,8 @@ HURRIED_CLOSE_S = 1.5
 """The same when a part has failed (a dead one says no goodbye) or somebody waits at Ctrl-C: the supervisor gives 4 s in all."""
 DEADLINE_MARGIN_S = 60.0
 """The core's deadline on a rollout is its worker's own plus this: it fires only where the worker's has failed."""
+ABSENCE_MARGIN_S = 30.0
+"""The core knows roles, the roster knows names: of a process that never came the roster's sentence has to come first."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -76,7 +78,7 @@ def flow_settings(config: RunConfig) -> FlowSettings:
         environments=tuple((label, entry.weight) for label, entry in config.environments.items()),
         max_attempts=rollout.max_attempts,
         rollout_deadline_s=rollout.timeout_s + DEADLINE_MARGIN_S,
-        absence_deadline_s=float(config.cluster.placement_timeout_s),
+        absence_deadline_s=config.cluster.placement_timeout_s + ABSENCE_MARGIN_S,
     )
 
 

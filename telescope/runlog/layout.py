@@ -28,7 +28,9 @@ class RunDirectory:
     def create(cls, path: Path) -> RunDirectory:
         """Make the folder, readable by its owner alone. Raises `RunDirectoryInUse` where something lies in it already."""
         path = path.absolute()
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        if path.exists() and not path.is_dir():
+            raise RunDirectoryInUse(f"run_dir={path} is not a folder: name another")
+        if path.exists() and any(path.iterdir()):
             raise RunDirectoryInUse(f"run_dir={path} exists and is not empty; a run directory is never reused: name another")
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
         for folder in (path / "journal", path / "live", path / "blocks", path / "logs", path / "failures", path / "wire"):

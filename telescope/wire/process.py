@@ -70,9 +70,12 @@ class Interrupted(KeyboardInterrupt):
         self.number = number
 
 
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
 class Signals:
-    """SIGINT and SIGTERM from the first line to the last: as an exception while a process starts, as a future on the loop, as
-    a note where locks are in use.
+    """Interrupts from the first line to the last: as an exception while a process starts, as a future on the loop, as a note
+    where locks are in use.
 
     A signal that came in between is remembered, because the event loop's own code may swallow an exception.
     """
@@ -97,7 +100,7 @@ class Signals:
             raise Interrupted(self._number)
 
     def watch(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in INTERRUPTS:
             signal.signal(number, self._raise)
 
     def watch_on_loop(self) -> asyncio.Future[int]:
@@ -109,11 +112,11 @@ class Signals:
             if came.done():  # both came in one turn of the loop
                 return
             came.set_result(number)
-            for other in (signal.SIGINT, signal.SIGTERM):
+            for other in INTERRUPTS:
                 loop.remove_signal_handler(other)
                 signal.signal(other, signal.SIG_DFL)  # for SIGINT the loop has put KeyboardInterrupt there
 
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in INTERRUPTS:
             loop.add_signal_handler(number, tell, number)
         if self._number is not None:
             tell(self._number)

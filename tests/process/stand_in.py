@@ -45,7 +45,7 @@ def wait_for_end(run: Path, name: str) -> None:
 
 
 def on_term(code: int) -> None:
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(code))
 
 
