@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from telescope.config.run import RunConfig
 
-MOST_LANES = 999_992
-"""Requests that one server may have in flight: what a hello can say (1,000,000), less what the server adds for orders."""
+MOST_LANES = 1_000_000
+"""Requests that one server may have in flight: the largest capacity that a hello on the wire can offer."""
 
 
 @dataclass(frozen=True)

@@ -166,6 +166,24 @@ def test_an_orchestrator_that_ignores_the_interrupt_is_killed_under_10_s(launch:
     assert launched.left_after(0) == []
 
 
+def test_an_interrupt_while_the_summary_prints_lets_it_finish_and_is_the_exit_code(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The summary is longer than a pipe holds, so the supervisor stands in the middle of it when the signal comes."""
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # an unbuffered Python loses the rest of an interrupted write
+    launched = launch(stand_in("orchestrator", "finish", "0.5"), stand_in("worker-0", "finish"))
+    launched.run.summary_json.write_text(json.dumps({"notes": "x" * 300_000}))
+    deadline = time.monotonic() + LIMIT_S
+    while not launched.run.exit_json.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(0.3)
+    launched.signal(signal.SIGINT)
+    code, out, err = launched.end()
+    assert (code, err) == (130, "")
+    assert out.count("x") >= 300_000
+
+
 def test_a_second_interrupt_kills_at_once(launch: Launch) -> None:
     launched = launch(stand_in("orchestrator", "deaf"), stand_in("server-0", "family"), stand_in("worker-0", "deaf"))
     launched.wait_until_up()

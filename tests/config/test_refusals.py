@@ -1,0 +1,100 @@
+"""Mistakes that a breaker made on the command line: each is one sentence that names what to change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from telescope.compose.load import UsageError
+from telescope.config.checks import MOST_LANES
+from telescope.runlog.layout import RunDirectory, RunDirectoryInUse
+from telescope.wire.hub_session import MAX_CAPACITY
+from tests.config.conftest import compose_one, sentences, write
+
+OPTIONS = "countdown | reverse_letters"
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("environments={}", "environments={} takes nothing away: choose with env=[…], or drop one with ~environments.<name>"),
+        ("env=[]", f"env=[] chooses nothing: choose one at least of {OPTIONS}"),
+        ("~environments.countdown", "environments is empty: a run needs one at least, e.g. env=countdown"),
+        ("env=[countdown,countdown]", "env=[countdown,countdown] has countdown more than once: name each once"),
+        ("run_dir=", "run_dir is empty: name a folder, or leave it out for runs/<date>_<time>_<name>"),
+        ("number_of_steps=99999999999999999999999", "number_of_steps=99999999999999999999999 must be at most 1000000000"),
+        (
+            "cluster.placement_timeout_s=100000000000000000000",
+            "cluster.placement_timeout_s=100000000000000000000 must be at most 1000000",
+        ),
+        ("rollout.timeout_s=1e20", "rollout.timeout_s=1e+20 must be at most 1000000.0"),
+        ("cluster.env_num_workers=100000", "cluster.env_num_workers=100000 must be at most 1024"),
+        ("cluster.rollouts_per_env_worker=1000001", "cluster.rollouts_per_env_worker=1000001 must be at most 1000000"),
+        (
+            "rollout.group_size=100000",
+            "orchestrator.max_concurrent_prompts_per_server=32 times rollout.group_size=100000 are 3,200,000 requests in "
+            "flight at one server, and 1,000,000 are the most: lower either",
+        ),
+    ],
+)
+def test_one_mistake_is_one_sentence(override: str, sentence: str):
+    assert sentences(compose_one(override)) == sentence
+
+
+def test_as_many_lanes_as_a_servers_hello_can_offer_are_allowed():
+    assert MOST_LANES == MAX_CAPACITY
+
+
+@pytest.mark.parametrize("value", ["a=b", "/data/läufe/1", "/data/a(b", "/tmp/ein 'q'=1"])
+def test_a_value_that_needs_quotes_comes_back_quoted_and_works_so(value: str):
+    with pytest.raises(UsageError) as refused:
+        compose_one(f"run_dir={value}")
+    assert str(refused.value).endswith(f"""quoted twice: 'run_dir="{value}"'""")
+    assert compose_one(f'run_dir="{value}"').config.run_dir == value
+
+
+def test_a_text_with_a_comma_comes_back_quoted():
+    with pytest.raises(UsageError, match="or a text with a comma, 'run_dir=\"a,b\"'"):
+        compose_one("run_dir=a,b")
+
+
+def test_a_run_directory_that_is_a_file_is_called_no_folder():
+    with pytest.raises(RunDirectoryInUse, match="run_dir=/dev/null is not a folder: name another"):
+        RunDirectory.create(Path("/dev/null"))
+
+
+@pytest.mark.parametrize(
+    ("code", "error"), [("import sys\nsys.exit(3)\n", "SystemExit: 3"), ("raise BaseException('no')\n", "BaseException: no")]
+)
+def test_a_plugin_that_leaves_at_import_breaks_only_the_runs_that_choose_it(tmp_path: Path, code: str, error: str):
+    file = tmp_path / "plugins" / "algorithms" / "leaver.py"
+    write(file, code)
+    assert compose_one("algorithm=rloo", config_dir=tmp_path).config is not None
+    said = sentences(compose_one("algorithm=leaver", config_dir=tmp_path))
+    assert said == f"algorithm: algorithm 'leaver' can't be imported: {error} (in {file})"
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"# @package _global_\nname: caf\xe9\n", "is not text in UTF-8: save it as UTF-8"),
+        (b"", "is empty: a preset holds settings, such as seed: 1, or a list of defaults"),
+        (b"# @package _global_\n- a\n", "holds a list: a preset holds settings, each as name: value"),
+        (b"hello\n", "holds a single value: a preset holds settings, each as name: value"),
+    ],
+)
+def test_a_preset_that_is_none_is_named_by_its_file_and_breaks_no_other(tmp_path: Path, content: bytes, sentence: str):
+    file = tmp_path / "experiment" / "odd.yaml"
+    write(file, "")
+    file.write_bytes(content)
+    assert compose_one("experiment=fake", config_dir=tmp_path).config is not None
+    assert sentences(compose_one("experiment=odd", config_dir=tmp_path)) == f"{file} {sentence}"
+
+
+def test_a_preset_that_another_preset_chooses_is_named_too(tmp_path: Path):
+    write(tmp_path / "experiment" / "outer.yaml", "# @package _global_\ndefaults:\n  - override /model: odd\n")
+    write(tmp_path / "model" / "odd.yaml", "")
+    (tmp_path / "model" / "odd.yaml").write_bytes(b"name: caf\xe9\n")
+    said = sentences(compose_one("experiment=outer", config_dir=tmp_path))
+    assert said == f"{tmp_path / 'model' / 'odd.yaml'} is not text in UTF-8: save it as UTF-8"
