@@ -35,7 +35,7 @@ from telescope.wire.hub import Hub
 from telescope.wire.link import Link, LinkLost
 from telescope.wire.security import make_keys
 
-STEPS = 4
+STEPS = 8
 PROMPT = np.array([5, 6], np.int32)
 WORKERS, SERVERS, TRAINER = ("worker-0", "worker-1"), ("server-0", "server-1"), "trainer-0"
 
@@ -113,7 +113,9 @@ class Peer:
         self.link.send(wrong, (PROMPT,))
         self.link.send(msgspec.structs.replace(ask, request_id=ask.request_id + "b", rollout_id=ask.rollout_id ^ 1), (PROMPT,))
         self.link.send(m.Abort("never heard of"))
-        self.link.send(m.Abort(f"worker-0/{self.random.randrange(50)}"))
+        other = next(name for name in WORKERS if name != self.link.name)
+        for number in range(int(ask.request_id.rpartition("/")[2]) + 8):  # some of these are in flight now
+            self.link.send(m.Abort(f"{other}/{number}"))
 
     def misanswer(self, delivery: Delivery, order: RolloutOrder) -> None:
         good = done(order, self.version)
