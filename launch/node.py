@@ -3,7 +3,8 @@
 Owns signals, deadlines and the exit code of a run. It is no peer on the wire and knows nothing of training: it sees
 processes end. A silent or stuck peer is the orchestrator's to notice; it exits 70, and the supervisor ends the rest.
 
-Exit codes: 0 done, 70 a component failed, 129/130/143 ended by SIGHUP/SIGINT/SIGTERM.
+Exit codes: 0 done, 1 the orchestrator ended with an error of its own (a full disk, say), 70 a component failed, 129/130/143
+ended by SIGHUP/SIGINT/SIGTERM.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ from telescope._launch.processes import Ending, Process
 from telescope._launch.progress import Console, LogCopy, Progress, read_object, summary_table
 from telescope.config.secrets import SecretMissing
 from telescope.runlog.layout import RunDirectory, write_atomically
+from telescope.weights import shared_memory
 from telescope.wire.security import make_keys
 
 DISPLAY_S = 0.5
+ERROR = 1
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -133,6 +136,7 @@ class Supervisor:
             for process in self.living:
                 process.lifeline.close()  # only after a defect of ours: each shim ends what it has
             self.sweep()
+            shared_memory.sweep()  # weights whose writer was killed; those of other runs alive are locked by theirs
             self.selector.close()
         return self.exit_code
 
@@ -327,9 +331,15 @@ class Supervisor:
         return all(process.ended for process in self.processes.values() if process is not self.orchestrator)
 
     @property
+    def orchestrator_status(self) -> int | None:
+        ending = self.endings.get("orchestrator")
+        return ending.status if ending else None
+
+    @property
     def exit_code(self) -> int:
         if self.cause:
-            return COMPONENT_FAILED
+            own = self.cause.process == "orchestrator" and self.orchestrator_status == ERROR
+            return ERROR if own else COMPONENT_FAILED
         return 0 if self.interrupted is None else 128 + self.interrupted
 
 

@@ -10,11 +10,16 @@ from typing import Any
 from telescope.config.words import Problem, did_you_mean
 
 EMBEDDED = Path(__file__).resolve().parent.parent / "embedded"
+JSON_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 _HUB_ID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$")
 
 
 class ModelNotFound(ValueError):
     """`model.name` leads to no folder with a model in it."""
+
+
+class ModelBroken(ModelNotFound):
+    """A file of the model's folder can't be used; the message names `model.name` and the file."""
 
 
 def embedded_models() -> list[str]:
@@ -58,12 +63,64 @@ def model_problem(name: str) -> Problem | None:
 def model_folder(name: str) -> Path:
     """The folder of the model `name`; a Hugging Face id is looked up in its local cache first, and else downloaded.
 
-    Raises `ModelNotFound` with a sentence that names what was tried.
+    Raises `ModelNotFound` with a sentence that names what was tried, and `ModelBroken` where a JSON file in it is none.
     """
     problem = model_problem(name)
     if problem is not None:
         raise ModelNotFound(problem.sentence)
-    return model_path(name) or _from_hub(name)
+    folder = model_path(name) or _from_hub(name)
+    check_files(name, folder)
+    return folder
+
+
+def check_files(name: str, folder: Path) -> None:
+    """Raise `ModelBroken` where one of the folder's JSON files is broken, with its name."""
+    for file in (folder / part for part in JSON_FILES):
+        if not file.is_file():
+            continue
+        found = _read_json(name, file)
+        given = found.get("eos_token_id")
+        if not all(isinstance(token, int) for token in (given if isinstance(given, list) else [given or 0])):
+            raise ModelBroken(f"model.name={name}: eos_token_id={given!r} in {file} is neither a token id nor a list of them")
+
+
+def check_weights(name: str, folder: Path) -> None:
+    """Raise `ModelBroken` where a safetensors file is missing, unreadable or cut off. Reads headers and sizes only."""
+    index = folder / "model.safetensors.index.json"
+    files = sorted(folder.glob("*.safetensors"))
+    if index.is_file():
+        listed = _read_json(name, index).get("weight_map")
+        if not isinstance(listed, dict):
+            raise ModelBroken(f"model.name={name}: {index} has no weight_map")
+        files = sorted({folder / str(part) for part in listed.values()})
+    for file in files:
+        _check_safetensors(name, file)
+
+
+def _check_safetensors(name: str, file: Path) -> None:
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            size = file.stat().st_size
+            if not 0 < length <= size - 8:
+                raise ValueError(f"it has {size} bytes and its header would have {length}")
+            header = json.loads(stream.read(length))
+        tensors = [fact["data_offsets"][1] for key, fact in header.items() if key != "__metadata__"]
+        expected = 8 + length + max(tensors, default=0)
+        if size != expected:
+            raise ValueError(f"it has {size} bytes, and should have {expected}: it was cut off or overwritten")
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise ModelBroken(f"model.name={name}: the weights in {file} can't be read: {error}") from error
+
+
+def _read_json(name: str, file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelBroken(f"model.name={name}: {file} can't be read as JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ModelBroken(f"model.name={name}: {file} holds a {type(found).__name__}, not a JSON object")
+    return found
 
 
 def _from_hub(name: str) -> Path:
@@ -90,18 +147,7 @@ def end_ids(folder: Path) -> tuple[int, ...]:
     The tokenizer's own end-of-sequence token is not looked up here.
     """
     for file in (folder / "generation_config.json", folder / "config.json"):
-        given = _read(file).get("eos_token_id")
+        given = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
         if given is not None:
             return tuple(given) if isinstance(given, list) else (given,)
     return ()
-
-
-def _read(file: Path) -> dict[str, Any]:
-    """A JSON object, empty for a file that is not there. Raises `ModelNotFound` naming a file that is none."""
-    if not file.is_file():
-        return {}
-    try:
-        given: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelNotFound(f"the model's file {file} is no JSON ({error}): mend it or fetch it again") from error
-    return given

@@ -92,8 +92,9 @@ class SingleTurn(Environment):
     def _reward_now(self, prompt: Prompt, answer: str) -> Reward:
         try:
             scored = self.reward(prompt, answer)
-        except StopIteration as error:  # no future can carry one: whoever waits for it would wait for ever
-            raise RuntimeError(f"{type(self).__name__}.reward raised StopIteration (a next() on something empty?)") from error
+        except StopIteration as error:  # no future can carry it out of a thread: whoever waits would wait for ever
+            said = f"{type(self).__name__}.reward raised StopIteration {error}".rstrip()
+            raise RuntimeError(said).with_traceback(error.__traceback__) from error
         if not isinstance(scored, Reward):
             raise TypeError(f"{type(self).__name__}.reward returned {type(scored).__name__}, not a Reward")
         return scored

@@ -69,7 +69,7 @@ class Children:
 
     def _tell(self, process: BaseProcess) -> None:
         if self._ended is not None and not self._ended.done():
-            how = _how(process.exitcode)
+            how = how_it_ended(process.exitcode)
             self._ended.set_result(f"the engine's process (pid {process.pid}) {how}; nothing can be served any more")
 
 
@@ -82,7 +82,8 @@ def kill_tree(pid: int) -> None:
                 process.kill()
 
 
-def _how(code: int | None) -> str:
+def how_it_ended(code: int | None) -> str:
+    """`was killed by SIGKILL` for -9, as multiprocessing gives exit codes."""
     if code is None:
         return "ended"
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

@@ -17,7 +17,10 @@ log = logging.getLogger(__name__)
 
 
 class Deadline:
-    """`with deadline(900, "its engine did not start within …"): …` ends the process where the block takes longer."""
+    """`with deadline(900, "its engine did not start within …"): …` ends the process where the block takes longer.
+
+    With `code=70` the sentence is the process's failure; with another (done, interrupted) it is a warning in the log.
+    """
 
     def __init__(self, directory: RunDirectory, name: str) -> None:
         self._directory = directory
@@ -36,7 +39,7 @@ class Deadline:
     def _end(self, sentence: str, code: int) -> None:
         for child in psutil.Process().children():
             kill_tree(child.pid)
-        if code:
+        if code == COMPONENT_FAILED:
             say_why(self._directory, self._name, sentence, code)
         else:
             log.warning("%s", sentence)

@@ -38,6 +38,10 @@ class EngineDead(RuntimeError):
     """The engine can serve nothing any more; the process must end with this message."""
 
 
+class EngineRefused(ValueError):
+    """The engine does not take the model or its settings; starting it again is no use."""
+
+
 class RequestRefused(ValueError):
     """This request can't be served (too long a prompt, an unknown id); others can."""
 

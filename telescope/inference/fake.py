@@ -31,7 +31,7 @@ class Characters:
     def __init__(self, folder: Path) -> None:
         file = folder / "tokenizer.json"
         model = json.loads(file.read_text(encoding="utf-8")).get("model", {}) if file.is_file() else {}
-        vocabulary = model.get("vocab", {})
+        vocabulary = model.get("vocab", {}) if isinstance(model, dict) else {}
         self._ids: dict[str, int] = {}
         if isinstance(vocabulary, dict):
             self._ids = {text: index for text, index in vocabulary.items() if len(text) == 1 and isinstance(index, int)}

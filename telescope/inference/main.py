@@ -13,23 +13,34 @@ import re
 import signal
 from collections.abc import Mapping, Sequence
 
-from telescope.config.models import ModelNotFound, model_folder
+from telescope.config.models import ModelNotFound, check_weights, model_folder
+from telescope.config.plugins import PluginError
 from telescope.config.run import RunConfig
+from telescope.config.secrets import SecretMissing
+from telescope.config.words import ConfigError
+from telescope.inference.checkpoint import CheckpointUnreadable
 from telescope.inference.deadline import Deadline
-from telescope.inference.engine import Engine, EngineDead
+from telescope.inference.engine import Engine, EngineDead, EngineRefused
 from telescope.inference.fake import FakeEngine
 from telescope.inference.http import PortTaken, bind, http_beside
 from telescope.inference.server import Server, first_of
 from telescope.inference.vllm_options import Device, ServerPlan, vllm_environment
 from telescope.weights.shared_memory import SharedMemoryReader
 from telescope.wire.link import Link, LinkLost, WireRefused, WireTimeout
-from telescope.wire.process import COMPONENT_FAILED, Known, Place, Signals, run_process
+from telescope.wire.process import COMPONENT_FAILED, Interrupted, Known, Place, Signals, run_process
+from telescope.wire.security import BadKeys
 
 log = logging.getLogger(__name__)
 
-KNOWN = Known(errors=(PortTaken, ModelNotFound, WireRefused, WireTimeout, OSError), gone=(EngineDead, LinkLost))
+KNOWN = Known(
+    errors=(
+        *(PortTaken, ModelNotFound, CheckpointUnreadable, EngineRefused, ConfigError, PluginError, SecretMissing),
+        *(WireRefused, WireTimeout, BadKeys),
+    ),
+    gone=(EngineDead, LinkLost),
+)
 CLOSE_S = 8.0
-"""Closing takes no longer than this, whatever the engine does."""
+"""Closing the engine takes no longer than this, whatever it does."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,23 +60,23 @@ async def _live(place: Place, signals: Signals) -> int:
     listener = bind(settings.host, settings.base_port, server_index(place.name)) if http else None
     deadline = Deadline(place.directory, place.name)
     engine = build_engine(config, place.identity.run_id, device_of(config, os.environ))
-    link: Link | None = None
-    error = ""
+    code, why = 0, "it did not close within its deadline"
     try:
         with deadline(config.cluster.placement_timeout_s, "its engine did not start within cluster.placement_timeout_s"):
             await engine.start()
         signalled = signals.watch_on_loop()
-        async with http_beside(engine.client, listener, config.model):
-            link = await asyncio.to_thread(_connect, place)
-            return await _until_stopped(Server(link, engine), signalled)
+        async with http_beside(engine.client, listener, config.model), await asyncio.to_thread(_connect, place) as link:
+            code = await _until_stopped(Server(link, engine), signalled)
+    except Interrupted as interrupted:
+        code = 128 + interrupted.number
+        raise
     except BaseException as raised:
-        error = str(raised) or type(raised).__name__
+        code, why = COMPONENT_FAILED, f"{str(raised) or type(raised).__name__}; beyond that, {why}"
         raise
     finally:
-        with deadline(CLOSE_S, "it did not close within its deadline", code=COMPONENT_FAILED if error else 0):
-            if link is not None:
-                await asyncio.to_thread(link.close, error)
+        with deadline(CLOSE_S, why, code=code):
             await engine.close()
+    return code
 
 
 def _connect(place: Place) -> Link:
@@ -114,6 +125,7 @@ def build_engine(config: RunConfig, run: str, device: Device) -> Engine:
     if settings.engine == "fake":
         reader = SharedMemoryReader(run)
         return FakeEngine(folder, reader, max_model_len=settings.max_model_len, token_s=settings.fake_token_s)
+    check_weights(config.model.name, folder)
     os.environ.update(vllm_environment(device, os.environ))
     from telescope.inference.vllm_engine import VllmEngine
 

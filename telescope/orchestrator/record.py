@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -25,6 +27,8 @@ from telescope.runlog.layout import RunDirectory, write_atomically
 from telescope.runlog.mirror import WandbMirror
 from telescope.runlog.writer import RunLog
 from telescope.wire.messages import RolloutDone, StepDone
+
+log = logging.getLogger(__name__)
 
 STEPS_AT_EACH_END = 5
 PACE_STEPS = 10
@@ -74,6 +78,7 @@ class Recorder:
         self.tokens: Counter[str] = Counter()
         self.seconds: dict[str, float] = {}
         self._generating_since: float | None = None
+        self._unwritable: set[Path] = set()
         self._cancelled: set[tuple[int, int]] = set()
         self._step_ends: list[float] = []
 
@@ -203,8 +208,7 @@ class Recorder:
             "lag": latest.get("staleness_mean"),
             **fields,
         }
-        text = orjson.dumps(status, option=orjson.OPT_SERIALIZE_NUMPY).decode()
-        write_atomically(self._run.status_json, text, durable=False)
+        self._write(self._run.status_json, orjson.dumps(status, option=orjson.OPT_SERIALIZE_NUMPY).decode(), durable=False)
 
     def eta_s(self) -> float | None:
         """Seconds to go at the pace of the last steps; None before the second step."""
@@ -214,7 +218,7 @@ class Recorder:
         return (recent[-1] - recent[0]) / (len(recent) - 1) * (self._steps - len(self.history))
 
     def finish(self, counts: Counts, fields: Mapping[str, Any]) -> None:
-        """Write summary.json: what the run did, in one page."""
+        """Write summary.json: what the run did, in one page. Called again, it replaces what it wrote."""
         if self._step_ends:
             self.seconds["training"] = self._step_ends[-1] - (self._generating_since or self._step_ends[0])
         summary = {
@@ -249,7 +253,18 @@ class Recorder:
             **fields,
         }
         text = orjson.dumps(summary, option=orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY).decode()
-        write_atomically(self._run.summary_json, text + "\n")
+        self._write(self._run.summary_json, text + "\n", durable=True)
+
+    def _write(self, path: Path, text: str, *, durable: bool) -> None:
+        """A disk that takes no status ends no run; it is said once a file."""
+        try:
+            write_atomically(path, text, durable=durable)
+        except OSError as error:
+            if path not in self._unwritable:
+                log.error("%s cannot be written (%s): the run goes on without", path, error.strerror)
+            self._unwritable.add(path)
+        else:
+            self._unwritable.discard(path)
 
     def _mean(self, name: str, steps: slice) -> float | None:
         values = [metrics[name] for metrics in self.history[steps] if name in metrics]

@@ -19,6 +19,8 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.broken = False
+        """A line could not be written whole: whatever came after it would be lost in its remains."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
@@ -32,6 +34,7 @@ class Journal:
             while view:
                 view = view[os.write(self._descriptor, view) :]
         except OSError as error:
+            self.broken = True
             raise JournalError(_sentence(self.path, error)) from error
 
     def close(self) -> None:

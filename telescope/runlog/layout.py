@@ -5,9 +5,15 @@ A run directory is never reused: `create` refuses a folder that is not empty.
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import logging
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 
 class RunDirectoryInUse(ValueError):
@@ -111,14 +117,61 @@ class RunDirectory:
         return self.path / "wandb"
 
 
+@contextlib.contextmanager
+def reserved(*paths: Path, nbytes: int) -> Iterator[None]:
+    """While the block runs, `write_atomically` of these paths succeeds on a full disk too: the room is taken in advance.
+
+    For texts of at most `nbytes`; on a file system that overwrites in place (all but copy-on-write ones). Where the room can't
+    be had, the block runs without.
+    """
+    try:
+        for path in paths:
+            write_atomically(_reserve(path), " " * nbytes)
+    except OSError as error:
+        log.warning("no room can be set aside for the last words of this run: %s", error)
+    try:
+        yield
+    finally:
+        for path in paths:
+            with contextlib.suppress(OSError):
+                _reserve(path).unlink(missing_ok=True)
+
+
+def _reserve(path: Path) -> Path:
+    return path.with_name(f".{path.name}.reserve")
+
+
+def _write_into_reserve(path: Path, text: str) -> bool:
+    data, reserve = text.encode(), _reserve(path)
+    try:
+        with reserve.open("r+b") as file:
+            if os.fstat(file.fileno()).st_size < len(data):
+                return False
+            file.write(data)
+            file.truncate()
+        os.replace(reserve, path)
+    except OSError:
+        return False
+    return True
+
+
 def write_atomically(path: Path, text: str, mode: int = 0o644, *, durable: bool = True) -> None:
-    """Write beside and rename: a reader sees the old text or the new, never half of one. `durable`: also after a power loss."""
+    """Write beside and rename: a reader sees the old text or the new, never half of one. `durable`: also after a power loss.
+
+    Raises OSError where it can't be written, and leaves nothing then; on a full disk the room of `reserved` is used.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        if durable:
-            os.fsync(file.fileno())
-    os.replace(partial, path)
+    try:
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not _write_into_reserve(path, text):
+            raise

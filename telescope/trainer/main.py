@@ -6,22 +6,34 @@ Builds the backend (all ranks together), says hello when it can train, serves or
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from telescope.backends.base import Job, RankLost, World
+from telescope.config.models import ModelNotFound
+from telescope.config.plugins import PluginError
 from telescope.config.run import RunConfig
-from telescope.trainer.placement import placement
+from telescope.config.secrets import SecretMissing
+from telescope.config.words import ConfigError
+from telescope.trainer.placement import Misplaced, placement
 from telescope.trainer.service import OutOfOrder, Service
 from telescope.weights.base import NoRoomForWeights
 from telescope.weights.shared_memory import SharedMemoryPublisher
 from telescope.wire.link import Link, LinkLost, WireRefused, WireTimeout
 from telescope.wire.process import Known, Place, Signals, run_process
+from telescope.wire.security import BadKeys
 
 log = logging.getLogger(__name__)
 
-KNOWN = Known(errors=(OutOfOrder, NoRoomForWeights, WireRefused, WireTimeout, ValueError, OSError), gone=(LinkLost, RankLost))
+KNOWN = Known(
+    errors=(
+        *(OutOfOrder, Misplaced, NoRoomForWeights, ModelNotFound, ConfigError, PluginError, SecretMissing),
+        *(WireRefused, WireTimeout, BadKeys),
+    ),
+    gone=(LinkLost, RankLost),
+)
 CREDITS = 2
 """Orders that may lie here at once: the next one waits while a step runs."""
 
@@ -42,23 +54,23 @@ def live(place: Place, signals: Signals) -> int:
             link.progress(doing)
 
     backend = config.backend.build(job(config, world, progress))
-    publisher = SharedMemoryPublisher(place.identity.run_id) if world.rank == 0 else None
-    error = ""
-    try:
-        hello = place.hello("trainer", capacity=CREDITS, rank=world.rank)
-        link = Link.connect(place.directory, hello, deadline_s=config.cluster.placement_timeout_s)
-        with signals.held():
-            log.info("stopped: %s", Service(link, backend, publisher, signals.check).run())
+    hello = place.hello("trainer", capacity=CREDITS, rank=world.rank)
+    with Link.connect(place.directory, hello, deadline_s=config.cluster.placement_timeout_s) as connected:
+        link = connected
+        with publishing(place.identity.run_id, world) as publisher, signals.held():
+            log.info("stopped: %s", Service(connected, backend, publisher, signals.check).run())
         backend.close()  # not after an error: it would wait for ranks that are gone
-        return 0
-    except BaseException as raised:
-        error = str(raised) or type(raised).__name__
-        raise
-    finally:
-        if publisher is not None:
-            publisher.close()
-        if link is not None:
-            link.close(error)
+    return 0
+
+
+@contextlib.contextmanager
+def publishing(run: str, world: World) -> Iterator[SharedMemoryPublisher | None]:
+    """Rank 0's publisher, whose segments are gone after the block; no other rank has one."""
+    if world.rank != 0:
+        yield None
+        return
+    with contextlib.closing(SharedMemoryPublisher(run)) as publisher:
+        yield publisher
 
 
 def job(config: RunConfig, world: World, progress: Callable[[str], None]) -> Job:

@@ -50,6 +50,7 @@ class Service:
 
     def run(self) -> str:
         """Returns Stop's reason. Raises what the backend, the publisher or the link raises, and `OutOfOrder`."""
+        self._link.progress("waiting for orders")
         while True:
             delivery = self._link.receive(POLL_S)
             self._check()

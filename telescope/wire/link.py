@@ -113,7 +113,15 @@ class Link:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self.close("" if error is None else f"{type(error).__name__}: {error}")
+        """The Goodbye gives the error of the block: every process of a run connects, works and leaves by this."""
+        self.close("" if error is None else str(error) or type(error).__name__)
+
+    async def __aenter__(self) -> Link:
+        return self
+
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """The same without holding the loop up."""
+        await asyncio.to_thread(self.__exit__, kind, error, trace)
 
     @property
     def name(self) -> str:

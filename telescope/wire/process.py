@@ -109,9 +109,12 @@ class Signals:
         came: asyncio.Future[int] = loop.create_future()
 
         def tell(number: int) -> None:
+            if came.done():  # both came in one turn of the loop
+                return
             came.set_result(number)
             for other in INTERRUPTS:
                 loop.remove_signal_handler(other)
+                signal.signal(other, signal.SIG_DFL)  # for SIGINT the loop has put KeyboardInterrupt there
 
         for number in INTERRUPTS:
             loop.add_signal_handler(number, tell, number)
@@ -130,8 +133,21 @@ class Known:
     """Errors whose text is the sentence to be shown, with their exit codes."""
 
     errors: tuple[type[BaseException], ...]
+    """Our own classes: each text is written for the user and says all there is to say."""
     gone: tuple[type[BaseException], ...] = ()
     """A part that this process cannot do without is gone: exit code 70."""
+
+    def ending(self, name: str, error: BaseException) -> tuple[str, int]:
+        """The sentence for the user and the exit code. What no class of ours explains leaves its traceback in the log."""
+        if isinstance(error, self.gone):
+            return _sentence(name, error), COMPONENT_FAILED
+        if isinstance(error, self.errors):
+            log.debug("the cause", exc_info=error)
+            return _sentence(name, error), ERROR
+        log.error("%s ends with an error", name, exc_info=error)
+        if isinstance(error, ValueError | OSError):  # they mostly come with a text that a user understands
+            return _sentence(name, error), ERROR
+        return f"{name} ended with {type(error).__name__}: {error}", ERROR
 
 
 def run_process(
@@ -139,7 +155,8 @@ def run_process(
 ) -> int:
     """Parse the arguments, read the run, live, and say why it ended. Gives the exit code.
 
-    An error that is not `known` is shown with its type, and its traceback stands in the log.
+    An error that is not `known` leaves its traceback in the log, and is shown with its type unless it is a ValueError or an
+    OSError.
     """
     parser = argparse.ArgumentParser(prog=prog)
     parser.add_argument("--run-dir", type=Path, required=True)
@@ -159,14 +176,8 @@ def run_process(
     except Interrupted as interrupted:
         log.info("%s", interrupted)
         return 128 + interrupted.number
-    except known.gone as error:
-        return say_why(directory, name, _sentence(name, error), COMPONENT_FAILED)
-    except known.errors as error:
-        log.debug("the cause", exc_info=True)
-        return say_why(directory, name, _sentence(name, error), ERROR)
-    except Exception as error:  # the process edge: said, recorded, and the exit code is 1
-        log.exception("%s ends with an error", name)
-        return say_why(directory, name, f"{name} ended with {type(error).__name__}: {error}", ERROR)
+    except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 the process edge: said, recorded, never silent
+        return say_why(directory, name, *known.ending(name, error))
 
 
 def _sentence(name: str, error: BaseException) -> str:

@@ -73,7 +73,7 @@ def _load(config: RunConfig, label: str) -> Loaded:
         first = error.errors()[0]
         setting = ".".join(map(str, first["loc"]))
         raise EnvironmentBroken(f"{place} refuses its settings: {setting or 'kwargs'}: {first['msg']}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise EnvironmentBroken(f"{place} can't be loaded: {describe(error)}") from error
 
 
@@ -108,10 +108,10 @@ def check_lengths(loaded: Loaded, template: ChatTemplate, max_prompt_tokens: int
         raise EnvironmentBroken(
             f"environments.{loaded.label}: its prompts can't be rendered for the model: {describe(error)}"
         ) from error
-    if not min(lengths, default=1):
+    if not all(lengths):
         raise EnvironmentBroken(
-            f"environments.{loaded.label}: a train prompt has no tokens: it is empty, or the tokenizer of model.name is "
-            "(are its files all in the model's folder?)"
+            f"environments.{loaded.label}: a train prompt is rendered to 0 tokens: the chat template or the tokenizer of "
+            "model.name leaves nothing of it"
         )
     too_long = sum(length > max_prompt_tokens for length in lengths)
     if too_long == len(prompts):

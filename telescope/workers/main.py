@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
 from telescope.config.models import ModelNotFound, model_folder
+from telescope.config.plugins import PluginError
+from telescope.config.secrets import SecretMissing
+from telescope.config.words import ConfigError
 from telescope.wire.link import Link, LinkLost, WireRefused, WireTimeout
-from telescope.wire.process import Known, Place, Signals, run_process
+from telescope.wire.process import Interrupted, Known, Place, Signals, run_process
+from telescope.wire.security import BadKeys
 from telescope.workers.load import EnvironmentBroken, check_lengths, load_environments
 from telescope.workers.play import Limits
 from telescope.workers.service import Service, WorkerHopeless
@@ -21,7 +26,10 @@ from telescope.workers.tokenizer import TokenizerError, load_template
 log = logging.getLogger(__name__)
 
 KNOWN = Known(
-    errors=(EnvironmentBroken, TokenizerError, ModelNotFound, WorkerHopeless, WireRefused, WireTimeout, ValueError, OSError),
+    errors=(
+        *(EnvironmentBroken, TokenizerError, ModelNotFound, WorkerHopeless, ConfigError, PluginError, SecretMissing),
+        *(WireRefused, WireTimeout, BadKeys),
+    ),
     gone=(LinkLost,),
 )
 
@@ -49,15 +57,22 @@ def live(place: Place, signals: Signals) -> int:
         capacity=config.cluster.rollouts_per_env_worker,
         environments=tuple(loaded.card for loaded in environments.values()),
     )
-    link = Link.connect(place.directory, hello, deadline_s=config.cluster.placement_timeout_s)
-    error = ""
-    try:
-        return asyncio.run(_until_stopped(Service(link, place.name, environments, template, limits), signals))
-    except Exception as raised:
-        error = str(raised) or type(raised).__name__
-        raise
-    finally:
-        link.close(error)
+    with Link.connect(place.directory, hello, deadline_s=config.cluster.placement_timeout_s) as link:
+        return run_through(_until_stopped(Service(link, place.name, environments, template, limits), signals))
+
+
+def run_through(life: Coroutine[Any, Any, int]) -> int:
+    """`asyncio.run` that outlives a `sys.exit()` in a task of the environment's own: the loop stops for it, the task keeps it
+    for the rollout that waits, and the loop goes on."""
+    with asyncio.Runner() as runner:
+        living = runner.get_loop().create_task(life)
+        while True:
+            try:
+                return runner.get_loop().run_until_complete(living)
+            except (SystemExit, KeyboardInterrupt) as error:
+                if isinstance(error, Interrupted) or living.done():
+                    raise
+                log.warning("an environment's own task raised %s; the worker goes on", type(error).__name__)
 
 
 async def _until_stopped(service: Service, signals: Signals) -> int:

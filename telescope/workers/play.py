@@ -21,6 +21,7 @@ from telescope.environments.draws import Draws
 from telescope.environments.template import ChatTemplate
 from telescope.records import RolloutOrder, Sampling
 from telescope.wire.messages import RolloutDone, RolloutFailed
+from telescope.wire.process import Interrupted
 from telescope.workers.load import Loaded, describe
 from telescope.workers.texts import MAX_CAUSE_CHARACTERS, fit
 
@@ -30,8 +31,8 @@ Ask = Callable[[RolloutOrder, int, np.ndarray, Sampling], Awaitable[Sampled]]
 
 
 MAX_NAME_CHARACTERS = 200
-LARGEST_REWARD = 1e6
-"""Beyond it, float32 and the squares of the advantage maths lose what tells rewards apart."""
+REWARD_LIMIT = 1e6
+"""Larger totals are mistakes, and their squares and differences would overflow the advantages."""
 
 
 class BadReward(RuntimeError):
@@ -80,7 +81,9 @@ async def play(
             prompt = loaded.prompt(order.prompt)
             reward = check_reward(await loaded.environment.play(prompt, chat))
         recording = chat.recording()
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything; it is counted by its cause
+    except (asyncio.CancelledError, Interrupted):
+        raise
+    except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit too; it is counted by its cause
         cause = _timed_out(turns, limits) if clock.expired() else _cause(loaded.label, error, chat)
         return failed(order, cause), ()
     return _done(order, prompt, reward, recording, started_ns), _arrays(recording)
@@ -91,14 +94,14 @@ def failed(order: RolloutOrder, cause: str) -> RolloutFailed:
 
 
 def check_reward(reward: Reward) -> Reward:
-    """Raises `BadReward` unless the total and every metric is a finite number, and the total one that advantages can bear."""
+    """Raises `BadReward` unless the total and every metric is a finite number, the total within `REWARD_LIMIT`."""
     if not isinstance(reward, Reward):
         raise BadReward(f"play returned {type(reward).__name__}, not a Reward")
     for name, value in (("total", reward.total), *reward.metrics.items()):
         if not isinstance(value, Real) or not math.isfinite(value):
             raise BadReward(f"the reward's {name} is {value!r}, not a finite number")
-    if abs(reward.total) > LARGEST_REWARD:
-        raise BadReward(f"the reward's total is {reward.total:g}: rewards lie within {LARGEST_REWARD:g} of 0")
+    if abs(reward.total) > REWARD_LIMIT:
+        raise BadReward(f"the reward's total is {reward.total!r}, beyond ±{REWARD_LIMIT:.0e}: scale the environment's rewards")
     return reward
 
 

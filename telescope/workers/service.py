@@ -72,6 +72,7 @@ class Service:
         self._link = link
         self._name = name
         self._environments = environments
+        self._labels = ", ".join(f"environments.{label}" for label in environments)
         self._template = template
         self._limits = limits
         self._threads = RewardThreads(32)
@@ -86,6 +87,7 @@ class Service:
         loop = asyncio.get_running_loop()
         loop.set_default_executor(self._threads)
         self._hopeless = loop.create_future()
+        self._link.progress("waiting for orders")
         receiving = asyncio.ensure_future(self._receive())
         try:
             await asyncio.wait((receiving, self._hopeless), return_when=asyncio.FIRST_COMPLETED)
@@ -120,6 +122,7 @@ class Service:
         key = (order.rollout_id, order.attempt)
         task = asyncio.create_task(self._play(delivery, order), name=f"rollout {order.rollout_id}.{order.attempt}")
         self._rollouts[key] = task
+        self._link.progress(f"playing {len(self._rollouts)} rollouts of {self._labels}")
         task.add_done_callback(lambda done: self._ended(key, done))
 
     async def _play(self, delivery: Delivered, order: RolloutOrder) -> None:
@@ -140,7 +143,7 @@ class Service:
                 order, f"environments.{label}: it raised CancelledError" if reason is None else f"cancelled: {reason}"
             )
         self._answer(delivery, order, body, arrays)
-        self._link.progress(f"playing {len(self._rollouts) - 1} rollouts")
+        self._link.progress(f"playing {len(self._rollouts) - 1} rollouts of {self._labels}")
         self._look_for_hung_threads()
 
     def _answer(
@@ -193,7 +196,7 @@ class Service:
             answer.set_exception(GenerationFailed(f"a completion came with {len(arrays)} arrays, not ids, log-probs, versions"))
         else:
             answer.set_result(Sampled(arrays[0], arrays[1], arrays[2], body.finish_reason))
-        self._link.progress(f"playing {len(self._rollouts)} rollouts")
+        self._link.progress(f"playing {len(self._rollouts)} rollouts of {self._labels}")
 
     def _look_for_hung_threads(self) -> None:
         if self._threads.hung(self._limits.timeout_s) >= self._threads.size:

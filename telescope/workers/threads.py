@@ -30,6 +30,8 @@ class RewardThreads(ThreadPoolExecutor):
             self._since[number] = time.monotonic()
             try:
                 return fn(*args, **kwargs)
+            except StopIteration as error:  # no future can carry it: whoever waits would wait for ever
+                raise RuntimeError(f"it raised StopIteration {error}".rstrip()).with_traceback(error.__traceback__) from error
             finally:
                 del self._since[number]
 

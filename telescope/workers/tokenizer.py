@@ -20,12 +20,10 @@ def load_template(model: ModelSettings, folder: Path) -> ChatTemplate:
 
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except Exception as error:  # the tokenizers library raises plain Exception
         raise TokenizerError(f"model.name={model.name}: its tokenizer can't be loaded: {first_line(error)}") from error
-    if len(tokenizer) <= len(tokenizer.all_special_ids):
-        raise TokenizerError(
-            f"model.name={model.name}: its tokenizer is empty: is tokenizer.json (or what it is made from) missing in {folder}?"
-        )
+    if len(tokenizer.get_vocab()) <= len(tokenizer.all_special_ids):  # transformers makes an empty one where there are no files
+        raise TokenizerError(f"model.name={model.name}: {folder} has no tokenizer files (tokenizer.json or the like)")
     if model.chat_template is None and not tokenizer.chat_template:
         raise TokenizerError(
             f"model.name={model.name} has no chat template (a base model?): give one as model.chat_template, in Jinja"

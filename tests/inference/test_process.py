@@ -79,7 +79,9 @@ def generate(name: str = "r1") -> Generate:
 
 
 @asynccontextmanager
-async def bench(folder: Path, **changes: object) -> AsyncIterator[Bench]:
+async def bench(
+    folder: Path, program: tuple[str, ...] = ("-m", "telescope.inference"), **changes: object
+) -> AsyncIterator[Bench]:
     settings = {"inference": InferenceSettings(engine="fake", http=False, max_model_len=64)} | changes
     config = RunConfig(
         environments={"countdown": EnvironmentEntry(name="countdown")}, algorithm=GRPO(), backend=Fake(), **settings
@@ -90,7 +92,7 @@ async def bench(folder: Path, **changes: object) -> AsyncIterator[Bench]:
     identity = read_identity(directory)
     make_keys(directory, ["orchestrator", "server-0"])
     hub = await Hub.open(directory, run=identity.run_id, attempt=identity.attempt, config_hash=config_hash(config))
-    arguments = ["-m", "telescope.inference", "--run-dir", str(directory.path), "--name", "server-0"]
+    arguments = [*program, "--run-dir", str(directory.path), "--name", "server-0"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     process = await asyncio.create_subprocess_exec(sys.executable, *arguments, env=environment, stderr=subprocess.PIPE)
     try:
@@ -138,6 +140,30 @@ async def test_sigterm_ends_it_with_143_and_a_goodbye(tmp_path: Path):
         code, said = await here.ended()
         assert code == 143
         assert said.endswith("interrupted by SIGTERM")
+
+
+HANGS_IN_CLOSE = """
+import asyncio, sys
+from telescope.inference import main
+from telescope.inference.fake import FakeEngine
+
+class Hanging(FakeEngine):
+    async def close(self):
+        await asyncio.Event().wait()
+
+main.FakeEngine, main.CLOSE_S = Hanging, 0.5
+sys.exit(main.main())
+"""
+
+
+async def test_an_interrupted_server_that_closes_late_is_still_interrupted(tmp_path: Path):
+    async with bench(tmp_path, ("-c", HANGS_IN_CLOSE)) as here:
+        await here.joined()
+        here.process.send_signal(signal.SIGTERM)
+        code, said = await here.ended()
+        assert code == 143
+        assert said.endswith("server-0: it did not close within its deadline=0.5 s")
+        assert not here.directory.failure("server-0").exists()
 
 
 async def test_a_taken_port_is_told_in_words_before_anything_is_loaded(tmp_path: Path):

@@ -16,6 +16,7 @@ from conftest import LIMIT_S, Launched
 
 from telescope._launch.plan import read_plan
 from telescope.runlog.layout import RunDirectory
+from telescope.weights.shared_memory import default_folder, run_prefix
 
 START_S = 60.0
 
@@ -69,6 +70,8 @@ def test_kill_9_of_one_process_ends_a_real_run(training: Launched, victim: str) 
     assert str(training.run.log(victim)) in err
     assert training.left_after(0) == []
     assert time.monotonic() - started < LIMIT_S
+    run_id = json.loads(training.run.run_json.read_bytes())["run_id"]
+    assert list(default_folder().glob(f"{run_prefix(run_id)}*")) == []
     if victim != "orchestrator":
         summary = json.loads(training.run.summary_json.read_bytes())
         assert summary["exit_reason"] == f"{victim} was killed by signal 9 (SIGKILL)."

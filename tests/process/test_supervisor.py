@@ -123,6 +123,15 @@ def test_an_orchestrator_that_ends_for_a_silent_peer_speaks_for_it(launch: Launc
     assert launched.left_after(0) == []
 
 
+def test_an_error_of_the_orchestrators_own_is_exit_code_1_in_its_words(launch: Launch) -> None:
+    sentence = "the journal /data/run/journal/core.jsonl cannot be written (No space left on device): free disk space"
+    launched = launch(stand_in("orchestrator", "confess", "1", sentence), stand_in("trainer-0", "obey"))
+    launched.wait_until_up()
+    code, _, err = launched.end()
+    assert code == 1
+    assert f"The run failed: orchestrator ended with exit code 1: {sentence}" in err
+
+
 def test_what_a_process_leaves_behind_is_ended_with_it(launch: Launch) -> None:
     launched = launch(stand_in("orchestrator", "finish", "0.5"), stand_in("worker-0", "leave_orphan"))
     launched.wait_until_up()

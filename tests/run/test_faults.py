@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from tests.run.conftest import Start
 
@@ -99,3 +104,90 @@ def test_a_lost_terminal_is_named_in_the_summary(start: Start):
     os.kill(run.process.pid, signal.SIGHUP)
     assert run.wait(LIMIT_S + 5) == 129
     assert (run.summary()["exit_code"], run.summary()["exit_reason"]) == (129, "interrupted by SIGHUP")
+
+
+# ---- the disk
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[str]:
+    """`run-0` on a file system of 400 kB, and what the system calls its being full. Who may not mount gets a limit on the
+    size of each file instead, which the journal reaches in the same way."""
+    folder = tmp_path / "run-0"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=400k,mode=0700", "tmpfs", folder], check=False, capture_output=True
+    )
+    if mounted.returncode == 0:
+        yield "No space left on device"
+        subprocess.run(["umount", "--lazy", folder], check=True)
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, hard))
+    yield "File too large"
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_disk_that_fills_up_ends_the_run_with_the_journals_sentence(start: Start, small_disk: str):
+    run = start(*LONG)
+    assert run.wait() == 1
+    sentence = f"the journal {run.directory.journal} cannot be written ({small_disk}): free disk space or mend permissions"
+    assert sentence in run.said()
+    summary = run.summary()
+    assert sentence in summary["exit_reason"]
+    assert (summary["ok"], summary["exit_code"]) == (False, 1)
+    assert summary["steps"] > 0
+    assert summary["reasons"]["cancelled: the run ended"] > 0
+    assert run.left_after(5) == []
+
+
+def test_rows_that_cannot_be_written_stop_no_training(start: Start):
+    run = start("experiment=fake", "number_of_steps=5", "backend.step_s=0.05")
+    live = run.directory.path / "live"
+    run.until(live.is_dir, "a run directory")
+    (live / "orchestrator").write_text("a file where the rows' folder should be")
+    assert run.wait() == 0
+    summary = run.summary()
+    assert (summary["ok"], summary["steps"]) == (True, 5)
+    assert summary["log"]["rows_unlogged"] > 5 * 4 * 4
+    assert run.rows("step_metrics") == []
+    log = run.directory.log("orchestrator").read_text()
+    assert log.count("cannot be written") == 1
+    assert "training goes on, the rows are counted as unlogged" in log
+
+
+def test_a_status_that_cannot_be_written_stops_no_training_and_is_said_once(start: Start):
+    run = start("experiment=fake", "number_of_steps=5", "backend.step_s=0.3")
+    run.until(run.directory.path.joinpath("live").is_dir, "a run directory")
+    run.directory.status_json.mkdir()
+    (run.directory.status_json / "in-the-way").write_text("")
+    assert run.wait() == 0
+    assert run.directory.log("orchestrator").read_text().count("status.json cannot be written") == 1
+
+
+def test_a_journal_that_cannot_be_opened_is_the_reason_in_the_summary(start: Start):
+    run = start("experiment=fake")
+    run.until(run.directory.journal.parent.is_dir, "a run directory")
+    run.directory.journal.write_text("somebody else's")
+    assert run.wait() == 1
+    assert "core.jsonl cannot be written (File exists)" in run.summary()["exit_reason"]
+    assert "core.jsonl cannot be written (File exists)" in run.said()
+
+
+def test_an_error_in_the_orchestrator_is_the_reason_in_the_summary(start: Start, tmp_path: Path):
+    folder = tmp_path / "mine" / "plugins" / "algorithms"
+    folder.mkdir(parents=True)
+    (folder / "broken.py").write_text(
+        "from telescope.algorithms.grpo import GRPO\n"
+        "class Broken(GRPO):\n"
+        "    def advantages(self, rewards, groups, *, group_size):\n"
+        "        raise LookupError('no baseline for this group')\n"
+    )
+    run = start("experiment=fake", "--config-dir", str(tmp_path / "mine"), "algorithm=broken")
+    assert run.wait() == 1
+    summary = run.summary()
+    assert summary["exit_reason"] == "orchestrator ended with LookupError: no baseline for this group"
+    assert (summary["ok"], summary["exit_code"]) == (False, 1)
+    assert summary["reasons"]["cancelled: the run ended"] > 0
+    assert "no baseline for this group" in run.said()
+    assert "Traceback" in run.directory.log("orchestrator").read_text()

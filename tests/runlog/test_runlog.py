@@ -207,6 +207,27 @@ def test_a_full_disk_under_the_journal_says_so_in_a_sentence(tmp_path: Path):
         journal.append(b"{}")
 
 
+def test_room_set_aside_takes_the_last_words_on_a_full_disk(tmp_path: Path):
+    """The real thing, a tiny file system, is in tests/run/test_faults.py."""
+    script = (
+        "import errno, os, pathlib, sys\n"
+        "from telescope.runlog import layout\n"
+        "def full(*_): raise OSError(errno.ENOSPC, 'No space left on device')\n"
+        "said, other = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])\n"
+        "with layout.reserved(said, nbytes=100):\n"
+        "    os.fsync = full\n"
+        "    layout.write_atomically(said, 'the disk is full')\n"
+        "    try:\n"
+        "        layout.write_atomically(other, 'nobody kept room for this')\n"
+        "    except OSError as error:\n"
+        "        print(error.strerror)\n"
+    )
+    arguments = [sys.executable, "-c", script, str(tmp_path / "said.txt"), str(tmp_path / "other.txt")]
+    assert subprocess.check_output(arguments, text=True, timeout=30) == "No space left on device\n"
+    assert (tmp_path / "said.txt").read_text() == "the disk is full"
+    assert [file.name for file in tmp_path.iterdir()] == ["said.txt"]
+
+
 def test_the_journal_leaves_out_a_torn_last_line(tmp_path: Path):
     path = tmp_path / "core.jsonl"
     journal = Journal(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -17,7 +18,9 @@ from telescope.environments.countdown import Countdown
 from telescope.environments.template import ChatTemplate
 from telescope.records import RolloutOrder, Sampling
 from telescope.wire.messages import RolloutDone, RolloutFailed
-from telescope.workers.play import Ask, Limits, check_reward, play, turn_seed
+from telescope.workers.main import run_through
+from telescope.workers.play import Ask, BadReward, Limits, check_reward, play, turn_seed
+from telescope.workers.threads import RewardThreads
 from tests.workers.conftest import LIMITS, loaded, order
 
 
@@ -120,7 +123,7 @@ async def test_a_reward_too_large_for_the_advantage_maths_is_a_failure(template:
         def reward(self, prompt: Prompt, answer: str) -> Reward:
             return Reward(-1e308)
 
-    assert "the reward's total is -1e+308: rewards lie within 1e+06 of 0" in await failure(Huge(), template)
+    assert "the reward's total is -1e+308, beyond ±1e+06" in await failure(Huge(), template)
 
 
 @pytest.mark.timeout(30)
@@ -211,3 +214,59 @@ async def test_an_async_reward_function_is_awaited(template: ChatTemplate) -> No
     body, _ = await play(order(), loaded(Judge()), template, LIMITS, answering(template, "ba"))
     assert isinstance(body, RolloutDone)
     assert body.reward == 0.25
+
+
+@pytest.mark.parametrize("error", [StopIteration("next"), SystemExit(3), KeyboardInterrupt()])
+async def test_whatever_a_reward_function_raises_in_its_thread_is_a_failure(
+    template: ChatTemplate, error: BaseException
+) -> None:
+    class Raising(Task):
+        def reward(self, prompt: Prompt, answer: str) -> Reward:
+            raise error
+
+    cause = await failure(Raising(), template)
+    assert type(error).__name__ in cause
+    assert cause.startswith("environments.task: ")
+    assert "test_play.py line" in cause
+
+
+async def test_stop_iteration_in_a_thread_of_the_plays_own_is_a_failure(template: ChatTemplate) -> None:
+    class Own(Task):
+        async def play(self, prompt: Prompt, chat: Chat) -> Reward:
+            await chat.say(*prompt.turns)
+            return Reward(await asyncio.to_thread(next, iter(())))
+
+    asyncio.get_running_loop().set_default_executor(RewardThreads(1))
+    assert "it raised StopIteration" in await failure(Own(), template)
+
+
+async def test_play_that_exits_is_a_failure(template: ChatTemplate) -> None:
+    class Exiting(Task):
+        async def play(self, prompt: Prompt, chat: Chat) -> Reward:
+            sys.exit(4)
+
+    assert (await failure(Exiting(), template)).startswith("environments.task: SystemExit: 4 (")
+
+
+def test_the_loop_outlives_an_exit_in_a_task_of_the_environments_own(template: ChatTemplate) -> None:
+    async def judge() -> float:
+        await asyncio.sleep(0)
+        sys.exit(5)
+
+    class Judged(Task):
+        async def play(self, prompt: Prompt, chat: Chat) -> Reward:
+            await chat.say(*prompt.turns)
+            return Reward(sum(await asyncio.gather(judge(), judge())))
+
+    async def live() -> int:
+        assert (await failure(Judged(), template)).startswith("environments.task: SystemExit: 5 (")
+        return 7
+
+    assert run_through(live()) == 7
+
+
+async def test_rewards_beyond_a_million_are_refused() -> None:
+    assert check_reward(Reward(-1e6)).total == -1e6
+    for value in (1.1e6, -1e300):
+        with pytest.raises(BadReward, match=r"the reward's total is .* beyond ±1e\+06"):
+            check_reward(Reward(value))

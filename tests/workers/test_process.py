@@ -181,7 +181,7 @@ async def test_a_broken_environment_leaves_one_sentence(tmp_path: Path) -> None:
     assert process.returncode == 1
     sentence = directory.failure("worker-0").read_text().strip()
     assert sentence == (
-        "environments.task: environment 'mine' can't be imported: RuntimeError: the data set is not here "
+        "worker-0: environments.task: environment 'mine' can't be imported: RuntimeError: the data set is not here "
         f"(in {tmp_path}/environments/mine.py)"
     )
     assert stderr.decode().splitlines()[-1] == sentence

@@ -64,13 +64,14 @@ async def test_an_order_becomes_a_request_and_the_completion_its_answer(template
     async with serving(template) as (link, running):
         asked = link.deliver(RunRollout(order(7, attempt=1)))
         (request,) = await link.until_sent(Generate)
+        assert link.steps == ["waiting for orders", "playing 1 rollouts of environments.task"]
         assert (request.request_id, request.rollout_id, request.attempt, request.turn) == ("worker-0/7.1.0", 7, 1, 0)
         assert link.sent[0][1][0].tolist() == [4, 71, 72, 5]
         complete(link, request)
         (done,) = await link.until_sent(RolloutDone)
         assert done.reward == 1.0
         assert link.sent[-1][2] is asked
-        assert link.steps[-1] == "playing 0 rollouts"
+        assert link.steps[-1] == "playing 0 rollouts of environments.task"
         link.deliver(Stop("all steps are done"))
         assert await running == "all steps are done"
 

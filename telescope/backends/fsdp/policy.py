@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from telescope.backends.common import attention
 from telescope.backends.common.logprobs import logprobs
-from telescope.config.models import model_problem, model_source
+from telescope.config.models import check_files, check_weights, model_path, model_problem, model_source
 
 if TYPE_CHECKING:
     from telescope.config.parts import ModelSettings
@@ -130,19 +130,20 @@ def load(model: ModelSettings, kind: attention.Kind, dtype: torch.dtype) -> Any:
     problem = model_problem(model.name)
     if problem is not None:
         raise UnfitModel(problem.sentence)
-    source = model_source(model.name)
+    folder = model_path(model.name)
+    if folder is not None:
+        check_files(model.name, folder)
+        check_weights(model.name, folder)
     try:
         lm = AutoModelForCausalLM.from_pretrained(
-            source,
+            model_source(model.name),
             dtype=dtype,
             attn_implementation=attention.register(kind),
             trust_remote_code=model.trust_remote_code,
         )
-    except (SafetensorError, OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UnfitModel(
-            f"model.name={model.name}: its weights in {source} can't be loaded ({said}): fetch them again"
-        ) from error
+        raise UnfitModel(f"model.name={model.name}: it can't be loaded: {said}") from error
     _check(lm)
     _no_dropout(lm)
     return lm.train()
