@@ -18,7 +18,7 @@ from telescope._launch.plan import read_plan
 from telescope.runlog.layout import RunDirectory
 from telescope.weights.shared_memory import default_folder, run_prefix
 
-START_S = 60.0
+START_S = 120.0
 
 
 @pytest.fixture

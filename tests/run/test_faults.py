@@ -78,34 +78,6 @@ def test_a_run_directory_in_use_is_refused(start: Start, tmp_path: Path):
     assert "never reused" in run.said()
 
 
-def test_a_worker_that_never_comes_is_named_with_the_setting(start: Start, tmp_path: Path):
-    folder = tmp_path / "mine" / "plugins" / "environments"
-    folder.mkdir(parents=True)
-    (folder / "hangs.py").write_text(
-        "import threading\n"
-        "from telescope.environments.base import SingleTurn, Prompt, Reward\n"
-        "class Hangs(SingleTurn):\n"
-        "    def prompts(self, split):\n"
-        "        threading.Event().wait(300)\n"
-        "        return []\n"
-        "    def reward(self, prompt, answer):\n"
-        "        return Reward(0.0)\n"
-    )
-    run = start("experiment=fake", "--config-dir", str(tmp_path / "mine"), "env=hangs", "cluster.placement_timeout_s=20")
-    assert run.wait() == 70
-    sentence = "worker-0 did not say hello within cluster.placement_timeout_s=20 s; their logs say why"
-    assert run.summary()["exit_reason"] == sentence
-    assert sentence in run.said()
-
-
-def test_a_lost_terminal_is_named_in_the_summary(start: Start):
-    run = start(*LONG)
-    run.until_step(1)
-    os.kill(run.process.pid, signal.SIGHUP)
-    assert run.wait(LIMIT_S + 5) == 129
-    assert (run.summary()["exit_code"], run.summary()["exit_reason"]) == (129, "interrupted by SIGHUP")
-
-
 # ---- the disk
 
 
@@ -191,3 +163,31 @@ def test_an_error_in_the_orchestrator_is_the_reason_in_the_summary(start: Start,
     assert summary["reasons"]["cancelled: the run ended"] > 0
     assert "no baseline for this group" in run.said()
     assert "Traceback" in run.directory.log("orchestrator").read_text()
+
+
+def test_a_worker_that_never_comes_is_named_with_the_setting(start: Start, tmp_path: Path):
+    folder = tmp_path / "mine" / "plugins" / "environments"
+    folder.mkdir(parents=True)
+    (folder / "hangs.py").write_text(
+        "import threading\n"
+        "from telescope.environments.base import SingleTurn, Prompt, Reward\n"
+        "class Hangs(SingleTurn):\n"
+        "    def prompts(self, split):\n"
+        "        threading.Event().wait(300)\n"
+        "        return []\n"
+        "    def reward(self, prompt, answer):\n"
+        "        return Reward(0.0)\n"
+    )
+    run = start("experiment=fake", "--config-dir", str(tmp_path / "mine"), "env=hangs", "cluster.placement_timeout_s=20")
+    assert run.wait() == 70
+    sentence = "worker-0 did not say hello within cluster.placement_timeout_s=20 s; their logs say why"
+    assert run.summary()["exit_reason"] == sentence
+    assert sentence in run.said()
+
+
+def test_a_lost_terminal_is_named_in_the_summary(start: Start):
+    run = start(*LONG)
+    run.until_step(1)
+    os.kill(run.process.pid, signal.SIGHUP)
+    assert run.wait(LIMIT_S + 5) == 129
+    assert (run.summary()["exit_code"], run.summary()["exit_reason"]) == (129, "interrupted by SIGHUP")
