@@ -180,7 +180,9 @@ def test_a_worker_that_never_comes_is_named_with_the_setting(start: Start, tmp_p
     )
     run = start("experiment=fake", "--config-dir", str(tmp_path / "mine"), "env=hangs", "cluster.placement_timeout_s=20")
     assert run.wait() == 70
-    assert "worker-0 did not say hello within cluster.placement_timeout_s=20 s; their logs say why" in run.said()
+    sentence = "worker-0 did not say hello within cluster.placement_timeout_s=20 s; their logs say why"
+    assert run.summary()["exit_reason"] == sentence
+    assert sentence in run.said()
 
 
 def test_a_lost_terminal_is_named_in_the_summary(start: Start):
