@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import stat
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -202,18 +200,6 @@ def test_plan_counts_the_updates_of_a_step(capsys):
     said = capsys.readouterr().out
     assert "A step makes 5 optimiser updates, each on 6 or 7 groups." in said
     assert "A trained group is at most 9 versions old (49 optimiser updates)" in said
-
-
-@pytest.mark.parametrize("after_s", [0.15, 0.5, 0.9])
-def test_an_early_ctrl_c_is_one_line(tmp_path, after_s):
-    """Also within the imports, where Python itself would print a traceback."""
-    command = [sys.executable, "-m", "telescope.run", "experiment=fake", f"run_dir={tmp_path / 'run'}"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    time.sleep(after_s)
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=30)
-    assert "Traceback" not in said
-    assert process.returncode == 130 or (process.returncode == -signal.SIGINT and not said)  # before our first line ran
 
 
 def test_closed_streams_do_not_stop_a_command(tmp_path):
