@@ -38,7 +38,7 @@ class WholeRun:
         except psutil.NoSuchProcess:
             return
 
-    def wait(self, limit_s: float = 90.0) -> int:
+    def wait(self, limit_s: float = 110.0) -> int:
         """The exit code; fails with the run's output where the run does not end in time."""
         deadline = time.monotonic() + limit_s
         while True:
@@ -107,7 +107,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     def begin(*overrides: str, environ: dict[str, str] | None = None, cwd: Path = ROOT) -> WholeRun:
         directory = tmp_path / f"run-{len(runs)}"
         output = tmp_path / f"output-{len(runs)}.txt"
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", **(environ or {})}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", "LD_PRELOAD": "", **(environ or {})}
         with output.open("w") as file:
             process = subprocess.Popen(
                 [sys.executable, "-m", "telescope.run", f"run_dir={directory}", *overrides],

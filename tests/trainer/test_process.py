@@ -91,7 +91,7 @@ async def bench(folder: Path, backend: BackendSettings, **changes: object) -> As
     make_keys(directory, ["orchestrator", "trainer-0"])
     hub = await Hub.open(directory, run=identity.run_id, attempt=identity.attempt, config_hash=identity.config_hash)
     arguments = ["-m", "telescope.trainer", "--run-dir", str(directory.path), "--name", "trainer-0"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "LD_PRELOAD": ""}  # vLLM sets one
     process = await asyncio.create_subprocess_exec(sys.executable, *arguments, env=environment, stderr=subprocess.PIPE)
     try:
         yield Bench(hub, directory, identity.run_id, process)
