@@ -60,7 +60,7 @@ class OrchestratorSettings(Settings):
     """Slots follow what the engines report: fewer where a KV cache is full, requests are thrown out of it or a queue lasts,
     more again (up to max_concurrent_prompts_per_server) where it is calm. Needs individual lanes."""
     kv_soft: float = Field(default=0.85, gt=0, le=1)
-    """Share of a server's KV cache in use from which groups avoid it, and no rollout starts for it with adaptive_concurrency."""
+    """Share of a server's KV cache in use from which groups avoid it; with adaptive_concurrency none starts for it."""
     kv_hard: float = Field(default=0.95, gt=0, le=1)
     """Share from which adaptive_concurrency takes slots away, a quarter at once; must not be below kv_soft."""
     stuck_s: float = Field(default=600.0, gt=0, le=1_000_000)

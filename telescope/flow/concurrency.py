@@ -15,8 +15,9 @@ from telescope.flow.settings import FlowSettings
 SETTLE_S = 2.0
 """After a cut the lanes stay as they are for so long: what was cut off needs its time to end and to show in the reports."""
 GROW_S = 1.0
-GROWTH_PARTS = 32
-"""Calm lanes grow by so small a part of the full number each `GROW_S`: from one lane to all in half a minute."""
+GROWTH_PARTS = 16
+"""Calm lanes grow by so small a part of themselves each `GROW_S`, and by one at least: from 1 to 256 in a minute, and beyond
+what the cache holds by little."""
 
 
 class Pressure(IntEnum):
@@ -57,8 +58,7 @@ class Share:
                 self.limit = max(1, min(self.limit, outstanding) * 3 // 4)
                 self._next_cut = self._next_growth = now + SETTLE_S
         elif self.pressure is Pressure.CALM and load.waiting == 0 and now >= self._next_growth:
-            most = self._settings.lanes_per_server
-            self.limit = min(most, self.limit + max(1, most // GROWTH_PARTS))
+            self.limit = min(self._settings.lanes_per_server, self.limit + max(1, self.limit // GROWTH_PARTS))
             self._next_growth = now + GROW_S
 
     def idle(self) -> None:
