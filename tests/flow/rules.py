@@ -81,6 +81,13 @@ class Rules:
         """What each server has said last since it had nothing to do."""
         self.moved: set[str] = set()
         """Servers of whom a report gave reason to doubt that they are calm."""
+        self.freed = 0
+        """Lanes that were free before their rollout was answered."""
+        self.loads_heard = 0
+        self.moves: list[do.Place] = []
+        """Placements away from a group's server though that had room."""
+        self.most_lanes = 0
+        self.fewest_lanes = 10**9
         self.refused: set[str] = set()
         self.groups: dict[int, Known] = {}
         self.forgotten: set[int] = set()
@@ -135,9 +142,11 @@ class Rules:
                         self._calm(server)
             case seen.GenerationOver():
                 order = self.orders.get((event.rollout_id, event.attempt))
-                if order is not None:
+                if order is not None and not order.over:
                     order.over = True
+                    self.freed += self.settings.free_lane
             case seen.ServerLoad(server=server):
+                self.loads_heard += 1
                 if self.outstanding.get(server):
                     before = self.loads.get(server)
                     grew = event.preemptions > (before.preemptions if before else 0)
@@ -271,6 +280,7 @@ class Rules:
         if settings.individual_lanes:
             used = sum(not (settings.free_lane and order.over) for order in self.orders.values())
             lanes = sum(map(self._lanes_of, self.servers))
+            self.most_lanes, self.fewest_lanes = max(self.most_lanes, lanes), min(self.fewest_lanes, lanes)
         else:
             held = {rollout_id // settings.group_size for rollout_id, _ in self.orders}
             held |= {number for number, group in self.groups.items() if group.v_start >= 0 and group.state in PLAYING}
@@ -296,6 +306,7 @@ class Rules:
         v_start = group.v_start
         if group.server != command.server and group.server is not None and self._could_take(group.server, v_start):
             keep(group.server in self.moved, f"{command}: its group is at {group.server}, which has room and is calm")
+            self.moves.append(command)
         group.server = command.server
         keep(self.servers[command.server] >= v_start, f"{command}: the server is older than v_start={v_start}")
         self.requests[command.request_id] = (key, command.server)
