@@ -24,7 +24,7 @@ class Conflict:
 
 def conflicts(config: RunConfig) -> list[Conflict]:
     """Every impossible combination, each in a sentence that names the remedy."""
-    return [*_lengths(config), *_groups(config), *_schedule(config), *_processes(config)]
+    return [*_lengths(config), *_groups(config), *_lanes(config), *_schedule(config), *_processes(config)]
 
 
 def _lengths(config: RunConfig) -> Iterator[Conflict]:
@@ -62,6 +62,23 @@ def _groups(config: RunConfig) -> Iterator[Conflict]:
             paths,
             f"rollout.min_group_size={least} must not be above rollout.group_size={group_size}, or every group fails: "
             f"set rollout.min_group_size={group_size}",
+        )
+
+
+def _lanes(config: RunConfig) -> Iterator[Conflict]:
+    orchestrator = config.orchestrator
+    for name in ("free_lane_after_generation", "adaptive_concurrency"):
+        if getattr(orchestrator, name) and not orchestrator.enable_individual_sample_lanes:
+            yield Conflict(
+                (f"orchestrator.{name}", "orchestrator.enable_individual_sample_lanes"),
+                f"orchestrator.{name}=true needs orchestrator.enable_individual_sample_lanes=true: without it a lane "
+                f"belongs to a whole group; set orchestrator.{name}=false, or leave individual lanes on",
+            )
+    if orchestrator.kv_soft > orchestrator.kv_hard:
+        yield Conflict(
+            ("orchestrator.kv_soft", "orchestrator.kv_hard"),
+            f"orchestrator.kv_soft={orchestrator.kv_soft} must not be above orchestrator.kv_hard={orchestrator.kv_hard}: lower "
+            "the first or raise the second",
         )
 
 

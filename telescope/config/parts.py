@@ -54,6 +54,15 @@ class OrchestratorSettings(Settings):
     """Drop groups whose rewards are all equal."""
     enable_individual_sample_lanes: bool = True
     """A concurrency slot is a sample; false: a group."""
+    free_lane_after_generation: bool = True
+    """A sample's slot is free once its last token is there, before its reward. Needs individual lanes."""
+    adaptive_concurrency: bool = False
+    """Slots follow what the engines report: fewer where a KV cache is full, requests are thrown out of it or a queue lasts,
+    more again (up to max_concurrent_prompts_per_server) where it is calm. Needs individual lanes."""
+    kv_soft: float = Field(default=0.85, gt=0, le=1)
+    """Share of a server's KV cache in use from which groups avoid it; with adaptive_concurrency none starts for it."""
+    kv_hard: float = Field(default=0.95, gt=0, le=1)
+    """Share from which adaptive_concurrency takes slots away, a quarter at once; must not be below kv_soft."""
     stuck_s: float = Field(default=600.0, gt=0, le=1_000_000)
     """A peer that beats without progress on its orders for this long is stuck, and the run ends with its name."""
     silent_s: float = Field(default=15.0, gt=0, le=1_000_000)
@@ -138,6 +147,8 @@ class InferenceSettings(Settings):
     """Keep the KV cache of prompts that begin alike, such as the samples of one group."""
     fake_token_s: float = Field(default=0.0, ge=0, le=1_000)
     """Seconds that the fake engine takes for a token."""
+    fake_kv_tokens: int | None = Field(default=None, ge=1, le=1_000_000_000)
+    """Tokens that the fake engine says its KV cache holds; null: no end of them."""
 
 
 class WeightSyncSettings(Settings):

@@ -34,8 +34,16 @@ class FlowSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Tries of one rollout that fails for infrastructure reasons."""
     individual_lanes: bool = True
     """A concurrency slot is a sample; false: a group."""
+    free_lane: bool = False
+    """A sample's lane is free once its last generation is over, before its reward; needs individual lanes."""
     prompts_per_server: int = 32
     """Group lanes of one server, or that many times `group_size` sample lanes."""
+    kv_soft: float = 0.85
+    """Share of a server's KV cache in use from which groups avoid it, and (adaptive) no new rollout starts on its share."""
+    kv_hard: float = 0.95
+    """Share from which (adaptive) its lanes shrink."""
+    adaptive: bool = False
+    """Lanes follow what the servers' engines report; false: their number is fixed."""
     environments: tuple[tuple[str, float], ...]
     """(label, weight) of each environment; labels are the names on the workers' environment cards."""
     split: str = "train"
@@ -67,6 +75,12 @@ class FlowSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             raise ValueError(
                 f"min_group_size={self.min_group_size} is above group_size={self.group_size}: every group would fail; lower it"
             )
+        for name, needs in (("free_lane", "a group's lane is free when all its samples are through"),
+                            ("adaptive", "it counts the requests on a server, not groups")):  # fmt: skip
+            if getattr(self, name) and not self.individual_lanes:
+                raise ValueError(f"{name} needs individual_lanes: {needs}; switch {name} off, or individual_lanes on")
+        if not 0 < self.kv_soft <= self.kv_hard <= 1:
+            raise ValueError(f"kv_soft={self.kv_soft} and kv_hard={self.kv_hard} must be in order: 0 < soft <= hard <= 1")
         if not self.environments:
             raise ValueError("environments is empty: name at least one environment to draw prompts from")
         labels = [label for label, _ in self.environments]

@@ -34,6 +34,16 @@ class WeightState:
     pause_s: float
 
 
+@dataclass(frozen=True)
+class Load:
+    """How much an engine has to do. `kv_used` is a share, `preemptions` counts since its start."""
+
+    kv_used: float = 0.0
+    running: int = 0
+    waiting: int = 0
+    preemptions: int = 0
+
+
 class EngineDead(RuntimeError):
     """The engine can serve nothing any more; the process must end with this message."""
 
@@ -54,6 +64,11 @@ class Engine(Protocol):
     @property
     def client(self) -> Any:
         """What an HTTP application is built around; None where the engine has none."""
+        ...
+
+    @property
+    def load(self) -> Load:
+        """As of its latest step."""
         ...
 
     def on_step(self, stepped: Callable[[], None]) -> None:

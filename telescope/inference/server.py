@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 
-from telescope.inference.engine import Engine, EngineDead, RequestRefused, WeightsRefused, WeightState
+from telescope.inference.engine import Engine, EngineDead, Load, RequestRefused, WeightsRefused, WeightState
 from telescope.wire.happenings import Delivery
 from telescope.wire.messages import (
     Abort,
@@ -20,6 +21,7 @@ from telescope.wire.messages import (
     Body,
     CommitWeights,
     Completion,
+    EngineLoad,
     Generate,
     GenerateFailed,
     PrepareWeights,
@@ -28,6 +30,10 @@ from telescope.wire.messages import (
     WeightsReady,
 )
 
+LOAD_EVERY_S = 0.25
+"""The engine's load is told at most so often."""
+KV_DIGITS = 2
+"""Smaller changes of the KV cache's use are no news."""
 STOP_S = 1.0
 """How long running requests may still take to end when the run stops: they are aborted, and nobody waits for them."""
 
@@ -60,7 +66,9 @@ class Server:
         self._others: set[asyncio.Task[None]] = set()
         self._failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self._served = 0
-        engine.on_step(lambda: link.progress(self._doing(len(self._requests))))
+        self._told = Load()
+        self._telling: asyncio.TimerHandle | None = None
+        engine.on_step(self._stepped)
 
     async def run(self) -> str:
         """Returns Stop's reason. Raises `EngineDead`, what the link raises, or what should not have happened."""
@@ -75,6 +83,8 @@ class Server:
                 raise EngineDead(dying.result())
             return receiving.result()
         finally:
+            if self._telling is not None:
+                self._telling.cancel()
             for task in (receiving, dying, *self._others):
                 task.cancel()
             await self._end_requests()
@@ -107,6 +117,25 @@ class Server:
             del self._requests[request_id]
         if not task.cancelled() and (error := task.exception()) is not None and not self._failed.done():
             self._failed.set_result(error)
+
+    # ---- what the engine says of itself ------------------------------------------------------------------------------
+
+    def _stepped(self) -> None:
+        self._link.progress(self._doing(len(self._requests)))
+        if self._telling is None and self._load() != self._told:
+            self._tell_load()
+
+    def _load(self) -> Load:
+        load = self._engine.load
+        return replace(load, kv_used=round(load.kv_used, KV_DIGITS))
+
+    def _tell_load(self) -> None:
+        """Send what has changed, and look again after a while: the next change may have come by then."""
+        load, self._telling = self._load(), None
+        if load != self._told:
+            self._told = load
+            self._link.send(EngineLoad(load.kv_used, load.running, load.waiting, load.preemptions))
+            self._telling = asyncio.get_running_loop().call_later(LOAD_EVERY_S, self._tell_load)
 
     # ---- requests ---------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ import numpy as np
 from telescope.config.models import end_ids
 from telescope.config.parts import WeightSyncSettings
 from telescope.inference.children import Children, how_it_ended
-from telescope.inference.engine import EngineDead, EngineRefused, Generated, RequestRefused, WeightsRefused, WeightState
+from telescope.inference.engine import EngineDead, EngineRefused, Generated, Load, RequestRefused, WeightsRefused, WeightState
 from telescope.inference.steps import step_teller
 from telescope.inference.versions import CountedTokens, EngineLabels, Versions
 from telescope.inference.vllm_options import ServerPlan, engine_arguments
@@ -63,6 +63,7 @@ class VllmEngine:
         self._children = Children()
         self._versions: Versions
         self._stepped: Callable[[], None] = lambda: None
+        self._load = Load()
 
     async def start(self) -> None:
         """Load the model; blocks the event loop while vLLM starts its child, for there is nothing to be served yet."""
@@ -85,7 +86,7 @@ class VllmEngine:
         # vLLM asks for a fresh interpreter on a CPU; a fork has everything imported already. No thread of ours runs yet.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         try:
-            self._llm = AsyncLLM.from_vllm_config(config, stat_loggers=[step_teller(lambda: self._stepped())])
+            self._llm = AsyncLLM.from_vllm_config(config, stat_loggers=[step_teller(self._has_stepped)])
         except RuntimeError as error:
             raise EngineDead(start_failure(str(error))) from error
         self._children.watch_new()
@@ -100,6 +101,15 @@ class VllmEngine:
 
     def on_step(self, stepped: Callable[[], None]) -> None:
         self._stepped = stepped
+
+    @property
+    def load(self) -> Load:
+        return self._load
+
+    def _has_stepped(self, load: Load, sampled: bool) -> None:
+        self._load = load
+        if sampled:
+            self._stepped()
 
     async def dead(self) -> str:
         return await self._children.first_end()

@@ -184,6 +184,10 @@ class Orchestrator:
                 self._performer.relay.abort(delivery.peer, request_id)
             case messages.Completion() | messages.GenerateFailed() as body:
                 self._answered(delivery, body)
+            case messages.GenerationOver() as body:
+                self._hear(self._performer.generated(delivery, body))
+            case messages.EngineLoad() as body:
+                self._hear(self._performer.load_of(delivery.peer, body))
             case messages.RolloutDone() | messages.RolloutFailed() as body:
                 self._hear(self._performer.answered(delivery, body))
             case messages.StepDone() as body:

@@ -100,6 +100,21 @@ class Performer:
             return None
         return self.relay.ask(delivery, body)
 
+    def generated(self, delivery: Delivery, body: messages.GenerationOver) -> events.GenerationOver | None:
+        """A rollout asks for no more tokens. None: it is not (or no longer) one of this worker's."""
+        out = self._orders.get((body.rollout_id, body.attempt))
+        if out is None or out.worker != delivery.peer:
+            return None
+        return events.GenerationOver(rollout_id=body.rollout_id, attempt=body.attempt)
+
+    def load_of(self, server: str, body: messages.EngineLoad) -> events.ServerLoad | None:
+        """What a server's engine reports. None: it is no measure."""
+        try:
+            return events.ServerLoad(server, body.kv_used, body.running, body.waiting, body.preemptions)
+        except ValueError as error:
+            self.complaints.note(server, f"its EngineLoad was ignored: {error}")
+            return None
+
     # ---- rollouts that come back
 
     def answered(

@@ -140,6 +140,13 @@ class RolloutFailed(Message):
     cause: str
 
 
+class GenerationOver(Message):
+    """The rollout will ask for no more tokens; what follows is its reward."""
+
+    rollout_id: int
+    attempt: int
+
+
 # ---- generation: worker -> orchestrator -> server and back, arrays undecoded ----------------------------------------
 
 
@@ -172,6 +179,17 @@ class Completion(Message):
 class GenerateFailed(Message):
     request_id: str
     cause: str
+
+
+class EngineLoad(Message):
+    """What a server's engine has to do; sent when it has changed, a few times a second at most."""
+
+    kv_used: float
+    """Share of its KV cache in use, 0 to 1."""
+    running: int
+    waiting: int
+    preemptions: int
+    """Since the engine's start."""
 
 
 # ---- training and weights -------------------------------------------------------------------------------------------
@@ -243,8 +261,8 @@ class WeightsFailed(Message):
 
 Body = (
     Hello | Welcome | Reject | Heartbeat | Ack | Stop | Goodbye
-    | RunRollout | CancelRollout | RolloutDone | RolloutFailed
-    | Generate | Abort | Completion | GenerateFailed
+    | RunRollout | CancelRollout | GenerationOver | RolloutDone | RolloutFailed
+    | Generate | Abort | Completion | GenerateFailed | EngineLoad
     | TrainStep | StepDone | PublishWeights | WeightsPublished
     | PrepareWeights | CommitWeights | AbortWeights | WeightsReady | WeightsFailed
 )  # fmt: skip

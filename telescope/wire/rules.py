@@ -13,8 +13,10 @@ from telescope.wire.messages import (
     CancelRollout,
     CommitWeights,
     Completion,
+    EngineLoad,
     Generate,
     GenerateFailed,
+    GenerationOver,
     Goodbye,
     Heartbeat,
     Hello,
@@ -41,8 +43,8 @@ SESSION_OF_HUB: frozenset[Kind] = frozenset({Welcome, Reject, Heartbeat, Ack, Go
 """Handled by the session itself, never delivered to the application."""
 
 FROM_PEER: dict[Role, frozenset[Kind]] = {
-    "worker": frozenset({Generate, Abort, RolloutDone, RolloutFailed}),
-    "server": frozenset({Completion, GenerateFailed, WeightsReady, WeightsFailed}),
+    "worker": frozenset({Generate, Abort, GenerationOver, RolloutDone, RolloutFailed}),
+    "server": frozenset({Completion, GenerateFailed, EngineLoad, WeightsReady, WeightsFailed}),
     "trainer": frozenset({StepDone, WeightsPublished, WeightsFailed}),
 }
 FROM_HUB: dict[Role, frozenset[Kind]] = {

@@ -47,6 +47,7 @@ def live(place: Place, signals: Signals) -> int:
         max_tokens=config.rollout.max_tokens,
         max_prompt_tokens=config.inference.max_model_len - config.rollout.max_tokens,
         timeout_s=config.rollout.timeout_s,
+        free_lane=config.orchestrator.free_lane_after_generation,
     )
     environments = load_environments(config)
     template = load_template(config.model, model_folder(config.model.name))

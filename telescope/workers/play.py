@@ -45,6 +45,8 @@ class Limits:
     max_tokens: int
     max_prompt_tokens: int
     timeout_s: float
+    free_lane: bool = False
+    """Say when a rollout's generation is over, before its reward."""
 
 
 class Turns:
@@ -70,12 +72,19 @@ def turn_seed(seed: int, turn: int) -> int:
 
 
 async def play(
-    order: RolloutOrder, loaded: Loaded, template: ChatTemplate, limits: Limits, ask: Ask
+    order: RolloutOrder,
+    loaded: Loaded,
+    template: ChatTemplate,
+    limits: Limits,
+    ask: Ask,
+    generated: Callable[[RolloutOrder], None] = lambda order: None,
 ) -> tuple[RolloutDone | RolloutFailed, Arrays]:
-    """Play the order. Raises nothing but cancellation: every failure becomes a RolloutFailed."""
+    """Play the order; `generated` hears when it asks for no more tokens.
+
+    Raises nothing but cancellation: every failure becomes a RolloutFailed."""
     started_ns = time.time_ns()
     turns = Turns(order, limits, ask)
-    chat = TokenChat(template, turns, limits.max_prompt_tokens)
+    chat = TokenChat(template, turns, limits.max_prompt_tokens, lambda: generated(order))
     try:
         async with asyncio.timeout(limits.timeout_s) as clock:
             prompt = loaded.prompt(order.prompt)

@@ -26,6 +26,7 @@ from telescope.wire.messages import (
     Completion,
     Generate,
     GenerateFailed,
+    GenerationOver,
     RolloutDone,
     RolloutFailed,
     RunRollout,
@@ -133,7 +134,7 @@ class Service:
             if loaded is None:
                 body = failed(order, f"this worker has no environment {order.prompt.environment!r}")
             else:
-                body, arrays = await play(order, loaded, self._template, self._limits, self._ask)
+                body, arrays = await play(order, loaded, self._template, self._limits, self._ask, self._generated)
         except asyncio.CancelledError:
             reason = self._cancelled.get((order.rollout_id, order.attempt))
             if reason is None and self._leaving:  # the link's Goodbye answers for all
@@ -185,6 +186,10 @@ class Service:
             raise
         finally:
             del self._answers[request_id]
+
+    def _generated(self, order: RolloutOrder) -> None:
+        if self._limits.free_lane:
+            self._link.send(GenerationOver(order.rollout_id, order.attempt))
 
     def _answered(self, body: Completion | GenerateFailed, arrays: Sequence[np.ndarray]) -> None:
         answer = self._answers.get(body.request_id)

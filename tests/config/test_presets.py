@@ -113,7 +113,7 @@ DEFAULTS = {
     OrchestratorSettings: {
         "max_concurrent_prompts_per_server": 32, "prompts_batch_size_for_trainer": 16, "max_async_rollout": 2,
         "take_order": "completion", "max_off_policy_steps": 8, "discard_group_zero_advantage": True,
-        "enable_individual_sample_lanes": True,
+        "enable_individual_sample_lanes": True, "free_lane_after_generation": True, "adaptive_concurrency": False,
     },
     TrainerSettings: {
         "learning_rate": 1e-6, "weight_decay": 0.0, "betas": (0.9, 0.999), "grad_clip": 1.0, "lr_scheduler": "constant",

@@ -32,6 +32,15 @@ OPTIONS = "countdown | reverse_letters"
         ("cluster.env_num_workers=100000", "cluster.env_num_workers=100000 must be at most 1024"),
         ("cluster.rollouts_per_env_worker=1000001", "cluster.rollouts_per_env_worker=1000001 must be at most 1000000"),
         (
+            "orchestrator.enable_individual_sample_lanes=false",
+            "orchestrator.free_lane_after_generation=true needs orchestrator.enable_individual_sample_lanes=true: without it a "
+            "lane belongs to a whole group; set orchestrator.free_lane_after_generation=false, or leave individual lanes on",
+        ),
+        (
+            "orchestrator.kv_soft=0.96",
+            "orchestrator.kv_soft=0.96 must not be above orchestrator.kv_hard=0.95: lower the first or raise the second",
+        ),
+        (
             "rollout.group_size=100000",
             "orchestrator.max_concurrent_prompts_per_server=32 times rollout.group_size=100000 are 3,200,000 requests in "
             "flight at one server, and 1,000,000 are the most: lower either",
@@ -98,3 +107,11 @@ def test_a_preset_that_another_preset_chooses_is_named_too(tmp_path: Path):
     (tmp_path / "model" / "odd.yaml").write_bytes(b"name: caf\xe9\n")
     said = sentences(compose_one("experiment=outer", config_dir=tmp_path))
     assert said == f"{tmp_path / 'model' / 'odd.yaml'} is not text in UTF-8: save it as UTF-8"
+
+
+def test_lanes_of_groups_run_without_the_two_settings_of_sample_lanes():
+    lanes = ("orchestrator.enable_individual_sample_lanes=false", "orchestrator.free_lane_after_generation=false")
+    assert compose_one(*lanes).config is not None
+    assert "orchestrator.adaptive_concurrency=true needs" in sentences(
+        compose_one(*lanes, "orchestrator.adaptive_concurrency=true")
+    )

@@ -280,3 +280,14 @@ async def test_each_step_is_told_while_a_long_answer_is_generated(old: Served):
     old.engine.on_step(lambda: None)
     assert len(answer.ids) == 200
     assert 50 <= steps <= 202
+
+
+async def test_the_engine_says_how_full_its_cache_is_while_it_works_and_that_it_is_empty_after(old: Served):
+    loads = []
+    old.engine.on_step(lambda: loads.append(old.engine.load))
+    await asyncio.gather(*(old.generate(prompt(6), 200, temperature=COLD) for _ in range(3)))
+    old.engine.on_step(lambda: None)
+    assert max(load.running for load in loads) == 3
+    used = [load.kv_used for load in loads if load.running == 3]
+    assert 0 < used[0] < used[-1] < 1  # 206 tokens are more than one of its blocks
+    assert (old.engine.load.running, old.engine.load.waiting, old.engine.load.kv_used) == (0, 0, 0.0)

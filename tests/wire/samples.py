@@ -88,6 +88,7 @@ SAMPLES = (
     Sample(m.Goodbye("the model folder is missing")),
     Sample(m.RunRollout(ORDER), seq=1),
     Sample(m.CancelRollout(11, 0, "off_policy")),
+    Sample(m.GenerationOver(11, 0)),
     Sample(
         m.RolloutDone(11, 0, 1.0, {"format": 0.5}, (4, 2), 3, 3, 1, "stop", "2+2?", "4", "4", 10, 20, 30), trajectory(6), 2, 1
     ),
@@ -96,6 +97,7 @@ SAMPLES = (
     Sample(m.Abort("11.0.1")),
     Sample(m.Completion("11.0.1", "length", 5, 2, 0.125, 0.5), completion(5), 6, 4),
     Sample(m.GenerateFailed("11.0.1", "server-0 was lost"), (), 7, 4),
+    Sample(m.EngineLoad(0.25, 3, 1, 2)),
     Sample(
         m.TrainStep(
             1,
