@@ -34,6 +34,8 @@ class EnvironmentCard(Record):
     split_sizes: dict[str, int]
     digest: str
     """Hash over the environment's settings and prompts: two workers that disagree would train on different data."""
+    too_long: int = 0
+    """Train prompts that left no room for an answer; they are not among `split_sizes`, and are never drawn."""
 
 
 class Sampling(Record):

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
+from telescope.flow.curriculum import Pool, Pools
 from telescope.settings import Settings
 
 Dtype = Literal["float32", "float16", "bfloat16"]
@@ -30,11 +31,49 @@ class ModelSettings(Settings):
     """Run Python code that the model's repository ships. Opt-in."""
 
 
+class CurriculumPool(Settings):
+    name: str = Field(min_length=1, max_length=100)
+    """What the pool is called."""
+    up_to: float = Field(gt=0, le=1)
+    """Highest pass rate of its prompts; the lowest is that of the pool before."""
+    share: float = Field(default=1.0, ge=0, le=1_000_000)
+    """Weight of the pool among those that have a prompt."""
+
+
+class CurriculumSettings(Settings):
+    """Draw an environment's prompts by how often their samples passed. `curriculum: {}` takes the defaults."""
+
+    pools: tuple[CurriculumPool, ...] = (
+        CurriculumPool(name="hard", up_to=0.2, share=1.0),
+        CurriculumPool(name="medium", up_to=0.8, share=3.0),
+        CurriculumPool(name="easy", up_to=1.0, share=0.5),
+    )
+    """Pools in order of up_to, the last one's 1."""
+    new_share: float = Field(default=3.0, gt=0, le=1_000_000)
+    """Weight of the prompts that were never played, as long as there are any."""
+    window: int = Field(default=2, ge=1, le=1_000)
+    """Latest groups of a prompt whose mean is its pass rate."""
+    pass_above: float = 0.0
+    """A sample passes with a training reward above this."""
+
+    @field_validator("pools")
+    @classmethod
+    def _pools_cover_every_rate(cls, pools: tuple[CurriculumPool, ...]) -> tuple[CurriculumPool, ...]:
+        Pools(tuple(Pool(pool.name, pool.up_to, pool.share) for pool in pools))
+        return pools
+
+
 class EnvironmentEntry(Settings):
     name: str
     """Which environment: a file name in telescope/environments, or in a folder of your own."""
     weight: float = Field(default=1.0, gt=0)
     """Share of prompts drawn from this entry, relative to the other entries."""
+    reward_min: float | None = Field(default=None, allow_inf_nan=False)
+    """Lower end of the rewards expected of it, with reward_max for `rollout.normalize_rewards` and for charts."""
+    reward_max: float | None = Field(default=None, allow_inf_nan=False)
+    """Upper end of the rewards expected of it."""
+    curriculum: CurriculumSettings | None = None
+    """Draw prompts by their pass rates; null: each once an epoch."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """The environment's own typed settings; a typo is refused."""
 
@@ -52,6 +91,10 @@ class OrchestratorSettings(Settings):
     """Retire an incomplete group whose first dispatch is this many versions old (D)."""
     discard_group_zero_advantage: bool = True
     """Drop groups whose rewards are all equal."""
+    enable_prompt_prefetch: bool = True
+    """Workers make and tokenise the next prompts ahead, off their event loop."""
+    prompt_prefetch_buffer_size: int = Field(default=24, ge=1, le=100_000)
+    """Prompts made ready beyond the last one sent out."""
     enable_individual_sample_lanes: bool = True
     """A concurrency slot is a sample; false: a group."""
     stuck_s: float = Field(default=600.0, gt=0, le=1_000_000)

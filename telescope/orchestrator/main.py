@@ -11,12 +11,14 @@ from contextlib import AsyncExitStack
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from telescope.config.parts import CurriculumSettings
 from telescope.config.plugins import PluginError
 from telescope.config.run import RunConfig, as_json, config_hash
 from telescope.config.secrets import SecretMissing
 from telescope.config.words import ConfigError
 from telescope.flow import commands, events
 from telescope.flow.core import Core
+from telescope.flow.curriculum import Pool, Pools
 from telescope.flow.replay import encode_line, encode_opening
 from telescope.flow.settings import FlowSettings
 from telescope.orchestrator.batch import Recipe
@@ -76,10 +78,17 @@ def flow_settings(config: RunConfig) -> FlowSettings:
         number_of_steps=config.number_of_steps,
         seed=config.seed,
         environments=tuple((label, entry.weight) for label, entry in config.environments.items()),
+        curricula={label: _pools(entry.curriculum) for label, entry in config.environments.items() if entry.curriculum},
+        prefetch=orchestrator.prompt_prefetch_buffer_size if orchestrator.enable_prompt_prefetch else 0,
         max_attempts=rollout.max_attempts,
         rollout_deadline_s=rollout.timeout_s + DEADLINE_MARGIN_S,
         absence_deadline_s=config.cluster.placement_timeout_s + ABSENCE_MARGIN_S,
     )
+
+
+def _pools(curriculum: CurriculumSettings) -> Pools:
+    pools = tuple(Pool(pool.name, pool.up_to, pool.share) for pool in curriculum.pools)
+    return Pools(pools, new_share=curriculum.new_share, window=curriculum.window, pass_above=curriculum.pass_above)
 
 
 class _End:

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from telescope.maths.summaries import gini, group_mean, max_median_ratio, summar
 from telescope.orchestrator.batch import Batch
 from telescope.orchestrator.shelf import Scored
 from telescope.orchestrator.updates import WeightUpdate
-from telescope.records import RolloutOrder
+from telescope.records import EnvironmentCard, RolloutOrder
 from telescope.runlog.layout import RunDirectory, write_atomically
 from telescope.runlog.mirror import WandbMirror
 from telescope.runlog.writer import RunLog
@@ -75,6 +75,7 @@ class Recorder:
         self._closing: dict[int, tuple[Batch, dict[str, float]]] = {}
         self.history: list[dict[str, float]] = []
         self.updates_skipped = 0
+        self._prompts: dict[str, dict[str, int]] = {}
         self.tokens: Counter[str] = Counter()
         self.seconds: dict[str, float] = {}
         self._generating_since: float | None = None
@@ -87,6 +88,19 @@ class Recorder:
         the processes."""
         if self._generating_since is None:
             self._generating_since = time.monotonic()
+
+    def environments(self, cards: Sequence[EnvironmentCard]) -> None:
+        """What the workers loaded. Prompts that they left out are told once."""
+        for card in cards:
+            total = card.split_sizes.get("train", 0) + card.too_long
+            if card.too_long and card.name not in self._prompts:
+                sentence = (
+                    f"{card.too_long} of {total} prompts of {card.name} are longer than inference.max_model_len - "
+                    "rollout.max_tokens leaves for them: they are never drawn"
+                )
+                log.warning("%s", sentence)
+                self.alert("warning", f"environments.{card.name}", sentence)
+            self._prompts[card.name] = {"kept": total - card.too_long, "too_long": card.too_long}
 
     # ---- rollouts and groups -----------------------------------------------------------------------------------------
 
@@ -223,6 +237,7 @@ class Recorder:
             self.seconds["training"] = self._step_ends[-1] - (self._generating_since or self._step_ends[0])
         summary = {
             "steps": len(self.history),
+            "prompts": self._prompts,
             "reward_mean_first": self._mean("reward/mean", slice(None, STEPS_AT_EACH_END)),
             "reward_mean_last": self._mean("reward/mean", slice(-STEPS_AT_EACH_END, None)),
             "exact_first": self._mean("sample/exact", slice(None, STEPS_AT_EACH_END)),

@@ -18,11 +18,11 @@ import numpy as np
 from telescope.environments.base import Prompt, Reward
 from telescope.environments.chat import Recording, Sampled, TokenChat
 from telescope.environments.draws import Draws
-from telescope.environments.template import ChatTemplate
 from telescope.records import RolloutOrder, Sampling
 from telescope.wire.messages import RolloutDone, RolloutFailed
 from telescope.wire.process import Interrupted
 from telescope.workers.load import Loaded, describe
+from telescope.workers.prefetch import Openings
 from telescope.workers.texts import MAX_CAUSE_CHARACTERS, fit
 
 Arrays = tuple[np.ndarray, ...]
@@ -70,15 +70,15 @@ def turn_seed(seed: int, turn: int) -> int:
 
 
 async def play(
-    order: RolloutOrder, loaded: Loaded, template: ChatTemplate, limits: Limits, ask: Ask
+    order: RolloutOrder, loaded: Loaded, openings: Openings, limits: Limits, ask: Ask
 ) -> tuple[RolloutDone | RolloutFailed, Arrays]:
     """Play the order. Raises nothing but cancellation: every failure becomes a RolloutFailed."""
     started_ns = time.time_ns()
     turns = Turns(order, limits, ask)
-    chat = TokenChat(template, turns, limits.max_prompt_tokens)
+    chat = TokenChat(openings.template, turns, limits.max_prompt_tokens)
     try:
         async with asyncio.timeout(limits.timeout_s) as clock:
-            prompt = loaded.prompt(order.prompt)
+            prompt = await openings.prompt(loaded, order.prompt)
             reward = check_reward(await loaded.environment.play(prompt, chat))
         recording = chat.recording()
     except (asyncio.CancelledError, Interrupted):
