@@ -93,7 +93,7 @@ class OrchestratorSettings(Settings):
     """Drop groups whose rewards are all equal."""
     enable_prompt_prefetch: bool = True
     """Workers make and tokenise the next prompts ahead, off their event loop."""
-    prompt_prefetch_buffer_size: int = Field(default=24, ge=1, le=100_000)
+    prompt_prefetch_buffer_size: int = Field(default=24, ge=1, le=1_000)
     """Prompts made ready beyond the last one sent out."""
     enable_individual_sample_lanes: bool = True
     """A concurrency slot is a sample; false: a group."""

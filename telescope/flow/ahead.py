@@ -9,6 +9,9 @@ from __future__ import annotations
 from telescope.flow.draws import Draws
 from telescope.records import PromptRef
 
+REMEMBERED = 4
+"""Times the number ahead: names of which is known that they were given. Workers keep more."""
+
 
 class Ahead:
     """Groups are sent out in order of their ids: the prompts of `size` of them are named beyond the last one sent."""
@@ -21,6 +24,7 @@ class Ahead:
         self._foretold: dict[int, PromptRef | None] = {}  # not admitted yet; None: it hangs on results to come
         self._sent = -1
         self._next = 0  # the first group whose prompt was not named
+        self._named: dict[PromptRef, None] = {}
         self._out: list[PromptRef] = []
 
     def admitted(self, group_id: int, prompt: PromptRef) -> None:
@@ -31,7 +35,7 @@ class Ahead:
         foretold = self._foretold.pop(group_id)
         if foretold == prompt:
             return
-        self._out.append(prompt)
+        self._name(prompt)
         if foretold is not None:
             self._scout = self._draws.scout()
             for later in range(self._draws.next_group, self._next):
@@ -44,10 +48,10 @@ class Ahead:
     def hints(self) -> tuple[PromptRef, ...]:
         """Prompts to be made ready that were not named before."""
         while self._next <= self._sent + self._size:
-            if self._next < self._draws.next_group:
-                self._out.extend(filter(None, (self._admitted.get(self._next) if self._next > self._sent else None,)))
-            else:
+            if self._next >= self._draws.next_group:
                 self._foretell(self._next)
+            elif self._next > self._sent:
+                self._name(self._admitted[self._next])
             self._next += 1
         for group_id in [known for known in self._admitted if known <= self._sent]:
             del self._admitted[group_id]
@@ -58,6 +62,15 @@ class Ahead:
         if self._scout.next_group < group_id:
             self._scout = self._draws.scout()
         prompt = self._scout.foretell()
-        if prompt is not None and self._foretold.get(group_id) != prompt:
-            self._out.append(prompt)
+        if prompt is not None:
+            self._name(prompt)
         self._foretold[group_id] = prompt
+
+    def _name(self, prompt: PromptRef) -> None:
+        """Unless it was named a moment ago."""
+        if prompt in self._named:
+            return
+        self._named[prompt] = None
+        self._out.append(prompt)
+        if len(self._named) > REMEMBERED * self._size:
+            del self._named[next(iter(self._named))]
