@@ -39,11 +39,18 @@ class EnvironmentCard(Record):
 
 
 class Sampling(Record):
-    """How tokens are drawn. Log-probs are those of the distribution after `temperature` (processed)."""
+    """How tokens are drawn. Log-probs are those of the distribution after `temperature`, `min_p`, `top_k` and `top_p`
+    (processed)."""
 
     temperature: float
     max_tokens: int
     seed: int
+    top_k: int = 0
+    """0: every token may be drawn."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    """Texts behind which the answer ends; they belong to it."""
 
 
 class RolloutOrder(Record):

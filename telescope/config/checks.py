@@ -24,7 +24,7 @@ class Conflict:
 
 def conflicts(config: RunConfig) -> list[Conflict]:
     """Every impossible combination, each in a sentence that names the remedy."""
-    return [*_lengths(config), *_groups(config), *_schedule(config), *_processes(config)]
+    return [*_lengths(config), *_groups(config), *_rewards(config), *_schedule(config), *_processes(config)]
 
 
 def _lengths(config: RunConfig) -> Iterator[Conflict]:
@@ -63,6 +63,18 @@ def _groups(config: RunConfig) -> Iterator[Conflict]:
             f"rollout.min_group_size={least} must not be above rollout.group_size={group_size}, or every group fails: "
             f"set rollout.min_group_size={group_size}",
         )
+
+
+def _rewards(config: RunConfig) -> Iterator[Conflict]:
+    if not config.rollout.normalize_rewards:
+        return
+    for label, entry in config.environments.items():
+        if entry.reward_range is None:
+            yield Conflict(
+                ("rollout.normalize_rewards",),
+                f"rollout.normalize_rewards=true needs environments.{label}.reward_min and environments.{label}.reward_max: "
+                "give both, or set rollout.normalize_rewards=false",
+            )
 
 
 def _schedule(config: RunConfig) -> Iterator[Conflict]:
@@ -113,7 +125,7 @@ def _processes(config: RunConfig) -> Iterator[Conflict]:
 def warnings(config: RunConfig) -> list[str]:
     """Sentences about a configuration that runs, but hardly as meant."""
     asynchronous = config.orchestrator.max_async_rollout > 0
-    found = config.algorithm.warnings(asynchronous=asynchronous, updates=config.trainer.number_of_minibatches)
+    found = config.algorithm.warnings(asynchronous=asynchronous, updates=config.trainer.updates_per_step)
     if config.trainer.learning_rate == 0:
         found = [*found, "trainer.learning_rate=0: the weights will not change"]
     return found

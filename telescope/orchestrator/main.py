@@ -25,6 +25,7 @@ from telescope.orchestrator.batch import Recipe
 from telescope.orchestrator.loop import Orchestrator, Outcome
 from telescope.orchestrator.perform import Performer
 from telescope.orchestrator.record import Recorder
+from telescope.orchestrator.rewards import RewardRanges
 from telescope.orchestrator.roster import Roster
 from telescope.runlog.journal import Journal, JournalError
 from telescope.runlog.layout import RunDirectory, reserved
@@ -132,7 +133,9 @@ async def _run(place: Place, signals: Signals) -> Outcome:
     core = Core(flow_settings(config))
     run_log = RunLog(run, "orchestrator")
     mirror = mirror_for(config.logging, name=config.name, folder=run.wandb, config=as_json(config))
-    recorder = Recorder(run, run_log, mirror, config.number_of_steps)
+    ranges = {label: entry.reward_range for label, entry in config.environments.items() if entry.reward_range}
+    rewards = RewardRanges(ranges, normalize=config.rollout.normalize_rewards)
+    recorder = Recorder(run, run_log, mirror, config.number_of_steps, rewards)
 
     def summarize() -> None:
         recorder.finish(core.counts(), _summary(end.outcome, started))
@@ -180,6 +183,9 @@ async def _train(place: Place, signals: Signals, core: Core, recorder: Recorder,
             group_size=config.rollout.group_size,
             max_tokens=config.rollout.max_tokens,
             minibatches=config.trainer.number_of_minibatches,
+            epochs=config.trainer.epochs_per_batch,
+            seed=config.seed,
+            rewards=recorder.rewards,
         ),
         update_timeout_s=config.weight_sync.update_timeout_s,
     )

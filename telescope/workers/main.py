@@ -48,6 +48,8 @@ def live(place: Place, signals: Signals) -> int:
         max_tokens=config.rollout.max_tokens,
         max_prompt_tokens=config.inference.max_model_len - config.rollout.max_tokens,
         timeout_s=config.rollout.timeout_s,
+        support=config.rollout.support,
+        stop=config.rollout.stop,
     )
     template = load_template(config.model, model_folder(config.model.name))
     deadline_s = config.cluster.placement_timeout_s / 2

@@ -18,6 +18,7 @@ import numpy as np
 from telescope.environments.base import Prompt, Reward
 from telescope.environments.chat import Recording, Sampled, TokenChat
 from telescope.environments.draws import Draws
+from telescope.maths.support import WHOLE, Support
 from telescope.records import RolloutOrder, Sampling
 from telescope.wire.messages import RolloutDone, RolloutFailed
 from telescope.wire.process import Interrupted
@@ -45,6 +46,8 @@ class Limits:
     max_tokens: int
     max_prompt_tokens: int
     timeout_s: float
+    support: Support = WHOLE
+    stop: tuple[str, ...] = ()
 
 
 class Turns:
@@ -57,7 +60,9 @@ class Turns:
         self.waiting = False
 
     async def sample(self, ids: np.ndarray, turn: int) -> Sampled:
-        sampling = Sampling(self._limits.temperature, self._limits.max_tokens, turn_seed(self._order.seed, turn))
+        limits = self._limits
+        seed, kept = turn_seed(self._order.seed, turn), limits.support
+        sampling = Sampling(limits.temperature, limits.max_tokens, seed, kept.top_k, kept.top_p, kept.min_p, limits.stop)
         self.waiting = True
         sampled = await self._ask(self._order, turn, ids, sampling)
         self.waiting = False  # not in a `finally`: where time ran out, it is asked for afterwards
