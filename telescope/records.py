@@ -34,14 +34,23 @@ class EnvironmentCard(Record):
     split_sizes: dict[str, int]
     digest: str
     """Hash over the environment's settings and prompts: two workers that disagree would train on different data."""
+    too_long: int = 0
+    """Train prompts that left no room for an answer; they are not among `split_sizes`, and are never drawn."""
 
 
 class Sampling(Record):
-    """How tokens are drawn. Log-probs are those of the distribution after `temperature` (processed)."""
+    """How tokens are drawn. Log-probs are those of the distribution after `temperature`, `min_p`, `top_k` and `top_p`
+    (processed)."""
 
     temperature: float
     max_tokens: int
     seed: int
+    top_k: int = 0
+    """0: every token may be drawn."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    """Texts behind which the answer ends; they belong to it."""
 
 
 class RolloutOrder(Record):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from telescope.maths.support import WHOLE, Support
 from telescope.records import Denominators, TrainItem
 from telescope.settings import Settings
 
@@ -66,6 +67,8 @@ class Job:
     max_tokens: int
     seed: int
     world: World
+    support: Support = WHOLE
+    """Tokens that the sampler can take; log-probs are normalised over them."""
     progress: Callable[[str], None] = unwatched
     """To be called with what was done, after each micro-batch: a long step is then no stuck one."""
 

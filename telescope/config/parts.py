@@ -7,10 +7,12 @@ it.
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
+from telescope.flow.curriculum import Pool, Pools
+from telescope.maths.support import Support
 from telescope.settings import Settings
 
 Dtype = Literal["float32", "float16", "bfloat16"]
@@ -30,11 +32,61 @@ class ModelSettings(Settings):
     """Run Python code that the model's repository ships. Opt-in."""
 
 
+class CurriculumPool(Settings):
+    name: str = Field(min_length=1, max_length=100)
+    """What the pool is called."""
+    up_to: float = Field(gt=0, le=1)
+    """Highest pass rate of its prompts; the lowest is that of the pool before."""
+    share: float = Field(default=1.0, ge=0, le=1_000_000)
+    """Weight of the pool among those that have a prompt."""
+
+
+class CurriculumSettings(Settings):
+    """Draw an environment's prompts by how often their samples passed. `curriculum: {}` takes the defaults."""
+
+    pools: tuple[CurriculumPool, ...] = (
+        CurriculumPool(name="hard", up_to=0.2, share=1.0),
+        CurriculumPool(name="medium", up_to=0.8, share=3.0),
+        CurriculumPool(name="easy", up_to=1.0, share=0.5),
+    )
+    """Pools in order of up_to, the last one's 1."""
+    new_share: float = Field(default=3.0, gt=0, le=1_000_000)
+    """Weight of the prompts that were never played, as long as there are any."""
+    window: int = Field(default=2, ge=1, le=1_000)
+    """Latest groups of a prompt whose mean is its pass rate."""
+    pass_above: float = 0.0
+    """A sample passes with a training reward above this."""
+
+    @field_validator("pools")
+    @classmethod
+    def _pools_cover_every_rate(cls, pools: tuple[CurriculumPool, ...]) -> tuple[CurriculumPool, ...]:
+        Pools(tuple(Pool(pool.name, pool.up_to, pool.share) for pool in pools))
+        return pools
+
+
 class EnvironmentEntry(Settings):
     name: str
     """Which environment: a file name in telescope/environments, or in a folder of your own."""
     weight: float = Field(default=1.0, gt=0)
     """Share of prompts drawn from this entry, relative to the other entries."""
+    reward_min: float | None = Field(default=None, allow_inf_nan=False)
+    """Lower end of the rewards expected of it, with reward_max for `rollout.normalize_rewards` and for charts."""
+    reward_max: float | None = Field(default=None, allow_inf_nan=False)
+    """Upper end of the rewards expected of it."""
+    curriculum: CurriculumSettings | None = None
+    """Draw prompts by their pass rates; null: each once an epoch."""
+
+    @model_validator(mode="after")
+    def _reward_range_is_one(self) -> Self:
+        if self.reward_min is not None and self.reward_max is not None and self.reward_min >= self.reward_max:
+            raise ValueError(f"reward_min={self.reward_min} must be below reward_max={self.reward_max}")
+        return self
+
+    @property
+    def reward_range(self) -> tuple[float, float] | None:
+        """Both ends, if both are given."""
+        return None if self.reward_min is None or self.reward_max is None else (self.reward_min, self.reward_max)
+
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """The environment's own typed settings; a typo is refused."""
 
@@ -52,6 +104,10 @@ class OrchestratorSettings(Settings):
     """Retire an incomplete group whose first dispatch is this many versions old (D)."""
     discard_group_zero_advantage: bool = True
     """Drop groups whose rewards are all equal."""
+    enable_prompt_prefetch: bool = True
+    """Workers make and tokenise the next prompts ahead, off their event loop."""
+    prompt_prefetch_buffer_size: int = Field(default=24, ge=1, le=1_000)
+    """Prompts made ready beyond the last one sent out."""
     enable_individual_sample_lanes: bool = True
     """A concurrency slot is a sample; false: a group."""
     free_lane_after_generation: bool = True
@@ -76,12 +132,34 @@ class RolloutSettings(Settings):
     """Scored survivors below which a group fails."""
     temperature: float = Field(default=1.0, gt=0, le=2)
     """Logits are divided by it, in the sampler and in the trainer alike."""
+    top_k: int | None = Field(default=None, ge=2, le=10_000_000)
+    """Sample from so many of the likeliest tokens; the trainer normalises over the same rule's tokens. null: all."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """Sample from the likeliest tokens with this share of the probability; likewise. null: all."""
+    min_p: float = Field(default=0.0, ge=0, lt=1)
+    """Sample from tokens at least this times as likely as the likeliest; likewise."""
+    stop: tuple[str, ...] = Field(default=(), max_length=16)
+    """Texts behind which an answer ends. They belong to the answer: what was sampled is what is trained."""
     max_tokens: int = Field(default=3700, ge=1, le=100_000_000)
     """Sampled tokens of one turn, at most."""
     timeout_s: float = Field(default=600.0, gt=0, le=1_000_000)
     """Time limit of one rollout, generation and reward together."""
     max_attempts: int = Field(default=3, ge=1, le=1_000_000)
     """Tries of one rollout that fails for infrastructure reasons, before it leaves its group."""
+    normalize_rewards: bool = False
+    """Train on (r - reward_min) / (reward_max - reward_min) of each environment, so that several weigh alike."""
+
+    @field_validator("stop")
+    @classmethod
+    def _stops_are_texts(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
+        if not all(stop):
+            raise ValueError("rollout.stop has an empty text, behind which every answer would end at once: leave it out")
+        return stop
+
+    @property
+    def support(self) -> Support:
+        """The tokens that can be sampled."""
+        return Support(self.top_k or 0, 1.0 if self.top_p is None else self.top_p, self.min_p)
 
 
 class TrainerSettings(Settings):
@@ -101,12 +179,18 @@ class TrainerSettings(Settings):
     """Where linear and cosine end, as a share of learning_rate."""
     number_of_minibatches: int = Field(default=1, ge=1, le=1_000_000)
     """Optimiser updates a step: its groups are cut into so many parts, each with its own update. Schedules count steps."""
+    epochs_per_batch: int = Field(default=1, ge=1, le=1_000)
+    """Times that a step runs over its batch, cut into minibatches anew each time. Schedules count steps."""
     seq_len: int = Field(default=4096, ge=8, le=100_000_000)
     """Tokens of a packed row."""
     pad_to_multiple_of: int = Field(default=64, ge=1, le=100_000_000)
     """Row lengths are rounded up to it, so that few shapes occur; must divide seq_len."""
     entropy_chunk_size: int = Field(default=1024, ge=1, le=100_000_000)
     """Tokens whose [chunk, vocabulary] logits exist at once when log-probs and entropy are computed."""
+
+    @property
+    def updates_per_step(self) -> int:
+        return self.number_of_minibatches * self.epochs_per_batch
 
     @field_validator("betas")
     @classmethod

@@ -13,6 +13,7 @@ from __future__ import annotations
 from telescope.flow import commands as do
 from telescope.flow import events as seen
 from telescope.flow.admission import Slots
+from telescope.flow.ahead import Ahead
 from telescope.flow.batches import Batch, Batches
 from telescope.flow.counts import Counts, Tally
 from telescope.flow.draws import DataPosition, Draws, sample_seed
@@ -46,6 +47,7 @@ class Core:
         self._patience = Patience(settings)
         self._tally = Tally()
         self._draws: Draws | None = None
+        self._ahead: Ahead | None = None
         self._now = 0.0
         self._ending: do.Stop | None = None
         self._out: list[do.AnyCommand] = []
@@ -133,7 +135,9 @@ class Core:
         self._lanes.join(event.worker, event.capacity)
         if self._draws is None:
             settings = self.settings
-            self._draws = Draws(settings.seed, settings.environments, settings.split, self._presence.split_sizes)
+            sizes = self._presence.split_sizes
+            self._draws = Draws(settings.seed, settings.environments, settings.split, sizes, settings.curricula)
+            self._ahead = Ahead(self._draws, settings.prefetch) if settings.prefetch else None
 
     def _worker_lost(self, worker: str, cause: str) -> None:
         if worker not in self._lanes.workers:
@@ -271,6 +275,8 @@ class Core:
         self._move(group, State.COMPLETE)
         self._lanes.leave_lane(group)
         self._patience.completed(group.prompt.environment)
+        if self._draws is not None:
+            self._draws.played(group.prompt, [sample.reward for sample in group.survivors])
         if self.settings.discard_zero_advantage and group.rewards_are_equal:
             self._discard(group)
         else:
@@ -291,6 +297,8 @@ class Core:
 
     def _fail(self, group: Group, cause: str) -> None:
         self._retire(group, State.FAILED, cause)
+        if self._draws is not None:
+            self._draws.without_result(group.prompt)
         sentence = self._patience.failed(group.prompt.environment, cause)
         if sentence:
             self._stop(sentence, ok=False)
@@ -334,8 +342,8 @@ class Core:
             age = self.version - group.v_start
             if group.playing and group.v_start >= 0 and age >= self.settings.max_off_policy_steps:
                 self._retire(group, State.CANCELLED, STALE)
-                if not group.returned and self._draws is not None:
-                    self._draws.give_back(group.prompt)
+                if self._draws is not None:
+                    (self._draws.without_result if group.returned else self._draws.give_back)(group.prompt)
 
     def _send_weights(self) -> None:
         version = self._updates.set_out({name: server.version for name, server in self._placement.servers.items()})
@@ -348,6 +356,8 @@ class Core:
         self._take()
         self._admit()
         self._dispatch()
+        if self._ahead is not None and (prompts := self._ahead.hints()):
+            self._out.append(do.Prefetch(prompts))
 
     def _take(self) -> None:
         batches, updates = self._batches, self._updates
@@ -374,6 +384,8 @@ class Core:
             return
         while self._slots.has_room:
             drawn = self._draws.draw()
+            if self._ahead is not None:
+                self._ahead.admitted(drawn.group_id, drawn.prompt)
             group = Group(drawn.group_id, drawn.prompt, drawn.returned, self.settings.group_size)
             self._slots.hold(group)
             self._batches.admitted(group)
@@ -390,6 +402,8 @@ class Core:
             if group.v_start < 0:
                 group.v_start = self.version
                 self._reach(group, State.QUEUED)
+                if self._ahead is not None:
+                    self._ahead.sent(group.group_id)
             place = sample.rollout_id - group.samples[0].rollout_id
             seed = sample_seed(self.settings.seed, group.group_id, place)
             order = RolloutOrder(sample.rollout_id, group.group_id, place, flight.attempt, group.prompt, seed)

@@ -9,6 +9,8 @@ from typing import Literal
 
 import msgspec
 
+from telescope.flow.curriculum import Pools
+
 TakeOrder = Literal["completion", "admission"]
 
 
@@ -48,6 +50,10 @@ class FlowSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """(label, weight) of each environment; labels are the names on the workers' environment cards."""
     split: str = "train"
     """The split prompts are drawn from."""
+    curricula: dict[str, Pools] = {}
+    """By label, of the environments that have one."""
+    prefetch: int = 0
+    """Prompts that workers are told of before they are sent out."""
     seed: int = 0
     rollout_deadline_s: float = 660.0
     """A rollout its worker has not answered for this long is cancelled and tried again: the worker's own time limit plus a
@@ -69,6 +75,8 @@ class FlowSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         for name in ("rollout_deadline_s", "cancel_deadline_s", "absence_deadline_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0")
+        if self.prefetch < 0:
+            raise ValueError(f"prefetch={self.prefetch} must be 0 (off) or more")
         if self.max_async < 0:
             raise ValueError(f"max_async={self.max_async} must be 0 (synchronous) or more")
         if self.group_size > 1 and self.min_group_size > self.group_size:
@@ -86,6 +94,9 @@ class FlowSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         labels = [label for label, _ in self.environments]
         if len(set(labels)) != len(labels):
             raise ValueError(f"environments {labels} name one label twice; give each entry its own")
+        strangers = sorted(set(self.curricula) - set(labels))
+        if strangers:
+            raise ValueError(f"curricula names {strangers[0]}, and the environments are {labels}")
         for label, weight in self.environments:
             if not 0 < weight < float("inf"):
                 raise ValueError(f"environments.{label}.weight={weight} must be a finite number above 0")

@@ -41,6 +41,11 @@ class Characters:
         """Tokens that are no single character become newlines, so that they part words."""
         return "".join(self._texts.get(int(index), "\n") for index in ids)
 
+    def until(self, ids: list[int], stop: tuple[str, ...]) -> int:
+        """Tokens up to and with the first of these texts; all where none is there."""
+        ends = [text.index(mark) + len(mark) for text in (self.text(np.asarray(ids)),) for mark in stop if mark in text]
+        return min(ends, default=len(ids))
+
     def ids(self, text: str) -> list[int]:
         return [self._ids[character] for character in text if character in self._ids]
 
@@ -134,6 +139,7 @@ class FakeEngine:
         """Token by token into `ids`; each carries the version served when its time was up."""
         answer = made_up(prompt_ids, sampling, self._state.version, self._characters)
         whole = answer if self._end is None else [*answer, self._end]
+        whole = whole[: self._characters.until(whole, sampling.stop)]
         room = min(sampling.max_tokens, self._max_model_len - len(prompt_ids))
         versions: list[int] = []
         for token in whole[:room]:

@@ -167,7 +167,11 @@ class VllmEngine:
             stop_token_ids=self._stop_ids,
             logprobs=0,
             flat_logprobs=True,
-            detokenize=False,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            stop=list(sampling.stop),
+            detokenize=bool(sampling.stop),  # stop strings are looked for in the text
             output_kind=self._final_only,
         )
 

@@ -164,6 +164,7 @@ class Orchestrator:
             self._events.append(events.TrainerReady(ranks=len(self._roster.ranks)))
         elif hello.role != "trainer" and self._roster.can_generate:
             self._recorder.generation_begins()
+            self._recorder.environments(self._roster.present[self._roster.workers[0]].environments)
             self._events.extend(self._generators_joined())
         if not self._roster.missing:
             log.info("all %d processes are there", len(self._roster.expected))

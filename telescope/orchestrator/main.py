@@ -11,18 +11,21 @@ from contextlib import AsyncExitStack
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from telescope.config.parts import CurriculumSettings
 from telescope.config.plugins import PluginError
 from telescope.config.run import RunConfig, as_json, config_hash
 from telescope.config.secrets import SecretMissing
 from telescope.config.words import ConfigError
 from telescope.flow import commands, events
 from telescope.flow.core import Core
+from telescope.flow.curriculum import Pool, Pools
 from telescope.flow.replay import encode_line, encode_opening
 from telescope.flow.settings import FlowSettings
 from telescope.orchestrator.batch import Recipe
 from telescope.orchestrator.loop import Orchestrator, Outcome
 from telescope.orchestrator.perform import Performer
 from telescope.orchestrator.record import Recorder
+from telescope.orchestrator.rewards import RewardRanges
 from telescope.orchestrator.roster import Roster
 from telescope.runlog.journal import Journal, JournalError
 from telescope.runlog.layout import RunDirectory, reserved
@@ -80,10 +83,17 @@ def flow_settings(config: RunConfig) -> FlowSettings:
         number_of_steps=config.number_of_steps,
         seed=config.seed,
         environments=tuple((label, entry.weight) for label, entry in config.environments.items()),
+        curricula={label: _pools(entry.curriculum) for label, entry in config.environments.items() if entry.curriculum},
+        prefetch=orchestrator.prompt_prefetch_buffer_size if orchestrator.enable_prompt_prefetch else 0,
         max_attempts=rollout.max_attempts,
         rollout_deadline_s=rollout.timeout_s + DEADLINE_MARGIN_S,
         absence_deadline_s=config.cluster.placement_timeout_s + ABSENCE_MARGIN_S,
     )
+
+
+def _pools(curriculum: CurriculumSettings) -> Pools:
+    pools = tuple(Pool(pool.name, pool.up_to, pool.share) for pool in curriculum.pools)
+    return Pools(pools, new_share=curriculum.new_share, window=curriculum.window, pass_above=curriculum.pass_above)
 
 
 class _End:
@@ -127,7 +137,9 @@ async def _run(place: Place, signals: Signals) -> Outcome:
     core = Core(flow_settings(config))
     run_log = RunLog(run, "orchestrator")
     mirror = mirror_for(config.logging, name=config.name, folder=run.wandb, config=as_json(config))
-    recorder = Recorder(run, run_log, mirror, config.number_of_steps)
+    ranges = {label: entry.reward_range for label, entry in config.environments.items() if entry.reward_range}
+    rewards = RewardRanges(ranges, normalize=config.rollout.normalize_rewards)
+    recorder = Recorder(run, run_log, mirror, config.number_of_steps, rewards)
 
     def summarize() -> None:
         recorder.finish(core.counts(), _summary(end.outcome, started))
@@ -175,6 +187,9 @@ async def _train(place: Place, signals: Signals, core: Core, recorder: Recorder,
             group_size=config.rollout.group_size,
             max_tokens=config.rollout.max_tokens,
             minibatches=config.trainer.number_of_minibatches,
+            epochs=config.trainer.epochs_per_batch,
+            seed=config.seed,
+            rewards=recorder.rewards,
         ),
         update_timeout_s=config.weight_sync.update_timeout_s,
     )

@@ -71,6 +71,9 @@ class Performer:
                 self._run(worker, order)
             case commands.Cancel():
                 self._cancel(command)
+            case commands.Prefetch(prompts=prompts):
+                for worker in self._roster.workers:
+                    self._hub.send(worker, messages.PrefetchPrompts(prompts=prompts))
             case commands.Place(request_id=request_id, server=server, priority=priority):
                 self.relay.place(request_id, server, priority)
             case commands.Refuse(request_id=request_id, cause=cause):

@@ -81,6 +81,7 @@ def job(config: RunConfig, world: World, progress: Callable[[str], None]) -> Job
         trainer=config.trainer,
         number_of_steps=config.number_of_steps,
         temperature=config.rollout.temperature,
+        support=config.rollout.support,
         max_tokens=config.rollout.max_tokens,
         seed=config.seed,
         world=world,

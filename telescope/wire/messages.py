@@ -14,6 +14,7 @@ from telescope.records import (
     Denominators,
     EnvironmentCard,
     FinishReason,
+    PromptRef,
     Role,
     RolloutOrder,
     Sampling,
@@ -110,6 +111,12 @@ class CancelRollout(Message):
     rollout_id: int
     attempt: int
     reason: str
+
+
+class PrefetchPrompts(Message):
+    """Prompts that are likely to be ordered next, the first one first. A hint: nothing is owed for it, and it may be lost."""
+
+    prompts: tuple[PromptRef, ...]
 
 
 class RolloutDone(Message):
@@ -261,7 +268,7 @@ class WeightsFailed(Message):
 
 Body = (
     Hello | Welcome | Reject | Heartbeat | Ack | Stop | Goodbye
-    | RunRollout | CancelRollout | GenerationOver | RolloutDone | RolloutFailed
+    | RunRollout | CancelRollout | PrefetchPrompts | GenerationOver | RolloutDone | RolloutFailed
     | Generate | Abort | Completion | GenerateFailed | EngineLoad
     | TrainStep | StepDone | PublishWeights | WeightsPublished
     | PrepareWeights | CommitWeights | AbortWeights | WeightsReady | WeightsFailed

@@ -21,6 +21,7 @@ from telescope.wire.messages import (
     Heartbeat,
     Hello,
     Message,
+    PrefetchPrompts,
     PrepareWeights,
     PublishWeights,
     Reject,
@@ -48,7 +49,7 @@ FROM_PEER: dict[Role, frozenset[Kind]] = {
     "trainer": frozenset({StepDone, WeightsPublished, WeightsFailed}),
 }
 FROM_HUB: dict[Role, frozenset[Kind]] = {
-    "worker": frozenset({RunRollout, CancelRollout, Completion, GenerateFailed, Stop}),
+    "worker": frozenset({RunRollout, CancelRollout, PrefetchPrompts, Completion, GenerateFailed, Stop}),
     "server": frozenset({Generate, Abort, PrepareWeights, CommitWeights, AbortWeights, Stop}),
     "trainer": frozenset({TrainStep, PublishWeights, Stop}),
 }

@@ -19,7 +19,7 @@ import numpy as np
 
 from telescope.environments.chat import ChatError, Sampled
 from telescope.environments.template import ChatTemplate
-from telescope.records import RolloutOrder, Sampling
+from telescope.records import PromptRef, RolloutOrder, Sampling
 from telescope.wire.messages import (
     Abort,
     CancelRollout,
@@ -27,6 +27,7 @@ from telescope.wire.messages import (
     Generate,
     GenerateFailed,
     GenerationOver,
+    PrefetchPrompts,
     RolloutDone,
     RolloutFailed,
     RunRollout,
@@ -34,6 +35,7 @@ from telescope.wire.messages import (
 )
 from telescope.workers.load import Loaded
 from telescope.workers.play import Limits, failed, play
+from telescope.workers.prefetch import Openings
 from telescope.workers.threads import RewardThreads
 
 log = logging.getLogger(__name__)
@@ -74,7 +76,7 @@ class Service:
         self._name = name
         self._environments = environments
         self._labels = ", ".join(f"environments.{label}" for label in environments)
-        self._template = template
+        self._openings = Openings(template)
         self._limits = limits
         self._threads = RewardThreads(32)
         self._rollouts: dict[tuple[int, int], asyncio.Task[None]] = {}
@@ -99,6 +101,7 @@ class Service:
             receiving.cancel()
             self._hopeless.cancel()
             self._leaving = True
+            self._openings.close()
             for task in self._rollouts.values():
                 task.cancel()
             await asyncio.gather(receiving, *self._rollouts.values(), return_exceptions=True)
@@ -112,12 +115,20 @@ class Service:
                     self._start(delivery, body.order)
                 case CancelRollout():
                     self._cancel(body)
+                case PrefetchPrompts(prompts=prompts):
+                    self._prefetch(prompts)
                 case Completion() | GenerateFailed():
                     self._answered(body, delivery.arrays)
                 case Stop():
                     return body.reason
                 case _:
                     log.warning("a %s is not for a worker; ignored", type(body).__name__)
+
+    def _prefetch(self, prompts: Sequence[PromptRef]) -> None:
+        for prompt in prompts:
+            loaded = self._environments.get(prompt.environment)
+            if loaded is not None:
+                self._openings.prefetch(loaded, (prompt,))
 
     def _start(self, delivery: Delivered, order: RolloutOrder) -> None:
         key = (order.rollout_id, order.attempt)
@@ -134,7 +145,7 @@ class Service:
             if loaded is None:
                 body = failed(order, f"this worker has no environment {order.prompt.environment!r}")
             else:
-                body, arrays = await play(order, loaded, self._template, self._limits, self._ask, self._generated)
+                body, arrays = await play(order, loaded, self._openings, self._limits, self._ask, self._generated)
         except asyncio.CancelledError:
             reason = self._cancelled.get((order.rollout_id, order.attempt))
             if reason is None and self._leaving:  # the link's Goodbye answers for all

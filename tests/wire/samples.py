@@ -89,6 +89,7 @@ SAMPLES = (
     Sample(m.RunRollout(ORDER), seq=1),
     Sample(m.CancelRollout(11, 0, "off_policy")),
     Sample(m.GenerationOver(11, 0)),
+    Sample(m.PrefetchPrompts((PromptRef("countdown", "train", 7), PromptRef("countdown", "train", 3)))),
     Sample(
         m.RolloutDone(11, 0, 1.0, {"format": 0.5}, (4, 2), 3, 3, 1, "stop", "2+2?", "4", "4", 10, 20, 30), trajectory(6), 2, 1
     ),

@@ -120,11 +120,11 @@ async def test_a_cancelled_order_is_answered_too_and_its_late_completion_is_igno
 
 
 async def test_a_request_that_takes_too_long_is_aborted_at_the_server(template: ChatTemplate) -> None:
-    async with serving(template, limits=Limits(1.0, 12, 200, 0.05)) as (link, _):
+    async with serving(template, limits=Limits(1.0, 12, 200, 0.5)) as (link, _):
         link.deliver(RunRollout(order(3)))
         (request,) = await link.until_sent(Generate)
         (failed,) = await link.until_sent(RolloutFailed)
-        assert "rollout.timeout_s=0.05 ran out" in failed.cause
+        assert "rollout.timeout_s=0.5 ran out" in failed.cause
         assert [body.request_id for body, _, _ in link.sent if isinstance(body, Abort)] == [request.request_id]
 
 

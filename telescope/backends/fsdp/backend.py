@@ -137,7 +137,8 @@ class FSDPBackend:
         return row, RowInput(row.ids, row.position_ids, segments, places=row.sampled - 1, targets=row.targets)
 
     def _logprobs_of(self, policy: Policy, given: RowInput) -> Tensor:
-        return policy.logprobs_only(given, self._job.temperature, self._job.trainer.entropy_chunk_size)
+        job = self._job
+        return policy.logprobs_only(given, job.temperature, job.trainer.entropy_chunk_size, job.support)
 
     def _accumulate(self, row: Row, counts: Denominators, spans: Spans, tally: Tally) -> None:
         """Add one row's share of the gradient."""
@@ -148,7 +149,8 @@ class FSDPBackend:
             with spans.span("compute_kl"):
                 reference = self._logprobs_of(self._reference, given)
         with spans.span("forward"):
-            logprob, entropy = self._policy(given, job.temperature, job.trainer.entropy_chunk_size)
+            chunk = job.trainer.entropy_chunk_size
+            logprob, entropy = self._policy(given, job.temperature, chunk, support=job.support)
         with spans.span("loss_computation"):
             entropy = entropy if job.algorithm.trains_entropy else entropy.detach()
             packed = on_device.packed(logprob, entropy, old=row.old, reference=reference)

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from telescope.backends.common import attention
 from telescope.backends.common.logprobs import logprobs
 from telescope.config.models import check_files, check_weights, model_path, model_problem, model_source
+from telescope.maths.support import WHOLE, Support
 
 if TYPE_CHECKING:
     from telescope.config.parts import ModelSettings
@@ -48,7 +49,9 @@ class Policy(nn.Module):
         self.lm = lm
         self.kind: attention.Kind = kind
 
-    def forward(self, row: RowInput, temperature: float, chunk: int, whole_logits: bool = False) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, row: RowInput, temperature: float, chunk: int, whole_logits: bool = False, support: Support = WHOLE
+    ) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies [n] of the sampled tokens, float32. `whole_logits`: by the model's own head, for checks."""
         kwargs = {"input_ids": row.ids, "position_ids": row.position_ids, "use_cache": False, "row": row.segments}
         if whole_logits:
@@ -56,13 +59,13 @@ class Policy(nn.Module):
             return logp.gather(1, row.targets[:, None]).squeeze(1), -(logp.exp() * logp).sum(-1)
         hidden = self.lm.get_decoder()(**kwargs).last_hidden_state[0]  # [T, H]
         head = self.lm.get_output_embeddings().weight
-        return logprobs(hidden.index_select(0, row.places).to(head.dtype), head, row.targets, temperature, chunk)
+        return logprobs(hidden.index_select(0, row.places).to(head.dtype), head, row.targets, temperature, chunk, support)
 
     @torch.no_grad()
-    def logprobs_only(self, row: RowInput, temperature: float, chunk: int) -> Tensor:
+    def logprobs_only(self, row: RowInput, temperature: float, chunk: int, support: Support = WHOLE) -> Tensor:
         """Log-probs [n] alone, without gradient. As any forward pass it is a collective, and leaves weights gathered that the
         next one needs."""
-        logprob: Tensor = self(row, temperature, chunk)[0]
+        logprob: Tensor = self(row, temperature, chunk, support=support)[0]
         return logprob
 
     def shard(
