@@ -92,7 +92,7 @@ class Performer:
 
     # ---- what workers ask
 
-    def asked(self, delivery: Delivery, body: messages.Generate) -> events.TurnStarted | None:
+    def asked(self, delivery: Delivery, body: messages.Generate | messages.AskPlace) -> events.TurnStarted | None:
         """A rollout wants tokens. None: its worker has no business with it, and was told so."""
         out = self._orders.get((body.rollout_id, body.attempt))
         if out is not None and out.worker != delivery.peer:
