@@ -202,6 +202,7 @@ class Orchestrator:
         if answered is not None:
             event, row = answered
             self._events.append(event)
+            self._events.extend(self._performer.freed())
             self._recorder.turn(row)
 
     def _step_done(self, rank: str, body: messages.StepDone) -> None:

@@ -160,6 +160,11 @@ class Relay:
         for request in tuple(self._of_rollout.get((rollout_id, attempt), {}).values()):
             self._stop(request)
 
+    def servers_of(self, rollout_id: int, attempt: int) -> set[str]:
+        """Servers that hold a request of the rollout, and have not answered it."""
+        requests = self._of_rollout.get((rollout_id, attempt), {}).values()
+        return {request.server for request in requests if request.server is not None and request.number}
+
     # ---- what servers say
 
     def answer(
