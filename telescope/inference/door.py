@@ -13,9 +13,9 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import Protocol
 
 import msgspec
@@ -65,12 +65,14 @@ def completion(request_id: str, done: Generated) -> Completion:
 class _Expected:
     order: Expect
     delivery: Delivery
+    due: float
 
 
 @dataclass(frozen=True, eq=False)
 class _Early:
     order: Generate
     delivery: Delivery
+    due: float
 
 
 class Direct:
@@ -104,7 +106,7 @@ class Door:
         self._early: dict[str, _Early] = {}
         self._running: dict[str, Direct] = {}
         self._spent: dict[str, None] = {}
-        self._due: deque[tuple[float, _Expected | _Early]] = deque()  # in order of time: all tickets last equally long
+        self._due: list[tuple[float, str]] = []  # a heap; what has come or gone meanwhile is passed over
 
     async def run(self) -> None:
         """Take what comes to the door until cancelled. Raises what the port raises."""
@@ -120,7 +122,7 @@ class Door:
 
     def expect(self, order: Expect, delivery: Delivery) -> None:
         """A worker will come with this ticket, or is here with it already."""
-        expected = _Expected(order, delivery)
+        expected = _Expected(order, delivery, self._loop.time() + order.lifetime_s)
         self._spend(order.request_id, again=True)
         early = self._early.pop(order.request_id, None)
         if early is not None and self._fits(expected, early.order, early.delivery):
@@ -129,7 +131,7 @@ class Door:
         if early is not None:
             self._turn_away(early.delivery, early.order, "its ticket is not valid here")
         self._expected[order.request_id] = expected
-        self._due.append((self._loop.time() + order.lifetime_s, expected))
+        heappush(self._due, (expected.due, order.request_id))
 
     def abort(self, request_id: str) -> bool:
         """True if the request was expected and has not come: it is answered, and its ticket void."""
@@ -156,8 +158,8 @@ class Door:
         elif len(self._early) >= MAX_EARLY:
             self._turn_away(delivery, order, f"{MAX_EARLY} requests wait for their place already")
         else:
-            early = self._early[request_id] = _Early(order, delivery)
-            self._due.append((self._loop.time() + TICKET_LIFETIME_S, early))
+            early = self._early[request_id] = _Early(order, delivery, self._loop.time() + TICKET_LIFETIME_S)
+            heappush(self._due, (early.due, request_id))
 
     @staticmethod
     def _fits(expected: _Expected, order: Generate, delivery: Delivery) -> bool:
@@ -206,15 +208,16 @@ class Door:
 
     def _expire(self, now: float) -> None:
         while self._due and self._due[0][0] <= now:
-            waiting = self._due.popleft()[1]
-            request_id = waiting.order.request_id
-            if isinstance(waiting, _Expected) and self._expected.get(request_id) is waiting:
+            due, request_id = heappop(self._due)
+            expected, early = self._expected.get(request_id), self._early.get(request_id)
+            if expected is not None and expected.due == due:
                 del self._expected[request_id]
                 self._spend(request_id)
-                self._report(waiting, f"{waiting.order.worker} did not come with its ticket in {waiting.order.lifetime_s:g} s")
-            elif isinstance(waiting, _Early) and self._early.get(request_id) is waiting:
+                lifetime_s, worker = expected.order.lifetime_s, expected.order.worker
+                self._report(expected, f"{worker} did not come with its ticket in {lifetime_s:g} s")
+            elif early is not None and early.due == due:
                 del self._early[request_id]
-                self._turn_away(waiting.delivery, waiting.order, "the orchestrator has placed no such request here")
+                self._turn_away(early.delivery, early.order, "the orchestrator has placed no such request here")
 
     def _report(self, expected: _Expected, cause: str) -> None:
         reason: FinishReason = "abort"
