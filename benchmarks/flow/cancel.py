@@ -5,8 +5,9 @@
 Long generations run side by side and one of them is aborted. The engine's worker is asked, between its steps, which requests it
 holds and how many tokens it has sampled for each. A request that is not aborted gets one token a step: it is the clock. The
 question goes down the same pipe as the abort, behind it, so its first answer stands for the moment of the abort's arrival.
-Prints one JSON line: tokens that the aborted request still got after that, engine steps after which the worker still held it, and
-milliseconds from the call until its answer is there and until the worker is seen without it. `model`: embedded, or a folder.
+Prints one JSON line: tokens that the aborted request still got after that, engine steps after which the worker held it, and
+milliseconds from the call until its answer is there and until the worker is seen without it. `model`: a folder whose model
+generates long answers.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import argparse
 import asyncio
 import json
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -26,6 +29,7 @@ from telescope.config.parts import InferenceSettings, ModelSettings, WeightSyncS
 from telescope.inference.vllm_engine import VllmEngine
 from telescope.inference.vllm_options import ServerPlan, vllm_environment
 from telescope.records import Sampling
+from tests.inference.models import make_model
 
 COLD = 0.3
 """A temperature at which the small test models hardly end an answer by themselves."""
@@ -98,11 +102,9 @@ async def one_abort(engine: VllmEngine, name: str, *, others: int, max_tokens: i
 
 
 async def measure(model: str, aborts: int, others: int, max_tokens: int) -> None:
-    folder = model_folder(model)
     settings = InferenceSettings(http=False, max_model_len=max_tokens + 64)
-    engine = VllmEngine(
-        ServerPlan(ModelSettings(name=model), folder, settings, "cpu", others + 1, 0, "cancel"), WeightSyncSettings()
-    )
+    plan = ServerPlan(ModelSettings(name=model), model_folder(model), settings, "cpu", others + 1, 0, "cancel")
+    engine = VllmEngine(plan, WeightSyncSettings())
     await engine.start()
     try:
         await one_abort(engine, "warm", others=others, max_tokens=max_tokens)
@@ -129,12 +131,14 @@ async def measure(model: str, aborts: int, others: int, max_tokens: int) -> None
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", default="tiny")
+    parser.add_argument("model", nargs="?", help="default: a random two-layer model whose answers never end")
     for name, default in (("aborts", 40), ("others", 16), ("max-tokens", 400)):
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
     os.environ.update(vllm_environment("cpu", os.environ))
-    asyncio.run(measure(options.model, options.aborts, options.others, options.max_tokens))
+    with tempfile.TemporaryDirectory() as folder:
+        model = options.model or str(make_model(Path(folder) / "endless", seed=0))
+        asyncio.run(measure(model, options.aborts, options.others, options.max_tokens))
 
 
 if __name__ == "__main__":
