@@ -10,34 +10,7 @@ from dataclasses import dataclass
 
 from telescope.config.run import RunConfig
 
-MOST_def _lanes(config: RunConfig) -> Iterator[Conflict]:
-    orchestrator = config.orchestrator
-    for name in ("free_lane_after_generation", "adaptive_concurrency"):
-        if getattr(orchestrator, name) and not orchestrator.enable_individual_sample_lanes:
-            yield Conflict(
-                (f"orchestrator.{name}", "orchestrator.enable_individual_sample_lanes"),
-                f"orchestrator.{name}=true needs orchestrator.enable_individual_sample_lanes=true: without it a lane "
-                f"belongs to a whole group; set orchestrator.{name}=false, or leave individual lanes on",
-            )
-    if orchestrator.kv_soft > orchestrator.kv_hard:
-        yield Conflict(
-            ("orchestrator.kv_soft", "orchestrator.kv_hard"),
-            f"orchestrator.kv_soft={orchestrator.kv_soft} must not be above orchestrator.kv_hard={orchestrator.kv_hard}: lower "
-            "the first or raise the second",
-        )
-
-
-def _rewards(config: RunConfig) -> Iterator[Conflict]:
-    if not config.rollout.normalize_rewards:
-        return
-    for label, entry in config.environments.items():
-        if entry.reward_range is None:
-            yield Conflict(
-                ("rollout.normalize_rewards",),
-                f"rollout.normalize_rewards=true needs environments.{label}.reward_min and environments.{label}.reward_max: "
-                "give both, or set rollout.normalize_rewards=false",
-            )
- = 1_000_000
+MOST_LANES = 1_000_000
 """Requests that one server may have in flight: the largest capacity that a hello on the wire can offer."""
 
 
@@ -159,65 +132,11 @@ def _schedule(config: RunConfig) -> Iterator[Conflict]:
 
 def _processes(config: RunConfig) -> Iterator[Conflict]:
     prompts, group_size = config.orchestrator.max_concurrent_prompts_per_server, config.rollout.group_size
-    if prompts * group_size > MOST_def _lanes(config: RunConfig) -> Iterator[Conflict]:
-    orchestrator = config.orchestrator
-    for name in ("free_lane_after_generation", "adaptive_concurrency"):
-        if getattr(orchestrator, name) and not orchestrator.enable_individual_sample_lanes:
-            yield Conflict(
-                (f"orchestrator.{name}", "orchestrator.enable_individual_sample_lanes"),
-                f"orchestrator.{name}=true needs orchestrator.enable_individual_sample_lanes=true: without it a lane "
-                f"belongs to a whole group; set orchestrator.{name}=false, or leave individual lanes on",
-            )
-    if orchestrator.kv_soft > orchestrator.kv_hard:
-        yield Conflict(
-            ("orchestrator.kv_soft", "orchestrator.kv_hard"),
-            f"orchestrator.kv_soft={orchestrator.kv_soft} must not be above orchestrator.kv_hard={orchestrator.kv_hard}: lower "
-            "the first or raise the second",
-        )
-
-
-def _rewards(config: RunConfig) -> Iterator[Conflict]:
-    if not config.rollout.normalize_rewards:
-        return
-    for label, entry in config.environments.items():
-        if entry.reward_range is None:
-            yield Conflict(
-                ("rollout.normalize_rewards",),
-                f"rollout.normalize_rewards=true needs environments.{label}.reward_min and environments.{label}.reward_max: "
-                "give both, or set rollout.normalize_rewards=false",
-            )
-:
+    if prompts * group_size > MOST_LANES:
         yield Conflict(
             ("orchestrator.max_concurrent_prompts_per_server", "rollout.group_size"),
             f"orchestrator.max_concurrent_prompts_per_server={prompts} times rollout.group_size={group_size} are "
-            f"{prompts * group_size:,} requests in flight at one server, and {MOST_def _lanes(config: RunConfig) -> Iterator[Conflict]:
-    orchestrator = config.orchestrator
-    for name in ("free_lane_after_generation", "adaptive_concurrency"):
-        if getattr(orchestrator, name) and not orchestrator.enable_individual_sample_lanes:
-            yield Conflict(
-                (f"orchestrator.{name}", "orchestrator.enable_individual_sample_lanes"),
-                f"orchestrator.{name}=true needs orchestrator.enable_individual_sample_lanes=true: without it a lane "
-                f"belongs to a whole group; set orchestrator.{name}=false, or leave individual lanes on",
-            )
-    if orchestrator.kv_soft > orchestrator.kv_hard:
-        yield Conflict(
-            ("orchestrator.kv_soft", "orchestrator.kv_hard"),
-            f"orchestrator.kv_soft={orchestrator.kv_soft} must not be above orchestrator.kv_hard={orchestrator.kv_hard}: lower "
-            "the first or raise the second",
-        )
-
-
-def _rewards(config: RunConfig) -> Iterator[Conflict]:
-    if not config.rollout.normalize_rewards:
-        return
-    for label, entry in config.environments.items():
-        if entry.reward_range is None:
-            yield Conflict(
-                ("rollout.normalize_rewards",),
-                f"rollout.normalize_rewards=true needs environments.{label}.reward_min and environments.{label}.reward_max: "
-                "give both, or set rollout.normalize_rewards=false",
-            )
-:,} are the most: lower either",
+            f"{prompts * group_size:,} requests in flight at one server, and {MOST_LANES:,} are the most: lower either",
         )
     port, servers = config.inference.base_port, config.cluster.inference_num_workers
     if config.inference.http and port and port + servers - 1 > 65535:

@@ -244,6 +244,11 @@ class WeightSyncSettings(Settings):
     """Forget cached prefixes at each update: they were computed with the old weights."""
 
 
+class WireSettings(Settings):
+    direct: bool = False
+    """Workers bring their requests straight to the servers, with a ticket of the orchestrator, instead of through it."""
+
+
 class ClusterSettings(Settings):
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """auto: the GPUs present, else CPU."""

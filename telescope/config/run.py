@@ -27,6 +27,7 @@ from telescope.config.parts import (
     RolloutSettings,
     TrainerSettings,
     WeightSyncSettings,
+    WireSettings,
 )
 from telescope.config.secrets import reveal_all
 from telescope.environments.base import Environment
@@ -101,6 +102,7 @@ class RunConfig(Settings):
     backend: Annotated[BackendSettings, PlainValidator(_backend), PlainSerializer(_with_name)]
     inference: InferenceSettings = Field(default_factory=InferenceSettings)
     weight_sync: WeightSyncSettings = Field(default_factory=WeightSyncSettings)
+    wire: WireSettings = Field(default_factory=WireSettings)
     cluster: ClusterSettings = Field(default_factory=ClusterSettings)
     logging: LoggingSettings = Field(default_factory=LoggingSettings)
 

@@ -214,7 +214,7 @@ class Core:
         for flight in self._lanes.unanswered(self._now):
             self._stop(
                 f"{flight.worker} did not answer the cancel of rollout {flight.sample.rollout_id} within "
-                f"{self.settings.cancel_deadline_s:g} s: its process hangs; see its log",
+                f"{self.settings.cancel_deadline_s:g} s: it hangs, or a server that generates for it does; see their logs",
                 ok=False,
             )
         complaint = self._presence.absent(

@@ -23,6 +23,11 @@ class Generated:
     queued_s: float
     generated_s: float
 
+    @property
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """In the order in which a Completion carries them."""
+        return self.ids, self.logprobs, self.versions
+
 
 @dataclass(frozen=True)
 class WeightState:

@@ -7,15 +7,16 @@ Starts the engine, opens HTTP beside it, says hello when it can serve, serves un
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 from telescope.config.models import ModelNotFound, check_weights, model_folder
 from telescope.config.plugins import PluginError
-from telescope.config.run import RunConfig
+from telescope.config.run import RunConfig, config_hash
 from telescope.config.secrets import SecretMissing
 from telescope.config.words import ConfigError
 from telescope.inference.checkpoint import CheckpointUnreadable
@@ -26,6 +27,8 @@ from telescope.inference.http import PortTaken, bind, http_beside
 from telescope.inference.server import Server, first_of
 from telescope.inference.vllm_options import Device, ServerPlan, vllm_environment
 from telescope.weights.shared_memory import SharedMemoryReader
+from telescope.wire.hub import BindFailed, Hub
+from telescope.wire.hub_session import HubIdentity
 from telescope.wire.link import Link, LinkLost, WireRefused, WireTimeout
 from telescope.wire.process import COMPONENT_FAILED, Interrupted, Known, Place, Signals, run_process
 from telescope.wire.security import BadKeys
@@ -35,10 +38,12 @@ log = logging.getLogger(__name__)
 KNOWN = Known(
     errors=(
         *(PortTaken, ModelNotFound, CheckpointUnreadable, EngineRefused, ConfigError, PluginError, SecretMissing),
-        *(WireRefused, WireTimeout, BadKeys),
+        *(WireRefused, WireTimeout, BadKeys, BindFailed),
     ),
     gone=(EngineDead, LinkLost),
 )
+DOOR_CLOSE_S = 0.5
+"""For the workers' goodbyes at a server's own port."""
 CLOSE_S = 8.0
 """Closing the engine takes no longer than this, whatever it does."""
 
@@ -65,8 +70,12 @@ async def _live(place: Place, signals: Signals) -> int:
         with deadline(config.cluster.placement_timeout_s, "its engine did not start within cluster.placement_timeout_s"):
             await engine.start()
         signalled = signals.watch_on_loop()
-        async with http_beside(engine.client, listener, config.model), await asyncio.to_thread(_connect, place) as link:
-            code = await _until_stopped(Server(link, engine), signalled)
+        async with (
+            http_beside(engine.client, listener, config.model),
+            _door(place) as door,
+            await asyncio.to_thread(_connect, place, door) as link,
+        ):
+            code = await _until_stopped(Server(link, engine, door), signalled)
     except Interrupted as interrupted:
         code = 128 + interrupted.number
         raise
@@ -79,8 +88,23 @@ async def _live(place: Place, signals: Signals) -> int:
     return code
 
 
-def _connect(place: Place) -> Link:
-    hello = place.hello("server", capacity=lanes(place.config), version=0)
+@contextlib.asynccontextmanager
+async def _door(place: Place) -> AsyncIterator[Hub | None]:
+    """The server's own port where `wire.direct=true`. Workers are told to stop when it closes; nobody waits for them long."""
+    if not place.config.wire.direct:
+        yield None
+        return
+    identity = HubIdentity(place.identity.run_id, place.identity.attempt, config_hash(place.config))
+    door = await Hub.open_door(place.directory, place.name, identity, silent_s=place.config.orchestrator.silent_s)
+    try:
+        yield door
+    finally:
+        await door.close(f"{place.name} ends", timeout_s=DOOR_CLOSE_S)
+
+
+def _connect(place: Place, door: Hub | None) -> Link:
+    address = door.address if door is not None else None
+    hello = place.hello("server", capacity=lanes(place.config), version=0, door=address)
     return Link.connect(place.directory, hello, deadline_s=place.config.cluster.placement_timeout_s)
 
 

@@ -13,15 +13,16 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from telescope.inference.engine import Engine, EngineDead, Load, RequestRefused, WeightsRefused, WeightState
+from telescope.inference.door import Door, Port, completion
+from telescope.inference.engine import Engine, EngineDead, Generated, Load, RequestRefused, WeightsRefused, WeightState
 from telescope.wire.happenings import Delivery
 from telescope.wire.messages import (
     Abort,
     AbortWeights,
     Body,
     CommitWeights,
-    Completion,
     EngineLoad,
+    Expect,
     Generate,
     GenerateFailed,
     PrepareWeights,
@@ -55,10 +56,31 @@ class Wire(Protocol):
     def progress(self, doing: str) -> None: ...
 
 
-class Server:
-    """Serves one link with one engine until Stop."""
+class Asked(Protocol):
+    """Whoever asked for a completion: where its one answer goes."""
 
-    def __init__(self, link: Wire, engine: Engine) -> None:
+    def completed(self, done: Generated) -> None: ...
+
+    def failed(self, cause: str) -> None: ...
+
+
+class Relayed:
+    """A request that came through the orchestrator, and is answered there."""
+
+    def __init__(self, link: Wire, order: Generate, delivery: Delivery) -> None:
+        self._link, self._order, self._delivery = link, order, delivery
+
+    def completed(self, done: Generated) -> None:
+        self._link.send(completion(self._order.request_id, done), done.arrays, answers=self._delivery)
+
+    def failed(self, cause: str) -> None:
+        self._link.send(GenerateFailed(request_id=self._order.request_id, cause=cause), answers=self._delivery)
+
+
+class Server:
+    """Serves one link, and its own door where it has one (`port`), with one engine until Stop."""
+
+    def __init__(self, link: Wire, engine: Engine, port: Port | None = None) -> None:
         self._link = link
         self._engine = engine
         self._requests: dict[str, asyncio.Task[None]] = {}
@@ -68,6 +90,7 @@ class Server:
         self._served = 0
         self._told = Load()
         self._telling: asyncio.TimerHandle | None = None
+        self._door = Door(port, link, self._begin, self._abort) if port is not None else None
         engine.on_step(self._stepped)
 
     async def run(self) -> str:
@@ -75,6 +98,8 @@ class Server:
         self._link.progress("waiting for orders")
         receiving = asyncio.create_task(self._receive())
         dying = asyncio.create_task(self._engine.dead())
+        if self._door is not None:
+            self._start(self._door.run())
         try:
             await first_of(receiving, dying, self._failed)
             if self._failed.done():
@@ -94,9 +119,13 @@ class Server:
             delivery = await self._link.received()
             match delivery.body:
                 case Generate() as order:
-                    self._requests[order.request_id] = self._start(self._generate(order, delivery), order.request_id)
-                case Abort() as order:
-                    self._start(self._engine.abort(order.request_id))
+                    self._begin(order, delivery.arrays[0], Relayed(self._link, order, delivery))
+                case Expect() as order if self._door is not None:
+                    self._door.expect(order, delivery)
+                case Abort() as order if self._door is None or not self._door.abort(order.request_id):
+                    self._abort(order.request_id)
+                case Abort():
+                    pass  # it had not come yet, and the door has said so
                 case PrepareWeights() | CommitWeights() | AbortWeights() as order:
                     self._start(self._change_weights(order, delivery))
                 case Stop() as order:
@@ -139,22 +168,20 @@ class Server:
 
     # ---- requests ---------------------------------------------------------------------------------------------------
 
-    async def _generate(self, order: Generate, delivery: Delivery) -> None:
+    def _begin(self, order: Generate, ids: np.ndarray, asked: Asked) -> None:
+        self._requests[order.request_id] = self._start(self._generate(order, ids, asked), order.request_id)
+
+    def _abort(self, request_id: str) -> None:
+        self._start(self._engine.abort(request_id))
+
+    async def _generate(self, order: Generate, ids: np.ndarray, asked: Asked) -> None:
         try:
-            prompt_ids = np.array(delivery.arrays[0], dtype=np.int32)
+            prompt_ids = np.array(ids, dtype=np.int32)
             done = await self._engine.generate(order.request_id, prompt_ids, order.sampling, order.priority)
         except RequestRefused as error:
-            self._link.send(GenerateFailed(request_id=order.request_id, cause=str(error)), answers=delivery)
+            asked.failed(str(error))
         else:
-            answer = Completion(
-                request_id=order.request_id,
-                finish_reason=done.finish_reason,
-                tokens=len(done.ids),
-                cached_tokens=done.cached_tokens,
-                queued_s=done.queued_s,
-                generated_s=done.generated_s,
-            )
-            self._link.send(answer, (done.ids, done.logprobs, done.versions), answers=delivery)
+            asked.completed(done)
         self._served += 1
         self._link.progress(self._doing(len(self._requests) - 1))
 

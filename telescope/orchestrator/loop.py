@@ -179,11 +179,11 @@ class Orchestrator:
 
     def _delivered(self, delivery: Delivery) -> None:
         match delivery.body:
-            case messages.Generate() as body:
+            case messages.Generate() | messages.AskPlace() as body:
                 self._hear(self._performer.asked(delivery, body))
             case messages.Abort(request_id=request_id):
                 self._performer.relay.abort(delivery.peer, request_id)
-            case messages.Completion() | messages.GenerateFailed() as body:
+            case messages.Completion() | messages.GenerateFailed() | messages.Served() as body:
                 self._answered(delivery, body)
             case messages.GenerationOver() as body:
                 self._hear(self._performer.generated(delivery, body))
@@ -202,11 +202,12 @@ class Orchestrator:
         if event is not None:
             self._events.append(event)
 
-    def _answered(self, delivery: Delivery, body: messages.Completion | messages.GenerateFailed) -> None:
+    def _answered(self, delivery: Delivery, body: messages.Completion | messages.GenerateFailed | messages.Served) -> None:
         answered = self._performer.relay.answer(delivery, body)
         if answered is not None:
             event, row = answered
             self._events.append(event)
+            self._events.extend(self._performer.freed())
             self._recorder.turn(row)
 
     def _step_done(self, rank: str, body: messages.StepDone) -> None:

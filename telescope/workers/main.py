@@ -18,6 +18,7 @@ from telescope.config.words import ConfigError
 from telescope.wire.link import Link, LinkLost, WireRefused, WireTimeout
 from telescope.wire.process import Interrupted, Known, Place, Signals, run_process
 from telescope.wire.security import BadKeys
+from telescope.workers.direct import Doors
 from telescope.workers.lengths import leave_out_too_long
 from telescope.workers.load import EnvironmentBroken, load_environments
 from telescope.workers.play import Limits
@@ -64,7 +65,12 @@ def live(place: Place, signals: Signals) -> int:
         environments=tuple(loaded.card for loaded in environments.values()),
     )
     with Link.connect(place.directory, hello, deadline_s=config.cluster.placement_timeout_s) as link:
-        return run_through(_until_stopped(Service(link, place.name, environments, template, limits), signals))
+        return run_through(_until_stopped(Service(link, place.name, environments, template, limits, _doors(place)), signals))
+
+
+def _doors(place: Place) -> Doors | None:
+    """The way straight to the servers, where `wire.direct=true`."""
+    return Doors(place.directory, lambda: place.hello("worker", capacity=0)) if place.config.wire.direct else None
 
 
 def run_through(life: Coroutine[Any, Any, int]) -> int:

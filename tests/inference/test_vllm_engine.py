@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
+from benchmarks.flow.cancel import one_abort
 from telescope.inference.engine import RequestRefused, WeightsRefused
 from telescope.inference.versions import CountedTokens, EngineLabels
 from telescope.records import Sampling, WeightManifest
@@ -102,6 +103,14 @@ async def test_an_abort_stops_the_request_in_the_engine_within_a_step(old: Serve
     assert len(aborted.logprobs) == len(aborted.versions) == len(aborted.ids)
     assert len(other.ids) >= 1
     assert not [name for name in await old.engine.running() if name.startswith("doomed")]
+
+
+@pytest.mark.parametrize("others", [1, 15])
+async def test_a_cancelled_request_is_out_of_the_engine_within_one_step_and_gets_no_further_token(old: Served, others: int):
+    stops = [await one_abort(old.engine, f"cancel{others}-{index}", others=others, max_tokens=400) for index in range(5)]
+    assert [stop.late_tokens for stop in stops] == [0] * 5
+    assert max(stop.held_steps for stop in stops) <= 1
+    assert all(5 <= stop.tokens < 400 for stop in stops)
 
 
 async def test_an_abort_right_behind_its_request_is_not_lost(old: Served):
