@@ -40,6 +40,11 @@ OPTIONS = "countdown | reverse_letters"
             "orchestrator.kv_soft=0.96",
             "orchestrator.kv_soft=0.96 must not be above orchestrator.kv_hard=0.95: lower the first or raise the second",
         ),
+            "rollout.normalize_rewards=true",
+            "rollout.normalize_rewards=true needs environments.countdown.reward_min and environments.countdown.reward_max: "
+            "give both, or set rollout.normalize_rewards=false",
+        ),
+        ("rollout.top_k=1", "rollout.top_k=1 must be at least 2"),
         (
             "rollout.group_size=100000",
             "orchestrator.max_concurrent_prompts_per_server=32 times rollout.group_size=100000 are 3,200,000 requests in "
@@ -115,3 +120,14 @@ def test_lanes_of_groups_run_without_the_two_settings_of_sample_lanes():
     assert "orchestrator.adaptive_concurrency=true needs" in sentences(
         compose_one(*lanes, "orchestrator.adaptive_concurrency=true")
     )
+def test_a_reward_range_must_rise_and_pools_must_cover_every_rate():
+    said = sentences(compose_one("environments.countdown.reward_min=1", "environments.countdown.reward_max=0"))
+    assert "reward_min=1.0 must be below reward_max=0.0" in said
+    said = sentences(compose_one("environments.countdown.curriculum={pools:[{name:hard,up_to:0.5}]}"))
+    assert "must rise from above 0 to exactly 1" in said
+    assert "behind which every answer would end at once" in sentences(compose_one("rollout.stop=['']"))
+
+
+def test_a_curriculum_without_settings_has_three_pools():
+    point = compose_one("+environments.countdown.curriculum={}")
+    assert [pool.name for pool in point.config.environments["countdown"].curriculum.pools] == ["hard", "medium", "easy"]

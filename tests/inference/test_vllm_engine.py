@@ -11,8 +11,10 @@ import pytest
 import pytest_asyncio
 
 from benchmarks.flow.cancel import one_abort
+from telescope.backends.common.logprobs import logprobs
 from telescope.inference.engine import RequestRefused, WeightsRefused
 from telescope.inference.versions import CountedTokens, EngineLabels
+from telescope.maths.support import WHOLE, Support
 from telescope.records import Sampling, WeightManifest
 from tests.inference.conftest import Served
 
@@ -300,3 +302,43 @@ async def test_the_engine_says_how_full_its_cache_is_while_it_works_and_that_it_
     used = [load.kv_used for load in loads if load.running == 3]
     assert 0 < used[0] < used[-1] < 1  # 206 tokens are more than one of its blocks
     assert (old.engine.load.running, old.engine.load.waiting, old.engine.load.kv_used) == (0, 0, 0.0)
+
+
+KEPT = [Support(top_k=5), Support(top_p=0.8), Support(min_p=0.3), Support(top_k=40, top_p=0.9, min_p=0.02)]
+
+
+@pytest.mark.parametrize("support", KEPT)
+async def test_logprobs_of_a_cut_distribution_are_those_that_the_trainer_computes(old: Served, support: Support):
+    import torch
+
+    prompts = [prompt(5 + index, index) for index in range(8)]
+    sampling = [Sampling(HOT, 24, seed, support.top_k, support.top_p, support.min_p) for seed in range(8)]
+    answers = await asyncio.gather(*(old.engine.generate(old.name(), p, s, 0) for p, s in zip(prompts, sampling, strict=True)))
+    differences, raised = [], []
+    for p, answer in zip(prompts, answers, strict=True):
+        tokens = torch.as_tensor(np.concatenate([p, answer.ids]).astype(np.int64))
+        with torch.no_grad():
+            model = old.model("old")
+            hidden = model.model(tokens[None]).last_hidden_state[0, len(p) - 1 : -1]
+            head = model.get_output_embeddings().weight
+            ours, whole = (logprobs(hidden, head, tokens[len(p) :], HOT, 64, kept)[0].numpy() for kept in (support, WHOLE))
+        differences.append(np.abs(answer.logprobs - ours))
+        raised.append(answer.logprobs - whole)
+    assert np.concatenate(differences).max() < 1e-3
+    assert np.concatenate(raised).mean() > 0.05  # the sampler's log-probs are of the tokens that are left
+
+
+async def test_an_answer_ends_with_the_stop_text_and_all_its_tokens_are_there(old: Served):
+    whole = await old.generate(prompt(9), 40, seed=3, temperature=COLD)
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(old.folders["old"])
+    mark = tokenizer.decode(whole.ids[4:6].tolist())
+    stopped = await old.engine.generate(old.name(), prompt(9), Sampling(COLD, 40, 3, stop=(mark,)), 0)
+    count = len(stopped.ids)
+    assert stopped.finish_reason == "stop"
+    assert stopped.ids.tolist() == whole.ids[:count].tolist()
+    assert tokenizer.decode(stopped.ids.tolist()).endswith(mark)
+    assert mark not in tokenizer.decode(stopped.ids[:-1].tolist())
+    assert len(stopped.logprobs) == len(stopped.versions) == count <= 6
+    np.testing.assert_allclose(stopped.logprobs, whole.logprobs[:count], atol=1e-4)
