@@ -15,13 +15,14 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from telescope.inference.checkpoint import checkpoint_tensors, disagreements, is_tied
+from telescope.inference.checkpoint import checkpoint_tensors, disagreements, is_tied, read_tensor
+from telescope.inference.core_commit import teach_core
 from telescope.records import TensorSpec, WeightManifest
 from telescope.weights.shared_memory import SharedMemoryReader
 
@@ -48,20 +49,24 @@ class _Staged:
         except Exception as error:  # noqa: BLE001 - the edge of a thread: the cause travels to the one who asks
             self.cause = f"{error}" or type(error).__name__
 
-    def wait(self, timeout_s: float) -> bool:
-        """Whether the check is over, after waiting for it for at most `timeout_s`."""
-        self._thread.join(timeout_s)
+    @property
+    def over(self) -> bool:
         return not self._thread.is_alive()
 
-    def tensors(self) -> Iterator[tuple[str, Any]]:
-        """Each tensor as a view of the segment; who loads it copies."""
+    def flat(self) -> Callable[[str], Any]:
+        """Each tensor as a row of elements, a view of the segment; who loads it copies."""
         import torch
 
-        for spec, view in self._tensors:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "The given buffer is not writable")  # and nobody writes to it
-                flat = torch.frombuffer(view, dtype=getattr(torch, spec.dtype))
-            yield spec.name, flat.reshape(spec.shape)
+        def one(name: str) -> Any:
+            spec, view = named[name]
+            return torch.frombuffer(view, dtype=getattr(torch, spec.dtype))
+
+        named = {spec.name: (spec, view) for spec, view in self._tensors}
+        return one
+
+    def tensors(self) -> Iterator[tuple[str, Any]]:
+        flat = self.flat()
+        return ((spec.name, flat(spec.name).reshape(spec.shape)) for spec, _ in self._tensors)
 
 
 class WeightExtension:

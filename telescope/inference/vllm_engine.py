@@ -12,7 +12,7 @@ import os
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -21,15 +21,15 @@ import numpy as np
 from telescope.config.models import end_ids
 from telescope.config.parts import WeightSyncSettings
 from telescope.inference.children import Children, how_it_ended
+from telescope.inference.core_commit import COMMIT, teach_core
 from telescope.inference.engine import EngineDead, EngineRefused, Generated, RequestRefused, WeightsRefused, WeightState
 from telescope.inference.steps import step_teller
-from telescope.inference.versions import CountedTokens, EngineLabels, Versions
+from telescope.inference.versions import Spans, Versions
 from telescope.inference.vllm_options import ServerPlan, engine_arguments
 from telescope.records import FinishReason, Sampling, WeightManifest
 
-FIRST_LOOK_S = 0.01
-"""The first question whether a version is checked waits this long in the worker; a small model's is by then."""
-LOOK_EVERY_S = 0.02
+FIRST_LOOK_S, LONGEST_LOOK_S = 0.002, 0.02
+"""The worker is asked whether a version is staged after these pauses, which double; each question costs it part of a step."""
 CLOSE_S = 1.0
 """The engine's farewell to its libraries takes seconds and saves nothing: after this it is killed."""
 DEATH_TOLD_S = 5.0
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 class _Request:
     """A request between `generate` and its answer. `internal` is vLLM's own id once it has one."""
 
-    born: int
+    spans: Spans = field(default_factory=Spans)
     aborted: bool = False
     internal: str = ""
 
@@ -84,6 +84,7 @@ class VllmEngine:
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         # vLLM asks for a fresh interpreter on a CPU; a fork has everything imported already. No thread of ours runs yet.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        teach_core()
         try:
             self._llm = AsyncLLM.from_vllm_config(config, stat_loggers=[step_teller(lambda: self._stepped())])
         except RuntimeError as error:
@@ -91,8 +92,7 @@ class VllmEngine:
         self._children.watch_new()
         self._vocabulary = config.model_config.get_vocab_size()
         self._max_model_len = config.model_config.max_model_len
-        self._versions = EngineLabels(self._llm) if hasattr(AsyncLLM, "update_weight_version") else CountedTokens(self._llm)
-        await self._versions.begin(0, ())
+        self._versions = Versions(self._llm.engine_core, self._spans_of, salted=self._sync.reset_prefix_cache)
         for cause in await self._rpc("telescope_check_loaded"):
             if cause:
                 raise EngineDead(cause)
@@ -113,10 +113,11 @@ class VllmEngine:
 
     async def generate(self, request_id: str, prompt_ids: np.ndarray, sampling: Sampling, priority: int) -> Generated:
         self._check_request(request_id, prompt_ids, sampling)
-        request = self._requests[request_id] = _Request(born=self._versions.current)
+        request = self._requests[request_id] = _Request()
         started = time.monotonic()
         try:
             output = await self._finished(request, request_id, prompt_ids, sampling, priority)
+            await self._versions.settled()
         finally:
             del self._requests[request_id]
         return self._generated(output, request, time.monotonic() - started)
@@ -127,6 +128,13 @@ class VllmEngine:
             request.aborted = True
             if request.internal:
                 await self._llm.abort(request.internal, internal=True)
+
+    def _spans_of(self, request_id: str, internal: str) -> Spans | None:
+        """Called as the request is sent to the engine's process."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.internal = internal
+        return None if request is None else request.spans
 
     async def running(self) -> dict[str, int]:
         """Sampled tokens of each request that the engine's worker holds, by vLLM's internal id (`<ours>-<8 digits>`)."""
@@ -192,7 +200,7 @@ class VllmEngine:
         ids = np.asarray(completion.token_ids, dtype=np.int32)
         kept = completion.logprobs
         logprobs = np.asarray([kept.logprobs[i] for i in kept.start_indices] if kept else [], dtype=np.float32)
-        versions = self._versions.of(completion, request.internal, len(ids), request.born)
+        versions = request.spans.of(len(ids))
         if len(logprobs) != len(ids) or not np.isfinite(logprobs).all():
             raise RequestRefused(
                 f"the engine gave {len(logprobs)} log-probs, finite or not, for {len(ids)} tokens under weights version "
@@ -238,7 +246,7 @@ class VllmEngine:
             started = time.perf_counter()
             try:
                 async with asyncio.timeout(self._sync.update_timeout_s):
-                    await self._load_paused(version)
+                    await self._load(version)
             except Exception as error:  # vLLM raises plain Exception; whatever it is, the model may be half new by now
                 raise EngineDead(
                     f"weights version {version} could not be loaded ({_first_line(error)}): the engine may hold a mixture "
@@ -259,25 +267,31 @@ class VllmEngine:
 
     async def _stage(self, manifest: WeightManifest) -> None:
         await self._rpc("telescope_stage", msgspec.json.encode(manifest).decode(), self._plan.run)
-        wait_s = FIRST_LOOK_S
+        pause_s = FIRST_LOOK_S
         while True:
-            answers = await self._rpc("telescope_stage_state", manifest.version, wait_s)
+            await asyncio.sleep(pause_s)  # the worker can't call us
+            answers = await self._rpc("telescope_stage_state", manifest.version)
             if cause := next((cause for _, cause in answers if cause), ""):
                 raise WeightsRefused(cause)
             if all(over for over, _ in answers):
                 return
-            wait_s = 0.0
-            await asyncio.sleep(LOOK_EVERY_S)  # the worker can't call us; each question costs it part of a step
+            pause_s = min(2 * pause_s, LONGEST_LOOK_S)
 
-    async def _load_paused(self, version: int) -> None:
-        """Nothing is sampled between pause and resume, so each token belongs to one version. With `reset_prefix_cache` the
-        requests in flight are computed anew under the new weights; otherwise their cached keys and values stay the old ones."""
-        mode = "keep" if self._sync.in_flight == "continue" else "abort"
+    async def _load(self, version: int) -> None:
+        """`continue`: between two steps, without a pause; running requests keep their keys and values. `recompute`: they are
+        computed anew under the new weights, so that each log-prob is the new weights' given all tokens before. `abort`: they end."""
         core = self._llm.engine_core  # AsyncLLM.pause_generation adds a sleep of 20 ms to this
-        await core.pause_scheduler_async(mode=mode, clear_cache=self._sync.reset_prefix_cache)
-        await self._rpc("telescope_load", version)
-        await self._versions.begin(version, self._requests)
-        await self._llm.resume_generation()
+        in_flight = self._sync.in_flight
+        if in_flight != "continue":
+            mode = "keep" if in_flight == "recompute" else "abort"
+            await core.pause_scheduler_async(mode=mode, clear_cache=in_flight == "recompute")
+        order = core.call_utility_async(COMMIT, version, self._sync.update_timeout_s)
+        self._versions.commit_is_sent(version)
+        sampled = await order
+        ours = {request.internal: request.spans for request in self._requests.values() if request.internal}
+        self._versions.commit_is_answered(version, sampled, ours)
+        if in_flight != "continue":
+            await self._llm.resume_generation()
 
     # ---- life -------------------------------------------------------------------------------------------------------
 
