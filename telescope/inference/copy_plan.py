@@ -87,7 +87,9 @@ def copy_all(targets: list[Tensor], taken: list[Tensor]) -> None:
         torch._foreach_copy_(targets, taken, non_blocking=True)
 
 
-def record(parameters: Mapping[str, Tensor], load: Loader, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> CopyPlan:
+def record(
+    parameters: Mapping[str, Tensor], load: Loader, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+) -> CopyPlan:
     """What `load` would copy from tensors of these names and shapes into `parameters`. Nothing is read or written.
 
     Raises `NoPlan`.
@@ -99,7 +101,7 @@ def record(parameters: Mapping[str, Tensor], load: Loader, shapes: Mapping[str, 
             load(iter(sources.items()))
     except NoPlan:
         raise
-    except Exception as error:  # noqa: BLE001 - whatever a loader does with a tensor that has no memory
+    except Exception as error:  # whatever a loader does with a tensor that has no memory
         raise NoPlan(f"the loader needs more than names and shapes: {type(error).__name__}: {error}") from error
     watching.check_covered()
     return CopyPlan(tuple(watching.copies))
@@ -115,18 +117,19 @@ def differences(plan: CopyPlan, tensors: Callable[[str], Tensor]) -> list[str]:
 def _same(copy: Copy, source: Tensor) -> bool:
     taken = copy.taken(source.reshape(-1))
     if copy.target.dim():
-        rows = torch.linspace(0, copy.target.shape[0] - 1, ROWS_COMPARED).round().long().unique()
+        last = copy.target.shape[0] - 1
+        rows = torch.tensor(sorted({last * place // (ROWS_COMPARED - 1) for place in range(ROWS_COMPARED)}))
         taken, target = taken[rows], copy.target[rows.to(copy.target.device)]
     else:
         target = copy.target
     return torch.equal(taken.to(target.dtype), target.to(taken.device))
 
 
-class _Watching(TorchDispatchMode):
-    """Sees every operation of a loader below views: notes copies from sources to parameters, lets views pass, refuses the rest."""
+class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every operation of a loader: notes copies from sources to parameters, refuses other writes, lets the rest pass."""
 
     def __init__(self, parameters: Mapping[str, Tensor], sources: Mapping[str, Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.copies: list[Copy] = []
         self._parameters = {_storage(tensor): (name, tensor.numel()) for name, tensor in parameters.items()}
         self._sources = {_storage(tensor): (name, tensor) for name, tensor in sources.items()}
@@ -147,7 +150,9 @@ class _Watching(TorchDispatchMode):
     def check_covered(self) -> None:
         bare = [name for storage, (name, numel) in self._parameters.items() if self._covered[storage] != numel]
         if bare:
-            raise NoPlan(f"the loader does not write each element once of {', '.join(sorted(bare)[:SHOWN])} ({len(bare)} parameters)")
+            raise NoPlan(
+                f"the loader does not write each element once of {', '.join(sorted(bare)[:SHOWN])} ({len(bare)} parameters)"
+            )
 
     def _note(self, target: Tensor, source: Tensor) -> None:
         found = self._sources.get(_storage(source))

@@ -1,7 +1,7 @@
 """One order more for vLLM's EngineCore: put the staged weights in place between two engine steps, without a pause.
 
-The core's loop takes orders between steps, and a step that is still running on the GPU was launched before them: the copy follows
-it on the same stream. So each token is sampled by the old weights or the new ones as a whole, and the scheduler knows how many
+The core's loop takes orders between steps, and a step that still runs on the GPU was launched before them: the copy follows it
+on the same stream. So each token is sampled by the old weights or the new ones as a whole, and the scheduler knows how many
 tokens of each request were ordered before. Owns that order; refuses to know how weights are loaded (extension.py does).
 """
 
@@ -38,7 +38,7 @@ def salt(version: int, own: str | None) -> str:
 
 
 def salt_anew(request: Any, version: int) -> None:
-    """A request that waits with nothing computed is computed whole by the new weights: it must not find blocks of the old ones."""
+    """A request that waits with nothing computed will be computed by the new weights: it must not find blocks of the old."""
     if request.cache_salt is not None:
         request.cache_salt = salt(version, request.cache_salt.partition(":")[2])
         request.block_hashes.clear()

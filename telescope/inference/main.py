@@ -59,7 +59,7 @@ async def _live(place: Place, signals: Signals) -> int:
     http = settings.http and settings.engine == "vllm"
     listener = bind(settings.host, settings.base_port, server_index(place.name)) if http else None
     deadline = Deadline(place.directory, place.name)
-    engine = build_engine(config, place.identity.run_id, device_of(config, os.environ))
+    engine = build_engine(config, place.identity.run_id, device_of(config, os.environ), place.name)
     code, why = 0, "it did not close within its deadline"
     try:
         with deadline(config.cluster.placement_timeout_s, "its engine did not start within cluster.placement_timeout_s"):
@@ -115,7 +115,7 @@ def device_of(config: RunConfig, environ: Mapping[str, str]) -> Device:
     return "gpu" if visible and config.cluster.device != "cpu" else "cpu"
 
 
-def build_engine(config: RunConfig, run: str, device: Device) -> Engine:
+def build_engine(config: RunConfig, run: str, device: Device, name: str = "server-0") -> Engine:
     """The engine that `inference.engine` names, not started. For vLLM this sets the environment, so it goes before its import.
 
     `run` is the run's id, under which its weights lie in shared memory. Raises `ModelNotFound`.
@@ -129,5 +129,5 @@ def build_engine(config: RunConfig, run: str, device: Device) -> Engine:
     os.environ.update(vllm_environment(device, os.environ))
     from telescope.inference.vllm_engine import VllmEngine
 
-    plan = ServerPlan(config.model, folder, settings, device, lanes(config), config.seed, run)
+    plan = ServerPlan(config.model, folder, settings, device, lanes(config), config.seed, run, name)
     return VllmEngine(plan, config.weight_sync)

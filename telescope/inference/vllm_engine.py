@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import re
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -23,10 +24,11 @@ from telescope.config.parts import WeightSyncSettings
 from telescope.inference.children import Children, how_it_ended
 from telescope.inference.core_commit import COMMIT, teach_core
 from telescope.inference.engine import EngineDead, EngineRefused, Generated, RequestRefused, WeightsRefused, WeightState
+from telescope.inference.opening import Opened, Opening, StageState
 from telescope.inference.steps import step_teller
 from telescope.inference.versions import Spans, Versions
 from telescope.inference.vllm_options import ServerPlan, engine_arguments
-from telescope.records import FinishReason, Sampling, WeightManifest
+from telescope.records import FinishReason, Sampling, WeightGroup, WeightManifest
 
 FIRST_LOOK_S, LONGEST_LOOK_S = 0.002, 0.02
 """The worker is asked whether a version is staged after these pauses, which double; each question costs it part of a step."""
@@ -58,10 +60,15 @@ class VllmEngine:
         self._requests: dict[str, _Request] = {}
         self._state = WeightState(version=0, prepared=None, checksum="", pause_s=0.0)
         self._staged: WeightManifest | None = None
+        self._arriving: int | None = None
+        self._held = False
+        """Whether the engine is paused because a version is received in place."""
         self._weights = asyncio.Lock()
         self._llm: Any = None
         self._children = Children()
         self._versions: Versions
+        self.opened: tuple[Opened, ...] = ()
+        """How each worker takes updates, once started."""
         self._stepped: Callable[[], None] = lambda: None
 
     async def start(self) -> None:
@@ -93,10 +100,24 @@ class VllmEngine:
         self._vocabulary = config.model_config.get_vocab_size()
         self._max_model_len = config.model_config.max_model_len
         self._versions = Versions(self._llm.engine_core, self._spans_of, salted=self._sync.reset_prefix_cache)
-        for cause in await self._rpc("telescope_check_loaded"):
-            if cause:
-                raise EngineDead(cause)
+        await self._open()
         await self._warm_up()
+
+    async def _open(self) -> None:
+        """Ask the workers how they take updates; said once in the log."""
+        opening = Opening(self._plan.run, self._plan.name, self._sync.staging, self._sync.update_timeout_s)
+        answers = await self._rpc("telescope_open", msgspec.json.encode(opening).decode())
+        self.opened = tuple(msgspec.json.decode(answer, type=Opened) for answer in answers)
+        for opened in self.opened:
+            if opened.refused:
+                raise EngineDead(opened.refused)
+            if opened.no_plan:
+                log.warning("updates go through vLLM's own loader, which takes longer: %s", opened.no_plan)
+            else:
+                log.info(
+                    "updates are %d copies of %.2f GB in all, found and checked in %.1f s; staging buffer %.2f GB",
+                    opened.copies, opened.nbytes / 1e9, opened.seconds, opened.staging_bytes / 1e9,
+                )  # fmt: skip
 
     def on_step(self, stepped: Callable[[], None]) -> None:
         self._stepped = stepped
@@ -222,19 +243,26 @@ class VllmEngine:
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
-    async def prepare(self, manifest: WeightManifest) -> WeightState:
+    async def prepare(self, manifest: WeightManifest, group: WeightGroup | None = None) -> WeightState:
         async with self._weights:
             self._staged = None
             self._state = replace(self._state, prepared=None)
+            self._arriving = manifest.version
             try:
                 async with asyncio.timeout(self._sync.update_timeout_s):
-                    await self._stage(manifest)
+                    await self._hold_if_unstaged(manifest)
+                    checksum = await self._stage(manifest, group)
             except TimeoutError as error:
+                await self._rpc("telescope_forget", manifest.version)
                 raise WeightsRefused(
-                    f"weights version {manifest.version} were not checked within "
+                    f"weights version {manifest.version} did not arrive within "
                     f"weight_sync.update_timeout_s={self._sync.update_timeout_s:g} s"
                 ) from error
-            self._staged = manifest
+            finally:
+                self._arriving = None
+                if self._held and sys.exception() is not None:
+                    await self._release()
+            self._staged = msgspec.structs.replace(manifest, checksum=checksum)
             self._state = replace(self._state, prepared=manifest.version)
             return self._state
 
@@ -258,28 +286,48 @@ class VllmEngine:
             return self._state
 
     async def discard(self, version: int) -> WeightState:
+        if self._arriving == version:  # whoever waits in `prepare` is told
+            await self._rpc("telescope_forget", version)
         async with self._weights:
             if self._staged is not None and self._staged.version == version:
+                if self._held:
+                    raise EngineDead(
+                        f"weights version {version} were received in place (weight_sync.staging=none): no way back"
+                    )
                 await self._rpc("telescope_forget", version)
                 self._staged = None
                 self._state = replace(self._state, prepared=None)
             return self._state
 
-    async def _stage(self, manifest: WeightManifest) -> None:
-        await self._rpc("telescope_stage", msgspec.json.encode(manifest).decode(), self._plan.run)
+    async def _hold_if_unstaged(self, manifest: WeightManifest) -> None:
+        """A broadcast that is not staged writes to the parameters as it comes: nothing may be sampled until it is committed."""
+        if self._sync.staging == "none" and manifest.collective:
+            await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+            self._held = True
+
+    async def _release(self) -> None:
+        self._held = False
+        await self._llm.resume_generation()
+
+    async def _stage(self, manifest: WeightManifest, group: WeightGroup | None) -> str:
+        """The checksum of what has arrived."""
+        await self._rpc("telescope_stage", *(msgspec.json.encode(value).decode() for value in (manifest, group)))
         pause_s = FIRST_LOOK_S
         while True:
             await asyncio.sleep(pause_s)  # the worker can't call us
             answers = await self._rpc("telescope_stage_state", manifest.version)
-            if cause := next((cause for _, cause in answers if cause), ""):
+            states = [msgspec.json.decode(answer, type=StageState) for answer in answers]
+            if cause := next((state.cause for state in states if state.cause), ""):
+                if any(state.touched for state in states):
+                    raise EngineDead(f"{cause}; weight_sync.staging=none has no way back")
                 raise WeightsRefused(cause)
-            if all(over for over, _ in answers):
-                return
+            if all(state.over for state in states):
+                return states[0].checksum
             pause_s = min(2 * pause_s, LONGEST_LOOK_S)
 
     async def _load(self, version: int) -> None:
-        """`continue`: between two steps, without a pause; running requests keep their keys and values. `recompute`: they are
-        computed anew under the new weights, so that each log-prob is the new weights' given all tokens before. `abort`: they end."""
+        """`continue`: between two steps, without a pause; running requests keep their keys and values. `recompute`: these are
+        computed anew by the new weights: each log-prob is the new weights' given all tokens before. `abort`: they end."""
         core = self._llm.engine_core  # AsyncLLM.pause_generation adds a sleep of 20 ms to this
         in_flight = self._sync.in_flight
         if in_flight != "continue":
@@ -290,8 +338,8 @@ class VllmEngine:
         sampled = await order
         ours = {request.internal: request.spans for request in self._requests.values() if request.internal}
         self._versions.commit_is_answered(version, sampled, ours)
-        if in_flight != "continue":
-            await self._llm.resume_generation()
+        if in_flight != "continue" or self._held:
+            await self._release()
 
     # ---- life -------------------------------------------------------------------------------------------------------
 

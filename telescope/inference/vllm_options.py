@@ -32,6 +32,8 @@ class ServerPlan:
     seed: int
     run: str
     """The run's id: names its segments in shared memory."""
+    name: str = "server-0"
+    """The server's name in the run, which its workers use in weight groups."""
 
 
 def vllm_environment(device: Device, given: Mapping[str, str]) -> dict[str, str]:
