@@ -85,8 +85,9 @@ def make_plan(config: RunConfig, hosts: tuple[Host, ...]) -> Plan:
     threads = share_threads(cluster, host.cpus)
     gpus = itertools.cycle(host.gpus if device == "gpu" else ())
     processes = [_process("orchestrator", 0, host, cluster.env)]
-    for index in range(cluster.inference_num_workers):
-        processes.append(_process("server", index, host, cluster.env, threads["server"], _take(gpus)))
+    for index in range(config.servers):
+        cards = _take(gpus, config.inference.tensor_parallel_size)
+        processes.append(_process("server", index, host, cluster.env, threads["server"], cards))
     for rank in range(cluster.trainer_num_workers):
         variables = _rank_variables(rank, cluster.trainer_num_workers) | cluster.env
         processes.append(_process("trainer", rank, host, variables, threads["trainer"], _take(gpus)))
@@ -150,9 +151,8 @@ def _refuse_owned_variables(variables: dict[str, str]) -> None:
         raise PlanError(f"cluster.env sets {', '.join(owned)}, which the launcher gives each process itself: leave them out")
 
 
-def _take(gpus: Iterator[str]) -> tuple[str, ...]:
-    gpu = next(gpus, None)
-    return () if gpu is None else (gpu,)
+def _take(gpus: Iterator[str], count: int = 1) -> tuple[str, ...]:
+    return tuple(itertools.islice(gpus, count))
 
 
 def _rank_variables(rank: int, world_size: int) -> dict[str, str]:

@@ -102,12 +102,35 @@ def _processes(config: RunConfig) -> Iterator[Conflict]:
             f"orchestrator.max_concurrent_prompts_per_server={prompts} times rollout.group_size={group_size} are "
             f"{prompts * group_size:,} requests in flight at one server, and {MOST_LANES:,} are the most: lower either",
         )
-    port, servers = config.inference.base_port, config.cluster.inference_num_workers
+    yield from _inference(config)
+
+
+def _inference(config: RunConfig) -> Iterator[Conflict]:
+    inference, workers = config.inference, config.cluster.inference_num_workers
+    if workers % inference.tensor_parallel_size:
+        yield Conflict(
+            ("inference.tensor_parallel_size", "cluster.inference_num_workers"),
+            f"inference.tensor_parallel_size={inference.tensor_parallel_size} must divide "
+            f"cluster.inference_num_workers={workers}: a server has so many of these workers; ask for "
+            f"{-(-workers // inference.tensor_parallel_size) * inference.tensor_parallel_size} workers, or another size",
+        )
+    if inference.http and not is_loopback(inference.host) and inference.api_key is None:
+        yield Conflict(
+            ("inference.host", "inference.api_key"),
+            f"inference.host={inference.host} is open to other machines: set inference.api_key='${{oc.env:VLLM_API_KEY}}', "
+            "or leave the host out for loopback, or set inference.http=false",
+        )
+    port, servers = inference.base_port, config.servers
     if config.inference.http and port and port + servers - 1 > 65535:
         yield Conflict(
             ("inference.base_port", "cluster.inference_num_workers"),
             f"inference.base_port={port} leaves no ports for {servers} servers: lower it, or set it to 0 (any free)",
         )
+
+
+def is_loopback(host: str | None) -> bool:
+    """Whether only this machine can reach `host`. A name other than localhost is taken for an open one."""
+    return host is None or host in ("localhost", "::1") or host.startswith("127.")
 
 
 def warnings(config: RunConfig) -> list[str]:

@@ -11,8 +11,10 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
+from telescope.config.secrets import referenced
 from telescope.settings import Settings
 
+DEFAULT_PORT = 8100
 Dtype = Literal["float32", "float16", "bfloat16"]
 _VARIABLE = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
 
@@ -115,11 +117,24 @@ class InferenceSettings(Settings):
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     """Precision served; auto: bfloat16 on a GPU, model.dtype on CPU."""
     host: str | None = None
-    """Where the OpenAI-compatible HTTP binds; null = loopback."""
-    base_port: int = Field(default=8100, ge=0, le=65535)
-    """HTTP port of server 0, server i gets base_port + i; 0: any free port."""
+    """Where the OpenAI-compatible HTTP binds; null = loopback. Any other address needs inference.api_key."""
+    base_port: int = Field(default=DEFAULT_PORT, ge=0, le=65535)
+    """HTTP port of server 0, server i gets base_port + i. 8100, the default: or the next free one, where a second run on this
+    machine holds it; another port: that one or none; 0: any free port. The run directory's servers/ says which it was."""
+    api_key: str | None = None
+    """What HTTP requests must give as a bearer token, as a reference: `'${oc.env:VLLM_API_KEY}'`. null: no check."""
     http: bool = True
     """Serve the OpenAI-compatible HTTP API beside the link."""
+    tool_call_parser: str | None = None
+    """vLLM's parser of tool calls in HTTP chat answers, e.g. `hermes`; null: tool calls stay text."""
+    reasoning_parser: str | None = None
+    """vLLM's parser that splits reasoning off HTTP chat answers, e.g. `qwen3`; null: it stays in the text."""
+    enable_tracing: bool = False
+    """vLLM sends OpenTelemetry spans of every request to an OTLP receiver on this machine (http/protobuf)."""
+    otlp_receiver_port: int = Field(default=4318, ge=1, le=65535)
+    """Port of that receiver."""
+    tensor_parallel_size: int = Field(default=1, ge=1, le=64)
+    """GPUs (workers) of one server, each with its slice of every layer; must divide cluster.inference_num_workers."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Share of a GPU's memory that a server takes for weights and KV cache."""
     cpu_kv_cache_mb: int = Field(default=128, ge=8, le=100_000_000)
@@ -132,12 +147,23 @@ class InferenceSettings(Settings):
     """Sequences in one engine step, at most; null: the lanes of the server, up to 256 on a CPU and 1,024 on a GPU."""
     max_num_batched_tokens: int | None = Field(default=None, ge=1, le=100_000_000)
     """Tokens in one engine step, at most; null: 8,192 on a CPU, the engine's own choice on a GPU."""
-    enforce_eager: bool = False
-    """No CUDA graphs (always so on CPU)."""
+    cuda_graphs: Literal["auto", "full_decode", "default", "off"] = "auto"
+    """full_decode: whole decode steps as graphs, nothing compiled, the fastest start; default: vLLM's own way (compiles);
+    off: eager. auto: full_decode on a GPU. A CPU has none."""
     enable_prefix_caching: bool = True
     """Keep the KV cache of prompts that begin alike, such as the samples of one group."""
     fake_token_s: float = Field(default=0.0, ge=0, le=1_000)
     """Seconds that the fake engine takes for a token."""
+
+    @field_validator("api_key")
+    @classmethod
+    def _key_is_a_reference(cls, api_key: str | None) -> str | None:
+        if api_key is not None and referenced(api_key) is None:
+            raise ValueError(
+                "inference.api_key must not stand in a configuration: put it into an environment variable and give "
+                "inference.api_key='${oc.env:VLLM_API_KEY}'"
+            )
+        return api_key
 
 
 class WeightSyncSettings(Settings):
@@ -157,7 +183,7 @@ class ClusterSettings(Settings):
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """auto: the GPUs present, else CPU."""
     inference_num_workers: int = Field(default=2, ge=1, le=1_024)
-    """Inference servers (GPUs given to inference)."""
+    """GPUs given to inference; servers = this / inference.tensor_parallel_size."""
     trainer_num_workers: int = Field(default=2, ge=1, le=1_024)
     """Trainer ranks."""
     env_num_workers: int = Field(default=1, ge=1, le=1_024)

@@ -7,16 +7,18 @@ Starts the engine, opens HTTP beside it, says hello when it can serve, serves un
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import logging
 import os
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from telescope.config.models import ModelNotFound, check_weights, model_folder
 from telescope.config.plugins import PluginError
 from telescope.config.run import RunConfig
-from telescope.config.secrets import SecretMissing
+from telescope.config.secrets import SecretMissing, reveal
 from telescope.config.words import ConfigError
 from telescope.inference.checkpoint import CheckpointUnreadable
 from telescope.inference.deadline import Deadline
@@ -24,7 +26,9 @@ from telescope.inference.engine import Engine, EngineDead, EngineRefused
 from telescope.inference.fake import FakeEngine
 from telescope.inference.http import PortTaken, bind, http_beside
 from telescope.inference.server import Server, first_of
+from telescope.inference.vllm_http import unknown_parsers
 from telescope.inference.vllm_options import Device, ServerPlan, vllm_environment
+from telescope.runlog.layout import write_atomically
 from telescope.weights.shared_memory import SharedMemoryReader
 from telescope.wire.link import Link, LinkLost, WireRefused, WireTimeout
 from telescope.wire.process import COMPONENT_FAILED, Interrupted, Known, Place, Signals, run_process
@@ -58,6 +62,7 @@ async def _live(place: Place, signals: Signals) -> int:
     settings = config.inference
     http = settings.http and settings.engine == "vllm"
     listener = bind(settings.host, settings.base_port, server_index(place.name)) if http else None
+    reveal(settings.api_key)  # a missing variable is told now, not after the engine's start
     deadline = Deadline(place.directory, place.name)
     engine = build_engine(config, place.identity.run_id, device_of(config, os.environ), place.name)
     code, why = 0, "it did not close within its deadline"
@@ -65,8 +70,11 @@ async def _live(place: Place, signals: Signals) -> int:
         with deadline(config.cluster.placement_timeout_s, "its engine did not start within cluster.placement_timeout_s"):
             await engine.start()
         signalled = signals.watch_on_loop()
-        async with http_beside(engine.client, listener, config.model), await asyncio.to_thread(_connect, place) as link:
-            code = await _until_stopped(Server(link, engine), signalled)
+        key = reveal(settings.api_key)
+        async with http_beside(engine.client, listener, config.model, settings, key) as url:
+            with _told(place, url):
+                async with await asyncio.to_thread(_connect, place) as link:
+                    code = await _until_stopped(Server(link, engine), signalled)
     except Interrupted as interrupted:
         code = 128 + interrupted.number
         raise
@@ -77,6 +85,19 @@ async def _live(place: Place, signals: Signals) -> int:
         with deadline(CLOSE_S, why, code=code):
             await engine.close()
     return code
+
+
+@contextlib.contextmanager
+def _told(place: Place, url: str) -> Iterator[None]:
+    """While the block runs, the run directory says where this server's HTTP is."""
+    file = place.directory.server(place.name)
+    if url:
+        facts = {"url": f"{url}/v1", "metrics": f"{url}/metrics", "model": place.config.model.name}
+        write_atomically(file, json.dumps(facts) + "\n", mode=0o600)
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)
 
 
 def _connect(place: Place) -> Link:
@@ -127,6 +148,8 @@ def build_engine(config: RunConfig, run: str, device: Device, name: str = "serve
         return FakeEngine(folder, reader, max_model_len=settings.max_model_len, token_s=settings.fake_token_s)
     check_weights(config.model.name, folder)
     os.environ.update(vllm_environment(device, os.environ))
+    if sentence := unknown_parsers(settings):
+        raise EngineRefused(sentence)
     from telescope.inference.vllm_engine import VllmEngine
 
     plan = ServerPlan(config.model, folder, settings, device, lanes(config), config.seed, run, name)

@@ -69,6 +69,10 @@ class RunDirectory:
     def public_key(self, process: str) -> Path:
         return self.path / "wire" / f"{process}.key"
 
+    def server(self, process: str) -> Path:
+        """Where a server's HTTP listens, while it does: `{"url": "http://127.0.0.1:8100/v1", …}`."""
+        return self.path / "servers" / f"{process}.json"
+
     # what happens
     @property
     def journal(self) -> Path:

@@ -149,6 +149,16 @@ def test_a_combination_with_a_broken_setting_is_not_judged(container):
         ),
         ({"trainer": {"betas": [0.9, 1.0]}}, "trainer.betas=[0.9, 1.0] must lie in [0, 1)"),
         ({"inference": {"base_port": 65535}}, "inference.base_port=65535 leaves no ports for 2 servers"),
+        (
+            {"inference": {"tensor_parallel_size": 3}},
+            "inference.tensor_parallel_size=3 must divide cluster.inference_num_workers=2: a server has so many of these "
+            "workers; ask for 3 workers",
+        ),
+        (
+            {"inference": {"host": "0.0.0.0"}},
+            "inference.host=0.0.0.0 is open to other machines: set inference.api_key='${oc.env:VLLM_API_KEY}'",
+        ),
+        ({"inference": {"api_key": "sk-123"}}, "inference.api_key must not stand in a configuration"),
         ({"cluster": {"env": {"A=B": "x"}}}, "cluster.env: 'A=B' can't name an environment variable"),
     ],
 )

@@ -136,3 +136,10 @@ def test_a_plan_survives_its_file_which_only_its_owner_reads(tmp_path: Path) -> 
     write_plan(plan, tmp_path / "plan.json")
     assert read_plan(tmp_path / "plan.json") == plan
     assert (tmp_path / "plan.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_tensor_parallel_server_takes_its_cards_together() -> None:
+    config = config_with(inference_num_workers=4, trainer_num_workers=2)
+    config = config.model_copy(update={"inference": config.inference.model_copy(update={"tensor_parallel_size": 2})})
+    gpus = {process.name: process.gpus for process in make_plan(config, (EIGHT,)).processes if process.gpus}
+    assert gpus == {"server-0": ("0", "1"), "server-1": ("2", "3"), "trainer-0": ("4",), "trainer-1": ("5",)}
