@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from telescope.records import WeightManifest
+from telescope.weights.buckets import Tensor, lay_out
 
 LOADABLE = frozenset({"float64", "float32", "float16", "bfloat16"})
 HEADER_LIMIT = 100 * 1024 * 1024
@@ -34,6 +35,12 @@ def checkpoint_tensors(folder: Path) -> dict[str, tuple[int, ...]]:
 def needed_tensors(checkpoint: dict[str, tuple[int, ...]], tied: bool) -> dict[str, tuple[int, ...]]:
     """Those of a checkpoint's tensors that every version has."""
     return {name: shape for name, shape in checkpoint.items() if not _may_be_left_out(name, tied)}
+
+
+def version_bytes(checkpoint: dict[str, tuple[int, ...]], tied: bool, dtype: str) -> int:
+    """Bytes of a version of this checkpoint on its way and in a staging buffer, e.g. with `dtype` bfloat16."""
+    _, nbytes = lay_out(Tensor(name, dtype, shape) for name, shape in needed_tensors(checkpoint, tied).items())
+    return nbytes
 
 
 @contextmanager

@@ -17,7 +17,14 @@ from typing import Any
 import msgspec
 import torch
 
-from telescope.inference.checkpoint import checkpoint_tensors, disagreements, is_tied, needed_tensors, read_tensors
+from telescope.inference.checkpoint import (
+    checkpoint_tensors,
+    disagreements,
+    is_tied,
+    needed_tensors,
+    read_tensors,
+    version_bytes,
+)
 from telescope.inference.copy_plan import BoundPlan, CopyPlan, Flat, NoPlan, differences, record
 from telescope.inference.core_commit import teach_core
 from telescope.inference.opening import Opened, Opening, StageState
@@ -99,7 +106,7 @@ class Weights:
             no_plan = str(reason)
         reserved = 0
         if self._device.type == "cuda":
-            reserved = staging_bytes(self._checkpoint, self._tied, self._config.dtype.itemsize)
+            reserved = version_bytes(self._checkpoint, self._tied, str(self._config.dtype).removeprefix("torch."))
             self.staging.reserve(reserved)
         copies, nbytes = (len(self._plan.copies), self._plan.nbytes) if self._plan else (0, 0)
         return Opened("", no_plan, copies, nbytes, self.staging.buffer.numel(), time.perf_counter() - started)
@@ -191,15 +198,6 @@ def receivers(opening: Opening, rank: int, device: torch.device) -> Callable[[st
         return make_receiver(transport, run=opening.run, name=f"{opening.server}/{rank}", device=device)
 
     return make
-
-
-def staging_bytes(checkpoint: dict[str, tuple[int, ...]], tied: bool, item_bytes: int) -> int:
-    """Bytes of a version of this checkpoint on the wire, where its numbers have `item_bytes`."""
-    from telescope.weights.buckets import Tensor, lay_out
-
-    dtype = {1: "uint8", 2: "bfloat16", 4: "float32", 8: "float64"}[item_bytes]
-    _, nbytes = lay_out(Tensor(name, dtype, shape) for name, shape in needed_tensors(checkpoint, tied).items())
-    return nbytes
 
 
 teach_core()

@@ -21,13 +21,14 @@ import numpy as np
 
 from telescope.config.models import end_ids
 from telescope.config.parts import WeightSyncSettings
+from telescope.inference.checkpoint import checkpoint_tensors, is_tied, version_bytes
 from telescope.inference.children import Children, how_it_ended
 from telescope.inference.core_commit import COMMIT, teach_core
 from telescope.inference.engine import EngineDead, EngineRefused, Generated, RequestRefused, WeightsRefused, WeightState
 from telescope.inference.opening import Opened, Opening, StageState
 from telescope.inference.steps import step_teller
 from telescope.inference.versions import Spans, Versions
-from telescope.inference.vllm_options import ServerPlan, engine_arguments
+from telescope.inference.vllm_options import ServerPlan, engine_arguments, served_dtype, share_beside_staging
 from telescope.records import FinishReason, Sampling, WeightGroup, WeightManifest
 
 FIRST_LOOK_S, LONGEST_LOOK_S = 0.002, 0.02
@@ -83,7 +84,8 @@ class VllmEngine:
         self._tokens_input, self._sampling_params, self._final_only = tokens_input, SamplingParams, RequestOutputKind.FINAL_ONLY
         self._stop_ids = list(end_ids(self._plan.folder))
         try:
-            config = AsyncEngineArgs(**engine_arguments(self._plan)).create_engine_config()
+            arguments = engine_arguments(self._plan) | self._memory()
+            config = AsyncEngineArgs(**arguments).create_engine_config()
         except (ValueError, TypeError, KeyError, OSError, RuntimeError) as error:
             log.debug("the cause", exc_info=True)
             raise EngineRefused(f"vLLM refuses model.name={self._plan.model.name} or its settings: {_said(error)}") from error
@@ -102,6 +104,19 @@ class VllmEngine:
         self._versions = Versions(self._llm.engine_core, self._spans_of, salted=self._sync.reset_prefix_cache)
         await self._open()
         await self._warm_up()
+
+    def _memory(self) -> dict[str, float]:
+        """On a GPU: vLLM's share, less the staging buffer. Asks the driver, not CUDA, which must not be up before the fork."""
+        if self._plan.device == "cpu" or self._sync.staging != "full":
+            return {}
+        from vllm.platforms import current_platform
+
+        dtype = served_dtype(self._plan)
+        staging = version_bytes(checkpoint_tensors(self._plan.folder), is_tied(self._plan.folder), dtype)
+        inference = self._plan.inference
+        card = int(current_platform.get_device_total_memory())
+        weights = staging // inference.tensor_parallel_size
+        return {"gpu_memory_utilization": share_beside_staging(inference.gpu_memory_utilization, card, weights, staging)}
 
     async def _open(self) -> None:
         """Ask the workers how they take updates; said once in the log."""
