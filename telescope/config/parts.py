@@ -170,7 +170,7 @@ class WeightSyncSettings(Settings):
     update_timeout_s: float = Field(default=300.0, gt=0, le=1_000_000)
     """Deadline of each of publish, prepare and commit."""
     in_flight: Literal["continue", "recompute", "abort"] = "continue"
-    """What an update does to running generations: continue (no pause; they keep the keys and values of the old weights), recompute
+    """What an update does to running generations: continue (no pause; they keep keys and values of the old weights), recompute
     (these are computed anew under the new weights), or abort and retry their rollouts."""
     reset_prefix_cache: bool = True
     """No request after an update uses prefixes cached under earlier weights."""

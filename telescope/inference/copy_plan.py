@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 ROWS_COMPARED = 16
 """Rows of each copy that `differences` looks at, spread evenly from the first to the last."""
 SHOWN = 3
+UNREADABLE = (
+    RuntimeError, NotImplementedError, TypeError, ValueError, LookupError, AttributeError, AssertionError, OverflowError
+)  # fmt: skip
+"""What a loader runs into that looks for values in a tensor without memory."""
 
 Loader = Callable[[Iterable[tuple[str, Any]]], set[str] | None]
 Flat = Callable[[str], "Tensor"]
@@ -101,7 +105,7 @@ def record(
             load(iter(sources.items()))
     except NoPlan:
         raise
-    except Exception as error:  # whatever a loader does with a tensor that has no memory
+    except UNREADABLE as error:
         raise NoPlan(f"the loader needs more than names and shapes: {type(error).__name__}: {error}") from error
     watching.check_covered()
     return CopyPlan(tuple(watching.copies))
@@ -150,9 +154,8 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def check_covered(self) -> None:
         bare = [name for storage, (name, numel) in self._parameters.items() if self._covered[storage] != numel]
         if bare:
-            raise NoPlan(
-                f"the loader does not write each element once of {', '.join(sorted(bare)[:SHOWN])} ({len(bare)} parameters)"
-            )
+            some = ", ".join(sorted(bare)[:SHOWN])
+            raise NoPlan(f"of {len(bare)} parameters the loader does not write each element once: {some}")
 
     def _note(self, target: Tensor, source: Tensor) -> None:
         found = self._sources.get(_storage(source))

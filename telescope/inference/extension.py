@@ -193,9 +193,12 @@ def receivers(opening: Opening, rank: int, device: torch.device) -> Callable[[st
     """How a worker gets its receiver of a transport; its name in a weight group is e.g. `server-0/1`."""
 
     def make(transport: str) -> Any:
-        from telescope.weights.make import make_receiver
+        from telescope.weights.choose import make_receiver
 
-        return make_receiver(transport, run=opening.run, name=f"{opening.server}/{rank}", device=device)
+        member = f"{opening.server}/{rank}"
+        return make_receiver(
+            transport, run=opening.run, member=member, device=str(device), init_timeout_s=opening.init_timeout_s
+        )
 
     return make
 

@@ -17,6 +17,7 @@ class Opening(msgspec.Struct, frozen=True):
     server: str
     place: Place
     deadline_s: float
+    init_timeout_s: float
 
 
 class Opened(msgspec.Struct, frozen=True):

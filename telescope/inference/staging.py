@@ -39,6 +39,7 @@ class Staging:
         self._run = run
         self._make = make_receiver
         self._receivers: dict[str, Receiver] = {}
+        self._making = threading.Lock()
         self._stream: Any = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -52,10 +53,9 @@ class Staging:
             return
         self.buffer = torch.empty(0, dtype=torch.uint8)  # the old one goes first
         on_device = self._place == "full"
-        self.buffer = torch.empty(
-            nbytes, dtype=torch.uint8, device=self._device if on_device else "cpu",
-            pin_memory=not on_device and self._device.type == "cuda",
-        )  # fmt: skip
+        pinned = not on_device and self._device.type == "cuda"
+        with torch.inference_mode(False):  # whichever mode the caller is in: a thread without one writes to it
+            self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device if on_device else "cpu", pin_memory=pinned)
 
     def begin(
         self, manifest: WeightManifest, group: WeightGroup | None, check: Callable[[], str], put: Put, deadline_s: float
@@ -90,9 +90,10 @@ class Staging:
         return self._place == "none" and not self.in_place(manifest)
 
     def receiver(self, transport: str) -> Receiver:
-        if transport not in self._receivers:
-            self._receivers[transport] = self._make(transport)
-        return self._receivers[transport]
+        with self._making:  # asked for by the thread that receives and by whoever cancels
+            if transport not in self._receivers:
+                self._receivers[transport] = self._make(transport)
+            return self._receivers[transport]
 
     def on_stream(self) -> AbstractContextManager[Any]:
         """Receiving has a stream of its own, so that it does not wait for the engine's kernels nor they for it."""
@@ -150,7 +151,8 @@ class Arrival:
         self._cancelled = True
         self.cause = self.cause or f"weights version {self.manifest.version} were broken off"
         if not self.over and not self._staging.in_place(self.manifest):
-            self._staging.receiver(self.manifest.transport).cancel()
+            epoch = self._group.epoch if self._group is not None else None
+            self._staging.receiver(self.manifest.transport).cancel(epoch)
 
     def flat(self, name: str) -> torch.Tensor:
         """A staged tensor as a row of elements: a view."""
