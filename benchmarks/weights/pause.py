@@ -260,8 +260,8 @@ def table(result: dict[str, Any]) -> str:
     (opened, *_) = result["workers"]
     lines = [
         f"{asked['shape']} by {asked['transport']}, {asked['mode']}, staging {asked['staging']}, "
-        f"in_flight {asked['in_flight']}, {asked['requests']}+{STREAMS} requests; {opened['nbytes'] / 1e9:.2f} GB in {opened['copies']} copies"
-        + (f" (loader: {opened['no_plan']})" if opened["no_plan"] else ""),
+        f"in_flight {asked['in_flight']}, {asked['requests']}+{STREAMS} requests",
+        f"{opened['nbytes'] / 1e9:.2f} GB in {opened['copies']} copies {opened['no_plan']}",
         f"{'':24}{'median':>10} {'worst':>10}",
     ]
     for name, title, unit, digits in (

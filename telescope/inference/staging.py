@@ -13,6 +13,7 @@ Bytes that lie in this host's memory already (shared memory, on a CPU) are used 
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -194,9 +195,7 @@ class Arrival:
         staging, manifest = self._staging, self.manifest
         if staging.in_place(manifest):
             read = SharedMemoryReader(staging._run).read(manifest)
-            self._views = {
-                spec.name: torch.frombuffer(view, dtype=getattr(torch, spec.dtype)) for spec, view in read if spec.nbytes
-            }
+            self._views = {spec.name: _view(data, spec) for spec, data in read if spec.nbytes}
         elif staging.unstaged(manifest):
             if manifest.collective:
                 with staging.on_stream():
@@ -211,3 +210,9 @@ class Arrival:
 def typed(piece: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     """Bytes of a tensor as a row of its elements."""
     return piece.view(getattr(torch, spec.dtype))
+
+
+def _view(data: memoryview, spec: TensorSpec) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable")  # and nobody writes to it
+        return torch.frombuffer(data, dtype=getattr(torch, spec.dtype))
