@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from telescope.config.parts import InferenceSettings, ModelSettings
+from telescope.inference.adapters import vllm_rank
 
 Device = Literal["cpu", "gpu"]
 
@@ -78,6 +79,9 @@ def engine_arguments(plan: ServerPlan) -> dict[str, Any]:
         arguments["reasoning_parser"] = settings.reasoning_parser
     if settings.enable_tracing:
         arguments["otlp_traces_endpoint"] = f"http://127.0.0.1:{settings.otlp_receiver_port}/v1/traces"
+    if (lora := plan.model.lora) is not None:
+        slots = {"max_loras": settings.max_loras, "max_cpu_loras": settings.max_loras + 1}
+        arguments |= {"enable_lora": True, "max_lora_rank": vllm_rank(lora.rank), **slots}
     if settings.tensor_parallel_size > 1:
         arguments["tensor_parallel_size"] = settings.tensor_parallel_size
     if batched := _max_num_batched_tokens(plan):
