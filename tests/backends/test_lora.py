@@ -43,7 +43,7 @@ def test_a_version_is_the_adapters_alone_and_holds_all_that_the_server_expects(b
 def test_a_step_moves_adapters_and_nothing_else_and_what_is_published_merged_gives_the_trained_log_probs(build):
     backend = build(lora_job(), mixed_precision_dtype=None)
     base = {n: p.detach().full_tensor().clone() for n, p in backend._policy.named_parameters() if not p.requires_grad}
-    row, before = row_of(draw(40)), dict(backend.weights())
+    row, before = row_of(draw(40)), {name: tensor.clone() for name, tensor in backend.weights()}
     start = logprobs_of(backend, row)
     for step in (1, 2, 3):
         metrics = backend.train_step(make_shard(step)).metrics
