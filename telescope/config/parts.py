@@ -186,10 +186,14 @@ class InferenceSettings(Settings):
 class WeightSyncSettings(Settings):
     update_timeout_s: float = Field(default=300.0, gt=0, le=1_000_000)
     """Deadline of each of publish, prepare and commit."""
-    in_flight: Literal["continue", "abort"] = "continue"
-    """What an update does to running generations: continue under the new weights, or abort and retry their rollouts."""
+    in_flight: Literal["continue", "recompute", "abort"] = "continue"
+    """What an update does to running generations: continue (no pause; they keep keys and values of the old weights), recompute
+    (these are computed anew under the new weights), or abort and retry their rollouts."""
     reset_prefix_cache: bool = True
-    """Forget cached prefixes at each update: they were computed with the old weights."""
+    """No request after an update uses prefixes cached under earlier weights."""
+    staging: Literal["full", "host", "none"] = "full"
+    """Where a server keeps a new version until it is served: full (a buffer on its GPU as large as the model, taken from
+    inference.gpu_memory_utilization), host (pinned memory; longer pause), none (received in place while paused)."""
 
 
 class ClusterSettings(Settings):

@@ -25,7 +25,7 @@ from telescope.inference.checkpoint import checkpoint_tensors
 from telescope.inference.engine import EngineDead, Generated, WeightsRefused, WeightState
 from telescope.inference.vllm_engine import VllmEngine
 from telescope.inference.vllm_options import ServerPlan, served_dtype
-from telescope.records import Sampling, WeightManifest
+from telescope.records import Sampling, WeightGroup, WeightManifest
 from telescope.weights.base import WeightsCorrupt
 from telescope.weights.shared_memory import SharedMemoryReader
 
@@ -53,6 +53,13 @@ class LoraEngine(VllmEngine):
         self.moved = 0.0
         """How far the probe's log-probs moved at the last update: the largest |difference| in nats."""
 
+    async def _open(self) -> None:
+        """The model's own weights never change: there is nothing to be found out."""
+
+    def _memory(self) -> dict[str, float]:
+        """An adapter needs no staging buffer."""
+        return {}
+
     # ---- requests ---------------------------------------------------------------------------------------------------
 
     async def generate(self, request_id: str, prompt_ids: np.ndarray, sampling: Sampling, priority: int) -> Generated:
@@ -69,7 +76,7 @@ class LoraEngine(VllmEngine):
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
-    async def prepare(self, manifest: WeightManifest) -> WeightState:
+    async def prepare(self, manifest: WeightManifest, group: WeightGroup | None = None) -> WeightState:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         async with self._weights:

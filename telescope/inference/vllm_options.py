@@ -35,6 +35,8 @@ class ServerPlan:
     seed: int
     run: str
     """The run's id: names its segments in shared memory."""
+    name: str = "server-0"
+    """The server's name in the run, which its workers use in weight groups."""
 
 
 def vllm_environment(device: Device, given: Mapping[str, str]) -> dict[str, str]:
@@ -92,6 +94,25 @@ def engine_arguments(plan: ServerPlan) -> dict[str, Any]:
     else:
         arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
     return arguments
+
+
+class NoRoom(ValueError):
+    """The card can't hold what the settings ask for; the sentence has the numbers and the remedy."""
+
+
+def share_beside_staging(share: float, card_bytes: int, weights_bytes: int, staging_bytes: int) -> float:
+    """What vLLM may take of a card of which `share` is the server's: the staging buffer is charged against it.
+
+    Raises `NoRoom` where the weights themselves would then not fit.
+    """
+    left = share * card_bytes - staging_bytes
+    if left <= weights_bytes:
+        raise NoRoom(
+            f"weight_sync.staging=full needs {staging_bytes / 1e9:.2f} GB beside {weights_bytes / 1e9:.2f} GB of weights, and "
+            f"inference.gpu_memory_utilization={share:g} gives the server {share * card_bytes / 1e9:.2f} of "
+            f"{card_bytes / 1e9:.2f} GB: none is left for the KV cache; set weight_sync.staging=host, or raise the share"
+        )
+    return left / card_bytes
 
 
 def served_dtype(plan: ServerPlan) -> str:
