@@ -26,7 +26,8 @@ from telescope.inference.engine import EngineDead, Generated, WeightsRefused, We
 from telescope.inference.vllm_engine import VllmEngine
 from telescope.inference.vllm_options import ServerPlan, served_dtype
 from telescope.records import Sampling, WeightGroup, WeightManifest
-from telescope.weights.base import WeightsCorrupt
+from telescope.weights.base import Reader, TransferFailed, WeightsCorrupt
+from telescope.weights.disk import DiskReader
 from telescope.weights.shared_memory import SharedMemoryReader
 
 PROBE_TOKENS, PROBE_WIDTH = 32, 16
@@ -151,7 +152,7 @@ class LoraEngine(VllmEngine):
         assert adapter.folder is not None
         try:
             adapter.up = await asyncio.to_thread(_write, adapter.folder, self._lora, manifest, self._plan.run)
-        except WeightsCorrupt as error:
+        except (WeightsCorrupt, TransferFailed) as error:
             raise WeightsRefused(str(error)) from error
         except OSError as error:
             raise WeightsRefused(f"the adapter of version {manifest.version} can't be written: {error}") from error
@@ -220,6 +221,7 @@ def _asked(adapter: Adapter) -> Any:
 
 
 def _write(folder: Path, lora: LoraSettings, manifest: WeightManifest, run: str) -> np.ndarray:
-    tensors = list(SharedMemoryReader(run).read(manifest))
+    reader: Reader = DiskReader() if manifest.transport == "disk" else SharedMemoryReader(run)
+    tensors = [(spec, memoryview(bytes(data))) for spec, data in reader.read(manifest)]  # small, and free of the transport
     write(folder, lora, tensors)
     return up_projections(tensors)

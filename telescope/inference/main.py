@@ -138,9 +138,7 @@ def device_of(config: RunConfig, environ: Mapping[str, str]) -> Device:
     return "gpu" if visible and config.cluster.device != "cpu" else "cpu"
 
 
-def build_engine(
-    config: RunConfig, run: str, device: Device, name: str = "server-0", scratch: Path | None = None
-) -> Engine:
+def build_engine(config: RunConfig, run: str, device: Device, name: str = "server-0", scratch: Path | None = None) -> Engine:
     """The engine that `inference.engine` names, not started. For vLLM this sets the environment, so it goes before its import.
 
     `run` is the run's id, under which its weights lie in shared memory; `scratch` a folder of the server's own, for adapters.

@@ -6,7 +6,6 @@ optimisers and steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from telescope.backends.common import attention, lora
 from telescope.backends.common.logprobs import logprobs
@@ -85,13 +83,9 @@ class Policy(nn.Module):
         """Whether adapters are trained rather than the weights themselves; a version then consists of them alone."""
         return any(not parameter.requires_grad for parameter in self.parameters())
 
-    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors of a version on the CPU by published name, tied ones once. A collective: every rank runs through it."""
-        for name, parameter in lora.published(self, "lm.", adapters=self.adapters):
-            whole = parameter.detach()
-            if isinstance(whole, DTensor):
-                whole = whole.full_tensor()
-            yield name, whole.cpu()
+    def by_name(self) -> dict[str, Tensor]:
+        """What a version consists of, as it lies here, whole or sharded, by its published name, tied ones once."""
+        return {name: parameter.detach() for name, parameter in lora.published(self, "lm.", adapters=self.adapters)}
 
     @torch.no_grad()
     def verify(self, device: str, temperature: float, tolerance: float) -> None:
