@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -107,6 +107,9 @@ class Backend(Protocol):
 
 class BackendSettings(Settings):
     """Base of all backends' settings: a file of this folder with one subclass is a backend of that file's name."""
+
+    trains_adapters: ClassVar[bool] = False
+    """Whether it knows model.lora."""
 
     def build(self, job: Job) -> Backend:
         """Make the backend on this rank; torch.distributed is set up in here, from the standard environment variables."""

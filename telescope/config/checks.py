@@ -144,6 +144,11 @@ def _weights(config: RunConfig) -> Iterator[Conflict]:
                 f"weight_sync.{name}={str(given).lower()} is about broadcasts, and weight_sync.transport={sync.transport} is "
                 "none: leave it out, or set weight_sync.transport=nccl",
             )
+    if config.model.lora is not None and not config.backend.trains_adapters:
+        yield Conflict(
+            ("model.lora", "backend"),
+            f"backend={config.backend_name} trains no adapters: set model.lora=null, or backend=fsdp",
+        )
     if config.model.lora is not None and sync.transport in ("nccl", "gloo", "cuda_ipc"):
         yield Conflict(
             ("weight_sync.transport", "model.lora"),
