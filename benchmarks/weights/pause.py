@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import statistics
@@ -92,7 +93,7 @@ class Clients:
         """Of each stream the longest wait that reaches into the window."""
         found = []
         for times in self.arrivals:
-            pairs = zip(times, times[1:], strict=False)
+            pairs = itertools.pairwise(times)
             found.append(max((b - a for a, b in pairs if b >= start and a <= stop), default=0.0))
         return found
 
@@ -215,9 +216,7 @@ async def one_update(version: int, engine: VllmEngine, trainer: Trainer, clients
     assert state.version == version
     committed = time.perf_counter()
     await asyncio.sleep(AFTER_S)
-    usual = [
-        b - a for times in clients.arrivals for a, b in zip(times, times[1:], strict=False) if before - 1 < a and b < before
-    ]
+    usual = [b - a for times in clients.arrivals for a, b in itertools.pairwise(times) if before - 1 < a and b < before]
     return Update(
         version=version,
         publish_s=published["seconds"],
@@ -260,8 +259,8 @@ def table(result: dict[str, Any]) -> str:
 
     (opened, *_) = result["workers"]
     lines = [
-        f"{asked['shape']} by {asked['transport']}, {asked['mode']}, staging {asked['staging']}, in_flight {asked['in_flight']}, "
-        f"{asked['requests']}+{STREAMS} requests; {opened['nbytes'] / 1e9:.2f} GB in {opened['copies']} copies"
+        f"{asked['shape']} by {asked['transport']}, {asked['mode']}, staging {asked['staging']}, "
+        f"in_flight {asked['in_flight']}, {asked['requests']}+{STREAMS} requests; {opened['nbytes'] / 1e9:.2f} GB in {opened['copies']} copies"
         + (f" (loader: {opened['no_plan']})" if opened["no_plan"] else ""),
         f"{'':24}{'median':>10} {'worst':>10}",
     ]

@@ -121,7 +121,7 @@ class VllmEngine:
     async def _open(self) -> None:
         """Ask the workers how they take updates; said once in the log."""
         opening = Opening(
-            self._plan.run, self._plan.name, self._sync.staging, self._sync.update_timeout_s, self._sync.update_timeout_s
+            self._plan.run, self._plan.name, self._sync.staging, self._sync.update_timeout_s, self._sync.init_timeout_s
         )
         answers = await self._rpc("telescope_open", msgspec.json.encode(opening).decode())
         self.opened = tuple(msgspec.json.decode(answer, type=Opened) for answer in answers)
