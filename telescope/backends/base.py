@@ -43,11 +43,13 @@ class StepResult:
 
 @dataclass(frozen=True)
 class World:
-    """Where this process stands among the trainer ranks. `device` is `cpu` or `cuda:<index>`."""
+    """Where this process stands among the trainer ranks. `device` is `cpu` or `cuda:<index>`; `memory_share` is how much of
+    its GPU's memory it may take: less than 1 where a server shares the card."""
 
     rank: int
     size: int
     device: str
+    memory_share: float = 1.0
 
 
 class RankLost(RuntimeError):

@@ -139,6 +139,8 @@ class InferenceSettings(Settings):
     """What HTTP requests must give as a bearer token, as a reference: `'${oc.env:VLLM_API_KEY}'`. null: no check."""
     http: bool = True
     """Serve the OpenAI-compatible HTTP API beside the link."""
+    quantization: Literal["fp8"] | None = None
+    """fp8: linear layers are served in 8-bit floats, quantised anew at each update. Needs a GPU that has them (Hopper)."""
     tool_call_parser: str | None = None
     """vLLM's parser of tool calls in HTTP chat answers, e.g. `hermes`; null: tool calls stay text."""
     reasoning_parser: str | None = None

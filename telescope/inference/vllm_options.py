@@ -77,6 +77,8 @@ def engine_arguments(plan: ServerPlan) -> dict[str, Any]:
         "worker_extension_cls": EXTENSION,
         "disable_log_stats": False,  # the queue and generation times of each answer come from them
     } | _graphs(plan)
+    if settings.quantization is not None:
+        arguments["quantization"] = settings.quantization
     if settings.reasoning_parser is not None:
         arguments["reasoning_parser"] = settings.reasoning_parser
     if settings.enable_tracing:
