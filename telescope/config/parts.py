@@ -19,6 +19,18 @@ Dtype = Literal["float32", "float16", "bfloat16"]
 _VARIABLE = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
 
 
+class LoraSettings(Settings):
+    rank: int = Field(default=16, ge=1, le=512)
+    """Rank of the update of each matrix."""
+    alpha: int = Field(default=32, ge=1, le=65536)
+    """The update is scaled by alpha / rank."""
+    target_modules: tuple[str, ...] = (
+        *("q_proj", "k_proj", "v_proj", "o_proj"),
+        *("gate_proj", "up_proj", "down_proj"),
+    )
+    """Last names of the matrices that get an adapter; each must be there in the model."""
+
+
 class ModelSettings(Settings):
     name: str = "tiny"
     """Hugging Face id, a local folder, or an embedded model (`tiny`, `tiny_reverse`)."""
@@ -30,6 +42,8 @@ class ModelSettings(Settings):
     """Passed to the chat template."""
     trust_remote_code: bool = False
     """Run Python code that the model's repository ships. Opt-in."""
+    lora: LoraSettings | None = None
+    """Train LoRA adapters and push only these; the model itself is frozen. null: train all weights. `model.lora={rank:16}`"""
 
 
 class EnvironmentEntry(Settings):
@@ -125,6 +139,8 @@ class InferenceSettings(Settings):
     """What HTTP requests must give as a bearer token, as a reference: `'${oc.env:VLLM_API_KEY}'`. null: no check."""
     http: bool = True
     """Serve the OpenAI-compatible HTTP API beside the link."""
+    quantization: Literal["fp8"] | None = None
+    """fp8: linear layers are served in 8-bit floats, quantised anew at each update. Needs a GPU that has them (Hopper)."""
     tool_call_parser: str | None = None
     """vLLM's parser of tool calls in HTTP chat answers, e.g. `hermes`; null: tool calls stay text."""
     reasoning_parser: str | None = None
@@ -150,6 +166,9 @@ class InferenceSettings(Settings):
     cuda_graphs: Literal["auto", "full_decode", "default", "off"] = "auto"
     """full_decode: whole decode steps as graphs, nothing compiled, the fastest start; default: vLLM's own way (compiles);
     off: eager. auto: full_decode on a GPU. A CPU has none."""
+    max_loras: int = Field(default=4, ge=2, le=64)
+    """With model.lora: versions of the adapter in use at once. Where the next would be one too many, requests of the oldest are
+    aborted and their rollouts tried again."""
     enable_prefix_caching: bool = True
     """Keep the KV cache of prompts that begin alike, such as the samples of one group."""
     fake_token_s: float = Field(default=0.0, ge=0, le=1_000)

@@ -46,7 +46,8 @@ class WeightExtension:
 
     def telescope_open(self, opening: str) -> str:
         """Get ready for updates (an Opening in JSON): the answer is an Opened in JSON."""
-        weights = Weights(self.model_runner.get_model(), self.vllm_config, torch.device(self.device or "cpu"))
+        reload = self.model_runner.reload_weights
+        weights = Weights(self.model_runner.get_model(), self.vllm_config, torch.device(self.device or "cpu"), reload)
         self.telescope_weights = weights
         opened = weights.open(msgspec.json.decode(opening, type=Opening), self.rank)
         return msgspec.json.encode(opened).decode()
@@ -83,8 +84,10 @@ class Weights:
 
     staging: Staging
 
-    def __init__(self, model: Any, vllm_config: Any, device: torch.device) -> None:
+    def __init__(self, model: Any, vllm_config: Any, device: torch.device, reload: Callable[..., None]) -> None:
+        """`reload`: the runner's, which computes anew whatever vLLM derives from weights at load, in its old place."""
         self._model = model
+        self._reload = reload
         self._config = vllm_config.model_config
         self._device = device
         self._folder = Path(vllm_config.model_config.model)
@@ -158,13 +161,19 @@ class Weights:
             self._model.load_weights((spec.name, flat(spec.name).reshape(spec.shape)) for spec in specs)
 
     def _load_by_vllm(self, flat: Flat, specs: tuple[TensorSpec, ...]) -> None:
-        loaded = self._model.load_weights((spec.name, flat(spec.name).reshape(spec.shape)) for spec in specs)
+        tensors = ((spec.name, flat(spec.name).reshape(spec.shape)) for spec in specs)
+        if self._config.quantization is not None:
+            self._reload(weights_iterator=tensors)
+            return
+        loaded = self._model.load_weights(tensors)
         missed = {name for name, _ in self._model.named_parameters()} - loaded if loaded is not None else set()
         if missed:
             raise RuntimeError(f"vLLM left {len(missed)} parameters as they were: {', '.join(sorted(missed)[:SHOWN])}")
 
     def _make_plan(self) -> CopyPlan:
         """The loader's copies, tried on the checkpoint that it has loaded itself. Raises `NoPlan`."""
+        if self._config.quantization is not None:
+            raise NoPlan(f"the model is served in {self._config.quantization}, so each version is quantised anew")
         shapes = needed_tensors(self._checkpoint, self._tied)
         parameters = dict(self._model.named_parameters())
         plan = record(parameters, self._model.load_weights, shapes, self._config.dtype)

@@ -14,6 +14,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from telescope.config.models import ModelNotFound, check_weights, model_folder
 from telescope.config.plugins import PluginError
@@ -64,7 +65,8 @@ async def _live(place: Place, signals: Signals) -> int:
     listener = bind(settings.host, settings.base_port, server_index(place.name)) if http else None
     reveal(settings.api_key)  # a missing variable is told now, not after the engine's start
     deadline = Deadline(place.directory, place.name)
-    engine = build_engine(config, place.identity.run_id, device_of(config, os.environ), place.name)
+    scratch = place.directory.scratch(place.name)
+    engine = build_engine(config, place.identity.run_id, device_of(config, os.environ), place.name, scratch)
     code, why = 0, "it did not close within its deadline"
     try:
         with deadline(config.cluster.placement_timeout_s, "its engine did not start within cluster.placement_timeout_s"):
@@ -136,10 +138,11 @@ def device_of(config: RunConfig, environ: Mapping[str, str]) -> Device:
     return "gpu" if visible and config.cluster.device != "cpu" else "cpu"
 
 
-def build_engine(config: RunConfig, run: str, device: Device, name: str = "server-0") -> Engine:
+def build_engine(config: RunConfig, run: str, device: Device, name: str = "server-0", scratch: Path | None = None) -> Engine:
     """The engine that `inference.engine` names, not started. For vLLM this sets the environment, so it goes before its import.
 
-    `run` is the run's id, under which its weights lie in shared memory. Raises `ModelNotFound`.
+    `run` is the run's id, under which its weights lie in shared memory; `scratch` a folder of the server's own, for adapters.
+    Raises `ModelNotFound`.
     """
     folder = model_folder(config.model.name)
     settings = config.inference
@@ -150,7 +153,11 @@ def build_engine(config: RunConfig, run: str, device: Device, name: str = "serve
     os.environ.update(vllm_environment(device, os.environ))
     if sentence := unknown_parsers(settings):
         raise EngineRefused(sentence)
+    plan = ServerPlan(config.model, folder, settings, device, lanes(config), config.seed, run, name)
+    if config.model.lora is not None:
+        from telescope.inference.lora_engine import LoraEngine
+
+        return LoraEngine(plan, config.weight_sync, scratch)
     from telescope.inference.vllm_engine import VllmEngine
 
-    plan = ServerPlan(config.model, folder, settings, device, lanes(config), config.seed, run, name)
     return VllmEngine(plan, config.weight_sync)

@@ -160,6 +160,10 @@ class VllmEngine:
             del self._requests[request_id]
         return self._generated(output, request, time.monotonic() - started)
 
+    def _adapter_of(self, request_id: str) -> Any:
+        """vLLM's LoRARequest for a request; lora_engine.py has some."""
+        return None
+
     async def abort(self, request_id: str) -> None:
         request = self._requests.get(request_id)
         if request is not None and not request.aborted:
@@ -217,7 +221,9 @@ class VllmEngine:
         try:
             prompt = self._tokens_input(prompt_token_ids=prompt_ids.tolist())
             params = self._params(len(prompt_ids), sampling)
-            collector = await self._llm.add_request(request_id, prompt, params, priority=priority)
+            collector = await self._llm.add_request(
+                request_id, prompt, params, lora_request=self._adapter_of(request_id), priority=priority
+            )
             request.internal = collector.request_id
             if request.aborted:
                 await self._llm.abort(request.internal, internal=True)

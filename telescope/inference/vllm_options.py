@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from telescope.config.parts import InferenceSettings, ModelSettings
+from telescope.inference.adapters import vllm_rank
 
 Device = Literal["cpu", "gpu"]
 
@@ -76,10 +77,15 @@ def engine_arguments(plan: ServerPlan) -> dict[str, Any]:
         "worker_extension_cls": EXTENSION,
         "disable_log_stats": False,  # the queue and generation times of each answer come from them
     } | _graphs(plan)
+    if settings.quantization is not None:
+        arguments["quantization"] = settings.quantization
     if settings.reasoning_parser is not None:
         arguments["reasoning_parser"] = settings.reasoning_parser
     if settings.enable_tracing:
         arguments["otlp_traces_endpoint"] = f"http://127.0.0.1:{settings.otlp_receiver_port}/v1/traces"
+    if (lora := plan.model.lora) is not None:
+        slots = {"max_loras": settings.max_loras, "max_cpu_loras": settings.max_loras + 1}
+        arguments |= {"enable_lora": True, "max_lora_rank": vllm_rank(lora.rank), **slots}
     if settings.tensor_parallel_size > 1:
         arguments["tensor_parallel_size"] = settings.tensor_parallel_size
     if batched := _max_num_batched_tokens(plan):

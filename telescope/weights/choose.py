@@ -77,9 +77,12 @@ def cards(plan_json: Path) -> Cards:
     return "same" if used["server"] == used["trainer"] and len(used["server"]) == 1 else "mixed"
 
 
-def choose(transport: str, device: str, placed: Cards) -> Transport:
-    """The transport that `weight_sync.transport` means on a device. Raises `TransportRefused`."""
+def choose(transport: str, device: str, placed: Cards, *, adapters: bool = False) -> Transport:
+    """The transport that `weight_sync.transport` means on a device. `adapters`: versions are LoRA adapters, which are small and
+    which a server reads as files. Raises `TransportRefused`."""
     on_gpu = device.startswith("cuda")
+    if transport == "auto" and adapters:
+        return "shared_memory"
     if transport == "auto":
         on_cards: dict[Cards, Transport] = {"apart": "nccl", "same": "cuda_ipc", "mixed": "shared_memory"}
         return on_cards[placed] if on_gpu else "shared_memory"

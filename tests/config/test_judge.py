@@ -159,6 +159,22 @@ def test_a_combination_with_a_broken_setting_is_not_judged(container):
             "inference.host=0.0.0.0 is open to other machines: set inference.api_key='${oc.env:VLLM_API_KEY}'",
         ),
         ({"inference": {"api_key": "sk-123"}}, "inference.api_key must not stand in a configuration"),
+        (
+            {"inference": {"quantization": "fp8"}, "cluster": {"device": "cpu"}},
+            "inference.quantization=fp8 needs a GPU, and cluster.device=cpu: leave it out",
+        ),
+        (
+            {"inference": {"quantization": "fp8"}, "weight_sync": {"staging": "none"}},
+            "inference.quantization=fp8 quantises a whole version at once, and weight_sync.staging=none never has one",
+        ),
+        (
+            {"model": {"lora": {"rank": 4}}, "weight_sync": {"transport": "nccl"}, "backend": {"name": "fsdp"}},
+            "weight_sync.transport=nccl fills the model's own parameters, and model.lora pushes adapters",
+        ),
+        (
+            {"model": {"lora": {}}, "backend": {"name": "fake"}},
+            "backend=fake trains no adapters: set model.lora=null, or backend=fsdp",
+        ),
         ({"cluster": {"env": {"A=B": "x"}}}, "cluster.env: 'A=B' can't name an environment variable"),
     ],
 )

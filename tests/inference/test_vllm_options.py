@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from telescope.config.parts import InferenceSettings, ModelSettings
+from telescope.config.parts import InferenceSettings, LoraSettings, ModelSettings
 from telescope.inference.vllm_options import Device, ServerPlan, engine_arguments, vllm_environment
 
 
@@ -98,3 +98,15 @@ def test_spans_go_to_the_receiver_of_this_machine_where_tracing_is_on():
 def test_a_reasoning_parser_is_the_engines_too():
     assert arguments(reasoning_parser="qwen3")["reasoning_parser"] == "qwen3"
     assert "reasoning_parser" not in arguments()
+
+
+def test_fp8_is_asked_of_vllm_by_name():
+    assert "quantization" not in arguments("gpu")
+    assert arguments("gpu", quantization="fp8")["quantization"] == "fp8"
+
+
+def test_adapters_get_slots_for_the_versions_in_use_and_room_for_their_rank():
+    model = ModelSettings(lora=LoraSettings(rank=12))
+    given = engine_arguments(ServerPlan(model, Path("/m"), InferenceSettings(max_loras=3), "gpu", 8, 0, "run"))
+    assert [given[name] for name in ("enable_lora", "max_lora_rank", "max_loras", "max_cpu_loras")] == [True, 16, 3, 4]
+    assert "enable_lora" not in arguments("gpu")
