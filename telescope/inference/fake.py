@@ -19,7 +19,7 @@ import numpy as np
 
 from telescope.config.models import end_ids
 from telescope.inference.engine import Generated, Load, RequestRefused, WeightsRefused, WeightState
-from telescope.records import FinishReason, Sampling, WeightManifest
+from telescope.records import FinishReason, Sampling, WeightGroup, WeightManifest
 from telescope.weights.base import Reader, WeightsCorrupt
 
 JUMBLE_TOKENS = 8
@@ -163,7 +163,7 @@ class FakeEngine:
         if request_id in self._aborts:
             self._aborts[request_id].set()
 
-    async def prepare(self, manifest: WeightManifest) -> WeightState:
+    async def prepare(self, manifest: WeightManifest, group: WeightGroup | None = None) -> WeightState:
         self._staged = None
         self._state = replace(self._state, prepared=None)
         try:

@@ -221,7 +221,7 @@ class Server:
     async def _ordered(self, order: PrepareWeights | CommitWeights | AbortWeights) -> WeightState:
         match order:
             case PrepareWeights():
-                return await self._engine.prepare(order.manifest)
+                return await self._engine.prepare(order.manifest, order.group)
             case CommitWeights():
                 return await self._engine.commit(order.version)
             case AbortWeights():

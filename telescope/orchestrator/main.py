@@ -177,7 +177,7 @@ async def _train(place: Place, signals: Signals, core: Core, recorder: Recorder,
         stuck_s=config.orchestrator.stuck_s,
     )
     opened.push_async_callback(end.close, lambda: hub.close(end.outcome.reason, timeout_s=end.close_s))
-    roster = Roster.of(config.cluster)
+    roster = Roster.of(config.cluster, config.inference.tensor_parallel_size)
     performer = Performer(
         hub,
         roster=roster,

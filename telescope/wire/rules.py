@@ -34,6 +34,7 @@ from telescope.wire.messages import (
     RolloutDone,
     RolloutFailed,
     RunRollout,
+    SendWeights,
     Served,
     StepDone,
     Stop,
@@ -42,6 +43,7 @@ from telescope.wire.messages import (
     WeightsFailed,
     WeightsPublished,
     WeightsReady,
+    WeightsSent,
     Welcome,
 )
 
@@ -54,12 +56,12 @@ SESSION_OF_HUB: frozenset[Kind] = frozenset({Welcome, Reject, Heartbeat, Ack, Go
 FROM_PEER: dict[Role, frozenset[Kind]] = {
     "worker": frozenset({Generate, AskPlace, Abort, GenerationOver, RolloutDone, RolloutFailed}),
     "server": frozenset({Completion, GenerateFailed, Served, EngineLoad, WeightsReady, WeightsFailed}),
-    "trainer": frozenset({StepDone, WeightsPublished, WeightsFailed}),
+    "trainer": frozenset({StepDone, WeightsPublished, WeightsSent, WeightsReady, WeightsFailed}),
 }
 FROM_HUB: dict[Role, frozenset[Kind]] = {
     "worker": frozenset({RunRollout, CancelRollout, PrefetchPrompts, Completion, GenerateFailed, Ticket, Revoke, Stop}),
     "server": frozenset({Generate, Expect, Abort, PrepareWeights, CommitWeights, AbortWeights, Stop}),
-    "trainer": frozenset({TrainStep, PublishWeights, Stop}),
+    "trainer": frozenset({TrainStep, PublishWeights, SendWeights, AbortWeights, Stop}),
 }
 
 
@@ -84,6 +86,7 @@ ANSWERED_BY: dict[Kind, frozenset[Kind]] = {
     Expect: frozenset({Served}),
     TrainStep: frozenset({StepDone}),
     PublishWeights: frozenset({WeightsPublished, WeightsFailed}),
+    SendWeights: frozenset({WeightsSent, WeightsFailed}),
     PrepareWeights: frozenset({WeightsReady, WeightsFailed}),
     CommitWeights: frozenset({WeightsReady, WeightsFailed}),
     AbortWeights: frozenset({WeightsReady, WeightsFailed}),
@@ -99,7 +102,7 @@ KEPT: frozenset[Kind] = ACKNOWLEDGED | frozenset(ANSWERED_BY)
 
 WORK: frozenset[Kind] = frozenset({RunRollout, Generate, Expect, TrainStep})
 """Orders that cost one of the peer's `capacity` credits."""
-WEIGHT_ORDERS: frozenset[Kind] = frozenset({PublishWeights, PrepareWeights, CommitWeights, AbortWeights})
+WEIGHT_ORDERS: frozenset[Kind] = frozenset({PublishWeights, SendWeights, PrepareWeights, CommitWeights, AbortWeights})
 """Orders with a small budget of their own: a server full of generations must still be able to take new weights."""
 MAX_WEIGHT_ORDERS = 4
 

@@ -40,6 +40,7 @@ OPTIONS = "countdown | reverse_letters"
             "orchestrator.kv_soft=0.96",
             "orchestrator.kv_soft=0.96 must not be above orchestrator.kv_hard=0.95: lower the first or raise the second",
         ),
+        (
             "rollout.normalize_rewards=true",
             "rollout.normalize_rewards=true needs environments.countdown.reward_min and environments.countdown.reward_max: "
             "give both, or set rollout.normalize_rewards=false",
@@ -120,6 +121,8 @@ def test_lanes_of_groups_run_without_the_two_settings_of_sample_lanes():
     assert "orchestrator.adaptive_concurrency=true needs" in sentences(
         compose_one(*lanes, "orchestrator.adaptive_concurrency=true")
     )
+
+
 def test_a_reward_range_must_rise_and_pools_must_cover_every_rate():
     said = sentences(compose_one("environments.countdown.reward_min=1", "environments.countdown.reward_max=0"))
     assert "reward_min=1.0 must be below reward_max=0.0" in said
