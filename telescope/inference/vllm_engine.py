@@ -71,7 +71,7 @@ class VllmEngine:
         self.opened: tuple[Opened, ...] = ()
         """How each worker takes updates, once started."""
         self._stepped: Callable[[], None] = lambda: None
-        self._load = Load()
+        self._said_load = Load()
 
     async def start(self) -> None:
         """Load the model; blocks the event loop while vLLM starts its child, for there is nothing to be served yet."""
@@ -142,10 +142,10 @@ class VllmEngine:
 
     @property
     def load(self) -> Load:
-        return self._load
+        return self._said_load
 
     def _has_stepped(self, load: Load, sampled: bool) -> None:
-        self._load = load
+        self._said_load = load
         if sampled:
             self._stepped()
 
