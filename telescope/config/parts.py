@@ -166,6 +166,8 @@ class ClusterSettings(Settings):
     """CPU cores (threads) of a trainer rank; a hint where there are fewer."""
     placement_timeout_s: int = Field(default=900, ge=1, le=1_000_000)
     """Until all processes have said hello."""
+    max_server_restarts: int = Field(default=3, ge=0, le=1_000_000)
+    """Restarts of one inference server within an hour once the run is under way; one more death ends the run. 0: none."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables for every process of the run. A secret is given as a reference: `'${oc.env:HF_TOKEN}'`."""
 
