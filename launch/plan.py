@@ -94,9 +94,7 @@ def make_plan(config: RunConfig, hosts: tuple[Host, ...]) -> Plan:
         processes.append(_process("trainer", rank, host, variables, threads["trainer"], _take(gpus)))
     for index in range(cluster.env_num_workers):
         processes.append(_process("worker", index, host, cluster.env))
-    return Plan(
-        device, tuple(processes), config.logging.progress, config.logging.log_to_console, cluster.max_server_restarts
-    )
+    return Plan(device, tuple(processes), config.logging.progress, config.logging.log_to_console, cluster.max_server_restarts)
 
 
 def choose_device(cluster: ClusterSettings, host: Host) -> Literal["cpu", "gpu"]:
