@@ -108,13 +108,32 @@ class TensorSpec(Record):
     nbytes: int
 
 
+class WeightGroup(Record):
+    """Who takes part in one broadcast group of a collective transport: the sender first, then one entry a server's worker.
+
+    E.g. `WeightGroup(2, ("trainer-0", "server-0/0", "server-0/1"))`. Members of one epoch never change.
+    """
+
+    epoch: int
+    members: tuple[str, ...]
+
+
 class WeightManifest(Record):
     """One published version of the weights: how to fetch it and how to know that it arrived whole."""
 
     version: int
     transport: str
     location: str
+    """A path, a handle, or for a collective transport where its members meet: `tcp://host:port/word`."""
     tensors: tuple[TensorSpec, ...]
     nbytes: int
     checksum: str
-    """Hash of all bytes of the segment, in order (`telescope.weights.base.checksum`)."""
+    """Hash of the version's bytes, all or a sample of them as its kind says; empty for a collective transport, whose sender
+    knows it only when all is sent."""
+    bucket_bytes: int = 0
+    """Where a collective transport cuts the layout (`telescope.weights.buckets`); 0: every tensor for itself."""
+
+    @property
+    def collective(self) -> bool:
+        """Whether the bytes come by a broadcast of a `WeightGroup`; else they are in place once the manifest is there."""
+        return self.transport in ("nccl", "gloo")

@@ -28,15 +28,11 @@ import numpy as np
 
 from telescope.records import TensorSpec, WeightManifest
 from telescope.weights.base import Checksum, NoRoomForWeights, WeightsCorrupt, checksum
+from telescope.weights.buckets import ALIGNMENT, ITEM_BYTES
 
 TRANSPORT = "shared_memory"
 PREFIX = "telescope-weights-"
 VERSIONS_AT_ONCE = 2
-ALIGNMENT = 64
-ITEM_BYTES = {
-    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
-    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
-}  # fmt: skip
 
 
 def default_folder() -> Path:

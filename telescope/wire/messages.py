@@ -18,6 +18,7 @@ from telescope.records import (
     RolloutOrder,
     Sampling,
     TrainItem,
+    WeightGroup,
     WeightManifest,
 )
 
@@ -209,8 +210,26 @@ class WeightsPublished(Message):
     seconds: float
 
 
+class SendWeights(Message):
+    """To every trainer rank: rank 0 broadcasts the published version to the group, the others help to gather it."""
+
+    version: int
+    group: WeightGroup
+
+
+class WeightsSent(Message):
+    """From every rank. `checksum` is rank 0's over what it sent; servers that have the same hold the same bytes."""
+
+    version: int
+    checksum: str
+    seconds: float
+
+
 class PrepareWeights(Message):
+    """`group`: only for a collective manifest. Its sender sends at the same time."""
+
     manifest: WeightManifest
+    group: WeightGroup | None = None
 
 
 class CommitWeights(Message):
@@ -218,15 +237,18 @@ class CommitWeights(Message):
 
 
 class AbortWeights(Message):
+    """To servers: forget the staged version. To both sides of a broadcast: break it off now, and be ready for the next epoch."""
+
     version: int
     reason: str
 
 
 class WeightsReady(Message):
-    """Answer to PrepareWeights, CommitWeights and AbortWeights: what the server holds now."""
+    """Answer to PrepareWeights, CommitWeights and AbortWeights: what the server holds now. A trainer rank answers AbortWeights
+    with it: nothing of the version travels any more."""
 
     version: int
-    """The version served after this answer."""
+    """The version served after this answer; for a trainer rank the one that it has trained."""
     prepared: int | None
     """The version staged and not yet served."""
     checksum: str
@@ -245,7 +267,7 @@ Body = (
     Hello | Welcome | Reject | Heartbeat | Ack | Stop | Goodbye
     | RunRollout | CancelRollout | RolloutDone | RolloutFailed
     | Generate | Abort | Completion | GenerateFailed
-    | TrainStep | StepDone | PublishWeights | WeightsPublished
+    | TrainStep | StepDone | PublishWeights | WeightsPublished | SendWeights | WeightsSent
     | PrepareWeights | CommitWeights | AbortWeights | WeightsReady | WeightsFailed
 )  # fmt: skip
 

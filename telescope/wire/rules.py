@@ -25,12 +25,14 @@ from telescope.wire.messages import (
     RolloutDone,
     RolloutFailed,
     RunRollout,
+    SendWeights,
     StepDone,
     Stop,
     TrainStep,
     WeightsFailed,
     WeightsPublished,
     WeightsReady,
+    WeightsSent,
     Welcome,
 )
 
@@ -43,12 +45,12 @@ SESSION_OF_HUB: frozenset[Kind] = frozenset({Welcome, Reject, Heartbeat, Ack, Go
 FROM_PEER: dict[Role, frozenset[Kind]] = {
     "worker": frozenset({Generate, Abort, RolloutDone, RolloutFailed}),
     "server": frozenset({Completion, GenerateFailed, WeightsReady, WeightsFailed}),
-    "trainer": frozenset({StepDone, WeightsPublished, WeightsFailed}),
+    "trainer": frozenset({StepDone, WeightsPublished, WeightsSent, WeightsReady, WeightsFailed}),
 }
 FROM_HUB: dict[Role, frozenset[Kind]] = {
     "worker": frozenset({RunRollout, CancelRollout, Completion, GenerateFailed, Stop}),
     "server": frozenset({Generate, Abort, PrepareWeights, CommitWeights, AbortWeights, Stop}),
-    "trainer": frozenset({TrainStep, PublishWeights, Stop}),
+    "trainer": frozenset({TrainStep, PublishWeights, SendWeights, AbortWeights, Stop}),
 }
 
 ANSWERED_BY: dict[Kind, frozenset[Kind]] = {
@@ -56,6 +58,7 @@ ANSWERED_BY: dict[Kind, frozenset[Kind]] = {
     Generate: frozenset({Completion, GenerateFailed}),
     TrainStep: frozenset({StepDone}),
     PublishWeights: frozenset({WeightsPublished, WeightsFailed}),
+    SendWeights: frozenset({WeightsSent, WeightsFailed}),
     PrepareWeights: frozenset({WeightsReady, WeightsFailed}),
     CommitWeights: frozenset({WeightsReady, WeightsFailed}),
     AbortWeights: frozenset({WeightsReady, WeightsFailed}),
@@ -71,7 +74,7 @@ KEPT: frozenset[Kind] = ACKNOWLEDGED | frozenset(ANSWERED_BY)
 
 WORK: frozenset[Kind] = frozenset({RunRollout, Generate, TrainStep})
 """Orders that cost one of the peer's `capacity` credits."""
-WEIGHT_ORDERS: frozenset[Kind] = frozenset({PublishWeights, PrepareWeights, CommitWeights, AbortWeights})
+WEIGHT_ORDERS: frozenset[Kind] = frozenset({PublishWeights, SendWeights, PrepareWeights, CommitWeights, AbortWeights})
 """Orders with a small budget of their own: a server full of generations must still be able to take new weights."""
 MAX_WEIGHT_ORDERS = 4
 

@@ -14,6 +14,7 @@ from telescope.records import (
     Sampling,
     TensorSpec,
     TrainItem,
+    WeightGroup,
     WeightManifest,
 )
 from telescope.wire import messages as m
@@ -76,6 +77,7 @@ MANIFEST = WeightManifest(
     28,
     "ab12",
 )
+GROUP = WeightGroup(2, ("trainer-0", "server-0/0", "server-1/0"))
 CARD = EnvironmentCard("countdown", {"train": 1000, "eval": 10}, "d1ce")
 
 SAMPLES = (
@@ -108,7 +110,9 @@ SAMPLES = (
     Sample(m.StepDone(1, {"loss": 0.25}, {"forward": 1.5}), (), 5, 8),
     Sample(m.PublishWeights(1), seq=10),
     Sample(m.WeightsPublished(5, MANIFEST, 0.25), (), 6, 10),
-    Sample(m.PrepareWeights(MANIFEST), seq=11),
+    Sample(m.SendWeights(5, GROUP), seq=14),
+    Sample(m.WeightsSent(5, "sample:ab12", 0.125), (), 9, 14),
+    Sample(m.PrepareWeights(MANIFEST, GROUP), seq=11),
     Sample(m.CommitWeights(5), seq=12),
     Sample(m.AbortWeights(5, "server-1 failed"), seq=13),
     Sample(m.WeightsReady(4, 5, "ab12", 0.0), (), 7, 11),
