@@ -143,6 +143,8 @@ class InferenceSettings(Settings):
 class WeightSyncSettings(Settings):
     update_timeout_s: float = Field(default=300.0, gt=0, le=1_000_000)
     """Deadline of each of publish, prepare and commit."""
+    max_retries: int = Field(default=3, ge=0, le=1_000)
+    """How often an update that no server could take is tried again, the old version serving on, before the run ends."""
     in_flight: Literal["continue", "abort"] = "continue"
     """What an update does to running generations: continue under the new weights, or abort and retry their rollouts."""
     reset_prefix_cache: bool = True

@@ -24,6 +24,8 @@ from telescope.orchestrator.loop import Orchestrator, Outcome
 from telescope.orchestrator.perform import Performer
 from telescope.orchestrator.record import Recorder
 from telescope.orchestrator.roster import Roster
+from telescope.orchestrator.servers import Servers
+from telescope.orchestrator.weights import UpdateRules
 from telescope.runlog.journal import Journal, JournalError
 from telescope.runlog.layout import RunDirectory, reserved
 from telescope.runlog.mirror import mirror_for
@@ -172,10 +174,17 @@ async def _train(place: Place, signals: Signals, core: Core, recorder: Recorder,
             max_tokens=config.rollout.max_tokens,
             minibatches=config.trainer.number_of_minibatches,
         ),
-        update_timeout_s=config.weight_sync.update_timeout_s,
+        updates=UpdateRules(config.weight_sync.update_timeout_s, config.weight_sync.max_retries),
     )
     orchestrator = Orchestrator(
-        config, hub=hub, core=core, performer=performer, roster=roster, journal=journal, recorder=recorder
+        config,
+        hub=hub,
+        core=core,
+        performer=performer,
+        roster=roster,
+        servers=Servers(run, hub, roster, config.cluster.max_server_restarts),
+        journal=journal,
+        recorder=recorder,
     )
     signals.watch_on_loop().add_done_callback(lambda came: _told_to_stop(orchestrator, run, came.result()))
     return await orchestrator.run()

@@ -180,7 +180,7 @@ class Recorder:
             self._mirror.log(done.step, metrics)
         return metrics
 
-    def weights(self, update: WeightUpdate, phase: str, server: str = "", pause_s: float = 0.0) -> None:
+    def weights(self, update: WeightUpdate, phase: str, server: str = "", pause_s: float = 0.0, cause: str = "") -> None:
         self._log.append(
             "weights",
             {
@@ -189,9 +189,9 @@ class Recorder:
                 "phase": phase,
                 "ended_ns": time.time_ns(),
                 "nbytes": update.manifest.nbytes if update.manifest else 0,
-                "checksum": update.manifest.checksum if update.manifest else "",
+                "checksum": update.checksum,
                 "pause_s": pause_s,
-                "cause": update.cause,
+                "cause": cause or update.cause,
             },
         )
 

@@ -35,6 +35,7 @@ class Life(Record):
 
 
 R = TypeVar("R", Fence, Life)
+LIFE = "life-"
 
 
 def ask_to_fence(run: RunDirectory, process: str, fence: Fence) -> None:
@@ -55,6 +56,12 @@ def take_fence(run: RunDirectory, process: str) -> Fence | None:
 
 def read_life(run: RunDirectory, process: str) -> Life | None:
     return _read(run, process, Life)
+
+
+def lives(run: RunDirectory) -> dict[str, Life]:
+    """All notes of the supervisor, by server: only servers that have ended at least once have one."""
+    names = [path.stem.removeprefix(LIFE) for path in run.control.glob(f"{LIFE}*.json")]
+    return {name: life for name in names if (life := read_life(run, name)) is not None}
 
 
 def open_run(run: RunDirectory) -> None:

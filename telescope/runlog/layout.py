@@ -105,6 +105,10 @@ class RunDirectory:
 
     # what orchestrator and supervisor tell each other about servers (runlog/control.py)
     @property
+    def control(self) -> Path:
+        return self.path / "control"
+
+    @property
     def underway(self) -> Path:
         """There while the run would rather start a server again than end."""
         return self.path / "control" / "underway"
