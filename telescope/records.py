@@ -131,7 +131,7 @@ class WeightManifest(Record):
     """Hash of the version's bytes, all or a sample of them as its kind says; empty for a collective transport, whose sender
     knows it only when all is sent."""
     bucket_bytes: int = 0
-    """Where a collective transport cuts the layout (`telescope.weights.buckets`); 0: every tensor for itself."""
+    """Where the layout is cut on its way (`telescope.weights.buckets`); 0: every tensor for itself."""
 
     @property
     def collective(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -10,8 +10,12 @@ import numpy as np
 
 from telescope.records import Denominators, TrainItem
 from telescope.settings import Settings
+from telescope.weights.buckets import Bucket
+from telescope.weights.buckets import Tensor as TensorKind
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from telescope.algorithms.base import Algorithm
     from telescope.config.parts import ModelSettings, TrainerSettings
 
@@ -82,8 +86,20 @@ class Backend(Protocol):
         the mask is 0. Nothing is trained."""
         ...
 
-    def weights(self) -> Iterator[tuple[str, Any]]:
-        """Full tensors by Hugging Face name, on rank 0; the other ranks run along and yield nothing. Tied tensors once."""
+    def weights(self, dtype: str | None = None) -> Iterator[tuple[str, Any]]:
+        """Full tensors in host memory by Hugging Face name, on rank 0, floating ones as `dtype` where one is given; the other
+        ranks run along and yield nothing. Tied tensors once."""
+        ...
+
+    def layout(self) -> Sequence[TensorKind]:
+        """Names, dtypes and shapes of what `weights` yields, in its order. Not a collective."""
+        ...
+
+    def pack(self, bucket: Bucket, out: Tensor | None) -> None:
+        """Gather one bucket of the layout into `out` [bucket.nbytes] uint8 on this rank's device, cast to its specs' dtypes.
+
+        Only rank 0 gives `out`. On a GPU the work is queued on the current stream; not more than the bucket is made whole.
+        """
         ...
 
     def close(self) -> None: ...

@@ -24,7 +24,7 @@ class Conflict:
 
 def conflicts(config: RunConfig) -> list[Conflict]:
     """Every impossible combination, each in a sentence that names the remedy."""
-    return [*_lengths(config), *_groups(config), *_schedule(config), *_processes(config)]
+    return [*_lengths(config), *_groups(config), *_schedule(config), *_processes(config), *_weights(config)]
 
 
 def _lengths(config: RunConfig) -> Iterator[Conflict]:
@@ -107,6 +107,29 @@ def _processes(config: RunConfig) -> Iterator[Conflict]:
         yield Conflict(
             ("inference.base_port", "cluster.inference_num_workers"),
             f"inference.base_port={port} leaves no ports for {servers} servers: lower it, or set it to 0 (any free)",
+        )
+
+
+def _weights(config: RunConfig) -> Iterator[Conflict]:
+    sync = config.weight_sync
+    broadcast = sync.transport in ("auto", "nccl", "gloo")
+    if sync.dir is not None and sync.transport != "disk":
+        yield Conflict(
+            ("weight_sync.dir", "weight_sync.transport"),
+            f"weight_sync.dir={sync.dir} does nothing with weight_sync.transport={sync.transport}: leave it out, or set "
+            "weight_sync.transport=disk",
+        )
+    for name, given, default in (("cpu_staging", sync.cpu_staging, False), ("mode", sync.mode, "bucketed")):
+        if given != default and not broadcast:
+            yield Conflict(
+                (f"weight_sync.{name}", "weight_sync.transport"),
+                f"weight_sync.{name}={str(given).lower()} is about broadcasts, and weight_sync.transport={sync.transport} is "
+                "none: leave it out, or set weight_sync.transport=nccl",
+            )
+    if sync.transport in ("nccl", "cuda_ipc") and config.cluster.device == "cpu":
+        yield Conflict(
+            ("weight_sync.transport", "cluster.device"),
+            f"weight_sync.transport={sync.transport} needs GPUs, and cluster.device=cpu: set weight_sync.transport=auto",
         )
 
 

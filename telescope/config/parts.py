@@ -141,6 +141,24 @@ class InferenceSettings(Settings):
 
 
 class WeightSyncSettings(Settings):
+    transport: Literal["auto", "nccl", "gloo", "cuda_ipc", "shared_memory", "disk"] = "auto"
+    """How weights travel. auto: nccl between GPUs, cuda_ipc within one, shared_memory on CPUs and where only some GPUs are
+    shared. gloo: nccl's way, on CPUs. disk: files in a folder that all hosts see."""
+    mode: Literal["bucketed", "per_tensor"] = "bucketed"
+    """Pieces of a broadcast: buckets of many tensors, or every tensor for itself."""
+    bucket_mb: int = Field(default=256, ge=1, le=100_000)
+    """Size of a bucket, two of which are held on each side; a larger tensor is a bucket of its own."""
+    dtype: Literal["auto", "master", "bfloat16", "float16", "float32"] = "auto"
+    """Precision on the way. auto: on GPUs what is served, on CPUs master; master: as the trainer holds them (model.dtype)."""
+    cpu_staging: bool = False
+    """Gather each version into the host memory of trainer rank 0 and broadcast it from there: to send it again
+    needs no other rank."""
+    pin_memory: bool = True
+    """Whether that memory is pinned, so that a GPU reads it without a copy in between."""
+    dir: str | None = None
+    """Folder for transport=disk, seen by all hosts; null: the run directory."""
+    init_timeout_s: float = Field(default=60.0, gt=0, le=1_000_000)
+    """Until the members of a new broadcast group have found each other; the missing are then named."""
     update_timeout_s: float = Field(default=300.0, gt=0, le=1_000_000)
     """Deadline of each of publish, prepare and commit."""
     max_retries: int = Field(default=3, ge=0, le=1_000)

@@ -52,8 +52,8 @@ class Publisher(Protocol):
         """
         ...
 
-    def abort(self) -> None:
-        """From another thread: break off the `send` under way. None under way is no error."""
+    def abort(self, epoch: int) -> None:
+        """From another thread: break off the `send` to the group of this epoch, under way or yet to begin."""
         ...
 
     def retire(self, version: int) -> None:
@@ -79,8 +79,9 @@ class Receiver(Protocol):
         """The same without a place for the whole: `load` gets bucket by bucket, before the whole can be checked."""
         ...
 
-    def cancel(self) -> None:
-        """From another thread: unblock a receive under way."""
+    def cancel(self, epoch: int | None = None) -> None:
+        """From another thread: break off the receive that is under way, and with `epoch` also one from that group that has yet
+        to begin in its thread. An epoch broken off, or one that failed, is of no use any more."""
         ...
 
     def close(self) -> None: ...

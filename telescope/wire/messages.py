@@ -237,7 +237,7 @@ class CommitWeights(Message):
 
 
 class AbortWeights(Message):
-    """To servers: forget the staged version. To both sides of a broadcast: break it off now, and be ready for the next epoch."""
+    """To servers: forget the staged version. To both sides of a broadcast: break it off, and be ready for the next epoch."""
 
     version: int
     reason: str

@@ -22,10 +22,13 @@ from telescope.backends.base import Job, StepResult, TrainShard
 from telescope.backends.common import attention, ranks, rows, shards
 from telescope.backends.common.spans import Spans
 from telescope.backends.common.tally import Tally
+from telescope.backends.fsdp import gather
 from telescope.backends.fsdp.policy import Policy, RowInput, load
 from telescope.backends.fsdp.updates import StepUpdates, Updater
 from telescope.maths import packing
 from telescope.records import Denominators
+from telescope.weights.buckets import Bucket
+from telescope.weights.buckets import Tensor as TensorKind
 
 if TYPE_CHECKING:
     from telescope.backends.fsdp import FSDP
@@ -101,11 +104,18 @@ class FSDPBackend:
                     found[ends[index] - length : ends[index]] = laid[start : start + length]
         return found
 
-    def weights(self) -> Iterator[tuple[str, Any]]:
+    def layout(self) -> Sequence[TensorKind]:
+        return gather.layout(self._policy.by_name())
+
+    def pack(self, bucket: Bucket, out: Tensor | None) -> None:
         with ranks.watched("gathering the weights"):
-            for name, tensor in self._policy.full_weights():
-                if self._job.world.rank == 0:
-                    yield name, tensor
+            gather.pack(self._policy.by_name(), bucket, out, self._job.world.rank, self._job.world.size)
+
+    def weights(self, dtype: str | None = None) -> Iterator[tuple[str, Any]]:
+        with ranks.watched("gathering the weights"):
+            yield from gather.host_tensors(
+                self._policy.by_name(), self._device, self._job.world.rank, self._job.world.size, dtype
+            )
 
     def close(self) -> None:
         ranks.leave()

@@ -6,7 +6,6 @@ optimisers and steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from telescope.backends.common import attention
 from telescope.backends.common.logprobs import logprobs
@@ -80,13 +78,9 @@ class Policy(nn.Module):
     def fsdp_modules(self) -> list[FSDPModule]:
         return [module for module in self.modules() if isinstance(module, FSDPModule)]
 
-    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors on the CPU by Hugging Face name, tied ones once. A collective: every rank runs through it."""
-        for name, parameter in self.named_parameters():
-            whole = parameter.detach()
-            if isinstance(whole, DTensor):
-                whole = whole.full_tensor()
-            yield name.removeprefix("lm."), whole.cpu()
+    def by_name(self) -> dict[str, Tensor]:
+        """The parameters as they lie here, whole or sharded, by Hugging Face name, tied ones once."""
+        return {name.removeprefix("lm."): parameter.detach() for name, parameter in self.named_parameters()}
 
     @torch.no_grad()
     def verify(self, device: str, temperature: float, tolerance: float) -> None:
