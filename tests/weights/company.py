@@ -52,28 +52,36 @@ class Member:
 
 
 class Company:
-    """`ranks` trainer ranks and `servers` workers with settings of their own; a context manager."""
+    """Trainer ranks and servers' workers; a context manager. `set_up` says which of the ranks take part, and how."""
 
-    def __init__(self, ranks: int = 1, servers: int = 1, **settings: Any) -> None:
-        told = {"dtype": None, "bucket_bytes": 0, "init_timeout_s": 60.0, "update_timeout_s": 60.0} | settings
+    def __init__(self, ranks: int = 1, servers: int = 1) -> None:
         port = free_port()
-        self.ranks = [
-            Member(f"trainer-{rank}", role="trainer", rank=rank, ranks=ranks, port=port, **told) for rank in range(ranks)
-        ]
-        self.servers = [Member(f"server-{index}/0", role="server", **told) for index in range(servers)]
-        self.manifest = ""
+        self.all_ranks = [Member(f"trainer-{rank}", role="trainer", rank=rank, ranks=ranks, port=port) for rank in range(ranks)]
+        self.servers = [Member(f"server-{index}/0", role="server") for index in range(servers)]
+
+    def set_up(self, ranks: int = 1, **settings: Any) -> Company:
+        """A new publisher on each of the first `ranks` ranks, a new receiver in each server."""
+        told = {"dtype": None, "bucket_bytes": 0, "init_timeout_s": 60.0, "update_timeout_s": 60.0, "bulk": 0} | settings
+        self.ranks = self.all_ranks[:ranks]
+        for member in (*self.ranks, *self.living):
+            member.tell(setup={"ranks": ranks, **told})
+        return self
+
+    @property
+    def living(self) -> list[Member]:
+        return [server for server in self.servers if server.process.poll() is None]
 
     def __enter__(self) -> Company:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for member in (*self.ranks, *self.servers):
+        for member in (*self.all_ranks, *self.servers):
             member.end()
 
     def publish(self, version: int) -> None:
         for rank in self.ranks:
             rank.tell(publish=version)
-        self.manifest = [rank.said()["manifest"] for rank in self.ranks][0]
+        self.manifest = [rank.said() for rank in self.ranks][0]["manifest"]  # noqa: RUF015 every rank is heard
 
     def begin(self, version: int, epoch: int, servers: list[Member] | None = None, **faults: dict[str, Any]) -> None:
         """`faults`: what a server of that index is to do wrong, e.g. `server_1={"die_at": 0}`."""
@@ -90,7 +98,8 @@ class Company:
         """One whole update: what the ranks and what the servers said."""
         self.publish(version)
         self.begin(version, epoch, **how)
-        return [rank.said() for rank in self.ranks], [server.said() for server in self.servers]
+        chosen = how.get("servers") or self.servers
+        return [rank.said() for rank in self.ranks], [server.said() for server in chosen]
 
 
 def free_port() -> int:

@@ -33,23 +33,22 @@ SHAPES = {"embed": (33, 24), "one_row": (1, 40), "norm": (24,), "odd": (7, 3), "
 """Rows that two ranks can't halve, one that only rank 0 has, sizes that are no multiples of 64 bytes."""
 
 
-def made_up(seed: int) -> dict[str, Tensor]:
+def made_up(seed: int, bulk: int) -> dict[str, Tensor]:
+    """`bulk`: rows of one more tensor, 4 KB each: so much does not fit into the sockets' buffers."""
     random = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=random) for name, shape in SHAPES.items()}
+    found = {name: torch.randn(shape, generator=random) for name, shape in SHAPES.items()}
+    return found | ({"bulk": torch.ones(bulk, 1024)} if bulk else {})
 
 
 class Model:
     """Parameters sharded over the ranks, as FSDP's are."""
 
-    def __init__(self, rank: int, size: int, port: int) -> None:
-        self.rank, self.size, self.packed = rank, size, 0
-        if size > 1:
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-            dist.init_process_group("gloo", rank=rank, world_size=size)
+    def __init__(self, rank: int, size: int, bulk: int) -> None:
+        self.rank, self.size, self.bulk, self.packed = rank, size, bulk, 0
         self.set(0)
 
     def set(self, seed: int) -> None:
-        whole = made_up(seed)
+        whole = made_up(seed, self.bulk)
         if self.size > 1:
             mesh = init_device_mesh("cpu", (self.size,))
             whole = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole.items()}
@@ -74,21 +73,16 @@ def hear() -> dict[str, Any] | None:
 
 
 def trainer(told: dict[str, Any]) -> None:
-    model = Model(told["rank"], told["ranks"], told["port"])
-    publisher = CollectivePublisher(
-        "gloo",
-        model,
-        rank=told["rank"],
-        device="cpu",
-        address="127.0.0.1",
-        dtype=told["dtype"],
-        bucket_bytes=told["bucket_bytes"],
-        init_timeout_s=told["init_timeout_s"],
-        update_timeout_s=told["update_timeout_s"],
-        staging=told.get("staging"),
-    )
+    rank, size = told["rank"], told["ranks"]
+    if size > 1:
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(told["port"]), "GLOO_SOCKET_IFNAME": "lo"}
+        dist.init_process_group("gloo", rank=rank, world_size=size)
     while (order := hear()) is not None:
-        if "publish" in order:
+        if "setup" in order:
+            settings = order["setup"]
+            model = Model(rank, settings.pop("ranks"), settings.pop("bulk"))
+            publisher = CollectivePublisher("gloo", model, rank=rank, device="cpu", address="127.0.0.1", **settings)
+        elif "publish" in order:
             model.set(order["publish"])
             manifest = publisher.publish(order["publish"])
             say(manifest=None if manifest is None else msgspec.json.encode(manifest).decode())
@@ -108,19 +102,20 @@ def send(publisher: CollectivePublisher, order: dict[str, Any], model: Model) ->
 
 
 def server(told: dict[str, Any]) -> None:
-    receiver = CollectiveReceiver("gloo", told["name"], device="cpu", init_timeout_s=told["init_timeout_s"])
     while (order := hear()) is not None:
-        if "cancel" in order:
+        if "setup" in order:
+            receiver = CollectiveReceiver("gloo", told["name"], device="cpu", init_timeout_s=order["setup"]["init_timeout_s"])
+            deadline_s, bulk = order["setup"]["update_timeout_s"], order["setup"]["bulk"]
+        elif "cancel" in order:
             receiver.cancel(order["cancel"])
         else:
-            threading.Thread(target=receive, args=(receiver, order, told), daemon=True).start()
+            threading.Thread(target=receive, args=(receiver, order, deadline_s, bulk), daemon=True).start()
 
 
-def receive(receiver: CollectiveReceiver, order: dict[str, Any], told: dict[str, Any]) -> None:
+def receive(receiver: CollectiveReceiver, order: dict[str, Any], deadline_s: float, bulk: int) -> None:
     manifest = msgspec.json.decode(order["manifest"], type=WeightManifest)
     group = msgspec.convert(order["group"], WeightGroup)
     flat = torch.zeros(manifest.nbytes, dtype=torch.uint8)
-    deadline_s = told["update_timeout_s"]
 
     def load(bucket: Bucket, data: Tensor) -> None:
         if order.get("die_at") == bucket.start:
@@ -130,15 +125,16 @@ def receive(receiver: CollectiveReceiver, order: dict[str, Any], told: dict[str,
             os.kill(os.getpid(), signal.SIGSTOP)
         flat[bucket.start : bucket.stop].copy_(data)
 
+    started = time.monotonic()
     try:
         if order.get("whole"):
             checksum = receiver.receive(manifest, group, flat, deadline_s)
         else:
             checksum = receiver.receive_buckets(manifest, group, load, deadline_s)
     except (TransferFailed, WeightsCorrupt) as error:
-        say(failed=str(error))
+        say(failed=str(error), seconds=time.monotonic() - started)
         return
-    wanted = made_up(manifest.version)
+    wanted = made_up(manifest.version, bulk)
     same = [
         torch.equal(
             flat[spec.offset :][: spec.nbytes].view(getattr(torch, spec.dtype)).view(spec.shape),
