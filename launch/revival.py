@@ -71,7 +71,7 @@ class Revival:
             return sentence + self._budget.used_up(process.name)
         self._due[process.name] = now + wait_s
         self._say(f"{sentence} It is started again" + (f" in {wait_s:g} s." if wait_s else "."))
-        control.note_life(self._run, process.name, control.Life(process.life, process.pid or 0, sentence))
+        control.note_end(self._run, process.name, control.Ended(process.life, process.pid or 0, sentence))
         return ""
 
     def due(self, processes: dict[str, Process], now: float) -> Iterable[tuple[ProcessPlan, int]]:
@@ -81,7 +81,6 @@ class Revival:
             last = processes[name]
             self._put_aside(last)
             self.lives[name] = last.life + 1
-            control.note_life(self._run, name, control.Life(last.life + 1, 0))
             yield last.plan, last.life + 1
 
     def log(self, name: str) -> Path:

@@ -138,6 +138,8 @@ class InferenceSettings(Settings):
     """Keep the KV cache of prompts that begin alike, such as the samples of one group."""
     fake_token_s: float = Field(default=0.0, ge=0, le=1_000)
     """Seconds that the fake engine takes for a token."""
+    fake_weights_s: float = Field(default=0.0, ge=0, le=1_000)
+    """Seconds that the fake engine takes to prepare a version of the weights."""
 
 
 class WeightSyncSettings(Settings):

@@ -124,7 +124,13 @@ def build_engine(config: RunConfig, run: str, device: Device) -> Engine:
     settings = config.inference
     if settings.engine == "fake":
         reader = SharedMemoryReader(run)
-        return FakeEngine(folder, reader, max_model_len=settings.max_model_len, token_s=settings.fake_token_s)
+        return FakeEngine(
+            folder,
+            reader,
+            max_model_len=settings.max_model_len,
+            token_s=settings.fake_token_s,
+            weights_s=settings.fake_weights_s,
+        )
     check_weights(config.model.name, folder)
     os.environ.update(vllm_environment(device, os.environ))
     from telescope.inference.vllm_engine import VllmEngine

@@ -231,7 +231,12 @@ class Orchestrator:
                 self._hear(self._performer.answered(delivery, body))
             case messages.StepDone() as body:
                 self._step_done(delivery.peer, body)
-            case messages.WeightsPublished() | messages.WeightsSent() | messages.WeightsReady() | messages.WeightsFailed() as body:
+            case (
+                messages.WeightsPublished()
+                | messages.WeightsSent()
+                | messages.WeightsReady()
+                | messages.WeightsFailed() as body
+            ):
                 self._performer.weights.answer(delivery, body, time.monotonic())
             case other:
                 self._performer.complaints.note(delivery.peer, f"its {type(other).__name__} is nothing for the orchestrator")

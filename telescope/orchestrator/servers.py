@@ -5,14 +5,10 @@ Owns the orchestrator's side of `control/`. Restarting is the supervisor's; what
 
 from __future__ import annotations
 
-import logging
-
 from telescope.orchestrator.roster import Roster
 from telescope.runlog import control
 from telescope.runlog.layout import RunDirectory
 from telescope.wire.hub import Hub
-
-log = logging.getLogger(__name__)
 
 
 class Servers:
@@ -22,8 +18,6 @@ class Servers:
         self._run, self._hub, self._roster, self._limit = run, hub, roster, limit
         self.underway = False
         """Every part of the run has been there."""
-        self.returned: dict[str, int] = {}
-        """How often each server has come back."""
 
     def begin(self) -> None:
         """All parts are there: from now on the run waits for a server rather than end with it."""
@@ -37,19 +31,13 @@ class Servers:
     def can_return(self, peer: str) -> bool:
         return self.underway and self._limit > 0 and peer in self._roster.servers
 
-    def back(self, server: str) -> None:
-        self.returned[server] = self.returned.get(server, 0) + 1
-        log.info("%s is back", server)
-
     def ended(self) -> list[tuple[str, str]]:
         """Servers still taken for alive whose process the supervisor has seen end, each with how."""
         if not (self.underway and self._limit):
             return []
-        lives = control.lives(self._run).items()
         present = self._roster.present
-        return [
-            (name, life.ended) for name, life in lives if life.ended and name in present and present[name].pid == life.pid
-        ]
+        ends = control.ends(self._run).items()
+        return [(name, ended.how) for name, ended in ends if name in present and present[name].pid == ended.pid]
 
     def give_up(self, server: str, reason: str) -> None:
         """Hear nothing more of its process, and have the supervisor see to it that there is nothing more to hear."""

@@ -174,5 +174,3 @@ class WeightDesk:
         """Rank 0 sends; each process of each server receives."""
         each = range(self._rules.workers_per_server)
         return self._epochs.group((self._ranks[0], *(f"{server}/{index}" for server in servers for index in each)))
-
-

@@ -1,8 +1,8 @@
 """What orchestrator and supervisor tell each other about the run's servers, through small files in `control/`.
 
 The supervisor is no peer on the wire, so a file is its mailbox: the orchestrator asks it to *fence* a process (kill it and all
-below it, whatever it does), and it notes each end and each new life of a server, so that the orchestrator need not wait for
-the silence. Owns what the files say; refuses to decide anything.
+below it, whatever it does), and it notes how a server has ended that it starts again, so that the orchestrator need not wait
+for the silence. Owns what the files say; refuses to decide anything.
 """
 
 from __future__ import annotations
@@ -23,27 +23,26 @@ class Fence(Record):
     reason: str
 
 
-class Life(Record):
-    """Supervisor to orchestrator: which life a server is in, and how it ended if it has."""
+class Ended(Record):
+    """Supervisor to orchestrator: how the last life of a server that ended did so. Another one follows."""
 
     life: int
     """Counts from 1: starts of the process in this run."""
     pid: int
-    """0 where the life has just begun."""
-    ended: str = ""
-    """`server-0 was killed by signal 9 (SIGKILL)`; empty while it lives."""
+    how: str
+    """E.g. `server-0 was killed by signal 9 (SIGKILL).`"""
 
 
-R = TypeVar("R", Fence, Life)
-LIFE = "life-"
+R = TypeVar("R", Fence, Ended)
+ENDED = "ended-"
 
 
 def ask_to_fence(run: RunDirectory, process: str, fence: Fence) -> None:
     _write(run, process, fence)
 
 
-def note_life(run: RunDirectory, process: str, life: Life) -> None:
-    _write(run, process, life)
+def note_end(run: RunDirectory, process: str, ended: Ended) -> None:
+    _write(run, process, ended)
 
 
 def take_fence(run: RunDirectory, process: str) -> Fence | None:
@@ -54,14 +53,10 @@ def take_fence(run: RunDirectory, process: str) -> Fence | None:
     return fence
 
 
-def read_life(run: RunDirectory, process: str) -> Life | None:
-    return _read(run, process, Life)
-
-
-def lives(run: RunDirectory) -> dict[str, Life]:
+def ends(run: RunDirectory) -> dict[str, Ended]:
     """All notes of the supervisor, by server: only servers that have ended at least once have one."""
-    names = [path.stem.removeprefix(LIFE) for path in run.control.glob(f"{LIFE}*.json")]
-    return {name: life for name in names if (life := read_life(run, name)) is not None}
+    names = [path.stem.removeprefix(ENDED) for path in run.control.glob(f"{ENDED}*.json")]
+    return {name: ended for name in names if (ended := _read(run, name, Ended)) is not None}
 
 
 def open_run(run: RunDirectory) -> None:
@@ -75,14 +70,14 @@ def close_run(run: RunDirectory) -> None:
         run.underway.unlink(missing_ok=True)
 
 
-def _write(run: RunDirectory, process: str, record: Fence | Life) -> None:
-    path = run.fence(process) if isinstance(record, Fence) else run.life(process)
+def _write(run: RunDirectory, process: str, record: Fence | Ended) -> None:
+    path = run.fence(process) if isinstance(record, Fence) else run.ended(process)
     write_atomically(path, msgspec.json.encode(record).decode(), durable=False)
 
 
 def _read(run: RunDirectory, process: str, kind: type[R]) -> R | None:
     """A file that is no such record counts as none: it is written beside and renamed, so it can only be somebody else's."""
-    path = run.fence(process) if kind is Fence else run.life(process)
+    path = run.fence(process) if kind is Fence else run.ended(process)
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except (OSError, msgspec.MsgspecError):

@@ -116,8 +116,8 @@ class RunDirectory:
     def fence(self, process: str) -> Path:
         return self.path / "control" / f"fence-{process}.json"
 
-    def life(self, process: str) -> Path:
-        return self.path / "control" / f"life-{process}.json"
+    def ended(self, process: str) -> Path:
+        return self.path / "control" / f"ended-{process}.json"
 
     @property
     def verdict(self) -> Path:

@@ -206,7 +206,9 @@ class Rules:
                 keep(self.travelling is None, f"{command} while version {self.travelling} is on its way")
                 keep(command.version == self.trained_step, f"{command}, but the trainer holds version {self.trained_step}")
                 busy = self.training is not None and self.training != self.trained_step
-                keep(self.settings.weights_while_training or not busy, f"{command} while the trainer is at step {self.training}")
+                keep(
+                    self.settings.weights_while_training or not busy, f"{command} while the trainer is at step {self.training}"
+                )
                 self.travelling = (command.version, tuple(self.servers))
             case do.Warn():
                 self.warnings.append(command.sentence)

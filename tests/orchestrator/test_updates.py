@@ -337,7 +337,9 @@ def test_an_update_ends_in_time_and_leaves_no_server_between_versions(data: st.D
             desk.say(peer, answer, at)
         rounds = 2 + 1 + count  # retries, the first one, and one for each server that can be dropped
         assert desk.update.round <= rounds
-        assert desk.now <= (2 * rounds + 2) * (100.0 + 120.0)  # publish, each round's prepare and abort, commit; a tick may be late
+        assert desk.now <= (2 * rounds + 2) * (
+            100.0 + 120.0
+        )  # publish, each round's prepare and abort, commit; a tick may be late
     if desk.update.phase is Phase.DONE:
         assert set(names) - committed <= set(desk.fenced) | lost
     else:

@@ -50,8 +50,8 @@ def test_a_killed_server_gets_a_second_life_with_a_log_of_its_own(launch: Launch
     os.kill(first, signal.SIGKILL)
     second = next_life(launched, "server-0", first)
     assert not any(psutil.pid_exists(pid) for pid in (first, *below))  # nothing of the first life holds its memory or port
-    life = control.read_life(launched.run, "server-0")
-    assert life == control.Life(2, 0)
+    ended = control.ends(launched.run)
+    assert ended == {"server-0": control.Ended(1, first, "server-0 was killed by signal 9 (SIGKILL).")}
     assert psutil.pid_exists(second)
     record, err = interrupted(launched)
     assert (record["exit_code"], record["cause"], record["restarts"]) == (130, None, {"server-0": 1})
