@@ -152,7 +152,7 @@ class Orchestrator:
             "in_flight": counts.rollouts_running,
             "queue": counts.rollouts_waiting,
             "version": counts.version,
-            "restarts": self._servers.returned,
+            "restarts": dict(self._recorder.restarts),
             "counts": msgspec.structs.asdict(counts),
         }
 
@@ -197,7 +197,7 @@ class Orchestrator:
         elif again:
             self.fault(f"{peer} was restarted in mid-run, and its work in hand is lost")
         elif self._servers.underway:
-            self._servers.back(peer)
+            self._recorder.restarts[peer] += 1
             self._events.append(events.ServerJoined(server=peer, version=hello.version, capacity=hello.capacity))
         elif hello.role == "trainer" and self._roster.all_ranks_present:
             self._events.append(events.TrainerReady(ranks=len(self._roster.ranks)))

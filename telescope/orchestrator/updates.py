@@ -214,7 +214,7 @@ class WeightUpdate:
                 self.phase, self.waiting = Phase.DONE, set()
 
     def _prepare(self, now: float) -> None:
-        """A round begins. Without servers there is nobody to bring up: those that come later are behind, and the core sees it."""
+        """A round begins. Without servers there is nobody to bring up: whoever comes later is behind, and the core sees it."""
         assert self.manifest is not None
         self._prepared, self._failed, self._in_grace, self._members = set(), {}, False, len(self.servers)
         self.checksum = self.manifest.checksum

@@ -6,10 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from telescope.flow import commands as do
