@@ -42,7 +42,7 @@ class Core:
         self._lanes = Lanes(settings)
         self._placement = Placement(settings)
         self._turns = Turns(self._lanes, self._placement, self._say, self._reach)
-        self._updates = Updates()
+        self._updates = Updates(while_training=settings.weights_while_training)
         self._presence = Presence(settings)
         self._patience = Patience(settings)
         self._tally = Tally()

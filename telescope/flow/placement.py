@@ -71,6 +71,7 @@ class Placement:
         lost = [request for request in self.requests.values() if request.server == server]
         for request in lost:
             del self.requests[request.request_id]
+            request.server = None
         self._least_loaded.remove(server)
         self.lanes -= self.servers.pop(server).lanes
         return lost

@@ -56,9 +56,12 @@ class Turns:
         self.place_waiting()  # it has left room
 
     def server_lost(self, server: str, why: str) -> None:
-        """What it had is refused: nobody else will answer it."""
+        """Another one answers what it had, from the start; what the rollouts have played so far is kept."""
         for request in self._placement.lose(server):
-            self._say(do.Refuse(request.request_id, why))
+            if request.flight.ended or request.flight.stopping:
+                self._say(do.Refuse(request.request_id, why))
+            else:
+                self._place(request)
 
     def place_waiting(self) -> None:
         while (request := self._placement.next_waiting()) is not None:

@@ -70,11 +70,18 @@ def made_up(prompt_ids: np.ndarray, sampling: Sampling, version: int, characters
 
 
 class FakeEngine:
-    """See `Engine`. `token_s` is the time that each token takes; 0 answers at once. `kv_tokens` is what its cache is said to
-    hold (it never really fills up); None: no end of it. One event loop."""
+    """See `Engine`. `token_s` is the time that each token takes, `weights_s` that of a version; 0 answers at once. `kv_tokens` is
+    what its cache is said to hold (it never really fills up); None: no end of it. One event loop."""
 
     def __init__(
-        self, folder: Path, reader: Reader, *, max_model_len: int, token_s: float = 0.0, kv_tokens: int | None = None
+        self,
+        folder: Path,
+        reader: Reader,
+        *,
+        max_model_len: int,
+        token_s: float = 0.0,
+        weights_s: float = 0.0,
+        kv_tokens: int | None = None,
     ) -> None:
         self._characters = Characters(folder)
         self._end = next(iter(end_ids(folder)), None)
@@ -83,6 +90,7 @@ class FakeEngine:
         self._token_s = token_s
         self._kv_tokens = kv_tokens
         self._held = 0  # tokens of all requests that run, prompts included
+        self._weights_s = weights_s
         self._aborts: dict[str, asyncio.Event] = {}
         self._state = WeightState(version=0, prepared=None, checksum="", pause_s=0.0)
         self._staged: WeightManifest | None = None
@@ -166,6 +174,7 @@ class FakeEngine:
     async def prepare(self, manifest: WeightManifest, group: WeightGroup | None = None) -> WeightState:
         self._staged = None
         self._state = replace(self._state, prepared=None)
+        await asyncio.sleep(self._weights_s)  # stands for the work itself
         try:
             for _ in self._reader.read(manifest):
                 pass

@@ -173,6 +173,7 @@ def build_engine(config: RunConfig, run: str, device: Device, name: str = "serve
             max_model_len=settings.max_model_len,
             token_s=settings.fake_token_s,
             kv_tokens=settings.fake_kv_tokens,
+            weights_s=settings.fake_weights_s,
         )
     check_weights(config.model.name, folder)
     os.environ.update(vllm_environment(device, os.environ))

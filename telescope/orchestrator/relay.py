@@ -2,7 +2,8 @@
 place instead (`wire.direct=true`), it gets a ticket, its server an order to expect it, and the arrays don't come here at all.
 
 Each request is answered exactly once: by its server once it is placed, else by `refuse`. A placed one is remembered until its
-server has answered, also where its rollout has ended meanwhile: only the answer gives the server's credit back.
+server has answered, also where its rollout has ended meanwhile: only the answer gives the server's credit back. Where its
+server is lost, the same frames go to another one: the worker notices nothing but the time.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ class _Request:
     placed_ns: int = 0
     unwanted: bool = False
     """Its worker has given it up, perhaps before it was placed."""
+    revoked: bool = False
+    """Its worker was told that its ticket is worth nothing any more: it will ask with another attempt."""
 
     @property
     def ticketed(self) -> bool:
@@ -116,10 +119,16 @@ class Relay:
 
     # ---- what the core says
 
-    def place(self, request_id: str, server: str, priority: int) -> None:
+    def place(self, request_id: str, server: str, priority: int) -> tuple[events.AnyEvent, ...]:
+        """Send it on. Gives its end at once where its ticket was revoked: then nobody waits for it."""
         request = self._requests.get(request_id)
         if request is None:
-            return
+            return ()
+        if request.revoked:
+            self._forget(request)
+            rollout_id = request.body.rollout_id
+            ended = events.TurnDone(request_id=request_id, rollout_id=rollout_id, completion_tokens=0, finish_reason="abort")
+            return (ended,)
         request.server, request.placed_ns = server, time.time_ns()
         if isinstance(request.body, AskPlace):
             request.number = self._send_ticket(request, request.body, server, priority)
@@ -130,6 +139,7 @@ class Relay:
             self._placed[server, request.number] = request
         if request.unwanted:
             self._stop(request)
+        return ()
 
     def _send_ticket(self, request: _Request, body: AskPlace, server: str, priority: int) -> int:
         """The order to the server first: its number, or 0 where the server has gone and there is no place."""
@@ -145,6 +155,19 @@ class Relay:
             self._hub.elsewhere(request.asked, waits=True)
         return number
 
+    def lost(self, server: str) -> None:
+        """The server is gone: what it had waits for another place, or for a refusal. What a worker has brought there itself has
+        failed with it."""
+        for request in self._requests.values():
+            if request.server != server:
+                continue
+            self._placed.pop((server, request.number), None)
+            if request.ticketed:
+                self._hub.send(request.asked.peer, Revoke(request.body.request_id, f"{server} was lost"))
+                self._hub.elsewhere(request.asked, waits=False)
+                request.revoked = True
+            request.server, request.number = None, 0
+
     def refuse(self, request_id: str, cause: str) -> None:
         request = self._requests.get(request_id)
         if request is None:
@@ -152,7 +175,7 @@ class Relay:
         self._forget(request)
         if request.ticketed:
             self._hub.send(request.asked.peer, Revoke(request_id, cause))
-        else:
+        elif not request.revoked:
             self._hub.send(request.asked.peer, GenerateFailed(request_id=request_id, cause=cause), answers=request.asked)
 
     def cancel(self, rollout_id: int, attempt: int) -> None:
