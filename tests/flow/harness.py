@@ -286,7 +286,7 @@ class World:
         self.after(self.manners.load_every_s, lambda: self._report(name, life))
 
     def _place(self, command: do.Place) -> None:
-        self._held[command.server][command.request_id] = self.random.randint(10, 60)
+        self._held[command.server][command.request_id] = self.random.randint(10, 60) if self.manners.kv_tokens else 0
         play = self._requests[command.request_id]
         self._placed[command.request_id] = command.server
         slow = self.manners.straggler_factor if self.random.random() < self.manners.straggler_share else 1.0
@@ -326,7 +326,7 @@ class World:
         if play.turn < play.turns:
             self.after(self.some(self.manners.wire_s), lambda: self._ask(play))
         else:
-            if self.random.random() < self.manners.closes_share:
+            if self.manners.closes_share and self.random.random() < self.manners.closes_share:
                 over = seen.GenerationOver(order.rollout_id, order.attempt)
                 self.after(self.some(self.manners.wire_s), lambda: self._heard(play, over))
             result = seen.RolloutDone(order.rollout_id, order.attempt, self.manners.reward(order), 20, tokens)
