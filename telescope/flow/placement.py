@@ -7,6 +7,9 @@ from __future__ import annotations
 from telescope.flow.lanes import Flight
 from telescope.flow.ranking import Ranking
 
+FULL = 1 << 60
+"""Added to the rank of a server without room: where only such are left, nobody looks through all of them."""
+
 
 class Request:
     __slots__ = ("flight", "prompt_tokens", "request_id", "server", "tokens", "turn")
@@ -72,7 +75,7 @@ class Placement:
         group = request.flight.group
         name = group.server
         if name is None or not self._takes(name, group.v_start):
-            name = self._least_loaded.first_that(lambda server: self._takes(server, group.v_start))
+            name = self._least_loaded.first_that(lambda server: self._takes(server, group.v_start), below=FULL)
         if name is None:
             self.waiting[request.request_id] = request
             return None
@@ -84,6 +87,8 @@ class Placement:
 
     def next_waiting(self) -> Request | None:
         """The first waiting request that a server would take now."""
+        if not self.waiting:
+            return None
         youngest = max((server.version for server in self.servers.values() if server.has_room), default=-1)
         if youngest < 0:
             return None
@@ -115,4 +120,4 @@ class Placement:
         server = self.servers[name]
         server.load += tokens
         server.outstanding += requests
-        self._least_loaded.put(name, server.load)
+        self._least_loaded.put(name, server.load if server.has_room else server.load + FULL)
