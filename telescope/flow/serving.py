@@ -22,10 +22,10 @@ WATERMARK = 0.99
 
 
 class Sequence:
-    """One request on a server. `paid`: tokens it holds in the KV cache beyond a prefix that a sibling has brought."""
+    """One request on a server."""
 
     __slots__ = (
-        "cached", "completion", "done_at", "group", "key", "left", "number", "paid", "prompt", "shared", "started_at",
+        "cached", "completion", "done_at", "group", "key", "left", "number", "prefix", "prompt", "shared", "started_at",
     )  # fmt: skip
 
     def __init__(self, key: str, group: int, shared: int, prompt: int, completion: int, cached: int = 0) -> None:
@@ -36,7 +36,7 @@ class Sequence:
         self.cached = cached  # tokens of its own earlier turns
         self.completion = completion
         self.left = float(completion)
-        self.paid = 0.0
+        self.prefix = (0, group)  # which copy of its group's prompt it reads
         self.started_at = self.done_at = 0.0
         self.number = -1  # of its stay in the batch; -1 while it waits
 
@@ -56,7 +56,9 @@ class SimulatedServer:
         self._ends: list[tuple[float, int, Sequence]] = []
         self.running: dict[str, Sequence] = {}
         self.waiting: deque[Sequence] = deque()
-        self._prefixes: set[int] = set()  # groups whose prompt is cached here
+        self._prefixes: dict[tuple[int, int], int] = {}  # sequences that read each cached prompt of a group
+        self.resets = 0
+        """Times that cached prefixes were forgotten."""
         self.generating_s = self.paused_s = self.sequence_s = self.tokens = 0.0
         self.preemptions = 0
         self.scheduled_at = inf
@@ -134,7 +136,7 @@ class SimulatedServer:
         """Stand still from now on for so long (a weight update)."""
         self._pause_s += seconds
         if forget_prefixes:
-            self._prefixes.clear()
+            self.resets += 1
 
     def slow(self, share: float) -> None:
         """Lose so much of the full speed from now on."""
@@ -160,23 +162,23 @@ class SimulatedServer:
         times = self._times
         while self.waiting and len(self.running) < times.max_seqs:
             sequence = self.waiting[0]
-            known = sequence.shared if sequence.group in self._prefixes else 0
-            paid = max(sequence.prompt - max(known, sequence.cached), 1)
-            if self.running and self._held + paid > WATERMARK * times.kv_tokens:
+            prefix = (self.resets, sequence.group)
+            known = sequence.shared if self._share_prefixes and prefix in self._prefixes else 0
+            if self.running and self._held + sequence.prompt - known > WATERMARK * times.kv_tokens:
                 return
             self.waiting.popleft()
-            self._join(sequence, paid)
+            sequence.prefix = prefix
+            self._join(sequence, known)
 
-    def _join(self, sequence: Sequence, paid: int) -> None:
-        if self._share_prefixes:
-            self._prefixes.add(sequence.group)
-        sequence.paid = float(paid)
-        sequence.started_at, sequence.done_at = self._made, self._made + sequence.left
+    def _join(self, sequence: Sequence, known: int) -> None:
         self._numbers += 1
         sequence.number = self._numbers
-        self._debt_s += paid * self._times.prefill_token_s
+        sequence.started_at, sequence.done_at = self._made, self._made + sequence.left
+        if self._share_prefixes:
+            self._prefixes[sequence.prefix] = self._prefixes.get(sequence.prefix, 0) + 1
+        self._debt_s += max(sequence.prompt - max(known, sequence.cached), 1) * self._times.prefill_token_s
         self._reads += sequence.prompt
-        self._held += paid
+        self._held += sequence.prompt - known
         self.running[sequence.key] = sequence
         heappush(self._ends, (sequence.done_at, sequence.number, sequence))
 
@@ -185,14 +187,24 @@ class SimulatedServer:
         made = self._made - sequence.started_at
         sequence.left = max(0.0, sequence.done_at - self._made)
         sequence.number = -1
-        if self.running:
-            self._reads -= sequence.prompt + made
-            self._held -= sequence.paid + made
-        else:
-            self._reads = self._held = self._debt_s = 0.0
+        self._reads -= sequence.prompt + made
+        self._held -= sequence.prompt + made - self._left_behind(sequence)
+        if not self.running:
+            self._reads = self._held = self._debt_s = 0.0  # no rounding is carried on
         if len(self._ends) > 4 * len(self.running) + 64:
             self._ends = [entry for entry in self._ends if entry[2].number == entry[1]]
             heapify(self._ends)
+
+    def _left_behind(self, sequence: Sequence) -> int:
+        """Tokens of its prompt that stay in the cache, as a sibling reads them."""
+        if not self._share_prefixes:
+            return 0
+        readers = self._prefixes[sequence.prefix] - 1
+        if readers:
+            self._prefixes[sequence.prefix] = readers
+            return sequence.shared
+        del self._prefixes[sequence.prefix]
+        return 0
 
     def _preempt(self) -> None:
         """The youngest is put back with what it has made, which becomes part of its prompt."""
