@@ -135,6 +135,7 @@ class _Simulation:
         self._requests: dict[str, _Play] = {}
         self._tokens: dict[int, int] = {}  # of each scored rollout
         self._groups: dict[int, tuple[int, bool]] = {}
+        self._busy_until: dict[str, float] = {}  # workers
         self._steps: list[Step] = []
         self._begun: tuple[float, int, int] = (0.0, 0, 0)
         self._stop: do.Stop | None = None
@@ -207,7 +208,11 @@ class _Simulation:
         prompt, _ = self._group(order.group_id)
         play = _Play(order, prompt, max(1, int(_drawn(load.turns, order.seed, 1))))
         self._plays[order.rollout_id, order.attempt] = play
-        self._do_after(_drawn(load.dispatch_s, order.seed, 2), self._ask, play)
+        wait = _drawn(load.dispatch_s, order.seed, 2)
+        if load.start_s:
+            begun = self._busy_until[command.worker] = max(self._busy_until.get(command.worker, 0.0), self._now) + load.start_s
+            wait += begun - self._now
+        self._do_after(wait, self._ask, play)
 
     def _group(self, group_id: int) -> tuple[int, bool]:
         """Prompt tokens of a group, and whether its rewards are all equal."""
