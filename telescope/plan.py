@@ -100,7 +100,8 @@ def _forecast(config: RunConfig, asked: argparse.Namespace) -> Iterator[str]:
     """Memory, and the simulated run: with the times of a run, or with those of a card."""
     if asked.completion_tokens is not None and not 1 <= asked.completion_tokens <= config.rollout.max_tokens:
         raise Refused(
-            f"--completion-tokens {asked.completion_tokens:g} must lie between 1 and rollout.max_tokens={config.rollout.max_tokens}"
+            f"--completion-tokens {asked.completion_tokens:g} must lie between 1 and "
+            f"rollout.max_tokens={config.rollout.max_tokens}"
         )
     card = _card(config, asked)
     try:

@@ -1,6 +1,6 @@
 """How long it takes to simulate a large cluster on one core: `python -m benchmarks.flow.simulate`.
 
-256 lanes a server, as many rollouts alive as lanes (B·G), max_async_rollout=2, log-normal completions around 2,000 tokens.
+256 lanes a server, as many rollouts alive as lanes (B·G), max_async_rollout=3, log-normal completions around 2,000 tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from telescope.flow.latency import EngineTimes, Load, constant, lognormal
 from telescope.flow.settings import FlowSettings
 from telescope.flow.simulate import Cluster, simulate
 
-GROUP, LANES, MAX_ASYNC = 8, 256, 2
+GROUP, LANES, MAX_ASYNC = 8, 256, 3
 
 
 def load() -> Load:
@@ -25,13 +25,12 @@ def load() -> Load:
         engine=EngineTimes(
             step_s=0.003, sequence_s=20e-6, kv_token_s=1.2e-8, prefill_token_s=1e-5, kv_tokens=1_500_000, max_seqs=LANES
         ),
-        request_s=0.002,
         reward_s=constant(0.05),
         train_step_s=1.0,
         train_token_s=4e-5,
         sync_s=2.0,
         pause_s=0.1,
-        equal_share=0.2,
+        equal_share=0.1,
     )
 
 

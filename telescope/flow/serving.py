@@ -93,8 +93,10 @@ class SimulatedServer:
         sequences = len(self.running)
         if not sequences:
             return inf
-        self._drop_stale()
-        tokens = self._ends[0][0] - self._made
+        ends = self._ends
+        while ends[0][2].number != ends[0][1]:
+            heappop(ends)
+        tokens = ends[0][0] - self._made
         if sequences > 1:
             tokens = min(tokens, (self._times.kv_tokens - self._held) / sequences)
         tokens = max(tokens, 0.0)
@@ -104,15 +106,16 @@ class SimulatedServer:
     def ended(self) -> list[Sequence]:
         """Take what has all its tokens by now; where the cache is full instead, put the youngest back."""
         done: list[Sequence] = []
-        self._drop_stale()
-        while self._ends and self._ends[0][0] <= self._made + NEARLY:
-            sequence = self._ends[0][2]
-            self._leave(sequence)
-            done.append(sequence)
-            self._drop_stale()
+        ends, reached = self._ends, self._made + NEARLY
+        while ends and ends[0][0] <= reached:
+            _, number, sequence = heappop(ends)
+            if sequence.number == number:  # else it has left before
+                self._leave(sequence)
+                done.append(sequence)
         while len(self.running) > 1 and self._held >= self._times.kv_tokens - NEARLY * len(self.running):
             self._preempt()
-        self._admit()
+        if self.waiting:
+            self._admit()
         return done
 
     # ---- who comes and goes
@@ -192,7 +195,7 @@ class SimulatedServer:
         if not self.running:
             self._reads = self._held = self._debt_s = 0.0  # no rounding is carried on
         if len(self._ends) > 4 * len(self.running) + 64:
-            self._ends = [entry for entry in self._ends if entry[2].number == entry[1]]
+            self._ends[:] = [entry for entry in self._ends if entry[2].number == entry[1]]
             heapify(self._ends)
 
     def _left_behind(self, sequence: Sequence) -> int:
@@ -215,8 +218,3 @@ class SimulatedServer:
         sequence.cached = 0
         self.waiting.appendleft(sequence)
         self.preemptions += 1
-
-    def _drop_stale(self) -> None:
-        ends = self._ends
-        while ends and ends[0][2].number != ends[0][1]:
-            heappop(ends)

@@ -105,17 +105,17 @@ def check_memory(config: RunConfig, shape: ModelShape, card: Card) -> None:
     if server.kv_tokens < need:
         raise Refused(
             f"A server needs {_gib(server.weights + server.staging + server.overhead)} for weights and steps of "
-            f"the {_gib(server.budget)} that inference.gpu_memory_utilization={config.inference.gpu_memory_utilization} leaves it "
-            f"on an {card.name}: room for {server.kv_tokens:,} tokens of KV cache, and one sequence may have "
+            f"the {_gib(server.budget)} that inference.gpu_memory_utilization={config.inference.gpu_memory_utilization} leaves "
+            f"it on an {card.name}: room for {server.kv_tokens:,} tokens of KV cache, and one sequence may have "
             f"inference.max_model_len={need:,}. Raise the utilization, lower max_model_len, or take a smaller model."
         )
     if rank is not None and rank.total > card.memory:
         ranks = config.cluster.trainer_num_workers
         raise Refused(
             f"A trainer rank needs about {_gib(rank.total)}, and an {card.name} has {_gib(card.memory)}: weights, gradients "
-            f"and moments {_gib(rank.weights + rank.gradients + rank.moments)} on cluster.trainer_num_workers={ranks}, activations "
-            f"{_gib(rank.activations)} at trainer.seq_len={config.trainer.seq_len:,}. Give it more ranks, shorter rows, or "
-            "backend.gradient_checkpointing=true."
+            f"and moments {_gib(rank.weights + rank.gradients + rank.moments)} on cluster.trainer_num_workers={ranks}, "
+            f"activations {_gib(rank.activations)} at trainer.seq_len={config.trainer.seq_len:,}. Give it more "
+            "ranks, shorter rows, or backend.gradient_checkpointing=true."
         )
 
 

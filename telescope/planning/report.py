@@ -26,8 +26,8 @@ def describe_rows(config: RunConfig, load: Load, rows: int) -> str:
 
 def describe_model(config: RunConfig, shape: ModelShape) -> str:
     return (
-        f"{config.model.name} has {shape.parameters:,} parameters ({shape.parameters / 1e9:.3f}B): {shape.layers} layers, hidden "
-        f"{shape.hidden:,}, vocabulary {shape.vocabulary:,}."
+        f"{config.model.name} has {shape.parameters:,} parameters ({shape.parameters / 1e9:.3f}B): {shape.layers} layers, "
+        f"hidden {shape.hidden:,}, vocabulary {shape.vocabulary:,}."
     )
 
 
@@ -49,25 +49,26 @@ def describe_server_memory(memory: ServerMemory, max_model_len: int, card: Card)
     staging = f", staging buffer {_gib(memory.staging)}" if memory.staging else ""
     return (
         f"A server on an {card.name} ({_gib(card.memory)}): weights {_gib(memory.weights)}{staging}, steps and runtime "
-        f"{_gib(memory.overhead)}, KV cache {_gib(memory.kv)} at {memory.kv_bytes_per_token:,} bytes a token: {memory.kv_tokens:,} "
-        f"tokens, {memory.sequences(max_model_len):,} sequences of max_model_len={max_model_len:,}."
+        f"{_gib(memory.overhead)}, KV cache {_gib(memory.kv)} at {memory.kv_bytes_per_token:,} bytes a token: "
+        f"{memory.kv_tokens:,} tokens, {memory.sequences(max_model_len):,} sequences of max_model_len={max_model_len:,}."
     )
 
 
 def describe_calibration(calibration: Calibration, folder: str) -> str:
     engine = calibration.load.engine
     return (
-        f"Calibrated on {folder}: {calibration.steps} steps of {_s(calibration.step_s)} (median) and {calibration.turns:,} requests; "
-        f"a decode step takes {_s(engine.step_s)} + {_s(engine.sequence_s)} a sequence, a train step "
-        f"{_s(calibration.load.train_step_s)} + {_s(calibration.load.train_token_s * 1000)} a thousand tokens of a rank, weights "
-        f"{_s(calibration.load.sync_s)}; requests are met within {calibration.error:.0%}."
+        f"Calibrated on {folder}: {calibration.steps} steps of {_s(calibration.step_s)} (median) and {calibration.turns:,} "
+        f"requests; a decode step takes {_s(engine.step_s)} + {_s(engine.sequence_s)} a sequence, a train step "
+        f"{_s(calibration.load.train_step_s)} + {_s(calibration.load.train_token_s * 1000)} a thousand tokens of a rank, "
+        f"weights {_s(calibration.load.sync_s)}; requests are met within {calibration.error:.0%}."
     )
 
 
 def describe_assumed(load: Load, card: Card) -> str:
     return (
-        f"Uncalibrated: times derived from the data sheet of an {card.name} for completions of {load.completion_tokens.mean:,.0f} "
-        "tokens on average (--completion-tokens). They can be wrong by a factor of two; --calibrate RUN_DIR takes those of a run."
+        f"Uncalibrated: times derived from the data sheet of an {card.name} for completions of "
+        f"{load.completion_tokens.mean:,.0f} tokens on average (--completion-tokens). They can be wrong by a factor of two; "
+        "--calibrate RUN_DIR takes those of a run."
     )
 
 
@@ -79,8 +80,9 @@ def describe_outcome(outcome: Outcome) -> Iterator[str]:
     )
     yield (
         f"  Trainer: trains {outcome.trainer_training:.0%}, sends weights {outcome.trainer_syncing:.0%}, idle "
-        f"{outcome.trainer_waiting:.0%}. Servers: generate {outcome.servers_generating:.0%}, paused {outcome.servers_paused:.0%}, "
-        f"idle {outcome.servers_waiting:.0%}; {outcome.sequences:.1f} sequences each, {outcome.preemptions} preempted."
+        f"{outcome.trainer_waiting:.0%}. Servers: generate {outcome.servers_generating:.0%}, paused "
+        f"{outcome.servers_paused:.0%}, idle {outcome.servers_waiting:.0%}; {outcome.sequences:.1f} sequences each, "
+        f"{outcome.preemptions} preempted."
     )
     counts = outcome.counts
     groups = max(sum(counts.ages.values()), 1)
@@ -93,7 +95,8 @@ def describe_outcome(outcome: Outcome) -> Iterator[str]:
 
 def describe_splits(divisions: Sequence[Split], chosen: Split | None, gpus: int) -> Iterator[str]:
     yield f"{gpus} GPUs, one a server or a rank (simulated):"
-    yield f"  {'servers':>7} {'ranks':>6} {'tokens/s':>10} {'step':>9} {'servers idle':>13} {'trainer idle':>13} {'mean age':>9}"
+    heads = f"  {'servers':>7} {'ranks':>6} {'tokens/s':>10} {'step':>9}"
+    yield f"{heads} {'servers idle':>13} {'trainer idle':>13} {'mean age':>9}"
     for split in divisions:
         if split.outcome is None:
             yield f"  {split.servers:>7} {split.ranks:>6} impossible: {split.problem}"
@@ -106,8 +109,8 @@ def describe_splits(divisions: Sequence[Split], chosen: Split | None, gpus: int)
         )
     if chosen is not None:
         yield (
-            f"Best: cluster.inference_num_workers={chosen.servers} cluster.trainer_num_workers={chosen.ranks}; with more or longer "
-            "rollouts, another batch or another max_async_rollout it may be another."
+            f"Best: cluster.inference_num_workers={chosen.servers} cluster.trainer_num_workers={chosen.ranks}; with more "
+            "or longer rollouts, another batch or another max_async_rollout it may be another."
         )
 
 

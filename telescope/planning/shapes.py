@@ -1,4 +1,4 @@
-"""Which shape a model has, without a network: from the config.json of an embedded or local one, or from a table of known ones."""
+"""Which shape a model has, without a network: from the config.json of an embedded or local one, or from a table."""
 
 from __future__ import annotations
 
