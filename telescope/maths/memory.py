@@ -163,15 +163,15 @@ def _working(shape: ModelShape, ranks: int, weight_bytes: int, compute_bytes: in
 def layer_activation_bytes(shape: ModelShape, compute_bytes: int) -> int:
     """What one layer keeps for its backward pass, for one token.
 
-    Two norms keep their input in float32, its normalised value and its output, in the working precision the input once more
-    where that is float32 already; attention keeps rotated queries and keys, values, its output and a float32 log-sum a head;
-    the MLP keeps gate, up, the activated gate and their product. Queries and keys that are normalised are kept as norms are.
+    Two norms keep their input in float32, its deviation, its normalised value and their output; attention keeps rotated queries
+    and keys, values, its output and a float32 log-sum a head; the MLP keeps gate, up, the activated gate and their product.
+    Queries and keys that are normalised are kept as in a norm. (sdpa on a CPU copies its output once more.)
     """
     wide = 4
-    norms = 2 * (wide * shape.hidden + 2 * compute_bytes * shape.hidden)
+    norms = 2 * (wide * (shape.hidden + 1) + 2 * compute_bytes * shape.hidden)
     attention = compute_bytes * (2 * shape.query + 2 * shape.key) + 4 * shape.heads
-    qk_norms = (wide + compute_bytes) * (shape.query + shape.key) if shape.qk_norm else 0
-    return norms + attention + qk_norms + 4 * compute_bytes * shape.intermediate
+    qk_norms = (wide + compute_bytes) * (shape.query + shape.key) + wide * (shape.heads + shape.kv_heads)
+    return norms + attention + (qk_norms if shape.qk_norm else 0) + 4 * compute_bytes * shape.intermediate
 
 
 def _activations(shape: ModelShape, tokens: int, compute_bytes: int, checkpointing: bool) -> int:
