@@ -110,15 +110,17 @@ class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """Of a rollout; rounded down, at least 1."""
     engine: EngineTimes
     dispatch_s: Spread = constant(0)
-    """From the order to the request of its first turn, for a worker with nothing else to do."""
+    """From the order to the request of its first turn, besides the worker's own work."""
     start_s: float = 0.0
-    """More that a worker, which starts its rollouts one after another, takes for each: a flood of orders waits for it."""
+    """A worker's own work to start a rollout. It does one thing after another, so a flood of orders waits for it."""
     request_s: float = 0.0
     """More that a turn takes than the engine needs for it: the way there and back."""
     environment_s: Spread = constant(0)
     """Between two turns."""
     reward_s: Spread = constant(0)
-    """From the last token to the reward."""
+    """From the last token to the reward, besides the worker's own work."""
+    score_s: float = 0.0
+    """A worker's own work to score a rollout and to hand it in, in the same line as its starts."""
     train_step_s: float
     """Of a train step whatever it holds, all updates of the step together."""
     train_token_s: float
@@ -135,7 +137,10 @@ class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     def __post_init__(self) -> None:
         if not 0 <= self.shared_share < 1 or not 0 <= self.equal_share < 1:
             raise ValueError(f"shared_share={self.shared_share} and equal_share={self.equal_share} must lie in [0, 1)")
-        if min(self.train_step_s, self.train_token_s, self.sync_s, self.pause_s, self.request_s, self.start_s) < 0:
+        if (
+            min(self.train_step_s, self.train_token_s, self.sync_s, self.pause_s, self.request_s, self.start_s, self.score_s)
+            < 0
+        ):
             raise ValueError("a time is negative")
         if self.pause_s > self.sync_s:
             raise ValueError(f"pause_s={self.pause_s} is part of sync_s={self.sync_s} and can't be longer")

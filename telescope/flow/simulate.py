@@ -99,10 +99,23 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 class _Play:
     """A rollout with a worker."""
 
-    __slots__ = ("cached_at", "completion", "history", "order", "over", "sequence", "server", "shared", "turn", "turns")
+    __slots__ = (
+        "cached_at",
+        "completion",
+        "history",
+        "order",
+        "over",
+        "sequence",
+        "server",
+        "shared",
+        "turn",
+        "turns",
+        "worker",
+    )
 
-    def __init__(self, order: RolloutOrder, prompt: int, turns: int) -> None:
+    def __init__(self, order: RolloutOrder, worker: str, prompt: int, turns: int) -> None:
         self.order = order
+        self.worker = worker
         self.shared = prompt
         self.turns = turns
         self.turn = 0
@@ -206,13 +219,17 @@ class _Simulation:
     def _run(self, command: do.Run) -> None:
         order, load = command.order, self._load
         prompt, _ = self._group(order.group_id)
-        play = _Play(order, prompt, max(1, int(_drawn(load.turns, order.seed, 1))))
+        play = _Play(order, command.worker, prompt, max(1, int(_drawn(load.turns, order.seed, 1))))
         self._plays[order.rollout_id, order.attempt] = play
-        wait = _drawn(load.dispatch_s, order.seed, 2)
-        if load.start_s:
-            begun = self._busy_until[command.worker] = max(self._busy_until.get(command.worker, 0.0), self._now) + load.start_s
-            wait += begun - self._now
+        wait = _drawn(load.dispatch_s, order.seed, 2) + self._in_line(command.worker, load.start_s)
         self._do_after(wait, self._ask, play)
+
+    def _in_line(self, worker: str, seconds: float) -> float:
+        """Seconds until the worker, which does one thing after another, has done this too."""
+        if not seconds:
+            return 0.0
+        until = self._busy_until[worker] = max(self._busy_until.get(worker, 0.0), self._now) + seconds
+        return until - self._now
 
     def _group(self, group_id: int) -> tuple[int, bool]:
         """Prompt tokens of a group, and whether its rewards are all equal."""
@@ -241,7 +258,8 @@ class _Simulation:
         if play.turn < play.turns:
             self._do_after(_drawn(load.environment_s, order.seed, 16 * play.turn + 3), self._ask, play)
         else:
-            self._do_after(_drawn(load.reward_s, order.seed, 4), self._scored, play)
+            wait = _drawn(load.reward_s, order.seed, 4) + self._in_line(play.worker, load.score_s)
+            self._do_after(wait, self._scored, play)
 
     def _scored(self, play: _Play) -> None:
         if play.over:

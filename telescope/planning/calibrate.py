@@ -22,7 +22,7 @@ import numpy as np
 
 from telescope.flow import commands as do
 from telescope.flow import events as seen
-from telescope.flow.latency import EngineTimes, Load, constant, empirical
+from telescope.flow.latency import EngineTimes, Load, Spread, constant, empirical
 from telescope.flow.replay import JournalDamaged, decode_line, decode_opening
 from telescope.flow.settings import FlowSettings
 from telescope.runlog.journal import journal_lines
@@ -53,16 +53,24 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     """Mean absolute error of the fitted time of a request, as a share of the mean time."""
 
 
+class _Job(msgspec.Struct, frozen=True):
+    """Something a worker did: from when it could, to when it was seen."""
+
+    since: float
+    done: float
+    scores: bool
+
+
 @dataclass
 class _Journal:
     """Times (seconds of the core's clock) and facts, by what they are about."""
 
     runs: dict[tuple[int, int], tuple[float, str]] = field(default_factory=dict)
-    first_turns: dict[tuple[int, int], float] = field(default_factory=dict)
+    started: set[tuple[int, int]] = field(default_factory=set)
     placed: dict[str, float] = field(default_factory=dict)
     turn_ends: dict[int, float] = field(default_factory=dict)
     between_s: list[float] = field(default_factory=list)
-    reward_s: list[float] = field(default_factory=list)
+    jobs: dict[str, list[_Job]] = field(default_factory=dict)
     prompts: list[int] = field(default_factory=list)
     turns: dict[int, int] = field(default_factory=dict)
     turns_of_scored: list[int] = field(default_factory=list)
@@ -80,24 +88,30 @@ class _Journal:
             case seen.WorkerJoined() | seen.ServerJoined():
                 self.generation_began = now
             case seen.TurnStarted(rollout_id=rollout_id, attempt=attempt, turn=0):
-                self.first_turns.setdefault((rollout_id, attempt), now)
+                self._worked(now, (rollout_id, attempt), None)
             case seen.TurnStarted(rollout_id=rollout_id) if rollout_id in self.turn_ends:
                 self.between_s.append(now - self.turn_ends[rollout_id])
             case seen.TurnDone(rollout_id=rollout_id):
                 self.turn_ends[rollout_id] = now
                 self.turns[rollout_id] = self.turns.get(rollout_id, 0) + 1
-            case seen.RolloutDone(rollout_id=rollout_id, prompt_tokens=prompt, completion_tokens=completion):
+            case seen.RolloutDone(rollout_id=rollout_id, attempt=attempt, prompt_tokens=prompt, completion_tokens=completion):
                 self.tokens[rollout_id] = prompt + completion
                 self.prompts.append(prompt)
                 self.turns_of_scored.append(self.turns.pop(rollout_id, 1))
-                if rollout_id in self.turn_ends:
-                    self.reward_s.append(max(0.0, now - self.turn_ends.pop(rollout_id)))
+                self._worked(now, (rollout_id, attempt), self.turn_ends.pop(rollout_id, None))
             case seen.StepDone(step=step):
                 self.trained.setdefault(step, now)
             case seen.UpdateDone(version=version) if version in self.updates:
                 self.synced.append(now - self.updates.pop(version))
         for command in ordered:
             self._take_command(now, command)
+
+    def _worked(self, now: float, key: tuple[int, int], since: float | None) -> None:
+        """A start (since the order), or a score since the last token. The first of each counts."""
+        known = self.runs.get(key)
+        if known is not None and (since is not None or key not in self.started):
+            self.started.add(key)
+            self.jobs.setdefault(known[1], []).append(_Job(known[0] if since is None else since, now, since is not None))
 
     def _take_command(self, now: float, command: do.AnyCommand) -> None:
         match command:
@@ -130,7 +144,7 @@ def calibrate(run: RunDirectory, *, ranks: int, kv_tokens: float = float("inf"),
         )
     times, shared, error = _engine(turns, pauses, journal, kv_tokens, max_seqs)
     train_step_s, train_token_s = _training(journal, rows(run, "step_metrics"), ranks)
-    start_s, dispatch_s = _starting(journal)
+    start_s, score_s, dispatch_s = _working(journal.jobs)
     pause_s = fmean(row["pause_s"] for row in pauses) if pauses else 0.0
     sync_s = median(journal.synced) if journal.synced else 0.0
     answers = [(row["done_ns"] - row["placed_ns"]) / 1e9 - row["queued_s"] - row["generated_s"] for row in turns]
@@ -143,7 +157,8 @@ def calibrate(run: RunDirectory, *, ranks: int, kv_tokens: float = float("inf"),
         start_s=start_s,
         request_s=max(0.0, median(answers)),
         environment_s=empirical(journal.between_s) if journal.between_s else constant(0),
-        reward_s=empirical(journal.reward_s) if journal.reward_s else constant(0),
+        reward_s=_rewards(run),
+        score_s=score_s,
         train_step_s=train_step_s,
         train_token_s=train_token_s,
         sync_s=sync_s,
@@ -180,23 +195,37 @@ def _step_s(journal: _Journal) -> float:
 # ---- workers
 
 
-def _starting(journal: _Journal) -> tuple[float, float]:
-    """Seconds a worker takes for each rollout of a flood, and from order to request where none is in its way."""
-    by_worker: dict[str, list[tuple[float, float]]] = {}
-    for key, begun in journal.first_turns.items():
-        if key in journal.runs:
-            ordered, worker = journal.runs[key]
-            by_worker.setdefault(worker, []).append((begun, ordered))
-    gaps: list[float] = []
-    free: list[float] = []
-    for starts in by_worker.values():
-        starts.sort()
-        before = -1.0
-        for begun, ordered in starts:
-            (gaps if ordered < before else free).append(begun - (before if ordered < before else ordered))
-            before = begun
-    start_s = fmean(gaps) if gaps else 0.0
-    return start_s, max(0.0, median(free) - start_s) if free else 0.0
+def _rewards(run: RunDirectory) -> Spread:
+    """What the environment took from the last token to the reward, by the worker's clock: lines of waiting are not in it."""
+    took = [
+        (row["scored_ns"] - row["generated_ns"]) / 1e9
+        for row in rows(run, "rollouts")
+        if row["status"] == "scored" and row.get("generated_ns")
+    ]
+    return empirical([max(0.0, seconds) for seconds in took]) if took else constant(0)
+
+
+def _working(jobs: Mapping[str, list[_Job]]) -> tuple[float, float, float]:
+    """A worker's own seconds to start and to score a rollout, and what else a start takes, from order to request.
+
+    The own time is seen where work had piled up: the mean distance of what came out one after another. What is left of the
+    starts when that line is played again is the rest (its median: most of it is one and the same wait for a busy machine).
+    """
+    gaps: dict[bool, list[float]] = {False: [], True: []}
+    for line in jobs.values():
+        line.sort(key=lambda job: job.done)
+        for before, job in pairwise(line):
+            if job.since < before.done:
+                gaps[job.scores].append(job.done - before.done)
+    own = {scores: fmean(found) if found else 0.0 for scores, found in gaps.items()}
+    rest: list[float] = []
+    for line in jobs.values():
+        free = 0.0
+        for job in sorted(line, key=lambda job: job.since):
+            free = max(free, job.since) + own[job.scores]
+            if not job.scores:
+                rest.append(max(0.0, job.done - free))
+    return own[False], own[True], median(rest) if rest else 0.0
 
 
 # ---- servers
