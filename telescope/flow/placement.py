@@ -15,6 +15,9 @@ from telescope.flow.settings import FlowSettings
 PRESSED = 1 << 48
 """A pressure outweighs any number of tokens in the order of the servers."""
 
+FULL = 1 << 60
+"""Added to the rank of a server without room: where only such are left, nobody looks through all of them."""
+
 
 class Request:
     __slots__ = ("flight", "prompt_tokens", "request_id", "server", "tokens", "turn")
@@ -103,6 +106,8 @@ class Placement:
 
     def next_waiting(self) -> Request | None:
         """The first waiting request that a server would take now."""
+        if not self.waiting:
+            return None
         youngest = max((server.version for server in self.servers.values() if server.has_room), default=-1)
         if youngest < 0:
             return None
@@ -131,7 +136,7 @@ class Placement:
         known = self.servers.get(sticky) if sticky is not None and self._takes(sticky, v_start) else None
         if known is not None and not known.share.pressure:
             return sticky
-        best = self._least_loaded.first_that(lambda server: self._takes(server, v_start))
+        best = self._least_loaded.first_that(lambda server: self._takes(server, v_start), below=FULL)
         if known is None or best is None:
             return best
         other = self.servers[best]
@@ -154,7 +159,7 @@ class Placement:
     def _weigh(self, name: str) -> None:
         """The server's place in the order, and its lanes in the sum, after a change."""
         server = self.servers[name]
-        self._least_loaded.put(name, server.load + server.share.pressure * PRESSED)
+        self._least_loaded.put(name, server.load + server.share.pressure * PRESSED + (0 if server.has_room else FULL))
         lanes = server.share.lanes(server.outstanding)
         self.lanes += lanes - server.lanes
         server.lanes = lanes

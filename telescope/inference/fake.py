@@ -70,8 +70,8 @@ def made_up(prompt_ids: np.ndarray, sampling: Sampling, version: int, characters
 
 
 class FakeEngine:
-    """See `Engine`. `token_s` is the time that each token takes, `weights_s` that of a version; 0 answers at once. `kv_tokens` is
-    what its cache is said to hold (it never really fills up); None: no end of it. One event loop."""
+    """See `Engine`. `token_s` is the time that each token takes, `weights_s` that of a version; 0 answers at once. `kv_tokens`
+    is what its cache is said to hold (it never really fills up); None: no end of it. One event loop."""
 
     def __init__(
         self,
