@@ -76,6 +76,8 @@ class Plan(Record, frozen=True):
     processes: tuple[ProcessPlan, ...]
     progress: bool = True
     log_to_console: bool = False
+    max_server_restarts: int = 0
+    """Of one server within an hour; one more death of it ends the run."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -101,7 +103,7 @@ def make_plan(config: RunConfig, hosts: tuple[Host, ...]) -> Plan:
         processes = [*_split_cards(processes, config.inference.gpu_memory_utilization)]
     for index in range(cluster.env_num_workers):
         processes.append(_process("worker", index, host, cluster.env))
-    return Plan(device, tuple(processes), config.logging.progress, config.logging.log_to_console)
+    return Plan(device, tuple(processes), config.logging.progress, config.logging.log_to_console, cluster.max_server_restarts)
 
 
 def choose_device(cluster: ClusterSettings, host: Host) -> Literal["cpu", "gpu"]:

@@ -173,6 +173,8 @@ class InferenceSettings(Settings):
     """Keep the KV cache of prompts that begin alike, such as the samples of one group."""
     fake_token_s: float = Field(default=0.0, ge=0, le=1_000)
     """Seconds that the fake engine takes for a token."""
+    fake_weights_s: float = Field(default=0.0, ge=0, le=1_000)
+    """Seconds that the fake engine takes to prepare a version of the weights."""
 
     @field_validator("api_key")
     @classmethod
@@ -206,6 +208,8 @@ class WeightSyncSettings(Settings):
     """Until the members of a new broadcast group have found each other; the missing are then named."""
     update_timeout_s: float = Field(default=300.0, gt=0, le=1_000_000)
     """Deadline of each of publish, prepare and commit."""
+    max_retries: int = Field(default=3, ge=0, le=1_000)
+    """How often an update that no server could take is tried again, the old version serving on, before the run ends."""
     in_flight: Literal["continue", "recompute", "abort"] = "continue"
     """What an update does to running generations: continue (no pause; they keep keys and values of the old weights), recompute
     (these are computed anew under the new weights), or abort and retry their rollouts."""
@@ -233,6 +237,8 @@ class ClusterSettings(Settings):
     """CPU cores (threads) of a trainer rank; a hint where there are fewer."""
     placement_timeout_s: int = Field(default=900, ge=1, le=1_000_000)
     """Until all processes have said hello."""
+    max_server_restarts: int = Field(default=3, ge=0, le=1_000_000)
+    """Restarts of one inference server within an hour once the run is under way; one more death ends the run. 0: none."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables for every process of the run. A secret is given as a reference: `'${oc.env:HF_TOKEN}'`."""
 

@@ -65,14 +65,18 @@ def made_up(prompt_ids: np.ndarray, sampling: Sampling, version: int, characters
 
 
 class FakeEngine:
-    """See `Engine`. `token_s` is the time that each token takes; 0 answers at once. One event loop."""
+    """See `Engine`. `token_s` is the time that each token takes, `weights_s` that of a version; 0 answers at once. One event
+    loop."""
 
-    def __init__(self, folder: Path, reader: Reader, *, max_model_len: int, token_s: float = 0.0) -> None:
+    def __init__(
+        self, folder: Path, reader: Reader, *, max_model_len: int, token_s: float = 0.0, weights_s: float = 0.0
+    ) -> None:
         self._characters = Characters(folder)
         self._end = next(iter(end_ids(folder)), None)
         self._reader = reader
         self._max_model_len = max_model_len
         self._token_s = token_s
+        self._weights_s = weights_s
         self._aborts: dict[str, asyncio.Event] = {}
         self._state = WeightState(version=0, prepared=None, checksum="", pause_s=0.0)
         self._staged: WeightManifest | None = None
@@ -147,6 +151,7 @@ class FakeEngine:
     async def prepare(self, manifest: WeightManifest, group: WeightGroup | None = None) -> WeightState:
         self._staged = None
         self._state = replace(self._state, prepared=None)
+        await asyncio.sleep(self._weights_s)  # stands for the work itself
         try:
             for _ in self._reader.read(manifest):
                 pass

@@ -148,7 +148,13 @@ def build_engine(config: RunConfig, run: str, device: Device, name: str = "serve
     settings = config.inference
     if settings.engine == "fake":
         reader = SharedMemoryReader(run)
-        return FakeEngine(folder, reader, max_model_len=settings.max_model_len, token_s=settings.fake_token_s)
+        return FakeEngine(
+            folder,
+            reader,
+            max_model_len=settings.max_model_len,
+            token_s=settings.fake_token_s,
+            weights_s=settings.fake_weights_s,
+        )
     check_weights(config.model.name, folder)
     os.environ.update(vllm_environment(device, os.environ))
     if sentence := unknown_parsers(settings):

@@ -45,6 +45,10 @@ class Roster:
         """Every worker and server is there: the first wave is then spread over all of them, in any order of arrival."""
         return all(name in self.present for name in self.workers + self.servers)
 
+    def lose(self, peer: str) -> Hello:
+        """It is gone, and may come again. Gives its last hello."""
+        return self.present.pop(peer)
+
     def admit(self, peer: str, hello: Hello) -> str:
         """Note the peer. Returns why it can't take part, or an empty string."""
         if peer not in self.expected:

@@ -61,6 +61,7 @@ class _Process(msgspec.Struct):
 
 class _Plan(msgspec.Struct):
     processes: tuple[_Process, ...]
+    device: str = "cpu"
 
 
 def cards(plan_json: Path) -> Cards:
@@ -75,6 +76,15 @@ def cards(plan_json: Path) -> Cards:
     if not used["server"] & used["trainer"]:
         return "apart"
     return "same" if used["server"] == used["trainer"] and len(used["server"]) == 1 else "mixed"
+
+
+def planned(transport: str, plan_json: Path, *, adapters: bool = False) -> Transport:
+    """The same for the whole run, as its plan has it. Raises `TransportRefused`."""
+    try:
+        device = msgspec.json.decode(plan_json.read_bytes(), type=_Plan).device
+    except FileNotFoundError:
+        device = "cpu"
+    return choose(transport, "cuda" if device == "gpu" else "cpu", cards(plan_json), adapters=adapters)
 
 
 def choose(transport: str, device: str, placed: Cards, *, adapters: bool = False) -> Transport:
