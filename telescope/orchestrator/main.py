@@ -144,13 +144,8 @@ async def _run(place: Place, signals: Signals) -> Outcome:
     """The run's life. Whatever happens in it becomes its outcome, and stands in the summary."""
     started = time.monotonic()
     config, run, end = place.config, place.directory, _End(place.name)
-    core = Core(
-        flow_settings(
-            config,
-            trainer_sends=planned(config.weight_sync.transport, run.plan_json, adapters=config.model.lora is not None)
-            in COLLECTIVE,
-        )
-    )
+    transport = planned(config.weight_sync.transport, run.plan_json, adapters=config.model.lora is not None)
+    core = Core(flow_settings(config, trainer_sends=transport in COLLECTIVE))
     run_log = RunLog(run, "orchestrator")
     mirror = mirror_for(config.logging, name=config.name, folder=run.wandb, config=as_json(config))
     ranges = {label: entry.reward_range for label, entry in config.environments.items() if entry.reward_range}
