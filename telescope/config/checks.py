@@ -163,8 +163,8 @@ def _weights(config: RunConfig) -> Iterator[Conflict]:
     if config.model.lora is not None and sync.in_flight == "recompute":
         yield Conflict(
             ("weight_sync.in_flight", "model.lora"),
-            "weight_sync.in_flight=recompute is not possible with model.lora: running requests keep the adapter that they began "
-            "with; set weight_sync.in_flight=continue, or abort",
+            "weight_sync.in_flight=recompute is not possible with model.lora: running requests keep the adapter that they "
+            "began with; set weight_sync.in_flight=continue, or abort",
         )
     if config.model.lora is not None and sync.transport in ("nccl", "gloo", "cuda_ipc"):
         yield Conflict(
