@@ -197,6 +197,12 @@ def _weights(config: RunConfig) -> Iterator[Conflict]:
             ("model.lora", "backend"),
             f"backend={config.backend_name} trains no adapters: set model.lora=null, or backend=fsdp",
         )
+    if config.model.lora is not None and sync.in_flight == "recompute":
+        yield Conflict(
+            ("weight_sync.in_flight", "model.lora"),
+            "weight_sync.in_flight=recompute is not possible with model.lora: running requests keep the adapter that they "
+            "began with; set weight_sync.in_flight=continue, or abort",
+        )
     if config.model.lora is not None and sync.transport in ("nccl", "gloo", "cuda_ipc"):
         yield Conflict(
             ("weight_sync.transport", "model.lora"),

@@ -12,6 +12,7 @@ import logging
 import math
 import shutil
 import tempfile
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ SEEN = 1e-6
 """A change of an adapter's elements beyond this shows in float32 log-probs; in half precision small ones are rounded away."""
 FIRST = -(2**31)
 """Priority of the probe."""
+OVER_HTTP = "http:"
+"""Before the ids of requests that did not come over the link."""
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +74,11 @@ class LoraEngine(VllmEngine):
         finally:
             adapter.requests.discard(request_id)
         return replace(answer, versions=np.full(len(answer.ids), adapter.version, np.int32))
+
+    @property
+    def client(self) -> Any:
+        """vLLM's AsyncLLM, whose requests get the adapter that serves when they begin."""
+        return None if self._llm is None else _Client(self._llm, self._adapters)
 
     def _adapter_of(self, request_id: str) -> Any:
         return _asked(self._adapters.used_by(request_id))
@@ -124,6 +132,8 @@ class LoraEngine(VllmEngine):
             for request_id in self._adapters.in_the_way(self._plan.inference.max_loras):
                 log.info("request %s is aborted: its adapter is the oldest of inference.max_loras", request_id)
                 await self.abort(request_id)
+                if request_id.startswith(OVER_HTTP):
+                    await self._llm.abort(request_id.removeprefix(OVER_HTTP))
             await self._added(adapter)
             if self._probed is None:
                 self._probed = await self._probe(self._adapters.serving)
@@ -206,6 +216,26 @@ class LoraEngine(VllmEngine):
     async def close(self) -> None:
         await super().close()
         self._adapters.close()
+
+
+class _Client:
+    """AsyncLLM for the HTTP application: it knows no adapters, so its requests are given one here, and counted as its users."""
+
+    def __init__(self, llm: Any, adapters: Adapters) -> None:
+        self._llm = llm
+        self._adapters = adapters
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._llm, name)
+
+    async def generate(self, prompt: Any, sampling_params: Any, request_id: str, **more: Any) -> AsyncGenerator[Any, None]:
+        adapter = self._adapters.begin(f"{OVER_HTTP}{request_id}")
+        try:
+            more |= {"lora_request": _asked(adapter)}
+            async for output in self._llm.generate(prompt, sampling_params, request_id, **more):
+                yield output
+        finally:
+            adapter.requests.discard(f"{OVER_HTTP}{request_id}")
 
 
 def distance(before: dict[int, float], after: dict[int, float]) -> float:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
+import httpx
+import msgspec
 import numpy as np
 import pytest
 
@@ -76,7 +79,7 @@ def apart(trainer: Trainer, answer: Delivery) -> float:
 @pytest.mark.timeout(300)
 async def test_adapters_are_served_as_the_trainer_computes_them_and_requests_keep_theirs(tmp_path: Path):
     folder = make_model(tmp_path / "model", 0)
-    inference = InferenceSettings(http=False, max_model_len=512, cpu_kv_cache_mb=16, max_loras=2)
+    inference = InferenceSettings(base_port=0, max_model_len=512, cpu_kv_cache_mb=16, max_loras=2)
     async with bench(tmp_path, inference=inference, model=ModelSettings(name=str(folder), lora=LORA)) as here:
         await here.joined()
         trainer = Trainer(folder, read_identity(here.directory).run_id)
@@ -95,6 +98,7 @@ async def test_adapters_are_served_as_the_trainer_computes_them_and_requests_kee
         assert apart(trainer, moved) < 1e-3
         assert set(moved.arrays[2].tolist()) == {2}
         assert np.abs(trainer.logprobs(base.arrays[0]) - base.arrays[1]).max() > 0.1
+        assert await over_http(here, trainer) < 1e-3
 
         # A long request keeps the adapter that it began with, while newer versions serve others.
         number = here.hub.send("server-0", order("long", 400, 0.3), (PROMPT,))
@@ -113,8 +117,6 @@ async def test_adapters_are_served_as_the_trainer_computes_them_and_requests_kee
         assert set(ends[number].arrays[2].tolist()) == {2}
 
         # Whatever is no whole adapter is refused, and the old one serves on.
-        import msgspec
-
         manifest = trainer.publish(4)
         partial = msgspec.structs.replace(manifest, tensors=manifest.tensors[1:])
         failed = (await here.ask(PrepareWeights(manifest=partial))).body
@@ -128,6 +130,16 @@ async def test_adapters_are_served_as_the_trainer_computes_them_and_requests_kee
         kept = sorted(path.name for path in here.directory.scratch("server-0").iterdir())
         assert [name.split("-")[1] for name in kept] in (["3", "4"], ["4"])
         trainer.publisher.close()
+
+
+async def over_http(here: Bench, trainer: Trainer) -> float:
+    """How far the log-probs of an HTTP answer are from the trainer's."""
+    told = json.loads(here.directory.server("server-0").read_text())
+    ask = {"model": told["model"], "prompt": PROMPT.tolist(), "max_tokens": 12, "temperature": 1.0, "logprobs": 0}
+    async with httpx.AsyncClient(timeout=60) as client:
+        said = (await client.post(f"{told['url']}/completions", json=ask | {"return_token_ids": True})).json()["choices"][0]
+    expected = trainer.logprobs(np.array(said["token_ids"]))
+    return float(np.abs(np.array(said["logprobs"]["token_logprobs"]) - expected).max())
 
 
 async def until(here: Bench, wanted: int, other: int) -> dict[int, Delivery]:

@@ -85,7 +85,7 @@ def test_adapters_alone_learn_and_every_version_is_seen_in_the_servers_log_probs
     curve = exact(run)
     assert statistics.mean(curve[-5:]) > 0.45, curve
     assert statistics.mean(curve[-5:]) - statistics.mean(curve[:3]) > 0.15, curve
-    moved = [line for line in run.log("server-0").splitlines() if "log-probs by" in line]
+    moved = [line for line in run.directory.log("server-0").read_text().splitlines() if "log-probs by" in line]
     assert len(moved) == 24
     assert not [line for line in moved if "log-probs by 0 nats" in line]
 
