@@ -125,7 +125,7 @@ def test_an_extra_pass_is_made_only_for_later_minibatches_that_need_it(build, al
     """One row a minibatch here. The first one's own pass comes before any update, so it needs no other."""
     backend = build(make_job(algorithm=algorithm))
     forward, calls = backend._policy.forward, []
-    backend._policy.forward = lambda *given: calls.append(given) or forward(*given)
+    backend._policy.forward = lambda *given, **named: calls.append(given) or forward(*given, **named)
     result = backend.train_step(in_minibatches(make_shard(), sizes))
     assert len(calls) == passes
     assert ("timing_compute_old_logprobs_total" in result.timings) == (passes > len(sizes))
