@@ -115,7 +115,9 @@ async def answer(engine: Engine, prompts: Sequence[np.ndarray], config: RunConfi
     from telescope.records import Sampling
 
     def sampling(index: int) -> Sampling:
-        return Sampling(config.rollout.temperature, config.rollout.max_tokens, config.seed + index)
+        rollout, kept = config.rollout, config.rollout.support
+        seed = config.seed + index
+        return Sampling(rollout.temperature, rollout.max_tokens, seed, kept.top_k, kept.top_p, kept.min_p, rollout.stop)
 
     try:
         await engine.start()

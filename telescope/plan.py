@@ -162,8 +162,8 @@ def _calibration(folder: str | None) -> Calibration | None:
         return None
     run = RunDirectory(Path(folder))
     try:
-        ranks = load_run(run.config_json).cluster.trainer_num_workers
-        return calibrate(run, ranks=ranks)
+        config = load_run(run.config_json)
+        return calibrate(run, ranks=config.cluster.trainer_num_workers, epochs=config.trainer.epochs_per_batch)
     except (OSError, ValueError) as error:
         raise Uncalibratable(f"--calibrate {folder}: {error}") from error
 
@@ -175,12 +175,15 @@ def describe(config: RunConfig) -> Iterator[str]:
     names = ", ".join(config.environments)
     yield f"{config.model.name} with {config.algorithm_name} on {names}, backend {config.backend_name}."
     minibatches, groups = config.trainer.number_of_minibatches, config.orchestrator.prompts_batch_size_for_trainer
-    yield from explain(flow_settings(config), minibatches)
+    epochs = config.trainer.epochs_per_batch
+    yield from explain(flow_settings(config), config.trainer.updates_per_step)
     yield f"{steps} steps train {steps * rollouts:,} rollouts and make weight versions 1 to {steps}."
-    if minibatches > 1:
+    if epochs > 1:
+        yield f"A step runs {epochs} times over its batch, cut anew each time."
+    if config.trainer.updates_per_step > 1:
         sizes = sorted({len(part) for part in cut(range(groups), minibatches)})
         each = " or ".join(map(str, sizes))
-        yield f"A step makes {minibatches} optimiser updates, each on {each} group{'s' * (sizes[-1] != 1)}."
+        yield f"A step makes {config.trainer.updates_per_step} optimiser updates, each on {each} group{'s' * (sizes[-1] != 1)}."
     tokens = rollouts * config.rollout.max_tokens
     yield f"Turns of max_tokens={config.rollout.max_tokens} make at most {tokens:,} sampled tokens a step of single turns."
     yield f"They are trained in packed rows of {config.trainer.seq_len} tokens, on {ranks} rank{'s' * (ranks != 1)}."

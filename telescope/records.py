@@ -34,14 +34,23 @@ class EnvironmentCard(Record):
     split_sizes: dict[str, int]
     digest: str
     """Hash over the environment's settings and prompts: two workers that disagree would train on different data."""
+    too_long: int = 0
+    """Train prompts that left no room for an answer; they are not among `split_sizes`, and are never drawn."""
 
 
 class Sampling(Record):
-    """How tokens are drawn. Log-probs are those of the distribution after `temperature` (processed)."""
+    """How tokens are drawn. Log-probs are those of the distribution after `temperature`, `min_p`, `top_k` and `top_p`
+    (processed)."""
 
     temperature: float
     max_tokens: int
     seed: int
+    top_k: int = 0
+    """0: every token may be drawn."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    """Texts behind which the answer ends; they belong to it."""
 
 
 class RolloutOrder(Record):
@@ -108,13 +117,36 @@ class TensorSpec(Record):
     nbytes: int
 
 
+COLLECTIVE = ("nccl", "gloo")
+"""Transports in which the trainer sends; from all others servers fetch what is in place."""
+
+
+class WeightGroup(Record):
+    """Who takes part in one broadcast group of a collective transport: the sender first, then one entry a server's worker.
+
+    E.g. `WeightGroup(2, ("trainer-0", "server-0/0", "server-0/1"))`. Members of one epoch never change.
+    """
+
+    epoch: int
+    members: tuple[str, ...]
+
+
 class WeightManifest(Record):
     """One published version of the weights: how to fetch it and how to know that it arrived whole."""
 
     version: int
     transport: str
     location: str
+    """A path, a handle, or for a collective transport where its members meet: `tcp://host:port/word`."""
     tensors: tuple[TensorSpec, ...]
     nbytes: int
     checksum: str
-    """Hash of all bytes of the segment, in order (`telescope.weights.base.checksum`)."""
+    """Hash of the version's bytes, all or a sample of them as its kind says; empty for a collective transport, whose sender
+    knows it only when all is sent."""
+    bucket_bytes: int = 0
+    """Where the layout is cut on its way (`telescope.weights.buckets`); 0: every tensor for itself."""
+
+    @property
+    def collective(self) -> bool:
+        """Whether the bytes come by a broadcast of a `WeightGroup`; else they are in place once the manifest is there."""
+        return self.transport in COLLECTIVE

@@ -49,7 +49,8 @@ def play(folder: Path, name: str, overrides: tuple[str, ...]) -> RunDirectory:
 
 
 def calibrated(run: RunDirectory) -> Calibration:
-    return calibrate(run, ranks=load_run(run.config_json).cluster.trainer_num_workers)
+    config = load_run(run.config_json)
+    return calibrate(run, ranks=config.cluster.trainer_num_workers, epochs=config.trainer.epochs_per_batch)
 
 
 def step_s(run: RunDirectory) -> float:

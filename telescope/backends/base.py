@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
+from telescope.maths.support import WHOLE, Support
 from telescope.records import Denominators, TrainItem
 from telescope.settings import Settings
+from telescope.weights.buckets import Bucket
+from telescope.weights.buckets import Tensor as TensorKind
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from telescope.algorithms.base import Algorithm
     from telescope.config.parts import ModelSettings, TrainerSettings
 
@@ -39,11 +44,13 @@ class StepResult:
 
 @dataclass(frozen=True)
 class World:
-    """Where this process stands among the trainer ranks. `device` is `cpu` or `cuda:<index>`."""
+    """Where this process stands among the trainer ranks. `device` is `cpu` or `cuda:<index>`; `memory_share` is how much of
+    its GPU's memory it may take: less than 1 where a server shares the card."""
 
     rank: int
     size: int
     device: str
+    memory_share: float = 1.0
 
 
 class RankLost(RuntimeError):
@@ -66,6 +73,8 @@ class Job:
     max_tokens: int
     seed: int
     world: World
+    support: Support = WHOLE
+    """Tokens that the sampler can take; log-probs are normalised over them."""
     progress: Callable[[str], None] = unwatched
     """To be called with what was done, after each micro-batch: a long step is then no stuck one."""
 
@@ -82,8 +91,20 @@ class Backend(Protocol):
         the mask is 0. Nothing is trained."""
         ...
 
-    def weights(self) -> Iterator[tuple[str, Any]]:
-        """Full tensors by Hugging Face name, on rank 0; the other ranks run along and yield nothing. Tied tensors once."""
+    def weights(self, dtype: str | None = None) -> Iterator[tuple[str, Any]]:
+        """Full tensors in host memory by Hugging Face name, on rank 0, floating ones as `dtype` where one is given; the other
+        ranks run along and yield nothing. Tied tensors once."""
+        ...
+
+    def layout(self) -> Sequence[TensorKind]:
+        """Names, dtypes and shapes of what `weights` yields, in its order. Not a collective."""
+        ...
+
+    def pack(self, bucket: Bucket, out: Tensor | None) -> None:
+        """Gather one bucket of the layout into `out` [bucket.nbytes] uint8 on this rank's device, cast to its specs' dtypes.
+
+        Only rank 0 gives `out`. On a GPU the work is queued on the current stream; not more than the bucket is made whole.
+        """
         ...
 
     def close(self) -> None: ...
@@ -91,6 +112,9 @@ class Backend(Protocol):
 
 class BackendSettings(Settings):
     """Base of all backends' settings: a file of this folder with one subclass is a backend of that file's name."""
+
+    trains_adapters: ClassVar[bool] = False
+    """Whether it knows model.lora."""
 
     def build(self, job: Job) -> Backend:
         """Make the backend on this rank; torch.distributed is set up in here, from the standard environment variables."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 from pydantic import Field
@@ -17,6 +18,11 @@ from telescope.backends.base import Backend, BackendSettings, Job, StepResult, T
 from telescope.backends.common import shards
 from telescope.maths import metrics, packing
 from telescope.maths.schedules import learning_rate_factor
+from telescope.weights.buckets import Bucket
+from telescope.weights.buckets import Tensor as TensorKind
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Fake(BackendSettings):
@@ -53,12 +59,27 @@ class FakeBackend:
         """There is no model to disagree with the server's."""
         return shard.logprobs.copy()
 
-    def weights(self) -> Iterator[tuple[str, np.ndarray]]:
-        """`fake.embedding` [4, 8] and `fake.version` [2] float32, the version and the seed."""
+    def weights(self, dtype: str | None = None) -> Iterator[tuple[str, np.ndarray]]:
+        """`fake.embedding` [4, 8] and `fake.version` [2] float32, the version and the seed. They stay float32: numpy has not
+        all that `dtype` may name."""
         if self._job.world.rank == 0:
             random = np.random.default_rng((self._job.seed, self._version))
             yield "fake.embedding", random.standard_normal((4, 8), np.float32)
             yield "fake.version", np.array([self._version, self._job.seed], np.float32)
+
+    def layout(self) -> tuple[TensorKind, ...]:
+        return TensorKind("fake.embedding", "float32", (4, 8)), TensorKind("fake.version", "float32", (2,))
+
+    def pack(self, bucket: Bucket, out: Tensor | None) -> None:
+        """Whoever gives `out` has imported torch."""
+        if out is None:
+            return
+        from torch import from_numpy
+
+        held = {name: from_numpy(array) for name, array in self.weights()}
+        for spec in bucket.specs:
+            place = out[spec.offset - bucket.start :][: spec.nbytes]
+            place.view(held[spec.name].dtype).view(spec.shape).copy_(held[spec.name])
 
     def close(self) -> None: ...
 

@@ -34,6 +34,8 @@ class ServerJoined(Event, frozen=True):
 
 
 class ServerLost(Event, frozen=True):
+    """It is dead, or fenced. Its requests are placed elsewhere; one of its name that joins later is another server."""
+
     server: str
     cause: str
 
@@ -62,6 +64,30 @@ class TurnDone(Event, frozen=True):
     rollout_id: int
     completion_tokens: int
     finish_reason: FinishReason
+
+
+class GenerationOver(Event, frozen=True):
+    """The rollout will ask for no more tokens; its environment scores it. Its lane is free, its credit is not."""
+
+    rollout_id: int
+    attempt: int
+
+
+class ServerLoad(Event, frozen=True):
+    """What a server's engine says of itself, now and then; may be lost or late. Raises ValueError where it is no measure."""
+
+    server: str
+    kv_used: float
+    """Share of the KV cache in use, 0 to 1."""
+    running: int
+    waiting: int
+    """Requests the engine has and has not begun."""
+    preemptions: int
+    """Since the engine's start: requests it threw out of a full cache, to be computed again."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.kv_used <= 1 or min(self.running, self.waiting, self.preemptions) < 0:
+            raise ValueError(f"{self.server} says of its load: {self}; kv_used must be from 0 to 1, and no count below 0")
 
 
 class RolloutDone(Event, frozen=True):
@@ -116,5 +142,5 @@ class Tick(Event, frozen=True):
 
 AnyEvent = (
     WorkerJoined | WorkerLost | ServerJoined | ServerLost | TrainerReady | TurnStarted | TurnDone
-    | RolloutDone | RolloutFailed | StepDone | UpdateDone | UpdateFailed | StopRequested | Tick
+    | GenerationOver | ServerLoad | RolloutDone | RolloutFailed | StepDone | UpdateDone | UpdateFailed | StopRequested | Tick
 )  # fmt: skip

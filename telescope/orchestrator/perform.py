@@ -14,7 +14,7 @@ from telescope.orchestrator.record import Recorder
 from telescope.orchestrator.relay import Relay
 from telescope.orchestrator.roster import Roster
 from telescope.orchestrator.shelf import Scored, Shelf, UnusableRollout, scored
-from telescope.orchestrator.updates import Phase, WeightUpdate
+from telescope.orchestrator.weights import UpdateRules, WeightDesk
 from telescope.records import RolloutOrder
 from telescope.wire import messages
 from telescope.wire.happenings import Delivery
@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 Events = Iterable[events.AnyEvent]
 MAX_CAUSE_CHARACTERS = 10_000
+SERVER_LATE_S = 10.0
+"""A server that takes longer to end an aborted request is named. One engine step is what it needs."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,17 @@ class _Order:
         return self.order.rollout_id, self.order.attempt
 
 
+@dataclass
+class _Held:
+    """An order's answer that the core hears of once no server has a request of its rollout any more."""
+
+    event: events.RolloutDone | events.RolloutFailed
+    since: float
+    named: bool = False
+
+
 class Performer:
-    """Hands of the core: holds the shelf, the relay, the orders that are out and the weight update under way."""
+    """Hands of the core: holds the shelf, the relay, the desk of weight updates and the orders that are out."""
 
     def __init__(
         self,
@@ -49,20 +60,23 @@ class Performer:
         roster: Roster,
         recorder: Recorder,
         recipe: Recipe,
-        update_timeout_s: float,
+        updates: UpdateRules,
     ) -> None:
-        self._hub, self._roster, self._recorder = hub, roster, recorder
-        self._recipe, self._update_timeout_s = recipe, update_timeout_s
-        self._update: WeightUpdate | None = None
+        self._hub, self._roster, self._recorder, self._recipe = hub, roster, recorder, recipe
         self.complaints = Complaints(recorder)
+        self.weights = WeightDesk(hub, recorder, self.complaints, roster.ranks, updates)
         self.relay = Relay(hub, self.complaints)
         self.shelf = Shelf()
         self._orders: dict[tuple[int, int], _Order] = {}
         self._numbers: dict[tuple[str, int], _Order] = {}
         self.step_in_training: int | None = None
-        self._newest = 0  # version that a server may serve by now
+        self._held: dict[tuple[int, int], _Held] = {}
         self._arrived: dict[tuple[int, int], tuple[Scored, Delivery]] = {}
-        self.doing = "generating the first batch"
+        self._doing = "generating the first batch"
+
+    @property
+    def doing(self) -> str:
+        return self.weights.doing or self._doing
 
     def perform(self, command: commands.AnyCommand) -> Events:
         """Do one command. Returns events that follow at once (usually none)."""
@@ -71,10 +85,14 @@ class Performer:
                 self._run(worker, order)
             case commands.Cancel():
                 self._cancel(command)
+            case commands.Prefetch(prompts=prompts):
+                for worker in self._roster.workers:
+                    self._hub.send(worker, messages.PrefetchPrompts(prompts=prompts))
             case commands.Place(request_id=request_id, server=server, priority=priority):
-                self.relay.place(request_id, server, priority)
+                return self.relay.place(request_id, server, priority)
             case commands.Refuse(request_id=request_id, cause=cause):
                 self.relay.refuse(request_id, cause)
+                return self.freed()
             case commands.GroupState():
                 self._recorder.group(command)
             case commands.Forget(rollout_ids=rollout_ids):
@@ -82,7 +100,8 @@ class Performer:
             case commands.Train():
                 return self._train(command)
             case commands.Update(version=version):
-                self._begin_update(version)
+                self._doing = "generating"
+                self.weights.begin(version, time.monotonic())
             case commands.Warn(sentence=sentence):
                 log.warning("%s", sentence)
                 self._recorder.alert("warning", "core", sentence)
@@ -90,9 +109,18 @@ class Performer:
                 pass  # the loop's own
         return ()
 
+    def tick(self, now: float) -> None:
+        """Look at the deadline of the update under way, and at servers that don't end what was aborted."""
+        self.weights.tick(now)
+        self._name_late_servers(now)
+
+    def server_lost(self, server: str, now: float) -> None:
+        self.relay.lost(server)
+        self.weights.lost(server, now)
+
     # ---- what workers ask
 
-    def asked(self, delivery: Delivery, body: messages.Generate) -> events.TurnStarted | None:
+    def asked(self, delivery: Delivery, body: messages.Generate | messages.AskPlace) -> events.TurnStarted | None:
         """A rollout wants tokens. None: its worker has no business with it, and was told so."""
         out = self._orders.get((body.rollout_id, body.attempt))
         if out is not None and out.worker != delivery.peer:
@@ -100,12 +128,55 @@ class Performer:
             return None
         return self.relay.ask(delivery, body)
 
+    def generated(self, delivery: Delivery, body: messages.GenerationOver) -> events.GenerationOver | None:
+        """A rollout asks for no more tokens. None: it is not (or no longer) one of this worker's."""
+        out = self._orders.get((body.rollout_id, body.attempt))
+        if out is None or out.worker != delivery.peer:
+            return None
+        return events.GenerationOver(rollout_id=body.rollout_id, attempt=body.attempt)
+
+    def load_of(self, server: str, body: messages.EngineLoad) -> events.ServerLoad | None:
+        """What a server's engine reports. None: it is no measure."""
+        try:
+            return events.ServerLoad(server, body.kv_used, body.running, body.waiting, body.preemptions)
+        except ValueError as error:
+            self.complaints.note(server, f"its EngineLoad was ignored: {error}")
+            return None
+
     # ---- rollouts that come back
 
     def answered(
         self, delivery: Delivery, body: messages.RolloutDone | messages.RolloutFailed
     ) -> events.RolloutDone | events.RolloutFailed | None:
-        """An order has its answer. A scored rollout is held until the core has said whether it counts.
+        """An order has its answer. None: it is none, or the core hears of it from `freed`, when the servers have ended what the
+        rollout still had there. So a cancelled rollout keeps its lane until its tokens have really stopped."""
+        event = self._judged(delivery, body)
+        key = (event.rollout_id, event.attempt) if event is not None else None
+        if event is None or key is None or not self.relay.servers_of(*key):
+            return event
+        self._held[key] = _Held(event, time.monotonic())
+        return None
+
+    def freed(self) -> Events:
+        """Answers held until now. Asked for whenever a request has ended."""
+        if not self._held:
+            return ()
+        free = [key for key in self._held if not self.relay.servers_of(*key)]
+        return [self._held.pop(key).event for key in free]
+
+    def _name_late_servers(self, now: float) -> None:
+        for (rollout_id, attempt), held in self._held.items():
+            if not held.named and now - held.since >= SERVER_LATE_S:
+                held.named = True
+                for server in sorted(self.relay.servers_of(rollout_id, attempt)):
+                    self.complaints.note(
+                        server, f"it has not ended the aborted requests of rollout {rollout_id} within {SERVER_LATE_S:g} s"
+                    )
+
+    def _judged(
+        self, delivery: Delivery, body: messages.RolloutDone | messages.RolloutFailed
+    ) -> events.RolloutDone | events.RolloutFailed | None:
+        """A scored rollout is kept until the core has said whether it counts.
 
         What counts is which order it answers; where it speaks of another one, or contradicts itself, that order has failed.
         """
@@ -126,7 +197,7 @@ class Performer:
         if isinstance(body, messages.RolloutFailed):
             return self._failed(delivery, out, body.cause[:MAX_CAUSE_CHARACTERS])
         try:
-            rollout = self._recipe.shaped(scored(out.order, body, delivery.arrays, self._newest))
+            rollout = self._recipe.shaped(scored(out.order, body, delivery.arrays, self.weights.newest))
         except UnusableRollout as error:
             self.complaints.note(delivery.peer, f"{error}: the rollout counts as failed")
             return self._failed(delivery, out, str(error))
@@ -156,37 +227,6 @@ class Performer:
         if isinstance(delivery.body, messages.RolloutDone):
             self._hub.acknowledge(delivery)
 
-    # ---- weight updates
-
-    def tick(self) -> Events:
-        """Look at the deadline of the update under way."""
-        if self._update is None:
-            return ()
-        self._update.tick(time.monotonic())
-        return self._advance(self._update.phase)
-
-    def weights_answer(
-        self, peer: str, body: messages.WeightsPublished | messages.WeightsReady | messages.WeightsFailed
-    ) -> Events:
-        update = self._update
-        if update is None:
-            return ()
-        now, before = time.monotonic(), update.phase
-        match body:
-            case messages.WeightsPublished(version=update.version, manifest=manifest):
-                update.published(peer, manifest, now)
-            case messages.WeightsReady(prepared=update.version) if before is Phase.PREPARE:
-                update.prepared(peer, now)
-                self._recorder.weights(update, "prepared", peer)
-            case messages.WeightsReady(version=update.version, checksum=checksum, pause_s=pause_s) if before is Phase.COMMIT:
-                update.committed(peer, checksum, now)
-                self._recorder.weights(update, "committed", peer, pause_s)
-            case messages.WeightsFailed(version=update.version, cause=cause):
-                update.fail(f"{peer} could not take weights of version {update.version}: {cause}")
-            case _:
-                self.complaints.note(peer, f"its {type(body).__name__} is none of the update to version {update.version}")
-        return self._advance(before)
-
     def _run(self, worker: str, order: RolloutOrder) -> None:
         out = _Order(order, worker, self._hub.send(worker, messages.RunRollout(order=order)))
         self._orders[out.key] = out
@@ -208,44 +248,8 @@ class Performer:
         except BatchUnusable as error:
             return (events.StopRequested(reason=str(error), ok=False),)
         self._recorder.batch(batch)
-        self.doing = f"training step {command.step}"
+        self._doing = f"training step {command.step}"
         self.step_in_training = command.step
         for rank, shard in zip(ranks, batch.shards, strict=True):
             self._hub.send(rank, shard.step, shard.arrays)
         return ()
-
-    def _begin_update(self, version: int) -> None:
-        self._newest = version
-        self._update = WeightUpdate(version, self._roster.ranks, self._roster.servers, self._update_timeout_s, time.monotonic())
-        self.doing = f"weights of version {version}: being published"
-        for rank in self._roster.ranks:
-            self._hub.send(rank, messages.PublishWeights(version=version))
-
-    def _advance(self, before: Phase) -> Events:
-        """Send what the update's new phase asks for; report its end to the core."""
-        update = self._update
-        if update is None or (update.phase is before and update.phase is not Phase.FAILED):
-            return ()
-        self.doing = f"weights of version {update.version}: being {update.phase.value}"
-        match update.phase:
-            case Phase.PREPARE if update.manifest is not None:
-                self._recorder.weights(update, "published")
-                for server in update.servers:
-                    self._hub.send(server, messages.PrepareWeights(manifest=update.manifest))
-            case Phase.COMMIT:
-                for server in update.servers:
-                    self._hub.send(server, messages.CommitWeights(version=update.version))
-            case Phase.DONE:
-                self._update = None
-                self.doing = "generating"
-                return (events.UpdateDone(version=update.version),)
-            case Phase.FAILED:
-                return self._give_up(update)
-        return ()
-
-    def _give_up(self, update: WeightUpdate) -> Events:
-        self._update = None
-        self._recorder.weights(update, "failed")
-        for server in update.servers:
-            self._hub.send(server, messages.AbortWeights(version=update.version, reason=update.cause))
-        return (events.UpdateFailed(version=update.version, cause=update.cause),)

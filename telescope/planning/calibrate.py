@@ -129,8 +129,11 @@ class _Journal:
                 self.discarded += 1
 
 
-def calibrate(run: RunDirectory, *, ranks: int, kv_tokens: float = float("inf"), max_seqs: int = 1_000_000) -> Calibration:
-    """Fit a run's latencies. `ranks`: of its trainer; `kv_tokens`, `max_seqs`: what one of its servers holds.
+def calibrate(
+    run: RunDirectory, *, ranks: int, epochs: int = 1, kv_tokens: float = float("inf"), max_seqs: int = 1_000_000
+) -> Calibration:
+    """Fit a run's latencies. `ranks` and `epochs` (a batch): of its trainer; `kv_tokens`, `max_seqs`: what one of its servers
+    holds.
 
     Raises `Uncalibratable` with a sentence, or OSError where the directory can't be read.
     """
@@ -160,7 +163,7 @@ def calibrate(run: RunDirectory, *, ranks: int, kv_tokens: float = float("inf"),
         reward_s=_rewards(run),
         score_s=score_s,
         train_step_s=train_step_s,
-        train_token_s=train_token_s,
+        train_token_s=train_token_s / epochs,
         sync_s=sync_s,
         pause_s=min(pause_s, sync_s),
         shared_share=shared,

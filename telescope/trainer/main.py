@@ -9,18 +9,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
-from telescope.backends.base import Job, RankLost, World
+from telescope.backends.base import Backend, Job, RankLost, World
 from telescope.config.models import ModelNotFound
 from telescope.config.plugins import PluginError
 from telescope.config.run import RunConfig
 from telescope.config.secrets import SecretMissing
 from telescope.config.words import ConfigError
 from telescope.trainer.placement import Misplaced, placement
-from telescope.trainer.service import OutOfOrder, Service
-from telescope.weights.base import NoRoomForWeights
-from telescope.weights.shared_memory import SharedMemoryPublisher
+from telescope.trainer.service import OutOfOrder, SenderStuck, Service
+from telescope.weights.base import NoRoomForWeights, Publisher
+from telescope.weights.choose import Here, TransportRefused, cards, choose, make_publisher, wire_dtype
+from telescope.wire import meeting
 from telescope.wire.link import Link, LinkLost, WireRefused, WireTimeout
 from telescope.wire.process import Known, Place, Signals, run_process
 from telescope.wire.security import BadKeys
@@ -29,11 +30,13 @@ log = logging.getLogger(__name__)
 
 KNOWN = Known(
     errors=(
-        *(OutOfOrder, Misplaced, NoRoomForWeights, ModelNotFound, ConfigError, PluginError, SecretMissing),
+        *(OutOfOrder, Misplaced, NoRoomForWeights, TransportRefused, ModelNotFound, ConfigError, PluginError, SecretMissing),
         *(WireRefused, WireTimeout, BadKeys),
     ),
-    gone=(LinkLost, RankLost),
+    gone=(LinkLost, RankLost, SenderStuck),
 )
+HUB_S = 5.0
+"""The hub's address was there when the link found it; a shared file system may still take a moment."""
 CREDITS = 2
 """Orders that may lie here at once: the next one waits while a step runs."""
 
@@ -57,20 +60,28 @@ def live(place: Place, signals: Signals) -> int:
     hello = place.hello("trainer", capacity=CREDITS, rank=world.rank)
     with Link.connect(place.directory, hello, deadline_s=config.cluster.placement_timeout_s) as connected:
         link = connected
-        with publishing(place.identity.run_id, world) as publisher, signals.held():
-            log.info("stopped: %s", Service(connected, backend, publisher, signals.check).run())
+        with contextlib.closing(publisher(place, backend, world)) as weights, signals.held():
+            service = Service(connected, backend, weights, signals.check, config.weight_sync.update_timeout_s)
+            log.info("stopped: %s", service.run())
         backend.close()  # not after an error: it would wait for ranks that are gone
     return 0
 
 
-@contextlib.contextmanager
-def publishing(run: str, world: World) -> Iterator[SharedMemoryPublisher | None]:
-    """Rank 0's publisher, whose segments are gone after the block; no other rank has one."""
-    if world.rank != 0:
-        yield None
-        return
-    with contextlib.closing(SharedMemoryPublisher(run)) as publisher:
-        yield publisher
+def publisher(place: Place, backend: Backend, world: World) -> Publisher:
+    """This rank's end of the transport that the settings name. Raises `TransportRefused`, `NoRoomForWeights`."""
+    config = place.config
+    transport = choose(
+        config.weight_sync.transport, world.device, cards(place.directory.plan_json), adapters=config.model.lora is not None
+    )
+    address = "127.0.0.1"
+    if transport in ("nccl", "gloo"):
+        from telescope.weights.rendezvous import facing
+
+        address = facing(meeting.find(place.directory, place.identity.attempt, HUB_S).endpoint)
+    here = Here(place.identity.run_id, place.directory.path, world.device, world.rank, address)
+    dtype = wire_dtype(config.weight_sync, world.device, config.inference.dtype)
+    log.info("weights travel by %s as %s", transport, dtype or "they are held")
+    return make_publisher(transport, backend, here, config.weight_sync, dtype)
 
 
 def job(config: RunConfig, world: World, progress: Callable[[str], None]) -> Job:
@@ -81,6 +92,7 @@ def job(config: RunConfig, world: World, progress: Callable[[str], None]) -> Job
         trainer=config.trainer,
         number_of_steps=config.number_of_steps,
         temperature=config.rollout.temperature,
+        support=config.rollout.support,
         max_tokens=config.rollout.max_tokens,
         seed=config.seed,
         world=world,

@@ -1,11 +1,13 @@
-"""What a trainer rank does with each message: train a step, publish a version, stop. One order at a time, in order.
+"""What a trainer rank does with each message: train a step, publish or send a version, stop. One order at a time, in order.
 
-Owns the check that steps and versions go up one by one. Refuses to know how training is done and how weights travel.
+Owns the check that steps and versions go up one by one, and the thread that sends: while it waits for servers, this rank still
+hears that it is to break off. Refuses to know how training is done and how weights travel.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -13,18 +15,36 @@ from typing import Protocol
 import numpy as np
 
 from telescope.backends.base import Backend, TrainShard
-from telescope.weights.base import Publisher
+from telescope.weights.base import Publisher, TransferFailed
 from telescope.wire.happenings import Delivery
-from telescope.wire.messages import Body, PublishWeights, StepDone, Stop, TrainStep, WeightsPublished
+from telescope.wire.messages import (
+    AbortWeights,
+    Body,
+    PublishWeights,
+    SendWeights,
+    StepDone,
+    Stop,
+    TrainStep,
+    WeightsFailed,
+    WeightsPublished,
+    WeightsReady,
+    WeightsSent,
+)
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.2
 """How often a rank that waits for an order looks whether it has been told to end."""
+BROKEN_OFF_S = 60.0
+"""A sender that was told to break off, or whose time is up, has ended after this long, or never will."""
 
 
 class OutOfOrder(RuntimeError):
     """The orchestrator and this rank disagree on what was trained; the run must end."""
+
+
+class SenderStuck(RuntimeError):
+    """The thread that sends weights can be waited for no longer; the process must end."""
 
 
 class Wire(Protocol):
@@ -40,12 +60,14 @@ class Wire(Protocol):
 class Service:
     """Serves one link until Stop."""
 
-    def __init__(self, link: Wire, backend: Backend, publisher: Publisher | None, check: Callable[[], None]) -> None:
-        """`publisher` is rank 0's; the others have none. `check` is called between orders; it raises to end the process."""
+    def __init__(self, link: Wire, backend: Backend, publisher: Publisher, check: Callable[[], None], update_s: float) -> None:
+        """`check` is called between orders; it raises to end the process. `update_s`: the deadline of one `send`."""
         self._link = link
         self._backend = backend
         self._publisher = publisher
         self._check = check
+        self._update_s = update_s
+        self._sending: _Sending | None = None
         self._step = 0
 
     def run(self) -> str:
@@ -54,12 +76,25 @@ class Service:
         while True:
             delivery = self._link.receive(POLL_S)
             self._check()
+            if self._sending is not None and self._sending.error is not None:
+                raise self._sending.error
             if delivery is None:
                 continue
+            if not isinstance(delivery.body, AbortWeights | Stop):
+                self._end_sending(self._update_s + BROKEN_OFF_S)
             match delivery.body:
+                case SendWeights() as order:
+                    self._link.progress(f"send version {order.version}")
+                    self._sending = self._send(order, delivery)
+                    continue
+                case AbortWeights():
+                    if self._sending is not None:
+                        self._publisher.abort(self._sending.order.group.epoch)
+                    self._end_sending(BROKEN_OFF_S)
+                    answer: Body = WeightsReady(version=self._step, prepared=None, checksum="", pause_s=0.0)
                 case TrainStep() as order:
                     self._link.progress(f"train step {order.step}")
-                    answer: Body = self._train(order, delivery.arrays)
+                    answer = self._train(order, delivery.arrays)
                 case PublishWeights() as order:
                     self._link.progress(f"publish version {order.version}")
                     answer = self._publish(order.version)
@@ -82,14 +117,58 @@ class Service:
         log.info("step %d: %d trajectories in %.3f s", order.step, len(order.items), result.timings["timing_step_active"])
         return StepDone(order.step, result.metrics, result.timings)
 
+    def _send(self, order: SendWeights, delivery: Delivery) -> _Sending:
+        """From a thread of its own, which answers itself."""
+        if order.version != self._step:
+            raise OutOfOrder(f"told to send version {order.version}, but the weights here are version {self._step}")
+        sending = _Sending(self._publisher, order, lambda answer: self._link.send(answer, answers=delivery))
+        sending.start()
+        return sending
+
+    def _end_sending(self, patience_s: float) -> None:
+        """Wait for the sender under way. Raises what it has raised, and `SenderStuck`."""
+        sending, self._sending = self._sending, None
+        if sending is None:
+            return
+        sending.join(patience_s)
+        if sending.is_alive():
+            raise SenderStuck(f"sending weights did not end within {patience_s:g} s, though it was told to or its time was up")
+        if sending.error is not None:
+            raise sending.error
+
     def _publish(self, version: int) -> WeightsPublished:
         if version != self._step:
             raise OutOfOrder(f"told to publish version {version}, but the weights here are version {self._step}")
         started = time.perf_counter()
-        tensors = self._backend.weights()
-        manifest = None
-        if self._publisher is not None:
-            manifest = self._publisher.publish(version, tensors)
-        for _ in tensors:  # the other ranks run along, as gathering is a collective
-            pass
+        manifest = self._publisher.publish(version)
         return WeightsPublished(version, manifest, time.perf_counter() - started)
+
+
+class _Sending(threading.Thread):
+    """One `send` in a thread. `error`: what it ended with, where that is no answer but the end of this process."""
+
+    def __init__(self, publisher: Publisher, order: SendWeights, answer: Callable[[Body], object]) -> None:
+        super().__init__(name=f"send-{order.version}", daemon=True)
+        self._publisher, self.order, self._answer = publisher, order, answer
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        started = time.perf_counter()
+        version = self.order.version
+        try:
+            checksum = self._publisher.send(version, self.order.group)
+        except TransferFailed as failed:
+            log.warning("version %d to %s: %s", version, ", ".join(self.order.group.members[1:]), failed)
+            self._tell(WeightsFailed(version=version, cause=str(failed), fatal=False))
+        except Exception as error:  # noqa: BLE001 the edge of a thread: raised again by the one that gives orders
+            self.error = error
+        else:
+            seconds = time.perf_counter() - started
+            log.info("version %d sent in %.3f s", version, seconds)
+            self._tell(WeightsSent(version=version, checksum=checksum, seconds=seconds))
+
+    def _tell(self, answer: Body) -> None:
+        try:
+            self._answer(answer)
+        except ConnectionError:  # the link is over, which whoever receives on it is told too
+            log.debug("nobody hears how sending ended", exc_info=True)

@@ -28,15 +28,13 @@ import numpy as np
 
 from telescope.records import TensorSpec, WeightManifest
 from telescope.weights.base import Checksum, NoRoomForWeights, WeightsCorrupt, checksum
+from telescope.weights.buckets import ALIGNMENT, ITEM_BYTES
 
 TRANSPORT = "shared_memory"
 PREFIX = "telescope-weights-"
 VERSIONS_AT_ONCE = 2
-ALIGNMENT = 64
-ITEM_BYTES = {
-    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
-    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
-}  # fmt: skip
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Error numbers that mean: there is no room."""
 
 
 def default_folder() -> Path:
@@ -154,7 +152,10 @@ class SharedMemoryPublisher:
                 self._append(segment, piece)
             specs[name] = TensorSpec(name=name, dtype=dtype, shape=shape, offset=offset, nbytes=data.nbytes)
             offset += data.nbytes
-        return list(specs.values()), offset, digest.text()
+        rest = bytes(-offset % ALIGNMENT)
+        digest.update(rest)
+        self._append(segment, memoryview(rest))
+        return list(specs.values()), offset + len(rest), digest.text()
 
     def _append(self, segment: _Segment, data: memoryview) -> None:
         """Write all of it. Not through a mapping: there a full file system is a SIGBUS, here it is an error with a name."""
@@ -162,7 +163,7 @@ class SharedMemoryPublisher:
             try:
                 data = data[os.write(segment.descriptor, data) :]
             except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                if error.errno not in FULL:
                     raise
                 free = os.statvfs(self._folder)
                 raise NoRoomForWeights(
@@ -191,7 +192,7 @@ class SharedMemoryReader:
             )
         views = []
         for spec in manifest.tensors:
-            _check_bounds(spec, manifest)
+            check_bounds(spec, manifest)
             views.append((spec, segment[spec.offset : spec.offset + spec.nbytes]))
         return iter(views)
 
@@ -228,8 +229,8 @@ class SharedMemoryReader:
             )
 
 
-def _check_bounds(spec: TensorSpec, manifest: WeightManifest) -> None:
-    """Slicing a view past its end is silent, hence the look beforehand."""
+def check_bounds(spec: TensorSpec, manifest: WeightManifest) -> None:
+    """Raise `WeightsCorrupt` for a tensor that can't lie where it is said to: slicing a view past its end is silent."""
     expected = math.prod(spec.shape) * ITEM_BYTES.get(spec.dtype, -1)
     if spec.nbytes != expected or spec.offset < 0 or spec.offset + spec.nbytes > manifest.nbytes:
         raise WeightsCorrupt(

@@ -8,14 +8,14 @@ them); a link's end is session.py.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from telescope.wire.channel import Channel
 from telescope.wire.codec import NO_ARRAYS, Malformed, Packet, RawArrays, decode, encode
 from telescope.wire.happenings import Delivery, Happening, PeerJoined, PeerLeft, PeerLost, PeerStuck
 from telescope.wire.messages import Ack, Body, Goodbye, Heartbeat, Hello, Reject, Stop, Welcome
-from telescope.wire.rules import FROM_HUB, FROM_PEER, SESSION_OF_PEER
+from telescope.wire.rules import HUB_PORT, SESSION_OF_PEER, Port
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,18 +63,21 @@ class Peer:
     doing: str = "starting"
     told_stuck: bool = False
     stopped: bool = False
+    elsewhere: set[int] = field(default_factory=set)
+    """Its questions that another process is answering."""
 
     @property
     def has_work(self) -> bool:
         """It has orders, and does not wait for an answer from here: a worker whose turns are at the servers is not at fault."""
-        return self.channel.orders > 0 and not self.channel.questions
+        return self.channel.orders > 0 and not self.channel.questions and not self.elsewhere
 
 
 class HubSession:
     """All peers as the hub sees them. `happenings` are for the application, `outbox` is `(routing id, frames)`."""
 
-    def __init__(self, identity: HubIdentity, timing: Timing, now: float) -> None:
+    def __init__(self, identity: HubIdentity, timing: Timing, now: float, port: Port = HUB_PORT) -> None:
         self.identity = identity
+        self._port = port
         self.timing = timing
         self.peers: dict[str, Peer] = {}
         self.outbox: deque[tuple[bytes, list[Buffer]]] = deque()
@@ -84,6 +87,7 @@ class HubSession:
         self.last_malformed = ""
         self._by_route: dict[bytes, Peer] = {}
         self._names: set[str] = set()
+        self._unheard: set[str] = set()  # came again, and the application may not know yet
         self._retired: OrderedDict[tuple[str, str], str] = OrderedDict()  # (name, incarnation) -> why
         self._owing: dict[str, Peer] = {}  # peers with acks to be told
         self._beat_due = now
@@ -98,7 +102,8 @@ class HubSession:
     def send(self, name: str, body: Body, raw: RawArrays = NO_ARRAYS, answers: Delivery | None = None, *, now: float) -> int:
         """Send to a peer; gives the message's number, 0 if it is not kept.
 
-        To a peer that has gone (its PeerLost or PeerLeft has been or will be told) nothing is sent and 0 comes back; the
+        To a peer that has gone (its PeerLost or PeerLeft has been or will be told) nothing is sent and 0 comes back, also where
+        a new process of its name is here whose PeerJoined has not been taken yet: what is sent is meant for the old one. The
         same holds for the answer to a message of an incarnation that has gone. Raises `NoCredit`, `UnknownPeer`, or
         `ValueError` where the message is not one for this peer.
         """
@@ -107,7 +112,9 @@ class HubSession:
             if name not in self._names:
                 raise UnknownPeer(f"{type(body).__name__} cannot be sent: no process {name} has said hello")
             return 0
-        if type(body) not in FROM_HUB[peer.hello.role]:
+        if name in self._unheard and self._is_unheard(name):
+            return 0
+        if type(body) not in self._port.from_hub[peer.hello.role]:
             raise ValueError(f"{type(body).__name__} is not sent to a {peer.hello.role} ({name})")
         if answers is not None and answers.peer != name:
             raise ValueError(f"a message of {answers.peer} cannot be answered to {name}")
@@ -121,12 +128,37 @@ class HubSession:
         self.outbox.append((peer.route, frames))
         return seq
 
+    def _is_unheard(self, name: str) -> bool:
+        waiting = any(isinstance(told, PeerJoined) and told.peer == name for told in self.happenings)
+        if not waiting:
+            self._unheard.discard(name)
+        return waiting
+
     def acknowledge(self, delivery: Delivery) -> None:
         """What was delivered is safe (on disk): its sender may forget it."""
         peer = self.peers.get(delivery.peer)
         if peer is not None and peer.hello.incarnation == delivery.incarnation:
             peer.channel.safe(delivery.seq)
             self._owing[delivery.peer] = peer
+
+    def elsewhere(self, delivery: Delivery, waits: bool, now: float) -> None:
+        """The sender of the delivered question has its answer from here, and now waits (or waits no longer) for another
+        process: meanwhile it is not at fault for its stillness."""
+        peer = self.peers.get(delivery.peer)
+        if peer is None or peer.hello.incarnation != delivery.incarnation:
+            return
+        had_work = peer.has_work
+        (peer.elsewhere.add if waits else peer.elsewhere.discard)(delivery.seq)
+        if peer.has_work and not had_work:
+            peer.moved = now
+
+    def expel(self, name: str, incarnation: str, why: str) -> None:
+        """The application is done with this process of the peer: it is told so, and neither heard nor sent anything from now
+        on. Nothing happens where it has gone already; no PeerLost is told, as the application knows."""
+        peer = self.peers.get(name)
+        if peer is not None and peer.hello.incarnation == incarnation:
+            self._reject(peer.route, f"{name} is given up: {why}")
+            self._retire(peer, f"was given up ({why})")
 
     def stop_all(self, reason: str, now: float) -> None:
         """Tell each peer that has not been told."""
@@ -180,6 +212,8 @@ class HubSession:
     def _admit(self, route: bytes, hello: Hello, now: float) -> Peer:
         peer = Peer(hello, route, Channel(hello.capacity), heard=now, moved=now)
         self.peers[hello.name] = peer
+        if hello.name in self._names:
+            self._unheard.add(hello.name)
         self._names.add(hello.name)
         self.happenings.append(PeerJoined(hello.name, hello))
         return peer
@@ -189,6 +223,8 @@ class HubSession:
         ours, name = self.identity, hello.name
         if user != name:
             return f"the process says it is {name[:64]!r}, but its key belongs to {user!r}"
+        if hello.role not in self._port.from_peer:
+            return f"{name} is a {hello.role}, and this port is for {', '.join(self._port.from_peer)}s"
         if name.rpartition("-")[0] != hello.role:
             return f"{name} says it is a {hello.role}; a {hello.role} is named {hello.role}-<index>"
         if hello.run != ours.run:
@@ -215,7 +251,7 @@ class HubSession:
             self._take_session(peer, body, now)
             return
         name = peer.hello.name
-        if type(body) not in FROM_PEER[peer.hello.role]:
+        if type(body) not in self._port.from_peer[peer.hello.role]:
             raise Malformed("direction", f"{type(body).__name__} does not come from a {peer.hello.role}")
         peer.heard = now
         try:

@@ -14,10 +14,12 @@ from telescope.records import (
     Denominators,
     EnvironmentCard,
     FinishReason,
+    PromptRef,
     Role,
     RolloutOrder,
     Sampling,
     TrainItem,
+    WeightGroup,
     WeightManifest,
 )
 
@@ -34,6 +36,13 @@ class ArraySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_l
 
     dtype: str
     shape: tuple[int, ...]
+
+
+class DoorAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a server takes requests from workers directly: `tcp://10.0.0.7:41874`, and the key (Z85) that it must hold."""
+
+    endpoint: str
+    public_key: str
 
 
 # ---- session: who is there ------------------------------------------------------------------------------------------
@@ -61,6 +70,8 @@ class Hello(Message):
     """Wall clock at the link's start; set by the link. Of two processes of one name the later one counts."""
     connection: int = 0
     """Counts this incarnation's connections; set by the link. A hello of an earlier one that comes late is passed over."""
+    door: DoorAddress | None = None
+    """Of a server where `wire.direct=true`."""
 
 
 class Welcome(Message):
@@ -112,6 +123,12 @@ class CancelRollout(Message):
     reason: str
 
 
+class PrefetchPrompts(Message):
+    """Prompts that are likely to be ordered next, the first one first. A hint: nothing is owed for it, and it may be lost."""
+
+    prompts: tuple[PromptRef, ...]
+
+
 class RolloutDone(Message):
     """Frames: ids [T] int32, mask [T] uint8, logprobs [T] float32, versions [T] int32, all branches one after another."""
 
@@ -140,6 +157,13 @@ class RolloutFailed(Message):
     cause: str
 
 
+class GenerationOver(Message):
+    """The rollout will ask for no more tokens; what follows is its reward."""
+
+    rollout_id: int
+    attempt: int
+
+
 # ---- generation: worker -> orchestrator -> server and back, arrays undecoded ----------------------------------------
 
 
@@ -152,6 +176,8 @@ class Generate(Message):
     turn: int
     sampling: Sampling
     priority: int = 0
+    ticket: str = ""
+    """The ticket's secret where the request goes to a server's door; empty on the way through the hub."""
 
 
 class Abort(Message):
@@ -170,6 +196,70 @@ class Completion(Message):
 
 
 class GenerateFailed(Message):
+    request_id: str
+    cause: str
+
+
+class EngineLoad(Message):
+    """What a server's engine has to do; sent when it has changed, a few times a second at most."""
+
+    kv_used: float
+    """Share of its KV cache in use, 0 to 1."""
+    running: int
+    waiting: int
+    preemptions: int
+    """Since the engine's start."""
+
+
+# ---- generation without the relay (`wire.direct=true`): the core places as ever, the arrays go straight to the server's door
+
+
+class AskPlace(Message):
+    """A worker's Generate without its arrays. `prompt_tokens`: how many ids it will bring."""
+
+    request_id: str
+    rollout_id: int
+    attempt: int
+    turn: int
+    prompt_tokens: int
+
+
+class Ticket(Message):
+    """Where the request is placed. Good for one Generate at that door, for `lifetime_s` from now."""
+
+    request_id: str
+    server: str
+    door: DoorAddress
+    secret: str
+    lifetime_s: float
+
+
+class Expect(Message):
+    """A worker will come with this ticket. An order: its credit is taken now and comes back with Served."""
+
+    request_id: str
+    worker: str
+    prompt_tokens: int
+    secret: str
+    priority: int
+    lifetime_s: float
+
+
+class Served(Message):
+    """What became of an expected request, without its arrays. `cause`: why it failed, empty where there is a Completion."""
+
+    request_id: str
+    finish_reason: FinishReason
+    tokens: int
+    cached_tokens: int
+    queued_s: float
+    generated_s: float
+    cause: str = ""
+
+
+class Revoke(Message):
+    """The ticket is worth nothing any more, and what was asked with it will not be answered: its server is lost."""
+
     request_id: str
     cause: str
 
@@ -209,8 +299,26 @@ class WeightsPublished(Message):
     seconds: float
 
 
+class SendWeights(Message):
+    """To every trainer rank: rank 0 broadcasts the published version to the group, the others help to gather it."""
+
+    version: int
+    group: WeightGroup
+
+
+class WeightsSent(Message):
+    """From every rank. `checksum` is rank 0's over what it sent; servers that have the same hold the same bytes."""
+
+    version: int
+    checksum: str
+    seconds: float
+
+
 class PrepareWeights(Message):
+    """`group`: only for a collective manifest. Its sender sends at the same time."""
+
     manifest: WeightManifest
+    group: WeightGroup | None = None
 
 
 class CommitWeights(Message):
@@ -218,15 +326,18 @@ class CommitWeights(Message):
 
 
 class AbortWeights(Message):
+    """To servers: forget the staged version. To both sides of a broadcast: break it off, and be ready for the next epoch."""
+
     version: int
     reason: str
 
 
 class WeightsReady(Message):
-    """Answer to PrepareWeights, CommitWeights and AbortWeights: what the server holds now."""
+    """Answer to PrepareWeights, CommitWeights and AbortWeights: what the server holds now. A trainer rank answers AbortWeights
+    with it: nothing of the version travels any more."""
 
     version: int
-    """The version served after this answer."""
+    """The version served after this answer; for a trainer rank the one that it has trained."""
     prepared: int | None
     """The version staged and not yet served."""
     checksum: str
@@ -243,9 +354,10 @@ class WeightsFailed(Message):
 
 Body = (
     Hello | Welcome | Reject | Heartbeat | Ack | Stop | Goodbye
-    | RunRollout | CancelRollout | RolloutDone | RolloutFailed
-    | Generate | Abort | Completion | GenerateFailed
-    | TrainStep | StepDone | PublishWeights | WeightsPublished
+    | RunRollout | CancelRollout | PrefetchPrompts | GenerationOver | RolloutDone | RolloutFailed
+    | Generate | Abort | Completion | GenerateFailed | EngineLoad
+    | AskPlace | Ticket | Expect | Served | Revoke
+    | TrainStep | StepDone | PublishWeights | WeightsPublished | SendWeights | WeightsSent
     | PrepareWeights | CommitWeights | AbortWeights | WeightsReady | WeightsFailed
 )  # fmt: skip
 

@@ -63,6 +63,8 @@ class Manners:
     worker_life_s: float = 0.0
     """Mean life; 0: for ever. A worker comes back after `absence_s`."""
     server_life_s: float = 0.0
+    fenced_share: float = 0.0
+    """Servers that do not take an update and are killed while it is on its way; they come back likewise."""
     absence_s: float = 2.0
     repeat_share: float = 0.0
     """Events delivered a second time, some time later."""
@@ -70,6 +72,15 @@ class Manners:
     """Attempts a worker never answers by itself (cancels it does answer)."""
     deaf: bool = False
     """A mute attempt's cancel is not answered either."""
+    closes_share: float = 0.0
+    """Rollouts that say when their generation is over, on the way to their reward."""
+    kv_tokens: int = 0
+    """Tokens that a server's cache holds; 0: it reports nothing. One request more than it holds is thrown out, and counted."""
+    engine_room: int = 1000
+    """Requests that a server's engine works on at once; the others wait in it."""
+    load_every_s: float = 0.25
+    load_lost_share: float = 0.0
+    """Reports of load that are lost."""
     tick_s: float = 5.0
     reward: Reward = mixed
 
@@ -109,7 +120,12 @@ class World:
         self._placed: dict[str, str] = {}
         self._worker_lives: dict[str, int] = {}
         self._server_lives: dict[str, int] = {}
+        self._held: dict[str, dict[str, int]] = {}
+        """Tokens of each request that a server has."""
+        self._thrown_out: dict[str, int] = {}
+        self._reported: dict[str, seen.ServerLoad] = {}
         self._served: dict[str, int] = {}
+        self._on_its_way: dict[str, list[seen.TurnDone]] = {}
 
     # ---- the clock
 
@@ -171,7 +187,7 @@ class World:
             case do.Train():
                 self.after(self.some(self.manners.step_s), lambda: self.tell(seen.StepDone(command.step)))
             case do.Update():
-                self.after(self.some(self.manners.update_s), lambda: self._updated(command.version, dict(self._server_lives)))
+                self._update(command)
             case do.Stop():
                 self.stop = command
 
@@ -240,15 +256,37 @@ class World:
         self.after(
             self.some(self.manners.wire_s), lambda: self.tell(seen.ServerJoined(name, version, self.manners.server_capacity))
         )
+        self._held[name], self._thrown_out[name] = {}, 0
+        if self.manners.kv_tokens:
+            self._report(name, life)
         if self.manners.server_life_s:
             self.after(10 * self.manners.wire_s + self.some(self.manners.server_life_s), lambda: self._server_down(name, life))
 
     def _server_down(self, name: str, life: int) -> None:
+        if self._server_lives[name] != life:
+            return
+        for done in self._on_its_way.pop(name, []):
+            self.tell(done)  # what it has said is heard before its end is
         self._server_lives[name] = life + 1
         self.tell(seen.ServerLost(name, "killed"))
         self.after(self.some(self.manners.absence_s), lambda: self._server_up(name, 0))
 
+    def _report(self, name: str, life: int) -> None:
+        """A server's engine says how full it is, if that has changed."""
+        if self._server_lives[name] != life:
+            return
+        held = self._held[name]
+        used = sum(held.values()) / self.manners.kv_tokens
+        running = min(len(held), self.manners.engine_room)
+        self._thrown_out[name] += used > 1
+        load = seen.ServerLoad(name, min(1.0, used), running, len(held) - running, self._thrown_out[name])
+        if load != self._reported.get(name) and self.random.random() >= self.manners.load_lost_share:
+            self._reported[name] = load
+            self.after(self.some(self.manners.wire_s), lambda: self.tell(load))
+        self.after(self.manners.load_every_s, lambda: self._report(name, life))
+
     def _place(self, command: do.Place) -> None:
+        self._held[command.server][command.request_id] = self.random.randint(10, 60) if self.manners.kv_tokens else 0
         play = self._requests[command.request_id]
         self._placed[command.request_id] = command.server
         slow = self.manners.straggler_factor if self.random.random() < self.manners.straggler_share else 1.0
@@ -276,18 +314,36 @@ class World:
     ) -> None:
         if self._server_lives[server] != life or self._requests.pop(request_id, None) is None:
             return
+        del self._held[server][request_id]
         order = play.order
         # the relay tells the core and the worker at once; which of them speaks first is chance
         done = seen.TurnDone(request_id, order.rollout_id, tokens, reason)
-        self.after(self.some(self.manners.wire_s), lambda: self.tell(done))
+        self._on_its_way.setdefault(server, []).append(done)
+        self.after(self.some(self.manners.wire_s), lambda: self._said(server, done))
         if reason == "abort":
             return
         play.turn += 1
         if play.turn < play.turns:
             self.after(self.some(self.manners.wire_s), lambda: self._ask(play))
         else:
+            if self.manners.closes_share and self.random.random() < self.manners.closes_share:
+                over = seen.GenerationOver(order.rollout_id, order.attempt)
+                self.after(self.some(self.manners.wire_s), lambda: self._heard(play, over))
             result = seen.RolloutDone(order.rollout_id, order.attempt, self.manners.reward(order), 20, tokens)
             self.after(self.some(self.manners.score_s), lambda: self._answer(play, result))
+
+    def _said(self, server: str, done: seen.TurnDone) -> None:
+        if done in self._on_its_way.get(server, ()):
+            self._on_its_way[server].remove(done)
+            self.tell(done)
+
+    def _update(self, command: do.Update) -> None:
+        """Some servers do not follow and are fenced: their loss is told before the update's end."""
+        seconds = self.some(self.manners.update_s)
+        for name, life in self._server_lives.items():
+            if self.manners.fenced_share and self.random.random() < self.manners.fenced_share:
+                self.after(self.random.random() * seconds, lambda name=name, life=life: self._server_down(name, life))
+        self.after(seconds, lambda: self._updated(command.version, dict(self._server_lives)))
 
     def _updated(self, version: int, lives: dict[str, int]) -> None:
         self._served.update(dict.fromkeys(lives, version))
@@ -295,6 +351,7 @@ class World:
 
 
 REPEATABLE = (
+    seen.GenerationOver, seen.ServerLoad,
     seen.TurnStarted, seen.TurnDone, seen.RolloutDone, seen.RolloutFailed, seen.StepDone, seen.UpdateDone, seen.TrainerReady,
 )  # fmt: skip
 

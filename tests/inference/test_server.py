@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from telescope.wire.messages import (
     Body,
     CommitWeights,
     Completion,
+    EngineLoad,
     Generate,
     GenerateFailed,
     PrepareWeights,
@@ -41,6 +43,7 @@ class Wire:
         self.inbox: asyncio.Queue[Delivery] = asyncio.Queue()
         self.answers: asyncio.Queue[tuple[int, Body, tuple[np.ndarray, ...]]] = asyncio.Queue()
         self.doing: list[str] = []
+        self.loads: asyncio.Queue[tuple[float, EngineLoad]] = asyncio.Queue()
         self.seq = 0
 
     def order(self, body: Body, *arrays: np.ndarray) -> int:
@@ -55,6 +58,9 @@ class Wire:
         return await self.inbox.get()
 
     def send(self, body: Body, arrays: Sequence[np.ndarray] = (), answers: Delivery | None = None) -> int:
+        if isinstance(body, EngineLoad):
+            self.loads.put_nowait((asyncio.get_running_loop().time(), body))
+            return 0
         assert answers is not None
         self.answers.put_nowait((answers.seq, body, tuple(arrays)))
         return 1
@@ -224,4 +230,22 @@ async def test_an_engine_that_samples_nothing_makes_no_progress():
     wire.order(generate("r1"), PROMPT)
     await asyncio.sleep(0.1)
     assert wire.doing == ["waiting for orders"]
+    running.cancel()
+
+
+async def test_the_engines_load_is_told_when_it_has_changed_and_four_times_a_second_at_most():
+    wire = Wire()
+    engine = FakeEngine(EMBEDDED / "tiny", SharedMemoryReader(RUN), max_model_len=64, token_s=0.1, kv_tokens=42)
+    running = asyncio.create_task(Server(wire, engine).run())
+    for name in ("r1", "r2"):
+        wire.order(generate(name), PROMPT)
+    for _ in range(2):
+        await wire.answer()
+    await asyncio.sleep(0.3)  # the last change may have to wait for its turn
+    told = [wire.loads.get_nowait() for _ in range(wire.loads.qsize())]
+    assert told[0][1] == EngineLoad(kv_used=0.5, running=2, waiting=0, preemptions=0)  # 2 x 10 and a first token, of 42
+    times = [at for at, _ in told]
+    assert min(later - earlier for earlier, later in pairwise(times)) >= 0.24
+    assert all(later != earlier for (_, earlier), (_, later) in pairwise(told))
+    assert told[-1][1] == EngineLoad(kv_used=0.0, running=0, waiting=0, preemptions=0)
     running.cancel()

@@ -24,6 +24,8 @@ from telescope.orchestrator.main import flow_settings
 from telescope.orchestrator.perform import Performer
 from telescope.orchestrator.record import Recorder
 from telescope.orchestrator.roster import Roster
+from telescope.orchestrator.servers import Servers
+from telescope.orchestrator.weights import UpdateRules
 from telescope.records import EnvironmentCard, RolloutOrder, Sampling, WeightManifest
 from telescope.runlog.journal import Journal
 from telescope.runlog.layout import RunDirectory
@@ -113,6 +115,8 @@ class Peer:
         self.link.send(wrong, (PROMPT,))
         self.link.send(msgspec.structs.replace(ask, request_id=ask.request_id + "b", rollout_id=ask.rollout_id ^ 1), (PROMPT,))
         self.link.send(m.Abort("never heard of"))
+        self.link.send(m.GenerationOver(10**9, 0))
+        self.link.send(m.GenerationOver(ask.rollout_id ^ 1, ask.attempt))  # most often the other worker's
         other = next(name for name in WORKERS if name != self.link.name)
         for number in range(int(ask.request_id.rpartition("/")[2]) + 8):  # some of these are in flight now
             self.link.send(m.Abort(f"{other}/{number}"))
@@ -148,6 +152,9 @@ class Peer:
         good = m.Completion(delivery.body.request_id, "stop", 1, 0, 0.0, 0.1)
         arrays = np.array([7], np.int32), np.array([-0.5], np.float32), np.array([self.version], np.int32)
         if self.nonsense():
+            self.link.send(
+                m.EngineLoad(self.random.choice([float("nan"), -0.1, 7.0, 0.99]), 1, self.random.randint(-1, 9), 2**62)
+            )
             change = self.random.choice([{"request_id": "worker-0/1"}, {"request_id": "?"}, {"cached_tokens": 2**63}])
             self.link.send(msgspec.structs.replace(good, **change), arrays, delivery)
         else:
@@ -180,13 +187,14 @@ async def orchestrating(folder: Path) -> AsyncIterator[tuple[Orchestrator, RunDi
     recorder, roster = Recorder(run, log, None, STEPS), Roster.of(settings.cluster)
     hub = await Hub.open(run, run="r", attempt="a", config_hash="c")
     recipe = Recipe(settings.algorithm, settings.rollout.group_size, settings.rollout.max_tokens)
-    performer = Performer(hub, roster=roster, recorder=recorder, recipe=recipe, update_timeout_s=20.0)
+    performer = Performer(hub, roster=roster, recorder=recorder, recipe=recipe, updates=UpdateRules(20.0, 1))
     orchestrator = Orchestrator(
         settings,
         hub=hub,
         core=Core(flow_settings(settings)),
         performer=performer,
         roster=roster,
+        servers=Servers(run, hub, roster, 0),
         journal=journal,
         recorder=recorder,
     )

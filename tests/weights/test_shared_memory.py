@@ -58,7 +58,7 @@ def test_the_checksum_is_that_of_all_bytes_in_order(tmp_path):
     publisher, _ = pair(tmp_path)
     manifest = publisher.publish(0, small(0))
     content = Path(manifest.location).read_bytes()
-    assert len(content) == manifest.nbytes == 64 + 40
+    assert len(content) == manifest.nbytes == 64 + 64
     assert manifest.checksum == checksum(content)
     assert checksum(b"telescope") == "crc32:01ef321e"
     publisher.close()

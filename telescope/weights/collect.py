@@ -1,0 +1,137 @@
+"""The receiving side of weights by broadcast, one a server worker: into a place for the whole, or bucket by bucket.
+
+Owns the order in which pieces are taken, and the comparison with the sender's digests. Refuses to know where the bytes go then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from telescope.records import WeightGroup, WeightManifest
+from telescope.weights.base import Load, TransferFailed, WeightsCorrupt
+from telescope.weights.buckets import Bucket, buckets
+from telescope.weights.channel import Channel, Flight
+from telescope.weights.digest import digests, drawn, text
+from telescope.weights.epochs import IN_TURN, Epochs, Turns, largest, new_stream, on_stream
+from telescope.weights.rendezvous import Meeting
+
+
+class CollectiveReceiver:
+    """See `telescope.weights.base.Receiver`. `me`: this worker's name in the groups, e.g. `server-0/1`."""
+
+    def __init__(self, transport: str, me: str, *, device: str, init_timeout_s: float) -> None:
+        self._transport, self._me, self._device = transport, me, torch.device(device)
+        self._init_timeout_s = init_timeout_s
+        self._epochs = self._new_epochs()
+        self._turns = Turns(self._device)
+        self._meeting: Meeting | None = None
+        self._stream = new_stream(self._device)
+
+    def receive(self, manifest: WeightManifest, group: WeightGroup | None, staging: Tensor, deadline_s: float) -> str:
+        if staging.numel() < manifest.nbytes:
+            raise WeightsCorrupt(
+                f"weights version {manifest.version} have {manifest.nbytes} bytes, and there is room for {staging.numel()}"
+            )
+        with self._taking(group):
+            channel = self._channel(manifest, group, deadline_s)
+            if channel.own_buffers or staging.device != self._device:
+                return self._in_turn(manifest, channel, lambda bucket, data: _put(staging, bucket, data))
+            flights = [channel.broadcast(staging[bucket.start : bucket.stop]) for bucket in _cut(manifest)]
+            return self._finish(manifest, channel, flights, staging)
+
+    def receive_buckets(self, manifest: WeightManifest, group: WeightGroup | None, load: Load, deadline_s: float) -> str:
+        with self._taking(group):
+            return self._in_turn(manifest, self._channel(manifest, group, deadline_s), load)
+
+    def cancel(self, epoch: int | None = None) -> None:
+        self._epochs.abort(epoch)
+
+    def close(self) -> None:
+        self._epochs.close()
+
+    def _new_epochs(self) -> Epochs:
+        return Epochs(self._transport, self._me, self._device, self._init_timeout_s)
+
+    @contextmanager
+    def _taking(self, group: WeightGroup | None) -> Iterator[None]:
+        """On this receiver's stream. A group that has failed once is done with: its members no longer agree where they are."""
+        try:
+            with torch.no_grad(), on_stream(self._device, self._stream):
+                yield
+        except TransferFailed:
+            if group is not None:
+                self._epochs.abort(group.epoch)
+            raise
+
+    def _channel(self, manifest: WeightManifest, group: WeightGroup | None, deadline_s: float) -> Channel:
+        if group is None or manifest.transport != self._transport:
+            raise TransferFailed(
+                f"weights version {manifest.version} by {manifest.transport} come without a group, or to a server that expects "
+                f"{self._transport}"
+            )
+        if self._meeting is None or self._meeting.location != manifest.location:
+            self._epochs.close()
+            self._epochs = self._new_epochs()  # another trainer process: it counts from its own beginning
+            self._meeting = Meeting.join(manifest.location, min(self._init_timeout_s, deadline_s))
+        return self._epochs.channel(group, self._meeting, deadline_s)
+
+    def _in_turn(self, manifest: WeightManifest, channel: Channel, load: Load) -> str:
+        cut, sample = _cut(manifest), drawn(manifest.tensors, manifest.version)
+        if channel.own_buffers:
+            self._turns.drop()  # those of an aborted epoch may still be written to
+        self._turns.prepare(largest(cut))
+        found: list[Tensor] = []
+        flights: list[Flight] = []
+        for number, bucket in enumerate(cut):
+            for ahead in range(len(flights), min(number + IN_TURN, len(cut))):
+                flights.append(channel.broadcast(self._turns.get(ahead, cut[ahead].nbytes)))
+            flights[number].order()
+            data = self._turns.get(number, bucket.nbytes)
+            inside = [spec for spec in sample if bucket.start <= spec.offset < bucket.stop]
+            found.append(digests(data, inside, start=bucket.start))
+            load(bucket, data)
+        return self._compare(manifest, channel, flights[-IN_TURN:], found)
+
+    def _finish(self, manifest: WeightManifest, channel: Channel, flights: Sequence[Flight], staging: Tensor) -> str:
+        for flight in flights[-1:]:
+            flight.order()
+        return self._compare(manifest, channel, flights[-1:], [digests(staging, drawn(manifest.tensors, manifest.version))])
+
+    def _compare(self, manifest: WeightManifest, channel: Channel, flights: Sequence[Flight], found: list[Tensor]) -> str:
+        """Wait for all that came and for the sender's digests behind it."""
+        mine = torch.cat(found) if found else torch.zeros(0, dtype=torch.int64, device=self._device)
+        told = torch.zeros_like(mine)
+        last = [channel.broadcast(told.view(torch.uint8))] if told.numel() else []
+        for flight in (*flights, *last):
+            flight.land()
+        if not torch.equal(mine.cpu(), told.cpu()):
+            sample = drawn(manifest.tensors, manifest.version)
+            wrong = [spec.name for spec, a, b in zip(sample, mine.tolist(), told.tolist(), strict=True) if a != b]
+            raise WeightsCorrupt(
+                f"weights version {manifest.version}: {len(wrong)} of {len(sample)} compared tensors did not arrive as they "
+                f"were sent ({', '.join(wrong[:3])})"
+            )
+        return text(mine)
+
+
+def _cut(manifest: WeightManifest) -> tuple[Bucket, ...]:
+    cut = buckets(manifest.tensors, manifest.bucket_bytes)
+    _check(manifest, cut)
+    return cut
+
+
+def _check(manifest: WeightManifest, cut: Sequence[Bucket]) -> None:
+    """The buckets are the whole layout, one after another: a sender that cuts otherwise would be waited for in vain."""
+    ends = [0, *(bucket.stop for bucket in cut)]
+    if [bucket.start for bucket in cut] != ends[:-1] or ends[-1] != manifest.nbytes:
+        raise WeightsCorrupt(
+            f"weights version {manifest.version} are laid out with gaps or beyond their {manifest.nbytes} bytes"
+        )
+
+
+def _put(staging: Tensor, bucket: Bucket, data: Tensor) -> None:
+    staging[bucket.start : bucket.stop].copy_(data, non_blocking=True)

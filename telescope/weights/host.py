@@ -1,0 +1,133 @@
+"""Weights by way of host memory or files, in the words of every transport: what a publisher and a receiver of them do.
+
+Owns the joining of the trainer's ranks with one writer, and of a reader with a place on a device. Torch is imported when bytes
+are received, not before: a run without models does without it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+from telescope.records import WeightGroup, WeightManifest
+from telescope.weights.base import Load, Reader, TransferFailed, WeightsCorrupt
+from telescope.weights.buckets import Bucket, buckets
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LOAD_BUCKET_BYTES = 64 << 20
+
+
+class Writer(Protocol):
+    """The place of versions: rank 0's. At most two exist at once: the served and the next."""
+
+    def publish(self, version: int, tensors: Iterable[tuple[str, Any]]) -> WeightManifest: ...
+
+    def retire(self, version: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class HostPublisher:
+    """See `telescope.weights.base.Publisher`. `tensors` gives a version's tensors; it is a collective of the trainer ranks."""
+
+    def __init__(self, tensors: Callable[[], Iterator[tuple[str, Any]]], writer: Writer | None) -> None:
+        """`writer` is rank 0's; the others have none."""
+        self._tensors, self._writer = tensors, writer
+
+    def publish(self, version: int) -> WeightManifest | None:
+        tensors = self._tensors()
+        manifest = None if self._writer is None else self._writer.publish(version, tensors)
+        for _ in tensors:  # the other ranks run along, as gathering is a collective
+            pass
+        return manifest
+
+    def send(self, version: int, group: WeightGroup) -> str:
+        refuse_to_send(version)
+
+    def abort(self, epoch: int) -> None:
+        """Nothing is ever under way."""
+
+    def retire(self, version: int) -> None:
+        if self._writer is not None:
+            self._writer.retire(version)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+class HostReceiver:
+    """See `telescope.weights.base.Receiver`."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._cancelled = threading.Event()
+
+    def receive(self, manifest: WeightManifest, group: WeightGroup | None, staging: Tensor, deadline_s: float) -> str:
+        import torch
+
+        self._begin(deadline_s)
+        if staging.numel() < manifest.nbytes:
+            raise WeightsCorrupt(
+                f"{manifest.nbytes} bytes of weights version {manifest.version} don't fit into {staging.numel()}"
+            )
+        for spec, data in self._reader.read(manifest):
+            self._check(manifest)
+            if data.nbytes:
+                staging[spec.offset : spec.offset + spec.nbytes].copy_(_tensor(data), non_blocking=False)
+        if staging.is_cuda:
+            torch.cuda.current_stream(staging.device).synchronize()
+        return manifest.checksum
+
+    def receive_buckets(self, manifest: WeightManifest, group: WeightGroup | None, load: Load, deadline_s: float) -> str:
+        """From shared memory everything has been checked before the first `load`; from a file it can't be."""
+        import torch
+
+        self._begin(deadline_s)
+        waiting = iter(buckets(manifest.tensors, LOAD_BUCKET_BYTES))
+        bucket: Bucket | None = None
+        place = torch.empty(0, dtype=torch.uint8)
+        for spec, data in self._reader.read(manifest):
+            self._check(manifest)
+            if bucket is None or spec.offset >= bucket.stop:
+                bucket = next(waiting)
+                place = torch.zeros(bucket.nbytes, dtype=torch.uint8)
+            if data.nbytes:
+                place[spec.offset - bucket.start :][: spec.nbytes].copy_(_tensor(data))
+            if spec == bucket.specs[-1]:
+                load(bucket, place)
+        return manifest.checksum
+
+    def cancel(self, epoch: int | None = None) -> None:
+        self._cancelled.set()
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def _begin(self, deadline_s: float) -> None:
+        self._cancelled.clear()
+        self._end = time.monotonic() + deadline_s
+
+    def _check(self, manifest: WeightManifest) -> None:
+        if self._cancelled.is_set() or time.monotonic() > self._end:
+            why = "was broken off" if self._cancelled.is_set() else "was not over in its time"
+            raise TransferFailed(f"reading weights version {manifest.version} {why}")
+
+
+def refuse_to_send(version: int) -> NoReturn:
+    raise ValueError(f"version {version} was published in place; there is nothing to send")
+
+
+def _tensor(data: memoryview) -> Tensor:
+    """A tensor over bytes; who got it only reads."""
+    import warnings
+
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable")
+        return torch.frombuffer(data, dtype=torch.uint8)

@@ -1,0 +1,205 @@
+"""A communicator over NCCL, spoken to directly: non-blocking, so that each wait has a deadline and can be broken off.
+
+torch's own NCCL group ends the whole process when one of its waits fails, and may block inside the library while it connects;
+a trainer and its servers must survive each other. Owns the few functions of libnccl that a broadcast needs, the communicator's
+stream, and the rule that every call is made with the lock held and returns at once, so that `abort` never waits long.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from telescope.records import WeightGroup
+from telescope.weights.base import TransferFailed
+from telescope.weights.rendezvous import fetch
+
+SUCCESS, IN_PROGRESS = 0, 7
+UINT8 = 1
+UNDEFINED = -(1 << 31)
+CONFIG_MAGIC, CONFIG_VERSION = 0xCAFEBEEF, 21800
+"""The configuration's fields are those of NCCL 2.18; a later library fills in the rest."""
+LOOK_S = 0.0005
+IN_FLIGHT = 8
+"""Pieces queued at once: a stuck group must not fill the device's queue, in which a launch would then block."""
+
+
+class _UniqueId(ctypes.Structure):
+    _fields_ = (("internal", ctypes.c_byte * 128),)
+
+
+class _Config(ctypes.Structure):
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("magic", ctypes.c_uint),
+        ("version", ctypes.c_uint),
+        ("blocking", ctypes.c_int),
+        ("cga_cluster_size", ctypes.c_int),
+        ("min_ctas", ctypes.c_int),
+        ("max_ctas", ctypes.c_int),
+        ("net_name", ctypes.c_char_p),
+        ("split_share", ctypes.c_int),
+    )
+
+
+def library() -> ctypes.CDLL:
+    """The libnccl that torch has loaded, or that of NVIDIA's Python package. Raises `OSError` where there is none."""
+    try:
+        return ctypes.CDLL("libnccl.so.2")
+    except OSError:
+        found = importlib.util.find_spec("nvidia.nccl")
+        places = [Path(place) for place in found.submodule_search_locations or ()] if found else []
+        for place in places:
+            if (place / "lib" / "libnccl.so.2").is_file():
+                return ctypes.CDLL(str(place / "lib" / "libnccl.so.2"))
+        raise
+
+
+class NcclFlight:
+    def __init__(self, channel: NcclChannel, event: torch.cuda.Event) -> None:
+        self._channel, self._event = channel, event
+
+    def order(self) -> None:
+        torch.cuda.current_stream(self._channel.device).wait_event(self._event)
+
+    def land(self) -> None:
+        self._channel.wait_for(self._event)
+
+
+class NcclChannel:
+    """See `telescope.weights.channel.Channel`."""
+
+    own_buffers = False
+
+    def __init__(
+        self,
+        store: Any,
+        group: WeightGroup,
+        rank: int,
+        device: torch.device,
+        timeout_s: float,
+        cancelled: threading.Event,
+    ) -> None:
+        """Connects to all other members, which are there by now. Raises `TransferFailed` after `timeout_s`."""
+        self.epoch, self.device = group.epoch, device
+        self._lock = threading.Lock()
+        self._library = library()
+        self._comm: ctypes.c_void_p | None = ctypes.c_void_p()
+        self._queued: deque[NcclFlight] = deque()
+        self.limit(timeout_s)
+        torch.cuda.set_device(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        identity = self._identity(store, rank, timeout_s, cancelled)
+        config = _Config(
+            ctypes.sizeof(_Config), CONFIG_MAGIC, CONFIG_VERSION, 0, UNDEFINED, UNDEFINED, UNDEFINED, None, UNDEFINED
+        )
+        begin = self._library.ncclCommInitRankConfig
+        begin.argtypes = [ctypes.c_void_p, ctypes.c_int, _UniqueId, ctypes.c_int, ctypes.c_void_p]
+        try:
+            self._call(
+                "connect",
+                lambda: begin(ctypes.byref(self._comm), len(group.members), identity, rank, ctypes.byref(config)),
+                cancelled,
+            )
+        except TransferFailed:
+            self.abort()
+            raise
+
+    def limit(self, deadline_s: float) -> None:
+        self._end = time.monotonic() + deadline_s
+
+    def broadcast(self, data: Tensor) -> NcclFlight:
+        while len(self._queued) >= IN_FLIGHT:
+            self._queued.popleft().land()
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        self._call(
+            "broadcast",
+            lambda: self._library.ncclBroadcast(
+                ctypes.c_void_p(data.data_ptr()),
+                ctypes.c_void_p(data.data_ptr()),
+                ctypes.c_size_t(data.numel()),
+                UINT8,
+                0,
+                self._comm,
+                ctypes.c_void_p(self._stream.cuda_stream),
+            ),
+        )
+        data.record_stream(self._stream)
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        flight = NcclFlight(self, event)
+        self._queued.append(flight)
+        return flight
+
+    def wait_for(self, event: torch.cuda.Event) -> None:
+        """Wait on the host. The time's end, like `abort`, makes the library's kernels give up, and so ends the wait itself."""
+        if not event.query():  # type: ignore[no-untyped-call]
+            clock = threading.Timer(max(0.0, self._end - time.monotonic()), self.abort)
+            clock.daemon = True
+            clock.start()
+            try:
+                event.synchronize()
+            finally:
+                clock.cancel()
+        with self._lock:
+            self._check_alive()
+            self._check(self._async_error(), "broadcast")
+
+    def abort(self) -> None:
+        with self._lock:
+            comm, self._comm = self._comm, None
+            if comm is not None and comm.value:
+                self._library.ncclCommAbort(comm)
+
+    def close(self) -> None:
+        """Aborting an idle communicator frees it without asking the others, who may be gone."""
+        self.abort()
+
+    def _identity(self, store: Any, rank: int, timeout_s: float, cancelled: threading.Event) -> _UniqueId:
+        identity = _UniqueId()
+        if rank == 0:
+            self._check(self._library.ncclGetUniqueId(ctypes.byref(identity)), "get an id")
+            store.set("nccl", bytes(identity).hex())
+        else:
+            ctypes.memmove(ctypes.byref(identity), bytes.fromhex(fetch(store, "nccl", timeout_s, cancelled).decode()), 128)
+        return identity
+
+    def _call(self, doing: str, call: Any, cancelled: threading.Event | None = None) -> None:
+        """Make a call and wait until the library has done its part on the host, without the lock in between."""
+        with self._lock:
+            self._check_alive()
+            code = call()
+        pause = cancelled or threading.Event()
+        while code == IN_PROGRESS:
+            if pause.wait(LOOK_S):
+                raise TransferFailed(f"the group of epoch {self.epoch} was broken off")
+            if time.monotonic() > self._end:
+                self.abort()
+                raise TransferFailed(f"NCCL did not {doing} the group of epoch {self.epoch} in its time")
+            with self._lock:
+                self._check_alive()
+                code = self._async_error()
+        self._check(code, doing)
+
+    def _async_error(self) -> int:
+        code = ctypes.c_int()
+        self._library.ncclCommGetAsyncError(self._comm, ctypes.byref(code))
+        return code.value
+
+    def _check_alive(self) -> None:
+        if self._comm is None:
+            raise TransferFailed(f"the group of epoch {self.epoch} was broken off, or its time was up")
+
+    def _check(self, code: int, doing: str) -> None:
+        if code not in (SUCCESS, IN_PROGRESS):
+            self._library.ncclGetErrorString.restype = ctypes.c_char_p
+            said = self._library.ncclGetErrorString(code).decode()
+            raise TransferFailed(f"NCCL could not {doing} in the group of epoch {self.epoch}: {said}")
