@@ -162,8 +162,8 @@ def _calibration(folder: str | None) -> Calibration | None:
         return None
     run = RunDirectory(Path(folder))
     try:
-        ranks = load_run(run.config_json).cluster.trainer_num_workers
-        return calibrate(run, ranks=ranks)
+        config = load_run(run.config_json)
+        return calibrate(run, ranks=config.cluster.trainer_num_workers, epochs=config.trainer.epochs_per_batch)
     except (OSError, ValueError) as error:
         raise Uncalibratable(f"--calibrate {folder}: {error}") from error
 

@@ -30,13 +30,16 @@ REAL = (
     ("half_batch", "number_of_steps=20", "orchestrator.prompts_batch_size_for_trainer=16"),
     ("one_ahead", "number_of_steps=20", "orchestrator.max_async_rollout=1"),
 )
-_FAKE = ("experiment=fake", "number_of_steps=12", "inference.fake_token_s=0.02", "backend.step_s=0.3")
+_FAKE = (
+    "experiment=fake", "number_of_steps=12", "inference.fake_token_s=0.02", "backend.step_s=0.3",
+    "orchestrator.prompts_batch_size_for_trainer=16",
+)  # fmt: skip
 FAKE = (
     ("calibrated", *_FAKE),
     ("seed", *_FAKE, "seed=7"),
     ("synchronous", *_FAKE, "orchestrator.max_async_rollout=0"),
-    ("double_batch", *_FAKE, "orchestrator.prompts_batch_size_for_trainer=8"),
-    ("few_lanes", *_FAKE, "orchestrator.max_async_rollout=1", "orchestrator.max_concurrent_prompts_per_server=2"),
+    ("half_batch", *_FAKE[:-1], "orchestrator.prompts_batch_size_for_trainer=8"),
+    ("few_lanes", *_FAKE, "orchestrator.max_async_rollout=1", "orchestrator.max_concurrent_prompts_per_server=6"),
 )
 
 
@@ -49,7 +52,8 @@ def play(folder: Path, name: str, overrides: tuple[str, ...]) -> RunDirectory:
 
 
 def calibrated(run: RunDirectory) -> Calibration:
-    return calibrate(run, ranks=load_run(run.config_json).cluster.trainer_num_workers)
+    config = load_run(run.config_json)
+    return calibrate(run, ranks=config.cluster.trainer_num_workers, epochs=config.trainer.epochs_per_batch)
 
 
 def step_s(run: RunDirectory) -> float:
@@ -70,7 +74,7 @@ def main() -> int:
     given.folder.mkdir(parents=True, exist_ok=True)
     runs = [(name, play(given.folder, name, overrides)) for name, *overrides in (FAKE if given.fake else REAL)]
     calibration = calibrated(runs[0][1])
-    print(calibration.load)
+    print(f"{len(calibration.load.completion_tokens.quantiles)} quantiles; {calibration.load.engine}")
     worst = 0.0
     for name, run in runs:
         real, told = step_s(run), predicted_s(calibration, run)

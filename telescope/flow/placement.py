@@ -159,7 +159,8 @@ class Placement:
     def _weigh(self, name: str) -> None:
         """The server's place in the order, and its lanes in the sum, after a change."""
         server = self.servers[name]
-        self._least_loaded.put(name, server.load + server.share.pressure * PRESSED + (0 if server.has_room else FULL))
+        rank = server.load + server.share.pressure * PRESSED
+        self._least_loaded.put(name, rank if server.has_room else rank + FULL)
         lanes = server.share.lanes(server.outstanding)
         self.lanes += lanes - server.lanes
         server.lanes = lanes

@@ -135,11 +135,18 @@ class SimulatedServer:
     def everyone(self) -> list[Sequence]:
         return [*self.running.values(), *self.waiting]
 
-    def pause(self, seconds: float, *, forget_prefixes: bool) -> None:
-        """Stand still from now on for so long (a weight update)."""
+    def pause(self, seconds: float, *, forget_prefixes: bool, recompute: bool = False) -> None:
+        """Stand still from now on for so long (a weight update); `recompute`: then read all that runs once more."""
         self._pause_s += seconds
+        if recompute:
+            self._debt_s += self._times.prefill_token_s * self._held
         if forget_prefixes:
             self.resets += 1
+
+    @property
+    def kv_used(self) -> float:
+        """Share of the KV cache in use, 0 to 1."""
+        return min(1.0, max(0.0, self._held / self._times.kv_tokens))
 
     def slow(self, share: float) -> None:
         """Lose so much of the full speed from now on."""

@@ -29,6 +29,7 @@ from telescope.records import EnvironmentCard, RolloutOrder
 
 PROMPTS = 1_000_000
 TICK_S = 10.0
+REPORT_S = 1.0
 _BITS = (1 << 64) - 1
 
 
@@ -49,6 +50,8 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """At each weight update."""
     abort_at_update: bool = False
     """Running generations are aborted and tried again; false: they go on."""
+    recompute_at_update: bool = False
+    """Keys and values of running generations are computed anew."""
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -209,10 +212,20 @@ class _Simulation:
         for number in range(cluster.workers):
             self._say(seen.WorkerJoined(f"worker-{number}", cluster.worker_capacity, cards))
         self._after(TICK_S, self._tick, None)
+        if settings.adaptive:
+            self._after(REPORT_S, self._report, None)
 
     def _tick(self, _: None) -> None:
         self._say(seen.Tick())
         self._after(TICK_S, self._tick, None)
+
+    def _report(self, _: None) -> None:
+        """What each server's engine says of itself, for lanes that follow it."""
+        for name, server in self._servers.items():
+            server.advance(self._now)
+            running, waiting = len(server.running), len(server.waiting)
+            self._say(seen.ServerLoad(name, server.kv_used, running, waiting, server.preemptions))
+        self._after(REPORT_S, self._report, None)
 
     # ---- workers
 
@@ -258,6 +271,8 @@ class _Simulation:
         if play.turn < play.turns:
             self._do_after(_drawn(load.environment_s, order.seed, 16 * play.turn + 3), self._ask, play)
         else:
+            if self._settings.free_lane:
+                self._say(seen.GenerationOver(order.rollout_id, order.attempt))
             wait = _drawn(load.reward_s, order.seed, 4) + self._in_line(play.worker, load.score_s)
             self._do_after(wait, self._scored, play)
 
@@ -402,7 +417,12 @@ class _Simulation:
                     play = self._requests[sequence.key]
                     self._abort(server, play)
                     self._fail(play, "aborted by a weight update")
-            server.pause(self._load.pause_s, forget_prefixes=self._cluster.reset_prefix_cache)
+            server.pause(
+                self._load.pause_s,
+                forget_prefixes=self._cluster.reset_prefix_cache,
+                recompute=self._cluster.recompute_at_update,
+            )
+            self._schedule(server)
         self._after(self._load.pause_s, self._committed, version)
 
     def _committed(self, version: int) -> None:

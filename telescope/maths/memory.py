@@ -218,9 +218,10 @@ def server_memory(
     staging: bool = False,
     batched_tokens: int = 8192,
     sequences: int = 256,
+    parallel: int = 1,
 ) -> ServerMemory:
-    """A card that holds a whole model; `kv` may come out negative where it does not fit."""
-    weights = shape.parameters * bytes_per_value
+    """One of the `parallel` cards that share a model (tensor parallelism); `kv` may come out negative where it does not fit."""
+    weights = -(-shape.parameters // parallel) * bytes_per_value
     # the profiling run: the largest step's hidden states and MLP, and logits of all sequences in float32, twice
     step = batched_tokens * (4 * shape.hidden + 3 * shape.intermediate) * bytes_per_value
     overhead = step + 2 * sequences * shape.vocabulary * 4 + RUNTIME_BYTES
@@ -232,7 +233,7 @@ def server_memory(
         staging=spare,
         overhead=overhead,
         kv=budget - weights - spare - overhead,
-        kv_bytes_per_token=shape.kv_bytes_per_token(bytes_per_value),
+        kv_bytes_per_token=-(-shape.kv_bytes_per_token(bytes_per_value) // min(parallel, shape.kv_heads)),
     )
 
 

@@ -129,8 +129,11 @@ class _Journal:
                 self.discarded += 1
 
 
-def calibrate(run: RunDirectory, *, ranks: int, kv_tokens: float = float("inf"), max_seqs: int = 1_000_000) -> Calibration:
-    """Fit a run's latencies. `ranks`: of its trainer; `kv_tokens`, `max_seqs`: what one of its servers holds.
+def calibrate(
+    run: RunDirectory, *, ranks: int, epochs: int = 1, kv_tokens: float = float("inf"), max_seqs: int = 1_000_000
+) -> Calibration:
+    """Fit a run's latencies. `ranks` and `epochs` (a batch): of its trainer; `kv_tokens`, `max_seqs`: what one of its servers
+    holds.
 
     Raises `Uncalibratable` with a sentence, or OSError where the directory can't be read.
     """
@@ -144,7 +147,7 @@ def calibrate(run: RunDirectory, *, ranks: int, kv_tokens: float = float("inf"),
         )
     times, shared, error = _engine(turns, pauses, journal, kv_tokens, max_seqs)
     train_step_s, train_token_s = _training(journal, rows(run, "step_metrics"), ranks)
-    start_s, score_s, dispatch_s = _working(journal.jobs)
+    start_s, score_s, dispatch_s, handed_in_s = _working(journal.jobs)
     pause_s = fmean(row["pause_s"] for row in pauses) if pauses else 0.0
     sync_s = median(journal.synced) if journal.synced else 0.0
     answers = [(row["done_ns"] - row["placed_ns"]) / 1e9 - row["queued_s"] - row["generated_s"] for row in turns]
@@ -157,10 +160,10 @@ def calibrate(run: RunDirectory, *, ranks: int, kv_tokens: float = float("inf"),
         start_s=start_s,
         request_s=max(0.0, median(answers)),
         environment_s=empirical(journal.between_s) if journal.between_s else constant(0),
-        reward_s=_rewards(run),
+        reward_s=_rewards(run, handed_in_s),
         score_s=score_s,
         train_step_s=train_step_s,
-        train_token_s=train_token_s,
+        train_token_s=train_token_s / epochs,
         sync_s=sync_s,
         pause_s=min(pause_s, sync_s),
         shared_share=shared,
@@ -195,21 +198,26 @@ def _step_s(journal: _Journal) -> float:
 # ---- workers
 
 
-def _rewards(run: RunDirectory) -> Spread:
-    """What the environment took from the last token to the reward, by the worker's clock: lines of waiting are not in it."""
+def _rewards(run: RunDirectory, handed_in_s: float) -> Spread:
+    """What the environment took from the last token to the reward, by the worker's clock: lines of waiting are not in it. And
+    what else lies between the two, `handed_in_s` with the reward's own time: the way there and back."""
     took = [
         (row["scored_ns"] - row["generated_ns"]) / 1e9
         for row in rows(run, "rollouts")
         if row["status"] == "scored" and row.get("generated_ns")
     ]
-    return empirical([max(0.0, seconds) for seconds in took]) if took else constant(0)
+    if not took:
+        return constant(handed_in_s)
+    way_s = max(0.0, handed_in_s - median(took))
+    return empirical([max(0.0, seconds) + way_s for seconds in took])
 
 
-def _working(jobs: Mapping[str, list[_Job]]) -> tuple[float, float, float]:
-    """A worker's own seconds to start and to score a rollout, and what else a start takes, from order to request.
+def _working(jobs: Mapping[str, list[_Job]]) -> tuple[float, float, float, float]:
+    """A worker's own seconds to start and to score a rollout, and what else each takes: from order to request, from last token
+    to the rollout's end.
 
-    The own time is seen where work had piled up: the mean distance of what came out one after another. What is left of the
-    starts when that line is played again is the rest (its median: most of it is one and the same wait for a busy machine).
+    The own time is seen where work had piled up: the mean distance of what came out one after another. What is left
+    when that line is played again is the rest (its median: most of it is one and the same wait for a busy machine).
     """
     gaps: dict[bool, list[float]] = {False: [], True: []}
     for line in jobs.values():
@@ -218,14 +226,14 @@ def _working(jobs: Mapping[str, list[_Job]]) -> tuple[float, float, float]:
             if job.since < before.done:
                 gaps[job.scores].append(job.done - before.done)
     own = {scores: fmean(found) if found else 0.0 for scores, found in gaps.items()}
-    rest: list[float] = []
+    rest: dict[bool, list[float]] = {False: [], True: []}
     for line in jobs.values():
         free = 0.0
         for job in sorted(line, key=lambda job: job.since):
             free = max(free, job.since) + own[job.scores]
-            if not job.scores:
-                rest.append(max(0.0, job.done - free))
-    return own[False], own[True], median(rest) if rest else 0.0
+            rest[job.scores].append(max(0.0, job.done - free))
+    middle = {scores: median(found) if found else 0.0 for scores, found in rest.items()}
+    return own[False], own[True], middle[False], middle[True]
 
 
 # ---- servers

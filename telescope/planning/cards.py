@@ -68,18 +68,23 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     compute_bytes: int = 2
     weight_bytes: int = 4
     updates: int = 1
+    """Of the optimiser, a step."""
+    epochs: int = 1
+    parallel: int = 1
+    """Cards a server."""
 
 
 def latencies(card: Card, work: Work) -> Load:
     """Uncalibrated times of one server and one rank on this card."""
     shape, length = work.shape, work.prompt_tokens.mean + work.completion_tokens.mean
     weights = shape.parameters * work.compute_bytes
-    read = card.bandwidth * READ_SHARE
+    read = card.bandwidth * READ_SHARE * work.parallel
+    flops = card.flops * work.parallel
     engine = EngineTimes(
         step_s=weights / read + STEP_OVERHEAD_S,
-        sequence_s=forward_flops_per_token(shape) / (card.flops * DECODE_SHARE) + SEQUENCE_S,
+        sequence_s=forward_flops_per_token(shape) / (flops * DECODE_SHARE) + SEQUENCE_S,
         kv_token_s=shape.kv_bytes_per_token(work.compute_bytes) / read,
-        prefill_token_s=forward_flops_per_token(shape, work.prompt_tokens.mean / 2) / (card.flops * PREFILL_SHARE),
+        prefill_token_s=forward_flops_per_token(shape, work.prompt_tokens.mean / 2) / (flops * PREFILL_SHARE),
         kv_tokens=max(1.0, work.kv_tokens),
         max_seqs=work.max_seqs,
     )
@@ -91,7 +96,7 @@ def latencies(card: Card, work: Work) -> Load:
         request_s=0.005,
         reward_s=constant(0.02),
         train_step_s=TRAIN_OVERHEAD_S + work.updates * _optimizer_s(card, work),
-        train_token_s=train_token_s + _collectives_s(card, work) / work.row_tokens,
+        train_token_s=work.epochs * (train_token_s + _collectives_s(card, work) / work.row_tokens),
         sync_s=weights / SYNC_BYTES_S + SYNC_OVERHEAD_S,
         pause_s=PAUSE_S,
     )

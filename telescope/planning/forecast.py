@@ -39,7 +39,7 @@ class Refused(ValueError):
 def cluster_of(config: RunConfig) -> Cluster:
     """Who plays, as the simulator sees it."""
     return Cluster(
-        servers=config.cluster.inference_num_workers,
+        servers=max(1, config.cluster.inference_num_workers // config.inference.tensor_parallel_size),
         ranks=config.cluster.trainer_num_workers,
         server_capacity=lanes(config),
         workers=config.cluster.env_num_workers,
@@ -48,6 +48,7 @@ def cluster_of(config: RunConfig) -> Cluster:
         prefix_caching=config.inference.enable_prefix_caching,
         reset_prefix_cache=config.weight_sync.reset_prefix_cache,
         abort_at_update=config.weight_sync.in_flight == "abort",
+        recompute_at_update=config.weight_sync.in_flight == "recompute",
     )
 
 
@@ -74,15 +75,17 @@ def serving(config: RunConfig, shape: ModelShape, card: Card) -> ServerMemory:
         card_bytes=card.memory,
         utilization=config.inference.gpu_memory_utilization,
         bytes_per_value=_served_bytes(config, gpu=True),
+        staging=config.weight_sync.staging == "full" and config.model.lora is None,
         batched_tokens=config.inference.max_num_batched_tokens or 8192,
         sequences=max_seqs(config, "gpu"),
+        parallel=config.inference.tensor_parallel_size,
     )
 
 
 def training(config: RunConfig, shape: ModelShape, ranks: int | None = None) -> TrainerMemory | None:
-    """Bytes of one trainer rank; None for a backend whose memory is not known here."""
+    """Bytes of one trainer rank; None for a backend, and for adapters, whose memory is not known here."""
     backend, trainer = config.backend, config.trainer
-    if not isinstance(backend, FSDP):
+    if not isinstance(backend, FSDP) or config.model.lora is not None:
         return None
     return trainer_memory(
         shape,
@@ -136,17 +139,19 @@ def assumed_load(config: RunConfig, shape: ModelShape, card: Card, completion_to
         checkpointing=fsdp.gradient_checkpointing,
         compute_bytes=BYTES[fsdp.mixed_precision_dtype or config.model.dtype],
         weight_bytes=BYTES[config.model.dtype],
-        updates=config.trainer.number_of_minibatches,
+        updates=config.trainer.number_of_minibatches * config.trainer.epochs_per_batch,
+        epochs=config.trainer.epochs_per_batch,
+        parallel=config.inference.tensor_parallel_size,
     )
     return latencies(card, work)
 
 
 def fitted_load(load: Load, config: RunConfig, shape: ModelShape | None, card: Card | None) -> Load:
-    """A calibrated load with the room that this configuration's servers have."""
+    """A calibrated load with the room that this configuration's servers have, and as often over the batch as it says."""
     engine = msgspec.structs.replace(
         load.engine, kv_tokens=kv_tokens(config, shape, card), max_seqs=max_seqs(config, "cpu" if card is None else "gpu")
     )
-    return msgspec.structs.replace(load, engine=engine)
+    return msgspec.structs.replace(load, engine=engine, train_token_s=load.train_token_s * config.trainer.epochs_per_batch)
 
 
 def forecast(config: RunConfig, load: Load) -> Outcome:
@@ -173,7 +178,7 @@ def rows_a_rank(config: RunConfig, load: Load) -> int:
 
 
 class Split(msgspec.Struct, frozen=True):
-    """So many GPUs for servers, the rest for trainer ranks; `outcome` or why not."""
+    """So many GPUs for servers (`tensor_parallel_size` each), the rest for trainer ranks; `outcome` or why not."""
 
     servers: int
     ranks: int
@@ -188,7 +193,8 @@ def splits(config: RunConfig, gpus: int, load_of: Callable[[RunConfig], Load]) -
     counts: Sequence[int] = range(1, gpus)
     if len(counts) > MOST_SPLITS:
         counts = sorted({max(1, round(gpus * part / (MOST_SPLITS + 1))) for part in range(1, MOST_SPLITS + 1)})
-    for servers in counts:
+    cards = config.inference.tensor_parallel_size
+    for servers in (count for count in counts if count % cards == 0):
         divided = divided_as(config, servers, gpus - servers)
         try:
             yield Split(servers, gpus - servers, forecast(divided, load_of(divided)))

@@ -15,7 +15,7 @@ from telescope.planning.forecast import Split
 
 def describe_rows(config: RunConfig, load: Load, rows: int) -> str:
     """How a batch of expected lengths is cut up."""
-    updates, seq_len = config.trainer.number_of_minibatches, config.trainer.seq_len
+    updates, seq_len = config.trainer.number_of_minibatches * config.trainer.epochs_per_batch, config.trainer.seq_len
     rollouts = config.orchestrator.prompts_batch_size_for_trainer * config.rollout.group_size
     tokens = load.prompt_tokens.mean + load.turns.mean * load.completion_tokens.clipped(config.rollout.max_tokens).mean
     return (
@@ -94,7 +94,7 @@ def describe_outcome(outcome: Outcome) -> Iterator[str]:
 
 
 def describe_splits(divisions: Sequence[Split], chosen: Split | None, gpus: int) -> Iterator[str]:
-    yield f"{gpus} GPUs, one a server or a rank (simulated):"
+    yield f"{gpus} GPUs divided between servers and trainer ranks (simulated):"
     heads = f"  {'servers':>7} {'ranks':>6} {'tokens/s':>10} {'step':>9}"
     yield f"{heads} {'servers idle':>13} {'trainer idle':>13} {'mean age':>9}"
     for split in divisions:

@@ -90,12 +90,30 @@ def test_with_any_number_of_servers_a_step_takes_no_longer_than_the_lone_rollout
     turns=st.integers(1, 3),
     shared=st.floats(0, 0.9),
     abort=st.booleans(),
+    free_lane=st.booleans(),
+    adaptive=st.booleans(),
 )
 def test_ages_stay_in_their_bound_and_shares_add_up_whatever_the_latencies(
-    max_async: int, off: int, order: str, groups: int, sigma: float, equal: float, turns: int, shared: float, abort: bool
+    max_async: int,
+    off: int,
+    order: str,
+    groups: int,
+    sigma: float,
+    equal: float,
+    turns: int,
+    shared: float,
+    abort: bool,
+    free_lane: bool,
+    adaptive: bool,
 ) -> None:
     settings = flow(
-        max_async=max_async, max_off_policy_steps=off, take_order=order, groups_per_batch=groups, discarded_batches_limit=1000
+        max_async=max_async,
+        max_off_policy_steps=off,
+        take_order=order,
+        groups_per_batch=groups,
+        discarded_batches_limit=1000,
+        free_lane=free_lane,
+        adaptive=adaptive,
     )
     outcome = simulate(
         settings,
