@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -33,11 +33,13 @@ class Cause(msgspec.Struct, frozen=True):
         return f"{self.sentence}\n  The last lines of {self.log}:\n{lines}"
 
 
-def root_cause(run: RunDirectory, names: Sequence[str], endings: dict[str, Ending]) -> Cause | None:
+def root_cause(
+    run: RunDirectory, names: Sequence[str], endings: dict[str, Ending], lives: Mapping[str, int] | None = None
+) -> Cause | None:
     """The first process that died without being told to, or the one that it blames; None where each was told or left with 0.
 
-    `names` are all processes of the run, `endings` those that have ended. Ask at once: what is told to leave later writes
-    sentences too.
+    `names` are all processes of the run, `endings` those that have ended; `lives` says of those started again which life they
+    are in. Ask at once: what is told to leave later writes sentences too.
     """
     failed = {name: ending for name, ending in endings.items() if ending.status != 0 and not ending.ordered}
     if not failed:
@@ -47,10 +49,10 @@ def root_cause(run: RunDirectory, names: Sequence[str], endings: dict[str, Endin
     if first == "orchestrator" and not endings[first].shim_died and endings[first].status > 0:
         # It leaves because a peer said goodbye with an error, fell silent, or is stuck: the peer is the one to look at.
         culprit = _confessed(run, names) or _blamed(own_sentence(run, first), names) or first
-    return describe(run, culprit, first, endings)
+    return describe(run, culprit, first, endings, (lives or {}).get(culprit, 1))
 
 
-def describe(run: RunDirectory, culprit: str, first: str, endings: dict[str, Ending]) -> Cause:
+def describe(run: RunDirectory, culprit: str, first: str, endings: dict[str, Ending], life: int = 1) -> Cause:
     own = own_sentence(run, culprit)
     if culprit == first:
         sentence = f"{culprit} {how(endings[first])}" + (f": {own}" if own else ".")
@@ -58,7 +60,7 @@ def describe(run: RunDirectory, culprit: str, first: str, endings: dict[str, End
         sentence = f"{culprit} failed: {own}"
     else:
         sentence = own_sentence(run, first)
-    log = run.log(culprit)
+    log = run.log(culprit, life)
     return Cause(culprit, sentence, str(log), tail(log))
 
 

@@ -1,7 +1,8 @@
 """The supervisor of one node: starts every process of `plan.json`, watches, and leaves nothing behind.
 
 Owns signals, deadlines and the exit code of a run. It is no peer on the wire and knows nothing of training: it sees
-processes end. A silent or stuck peer is the orchestrator's to notice; it exits 70, and the supervisor ends the rest.
+processes end. A silent or stuck peer is the orchestrator's to notice: it asks for a server to be fenced (revival.py), and for
+any other it exits 70, and the supervisor ends the rest.
 
 Exit codes: 0 done, 1 the orchestrator ended with an error of its own (a full disk, say), 70 a component failed, 129/130/143
 ended by SIGHUP/SIGINT/SIGTERM.
@@ -24,10 +25,11 @@ from pathlib import Path
 import msgspec
 
 from telescope._launch import child
-from telescope._launch.causes import COMPONENT_FAILED, Cause, how, root_cause
-from telescope._launch.plan import Plan, read_plan
+from telescope._launch.causes import COMPONENT_FAILED, Cause, how, root_cause, tail
+from telescope._launch.plan import Plan, ProcessPlan, read_plan
 from telescope._launch.processes import Ending, Process
 from telescope._launch.progress import Console, LogCopy, Progress, read_object, summary_table
+from telescope._launch.revival import LOOK_S, Revival
 from telescope.config.secrets import SecretMissing
 from telescope.runlog.layout import RunDirectory, write_atomically
 from telescope.weights import shared_memory
@@ -56,6 +58,8 @@ class Patience:
     """Between SIGTERM and SIGKILL, for those who did not follow the orchestrator after all that."""
     shim_s: float = 1.0
     """Shims beyond all that, before they get `kill`, and again before they are killed themselves."""
+    fence_s: float = 2 * child.KILL_WAIT_S
+    """The shim of a fenced server, to end all that it has; then the shim itself is killed and the supervisor sweeps up."""
 
 
 class Phase(Enum):
@@ -119,6 +123,7 @@ class Supervisor:
         self.selector.register(wakeup.reader, selectors.EVENT_READ)
         self.progress = Progress(run, console) if plan.progress else None
         self.log_copy = LogCopy(run, plan.names, console) if plan.log_to_console else None
+        self.revival = Revival(run, plan, console.say, patience.fence_s)
 
     # ---- the loop ----------------------------------------------------------------------------------------------------
 
@@ -128,6 +133,7 @@ class Supervisor:
             while self.living:
                 self.wait()
                 self.notice_signals()
+                self.look_after_servers()
                 self.notice_endings()
                 if time.monotonic() >= self.deadline:
                     self.deadline_passed()
@@ -143,21 +149,26 @@ class Supervisor:
     def start(self) -> None:
         port = {"MASTER_PORT": str(free_port())}
         for plan in self.plan.processes:
-            try:
-                process = Process.start(plan, self.directory, port if plan.role == "trainer" else {})
-            except (OSError, SecretMissing) as error:
-                self.cause = Cause(
-                    plan.name, f"{plan.name} could not be started: {error}", str(self.directory.log(plan.name)), ()
-                )
+            self.cause = self.begin(plan, port if plan.role == "trainer" else {})
+            if self.cause:
                 self.kill_all()
                 return
-            self.processes[plan.name] = process
-            self.selector.register(process.lifeline, selectors.EVENT_READ, process)
-            self.selector.register(process.pidfd, selectors.EVENT_READ, process)
+
+    def begin(self, plan: ProcessPlan, extra: dict[str, str], life: int = 1) -> Cause | None:
+        """Start one process and watch it. The cause if it can't be started."""
+        try:
+            process = Process.start(plan, self.directory, extra, life)
+        except (OSError, SecretMissing) as error:
+            return Cause(plan.name, f"{plan.name} could not be started: {error}", str(self.directory.log(plan.name, life)), ())
+        self.processes[plan.name] = process
+        self.selector.register(process.lifeline, selectors.EVENT_READ, process)
+        self.selector.register(process.pidfd, selectors.EVENT_READ, process)
+        return None
 
     def wait(self) -> None:
         display_s = DISPLAY_S if self.progress or self.log_copy else float("inf")
-        timeout = min(display_s, max(0.0, self.deadline - time.monotonic()))
+        look_s = LOOK_S if self.revival.watching and self.phase is Phase.RUNNING else float("inf")
+        timeout = min(display_s, look_s, max(0.0, self.deadline - time.monotonic()))
         for key, _ in self.selector.select(None if timeout == float("inf") else timeout):
             process = key.data
             if process is None or process.gone:
@@ -193,11 +204,32 @@ class Supervisor:
         else:
             self.end_all(self.patience.follow_s)
 
+    def look_after_servers(self) -> None:
+        """Fence and start again what the run can go on without for a while."""
+        if self.phase is not Phase.RUNNING or self.orchestrator.ended:
+            return
+        now = time.monotonic()
+        try:
+            spent = self.revival.look(self.processes, now)
+            if spent:
+                name, sentence = spent
+                log = self.revival.log(name)
+                self.fail(Cause(name, sentence, str(log), tail(log)))
+                return
+            for plan, life in self.revival.due(self.processes, now):
+                if self.log_copy:
+                    self.log_copy.follow(plan.name, self.directory.log(plan.name, life))
+                if cause := self.begin(plan, {}, life):
+                    self.fail(cause)
+                    return
+        except OSError as error:  # a disk that takes no note: then there is no telling the orchestrator either
+            self.fail(Cause("supervisor", f"no server can be started again: {error}", str(self.directory.path), ()))
+
     def notice_endings(self) -> None:
         if self.phase is Phase.RUNNING and self.failed:
             for process in self.living:
                 process.read_reports()  # an earlier death may lie in another lifeline
-            self.fail(root_cause(self.directory, self.plan.names, self.endings))
+            self.fail(root_cause(self.directory, self.plan.names, self.endings, self.revival.lives))
         elif self.phase is Phase.RUNNING and self.orchestrator.ended:
             self.enter(Phase.LEAVING, self.patience.leave_s)
         elif self.phase is Phase.ASKED and self.orchestrator.ending:
@@ -298,10 +330,10 @@ class Supervisor:
         if self.late and not self.cause:
             self.console.say(f"Had to be ended, because they did not leave in time: {', '.join(self.late)}.")
         for name in self.failed if self.cause is None and self.interrupted is None else ():
-            self.console.say(f"After the run was done, {name} {how(self.endings[name])}; its log: {self.directory.log(name)}")
+            self.console.say(f"After the run was done, {name} {how(self.endings[name])}; its log: {self.revival.log(name)}")
         if self.cause:
             self.console.say(f"The run failed: {self.cause.text()}")
-        self.write(self.directory.exit_json, exit_record(code, self.cause, self.endings))
+        self.write(self.directory.exit_json, exit_record(code, self.cause, self.endings, self.revival.lives))
         summary = read_object(self.directory.summary_json)
         self.console.result(f"run directory: {self.directory.path}")
         if summary:
@@ -323,12 +355,14 @@ class Supervisor:
 
     @property
     def failed(self) -> list[str]:
-        """Processes that ended badly without being told to."""
-        return [name for name, ending in self.endings.items() if ending.status != 0 and not ending.ordered]
+        """Processes that ended badly without being told to, and that are not to be started again."""
+        back = self.revival.pending
+        return [name for name, ending in self.endings.items() if ending.status != 0 and not ending.ordered and name not in back]
 
     @property
     def only_orchestrator_left(self) -> bool:
-        return all(process.ended for process in self.processes.values() if process is not self.orchestrator)
+        others = (process for process in self.processes.values() if process is not self.orchestrator)
+        return not self.revival.pending and all(process.ended for process in others)
 
     @property
     def orchestrator_status(self) -> int | None:
@@ -368,7 +402,9 @@ def reap(pids: list[int]) -> None:
             os.waitpid(pid, os.WNOHANG)
 
 
-def exit_record(code: int, cause: Cause | None, endings: dict[str, Ending]) -> str:
-    """What `exit.json` says: the exit code of the run, the cause, and how each process ended."""
-    record = {"exit_code": code, "cause": cause, "processes": {name: ending.status for name, ending in endings.items()}}
+def exit_record(code: int, cause: Cause | None, endings: dict[str, Ending], lives: dict[str, int]) -> str:
+    """What `exit.json` says: the exit code of the run, the cause, how each process ended, and which were started again."""
+    ended = {name: ending.status for name, ending in endings.items()}
+    restarts = {name: life - 1 for name, life in lives.items()}
+    record = {"exit_code": code, "cause": cause, "processes": ended, "restarts": restarts}
     return msgspec.json.format(msgspec.json.encode(record)).decode()

@@ -38,8 +38,12 @@ class Ending:
 class Process:
     """One process of the plan under its shim."""
 
-    def __init__(self, plan: ProcessPlan, shim: subprocess.Popen[bytes], lifeline: socket.socket) -> None:
+    def __init__(self, plan: ProcessPlan, shim: subprocess.Popen[bytes], lifeline: socket.socket, life: int = 1) -> None:
         self.plan = plan
+        self.life = life
+        self.fenced = ""
+        """Why it was killed while the run goes on; empty where it was not."""
+        self.give_up_at = float("inf")
         self.shim = shim
         self.lifeline = lifeline
         self.pidfd = os.pidfd_open(shim.pid)
@@ -50,14 +54,15 @@ class Process:
         self._partial = b""
 
     @classmethod
-    def start(cls, plan: ProcessPlan, run: RunDirectory, extra: dict[str, str]) -> Process:
+    def start(cls, plan: ProcessPlan, run: RunDirectory, extra: dict[str, str], life: int = 1) -> Process:
         """Fork the shim, which starts the process. Call it from the main thread: the shim dies with the thread it came from."""
         ours, theirs = socket.socketpair()
         shim_script = str(Path(child.__file__).resolve())
+        log = str(run.log(plan.name, life))
         with theirs:
             shim = subprocess.Popen(
                 [
-                    *(sys.executable, "-I", "-S", shim_script, str(os.getpid()), str(theirs.fileno()), str(run.log(plan.name))),
+                    *(sys.executable, "-I", "-S", shim_script, str(os.getpid()), str(theirs.fileno()), log),
                     *(sys.executable, *plan.program, "--run-dir", str(run.path), "--name", plan.name),
                 ],
                 env=child_environment(plan.environment | extra),
@@ -68,7 +73,7 @@ class Process:
                 start_new_session=True,
             )
         ours.setblocking(False)
-        return cls(plan, shim, ours)
+        return cls(plan, shim, ours, life)
 
     @property
     def name(self) -> str:
@@ -84,6 +89,12 @@ class Process:
 
     def kill(self) -> None:
         self._order("kill\n")
+
+    def fence(self, reason: str, patience_s: float) -> None:
+        """Kill it and all below it, and remember why. After `patience_s` its shim is past waiting for (`give_up_at`)."""
+        self.fenced = reason
+        self.give_up_at = time.monotonic() + patience_s
+        self.kill()
 
     def read_reports(self) -> bool:
         """Take in what the shim said. False where the lifeline is closed."""

@@ -89,6 +89,11 @@ class LogCopy:
         self._offsets = dict.fromkeys(names, 0)
         self._console = console
 
+    def follow(self, name: str, path: Path) -> None:
+        """The process was started again and writes elsewhere; the rest of what it wrote before is copied first."""
+        self.copy(last=True)
+        self._paths[name], self._offsets[name] = path, 0
+
     def copy(self, last: bool = False) -> None:
         """What has been written since the last call, in whole lines; `last` takes an unfinished line too."""
         for name, path in self._paths.items():

@@ -11,10 +11,24 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
+from telescope.config.secrets import referenced
 from telescope.settings import Settings
 
+DEFAULT_PORT = 8100
 Dtype = Literal["float32", "float16", "bfloat16"]
 _VARIABLE = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
+
+
+class LoraSettings(Settings):
+    rank: int = Field(default=16, ge=1, le=512)
+    """Rank of the update of each matrix."""
+    alpha: int = Field(default=32, ge=1, le=65536)
+    """The update is scaled by alpha / rank."""
+    target_modules: tuple[str, ...] = (
+        *("q_proj", "k_proj", "v_proj", "o_proj"),
+        *("gate_proj", "up_proj", "down_proj"),
+    )
+    """Last names of the matrices that get an adapter; each must be there in the model."""
 
 
 class ModelSettings(Settings):
@@ -28,6 +42,8 @@ class ModelSettings(Settings):
     """Passed to the chat template."""
     trust_remote_code: bool = False
     """Run Python code that the model's repository ships. Opt-in."""
+    lora: LoraSettings | None = None
+    """Train LoRA adapters and push only these; the model itself is frozen. null: train all weights. `model.lora={rank:16}`"""
 
 
 class EnvironmentEntry(Settings):
@@ -115,11 +131,26 @@ class InferenceSettings(Settings):
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     """Precision served; auto: bfloat16 on a GPU, model.dtype on CPU."""
     host: str | None = None
-    """Where the OpenAI-compatible HTTP binds; null = loopback."""
-    base_port: int = Field(default=8100, ge=0, le=65535)
-    """HTTP port of server 0, server i gets base_port + i; 0: any free port."""
+    """Where the OpenAI-compatible HTTP binds; null = loopback. Any other address needs inference.api_key."""
+    base_port: int = Field(default=DEFAULT_PORT, ge=0, le=65535)
+    """HTTP port of server 0, server i gets base_port + i. 8100, the default: or the next free one, where a second run on this
+    machine holds it; another port: that one or none; 0: any free port. The run directory's servers/ says which it was."""
+    api_key: str | None = None
+    """What HTTP requests must give as a bearer token, as a reference: `'${oc.env:VLLM_API_KEY}'`. null: no check."""
     http: bool = True
     """Serve the OpenAI-compatible HTTP API beside the link."""
+    quantization: Literal["fp8"] | None = None
+    """fp8: linear layers are served in 8-bit floats, quantised anew at each update. Needs a GPU that has them (Hopper)."""
+    tool_call_parser: str | None = None
+    """vLLM's parser of tool calls in HTTP chat answers, e.g. `hermes`; null: tool calls stay text."""
+    reasoning_parser: str | None = None
+    """vLLM's parser that splits reasoning off HTTP chat answers, e.g. `qwen3`; null: it stays in the text."""
+    enable_tracing: bool = False
+    """vLLM sends OpenTelemetry spans of every request to an OTLP receiver on this machine (http/protobuf)."""
+    otlp_receiver_port: int = Field(default=4318, ge=1, le=65535)
+    """Port of that receiver."""
+    tensor_parallel_size: int = Field(default=1, ge=1, le=64)
+    """GPUs (workers) of one server, each with its slice of every layer; must divide cluster.inference_num_workers."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Share of a GPU's memory that a server takes for weights and KV cache."""
     cpu_kv_cache_mb: int = Field(default=128, ge=8, le=100_000_000)
@@ -132,12 +163,28 @@ class InferenceSettings(Settings):
     """Sequences in one engine step, at most; null: the lanes of the server, up to 256 on a CPU and 1,024 on a GPU."""
     max_num_batched_tokens: int | None = Field(default=None, ge=1, le=100_000_000)
     """Tokens in one engine step, at most; null: 8,192 on a CPU, the engine's own choice on a GPU."""
-    enforce_eager: bool = False
-    """No CUDA graphs (always so on CPU)."""
+    cuda_graphs: Literal["auto", "full_decode", "default", "off"] = "auto"
+    """full_decode: whole decode steps as graphs, nothing compiled, the fastest start; default: vLLM's own way (compiles);
+    off: eager. auto: full_decode on a GPU. A CPU has none."""
+    max_loras: int = Field(default=4, ge=2, le=64)
+    """With model.lora: versions of the adapter in use at once. Where the next would be one too many, requests of the oldest are
+    aborted and their rollouts tried again."""
     enable_prefix_caching: bool = True
     """Keep the KV cache of prompts that begin alike, such as the samples of one group."""
     fake_token_s: float = Field(default=0.0, ge=0, le=1_000)
     """Seconds that the fake engine takes for a token."""
+    fake_weights_s: float = Field(default=0.0, ge=0, le=1_000)
+    """Seconds that the fake engine takes to prepare a version of the weights."""
+
+    @field_validator("api_key")
+    @classmethod
+    def _key_is_a_reference(cls, api_key: str | None) -> str | None:
+        if api_key is not None and referenced(api_key) is None:
+            raise ValueError(
+                "inference.api_key must not stand in a configuration: put it into an environment variable and give "
+                "inference.api_key='${oc.env:VLLM_API_KEY}'"
+            )
+        return api_key
 
 
 class WeightSyncSettings(Settings):
@@ -161,17 +208,23 @@ class WeightSyncSettings(Settings):
     """Until the members of a new broadcast group have found each other; the missing are then named."""
     update_timeout_s: float = Field(default=300.0, gt=0, le=1_000_000)
     """Deadline of each of publish, prepare and commit."""
-    in_flight: Literal["continue", "abort"] = "continue"
-    """What an update does to running generations: continue under the new weights, or abort and retry their rollouts."""
+    max_retries: int = Field(default=3, ge=0, le=1_000)
+    """How often an update that no server could take is tried again, the old version serving on, before the run ends."""
+    in_flight: Literal["continue", "recompute", "abort"] = "continue"
+    """What an update does to running generations: continue (no pause; they keep keys and values of the old weights), recompute
+    (these are computed anew under the new weights), or abort and retry their rollouts."""
     reset_prefix_cache: bool = True
-    """Forget cached prefixes at each update: they were computed with the old weights."""
+    """No request after an update uses prefixes cached under earlier weights."""
+    staging: Literal["full", "host", "none"] = "full"
+    """Where a server keeps a new version until it is served: full (a buffer on its GPU as large as the model, taken from
+    inference.gpu_memory_utilization), host (pinned memory; longer pause), none (received in place while paused)."""
 
 
 class ClusterSettings(Settings):
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """auto: the GPUs present, else CPU."""
     inference_num_workers: int = Field(default=2, ge=1, le=1_024)
-    """Inference servers (GPUs given to inference)."""
+    """GPUs given to inference; servers = this / inference.tensor_parallel_size."""
     trainer_num_workers: int = Field(default=2, ge=1, le=1_024)
     """Trainer ranks."""
     env_num_workers: int = Field(default=1, ge=1, le=1_024)
@@ -184,6 +237,8 @@ class ClusterSettings(Settings):
     """CPU cores (threads) of a trainer rank; a hint where there are fewer."""
     placement_timeout_s: int = Field(default=900, ge=1, le=1_000_000)
     """Until all processes have said hello."""
+    max_server_restarts: int = Field(default=3, ge=0, le=1_000_000)
+    """Restarts of one inference server within an hour once the run is under way; one more death ends the run. 0: none."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables for every process of the run. A secret is given as a reference: `'${oc.env:HF_TOKEN}'`."""
 

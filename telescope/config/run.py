@@ -129,6 +129,11 @@ class RunConfig(Settings):
         return plugins.load(plugins.ENVIRONMENTS, entry.name, self.plugin_path).model_validate_json(kwargs, strict=True)
 
     @property
+    def servers(self) -> int:
+        """Inference servers: a server has `tensor_parallel_size` of the inference workers."""
+        return self.cluster.inference_num_workers // self.inference.tensor_parallel_size
+
+    @property
     def algorithm_name(self) -> str:
         return plugins.name_of(self.algorithm)
 

@@ -30,7 +30,8 @@ class Cancel(Command, frozen=True):
 
 
 class Place(Command, frozen=True):
-    """Send the waiting request to the server. A smaller `priority` goes first."""
+    """Send the waiting request to the server, from the start where a server that had it was lost. A smaller `priority` goes
+    first."""
 
     request_id: str
     server: str

@@ -39,7 +39,7 @@ class Core:
         self._batches = Batches(settings)
         self._lanes = Lanes(settings)
         self._placement = Placement()
-        self._updates = Updates()
+        self._updates = Updates(while_training=settings.weights_while_training)
         self._presence = Presence(settings)
         self._patience = Patience(settings)
         self._tally = Tally()
@@ -146,7 +146,7 @@ class Core:
             return
         self._updates.forget(server)
         for request in self._placement.lose(server):
-            self._out.append(do.Refuse(request.request_id, f"{server} was lost: {cause}"))
+            self._place_again(request, f"{server} was lost: {cause}")
 
     def _turn_started(self, event: seen.TurnStarted) -> None:
         if event.request_id in self._placement.requests:
@@ -240,6 +240,13 @@ class Core:
             # earlier turns first
             self._out.append(do.Place(request.request_id, server, request.turn))
             self._reach(request.flight.group, State.GENERATING)
+
+    def _place_again(self, request: Request, cause: str) -> None:
+        """Its server is gone: another one answers it from the start, and what the rollout has played so far is kept."""
+        if request.flight.ended or request.flight.stopping:
+            self._out.append(do.Refuse(request.request_id, cause))
+        else:
+            self._place(request)
 
     def _place_waiting(self) -> None:
         while (request := self._placement.next_waiting()) is not None:

@@ -34,6 +34,8 @@ class ServerJoined(Event, frozen=True):
 
 
 class ServerLost(Event, frozen=True):
+    """It is dead, or fenced. Its requests are placed elsewhere; one of its name that joins later is another server."""
+
     server: str
     cause: str
 

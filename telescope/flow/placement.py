@@ -58,6 +58,7 @@ class Placement:
         lost = [request for request in self.requests.values() if request.server == server]
         for request in lost:
             del self.requests[request.request_id]
+            request.server = None
         self._least_loaded.remove(server)
         del self.servers[server]
         return lost

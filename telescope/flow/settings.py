@@ -48,6 +48,9 @@ class FlowSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """A worker that leaves a cancel unanswered for this long ends the run."""
     absence_deadline_s: float = 900.0
     """Without any worker, any server or the trainer for this long, the run ends."""
+    weights_while_training: bool = True
+    """A server that joins late can be given the last version while the trainer is at its next step; false: the trainer itself
+    has to send, and does so between steps."""
     failed_batches_limit: int = 2
     """This many batches' worth of one environment's groups failing in a row, none complete between, ends the run."""
     discarded_batches_limit: int = 50

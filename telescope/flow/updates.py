@@ -9,10 +9,12 @@ class Updates:
     """Step s trains one batch and gives version s; it is over when the servers have committed that version.
 
     One update travels at a time. A server that joined too late for the last one is behind, and is brought up by another
-    update to the same version.
+    update to the same version: at once, or where the trainer itself has to send (`while_training` false), while it has no
+    step; the next version brings up everyone in any case.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, while_training: bool = True) -> None:
+        self._while_training = while_training
         self.version = 0
         """Served and committed."""
         self.ready = False
@@ -27,8 +29,9 @@ class Updates:
 
     @property
     def idle(self) -> bool:
-        """Whether the trainer may get the next batch: it is busy from Train until the commit."""
-        return self.ready and self.batch is None
+        """Whether the trainer may get the next batch: it is busy from Train until the commit, or while it sends."""
+        sends = self.travelling is not None and not self._while_training
+        return self.ready and self.batch is None and not sends
 
     @property
     def step(self) -> int:
@@ -50,7 +53,8 @@ class Updates:
         """The version to send now, given what each server serves; None if nothing is to be sent or an update is under way."""
         if self.travelling is not None:
             return None
-        behind = any(version < self.version for version in servers.values())
+        can_send = self._while_training or self.batch is None
+        behind = can_send and any(version < self.version for version in servers.values())
         if self._trained == self.version and not behind:
             return None
         self.travelling = self._trained

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from telescope.records import FinishReason, Sampling, WeightManifest
+from telescope.records import FinishReason, Sampling, WeightGroup, WeightManifest
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,9 @@ class Engine(Protocol):
         """Really stop the request in the engine, within one engine step. An unknown or finished one is no error."""
         ...
 
-    async def prepare(self, manifest: WeightManifest) -> WeightState:
-        """Stage the new weights and check them whole; generation goes on. Raises `WeightsRefused`."""
+    async def prepare(self, manifest: WeightManifest, group: WeightGroup | None = None) -> WeightState:
+        """Stage the new weights and check them whole; generation goes on. `group`: with whom, if they are broadcast. Raises
+        `WeightsRefused`, also when `discard` is called meanwhile."""
         ...
 
     async def commit(self, version: int) -> WeightState:
@@ -87,7 +88,7 @@ class Engine(Protocol):
         ...
 
     async def discard(self, version: int) -> WeightState:
-        """Forget the staged version; the old one stays served."""
+        """Forget the staged version, or break off its `prepare`; the old one stays served."""
         ...
 
     async def close(self) -> None:

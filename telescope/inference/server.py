@@ -6,6 +6,7 @@ Requests run side by side; weight orders one after another, in the order they ca
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Coroutine, Sequence
 from typing import Any, Protocol
@@ -13,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from telescope.inference.engine import Engine, EngineDead, RequestRefused, WeightsRefused, WeightState
+from telescope.inference.status import Status
 from telescope.wire.happenings import Delivery
 from telescope.wire.messages import (
     Abort,
@@ -52,15 +54,15 @@ class Wire(Protocol):
 class Server:
     """Serves one link with one engine until Stop."""
 
-    def __init__(self, link: Wire, engine: Engine) -> None:
+    def __init__(self, link: Wire, engine: Engine, status: Status | None = None) -> None:
         self._link = link
         self._engine = engine
         self._requests: dict[str, asyncio.Task[None]] = {}
         self._weights = asyncio.Lock()
         self._others: set[asyncio.Task[None]] = set()
         self._failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
-        self._served = 0
-        engine.on_step(lambda: link.progress(self._doing(len(self._requests))))
+        self._status = status or Status("server-0")
+        engine.on_step(self._moved)
 
     async def run(self) -> str:
         """Returns Stop's reason. Raises `EngineDead`, what the link raises, or what should not have happened."""
@@ -126,11 +128,13 @@ class Server:
                 generated_s=done.generated_s,
             )
             self._link.send(answer, (done.ids, done.logprobs, done.versions), answers=delivery)
-        self._served += 1
-        self._link.progress(self._doing(len(self._requests) - 1))
+        self._status.answered += 1
+        self._moved(ended=1)
 
-    def _doing(self, running: int) -> str:
-        return f"{running} requests running, {self._served} answered"
+    def _moved(self, ended: int = 0) -> None:
+        """`ended`: requests that are answered and not yet forgotten."""
+        self._status.running = len(self._requests) - ended
+        self._link.progress(self._status.move())
 
     async def _end_requests(self) -> None:
         """Abort what still runs; the tasks get a moment to answer."""
@@ -145,10 +149,13 @@ class Server:
 
     async def _change_weights(self, order: PrepareWeights | CommitWeights | AbortWeights, delivery: Delivery) -> None:
         version = order.manifest.version if isinstance(order, PrepareWeights) else order.version
+        if isinstance(order, AbortWeights):  # breaks off a prepare under way, and is answered after it
+            self._start(self._break_off(order.version))
         async with self._weights:  # asyncio's locks are fair: orders keep their order
-            self._link.progress(f"{type(order).__name__} {version}")
+            self._status.updating = f"{type(order).__name__} {version}"
+            self._moved()
             try:
-                state = await self._ordered(order)
+                state = self._status.weights = await self._ordered(order)
             except WeightsRefused as error:
                 log.warning("%s", error)
                 self._link.send(WeightsFailed(version=version, cause=str(error), fatal=False), answers=delivery)
@@ -156,16 +163,22 @@ class Server:
             except EngineDead as error:
                 self._link.send(WeightsFailed(version=version, cause=str(error), fatal=True), answers=delivery)
                 raise
+            finally:
+                self._status.updating = ""
             log.info("%s %d: serving %d, pause %.4f s", type(order).__name__, version, state.version, state.pause_s)
             answer = WeightsReady(
                 version=state.version, prepared=state.prepared, checksum=state.checksum, pause_s=state.pause_s
             )
             self._link.send(answer, answers=delivery)
 
+    async def _break_off(self, version: int) -> None:
+        with contextlib.suppress(EngineDead):  # told by the answer to the order
+            await self._engine.discard(version)
+
     async def _ordered(self, order: PrepareWeights | CommitWeights | AbortWeights) -> WeightState:
         match order:
             case PrepareWeights():
-                return await self._engine.prepare(order.manifest)
+                return await self._engine.prepare(order.manifest, order.group)
             case CommitWeights():
                 return await self._engine.commit(order.version)
             case AbortWeights():

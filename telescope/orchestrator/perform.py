@@ -14,7 +14,7 @@ from telescope.orchestrator.record import Recorder
 from telescope.orchestrator.relay import Relay
 from telescope.orchestrator.roster import Roster
 from telescope.orchestrator.shelf import Scored, Shelf, UnusableRollout, scored
-from telescope.orchestrator.updates import Phase, WeightUpdate
+from telescope.orchestrator.weights import UpdateRules, WeightDesk
 from telescope.records import RolloutOrder
 from telescope.wire import messages
 from telescope.wire.happenings import Delivery
@@ -40,7 +40,7 @@ class _Order:
 
 
 class Performer:
-    """Hands of the core: holds the shelf, the relay, the orders that are out and the weight update under way."""
+    """Hands of the core: holds the shelf, the relay, the desk of weight updates and the orders that are out."""
 
     def __init__(
         self,
@@ -49,20 +49,22 @@ class Performer:
         roster: Roster,
         recorder: Recorder,
         recipe: Recipe,
-        update_timeout_s: float,
+        updates: UpdateRules,
     ) -> None:
-        self._hub, self._roster, self._recorder = hub, roster, recorder
-        self._recipe, self._update_timeout_s = recipe, update_timeout_s
-        self._update: WeightUpdate | None = None
+        self._hub, self._roster, self._recorder, self._recipe = hub, roster, recorder, recipe
         self.complaints = Complaints(recorder)
+        self.weights = WeightDesk(hub, recorder, self.complaints, roster.ranks, updates)
         self.relay = Relay(hub, self.complaints)
         self.shelf = Shelf()
         self._orders: dict[tuple[int, int], _Order] = {}
         self._numbers: dict[tuple[str, int], _Order] = {}
         self.step_in_training: int | None = None
-        self._newest = 0  # version that a server may serve by now
         self._arrived: dict[tuple[int, int], tuple[Scored, Delivery]] = {}
-        self.doing = "generating the first batch"
+        self._doing = "generating the first batch"
+
+    @property
+    def doing(self) -> str:
+        return self.weights.doing or self._doing
 
     def perform(self, command: commands.AnyCommand) -> Events:
         """Do one command. Returns events that follow at once (usually none)."""
@@ -82,13 +84,18 @@ class Performer:
             case commands.Train():
                 return self._train(command)
             case commands.Update(version=version):
-                self._begin_update(version)
+                self._doing = "generating"
+                self.weights.begin(version, time.monotonic())
             case commands.Warn(sentence=sentence):
                 log.warning("%s", sentence)
                 self._recorder.alert("warning", "core", sentence)
             case commands.Ignore() | commands.Stop():
                 pass  # the loop's own
         return ()
+
+    def server_lost(self, server: str, now: float) -> None:
+        self.relay.lost(server)
+        self.weights.lost(server, now)
 
     # ---- what workers ask
 
@@ -126,7 +133,7 @@ class Performer:
         if isinstance(body, messages.RolloutFailed):
             return self._failed(delivery, out, body.cause[:MAX_CAUSE_CHARACTERS])
         try:
-            rollout = self._recipe.shaped(scored(out.order, body, delivery.arrays, self._newest))
+            rollout = self._recipe.shaped(scored(out.order, body, delivery.arrays, self.weights.newest))
         except UnusableRollout as error:
             self.complaints.note(delivery.peer, f"{error}: the rollout counts as failed")
             return self._failed(delivery, out, str(error))
@@ -156,37 +163,6 @@ class Performer:
         if isinstance(delivery.body, messages.RolloutDone):
             self._hub.acknowledge(delivery)
 
-    # ---- weight updates
-
-    def tick(self) -> Events:
-        """Look at the deadline of the update under way."""
-        if self._update is None:
-            return ()
-        self._update.tick(time.monotonic())
-        return self._advance(self._update.phase)
-
-    def weights_answer(
-        self, peer: str, body: messages.WeightsPublished | messages.WeightsReady | messages.WeightsFailed
-    ) -> Events:
-        update = self._update
-        if update is None:
-            return ()
-        now, before = time.monotonic(), update.phase
-        match body:
-            case messages.WeightsPublished(version=update.version, manifest=manifest):
-                update.published(peer, manifest, now)
-            case messages.WeightsReady(prepared=update.version) if before is Phase.PREPARE:
-                update.prepared(peer, now)
-                self._recorder.weights(update, "prepared", peer)
-            case messages.WeightsReady(version=update.version, checksum=checksum, pause_s=pause_s) if before is Phase.COMMIT:
-                update.committed(peer, checksum, now)
-                self._recorder.weights(update, "committed", peer, pause_s)
-            case messages.WeightsFailed(version=update.version, cause=cause):
-                update.fail(f"{peer} could not take weights of version {update.version}: {cause}")
-            case _:
-                self.complaints.note(peer, f"its {type(body).__name__} is none of the update to version {update.version}")
-        return self._advance(before)
-
     def _run(self, worker: str, order: RolloutOrder) -> None:
         out = _Order(order, worker, self._hub.send(worker, messages.RunRollout(order=order)))
         self._orders[out.key] = out
@@ -208,44 +184,8 @@ class Performer:
         except BatchUnusable as error:
             return (events.StopRequested(reason=str(error), ok=False),)
         self._recorder.batch(batch)
-        self.doing = f"training step {command.step}"
+        self._doing = f"training step {command.step}"
         self.step_in_training = command.step
         for rank, shard in zip(ranks, batch.shards, strict=True):
             self._hub.send(rank, shard.step, shard.arrays)
         return ()
-
-    def _begin_update(self, version: int) -> None:
-        self._newest = version
-        self._update = WeightUpdate(version, self._roster.ranks, self._roster.servers, self._update_timeout_s, time.monotonic())
-        self.doing = f"weights of version {version}: being published"
-        for rank in self._roster.ranks:
-            self._hub.send(rank, messages.PublishWeights(version=version))
-
-    def _advance(self, before: Phase) -> Events:
-        """Send what the update's new phase asks for; report its end to the core."""
-        update = self._update
-        if update is None or (update.phase is before and update.phase is not Phase.FAILED):
-            return ()
-        self.doing = f"weights of version {update.version}: being {update.phase.value}"
-        match update.phase:
-            case Phase.PREPARE if update.manifest is not None:
-                self._recorder.weights(update, "published")
-                for server in update.servers:
-                    self._hub.send(server, messages.PrepareWeights(manifest=update.manifest))
-            case Phase.COMMIT:
-                for server in update.servers:
-                    self._hub.send(server, messages.CommitWeights(version=update.version))
-            case Phase.DONE:
-                self._update = None
-                self.doing = "generating"
-                return (events.UpdateDone(version=update.version),)
-            case Phase.FAILED:
-                return self._give_up(update)
-        return ()
-
-    def _give_up(self, update: WeightUpdate) -> Events:
-        self._update = None
-        self._recorder.weights(update, "failed")
-        for server in update.servers:
-            self._hub.send(server, messages.AbortWeights(version=update.version, reason=update.cause))
-        return (events.UpdateFailed(version=update.version, cause=update.cause),)

@@ -81,6 +81,8 @@ class Recorder:
         self._unwritable: set[Path] = set()
         self._cancelled: set[tuple[int, int]] = set()
         self._step_ends: list[float] = []
+        self.restarts: Counter[str] = Counter()
+        """How often each server has come back."""
 
     def generation_begins(self) -> None:
         """Every worker and server is there: seconds of training and of the first step count from here, not from the start of
@@ -180,7 +182,7 @@ class Recorder:
             self._mirror.log(done.step, metrics)
         return metrics
 
-    def weights(self, update: WeightUpdate, phase: str, server: str = "", pause_s: float = 0.0) -> None:
+    def weights(self, update: WeightUpdate, phase: str, server: str = "", pause_s: float = 0.0, cause: str = "") -> None:
         self._log.append(
             "weights",
             {
@@ -189,9 +191,9 @@ class Recorder:
                 "phase": phase,
                 "ended_ns": time.time_ns(),
                 "nbytes": update.manifest.nbytes if update.manifest else 0,
-                "checksum": update.manifest.checksum if update.manifest else "",
+                "checksum": update.checksum,
                 "pause_s": pause_s,
-                "cause": update.cause,
+                "cause": cause or update.cause,
             },
         )
 
@@ -236,6 +238,7 @@ class Recorder:
                 "retried": counts.rollouts_retried,
             },
             "updates_skipped": self.updates_skipped,
+            "restarts": dict(self.restarts),
             "groups": {state: number for state, number in counts.groups_by_state.items() if number},
             "reasons": counts.reasons,
             "age": {"mean": counts.age_mean, "max": counts.age_max},

@@ -1,7 +1,8 @@
 """Generate requests on their way from a worker to a server and back. Arrays pass through undecoded.
 
 Each request is answered exactly once: by its server once it is placed, else by `refuse`. A placed one is remembered until its
-server has answered, also where its rollout has ended meanwhile: only the answer gives the server's credit back.
+server has answered, also where its rollout has ended meanwhile: only the answer gives the server's credit back. Where its
+server is lost, the same frames go to another one: the worker notices nothing but the time.
 """
 
 from __future__ import annotations
@@ -100,6 +101,13 @@ class Relay:
             self._placed[server, request.number] = request
         if request.unwanted:
             self._stop(request)
+
+    def lost(self, server: str) -> None:
+        """The server is gone: what it had waits for another place, or for a refusal."""
+        for request in self._requests.values():
+            if request.server == server:
+                self._placed.pop((server, request.number), None)
+                request.server, request.number = None, 0
 
     def refuse(self, request_id: str, cause: str) -> None:
         request = self._requests.get(request_id)

@@ -19,10 +19,12 @@ class Roster:
     present: dict[str, Hello] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, cluster: ClusterSettings) -> Roster:
+    def of(cls, cluster: ClusterSettings, tensor_parallel_size: int = 1) -> Roster:
+        """Everyone whom the plan starts. A server takes `tensor_parallel_size` of the inference workers."""
+        servers = cluster.inference_num_workers // tensor_parallel_size
         return cls(
             workers=tuple(f"worker-{index}" for index in range(cluster.env_num_workers)),
-            servers=tuple(f"server-{index}" for index in range(cluster.inference_num_workers)),
+            servers=tuple(f"server-{index}" for index in range(servers)),
             ranks=tuple(f"trainer-{index}" for index in range(cluster.trainer_num_workers)),
         )
 
@@ -42,6 +44,10 @@ class Roster:
     def can_generate(self) -> bool:
         """Every worker and server is there: the first wave is then spread over all of them, in any order of arrival."""
         return all(name in self.present for name in self.workers + self.servers)
+
+    def lose(self, peer: str) -> Hello:
+        """It is gone, and may come again. Gives its last hello."""
+        return self.present.pop(peer)
 
     def admit(self, peer: str, hello: Hello) -> str:
         """Note the peer. Returns why it can't take part, or an empty string."""

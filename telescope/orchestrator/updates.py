@@ -1,11 +1,41 @@
-"""One weight update as a small state machine: publish, prepare, commit, or abort. Decides; sends and waits for nothing."""
+"""One weight update as a small state machine: publish, prepare, commit, or break off. Decides; sends and waits for nothing.
+
+    PUBLISH ─▶ PREPARE ─▶ COMMIT ─▶ DONE          every wait has a deadline, and each round either ends, drops a server or
+                 ▲  │                             uses up one of `max_retries`
+                 └ ABORT ─▶ FAILED
+
+Until a server is told to commit, the old version is served. What does not answer is dropped and fenced, and the others go on;
+a server without a part in the update is the core's to bring up later.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from telescope.records import WeightManifest
+from telescope.records import WeightGroup, WeightManifest
+from telescope.wire.messages import (
+    AbortWeights,
+    Body,
+    CommitWeights,
+    PrepareWeights,
+    PublishWeights,
+    SendWeights,
+    WeightsFailed,
+    WeightsPublished,
+    WeightsReady,
+    WeightsSent,
+)
+
+ABORT_S = 30.0
+"""To answer an abort: whoever is alive does so at once."""
+GRACE_S = 5.0
+"""When a member of a broadcast has failed or died: for the others to come to an end by themselves, before all is broken off."""
+
+MAX_REASON = 1_000
+
+Answer = WeightsPublished | WeightsSent | WeightsReady | WeightsFailed
 
 
 class Phase(StrEnum):
@@ -13,74 +43,258 @@ class Phase(StrEnum):
 
     PUBLISH = "published"
     PREPARE = "prepared"
+    ABORT = "broken off"
     COMMIT = "committed"
     DONE = "done"
     FAILED = "failed"
 
 
+@dataclass(frozen=True, eq=False)
+class Order:
+    """A message to be sent. Its answer is given back together with it, so that one of an earlier round is known as such."""
+
+    peer: str
+    body: Body
+    phase: Phase
+    round: int
+
+
+class Epochs:
+    """The broadcast groups of a run: members that stay the same and whole keep their communicator, others get a new epoch."""
+
+    def __init__(self) -> None:
+        self._group = WeightGroup(0, ())
+
+    def group(self, members: tuple[str, ...]) -> WeightGroup:
+        if members != self._group.members:
+            self._group = WeightGroup(self._group.epoch + 1, members)
+        return self._group
+
+    def broken(self, server: str = "") -> None:
+        """The communicator is no use any more: broken off, or the server (if it was a member) is gone."""
+        if not server or any(member.partition("/")[0] == server for member in self._group.members):
+            self._group = WeightGroup(self._group.epoch, ())
+
+
 @dataclass
 class WeightUpdate:
-    """The trainer publishes, then every server prepares, then every server commits: each wait has the same deadline.
+    """Brings `servers` to a version. `manifest`: where the version has been published already.
 
-    `waiting` holds the peers that have not answered yet. Until the last server has prepared, a failure leaves the old
-    version serving everywhere; `cause` says why.
+    `waiting` holds the peers that have not answered yet. `outbox` are orders to be sent, `fences` servers that must not run on,
+    with the reason: whoever drives the update empties both. `cause` says why it has failed.
     """
 
     version: int
     ranks: tuple[str, ...]
     servers: tuple[str, ...]
     timeout_s: float
+    max_retries: int
     now: float
+    members: Callable[[tuple[str, ...]], WeightGroup]
+    """The group of a broadcast to these servers; a new epoch where the last one is not theirs or was `broken`."""
+    broken: Callable[[], None]
+    manifest: WeightManifest | None = None
     phase: Phase = Phase.PUBLISH
     waiting: set[str] = field(default_factory=set)
-    manifest: WeightManifest | None = None
+    outbox: list[Order] = field(default_factory=list)
+    fences: list[tuple[str, str]] = field(default_factory=list)
     cause: str = ""
+    round: int = 0
+    retries: int = 0
+    checksum: str = ""
+    """What every server must hold; of a broadcast it is known when all is sent."""
+    deadline: float = 0.0
 
     def __post_init__(self) -> None:
-        self._enter(Phase.PUBLISH, self.ranks, self.now)
+        self._prepared: set[str] = set()
+        self._failed: dict[str, str] = {}
+        self._in_grace = False
+        self._members = len(self.servers)
+        if self.manifest is None:
+            self._ask(Phase.PUBLISH, {rank: PublishWeights(version=self.version) for rank in self.ranks}, self.now)
+        else:
+            self._prepare(self.now)
 
-    def published(self, rank: str, manifest: WeightManifest | None, now: float) -> None:
-        self.manifest = manifest or self.manifest
-        self._answered(rank, Phase.PUBLISH, now)
+    @property
+    def over(self) -> bool:
+        return self.phase in (Phase.DONE, Phase.FAILED)
 
-    def prepared(self, server: str, now: float) -> None:
-        self._answered(server, Phase.PREPARE, now)
+    @property
+    def collective(self) -> bool:
+        return self.manifest is not None and self.manifest.collective
 
-    def committed(self, server: str, checksum: str, now: float) -> None:
-        assert self.manifest is not None
-        if checksum != self.manifest.checksum:
-            self.fail(f"{server} serves weights with checksum {checksum}, the trainer published {self.manifest.checksum}")
+    # ---- what happens
+
+    def answered(self, order: Order, body: Answer, now: float) -> None:
+        """An order has its answer; one of an earlier round or phase, or a second one, changes nothing."""
+        if order.round != self.round or order.phase is not self.phase or order.peer not in self.waiting:
             return
-        self._answered(server, Phase.COMMIT, now)
+        match self.phase:
+            case Phase.PUBLISH:
+                self._published(order.peer, body, now)
+            case Phase.PREPARE:
+                self._has_prepared(order.peer, body, now)
+            case Phase.COMMIT:
+                self._has_committed(order.peer, body, now)
+            case Phase.ABORT:
+                self._done_with(order.peer, now)
 
-    def fail(self, cause: str) -> None:
-        if self.phase is not Phase.DONE:
-            self.phase, self.cause, self.waiting = Phase.FAILED, cause, set()
+    def lost(self, server: str, now: float) -> None:
+        """The server is gone: nobody waits for it, and it has no part in what comes."""
+        if server not in self.servers or self.over:
+            return
+        self.servers = tuple(name for name in self.servers if name != server)
+        self._prepared.discard(server)
+        self._failed.pop(server, None)
+        if self.collective and self.phase is Phase.PREPARE:
+            self._hurry(now)
+        if server in self.waiting:
+            self._done_with(server, now)
+        elif self.phase is Phase.PREPARE and not self.waiting:
+            self._end_phase(now, late=False)
 
     def tick(self, now: float) -> None:
-        """Fail the update if its phase has outlived the deadline."""
-        if self.phase in (Phase.DONE, Phase.FAILED) or now <= self.deadline:
-            return
-        late = ", ".join(sorted(self.waiting))
-        self.fail(
-            f"weights of version {self.version} were not {self.phase.value} by {late} within "
-            f"weight_sync.update_timeout_s={self.timeout_s:g} s"
-        )
+        """End the phase if it has outlived its deadline."""
+        if not self.over and now > self.deadline:
+            self._end_phase(now, late=True)
 
-    def _answered(self, peer: str, phase: Phase, now: float) -> None:
-        if self.phase is not phase:
+    # ---- answers
+
+    def _published(self, rank: str, body: Answer, now: float) -> None:
+        if not isinstance(body, WeightsPublished) or body.version != self.version:
+            self._give_up(f"{rank} could not publish weights of version {self.version}: {_said(body)}")
             return
-        self.waiting.discard(peer)
-        if self.waiting:
-            return
-        if phase is Phase.PUBLISH and self.manifest is None:
-            self.fail("no trainer rank named where the weights lie")
-        elif phase is Phase.PUBLISH:
-            self._enter(Phase.PREPARE, self.servers, now)
-        elif phase is Phase.PREPARE:
-            self._enter(Phase.COMMIT, self.servers, now)
+        self.manifest = body.manifest or self.manifest
+        self._done_with(rank, now)
+
+    def _has_prepared(self, peer: str, body: Answer, now: float) -> None:
+        if isinstance(body, WeightsReady) and body.prepared == self.version and peer in self.servers:
+            self._prepared.add(peer)
+        elif isinstance(body, WeightsSent) and body.version == self.version and peer in self.ranks:
+            self.checksum = body.checksum or self.checksum
         else:
-            self.phase = Phase.DONE
+            self._failed[peer] = f"{peer} could not {self._task(peer)} weights of version {self.version}: {_said(body)}"
+            if self.collective:
+                self._hurry(now)
+        self._done_with(peer, now)
 
-    def _enter(self, phase: Phase, peers: tuple[str, ...], now: float) -> None:
-        self.phase, self.waiting, self.deadline = phase, set(peers), now + self.timeout_s
+    def _has_committed(self, server: str, body: Answer, now: float) -> None:
+        if not isinstance(body, WeightsReady) or body.version != self.version:
+            self._fence(server, f"it could not commit weights of version {self.version}: {_said(body)}")
+        elif self.checksum and body.checksum != self.checksum:
+            self._fence(server, f"it serves weights with checksum {body.checksum}, the trainer published {self.checksum}")
+        self._done_with(server, now)
+
+    def _task(self, peer: str) -> str:
+        return "send" if peer in self.ranks else "take"
+
+    def _done_with(self, peer: str, now: float) -> None:
+        self.waiting.discard(peer)
+        if not self.waiting:
+            self._end_phase(now, late=False)
+
+    # ---- from phase to phase
+
+    def _end_phase(self, now: float, late: bool) -> None:
+        """All have answered, or `late` ones (still waited for) are given up."""
+        match self.phase:
+            case Phase.PUBLISH if late:
+                self._give_up(self._late_ones())
+            case Phase.PUBLISH if self.manifest is None:
+                self._give_up("no trainer rank named where the weights lie")
+            case Phase.PUBLISH:
+                self._prepare(now)
+            case Phase.PREPARE:
+                self._judge(now)
+            case Phase.ABORT:
+                self._after_abort(now)
+            case Phase.COMMIT:
+                for server in sorted(self.waiting):
+                    self._fence(server, self._late_ones(server))
+                self.phase, self.waiting = Phase.DONE, set()
+
+    def _prepare(self, now: float) -> None:
+        """A round begins. Without servers there is nobody to bring up: whoever comes later is behind, and the core sees it."""
+        assert self.manifest is not None
+        self._prepared, self._failed, self._in_grace, self._members = set(), {}, False, len(self.servers)
+        self.checksum = self.manifest.checksum
+        self.round += 1
+        if not self.servers:
+            self.phase, self.waiting = Phase.DONE, set()
+            return
+        group = self.members(self.servers) if self.collective else None
+        orders: dict[str, Body] = {server: PrepareWeights(manifest=self.manifest, group=group) for server in self.servers}
+        if group is not None:
+            orders |= {rank: SendWeights(version=self.version, group=group) for rank in self.ranks}
+        self._ask(Phase.PREPARE, orders, now)
+
+    def _judge(self, now: float) -> None:
+        """Everybody has said how it went, or time is up. Commit with those who hold the version, or try again."""
+        late = sorted(server for server in self.waiting if server in self.servers)
+        sent = not any(rank in self.waiting or rank in self._failed for rank in self.ranks)
+        if self._prepared and sent and (not self.collective or not late):
+            for server in sorted(set(self.servers) - self._prepared):
+                self._fence(server, self._failed.get(server) or self._late_ones(server))
+            self._ask(Phase.COMMIT, {server: CommitWeights(version=self.version) for server in self.servers}, now)
+            return
+        if not self.servers and sent:
+            self.phase = Phase.DONE
+            return
+        self.cause = "; ".join(self._failed.values()) or self._late_ones()
+        if self._prepared and not self._in_grace:  # the others had the same time and managed
+            for server in late:
+                self._fence(server, self._late_ones(server))
+        if self.collective:
+            self.broken()
+        peers = (*self.servers, *self.ranks) if self.collective else self.servers
+        abort = AbortWeights(version=self.version, reason=self.cause[:MAX_REASON])
+        self._ask(Phase.ABORT, dict.fromkeys(peers, abort), now, seconds=min(ABORT_S, self.timeout_s))
+
+    def _after_abort(self, now: float) -> None:
+        """Whoever has not even answered the abort hangs."""
+        silent = sorted(self.waiting)
+        ranks = [peer for peer in silent if peer in self.ranks]
+        if ranks:
+            self._give_up(f"{', '.join(ranks)} did not break off the sending of version {self.version}: {self.cause}")
+            return
+        for server in silent:
+            self._fence(server, f"it neither took weights of version {self.version} nor answered the abort: it hangs")
+        if len(self.servers) == self._members:
+            self.retries += 1
+        if self.retries > self.max_retries:
+            self._give_up(f"{self.cause}; that was retry {self.max_retries} of weight_sync.max_retries={self.max_retries}")
+            return
+        self._prepare(now)
+
+    def _ask(self, phase: Phase, bodies: dict[str, Body], now: float, seconds: float | None = None) -> None:
+        self.phase, self.waiting = phase, set(bodies)
+        self.deadline = now + (self.timeout_s if seconds is None else seconds)
+        self.outbox.extend(Order(peer, body, phase, self.round) for peer, body in bodies.items())
+        if not bodies:
+            self._end_phase(now, late=False)
+
+    def _hurry(self, now: float) -> None:
+        self._in_grace = True
+        self.deadline = min(self.deadline, now + GRACE_S)
+
+    def _fence(self, server: str, why: str) -> None:
+        self.servers = tuple(name for name in self.servers if name != server)
+        self.fences.append((server, why))
+
+    def _give_up(self, cause: str) -> None:
+        self.phase, self.cause, self.waiting = Phase.FAILED, cause, set()
+
+    def _late_ones(self, server: str = "") -> str:
+        late = server or ", ".join(sorted(self.waiting))
+        limit = f"weight_sync.update_timeout_s={self.timeout_s:g} s"
+        if self._in_grace:
+            limit = f"{GRACE_S:g} s after another member of the group had failed"
+        return f"weights of version {self.version} were not {self.phase.value} by {late} within {limit}"
+
+
+def _said(body: Answer) -> str:
+    if isinstance(body, WeightsFailed):
+        return body.cause
+    if isinstance(body, WeightsReady):
+        return f"it says that it serves version {body.version} and holds {body.prepared}"
+    return f"it answers with {type(body).__name__} of version {body.version}"

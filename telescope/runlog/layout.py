@@ -33,8 +33,8 @@ class RunDirectory:
         if path.exists() and any(path.iterdir()):
             raise RunDirectoryInUse(f"run_dir={path} exists and is not empty; a run directory is never reused: name another")
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for folder in (path / "journal", path / "live", path / "blocks", path / "logs", path / "failures", path / "wire"):
-            folder.mkdir(mode=0o700)
+        for folder in ("journal", "live", "blocks", "logs", "failures", "wire", "control"):
+            (path / folder).mkdir(mode=0o700)
         return cls(path)
 
     # resolved once, by telescope.run
@@ -69,6 +69,14 @@ class RunDirectory:
     def public_key(self, process: str) -> Path:
         return self.path / "wire" / f"{process}.key"
 
+    def server(self, process: str) -> Path:
+        """Where a server's HTTP listens, while it does: `{"url": "http://127.0.0.1:8100/v1", …}`."""
+        return self.path / "servers" / f"{process}.json"
+
+    def scratch(self, process: str) -> Path:
+        """A process's own temporary files, e.g. the adapters that a server has loaded; made and removed by it."""
+        return self.path / "scratch" / process
+
     # what happens
     @property
     def journal(self) -> Path:
@@ -91,12 +99,33 @@ class RunDirectory:
     def manifest(self) -> Path:
         return self.path / "MANIFEST.jsonl"
 
-    def log(self, process: str) -> Path:
-        return self.path / "logs" / f"{process}.log"
+    def log(self, process: str, life: int = 1) -> Path:
+        """A process that was started again writes a log of its own, e.g. `server-0.2.log` in its second life."""
+        return self.path / "logs" / (f"{process}.log" if life == 1 else f"{process}.{life}.log")
 
     def failure(self, process: str) -> Path:
         """One sentence, written by a process that ends for a reason it knows."""
         return self.path / "failures" / f"{process}.txt"
+
+    def earlier_failure(self, process: str, life: int) -> Path:
+        """The same of a life that was followed by another: `server-0.1.txt`."""
+        return self.path / "failures" / f"{process}.{life}.txt"
+
+    # what orchestrator and supervisor tell each other about servers (runlog/control.py)
+    @property
+    def control(self) -> Path:
+        return self.path / "control"
+
+    @property
+    def underway(self) -> Path:
+        """There while the run would rather start a server again than end."""
+        return self.path / "control" / "underway"
+
+    def fence(self, process: str) -> Path:
+        return self.path / "control" / f"fence-{process}.json"
+
+    def ended(self, process: str) -> Path:
+        return self.path / "control" / f"ended-{process}.json"
 
     @property
     def verdict(self) -> Path:

@@ -85,7 +85,7 @@ STREAMS: dict[str, Stream] = {
             {
                 "version": "int",
                 "server": "str",  # empty: the whole update
-                "phase": "str",  # published | prepared | committed | failed
+                "phase": "str",  # published | sent | prepared | refused | broken off | committed | failed
                 "started_ns": "int",
                 "ended_ns": "int",
                 "nbytes": "int",

@@ -61,6 +61,7 @@ class _Process(msgspec.Struct):
 
 class _Plan(msgspec.Struct):
     processes: tuple[_Process, ...]
+    device: str = "cpu"
 
 
 def cards(plan_json: Path) -> Cards:
@@ -77,9 +78,21 @@ def cards(plan_json: Path) -> Cards:
     return "same" if used["server"] == used["trainer"] and len(used["server"]) == 1 else "mixed"
 
 
-def choose(transport: str, device: str, placed: Cards) -> Transport:
-    """The transport that `weight_sync.transport` means on a device. Raises `TransportRefused`."""
+def planned(transport: str, plan_json: Path, *, adapters: bool = False) -> Transport:
+    """The same for the whole run, as its plan has it. Raises `TransportRefused`."""
+    try:
+        device = msgspec.json.decode(plan_json.read_bytes(), type=_Plan).device
+    except FileNotFoundError:
+        device = "cpu"
+    return choose(transport, "cuda" if device == "gpu" else "cpu", cards(plan_json), adapters=adapters)
+
+
+def choose(transport: str, device: str, placed: Cards, *, adapters: bool = False) -> Transport:
+    """The transport that `weight_sync.transport` means on a device. `adapters`: versions are LoRA adapters, which are small and
+    which a server reads as files. Raises `TransportRefused`."""
     on_gpu = device.startswith("cuda")
+    if transport == "auto" and adapters:
+        return "shared_memory"
     if transport == "auto":
         on_cards: dict[Cards, Transport] = {"apart": "nccl", "same": "cuda_ipc", "mixed": "shared_memory"}
         return on_cards[placed] if on_gpu else "shared_memory"

@@ -175,6 +175,11 @@ class Hub:
         self._flush()
         return seq
 
+    def expel(self, peer: str, incarnation: str, why: str) -> None:
+        """Give this process of the peer up, see `HubSession.expel`."""
+        self._session.expel(peer, incarnation, why)
+        self._flush()
+
     def acknowledge(self, delivery: Delivery) -> None:
         """The delivered RolloutDone is safe on disk: its worker may forget it."""
         self._session.acknowledge(delivery)

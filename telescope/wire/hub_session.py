@@ -84,6 +84,7 @@ class HubSession:
         self.last_malformed = ""
         self._by_route: dict[bytes, Peer] = {}
         self._names: set[str] = set()
+        self._unheard: set[str] = set()  # came again, and the application may not know yet
         self._retired: OrderedDict[tuple[str, str], str] = OrderedDict()  # (name, incarnation) -> why
         self._owing: dict[str, Peer] = {}  # peers with acks to be told
         self._beat_due = now
@@ -98,7 +99,8 @@ class HubSession:
     def send(self, name: str, body: Body, raw: RawArrays = NO_ARRAYS, answers: Delivery | None = None, *, now: float) -> int:
         """Send to a peer; gives the message's number, 0 if it is not kept.
 
-        To a peer that has gone (its PeerLost or PeerLeft has been or will be told) nothing is sent and 0 comes back; the
+        To a peer that has gone (its PeerLost or PeerLeft has been or will be told) nothing is sent and 0 comes back, also where
+        a new process of its name is here whose PeerJoined has not been taken yet: what is sent is meant for the old one. The
         same holds for the answer to a message of an incarnation that has gone. Raises `NoCredit`, `UnknownPeer`, or
         `ValueError` where the message is not one for this peer.
         """
@@ -106,6 +108,8 @@ class HubSession:
         if peer is None:
             if name not in self._names:
                 raise UnknownPeer(f"{type(body).__name__} cannot be sent: no process {name} has said hello")
+            return 0
+        if name in self._unheard and self._is_unheard(name):
             return 0
         if type(body) not in FROM_HUB[peer.hello.role]:
             raise ValueError(f"{type(body).__name__} is not sent to a {peer.hello.role} ({name})")
@@ -121,12 +125,26 @@ class HubSession:
         self.outbox.append((peer.route, frames))
         return seq
 
+    def _is_unheard(self, name: str) -> bool:
+        waiting = any(isinstance(told, PeerJoined) and told.peer == name for told in self.happenings)
+        if not waiting:
+            self._unheard.discard(name)
+        return waiting
+
     def acknowledge(self, delivery: Delivery) -> None:
         """What was delivered is safe (on disk): its sender may forget it."""
         peer = self.peers.get(delivery.peer)
         if peer is not None and peer.hello.incarnation == delivery.incarnation:
             peer.channel.safe(delivery.seq)
             self._owing[delivery.peer] = peer
+
+    def expel(self, name: str, incarnation: str, why: str) -> None:
+        """The application is done with this process of the peer: it is told so, and neither heard nor sent anything from now
+        on. Nothing happens where it has gone already; no PeerLost is told, as the application knows."""
+        peer = self.peers.get(name)
+        if peer is not None and peer.hello.incarnation == incarnation:
+            self._reject(peer.route, f"{name} is given up: {why}")
+            self._retire(peer, f"was given up ({why})")
 
     def stop_all(self, reason: str, now: float) -> None:
         """Tell each peer that has not been told."""
@@ -180,6 +198,8 @@ class HubSession:
     def _admit(self, route: bytes, hello: Hello, now: float) -> Peer:
         peer = Peer(hello, route, Channel(hello.capacity), heard=now, moved=now)
         self.peers[hello.name] = peer
+        if hello.name in self._names:
+            self._unheard.add(hello.name)
         self._names.add(hello.name)
         self.happenings.append(PeerJoined(hello.name, hello))
         return peer

@@ -135,3 +135,14 @@ DEFAULTS = {
 def test_class_defaults_are_those_of_the_source_design(settings):
     fields = settings.model_fields
     assert {name: fields[name].get_default(call_default_factory=True) for name in DEFAULTS[settings]} == DEFAULTS[settings]
+
+
+def test_one_gpu_splits_the_card_between_server_and_trainer_whatever_the_model():
+    for model in ("tiny", "qwen2.5-3b"):
+        config = compose_one("cluster=one_gpu", f"model={model}").config
+        assert config is not None
+        assert (config.cluster.device, config.servers, config.cluster.trainer_num_workers) == ("gpu", 1, 1)
+        assert config.inference.gpu_memory_utilization == 0.45
+    config = compose_one("cluster=one_gpu", "inference.gpu_memory_utilization=0.3").config
+    assert config is not None
+    assert config.inference.gpu_memory_utilization == 0.3

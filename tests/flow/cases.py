@@ -32,6 +32,7 @@ def any_settings(pick: Pick) -> FlowSettings:
         rollout_deadline_s=pick([20.0, 400.0]),
         cancel_deadline_s=60.0,
         absence_deadline_s=900.0,
+        weights_while_training=pick([True, False]),
         failed_batches_limit=pick([2, 50]),
         discarded_batches_limit=3,
     )
@@ -54,6 +55,7 @@ def any_manners(pick: Pick) -> Manners:
         timeout_share=pick([0.0, 0.0, 0.1, 0.5]),
         worker_life_s=pick([0.0, 0.0, 30.0]),
         server_life_s=pick([0.0, 0.0, 30.0]),
+        fenced_share=pick([0.0, 0.0, 0.2]),
         repeat_share=pick([0.0, 0.2]),
         mute_share=pick([0.0, 0.0, 0.02]),
         deaf=pick([False, False, False, True]),

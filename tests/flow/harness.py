@@ -63,6 +63,8 @@ class Manners:
     worker_life_s: float = 0.0
     """Mean life; 0: for ever. A worker comes back after `absence_s`."""
     server_life_s: float = 0.0
+    fenced_share: float = 0.0
+    """Servers that do not take an update and are killed while it is on its way; they come back likewise."""
     absence_s: float = 2.0
     repeat_share: float = 0.0
     """Events delivered a second time, some time later."""
@@ -110,6 +112,7 @@ class World:
         self._worker_lives: dict[str, int] = {}
         self._server_lives: dict[str, int] = {}
         self._served: dict[str, int] = {}
+        self._on_its_way: dict[str, list[seen.TurnDone]] = {}
 
     # ---- the clock
 
@@ -171,7 +174,7 @@ class World:
             case do.Train():
                 self.after(self.some(self.manners.step_s), lambda: self.tell(seen.StepDone(command.step)))
             case do.Update():
-                self.after(self.some(self.manners.update_s), lambda: self._updated(command.version, dict(self._server_lives)))
+                self._update(command)
             case do.Stop():
                 self.stop = command
 
@@ -244,6 +247,10 @@ class World:
             self.after(10 * self.manners.wire_s + self.some(self.manners.server_life_s), lambda: self._server_down(name, life))
 
     def _server_down(self, name: str, life: int) -> None:
+        if self._server_lives[name] != life:
+            return
+        for done in self._on_its_way.pop(name, []):
+            self.tell(done)  # what it has said is heard before its end is
         self._server_lives[name] = life + 1
         self.tell(seen.ServerLost(name, "killed"))
         self.after(self.some(self.manners.absence_s), lambda: self._server_up(name, 0))
@@ -279,7 +286,8 @@ class World:
         order = play.order
         # the relay tells the core and the worker at once; which of them speaks first is chance
         done = seen.TurnDone(request_id, order.rollout_id, tokens, reason)
-        self.after(self.some(self.manners.wire_s), lambda: self.tell(done))
+        self._on_its_way.setdefault(server, []).append(done)
+        self.after(self.some(self.manners.wire_s), lambda: self._said(server, done))
         if reason == "abort":
             return
         play.turn += 1
@@ -288,6 +296,19 @@ class World:
         else:
             result = seen.RolloutDone(order.rollout_id, order.attempt, self.manners.reward(order), 20, tokens)
             self.after(self.some(self.manners.score_s), lambda: self._answer(play, result))
+
+    def _said(self, server: str, done: seen.TurnDone) -> None:
+        if done in self._on_its_way.get(server, ()):
+            self._on_its_way[server].remove(done)
+            self.tell(done)
+
+    def _update(self, command: do.Update) -> None:
+        """Some servers do not follow and are fenced: their loss is told before the update's end."""
+        seconds = self.some(self.manners.update_s)
+        for name, life in self._server_lives.items():
+            if self.manners.fenced_share and self.random.random() < self.manners.fenced_share:
+                self.after(self.random.random() * seconds, lambda name=name, life=life: self._server_down(name, life))
+        self.after(seconds, lambda: self._updated(command.version, dict(self._server_lives)))
 
     def _updated(self, version: int, lives: dict[str, int]) -> None:
         self._served.update(dict.fromkeys(lives, version))

@@ -141,6 +141,9 @@ class Rules:
         self.orders = {key: order for key, order in self.orders.items() if order.worker != worker}
 
     def _drop_server(self, server: str) -> None:
+        """What it had is to be placed again, or refused."""
+        for request_id in self.outstanding.get(server, ()):
+            self.requests[request_id] = (self.requests[request_id][0], None)
         self.servers.pop(server, None)
         self.outstanding.pop(server, None)
         if self.travelling:
@@ -202,6 +205,10 @@ class Rules:
             case do.Update():
                 keep(self.travelling is None, f"{command} while version {self.travelling} is on its way")
                 keep(command.version == self.trained_step, f"{command}, but the trainer holds version {self.trained_step}")
+                busy = self.training is not None and self.training != self.trained_step
+                keep(
+                    self.settings.weights_while_training or not busy, f"{command} while the trainer is at step {self.training}"
+                )
                 self.travelling = (command.version, tuple(self.servers))
             case do.Warn():
                 self.warnings.append(command.sentence)
@@ -279,6 +286,7 @@ class Rules:
     def _train(self, command: do.Train) -> None:
         settings = self.settings
         keep(self.training is None, f"{command} while step {self.training} is in training")
+        keep(settings.weights_while_training or self.travelling is None, f"{command} while the trainer sends")
         keep(command.step == self.version + 1, f"{command} after version {self.version}")
         keep(len(command.group_ids) == settings.groups_per_batch, f"{command} has the wrong number of groups")
         keep(list(command.group_ids) == sorted(command.group_ids), f"{command} is not in order")

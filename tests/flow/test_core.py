@@ -340,13 +340,66 @@ def test_earlier_turns_go_first():
     assert (late.priority, early.priority) == (3, 0)
 
 
-def test_a_lost_servers_requests_are_refused_and_the_group_moves():
+def test_a_lost_servers_requests_are_placed_again_and_no_attempt_is_spent():
     desk = Desk()
     desk.open(servers=2)
     desk.tell(seen.TurnStarted("r0", 0, 0, 0, 5))
-    assert desk.tell(seen.ServerLost("server-0", "killed")) == [do.Refuse("r0", "server-0 was lost: killed")]
-    assert runs(desk.failed(0, cause="refused")) == [(0, 1)]
-    assert desk.tell(seen.TurnStarted("r1", 0, 1, 0, 5)) == [do.Place("r1", "server-1", 0)]
+    assert desk.tell(seen.ServerLost("server-0", "killed")) == [do.Place("r0", "server-1", 0)]
+    desk.tell(seen.TurnDone("r0", 0, 7, "stop"))
+    desk.done(0, 1.0, tokens=7)
+    assert desk.core.counts().rollouts_retried == 0
+    assert desk.tell(seen.TurnStarted("r1", 1, 0, 0, 5)) == [do.Place("r1", "server-1", 0)]
+
+
+def test_requests_of_the_only_server_wait_for_its_return_at_their_version():
+    desk = Desk()
+    desk.open()
+    desk.done(0, 1.0)
+    desk.done(1, 0.0)
+    desk.step(1)
+    desk.tell(seen.TurnStarted("r", 2, 0, 0, 5))
+    assert desk.tell(seen.ServerLost("server-0", "killed")) == []
+    assert desk.tell(seen.ServerJoined("server-0", 0, 1000)) == [do.Update(1)]
+    assert desk.tell(seen.UpdateDone(1)) == [do.Place("r", "server-0", 0)]
+
+
+def test_a_lost_servers_request_of_a_cancelled_rollout_is_refused():
+    desk = Desk(max_async=4, max_off_policy_steps=1)
+    desk.open(servers=2)
+    desk.tell(seen.TurnStarted("r", 2, 0, 0, 5))
+    desk.done(0, 1.0)
+    desk.done(1, 0.0)
+    desk.step(1)  # the second group was begun a version ago: it is cancelled, and its request is at server-0 still
+    assert desk.of(do.Cancel)
+    assert desk.tell(seen.ServerLost("server-0", "killed")) == [do.Refuse("r", "server-0 was lost: killed")]
+
+
+@pytest.mark.parametrize("while_training", [True, False])
+def test_a_late_server_gets_the_version_at_once_unless_the_trainer_itself_must_send(while_training: bool):
+    desk = Desk(max_async=2, weights_while_training=while_training)
+    desk.open()
+    desk.done(0, 1.0)
+    desk.done(1, 0.0)
+    desk.step(1)
+    desk.done(2, 1.0)
+    assert [command.step for command in desk.done(3, 0.0) if isinstance(command, do.Train)] == [2]
+    joined = desk.tell(seen.ServerJoined("server-1", 0, 1000))
+    assert [command for command in joined if isinstance(command, do.Update)] == ([do.Update(1)] if while_training else [])
+    if while_training:
+        desk.tell(seen.UpdateDone(1))
+    assert do.Update(2) in desk.tell(seen.StepDone(2))  # which brings up both
+
+
+def test_the_trainer_gets_no_step_while_it_sends_to_a_late_server():
+    desk = Desk(max_async=2, weights_while_training=False)
+    desk.open()
+    desk.done(0, 1.0)
+    desk.done(1, 0.0)
+    desk.step(1)
+    assert do.Update(1) in desk.tell(seen.ServerJoined("server-1", 0, 1000))
+    desk.done(2, 1.0)
+    assert not [command for command in desk.done(3, 0.0) if isinstance(command, do.Train)]
+    assert [command.step for command in desk.tell(seen.UpdateDone(1)) if isinstance(command, do.Train)] == [2]
 
 
 def test_a_group_never_goes_to_a_server_older_than_itself():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -10,8 +12,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from telescope.inference.engine import RequestRefused, WeightsRefused
-from telescope.inference.versions import CountedTokens, EngineLabels
+from telescope.inference.engine import Generated, RequestRefused, WeightsRefused
 from telescope.records import Sampling, WeightManifest
 from tests.inference.conftest import Served
 
@@ -134,34 +135,66 @@ async def test_a_smaller_priority_goes_first(old: Served):
     assert max(places) < waiting + 16
 
 
-@pytest.mark.parametrize("kind", [EngineLabels, CountedTokens])
-async def test_tokens_across_an_update_carry_their_own_version_and_log_probs(old: Served, kind: type):
-    """One long answer, updated twice on the way: each token's log-prob is that of the version it names, given all before it."""
-    before = old.engine._versions
-    old.engine._versions = kind(old.engine.client)
-    old.engine._versions.current = before.current
-    try:
-        task = asyncio.create_task(long_request(old, "long", prompt(10)))
-        await until_running(old, "long", 10)
-        base = old.serving
-        first = await old.serve("new")
-        await until_running(old, "long", 60)
-        second = await old.serve("third")
-        answer = await asyncio.wait_for(task, 60)
-    finally:
-        before.current = old.engine._versions.current
-        old.engine._versions = before
-        await old.engine.client.update_weight_version(str(before.current))
+async def across_two_updates(old: Served) -> tuple[Generated, list[int]]:
+    """One long answer, updated twice on the way; the versions that it met."""
+    task = asyncio.create_task(long_request(old, "long", prompt(10)))
+    await until_running(old, "long", 10)
+    met = [old.serving, await old.serve("new")]
+    await until_running(old, "long", 60)
+    met.append(await old.serve("third"))
+    answer = await asyncio.wait_for(task, 60)
     spans = [(int(v), int((answer.versions == v).sum())) for v in dict.fromkeys(answer.versions.tolist())]
-    assert [version for version, _ in spans] == [base, first, second]
+    assert [version for version, _ in spans] == met
     assert min(count for _, count in spans) >= 10
     assert (np.diff(answer.versions) >= 0).all()
-    for version, which in ((base, "old"), (first, "new"), (second, "third")):
+    return answer, met
+
+
+async def test_tokens_that_are_computed_anew_carry_their_own_version_and_its_log_probs_given_all_before(old: Served):
+    with in_flight(old, "recompute"):
+        answer, met = await across_two_updates(old)
+    for version, which in zip(met, ("old", "new", "third"), strict=True):
         mine = answer.versions == version
         expected = old.reference_logprobs(which, prompt(10), answer.ids, COLD)
         assert np.abs(answer.logprobs - expected)[mine].max() < 1e-3
         others = old.reference_logprobs("third" if which == "old" else "old", prompt(10), answer.ids, COLD)
         assert np.abs(answer.logprobs - others)[mine].mean() > 0.1
+
+
+async def test_tokens_that_go_on_through_an_update_are_of_their_version_over_the_keys_and_values_before(
+    old: Served,
+):
+    """The reference feeds each token to the weights of its version and keeps all keys and values, as the engine does."""
+    answer, met = await across_two_updates(old)
+    which = dict(zip(met, ("old", "new", "third"), strict=True))
+    expected = old.reference_over_kept_cache(prompt(10), answer, which, COLD)
+    assert np.abs(answer.logprobs - expected).max() < 1e-3
+    anew = old.reference_logprobs("third", prompt(10), answer.ids, COLD)
+    assert np.abs(answer.logprobs - anew)[answer.versions == met[2]].mean() > 0.1
+
+
+async def test_versions_are_exact_for_requests_that_arrive_finish_and_run_while_weights_change(old: Served):
+    """Requests keep coming while five versions are served; each token's log-prob is that of the version it names."""
+    served = {old.serving: "old"}
+    tasks = []
+    for index, which in enumerate(("new", "third", "old", "new", "third")):
+        for burst in range(8):
+            tasks.append(asyncio.create_task(old.generate(prompt(20, burst), 12, seed=index, temperature=COLD)))
+            await asyncio.sleep(0)
+        served[await old.serve(which)] = which
+    answers = await asyncio.gather(*tasks)
+    assert sum(len(set(a.versions.tolist())) > 1 for a in answers) > 0
+    for index, answer in enumerate(answers):
+        expected = old.reference_over_kept_cache(prompt(20, index % 8), answer, served, COLD)
+        assert np.abs(answer.logprobs - expected).max() < 1e-3
+
+
+async def test_updates_are_plain_copies_found_by_watching_the_loader(old: Served):
+    (opened,) = old.engine.opened
+    assert opened.no_plan == ""
+    assert opened.copies == 2 * 11 + 2  # per layer q, k, v, o, two head norms, gate, up, down, two norms; embedding and norm
+    model = old.model("old")
+    assert opened.nbytes == 4 * sum(parameter.numel() for parameter in model.parameters())
 
 
 async def test_after_an_update_greedy_answers_and_log_probs_are_the_new_weights_with_prefix_caching_on(old: Served):
@@ -223,16 +256,12 @@ async def test_a_corrupted_segment_is_refused_and_the_old_version_serves_on(old:
 
 
 async def test_in_flight_abort_ends_running_requests_at_an_update(old: Served):
-    kept = old.engine._sync
-    old.engine._sync = kept.model_copy(update={"in_flight": "abort"})
-    try:
+    with in_flight(old, "abort"):
         task = asyncio.create_task(long_request(old, "cut", prompt(8)))
         await until_running(old, "cut", 5)
         before = old.serving
         await old.serve("new")
         answer = await asyncio.wait_for(task, 10)
-    finally:
-        old.engine._sync = kept
     assert answer.finish_reason == "abort"
     assert set(answer.versions.tolist()) == {before}
     await old.assert_serves("new")
@@ -242,6 +271,16 @@ async def test_256_requests_at_once_are_all_answered(old: Served):
     answers = await asyncio.gather(*(old.generate(prompt(20, i), 6, seed=i) for i in range(256)))
     assert len(answers) == 256
     assert all(1 <= len(answer.ids) <= 6 for answer in answers)
+
+
+@contextmanager
+def in_flight(served: Served, mode: str) -> Iterator[None]:
+    kept = served.engine._sync
+    served.engine._sync = kept.model_copy(update={"in_flight": mode})
+    try:
+        yield
+    finally:
+        served.engine._sync = kept
 
 
 async def long_request(served: Served, name: str, tokens: np.ndarray):

@@ -24,6 +24,8 @@ from telescope.orchestrator.main import flow_settings
 from telescope.orchestrator.perform import Performer
 from telescope.orchestrator.record import Recorder
 from telescope.orchestrator.roster import Roster
+from telescope.orchestrator.servers import Servers
+from telescope.orchestrator.weights import UpdateRules
 from telescope.records import EnvironmentCard, RolloutOrder, Sampling, WeightManifest
 from telescope.runlog.journal import Journal
 from telescope.runlog.layout import RunDirectory
@@ -180,13 +182,14 @@ async def orchestrating(folder: Path) -> AsyncIterator[tuple[Orchestrator, RunDi
     recorder, roster = Recorder(run, log, None, STEPS), Roster.of(settings.cluster)
     hub = await Hub.open(run, run="r", attempt="a", config_hash="c")
     recipe = Recipe(settings.algorithm, settings.rollout.group_size, settings.rollout.max_tokens)
-    performer = Performer(hub, roster=roster, recorder=recorder, recipe=recipe, update_timeout_s=20.0)
+    performer = Performer(hub, roster=roster, recorder=recorder, recipe=recipe, updates=UpdateRules(20.0, 1))
     orchestrator = Orchestrator(
         settings,
         hub=hub,
         core=Core(flow_settings(settings)),
         performer=performer,
         roster=roster,
+        servers=Servers(run, hub, roster, 0),
         journal=journal,
         recorder=recorder,
     )

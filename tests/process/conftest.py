@@ -83,9 +83,11 @@ Launch = Callable[..., Launched]
 def launch(tmp_path: Path) -> Iterator[Launch]:
     started: list[Launched] = []
 
-    def start(*processes: ProcessPlan, progress: bool = False, log_to_console: bool = False, **patience: float) -> Launched:
+    def start(
+        *processes: ProcessPlan, progress: bool = False, log_to_console: bool = False, restarts: int = 0, **patience: float
+    ) -> Launched:
         run = RunDirectory.create(tmp_path / f"run-{len(started)}")
-        plan = Plan("cpu", processes, progress, log_to_console)
+        plan = Plan("cpu", processes, progress, log_to_console, restarts)
         write_plan(plan, run.plan_json)
         supervisor = subprocess.Popen(
             [sys.executable, "-c", START, str(run.path), json.dumps(patience)],

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from telescope.backends.common import attention
+from telescope.backends.common import attention, lora
 from telescope.backends.common.logprobs import logprobs
 from telescope.config.models import check_files, check_weights, model_path, model_problem, model_source
 
@@ -78,9 +78,14 @@ class Policy(nn.Module):
     def fsdp_modules(self) -> list[FSDPModule]:
         return [module for module in self.modules() if isinstance(module, FSDPModule)]
 
+    @property
+    def adapters(self) -> bool:
+        """Whether adapters are trained rather than the weights themselves; a version then consists of them alone."""
+        return any(not parameter.requires_grad for parameter in self.parameters())
+
     def by_name(self) -> dict[str, Tensor]:
-        """The parameters as they lie here, whole or sharded, by Hugging Face name, tied ones once."""
-        return {name.removeprefix("lm."): parameter.detach() for name, parameter in self.named_parameters()}
+        """What a version consists of, as it lies here, whole or sharded, by its published name, tied ones once."""
+        return {name: parameter.detach() for name, parameter in lora.published(self, "lm.", adapters=self.adapters)}
 
     @torch.no_grad()
     def verify(self, device: str, temperature: float, tolerance: float) -> None:
@@ -116,8 +121,9 @@ class Policy(nn.Module):
         return RowInput(ids_, positions_, attention.segments(self.kind, boundaries, device), places_, targets_)
 
 
-def load(model: ModelSettings, kind: attention.Kind, dtype: torch.dtype) -> Any:
-    """The model on the CPU in `dtype`, with this project's attention and without dropout."""
+def load(model: ModelSettings, kind: attention.Kind, dtype: torch.dtype, *, adapters: bool = True) -> Any:
+    """The model on the CPU in `dtype`, with this project's attention and without dropout; with `adapters` also with those of
+    model.lora, whose presence freezes everything else."""
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
@@ -140,6 +146,11 @@ def load(model: ModelSettings, kind: attention.Kind, dtype: torch.dtype) -> Any:
         raise UnfitModel(f"model.name={model.name}: it can't be loaded: {said}") from error
     _check(lm)
     _no_dropout(lm)
+    if adapters and model.lora is not None:
+        try:
+            lora.inject(lm, model.lora)
+        except lora.NoSuchModule as error:
+            raise UnfitModel(str(error)) from error
     return lm.train()
 
 

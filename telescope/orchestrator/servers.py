@@ -1,0 +1,46 @@
+"""Servers that come and go while the run goes on: what the supervisor says of them, and whom it is asked to fence.
+
+Owns the orchestrator's side of `control/`. Restarting is the supervisor's; what a loss means is the core's.
+"""
+
+from __future__ import annotations
+
+from telescope.orchestrator.roster import Roster
+from telescope.runlog import control
+from telescope.runlog.layout import RunDirectory
+from telescope.wire.hub import Hub
+
+
+class Servers:
+    """`limit`: restarts that the supervisor has for each (`cluster.max_server_restarts`); with 0 none comes back."""
+
+    def __init__(self, run: RunDirectory, hub: Hub, roster: Roster, limit: int) -> None:
+        self._run, self._hub, self._roster, self._limit = run, hub, roster, limit
+        self.underway = False
+        """Every part of the run has been there."""
+
+    def begin(self) -> None:
+        """All parts are there: from now on the run waits for a server rather than end with it."""
+        self.underway = True
+        if self._limit:
+            control.open_run(self._run)
+
+    def end(self) -> None:
+        control.close_run(self._run)
+
+    def can_return(self, peer: str) -> bool:
+        return self.underway and self._limit > 0 and peer in self._roster.servers
+
+    def ended(self) -> list[tuple[str, str]]:
+        """Servers still taken for alive whose process the supervisor has seen end, each with how."""
+        if not (self.underway and self._limit):
+            return []
+        present = self._roster.present
+        ends = control.ends(self._run).items()
+        return [(name, ended.how) for name, ended in ends if name in present and present[name].pid == ended.pid]
+
+    def give_up(self, server: str, reason: str) -> None:
+        """Hear nothing more of its process, and have the supervisor see to it that there is nothing more to hear."""
+        hello = self._roster.lose(server)
+        self._hub.expel(server, hello.incarnation, reason)
+        control.ask_to_fence(self._run, server, control.Fence(hello.pid, reason))

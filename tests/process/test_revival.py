@@ -1,0 +1,136 @@
+"""A server that dies or hangs while the run is under way is ended with all below it and started again, within its budget."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import psutil
+from conftest import LIMIT_S, Launch, Launched, stand_in
+
+from telescope._launch.restarts import WINDOW_S, Restarts
+from telescope.runlog import control
+
+ORCHESTRATOR, WORKER = stand_in("orchestrator", "obey"), stand_in("worker-0", "obey")
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not {what}"
+        time.sleep(0.02)
+
+
+def next_life(launched: Launched, name: str, before: int) -> int:
+    """The pid of the process's next life, once that is up."""
+    until(lambda: launched.pids(name)[0] != before, f"another life of {name}")
+    launched.remember()
+    return launched.pids(name)[0]
+
+
+def under_way(launched: Launched) -> Launched:
+    launched.wait_until_up()
+    control.open_run(launched.run)
+    return launched
+
+
+def interrupted(launched: Launched) -> tuple[dict[str, object], str]:
+    launched.signal(signal.SIGINT)
+    _, _, err = launched.end()
+    assert launched.left_after(0) == []
+    return json.loads(launched.run.exit_json.read_bytes()), err
+
+
+def test_a_killed_server_gets_a_second_life_with_a_log_of_its_own(launch: Launch) -> None:
+    launched = under_way(launch(ORCHESTRATOR, stand_in("server-0", "family"), WORKER, restarts=3))
+    first, *below = launched.pids("server-0")
+    os.kill(first, signal.SIGKILL)
+    second = next_life(launched, "server-0", first)
+    assert not any(psutil.pid_exists(pid) for pid in (first, *below))  # nothing of the first life holds its memory or port
+    ended = control.ends(launched.run)
+    assert ended == {"server-0": control.Ended(1, first, "server-0 was killed by signal 9 (SIGKILL).")}
+    assert psutil.pid_exists(second)
+    record, err = interrupted(launched)
+    assert (record["exit_code"], record["cause"], record["restarts"]) == (130, None, {"server-0": 1})
+    assert "server-0 was killed by signal 9 (SIGKILL). It is started again." in err
+    assert launched.run.log("server-0", 2).name == "server-0.2.log"
+    assert launched.run.log("server-0", 2).exists()
+
+
+def test_a_stopped_server_is_fenced_at_the_orchestrators_word(launch: Launch) -> None:
+    launched = under_way(launch(ORCHESTRATOR, stand_in("server-0", "family"), WORKER, restarts=3))
+    first, *below = launched.pids("server-0")
+    os.kill(first, signal.SIGSTOP)
+    control.ask_to_fence(launched.run, "server-0", control.Fence(first, "it was not heard for 15 s."))
+    next_life(launched, "server-0", first)
+    assert not any(psutil.pid_exists(pid) for pid in (first, *below))
+    assert not launched.run.fence("server-0").exists()
+    record, err = interrupted(launched)
+    assert record["restarts"] == {"server-0": 1}
+    assert "server-0 was fenced: it was not heard for 15 s. It is started again." in err
+
+
+def test_a_request_to_fence_an_earlier_life_hits_nobody(launch: Launch) -> None:
+    launched = under_way(launch(ORCHESTRATOR, stand_in("server-0", "obey"), WORKER, restarts=3))
+    (pid,) = launched.pids("server-0")
+    control.ask_to_fence(launched.run, "server-0", control.Fence(pid - 1, "late"))
+    until(lambda: not launched.run.fence("server-0").exists(), "read")
+    record, _ = interrupted(launched)
+    assert (record["restarts"], psutil.pid_exists(pid)) == ({}, False)
+
+
+def test_a_stopped_shim_does_not_keep_its_server_from_a_next_life(launch: Launch) -> None:
+    launched = under_way(launch(ORCHESTRATOR, stand_in("server-0", "obey"), WORKER, restarts=3, fence_s=0.5))
+    (pid,) = launched.pids("server-0")
+    os.kill(launched.shim("server-0"), signal.SIGSTOP)
+    control.ask_to_fence(launched.run, "server-0", control.Fence(pid, "stuck."))
+    next_life(launched, "server-0", pid)
+    assert interrupted(launched)[0]["restarts"] == {"server-0": 1}
+
+
+def test_a_server_whose_restarts_are_used_up_ends_the_run_with_its_own_reason(launch: Launch) -> None:
+    launched = under_way(
+        launch(ORCHESTRATOR, stand_in("server-0", "crash", "70", "the engine is gone", "0.2"), WORKER, restarts=2, grace_s=0.5)
+    )
+    code, _, err = launched.end(2 * LIMIT_S)
+    assert code == 70
+    assert (
+        "The run failed: server-0 ended with exit code 70. "
+        "It was started again 2 times within an hour (cluster.max_server_restarts)." in err
+    )
+    assert str(launched.run.log("server-0", 3)) in err
+    assert json.loads(launched.run.exit_json.read_bytes())["restarts"] == {"server-0": 2}
+    assert launched.left_after(0) == []
+
+
+def test_before_the_run_is_under_way_a_death_ends_it(launch: Launch) -> None:
+    launched = launch(ORCHESTRATOR, stand_in("server-0", "obey"), WORKER, restarts=3, grace_s=0.5)
+    launched.wait_until_up()
+    os.kill(launched.pids("server-0")[0], signal.SIGKILL)
+    code, _, err = launched.end()
+    assert code == 70
+    assert "The run failed: server-0 was killed by signal 9 (SIGKILL)." in err
+
+
+def test_a_worker_is_not_started_again(launch: Launch) -> None:
+    launched = under_way(launch(ORCHESTRATOR, stand_in("server-0", "obey"), WORKER, restarts=3, grace_s=0.5))
+    os.kill(launched.pids("worker-0")[0], signal.SIGKILL)
+    assert "The run failed: worker-0 was killed by signal 9 (SIGKILL)." in launched.end()[2]
+
+
+def test_a_budget_of_three_waits_longer_each_time_and_is_full_again_after_an_hour():
+    budget = Restarts(3)
+    assert [budget.spend("server-0", now) for now in (0.0, 10.0, 20.0, 30.0)] == [0.0, 1.0, 2.0, None]
+    assert budget.spend("server-1", 30.0) == 0.0
+    assert budget.used_up("server-0") == " It was started again 3 times within an hour (cluster.max_server_restarts)."
+    assert budget.spend("server-0", WINDOW_S) == 2.0
+    assert budget.spend("server-0", WINDOW_S + 5.0) is None
+    assert budget.spend("server-0", 2 * WINDOW_S + 100.0) == 0.0
+
+
+def test_a_budget_waits_half_a_minute_at_the_most():
+    budget = Restarts(10)
+    assert [budget.spend("server-0", float(now)) for now in range(9)] == [0, 1, 2, 4, 8, 16, 30, 30, 30]
