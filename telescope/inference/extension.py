@@ -25,7 +25,7 @@ from telescope.inference.checkpoint import (
     read_tensors,
     version_bytes,
 )
-from telescope.inference.copy_plan import BoundPlan, CopyPlan, Flat, NoPlan, differences, record
+from telescope.inference.copy_plan import BoundPlan, CopyPlan, Flat, NoPlan, copy_all, differences, record
 from telescope.inference.core_commit import teach_core
 from telescope.inference.opening import Opened, Opening, StageState
 from telescope.inference.repairs import repair
@@ -111,13 +111,23 @@ class Weights:
         if self._device.type == "cuda":
             reserved = version_bytes(self._checkpoint, self._tied, str(self._config.dtype).removeprefix("torch."))
             self.staging.reserve(reserved)
+            self._warm()
         copies, nbytes = (len(self._plan.copies), self._plan.nbytes) if self._plan else (0, 0)
         return Opened("", no_plan, copies, nbytes, self.staging.buffer.numel(), time.perf_counter() - started)
 
+    def _warm(self) -> None:
+        """The first copy of a kind loads its kernels, for tens of milliseconds: not at the first update."""
+        if self._plan is not None:
+            some = [copy.target for copy in self._plan.copies[:SHOWN]]
+            with torch.inference_mode():
+                copy_all(some, [target.clone() for target in some])
+
     def stage(self, manifest: WeightManifest, group: WeightGroup | None) -> None:
         def check() -> str:
-            found = disagreements(manifest, self._checkpoint, self._tied)
-            return f"weights version {manifest.version} don't fit the model: {'; '.join(found)}" if found else ""
+            if found := disagreements(manifest, self._checkpoint, self._tied):
+                return f"weights version {manifest.version} don't fit the model: {'; '.join(found)}"
+            self._bind(manifest)
+            return ""
 
         self.staging.begin(manifest, group, check, self._put, self._deadline_s)
 
@@ -141,17 +151,28 @@ class Weights:
         return arrival
 
     def _put_staged(self, arrival: Arrival) -> None:
-        """Where a buffer waits at the same address for the same layout, the slices are looked up once for the whole run."""
         specs = arrival.manifest.tensors
-        if self._plan is None or not self._plan.sources <= {spec.name for spec in specs}:
+        if not self._planned(specs):
             self._load_by_vllm(arrival.flat, specs)
-        elif self.staging.in_place(arrival.manifest):
-            self._plan.apply(arrival.flat)
-        else:
-            address = self.staging.buffer.data_ptr()
-            if self._bound is None or self._bound[:2] != (specs, address):
-                self._bound = (specs, address, self._plan.bound(arrival.flat))
+        elif self._bound is not None and not self.staging.in_place(arrival.manifest):
             self._bound[2].apply()
+        elif self._plan is not None:
+            self._plan.apply(arrival.flat)
+
+    def _planned(self, specs: tuple[TensorSpec, ...]) -> bool:
+        return self._plan is not None and self._plan.sources <= {spec.name for spec in specs}
+
+    def _bind(self, manifest: WeightManifest) -> None:
+        """In the receiving thread: look up the slices of the staging buffer, once for the whole run as long as neither it nor
+        the layout changes, so that a commit has nothing left to do but to copy."""
+        staging, specs = self.staging, manifest.tensors
+        if self._plan is None or not self._planned(specs) or staging.in_place(manifest) or staging.unstaged(manifest):
+            return
+        staging.reserve(manifest.nbytes)
+        address = staging.buffer.data_ptr()
+        if self._bound is None or self._bound[:2] != (specs, address):
+            named = {spec.name: spec for spec in specs}
+            self._bound = (specs, address, self._plan.bound(lambda name: staging.row(named[name])))
 
     def _put(self, flat: Flat, specs: tuple[TensorSpec, ...]) -> None:
         """Some tensors of a version. Without a plan vLLM's loader takes them, part by part."""

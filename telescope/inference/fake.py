@@ -15,12 +15,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from telescope.config.models import end_ids
 from telescope.inference.engine import Generated, Load, RequestRefused, WeightsRefused, WeightState
 from telescope.records import FinishReason, Sampling, WeightGroup, WeightManifest
-from telescope.weights.base import Reader, WeightsCorrupt
+from telescope.weights.base import Reader, Receiver, TransferFailed, WeightsCorrupt
+from telescope.weights.shared_memory import TRANSPORT as SHARED_MEMORY
 
 JUMBLE_TOKENS = 8
 
@@ -82,7 +84,10 @@ class FakeEngine:
         token_s: float = 0.0,
         weights_s: float = 0.0,
         kv_tokens: int | None = None,
+        receivers: Callable[[str], Receiver] | None = None,
+        deadline_s: float = 60.0,
     ) -> None:
+        """`receivers` gives the worker's end of a transport other than shared memory; without it they are refused."""
         self._characters = Characters(folder)
         self._end = next(iter(end_ids(folder)), None)
         self._reader = reader
@@ -95,6 +100,9 @@ class FakeEngine:
         self._state = WeightState(version=0, prepared=None, checksum="", pause_s=0.0)
         self._staged: WeightManifest | None = None
         self._stepped: Callable[[], None] = lambda: None
+        self._receivers, self._deadline_s = receivers, deadline_s
+        self._weights = asyncio.Lock()
+        self._arriving: tuple[int, Receiver, WeightGroup | None] | None = None
 
     @property
     def client(self) -> None:
@@ -172,31 +180,52 @@ class FakeEngine:
             self._aborts[request_id].set()
 
     async def prepare(self, manifest: WeightManifest, group: WeightGroup | None = None) -> WeightState:
-        self._staged = None
-        self._state = replace(self._state, prepared=None)
-        await asyncio.sleep(self._weights_s)  # stands for the work itself
-        try:
-            for _ in self._reader.read(manifest):
-                pass
-        except WeightsCorrupt as error:
-            raise WeightsRefused(str(error)) from error
-        self._staged = manifest
-        self._state = replace(self._state, prepared=manifest.version)
-        return self._state
-
-    async def commit(self, version: int) -> WeightState:
-        if self._staged is None or self._staged.version != version:
-            held = "nothing" if self._staged is None else f"version {self._staged.version}"
-            raise WeightsRefused(f"weights version {version} can't be committed: {held} is staged")
-        self._state = WeightState(version=version, prepared=None, checksum=self._staged.checksum, pause_s=0.0)
-        self._staged = None
-        return self._state
-
-    async def discard(self, version: int) -> WeightState:
-        if self._staged is not None and self._staged.version == version:
+        async with self._weights:
             self._staged = None
             self._state = replace(self._state, prepared=None)
-        return self._state
+            await asyncio.sleep(self._weights_s)  # stands for the work itself
+            try:
+                checksum = await self._receive(manifest, group)
+            except (WeightsCorrupt, TransferFailed) as error:
+                raise WeightsRefused(str(error)) from error
+            self._staged = msgspec.structs.replace(manifest, checksum=checksum)
+            self._state = replace(self._state, prepared=manifest.version)
+            return self._state
+
+    async def _receive(self, manifest: WeightManifest, group: WeightGroup | None) -> str:
+        """All of it, checked; its checksum."""
+        if self._receivers is None or manifest.transport == SHARED_MEMORY:
+            for _ in self._reader.read(manifest):
+                pass
+            return manifest.checksum
+        import torch  # whoever receives otherwise has it
+
+        receiver = await asyncio.to_thread(self._receivers, manifest.transport)
+        self._arriving = (manifest.version, receiver, group)
+        place = torch.empty(manifest.nbytes, dtype=torch.uint8)
+        try:
+            return await asyncio.to_thread(receiver.receive, manifest, group, place, self._deadline_s)
+        finally:
+            self._arriving = None
+
+    async def commit(self, version: int) -> WeightState:
+        async with self._weights:
+            if self._staged is None or self._staged.version != version:
+                held = "nothing" if self._staged is None else f"version {self._staged.version}"
+                raise WeightsRefused(f"weights version {version} can't be committed: {held} is staged")
+            self._state = WeightState(version=version, prepared=None, checksum=self._staged.checksum, pause_s=0.0)
+            self._staged = None
+            return self._state
+
+    async def discard(self, version: int) -> WeightState:
+        if self._arriving is not None and self._arriving[0] == version:
+            _, receiver, group = self._arriving
+            receiver.cancel(None if group is None else group.epoch)
+        async with self._weights:
+            if self._staged is not None and self._staged.version == version:
+                self._staged = None
+                self._state = replace(self._state, prepared=None)
+            return self._state
 
     async def close(self) -> None: ...
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from telescope.config.parts import DEFAULT_PORT
 from telescope.inference import vllm_http
+from telescope.inference.status import Status
 
 if TYPE_CHECKING:
     from telescope.config.parts import InferenceSettings, ModelSettings
@@ -70,18 +71,26 @@ def _listen(address: str, base_port: int, index: int) -> socket.socket:
 
 @asynccontextmanager
 async def http_beside(
-    client: Any, listener: socket.socket | None, model: ModelSettings, inference: InferenceSettings, api_key: str | None = None
+    client: Any,
+    listener: socket.socket | None,
+    model: ModelSettings,
+    inference: InferenceSettings,
+    api_key: str | None = None,
+    status: Status | None = None,
 ) -> AsyncIterator[str]:
     """Serve `Engine.client` over HTTP on `listener` while the block runs; its URL, or empty without a listener.
 
-    With `api_key` each request below /v1 must bring it as a bearer token; /health and /metrics are open.
+    With `api_key` each request below /v1 must bring it as a bearer token; /health, /metrics and /telescope/status are open.
     """
     if listener is None:
         yield ""
         return
     host, port = listener.getsockname()[:2]
     with _own_log_level():
-        server = _server(await vllm_http.application(client, model, inference, api_key))
+        app = await vllm_http.application(client, model, inference, api_key)
+        if status is not None:
+            app.get("/telescope/status", response_model=None)(status.facts)
+        server = _server(app)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     async with asyncio.timeout(START_S):
         await server.listening.wait()

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import os
 import re
 import signal
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from telescope.config.models import ModelNotFound, check_weights, model_folder
@@ -27,9 +28,12 @@ from telescope.inference.engine import Engine, EngineDead, EngineRefused
 from telescope.inference.fake import FakeEngine
 from telescope.inference.http import PortTaken, bind, http_beside
 from telescope.inference.server import Server, first_of
+from telescope.inference.status import Status
 from telescope.inference.vllm_http import unknown_parsers
 from telescope.inference.vllm_options import Device, ServerPlan, vllm_environment
 from telescope.runlog.layout import write_atomically
+from telescope.weights.base import Receiver
+from telescope.weights.choose import make_receiver
 from telescope.weights.shared_memory import SharedMemoryReader
 from telescope.wire.hub import BindFailed, Hub
 from telescope.wire.hub_session import HubIdentity
@@ -77,10 +81,14 @@ async def _live(place: Place, signals: Signals) -> int:
             await engine.start()
         signalled = signals.watch_on_loop()
         key = reveal(settings.api_key)
-        async with http_beside(engine.client, listener, config.model, settings, key) as url, _door(place) as door:
+        status = Status(place.name)
+        async with (
+            http_beside(engine.client, listener, config.model, settings, key, status) as url,
+            _door(place) as door,
+        ):
             with _told(place, url):
                 async with await asyncio.to_thread(_connect, place, door) as link:
-                    code = await _until_stopped(Server(link, engine, door), signalled)
+                    code = await _until_stopped(Server(link, engine, door, status), signalled)
     except Interrupted as interrupted:
         code = 128 + interrupted.number
         raise
@@ -157,6 +165,13 @@ def device_of(config: RunConfig, environ: Mapping[str, str]) -> Device:
     return "gpu" if visible and config.cluster.device != "cpu" else "cpu"
 
 
+def fake_receivers(run: str, name: str, init_timeout_s: float) -> Callable[[str], Receiver]:
+    """The fake engine's ends of transports, one for the life of the server; a broadcast has it as `server-0/0`."""
+    return functools.cache(
+        lambda transport: make_receiver(transport, run=run, member=f"{name}/0", device="cpu", init_timeout_s=init_timeout_s)
+    )
+
+
 def build_engine(config: RunConfig, run: str, device: Device, name: str = "server-0", scratch: Path | None = None) -> Engine:
     """The engine that `inference.engine` names, not started. For vLLM this sets the environment, so it goes before its import.
 
@@ -174,6 +189,8 @@ def build_engine(config: RunConfig, run: str, device: Device, name: str = "serve
             token_s=settings.fake_token_s,
             kv_tokens=settings.fake_kv_tokens,
             weights_s=settings.fake_weights_s,
+            receivers=fake_receivers(run, name, config.weight_sync.init_timeout_s),
+            deadline_s=config.weight_sync.update_timeout_s,
         )
     check_weights(config.model.name, folder)
     os.environ.update(vllm_environment(device, os.environ))

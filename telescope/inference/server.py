@@ -6,6 +6,7 @@ Requests run side by side; weight orders one after another, in the order they ca
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ import numpy as np
 
 from telescope.inference.door import Door, Port, completion
 from telescope.inference.engine import Engine, EngineDead, Generated, Load, RequestRefused, WeightsRefused, WeightState
+from telescope.inference.status import Status
 from telescope.wire.happenings import Delivery
 from telescope.wire.messages import (
     Abort,
@@ -80,16 +82,16 @@ class Relayed:
 class Server:
     """Serves one link, and its own door where it has one (`port`), with one engine until Stop."""
 
-    def __init__(self, link: Wire, engine: Engine, port: Port | None = None) -> None:
+    def __init__(self, link: Wire, engine: Engine, port: Port | None = None, status: Status | None = None) -> None:
         self._link = link
         self._engine = engine
         self._requests: dict[str, asyncio.Task[None]] = {}
         self._weights = asyncio.Lock()
         self._others: set[asyncio.Task[None]] = set()
         self._failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
-        self._served = 0
         self._told = Load()
         self._telling: asyncio.TimerHandle | None = None
+        self._status = status or Status("server-0")
         self._door = Door(port, link, self._begin, self._abort) if port is not None else None
         engine.on_step(self._stepped)
 
@@ -150,7 +152,7 @@ class Server:
     # ---- what the engine says of itself ------------------------------------------------------------------------------
 
     def _stepped(self) -> None:
-        self._link.progress(self._doing(len(self._requests)))
+        self._moved()
         if self._telling is None and self._load() != self._told:
             self._tell_load()
 
@@ -182,11 +184,13 @@ class Server:
             asked.failed(str(error))
         else:
             asked.completed(done)
-        self._served += 1
-        self._link.progress(self._doing(len(self._requests) - 1))
+        self._status.answered += 1
+        self._moved(ended=1)
 
-    def _doing(self, running: int) -> str:
-        return f"{running} requests running, {self._served} answered"
+    def _moved(self, ended: int = 0) -> None:
+        """`ended`: requests that are answered and not yet forgotten."""
+        self._status.running = len(self._requests) - ended
+        self._link.progress(self._status.move())
 
     async def _end_requests(self) -> None:
         """Abort what still runs; the tasks get a moment to answer."""
@@ -201,10 +205,13 @@ class Server:
 
     async def _change_weights(self, order: PrepareWeights | CommitWeights | AbortWeights, delivery: Delivery) -> None:
         version = order.manifest.version if isinstance(order, PrepareWeights) else order.version
+        if isinstance(order, AbortWeights):  # breaks off a prepare under way, and is answered after it
+            self._start(self._break_off(order.version))
         async with self._weights:  # asyncio's locks are fair: orders keep their order
-            self._link.progress(f"{type(order).__name__} {version}")
+            self._status.updating = f"{type(order).__name__} {version}"
+            self._moved()
             try:
-                state = await self._ordered(order)
+                state = self._status.weights = await self._ordered(order)
             except WeightsRefused as error:
                 log.warning("%s", error)
                 self._link.send(WeightsFailed(version=version, cause=str(error), fatal=False), answers=delivery)
@@ -212,11 +219,17 @@ class Server:
             except EngineDead as error:
                 self._link.send(WeightsFailed(version=version, cause=str(error), fatal=True), answers=delivery)
                 raise
+            finally:
+                self._status.updating = ""
             log.info("%s %d: serving %d, pause %.4f s", type(order).__name__, version, state.version, state.pause_s)
             answer = WeightsReady(
                 version=state.version, prepared=state.prepared, checksum=state.checksum, pause_s=state.pause_s
             )
             self._link.send(answer, answers=delivery)
+
+    async def _break_off(self, version: int) -> None:
+        with contextlib.suppress(EngineDead):  # told by the answer to the order
+            await self._engine.discard(version)
 
     async def _ordered(self, order: PrepareWeights | CommitWeights | AbortWeights) -> WeightState:
         match order:

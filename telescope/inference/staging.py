@@ -76,6 +76,10 @@ class Staging:
         if (arrival := self.get(version)) is not None:
             arrival.cancel()
 
+    def row(self, spec: TensorSpec) -> torch.Tensor:
+        """A tensor's place in the buffer, as a row of elements."""
+        return typed(self.buffer[spec.offset : spec.offset + spec.nbytes], spec)
+
     def done(self) -> None:
         """The staged version was put in place: its bytes may be overwritten once the copies queued so far are through."""
         if self._stream is not None:
@@ -159,8 +163,7 @@ class Arrival:
         """A staged tensor as a row of elements: a view."""
         if name in self._views:
             return self._views[name]
-        spec = self._specs[name]
-        return typed(self._staging.buffer[spec.offset : spec.offset + spec.nbytes], spec)
+        return self._staging.row(self._specs[name])
 
     def put_buckets(self) -> None:
         """Receive straight into the parameters. The engine must be between two steps or paused; an error after the first bucket

@@ -29,7 +29,7 @@ class CollectiveReceiver:
     def __init__(self, transport: str, me: str, *, device: str, init_timeout_s: float) -> None:
         self._transport, self._me, self._device = transport, me, torch.device(device)
         self._init_timeout_s = init_timeout_s
-        self._epochs = self._new_epochs()
+        self._epochs = Epochs(transport, me, self._device, init_timeout_s)
         self._turns = Turns(self._device)
         self._meeting: Meeting | None = None
         self._stream = new_stream(self._device)
@@ -55,9 +55,6 @@ class CollectiveReceiver:
     def close(self) -> None:
         self._epochs.close()
 
-    def _new_epochs(self) -> Epochs:
-        return Epochs(self._transport, self._me, self._device, self._init_timeout_s)
-
     @contextmanager
     def _taking(self, group: WeightGroup | None) -> Iterator[None]:
         """On this receiver's stream. A group that has failed once is done with: its members no longer agree where they are."""
@@ -77,7 +74,6 @@ class CollectiveReceiver:
             )
         if self._meeting is None or self._meeting.location != manifest.location:
             self._epochs.close()
-            self._epochs = self._new_epochs()  # another trainer process: it counts from its own beginning
             self._meeting = Meeting.join(manifest.location, min(self._init_timeout_s, deadline_s))
         return self._epochs.channel(group, self._meeting, deadline_s)
 

@@ -12,6 +12,7 @@ import pytest
 
 from telescope.config.parts import DEFAULT_PORT, InferenceSettings, ModelSettings
 from telescope.inference.http import PortTaken, bind, http_beside
+from telescope.inference.status import Status
 from telescope.inference.vllm_http import unknown_parsers
 from tests.inference.conftest import Served
 
@@ -41,6 +42,39 @@ async def test_models_health_and_completions_are_the_engines(served: Served):
         unknown = await client.post("/v1/completions", json=ask | {"model": "another"})
         assert unknown.status_code == 404
         assert (await client.post("/pause")).status_code == 404
+
+
+@marked
+async def test_after_an_update_http_requests_find_no_prefix_of_the_old_weights(served: Served):
+    """The same prompt before and after; the first answer's blocks are still in the cache, under the old version's name."""
+    async with (
+        http_beside(served.engine.client, bind(None, 0, 0), OLD, InferenceSettings()) as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as client,
+    ):
+        prompt = (np.arange(300) % 80 + 3).astype(np.int32)
+        ask = {"model": "old", "prompt": prompt.tolist(), "max_tokens": 8, "temperature": 0, "logprobs": 0}
+        for which in ("old", "new"):
+            await served.serve(which)
+            for _ in range(2):
+                answer = (await client.post("/v1/completions", json=ask)).json()["choices"][0]["logprobs"]
+                ids = np.array(served.greedy(which, prompt, 8))
+                expected = served.reference_logprobs(which, prompt, ids)
+                assert np.abs(np.array(answer["token_logprobs"]) - expected).max() < 1e-3
+
+
+@marked
+async def test_the_status_says_what_the_server_does(served: Served):
+    status = Status("server-3", running=2, answered=5, updating="PrepareWeights 8")
+    async with (
+        http_beside(served.engine.client, bind(None, 0, 0), OLD, InferenceSettings(), status=status) as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as client,
+    ):
+        facts = (await client.get("/telescope/status")).json()
+        assert (facts["server"], facts["doing"], facts["order"]) == ("server-3", "updating", "PrepareWeights 8")
+        assert (facts["version"], facts["running"], facts["answered"]) == (0, 2, 5)
+        status.updating = ""
+        assert (await client.get("/telescope/status")).json()["doing"] == "serving"
+    assert status.doing() == "serving version 0: 2 requests running, 5 answered"
 
 
 @marked

@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from telescope.config.parts import InferenceSettings, LoraSettings, ModelSettings
-from telescope.inference.vllm_options import Device, ServerPlan, engine_arguments, vllm_environment
+from telescope.inference.vllm_options import (
+    Device,
+    NoRoom,
+    ServerPlan,
+    engine_arguments,
+    share_beside_staging,
+    vllm_environment,
+)
 
 
 def arguments(device: Device = "cpu", lanes: int = 256, dtype: str = "float32", **settings: object) -> dict[str, object]:
@@ -110,3 +117,12 @@ def test_adapters_get_slots_for_the_versions_in_use_and_room_for_their_rank():
     given = engine_arguments(ServerPlan(model, Path("/m"), InferenceSettings(max_loras=3), "gpu", 8, 0, "run"))
     assert [given[name] for name in ("enable_lora", "max_lora_rank", "max_loras", "max_cpu_loras")] == [True, 16, 3, 4]
     assert "enable_lora" not in arguments("gpu")
+
+
+def test_the_staging_buffer_is_charged_against_the_servers_share_of_the_card():
+    assert share_beside_staging(0.9, 80 * 10**9, 6 * 10**9, 6 * 10**9) == pytest.approx(0.825)
+
+
+def test_a_buffer_that_leaves_no_room_is_refused_with_the_numbers_and_the_remedy():
+    with pytest.raises(NoRoom, match=r"needs 8.00 GB beside 8.00 GB of weights, and .*=0.6 gives the server 14.40 of 24.00 GB"):
+        share_beside_staging(0.6, 24 * 10**9, 8 * 10**9, 8 * 10**9)
