@@ -18,8 +18,8 @@ from tests.flow.rules import Rules
 
 FOLDER = Path(__file__).parent / "journals"
 ENDINGS = {
-    # deaths, rejoined servers, failures, repeated events; written when settings knew neither free_lane nor kv_soft
-    "deaths_and_repetitions_before_lanes_were_freed_early": ("all 5 steps are trained", {"cancelled: off_policy": 4}),
+    # servers that die with requests or are fenced in an update, and come back: requests are placed again, none is lost
+    "servers_lost_in_mid_request_and_in_mid_update": ("all 5 steps are trained", {"discarded: zero_advantage": 2}),
     # reports of full caches, some of them lost; lanes that shrink and grow; rewards that take long
     "pressed_servers_and_lanes_freed_early": ("all 5 steps are trained", {"discarded: zero_advantage": 7}),
     # a request was once taken for gone when its rollout had ended, and the wire ran out of credits
