@@ -115,7 +115,8 @@ COLLECTIVE = ("nccl", "gloo")
 class WeightGroup(Record):
     """Who takes part in one broadcast group of a collective transport: the sender first, then one entry a server's worker.
 
-    E.g. `WeightGroup(2, ("trainer-0", "server-0/0", "server-0/1"))`. Members of one epoch never change.
+    E.g. `WeightGroup(2, ("trainer-0", "server-0/0", "server-0/1"))`. Members of one epoch never
+    change, and epochs go up for the life of a run: after a failure, and for other members, a new one begins.
     """
 
     epoch: int
