@@ -76,6 +76,8 @@ MANIFEST = WeightManifest(
     (TensorSpec("w", "float32", (2, 3), 0, 24), TensorSpec("b", "float32", (), 24, 4)),
     28,
     "ab12",
+    64,
+    True,
 )
 GROUP = WeightGroup(2, ("trainer-0", "server-0/0", "server-1/0"))
 CARD = EnvironmentCard("countdown", {"train": 1000, "eval": 10}, "d1ce")
