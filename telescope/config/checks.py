@@ -166,6 +166,13 @@ def _weights(config: RunConfig) -> Iterator[Conflict]:
             f"weight_sync.transport={sync.transport} fills the model's own parameters, and model.lora pushes adapters, which a "
             "server loads beside it: set weight_sync.transport=auto (shared memory), or disk for servers on other hosts",
         )
+    if sync.in_flight == "recompute" and not sync.reset_prefix_cache:
+        yield Conflict(
+            ("weight_sync.in_flight", "weight_sync.reset_prefix_cache"),
+            "weight_sync.in_flight=recompute computes running requests anew because their keys and values are old, and "
+            "weight_sync.reset_prefix_cache=false lets them find these again: set weight_sync.reset_prefix_cache=true, or "
+            "weight_sync.in_flight=continue",
+        )
     if sync.transport in ("nccl", "cuda_ipc") and config.cluster.device == "cpu":
         yield Conflict(
             ("weight_sync.transport", "cluster.device"),

@@ -168,6 +168,10 @@ def test_a_combination_with_a_broken_setting_is_not_judged(container):
             "inference.quantization=fp8 quantises a whole version at once, and weight_sync.staging=none never has one",
         ),
         (
+            {"weight_sync": {"in_flight": "recompute", "reset_prefix_cache": False}},
+            "weight_sync.in_flight=recompute computes running requests anew because their keys and values are old",
+        ),
+        (
             {"model": {"lora": {"rank": 4}}, "weight_sync": {"transport": "nccl"}, "backend": {"name": "fsdp"}},
             "weight_sync.transport=nccl fills the model's own parameters, and model.lora pushes adapters",
         ),

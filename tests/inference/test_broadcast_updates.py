@@ -54,10 +54,10 @@ class Source:
 
 
 class Sender:
-    """Trainer rank 0 in this process; each update in an epoch of its own."""
+    """Trainer rank 0 in this process; each update in an epoch of its own, its version."""
 
     def __init__(self, served: Served, source: Source, folder: Path) -> None:
-        self.served, self.source, self.epoch = served, source, 100
+        self.served, self.source = served, source
         source.tensors = dict(served.tensors("old"))
         here = Here(run=RUN, directory=folder, device="cpu")
         self.publisher = make_publisher("gloo", source, here, SYNC, None)
@@ -65,9 +65,8 @@ class Sender:
     def begin(self, which: str) -> tuple[WeightManifest, WeightGroup, asyncio.Task[str]]:
         self.source.tensors = dict(self.served.tensors(which))
         self.served.version += 1
-        self.epoch += 1
         manifest = self.publisher.publish(self.served.version)
-        group = WeightGroup(self.epoch, ("trainer-0", "server-0/0"))
+        group = WeightGroup(manifest.version, ("trainer-0", "server-0/0"))
         return manifest, group, asyncio.create_task(asyncio.to_thread(self.publisher.send, manifest.version, group))
 
     async def serve(self, which: str) -> None:
@@ -89,6 +88,7 @@ async def sender(served: Served, tmp_path: Path) -> AsyncIterator[Sender]:
 async def unstaged(served: Served) -> AsyncIterator[None]:
     """The engine's worker opened anew with `weight_sync.staging=none`."""
     kept = served.engine._sync
+    await served.serve("old")  # a worker compares its plan with the checkpoint that it has loaded
     for place in ("none", kept.staging):
         opening = Opening(RUN, "server-0", place, 30.0, 30.0)
         (answer,) = await served.engine._rpc("telescope_open", msgspec.json.encode(opening).decode())
@@ -96,6 +96,7 @@ async def unstaged(served: Served) -> AsyncIterator[None]:
         served.engine._sync = kept.model_copy(update={"staging": place})
         if place == "none":
             yield
+            await served.serve("old")
 
 
 async def test_a_broadcast_version_arrives_while_requests_run_and_is_served_after_its_commit(sender: Sender):
@@ -162,7 +163,7 @@ async def test_received_in_place_and_called_off_there_is_no_way_back(sender: Sen
     manifest, group, sending = sender.begin("old")
     await served.engine.prepare(manifest, group)
     await sending
-    with pytest.raises(EngineDead, match=r"came in place \(weight_sync.staging=none\): no way back"):
+    with pytest.raises(EngineDead, match=r"were received in place \(weight_sync.staging=none\): no way back"):
         await served.engine.discard(manifest.version)
     await served.engine.commit(manifest.version)  # the test's engine is not thrown away
     served.holds, served.serving = "old", manifest.version
@@ -173,7 +174,7 @@ async def test_a_member_that_never_comes_is_refused_by_name_within_the_deadline(
     served = sender.served
     sender.served.version += 1
     manifest = sender.publisher.publish(sender.served.version)
-    group = WeightGroup(999, ("trainer-0", "server-0/0"))
+    group = WeightGroup(manifest.version, ("trainer-0", "server-0/0"))
     kept = served.engine._sync
     served.engine._sync = kept.model_copy(update={"update_timeout_s": 1.0})
     try:
