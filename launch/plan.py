@@ -40,6 +40,9 @@ OWNED_VARIABLES = frozenset(
 )
 """Variables that the launcher gives each process itself; `cluster.env` may not set them."""
 
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+"""On one host loopback reaches every rank and server, whatever the host's name resolves to."""
+
 
 class PlanError(ValueError):
     """The run does not fit the hosts; the text is one whole sentence with the remedy."""
@@ -95,7 +98,7 @@ def make_plan(config: RunConfig, hosts: tuple[Host, ...]) -> Plan:
     processes = [_process("orchestrator", 0, host, cluster.env)]
     for index in range(config.servers):
         cards = _take(gpus, config.inference.tensor_parallel_size)
-        processes.append(_process("server", index, host, cluster.env, threads["server"], cards))
+        processes.append(_process("server", index, host, LOOPBACK | cluster.env, threads["server"], cards))
     for rank in range(cluster.trainer_num_workers):
         variables = _rank_variables(rank, cluster.trainer_num_workers) | cluster.env
         processes.append(_process("trainer", rank, host, variables, threads["trainer"], _take(gpus)))
@@ -182,15 +185,8 @@ def _take(gpus: Iterator[str], count: int = 1) -> tuple[str, ...]:
 
 
 def _rank_variables(rank: int, world_size: int) -> dict[str, str]:
-    # One host: loopback reaches every rank, whatever the host's name resolves to.
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "NCCL_SOCKET_IFNAME": "lo",
-    }
+    ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"}
+    return ranks | LOOPBACK
 
 
 def _process(

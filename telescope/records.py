@@ -146,6 +146,8 @@ class WeightManifest(Record):
     knows it only when all is sent."""
     bucket_bytes: int = 0
     """Where the layout is cut on its way (`telescope.weights.buckets`); 0: every tensor for itself."""
+    compare_all: bool = False
+    """Whether both sides compare every tensor of the version; else a sample. In host memory and files it is always all."""
 
     @property
     def collective(self) -> bool:

@@ -297,6 +297,9 @@ class WeightSyncSettings(Settings):
     needs no other rank."""
     pin_memory: bool = True
     """Whether that memory is pinned, so that a GPU reads it without a copy in between."""
+    compare: Literal["sample", "all"] = "sample"
+    """Tensors whose checksums trainer and servers compare at each version, computed where they lie: 16 that change with
+    the version, or all. Where weights go through host memory or files, all bytes are compared always."""
     dir: str | None = None
     """Folder for transport=disk, seen by all hosts; null: the run directory."""
     init_timeout_s: float = Field(default=60.0, gt=0, le=1_000_000)

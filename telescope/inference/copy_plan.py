@@ -50,6 +50,10 @@ class Copy:
         """The slice of the source; `flat` has one axis."""
         return flat.as_strided(self.size, self.stride, flat.storage_offset() + self.offset)
 
+    def is_made(self, flat: Flat) -> bool:
+        """Whether the target holds what the copy would write, in every element."""
+        return torch.equal(self.taken(flat(self.source)).to(self.target.dtype).to(self.target.device), self.target)
+
 
 @dataclass(frozen=True)
 class CopyPlan:

@@ -27,7 +27,7 @@ from telescope.inference.checkpoint import (
 )
 from telescope.inference.copy_plan import BoundPlan, CopyPlan, Flat, NoPlan, copy_all, differences, record
 from telescope.inference.core_commit import teach_core
-from telescope.inference.opening import Opened, Opening, StageState
+from telescope.inference.opening import Comparison, Opened, Opening, StageState
 from telescope.inference.repairs import repair
 from telescope.inference.staging import Arrival, Staging
 from telescope.records import TensorSpec, WeightGroup, WeightManifest
@@ -70,6 +70,10 @@ class WeightExtension:
     def telescope_load(self, version: int) -> float:
         """Put the staged version in place; seconds it took. Any error leaves the model unusable."""
         return float(self.telescope_weights.load(version))
+
+    def telescope_compare(self, version: int) -> str:
+        """How the parameters compare with the staged version: a Comparison in JSON."""
+        return msgspec.json.encode(self.telescope_weights.compare(version)).decode()
 
     def telescope_forget(self, version: int) -> None:
         self.telescope_weights.staging.forget(version)
@@ -142,6 +146,15 @@ class Weights:
             arrival.put_buckets()
         self.staging.done()
         return time.perf_counter() - started
+
+    def compare(self, version: int) -> Comparison:
+        """Every element of every parameter against the staged version, by the copies that an update makes."""
+        arrival = self._arrived(version)
+        if self._plan is None or self.staging.unstaged(arrival.manifest):
+            return Comparison(0, ())
+        self.staging.joined()
+        other = {copy.source for copy in self._plan.copies if not copy.is_made(arrival.flat)}
+        return Comparison(len(self._plan.sources), tuple(sorted(other)))
 
     def _arrived(self, version: int) -> Arrival:
         arrival = self.staging.get(version)

@@ -38,3 +38,10 @@ class StageState(msgspec.Struct, frozen=True):
     cause: str = ""
     checksum: str = ""
     touched: bool = False
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """Parameters against a staged version: how many of its tensors were compared (0: there was no way), and which are other."""
+
+    tensors: int
+    other: tuple[str, ...]

@@ -25,7 +25,7 @@ from telescope.inference.checkpoint import checkpoint_tensors, is_tied, version_
 from telescope.inference.children import Children, how_it_ended
 from telescope.inference.core_commit import COMMIT, teach_core
 from telescope.inference.engine import EngineDead, EngineRefused, Generated, Load, RequestRefused, WeightsRefused, WeightState
-from telescope.inference.opening import Opened, Opening, StageState
+from telescope.inference.opening import Comparison, Opened, Opening, StageState
 from telescope.inference.steps import step_teller
 from telescope.inference.versions import Spans, Versions
 from telescope.inference.vllm_options import ServerPlan, engine_arguments, served_dtype, share_beside_staging
@@ -335,6 +335,12 @@ class VllmEngine:
                 self._staged = None
                 self._state = replace(self._state, prepared=None)
             return self._state
+
+    async def compare(self, version: int) -> Comparison:
+        """How the served parameters compare with the staged version, over all workers. Nothing is changed."""
+        answers = [msgspec.json.decode(answer, type=Comparison) for answer in await self._rpc("telescope_compare", version)]
+        other = sorted({name for answer in answers for name in answer.other})
+        return Comparison(min(answer.tensors for answer in answers), tuple(other))
 
     async def _hold_if_unstaged(self, manifest: WeightManifest) -> None:
         """A broadcast that is not staged writes to the parameters as it comes: nothing may be sampled until it is committed."""

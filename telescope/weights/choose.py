@@ -143,7 +143,14 @@ def make_publisher(
     if transport == "cuda_ipc":
         from telescope.weights.cuda_ipc import CudaIpcPublisher
 
-        return CudaIpcPublisher(backend, rank=here.rank, device=here.device, dtype=dtype, bucket_bytes=bucket_bytes)
+        return CudaIpcPublisher(
+            backend,
+            rank=here.rank,
+            device=here.device,
+            dtype=dtype,
+            bucket_bytes=bucket_bytes,
+            compare_all=settings.compare == "all",
+        )
     from telescope.weights.collective import CollectivePublisher
 
     staging = None if not settings.cpu_staging else "pinned" if settings.pin_memory else "pageable"
@@ -157,6 +164,7 @@ def make_publisher(
         bucket_bytes=bucket_bytes,
         init_timeout_s=settings.init_timeout_s,
         update_timeout_s=settings.update_timeout_s,
+        compare_all=settings.compare == "all",
         staging=staging,
     )
 

@@ -76,6 +76,8 @@ MANIFEST = WeightManifest(
     (TensorSpec("w", "float32", (2, 3), 0, 24), TensorSpec("b", "float32", (), 24, 4)),
     28,
     "ab12",
+    64,
+    True,
 )
 DOOR = m.DoorAddress("tcp://10.0.0.7:41874", "Yne@$w-vo<fVvi]a<NY6T1ed:M$fCG*[IaLV{hID")
 GROUP = WeightGroup(2, ("trainer-0", "server-0/0", "server-1/0"))
