@@ -71,6 +71,7 @@ class Link:
         self._context = zmq.Context()
         self._socket = _dealer(self._context, address, keys)
         self._monitor = self._socket.get_monitor_socket(WATCHED)
+        self._socket.connect(address.endpoint)  # only now: a handshake that nobody saw would leave this link silent for ever
         self._wake_in, self._wake_out = system_socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
@@ -349,5 +350,4 @@ def _dealer(
     socket.maxmsgsize = MAX_FRAME_BYTES
     socket.reconnect_ivl, socket.reconnect_ivl_max = RECONNECT_MS, RECONNECT_MAX_MS
     socket.heartbeat_ivl, socket.heartbeat_timeout, socket.heartbeat_ttl = ZMTP_BEAT_MS, ZMTP_DEAD_MS, ZMTP_DEAD_MS
-    socket.connect(address.endpoint)
     return socket
