@@ -207,13 +207,16 @@ async def orchestrating(folder: Path) -> AsyncIterator[tuple[Orchestrator, RunDi
 
 
 async def join(run: RunDirectory, name: str, seed: int, share: float, kind: type[Peer] = Peer) -> Peer:
+    return kind(await asyncio.to_thread(Link.connect, run, hello(name, name, 1), 20.0), seed, share)
+
+
+def hello(name: str, incarnation: str, pid: int) -> m.Hello:
     role: Any = name.rpartition("-")[0]
-    hello = m.Hello(
-        role=role, name=name, run="r", attempt="a", incarnation=name, config_hash="c", pid=1, host="here",
+    return m.Hello(
+        role=role, name=name, run="r", attempt="a", incarnation=incarnation, config_hash="c", pid=pid, host="here",
         capacity={"worker": 3, "server": 2, "trainer": 1}[role],
         environments=(EnvironmentCard("task", {"train": 100}, "d"),) if role == "worker" else (),
     )  # fmt: skip
-    return kind(await asyncio.to_thread(Link.connect, run, hello, 20.0), seed, share)
 
 
 async def play(folder: Path, share: float, trainer: type[Peer] = Peer) -> tuple[Outcome, RunDirectory, Performer]:

@@ -60,7 +60,7 @@ def pid_of(launched: Launched, name: str) -> int:
     return process.pid
 
 
-@pytest.mark.parametrize("victim", ["orchestrator", "server-0", "trainer-0", "worker-0"])
+@pytest.mark.parametrize("victim", ["orchestrator", "trainer-0", "worker-0"])
 def test_kill_9_of_one_process_ends_a_real_run(training: Launched, victim: str) -> None:
     started = time.monotonic()
     os.kill(pid_of(training, victim), signal.SIGKILL)

@@ -1,4 +1,5 @@
-"""What is wrong is said in a sentence, and the run ends. Deaths and interrupts: tests/process/test_real_run.py."""
+"""What is wrong is said in a sentence, and the run ends. Deaths and interrupts: tests/process/test_real_run.py; servers that
+are started again: test_recovery.py."""
 
 from __future__ import annotations
 
@@ -20,9 +21,9 @@ LIMIT_S = 10.0
 def test_a_process_that_stops_beating_is_named(start: Start):
     run = start(*LONG, "orchestrator.silent_s=2")
     run.until_step(2)
-    os.kill(run.find("server-0").pid, signal.SIGSTOP)
+    os.kill(run.find("worker-0").pid, signal.SIGSTOP)
     assert run.wait(LIMIT_S + 5) == 70
-    assert "server-0" in run.said()
+    assert "worker-0" in run.said()
     assert "not heard" in run.said() or "silent" in run.said()
     assert run.left_after(5) == []
 

@@ -95,6 +95,7 @@ def test_kill_9_of_the_only_server_in_mid_generation(start: Start):
     assert any("given up and started again" in row["message"] for row in run.rows("alerts"))
 
 
+@pytest.mark.slow
 def test_requests_of_a_killed_server_go_to_the_other_at_once(start: Start):
     run = start(*FAKE, BUSY, "cluster.inference_num_workers=2")
     run.until_step(2)
@@ -106,9 +107,8 @@ def test_requests_of_a_killed_server_go_to_the_other_at_once(start: Start):
     assert run.summary()["rollouts"]["retried"] == 0
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "disk"])
-def test_kill_9_between_prepare_and_commit(start: Start, transport: str):
-    run = start(*FAKE, SLOW, "cluster.inference_num_workers=2", f"weight_sync.transport={transport}")
+def test_kill_9_between_prepare_and_commit(start: Start):
+    run = start(*FAKE, SLOW, "cluster.inference_num_workers=2")
     run.until_step(2)
     run.until(lambda: in_phase(run, "being prepared"), "preparing")
     os.kill(run.find("server-0").pid, signal.SIGKILL)
@@ -117,6 +117,7 @@ def test_kill_9_between_prepare_and_commit(start: Start, transport: str):
     assert {row["version"] for row in commits} == set(range(1, STEPS + 1))
 
 
+@pytest.mark.slow
 def test_kill_9_of_the_only_server_in_mid_update(start: Start):
     run = start(*FAKE, SLOW)
     run.until_step(2)
@@ -125,6 +126,7 @@ def test_kill_9_of_the_only_server_in_mid_update(start: Start):
     assert_complete(run, restarts={"server-0": 1})
 
 
+@pytest.mark.slow
 def test_every_server_killed_at_once(start: Start):
     run = start(*FAKE, BUSY, "cluster.inference_num_workers=2")
     run.until_step(2)
@@ -142,6 +144,7 @@ def test_a_silent_server_is_fenced_and_started_again(start: Start):
     assert not stopped.is_running()
 
 
+@pytest.mark.slow
 def test_a_server_that_never_answers_prepare_is_fenced_and_the_others_go_on(start: Start):
     run = start(*FAKE, "inference.fake_weights_s=0.2", "cluster.inference_num_workers=2", "weight_sync.update_timeout_s=3")
     run.until_step(2)
@@ -150,6 +153,7 @@ def test_a_server_that_never_answers_prepare_is_fenced_and_the_others_go_on(star
     assert_complete(run, restarts={"server-1": 1}, said="within weight_sync.update_timeout_s=3 s")
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_after_each_start_ends_the_run_with_its_reason(start: Start):
     run = start(
         *FAKE[:1], "number_of_steps=100000", "backend.step_s=0.1", "cluster.max_server_restarts=2", "cluster.device=cpu"

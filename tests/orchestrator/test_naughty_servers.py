@@ -1,0 +1,223 @@
+"""A real orchestrator and hub, and servers that refuse weights, never answer, answer late, or die: the run completes.
+
+The part of the supervisor is played by the test: what is fenced comes back as a new process of its name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from telescope.flow.core import Core
+from telescope.orchestrator.batch import Recipe
+from telescope.orchestrator.loop import Orchestrator, Outcome
+from telescope.orchestrator.main import flow_settings
+from telescope.orchestrator.perform import Performer
+from telescope.orchestrator.record import Recorder
+from telescope.orchestrator.roster import Roster
+from telescope.orchestrator.servers import Servers
+from telescope.orchestrator.weights import UpdateRules
+from telescope.records import WeightManifest
+from telescope.runlog import control
+from telescope.runlog.journal import Journal
+from telescope.runlog.layout import RunDirectory
+from telescope.runlog.reader import rows
+from telescope.runlog.writer import RunLog
+from telescope.wire import messages as m
+from telescope.wire.happenings import Delivery
+from telescope.wire.hub import Hub
+from telescope.wire.link import Link
+from telescope.wire.security import make_keys
+from tests.orchestrator.test_wrong_messages import SERVERS, STEPS, TRAINER, WORKERS, Peer, config, hello
+
+TIMEOUT_S = 0.6
+PIDS = count(100)
+
+
+@dataclass
+class Fleet:
+    """The run's peers. `manners` are those of the first process of a server; a later one of its name is good."""
+
+    run: RunDirectory
+    transport: str
+    manners: dict[str, Callable[[Naughty, Delivery], bool]]
+    peers: dict[str, Peer] = field(default_factory=dict)
+    pids: dict[str, int] = field(default_factory=dict)
+    lives: set[asyncio.Task[None]] = field(default_factory=set)
+    born: dict[str, int] = field(default_factory=dict)
+    epochs: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
+
+    async def bring(self, name: str) -> None:
+        self.born[name] = self.born.get(name, 0) + 1
+        self.pids[name] = next(PIDS)
+        greeting = hello(name, incarnation=f"{name}.{self.born[name]}", pid=self.pids[name])
+        link = await asyncio.to_thread(Link.connect, self.run, greeting, 20.0)
+        peer = Naughty(link, self)
+        self.peers[name] = peer
+        self.lives.add(asyncio.create_task(peer.live()))
+
+    async def supervise(self) -> None:
+        """Fence and start again, as the node does. Polls, like it."""
+        while True:
+            for name in SERVERS:
+                fence = control.take_fence(self.run, name)
+                if fence is not None and fence.pid == self.pids.get(name):
+                    await asyncio.to_thread(self.peers[name].link.close, "killed")
+                    await self.bring(name)
+            await asyncio.sleep(0.02)
+
+
+class Naughty(Peer):
+    def __init__(self, link: Link, fleet: Fleet) -> None:
+        super().__init__(link, 0, 0.0)
+        self.fleet, self.first = fleet, fleet.born[link.name] == 1
+
+    def take(self, delivery: Delivery) -> None:
+        manner = self.fleet.manners.get(self.link.name)
+        if manner is not None and self.first and manner(self, delivery):
+            return
+        match delivery.body:
+            case m.PublishWeights(version=version):
+                collective = self.fleet.transport == "gloo"
+                manifest = WeightManifest(version, self.fleet.transport, "here", (), 0, "" if collective else "sum")
+                self.link.send(m.WeightsPublished(version, manifest, 0.0), answers=delivery)
+            case m.SendWeights(version=version, group=group):
+                self.fleet.epochs.append((group.epoch, group.members))
+                self.link.send(m.WeightsSent(version, "sum", 0.0), answers=delivery)
+            case m.AbortWeights():
+                self.link.send(m.WeightsReady(self.version, None, "", 0.0), answers=delivery)
+            case _:
+                super().take(delivery)
+
+
+# ---- manners: True where the message was dealt with
+
+
+def refuses(peer: Naughty, delivery: Delivery) -> bool:
+    if isinstance(delivery.body, m.PrepareWeights):
+        peer.link.send(m.WeightsFailed(delivery.body.manifest.version, "error 500", fatal=False), answers=delivery)
+        return True
+    return False
+
+
+def never_answers(peer: Naughty, delivery: Delivery) -> bool:
+    return isinstance(delivery.body, m.PrepareWeights | m.AbortWeights)
+
+
+def answers_late(peer: Naughty, delivery: Delivery) -> bool:
+    if isinstance(delivery.body, m.PrepareWeights):
+        ready = m.WeightsReady(peer.version, delivery.body.manifest.version, "", 0.0)
+        asyncio.get_running_loop().call_later(3 * TIMEOUT_S, lambda: say(peer, ready, delivery))
+        return True
+    return False
+
+
+def say(peer: Naughty, body: m.Body, delivery: Delivery) -> None:
+    try:
+        peer.link.send(body, answers=delivery)
+    except ConnectionError:
+        return  # fenced meanwhile
+
+
+def dies_in_prepare(peer: Naughty, delivery: Delivery) -> bool:
+    if isinstance(delivery.body, m.PrepareWeights):
+        peer.fleet.lives.add(asyncio.create_task(asyncio.to_thread(peer.link.close, "the engine is gone")))
+        return True
+    return False
+
+
+def fails_to_commit(peer: Naughty, delivery: Delivery) -> bool:
+    if isinstance(delivery.body, m.CommitWeights):
+        peer.link.send(m.WeightsFailed(delivery.body.version, "half loaded", fatal=True), answers=delivery)
+        return True
+    return False
+
+
+def commits_other_bytes(peer: Naughty, delivery: Delivery) -> bool:
+    if isinstance(delivery.body, m.CommitWeights):
+        peer.link.send(m.WeightsReady(delivery.body.version, None, "another", 0.0), answers=delivery)
+        return True
+    return False
+
+
+# ---- the play
+
+
+async def play(folder: Path, transport: str, manners: dict[str, Any]) -> tuple[Outcome, RunDirectory, Fleet]:
+    settings, run = config(), RunDirectory.create(folder / "run")
+    make_keys(run, ("orchestrator", *WORKERS, *SERVERS, TRAINER))
+    log, journal = RunLog(run, "orchestrator"), Journal(run.journal)
+    recorder, roster = Recorder(run, log, None, STEPS), Roster.of(settings.cluster)
+    hub = await Hub.open(run, run="r", attempt="a", config_hash="c")
+    recipe = Recipe(settings.algorithm, settings.rollout.group_size, settings.rollout.max_tokens)
+    orchestrator = Orchestrator(
+        settings,
+        hub=hub,
+        core=Core(flow_settings(settings, trainer_sends=transport == "gloo")),
+        performer=Performer(hub, roster=roster, recorder=recorder, recipe=recipe, updates=UpdateRules(TIMEOUT_S, 2)),
+        roster=roster,
+        servers=Servers(run, hub, roster, 3),
+        journal=journal,
+        recorder=recorder,
+    )
+    fleet = Fleet(run, transport, manners)
+    running = asyncio.create_task(orchestrator.run())
+    node = asyncio.create_task(fleet.supervise())
+    try:
+        for name in (*WORKERS, *SERVERS, TRAINER):
+            await fleet.bring(name)
+        outcome = await asyncio.wait_for(running, 60)
+    finally:
+        node.cancel()
+        await hub.close("over", timeout_s=1.0)
+        for life in fleet.lives:
+            life.cancel()
+        await asyncio.gather(node, *fleet.lives, return_exceptions=True)
+        await asyncio.gather(*(asyncio.to_thread(peer.link.close) for peer in fleet.peers.values()))
+        log.close()
+        journal.close()
+    return outcome, run, fleet
+
+
+BAD = {
+    "refuses": refuses, "never answers": never_answers, "answers late": answers_late, "dies in prepare": dies_in_prepare,
+    "fails to commit": fails_to_commit, "commits other bytes": commits_other_bytes,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+@pytest.mark.parametrize("manner", BAD)
+async def test_one_bad_server_is_fenced_and_comes_back_and_the_run_completes(tmp_path: Path, transport: str, manner: str):
+    outcome, run, fleet = await play(tmp_path, transport, {"server-1": BAD[manner]})
+    assert outcome.reason == f"all {STEPS} steps are trained"
+    assert fleet.born["server-0"] == 1
+    assert fleet.born["server-1"] == 2
+    assert any("server-1 is given up" in row["message"] for row in rows(run, "alerts"))
+    if transport == "gloo":  # the group with the dead one, the survivor alone, and perhaps the one that came back
+        assert [epoch for epoch, _ in fleet.epochs] == sorted(epoch for epoch, _ in fleet.epochs)
+        assert ("trainer-0", "server-0/0", "server-1/0") in {members for _, members in fleet.epochs}
+        assert max(epoch for epoch, _ in fleet.epochs) > 1
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+@pytest.mark.parametrize("manner", ["never answers", "dies in prepare", "fails to commit"])
+async def test_two_bad_servers_come_back_and_the_run_completes(tmp_path: Path, transport: str, manner: str):
+    outcome, _, fleet = await play(tmp_path, transport, dict.fromkeys(SERVERS, BAD[manner]))
+    assert outcome.reason == f"all {STEPS} steps are trained"
+    assert (fleet.born["server-0"], fleet.born["server-1"]) == (2, 2)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+async def test_where_every_server_refuses_they_serve_on_until_the_retries_are_used_up(tmp_path: Path, transport: str):
+    outcome, run, fleet = await play(tmp_path, transport, dict.fromkeys(SERVERS, refuses))
+    assert not outcome.ok
+    assert "error 500" in outcome.reason
+    assert "weight_sync.max_retries=2" in outcome.reason
+    assert (fleet.born["server-0"], fleet.born["server-1"]) == (1, 1)
+    assert [row["phase"] for row in rows(run, "weights")].count("broken off") == 3
