@@ -156,8 +156,8 @@ def trainer_memory(
     """One rank of `ranks` under FSDP2, with rows of `row_tokens` tokens and logits of `chunk` tokens at once.
 
     `weight_bytes`: of a master weight, its gradient and each of its `moments` (AdamW 2, SGD 0); `compute_bytes`: of a value in
-    the forward pass; `reshard`: gathered layers are freed after the forward pass; `rows`: of one update on a rank. docs/planning.md derives each
-    term.
+    the forward pass; `reshard`: gathered layers are freed after the forward pass; `rows`: of one update on a rank.
+    docs/planning.md derives each term.
     """
     everything = shape.parameters
     share = -(-everything // ranks)
