@@ -29,10 +29,19 @@ MODULES: dict[ProcessRole, str] = {
     "worker": "telescope.workers",
 }
 
+GPU_SHARE = "TELESCOPE_GPU_SHARE"
+"""Tells a trainer rank how much of its GPU it may take, where it is not alone there."""
+MOST_OF_A_CARD = 0.9
 OWNED_VARIABLES = frozenset(
-    {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"}
+    {
+        *("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"),
+        GPU_SHARE,
+    }
 )
 """Variables that the launcher gives each process itself; `cluster.env` may not set them."""
+
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+"""On one host loopback reaches every rank and server, whatever the host's name resolves to."""
 
 
 class PlanError(ValueError):
@@ -87,11 +96,14 @@ def make_plan(config: RunConfig, hosts: tuple[Host, ...]) -> Plan:
     threads = share_threads(cluster, host.cpus)
     gpus = itertools.cycle(host.gpus if device == "gpu" else ())
     processes = [_process("orchestrator", 0, host, cluster.env)]
-    for index in range(cluster.inference_num_workers):
-        processes.append(_process("server", index, host, cluster.env, threads["server"], _take(gpus)))
+    for index in range(config.servers):
+        cards = _take(gpus, config.inference.tensor_parallel_size)
+        processes.append(_process("server", index, host, LOOPBACK | cluster.env, threads["server"], cards))
     for rank in range(cluster.trainer_num_workers):
         variables = _rank_variables(rank, cluster.trainer_num_workers) | cluster.env
         processes.append(_process("trainer", rank, host, variables, threads["trainer"], _take(gpus)))
+    if device == "gpu":
+        processes = [*_split_cards(processes, config.inference.gpu_memory_utilization)]
     for index in range(cluster.env_num_workers):
         processes.append(_process("worker", index, host, cluster.env))
     return Plan(device, tuple(processes), config.logging.progress, config.logging.log_to_console, cluster.max_server_restarts)
@@ -110,6 +122,22 @@ def choose_device(cluster: ClusterSettings, host: Host) -> Literal["cpu", "gpu"]
             "ask for fewer, or set cluster.device=cpu"
         )
     return "gpu"
+
+
+def _split_cards(processes: list[ProcessPlan], servers_share: float) -> Iterator[ProcessPlan]:
+    """A rank that shares its GPU with a server may take what the server leaves. Raises `PlanError` where that is too little."""
+    taken = {gpu for process in processes if process.role == "server" for gpu in process.gpus}
+    for process in processes:
+        if process.role == "trainer" and taken.intersection(process.gpus):
+            if servers_share > MOST_OF_A_CARD:
+                raise PlanError(
+                    f"{process.name} shares GPU {process.gpus[0]} with a server, and "
+                    f"inference.gpu_memory_utilization={servers_share:g} leaves it too little: lower it, to 0.45 say, as "
+                    "cluster=one_gpu does"
+                )
+            share = {GPU_SHARE: f"{1 - servers_share:.3f}"}
+            process = msgspec.structs.replace(process, environment=process.environment | share)
+        yield process
 
 
 def shared_gpus(plan: Plan) -> str:
@@ -152,21 +180,13 @@ def _refuse_owned_variables(variables: dict[str, str]) -> None:
         raise PlanError(f"cluster.env sets {', '.join(owned)}, which the launcher gives each process itself: leave them out")
 
 
-def _take(gpus: Iterator[str]) -> tuple[str, ...]:
-    gpu = next(gpus, None)
-    return () if gpu is None else (gpu,)
+def _take(gpus: Iterator[str], count: int = 1) -> tuple[str, ...]:
+    return tuple(itertools.islice(gpus, count))
 
 
 def _rank_variables(rank: int, world_size: int) -> dict[str, str]:
-    # One host: loopback reaches every rank, whatever the host's name resolves to.
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "NCCL_SOCKET_IFNAME": "lo",
-    }
+    ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"}
+    return ranks | LOOPBACK
 
 
 def _process(

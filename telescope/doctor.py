@@ -1,7 +1,8 @@
-"""`python -m telescope.doctor logprobs [overrides]`: do trainer and server agree on the probabilities of the same tokens?
+"""`python -m telescope.doctor logprobs|weights [overrides]`: do trainer and server agree?
 
-Starts the configured engine, lets it answer prompts of the configured environments, ends it, builds the configured backend and
-asks it for the log-probs of the same tokens at the same temperature. One after the other, so that one GPU is enough.
+logprobs, on the probabilities of the same tokens: starts the configured engine, lets it answer prompts of the configured
+environments, ends it, builds the configured backend and asks it for the log-probs of the same tokens at the same temperature.
+One after the other, so that one GPU is enough. weights, on the weights after an update: see doctor_weights.py.
 Exit codes: 0 they agree, 1 they don't or something failed, 2 usage.
 """
 
@@ -59,7 +60,7 @@ class Parity:
 def main(arguments: Sequence[str]) -> int:
     """One command line; gives the exit code."""
     parser = argparse.ArgumentParser(prog="telescope.doctor", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("check", choices=["logprobs"])
+    parser.add_argument("check", choices=["logprobs", "weights"])
     parser.add_argument("--samples", type=int, default=SAMPLES, help="answers to compare (default %(default)s)")
     parser.add_argument("-cd", "--config-dir", help="a folder of your own presets and plug-ins")
     parser.add_argument("overrides", nargs="*", help="as for telescope.run, e.g. model=qwen3-0.6b rollout.temperature=0.7")
@@ -78,8 +79,31 @@ def main(arguments: Sequence[str]) -> int:
     if point.config.inference.engine == "fake" or point.config.backend_name == "fake":
         sys.stderr.write("telescope.doctor: a fake engine or backend has no model; use inference=vllm and a real backend\n")
         return USAGE
+    if asked.check == "weights":
+        return weights(point.config, asked.samples)
     found = check_logprobs(point.config, asked.samples)
     sys.stdout.write(found.report(point.config))
+    return AGREE if found.agree else DISAGREE
+
+
+def weights(config: RunConfig, samples: int) -> int:
+    """A trained version's way to a server's parameters. Gives the exit code."""
+    from telescope.doctor_weights import PairFailed, check_weights
+
+    if config.model.lora is not None:
+        sys.stderr.write("telescope.doctor: with model.lora only adapters travel; use `doctor weights` without it\n")
+        return USAGE
+
+    async def shard(engine: Engine, pair: RunConfig) -> TrainShard:
+        prompts = prompts_of(pair, max(samples, 2 * pair.cluster.trainer_num_workers))
+        return as_shard(prompts, await sampled(engine, prompts, pair))
+
+    try:
+        found = check_weights(config, shard)
+    except PairFailed as error:
+        sys.stderr.write(f"telescope.doctor: {error}\n")
+        return DISAGREE
+    sys.stdout.write(found.report())
     return AGREE if found.agree else DISAGREE
 
 
@@ -112,17 +136,24 @@ def prompts_of(config: RunConfig, samples: int) -> list[np.ndarray]:
 
 
 async def answer(engine: Engine, prompts: Sequence[np.ndarray], config: RunConfig) -> list[Generated]:
+    """By an engine that lives for this alone."""
+    try:
+        await engine.start()
+        return await sampled(engine, prompts, config)
+    finally:
+        await engine.close()
+
+
+async def sampled(engine: Engine, prompts: Sequence[np.ndarray], config: RunConfig) -> list[Generated]:
     from telescope.records import Sampling
 
     def sampling(index: int) -> Sampling:
-        return Sampling(config.rollout.temperature, config.rollout.max_tokens, config.seed + index)
+        rollout, kept = config.rollout, config.rollout.support
+        seed = config.seed + index
+        return Sampling(rollout.temperature, rollout.max_tokens, seed, kept.top_k, kept.top_p, kept.min_p, rollout.stop)
 
-    try:
-        await engine.start()
-        asked = (engine.generate(f"doctor-{i}", prompt, sampling(i), 0) for i, prompt in enumerate(prompts))
-        return list(await asyncio.gather(*asked))
-    finally:
-        await engine.close()
+    asked = (engine.generate(f"doctor-{i}", prompt, sampling(i), 0) for i, prompt in enumerate(prompts))
+    return list(await asyncio.gather(*asked))
 
 
 def as_shard(prompts: Sequence[np.ndarray], answers: Sequence[Generated]) -> TrainShard:

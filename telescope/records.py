@@ -34,14 +34,23 @@ class EnvironmentCard(Record):
     split_sizes: dict[str, int]
     digest: str
     """Hash over the environment's settings and prompts: two workers that disagree would train on different data."""
+    too_long: int = 0
+    """Train prompts that left no room for an answer; they are not among `split_sizes`, and are never drawn."""
 
 
 class Sampling(Record):
-    """How tokens are drawn. Log-probs are those of the distribution after `temperature` (processed)."""
+    """How tokens are drawn. Log-probs are those of the distribution after `temperature`, `min_p`, `top_k` and `top_p`
+    (processed)."""
 
     temperature: float
     max_tokens: int
     seed: int
+    top_k: int = 0
+    """0: every token may be drawn."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    """Texts behind which the answer ends; they belong to it."""
 
 
 class RolloutOrder(Record):
@@ -115,7 +124,8 @@ COLLECTIVE = ("nccl", "gloo")
 class WeightGroup(Record):
     """Who takes part in one broadcast group of a collective transport: the sender first, then one entry a server's worker.
 
-    E.g. `WeightGroup(2, ("trainer-0", "server-0/0", "server-0/1"))`. Members of one epoch never change.
+    E.g. `WeightGroup(2, ("trainer-0", "server-0/0", "server-0/1"))`. Members of one epoch never
+    change, and epochs go up for the life of a run: after a failure, and for other members, a new one begins.
     """
 
     epoch: int
@@ -136,6 +146,8 @@ class WeightManifest(Record):
     knows it only when all is sent."""
     bucket_bytes: int = 0
     """Where the layout is cut on its way (`telescope.weights.buckets`); 0: every tensor for itself."""
+    compare_all: bool = False
+    """Whether both sides compare every tensor of the version; else a sample. In host memory and files it is always all."""
 
     @property
     def collective(self) -> bool:

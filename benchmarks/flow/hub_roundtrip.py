@@ -1,6 +1,6 @@
 """How fast is the relay, and what does a message cost?
 
-    python benchmarks/flow/hub_roundtrip.py [--trips 3000] [--window 32] [--tokens 3333] [--rounds 3]
+    python -m benchmarks.flow.hub_roundtrip [--trips 3000] [--window 32] [--tokens 3333] [--rounds 3]
 
 Worker link -> hub -> server link -> hub -> worker link: a Generate and a Completion, four hops a trip, each process on its own,
 CURVE throughout. Beside it, in the same run, a plain pyzmq ROUTER that echoes the same bytes: two hops a trip, CURVE too. The

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
+from telescope.maths.support import WHOLE, Support
 from telescope.records import Denominators, TrainItem
 from telescope.settings import Settings
 from telescope.weights.buckets import Bucket
@@ -43,11 +44,13 @@ class StepResult:
 
 @dataclass(frozen=True)
 class World:
-    """Where this process stands among the trainer ranks. `device` is `cpu` or `cuda:<index>`."""
+    """Where this process stands among the trainer ranks. `device` is `cpu` or `cuda:<index>`; `memory_share` is how much of
+    its GPU's memory it may take: less than 1 where a server shares the card."""
 
     rank: int
     size: int
     device: str
+    memory_share: float = 1.0
 
 
 class RankLost(RuntimeError):
@@ -70,6 +73,8 @@ class Job:
     max_tokens: int
     seed: int
     world: World
+    support: Support = WHOLE
+    """Tokens that the sampler can take; log-probs are normalised over them."""
     progress: Callable[[str], None] = unwatched
     """To be called with what was done, after each micro-batch: a long step is then no stuck one."""
 
@@ -107,6 +112,9 @@ class Backend(Protocol):
 
 class BackendSettings(Settings):
     """Base of all backends' settings: a file of this folder with one subclass is a backend of that file's name."""
+
+    trains_adapters: ClassVar[bool] = False
+    """Whether it knows model.lora."""
 
     def build(self, job: Job) -> Backend:
         """Make the backend on this rank; torch.distributed is set up in here, from the standard environment variables."""

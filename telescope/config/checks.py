@@ -24,7 +24,15 @@ class Conflict:
 
 def conflicts(config: RunConfig) -> list[Conflict]:
     """Every impossible combination, each in a sentence that names the remedy."""
-    return [*_lengths(config), *_groups(config), *_schedule(config), *_processes(config), *_weights(config)]
+    return [
+        *_lengths(config),
+        *_groups(config),
+        *_lanes(config),
+        *_rewards(config),
+        *_schedule(config),
+        *_processes(config),
+        *_weights(config),
+    ]
 
 
 def _lengths(config: RunConfig) -> Iterator[Conflict]:
@@ -65,6 +73,35 @@ def _groups(config: RunConfig) -> Iterator[Conflict]:
         )
 
 
+def _lanes(config: RunConfig) -> Iterator[Conflict]:
+    orchestrator = config.orchestrator
+    for name in ("free_lane_after_generation", "adaptive_concurrency"):
+        if getattr(orchestrator, name) and not orchestrator.enable_individual_sample_lanes:
+            yield Conflict(
+                (f"orchestrator.{name}", "orchestrator.enable_individual_sample_lanes"),
+                f"orchestrator.{name}=true needs orchestrator.enable_individual_sample_lanes=true: without it a lane "
+                f"belongs to a whole group; set orchestrator.{name}=false, or leave individual lanes on",
+            )
+    if orchestrator.kv_soft > orchestrator.kv_hard:
+        yield Conflict(
+            ("orchestrator.kv_soft", "orchestrator.kv_hard"),
+            f"orchestrator.kv_soft={orchestrator.kv_soft} must not be above orchestrator.kv_hard={orchestrator.kv_hard}: lower "
+            "the first or raise the second",
+        )
+
+
+def _rewards(config: RunConfig) -> Iterator[Conflict]:
+    if not config.rollout.normalize_rewards:
+        return
+    for label, entry in config.environments.items():
+        if entry.reward_range is None:
+            yield Conflict(
+                ("rollout.normalize_rewards",),
+                f"rollout.normalize_rewards=true needs environments.{label}.reward_min and environments.{label}.reward_max: "
+                "give both, or set rollout.normalize_rewards=false",
+            )
+
+
 def _schedule(config: RunConfig) -> Iterator[Conflict]:
     trainer, steps = config.trainer, config.number_of_steps
     groups = config.orchestrator.prompts_batch_size_for_trainer
@@ -102,7 +139,36 @@ def _processes(config: RunConfig) -> Iterator[Conflict]:
             f"orchestrator.max_concurrent_prompts_per_server={prompts} times rollout.group_size={group_size} are "
             f"{prompts * group_size:,} requests in flight at one server, and {MOST_LANES:,} are the most: lower either",
         )
-    port, servers = config.inference.base_port, config.cluster.inference_num_workers
+    yield from _inference(config)
+
+
+def _inference(config: RunConfig) -> Iterator[Conflict]:
+    inference, workers = config.inference, config.cluster.inference_num_workers
+    if workers % inference.tensor_parallel_size:
+        yield Conflict(
+            ("inference.tensor_parallel_size", "cluster.inference_num_workers"),
+            f"inference.tensor_parallel_size={inference.tensor_parallel_size} must divide "
+            f"cluster.inference_num_workers={workers}: a server has so many of these workers; ask for "
+            f"{-(-workers // inference.tensor_parallel_size) * inference.tensor_parallel_size} workers, or another size",
+        )
+    if inference.http and not is_loopback(inference.host) and inference.api_key is None:
+        yield Conflict(
+            ("inference.host", "inference.api_key"),
+            f"inference.host={inference.host} is open to other machines: set inference.api_key='${{oc.env:VLLM_API_KEY}}', "
+            "or leave the host out for loopback, or set inference.http=false",
+        )
+    if inference.quantization is not None and config.cluster.device == "cpu":
+        yield Conflict(
+            ("inference.quantization", "cluster.device"),
+            f"inference.quantization={inference.quantization} needs a GPU, and cluster.device=cpu: leave it out",
+        )
+    if inference.quantization is not None and config.weight_sync.staging == "none" and config.model.lora is None:
+        yield Conflict(
+            ("inference.quantization", "weight_sync.staging"),
+            f"inference.quantization={inference.quantization} quantises a whole version at once, and weight_sync.staging=none "
+            "never has one: set weight_sync.staging=full, or host",
+        )
+    port, servers = inference.base_port, config.servers
     if config.inference.http and port and port + servers - 1 > 65535:
         yield Conflict(
             ("inference.base_port", "cluster.inference_num_workers"),
@@ -126,6 +192,30 @@ def _weights(config: RunConfig) -> Iterator[Conflict]:
                 f"weight_sync.{name}={str(given).lower()} is about broadcasts, and weight_sync.transport={sync.transport} is "
                 "none: leave it out, or set weight_sync.transport=nccl",
             )
+    if config.model.lora is not None and not config.backend.trains_adapters:
+        yield Conflict(
+            ("model.lora", "backend"),
+            f"backend={config.backend_name} trains no adapters: set model.lora=null, or backend=fsdp",
+        )
+    if config.model.lora is not None and sync.in_flight == "recompute":
+        yield Conflict(
+            ("weight_sync.in_flight", "model.lora"),
+            "weight_sync.in_flight=recompute is not possible with model.lora: running requests keep the adapter that they "
+            "began with; set weight_sync.in_flight=continue, or abort",
+        )
+    if config.model.lora is not None and sync.transport in ("nccl", "gloo", "cuda_ipc"):
+        yield Conflict(
+            ("weight_sync.transport", "model.lora"),
+            f"weight_sync.transport={sync.transport} fills the model's own parameters, and model.lora pushes adapters, which a "
+            "server loads beside it: set weight_sync.transport=auto (shared memory), or disk for servers on other hosts",
+        )
+    if sync.in_flight == "recompute" and not sync.reset_prefix_cache:
+        yield Conflict(
+            ("weight_sync.in_flight", "weight_sync.reset_prefix_cache"),
+            "weight_sync.in_flight=recompute computes running requests anew because their keys and values are old, and "
+            "weight_sync.reset_prefix_cache=false lets them find these again: set weight_sync.reset_prefix_cache=true, or "
+            "weight_sync.in_flight=continue",
+        )
     if sync.transport in ("nccl", "cuda_ipc") and config.cluster.device == "cpu":
         yield Conflict(
             ("weight_sync.transport", "cluster.device"),
@@ -133,10 +223,21 @@ def _weights(config: RunConfig) -> Iterator[Conflict]:
         )
 
 
+def is_loopback(host: str | None) -> bool:
+    """Whether only this machine can reach `host`. A name other than localhost is taken for an open one."""
+    return host is None or host in ("localhost", "::1") or host.startswith("127.")
+
+
 def warnings(config: RunConfig) -> list[str]:
     """Sentences about a configuration that runs, but hardly as meant."""
     asynchronous = config.orchestrator.max_async_rollout > 0
-    found = config.algorithm.warnings(asynchronous=asynchronous, updates=config.trainer.number_of_minibatches)
+    found = config.algorithm.warnings(asynchronous=asynchronous, updates=config.trainer.updates_per_step)
     if config.trainer.learning_rate == 0:
         found = [*found, "trainer.learning_rate=0: the weights will not change"]
+    if config.inference.quantization is not None and not getattr(config.algorithm, "all_corrections", ()):
+        found = [
+            *found,
+            f"inference.quantization={config.inference.quantization}: what samples is coarser than what is trained, and "
+            "nothing corrects for it; set algorithm.use_tis=true, or another of algorithm.corrections",
+        ]
     return found

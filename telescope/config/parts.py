@@ -7,14 +7,30 @@ it.
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
+from telescope.config.secrets import referenced
+from telescope.flow.curriculum import Pool, Pools
+from telescope.maths.support import Support
 from telescope.settings import Settings
 
+DEFAULT_PORT = 8100
 Dtype = Literal["float32", "float16", "bfloat16"]
 _VARIABLE = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
+
+
+class LoraSettings(Settings):
+    rank: int = Field(default=16, ge=1, le=512)
+    """Rank of the update of each matrix."""
+    alpha: int = Field(default=32, ge=1, le=65536)
+    """The update is scaled by alpha / rank."""
+    target_modules: tuple[str, ...] = (
+        *("q_proj", "k_proj", "v_proj", "o_proj"),
+        *("gate_proj", "up_proj", "down_proj"),
+    )
+    """Last names of the matrices that get an adapter; each must be there in the model."""
 
 
 class ModelSettings(Settings):
@@ -28,6 +44,40 @@ class ModelSettings(Settings):
     """Passed to the chat template."""
     trust_remote_code: bool = False
     """Run Python code that the model's repository ships. Opt-in."""
+    lora: LoraSettings | None = None
+    """Train LoRA adapters and push only these; the model itself is frozen. null: train all weights. `model.lora={rank:16}`"""
+
+
+class CurriculumPool(Settings):
+    name: str = Field(min_length=1, max_length=100)
+    """What the pool is called."""
+    up_to: float = Field(gt=0, le=1)
+    """Highest pass rate of its prompts; the lowest is that of the pool before."""
+    share: float = Field(default=1.0, ge=0, le=1_000_000)
+    """Weight of the pool among those that have a prompt."""
+
+
+class CurriculumSettings(Settings):
+    """Draw an environment's prompts by how often their samples passed. `curriculum: {}` takes the defaults."""
+
+    pools: tuple[CurriculumPool, ...] = (
+        CurriculumPool(name="hard", up_to=0.2, share=1.0),
+        CurriculumPool(name="medium", up_to=0.8, share=3.0),
+        CurriculumPool(name="easy", up_to=1.0, share=0.5),
+    )
+    """Pools in order of up_to, the last one's 1."""
+    new_share: float = Field(default=3.0, gt=0, le=1_000_000)
+    """Weight of the prompts that were never played, as long as there are any."""
+    window: int = Field(default=2, ge=1, le=1_000)
+    """Latest groups of a prompt whose mean is its pass rate."""
+    pass_above: float = 0.0
+    """A sample passes with a training reward above this."""
+
+    @field_validator("pools")
+    @classmethod
+    def _pools_cover_every_rate(cls, pools: tuple[CurriculumPool, ...]) -> tuple[CurriculumPool, ...]:
+        Pools(tuple(Pool(pool.name, pool.up_to, pool.share) for pool in pools))
+        return pools
 
 
 class EnvironmentEntry(Settings):
@@ -35,6 +85,24 @@ class EnvironmentEntry(Settings):
     """Which environment: a file name in telescope/environments, or in a folder of your own."""
     weight: float = Field(default=1.0, gt=0)
     """Share of prompts drawn from this entry, relative to the other entries."""
+    reward_min: float | None = Field(default=None, allow_inf_nan=False)
+    """Lower end of the rewards expected of it, with reward_max for `rollout.normalize_rewards` and for charts."""
+    reward_max: float | None = Field(default=None, allow_inf_nan=False)
+    """Upper end of the rewards expected of it."""
+    curriculum: CurriculumSettings | None = None
+    """Draw prompts by their pass rates; null: each once an epoch."""
+
+    @model_validator(mode="after")
+    def _reward_range_is_one(self) -> Self:
+        if self.reward_min is not None and self.reward_max is not None and self.reward_min >= self.reward_max:
+            raise ValueError(f"reward_min={self.reward_min} must be below reward_max={self.reward_max}")
+        return self
+
+    @property
+    def reward_range(self) -> tuple[float, float] | None:
+        """Both ends, if both are given."""
+        return None if self.reward_min is None or self.reward_max is None else (self.reward_min, self.reward_max)
+
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """The environment's own typed settings; a typo is refused."""
 
@@ -52,8 +120,21 @@ class OrchestratorSettings(Settings):
     """Retire an incomplete group whose first dispatch is this many versions old (D)."""
     discard_group_zero_advantage: bool = True
     """Drop groups whose rewards are all equal."""
+    enable_prompt_prefetch: bool = True
+    """Workers make and tokenise the next prompts ahead, off their event loop."""
+    prompt_prefetch_buffer_size: int = Field(default=24, ge=1, le=1_000)
+    """Prompts made ready beyond the last one sent out."""
     enable_individual_sample_lanes: bool = True
     """A concurrency slot is a sample; false: a group."""
+    free_lane_after_generation: bool = True
+    """A sample's slot is free once its last token is there, before its reward. Needs individual lanes."""
+    adaptive_concurrency: bool = False
+    """Slots follow what the engines report: fewer where a KV cache is full, requests are thrown out of it or a queue lasts,
+    more again (up to max_concurrent_prompts_per_server) where it is calm. Needs individual lanes."""
+    kv_soft: float = Field(default=0.85, gt=0, le=1)
+    """Share of a server's KV cache in use from which groups avoid it; with adaptive_concurrency none starts for it."""
+    kv_hard: float = Field(default=0.95, gt=0, le=1)
+    """Share from which adaptive_concurrency takes slots away, a quarter at once; must not be below kv_soft."""
     stuck_s: float = Field(default=600.0, gt=0, le=1_000_000)
     """A peer that beats without progress on its orders for this long is stuck, and the run ends with its name."""
     silent_s: float = Field(default=15.0, gt=0, le=1_000_000)
@@ -67,12 +148,34 @@ class RolloutSettings(Settings):
     """Scored survivors below which a group fails."""
     temperature: float = Field(default=1.0, gt=0, le=2)
     """Logits are divided by it, in the sampler and in the trainer alike."""
+    top_k: int | None = Field(default=None, ge=2, le=10_000_000)
+    """Sample from so many of the likeliest tokens; the trainer normalises over the same rule's tokens. null: all."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """Sample from the likeliest tokens with this share of the probability; likewise. null: all."""
+    min_p: float = Field(default=0.0, ge=0, lt=1)
+    """Sample from tokens at least this times as likely as the likeliest; likewise."""
+    stop: tuple[str, ...] = Field(default=(), max_length=16)
+    """Texts behind which an answer ends. They belong to the answer: what was sampled is what is trained."""
     max_tokens: int = Field(default=3700, ge=1, le=100_000_000)
     """Sampled tokens of one turn, at most."""
     timeout_s: float = Field(default=600.0, gt=0, le=1_000_000)
     """Time limit of one rollout, generation and reward together."""
     max_attempts: int = Field(default=3, ge=1, le=1_000_000)
     """Tries of one rollout that fails for infrastructure reasons, before it leaves its group."""
+    normalize_rewards: bool = False
+    """Train on (r - reward_min) / (reward_max - reward_min) of each environment, so that several weigh alike."""
+
+    @field_validator("stop")
+    @classmethod
+    def _stops_are_texts(cls, stop: tuple[str, ...]) -> tuple[str, ...]:
+        if not all(stop):
+            raise ValueError("rollout.stop has an empty text, behind which every answer would end at once: leave it out")
+        return stop
+
+    @property
+    def support(self) -> Support:
+        """The tokens that can be sampled."""
+        return Support(self.top_k or 0, 1.0 if self.top_p is None else self.top_p, self.min_p)
 
 
 class TrainerSettings(Settings):
@@ -92,12 +195,18 @@ class TrainerSettings(Settings):
     """Where linear and cosine end, as a share of learning_rate."""
     number_of_minibatches: int = Field(default=1, ge=1, le=1_000_000)
     """Optimiser updates a step: its groups are cut into so many parts, each with its own update. Schedules count steps."""
+    epochs_per_batch: int = Field(default=1, ge=1, le=1_000)
+    """Times that a step runs over its batch, cut into minibatches anew each time. Schedules count steps."""
     seq_len: int = Field(default=4096, ge=8, le=100_000_000)
     """Tokens of a packed row."""
     pad_to_multiple_of: int = Field(default=64, ge=1, le=100_000_000)
     """Row lengths are rounded up to it, so that few shapes occur; must divide seq_len."""
     entropy_chunk_size: int = Field(default=1024, ge=1, le=100_000_000)
     """Tokens whose [chunk, vocabulary] logits exist at once when log-probs and entropy are computed."""
+
+    @property
+    def updates_per_step(self) -> int:
+        return self.number_of_minibatches * self.epochs_per_batch
 
     @field_validator("betas")
     @classmethod
@@ -115,11 +224,26 @@ class InferenceSettings(Settings):
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     """Precision served; auto: bfloat16 on a GPU, model.dtype on CPU."""
     host: str | None = None
-    """Where the OpenAI-compatible HTTP binds; null = loopback."""
-    base_port: int = Field(default=8100, ge=0, le=65535)
-    """HTTP port of server 0, server i gets base_port + i; 0: any free port."""
+    """Where the OpenAI-compatible HTTP binds; null = loopback. Any other address needs inference.api_key."""
+    base_port: int = Field(default=DEFAULT_PORT, ge=0, le=65535)
+    """HTTP port of server 0, server i gets base_port + i. 8100, the default: or the next free one, where a second run on this
+    machine holds it; another port: that one or none; 0: any free port. The run directory's servers/ says which it was."""
+    api_key: str | None = None
+    """What HTTP requests must give as a bearer token, as a reference: `'${oc.env:VLLM_API_KEY}'`. null: no check."""
     http: bool = True
     """Serve the OpenAI-compatible HTTP API beside the link."""
+    quantization: Literal["fp8"] | None = None
+    """fp8: linear layers are served in 8-bit floats, quantised anew at each update. Needs a GPU that has them (Hopper)."""
+    tool_call_parser: str | None = None
+    """vLLM's parser of tool calls in HTTP chat answers, e.g. `hermes`; null: tool calls stay text."""
+    reasoning_parser: str | None = None
+    """vLLM's parser that splits reasoning off HTTP chat answers, e.g. `qwen3`; null: it stays in the text."""
+    enable_tracing: bool = False
+    """vLLM sends OpenTelemetry spans of every request to an OTLP receiver on this machine (http/protobuf)."""
+    otlp_receiver_port: int = Field(default=4318, ge=1, le=65535)
+    """Port of that receiver."""
+    tensor_parallel_size: int = Field(default=1, ge=1, le=64)
+    """GPUs (workers) of one server, each with its slice of every layer; must divide cluster.inference_num_workers."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Share of a GPU's memory that a server takes for weights and KV cache."""
     cpu_kv_cache_mb: int = Field(default=128, ge=8, le=100_000_000)
@@ -132,14 +256,30 @@ class InferenceSettings(Settings):
     """Sequences in one engine step, at most; null: the lanes of the server, up to 256 on a CPU and 1,024 on a GPU."""
     max_num_batched_tokens: int | None = Field(default=None, ge=1, le=100_000_000)
     """Tokens in one engine step, at most; null: 8,192 on a CPU, the engine's own choice on a GPU."""
-    enforce_eager: bool = False
-    """No CUDA graphs (always so on CPU)."""
+    cuda_graphs: Literal["auto", "full_decode", "default", "off"] = "auto"
+    """full_decode: whole decode steps as graphs, nothing compiled, the fastest start; default: vLLM's own way (compiles);
+    off: eager. auto: full_decode on a GPU. A CPU has none."""
+    max_loras: int = Field(default=4, ge=2, le=64)
+    """With model.lora: versions of the adapter in use at once. Where the next would be one too many, requests of the oldest are
+    aborted and their rollouts tried again."""
     enable_prefix_caching: bool = True
     """Keep the KV cache of prompts that begin alike, such as the samples of one group."""
     fake_token_s: float = Field(default=0.0, ge=0, le=1_000)
     """Seconds that the fake engine takes for a token."""
     fake_weights_s: float = Field(default=0.0, ge=0, le=1_000)
     """Seconds that the fake engine takes to prepare a version of the weights."""
+    fake_kv_tokens: int | None = Field(default=None, ge=1, le=1_000_000_000)
+    """Tokens that the fake engine says its KV cache holds; null: no end of them."""
+
+    @field_validator("api_key")
+    @classmethod
+    def _key_is_a_reference(cls, api_key: str | None) -> str | None:
+        if api_key is not None and referenced(api_key) is None:
+            raise ValueError(
+                "inference.api_key must not stand in a configuration: put it into an environment variable and give "
+                "inference.api_key='${oc.env:VLLM_API_KEY}'"
+            )
+        return api_key
 
 
 class WeightSyncSettings(Settings):
@@ -157,6 +297,9 @@ class WeightSyncSettings(Settings):
     needs no other rank."""
     pin_memory: bool = True
     """Whether that memory is pinned, so that a GPU reads it without a copy in between."""
+    compare: Literal["sample", "all"] = "sample"
+    """Tensors whose checksums trainer and servers compare at each version, computed where they lie: 16 that change with
+    the version, or all. Where weights go through host memory or files, all bytes are compared always."""
     dir: str | None = None
     """Folder for transport=disk, seen by all hosts; null: the run directory."""
     init_timeout_s: float = Field(default=60.0, gt=0, le=1_000_000)
@@ -165,17 +308,26 @@ class WeightSyncSettings(Settings):
     """Deadline of each of publish, prepare and commit."""
     max_retries: int = Field(default=3, ge=0, le=1_000)
     """How often an update that no server could take is tried again, the old version serving on, before the run ends."""
-    in_flight: Literal["continue", "abort"] = "continue"
-    """What an update does to running generations: continue under the new weights, or abort and retry their rollouts."""
+    in_flight: Literal["continue", "recompute", "abort"] = "continue"
+    """What an update does to running generations: continue (no pause; they keep keys and values of the old weights), recompute
+    (these are computed anew under the new weights), or abort and retry their rollouts."""
     reset_prefix_cache: bool = True
-    """Forget cached prefixes at each update: they were computed with the old weights."""
+    """No request after an update uses prefixes cached under earlier weights."""
+    staging: Literal["full", "host", "none"] = "full"
+    """Where a server keeps a new version until it is served: full (a buffer on its GPU as large as the model, taken from
+    inference.gpu_memory_utilization), host (pinned memory; longer pause), none (received in place while paused)."""
+
+
+class WireSettings(Settings):
+    direct: bool = False
+    """Workers bring their requests straight to the servers, with a ticket of the orchestrator, instead of through it."""
 
 
 class ClusterSettings(Settings):
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """auto: the GPUs present, else CPU."""
     inference_num_workers: int = Field(default=2, ge=1, le=1_024)
-    """Inference servers (GPUs given to inference)."""
+    """GPUs given to inference; servers = this / inference.tensor_parallel_size."""
     trainer_num_workers: int = Field(default=2, ge=1, le=1_024)
     """Trainer ranks."""
     env_num_workers: int = Field(default=1, ge=1, le=1_024)

@@ -27,6 +27,7 @@ from telescope.config.parts import (
     RolloutSettings,
     TrainerSettings,
     WeightSyncSettings,
+    WireSettings,
 )
 from telescope.config.secrets import reveal_all
 from telescope.environments.base import Environment
@@ -101,6 +102,7 @@ class RunConfig(Settings):
     backend: Annotated[BackendSettings, PlainValidator(_backend), PlainSerializer(_with_name)]
     inference: InferenceSettings = Field(default_factory=InferenceSettings)
     weight_sync: WeightSyncSettings = Field(default_factory=WeightSyncSettings)
+    wire: WireSettings = Field(default_factory=WireSettings)
     cluster: ClusterSettings = Field(default_factory=ClusterSettings)
     logging: LoggingSettings = Field(default_factory=LoggingSettings)
 
@@ -127,6 +129,11 @@ class RunConfig(Settings):
         entry = self.environments[name]
         kwargs = json.dumps(reveal_all(entry.kwargs))
         return plugins.load(plugins.ENVIRONMENTS, entry.name, self.plugin_path).model_validate_json(kwargs, strict=True)
+
+    @property
+    def servers(self) -> int:
+        """Inference servers: a server has `tensor_parallel_size` of the inference workers."""
+        return self.cluster.inference_num_workers // self.inference.tensor_parallel_size
 
     @property
     def algorithm_name(self) -> str:

@@ -44,6 +44,11 @@ class Chat(Protocol):
         """Append turns, let the policy answer, and return its text (the end-of-sequence token not included)."""
         ...
 
+    def close(self) -> None:
+        """No more will be asked: another rollout may generate while this one is scored. For rewards that take a while; `say`
+        fails afterwards."""
+        ...
+
     @property
     def truncated(self) -> bool:
         """Whether the last answer was cut off at the token limit."""
@@ -83,9 +88,11 @@ class SingleTurn(Environment):
     async def play(self, prompt: Prompt, chat: Chat) -> Reward:
         answer = await chat.say(*prompt.turns)
         if inspect.iscoroutinefunction(self.reward):
+            chat.close()
             scored: Reward = await self.reward(prompt, answer)
             return scored
         if self.reward_in_thread:
+            chat.close()
             return await asyncio.to_thread(self._reward_now, prompt, answer)
         return self._reward_now(prompt, answer)
 

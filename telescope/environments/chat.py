@@ -14,7 +14,7 @@ Refuses sockets and clocks beyond time stamps: a `Sampler` is handed in.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -118,7 +118,9 @@ class TokenChat:
     caught it and returned a reward.
     """
 
-    def __init__(self, template: ChatTemplate, sampler: Sampler, max_prompt_tokens: int) -> None:
+    def __init__(
+        self, template: ChatTemplate, sampler: Sampler, max_prompt_tokens: int, closed: Callable[[], None] = lambda: None
+    ) -> None:
         self._template = template
         self._sampler = sampler
         self._max_prompt_tokens = max_prompt_tokens
@@ -132,6 +134,8 @@ class TokenChat:
         self._finish_reason: FinishReason = "abort"
         self._generated_ns = 0
         self._busy = False
+        self._closed = False
+        self._tell_closed = closed
         self.failure: BaseException | None = None
 
     @property
@@ -146,6 +150,8 @@ class TokenChat:
         """
         if self._busy:
             raise RuntimeError("say was called while the policy was still answering: a dialogue has one answer at a time")
+        if self._closed:
+            raise RuntimeError("say was called after close: the lane to generate in has been given away")
         if not turns and not self._history:
             raise ValueError("the first say of a dialogue needs at least one turn")
         self._busy = True
@@ -156,6 +162,14 @@ class TokenChat:
             raise
         finally:
             self._busy = False
+
+    def close(self) -> None:
+        """See `Chat`; a second call is none."""
+        if self._busy:
+            raise RuntimeError("close was called while the policy was still answering")
+        if not self._closed:
+            self._closed = True
+            self._tell_closed()
 
     def recording(self) -> Recording:
         """The dialogue as trajectories. Raises `ChatError` where the policy was never asked or `say` failed."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 from pydantic import Field, field_validator, model_validator
 
-from telescope.environments.base import Prompt, Reward, SingleTurn
+from telescope.environments.base import Prompt, Reward, SingleTurn, Turn
 from telescope.environments.draws import Draws, LazyPrompts
 from telescope.environments.expression import NotAnExpression, parse
 
@@ -47,6 +48,9 @@ class Countdown(SingleTurn):
     larger model whole sentences."""
     answer_tag: str | None = Field(default=None, pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")
     """Read the expression from the last <tag>...</tag> of the answer; null: the whole answer is the expression."""
+    examples: int = Field(default=0, ge=0, le=64)
+    """Solved problems shown before the question, as earlier turns of the dialogue: the same ones before each question, so that
+    their cached keys and values serve all prompts."""
     num_train: int = Field(default=100_000, ge=1)
     """Prompts of the train split."""
     num_eval: int = Field(default=512, ge=1)
@@ -104,10 +108,26 @@ class Countdown(SingleTurn):
     def _prompt(self, split: str, index: int) -> Prompt:
         problem = self.problem(Draws("countdown", self.seed, split, index))
         return Prompt(
-            turns=({"role": "user", "content": self.question(problem)},),
+            turns=(*self._shown, {"role": "user", "content": self.question(problem)}),
             answer=problem.solution,
             facts={"numbers": problem.numbers, "target": problem.target},
         )
+
+    @cached_property
+    def _shown(self) -> tuple[Turn, ...]:
+        """The solved examples, question and answer in turn."""
+        problems = [self.problem(Draws("countdown", self.seed, "examples", index)) for index in range(self.examples)]
+        return tuple(
+            turn
+            for problem in problems
+            for turn in (
+                {"role": "user", "content": self.question(problem)},
+                {"role": "assistant", "content": self._tagged(problem.solution)},
+            )
+        )
+
+    def _tagged(self, solution: str) -> str:
+        return solution if self.answer_tag is None else f"<{self.answer_tag}>{solution}</{self.answer_tag}>"
 
     def question(self, problem: Problem) -> str:
         # No str.format: braces elsewhere in an instruction are text.

@@ -63,13 +63,24 @@ class ChatTemplate:
 
     def opening(self, turns: Sequence[Turn]) -> Rendered:
         """A dialogue's first prompt. Remembered, because all samples of a group ask for the same one."""
-        key = tuple(tuple(turn.items()) for turn in turns)
-        return self._remembered.get(key, lambda: self.render(turns))
+        return self._remembered.get(_key(turns), lambda: self.render(turns))
 
     def render(self, turns: Sequence[Turn]) -> Rendered:
         """Text and tokens of the dialogue with the header of the policy's next answer at its end."""
         text = self.text(turns)
         return Rendered(text, _frozen(self._encode(text)))
+
+    def remember(self, turns: Sequence[Turn], rendered: Rendered) -> None:
+        """Take over what `render` made of opening turns in another thread. Call it where `opening` is called."""
+        self._remembered.get(_key(turns), lambda: rendered)
+
+    def lengths(self, dialogues: Sequence[Sequence[Turn]]) -> list[int]:
+        """Tokens of each dialogue as `render` makes them; many at once, in the tokenizer's own threads where it has some."""
+        texts = [self.text(turns) for turns in dialogues]
+        batch: Any = self._tokenizer
+        if not callable(batch):
+            return [len(self._encode(text)) for text in texts]
+        return [len(ids) for ids in batch(texts, add_special_tokens=False)["input_ids"]] if texts else []
 
     def text(self, turns: Sequence[Turn]) -> str:
         """The dialogue as the template writes it, the header of the policy's next answer included."""
@@ -101,6 +112,10 @@ class ChatTemplate:
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+def _key(turns: Sequence[Turn]) -> _Key:
+    return tuple(tuple(turn.items()) for turn in turns)
 
 
 def _frozen(ids: list[int]) -> Ids:

@@ -17,9 +17,10 @@ def age_bound(settings: FlowSettings) -> int:
     return min(settings.max_async + waiting, settings.number_of_steps - 1)
 
 
-def age_bound_in_updates(settings: FlowSettings, number_of_minibatches: int = 1) -> int:
-    """The same in optimiser updates: the last minibatch of a step sees its group one update short of a version older."""
-    return age_bound(settings) * number_of_minibatches + number_of_minibatches - 1
+def age_bound_in_updates(settings: FlowSettings, updates_per_step: int = 1) -> int:
+    """The same in optimiser updates, minibatches times epochs a step: the last of a step sees its group one update short of a
+    version older."""
+    return age_bound(settings) * updates_per_step + updates_per_step - 1
 
 
 def stale_cancel_can_fire(settings: FlowSettings) -> bool:
@@ -33,10 +34,10 @@ def stale_cancel_can_fire(settings: FlowSettings) -> bool:
     return settings.take_order == "completion" or settings.max_off_policy_steps <= settings.max_async
 
 
-def explain(settings: FlowSettings, number_of_minibatches: int = 1) -> tuple[str, ...]:
+def explain(settings: FlowSettings, updates_per_step: int = 1) -> tuple[str, ...]:
     """Sentences for `plan`, e.g. `A trained group is at most 9 versions old (9 optimiser updates).`"""
     groups, samples = settings.groups_per_batch, settings.group_size
-    age, updates = age_bound(settings), age_bound_in_updates(settings, number_of_minibatches)
+    age, updates = age_bound(settings), age_bound_in_updates(settings, updates_per_step)
     limit = settings.max_off_policy_steps
     lines = [
         f"A batch is {groups} groups of {samples} samples: {groups * samples} rollouts a step.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from telescope.records import RolloutOrder
+from telescope.records import PromptRef, RolloutOrder
 
 
 class Command(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
@@ -44,6 +44,12 @@ class Refuse(Command, frozen=True):
 
     request_id: str
     cause: str
+
+
+class Prefetch(Command, frozen=True):
+    """Tell all workers that these prompts are likely to be sent out next. A hint, which may be lost."""
+
+    prompts: tuple[PromptRef, ...]
 
 
 class GroupState(Command, frozen=True):
@@ -100,4 +106,4 @@ class Stop(Command, frozen=True):
     ok: bool
 
 
-AnyCommand = Run | Cancel | Place | Refuse | GroupState | Train | Ignore | Forget | Update | Warn | Stop
+AnyCommand = Run | Cancel | Prefetch | Place | Refuse | GroupState | Train | Ignore | Forget | Update | Warn | Stop

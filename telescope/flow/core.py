@@ -13,15 +13,17 @@ from __future__ import annotations
 from telescope.flow import commands as do
 from telescope.flow import events as seen
 from telescope.flow.admission import Slots
+from telescope.flow.ahead import Ahead
 from telescope.flow.batches import Batch, Batches
 from telescope.flow.counts import Counts, Tally
 from telescope.flow.draws import DataPosition, Draws, sample_seed
 from telescope.flow.groups import Fate, Group, State, is_further, transition
 from telescope.flow.lanes import Flight, Lanes
 from telescope.flow.patience import Patience
-from telescope.flow.placement import Placement, Request
+from telescope.flow.placement import Placement
 from telescope.flow.presence import Presence
 from telescope.flow.settings import FlowSettings
+from telescope.flow.turns import Turns
 from telescope.flow.updates import Updates
 from telescope.records import RolloutOrder
 
@@ -38,12 +40,14 @@ class Core:
         self._slots = Slots(settings)
         self._batches = Batches(settings)
         self._lanes = Lanes(settings)
-        self._placement = Placement()
+        self._placement = Placement(settings)
+        self._turns = Turns(self._lanes, self._placement, self._say, self._reach)
         self._updates = Updates(while_training=settings.weights_while_training)
         self._presence = Presence(settings)
         self._patience = Patience(settings)
         self._tally = Tally()
         self._draws: Draws | None = None
+        self._ahead: Ahead | None = None
         self._now = 0.0
         self._ending: do.Stop | None = None
         self._out: list[do.AnyCommand] = []
@@ -78,6 +82,8 @@ class Core:
             groups_alive=len(self._slots.alive),
             rollouts_waiting=self._lanes.waiting,
             rollouts_running=len(self._lanes.flights),
+            rollouts_scoring=self._lanes.scoring,
+            lanes=placement.lanes,
             requests_waiting=len(placement.waiting),
             requests_placed=len(placement.requests) - len(placement.waiting),
         )
@@ -87,9 +93,13 @@ class Core:
     def _absorb(self, event: seen.AnyEvent) -> None:
         match event:
             case seen.TurnStarted():
-                self._turn_started(event)
+                self._turns.started(event)
             case seen.TurnDone():
-                self._turn_done(event)
+                self._turns.done(event, self._updates.travelling is not None, self.version)
+            case seen.GenerationOver():
+                self._generation_over(event)
+            case seen.ServerLoad():
+                self._placement.hear(event, self._now)
             case seen.RolloutDone():
                 self._rollout_done(event)
             case seen.RolloutFailed():
@@ -125,7 +135,9 @@ class Core:
         self._lanes.join(event.worker, event.capacity)
         if self._draws is None:
             settings = self.settings
-            self._draws = Draws(settings.seed, settings.environments, settings.split, self._presence.split_sizes)
+            sizes = self._presence.split_sizes
+            self._draws = Draws(settings.seed, settings.environments, settings.split, sizes, settings.curricula)
+            self._ahead = Ahead(self._draws, settings.prefetch) if settings.prefetch else None
 
     def _worker_lost(self, worker: str, cause: str) -> None:
         if worker not in self._lanes.workers:
@@ -139,39 +151,18 @@ class Core:
         self._server_lost(event.server, "it was started again")
         self._placement.join(event.server, event.version, event.capacity)
         self._send_weights()
-        self._place_waiting()
+        self._turns.place_waiting()
 
     def _server_lost(self, server: str, cause: str) -> None:
         if server not in self._placement.servers:
             return
         self._updates.forget(server)
-        for request in self._placement.lose(server):
-            self._place_again(request, f"{server} was lost: {cause}")
+        self._turns.server_lost(server, f"{server} was lost: {cause}")
 
-    def _turn_started(self, event: seen.TurnStarted) -> None:
-        if event.request_id in self._placement.requests:
-            return  # a repetition
+    def _generation_over(self, event: seen.GenerationOver) -> None:
         flight = self._lanes.flights.get((event.rollout_id, event.attempt))
-        if flight is None or flight.stopping:
-            self._out.append(do.Refuse(event.request_id, "its rollout does not count any more"))
-            return
-        if event.request_id in flight.requests:
-            self._out.append(do.Refuse(event.request_id, "a request of this id was answered before"))
-            return
-        flight.requests[event.request_id] = None
-        self._place(Request(event.request_id, flight, event.turn, event.prompt_tokens))
-
-    def _turn_done(self, event: seen.TurnDone) -> None:
-        request = self._placement.finish(event.request_id, event.completion_tokens)
-        if request is None:
-            return
-        flight = request.flight
-        if not flight.ended:
-            flight.tokens += event.completion_tokens
-            if event.finish_reason == "abort":
-                flight.aborted = self._updates.travelling is not None or flight.version < self.version
-            self._reach(flight.group, State.ENV)
-        self._place_waiting()  # it has left room
+        if flight is not None and self.settings.free_lane:
+            self._lanes.generation_over(flight)
 
     def _rollout_done(self, event: seen.RolloutDone) -> None:
         flight = self._lanes.flights.get((event.rollout_id, event.attempt))
@@ -209,7 +200,7 @@ class Core:
         if batch is not None:
             self._commit(batch)
         self._send_weights()
-        self._place_waiting()
+        self._turns.place_waiting()
 
     def _tick(self) -> None:
         for flight in self._lanes.overdue(self._now):
@@ -223,7 +214,7 @@ class Core:
         for flight in self._lanes.unanswered(self._now):
             self._stop(
                 f"{flight.worker} did not answer the cancel of rollout {flight.sample.rollout_id} within "
-                f"{self.settings.cancel_deadline_s:g} s: its process hangs; see its log",
+                f"{self.settings.cancel_deadline_s:g} s: it hangs, or a server that generates for it does; see their logs",
                 ok=False,
             )
         complaint = self._presence.absent(
@@ -234,38 +225,14 @@ class Core:
 
     # ---- one attempt at a rollout
 
-    def _place(self, request: Request) -> None:
-        server = self._placement.place(request)
-        if server is not None:
-            # earlier turns first
-            self._out.append(do.Place(request.request_id, server, request.turn))
-            self._reach(request.flight.group, State.GENERATING)
-
-    def _place_again(self, request: Request, cause: str) -> None:
-        """Its server is gone: another one answers it from the start, and what the rollout has played so far is kept."""
-        if request.flight.ended or request.flight.stopping:
-            self._out.append(do.Refuse(request.request_id, cause))
-        else:
-            self._place(request)
-
-    def _place_waiting(self) -> None:
-        while (request := self._placement.next_waiting()) is not None:
-            self._place(request)
-
     def _cancel(self, flight: Flight, reason: str) -> None:
         """Tell the worker to stop; the flight keeps its lane and credit until it answers."""
         self._lanes.stop(flight, self._now)
         self._out.append(do.Cancel(flight.worker, flight.sample.rollout_id, flight.attempt, reason))
-        self._withdraw(flight, reason)
-
-    def _withdraw(self, flight: Flight, reason: str) -> None:
-        """Answer what the flight still waits for; what a server has is the server's to answer."""
-        for request_id in flight.requests:
-            if self._placement.withdraw(request_id):
-                self._out.append(do.Refuse(request_id, reason))
+        self._turns.withdraw(flight, reason)
 
     def _flight_ended(self, flight: Flight, counted: bool, why: str = "its rollout has ended") -> None:
-        self._withdraw(flight, why)
+        self._turns.withdraw(flight, why)
         if not counted:
             self._tally.tokens_lost += flight.tokens
 
@@ -308,6 +275,8 @@ class Core:
         self._move(group, State.COMPLETE)
         self._lanes.leave_lane(group)
         self._patience.completed(group.prompt.environment)
+        if self._draws is not None:
+            self._draws.played(group.prompt, [sample.reward for sample in group.survivors])
         if self.settings.discard_zero_advantage and group.rewards_are_equal:
             self._discard(group)
         else:
@@ -316,12 +285,8 @@ class Core:
             self._batches.kept(group)
 
     def _discard(self, group: Group) -> None:
-        survivors = group.survivors
         self._move(group, State.DISCARDED, ZERO_ADVANTAGE)
-        self._tally.retired(State.DISCARDED, ZERO_ADVANTAGE)
-        self._tally.discarded += len(survivors)
-        self._tally.failed += group.failed
-        self._tally.tokens_discarded += sum(sample.tokens for sample in survivors)
+        self._tally.group_discarded(group, ZERO_ADVANTAGE)
         self._slots.release(group, trained=False)
         self._batches.discarded(group)
         sentence, ends = self._patience.discarded()
@@ -332,24 +297,22 @@ class Core:
 
     def _fail(self, group: Group, cause: str) -> None:
         self._retire(group, State.FAILED, cause)
+        if self._draws is not None:
+            self._draws.without_result(group.prompt)
         sentence = self._patience.failed(group.prompt.environment, cause)
         if sentence:
             self._stop(sentence, ok=False)
 
     def _retire(self, group: Group, state: State, reason: str) -> None:
         """The group ends unfinished: what runs is cancelled, what waits is dropped, what is finished is forgotten."""
-        tally = self._tally
         finished = group.survivors
-        tally.failed += group.failed
-        tally.cancelled += len(group.samples) - group.failed
-        tally.tokens_lost += sum(sample.tokens for sample in finished)
+        self._tally.group_retired(group, state, reason)
         for sample in group.samples:
             if sample.fate is Fate.WAITING:
                 self._lanes.unqueue(sample)
             elif sample.fate is Fate.RUNNING and sample.flight is not None:
                 self._cancel(sample.flight, f"its group is {state}: {reason}")
         self._move(group, state, reason)
-        tally.retired(state, reason)
         if finished:
             self._out.append(do.Forget(tuple(sample.rollout_id for sample in finished)))
         self._slots.release(group, trained=False)
@@ -359,14 +322,10 @@ class Core:
 
     def _commit(self, batch: Batch) -> None:
         """The version trained on the batch is served: its slots are free, and what has become too old is retired."""
-        tally = self._tally
         forgotten: list[int] = []
         for group in batch.groups:
             self._move(group, State.TRAINED, f"step {self.version}")
-            tally.trained += len(group.survivors)
-            tally.failed += group.failed
-            tally.tokens_trained += sum(sample.tokens for sample in group.survivors)
-            tally.aged(self.version - 1 - group.v_start)
+            self._tally.group_trained(group, age=self.version - 1 - group.v_start)
             self._slots.release(group, trained=True)
         for group in (*batch.groups, *batch.baseline):
             forgotten.extend(group.survivor_ids)
@@ -383,8 +342,8 @@ class Core:
             age = self.version - group.v_start
             if group.playing and group.v_start >= 0 and age >= self.settings.max_off_policy_steps:
                 self._retire(group, State.CANCELLED, STALE)
-                if not group.returned and self._draws is not None:
-                    self._draws.give_back(group.prompt)
+                if self._draws is not None:
+                    (self._draws.without_result if group.returned else self._draws.give_back)(group.prompt)
 
     def _send_weights(self) -> None:
         version = self._updates.set_out({name: server.version for name, server in self._placement.servers.items()})
@@ -397,6 +356,8 @@ class Core:
         self._take()
         self._admit()
         self._dispatch()
+        if self._ahead is not None and (prompts := self._ahead.hints()):
+            self._out.append(do.Prefetch(prompts))
 
     def _take(self) -> None:
         batches, updates = self._batches, self._updates
@@ -423,6 +384,8 @@ class Core:
             return
         while self._slots.has_room:
             drawn = self._draws.draw()
+            if self._ahead is not None:
+                self._ahead.admitted(drawn.group_id, drawn.prompt)
             group = Group(drawn.group_id, drawn.prompt, drawn.returned, self.settings.group_size)
             self._slots.hold(group)
             self._batches.admitted(group)
@@ -433,18 +396,23 @@ class Core:
                 self._lanes.queue(group, sample)
 
     def _dispatch(self) -> None:
-        servers = len(self._placement.servers)
-        while (flight := self._lanes.dispatch(servers, self.version, self._now)) is not None:
+        lanes = self._placement.lanes
+        while (flight := self._lanes.dispatch(lanes, self.version, self._now)) is not None:
             group, sample = flight.group, flight.sample
             if group.v_start < 0:
                 group.v_start = self.version
                 self._reach(group, State.QUEUED)
+                if self._ahead is not None:
+                    self._ahead.sent(group.group_id)
             place = sample.rollout_id - group.samples[0].rollout_id
             seed = sample_seed(self.settings.seed, group.group_id, place)
             order = RolloutOrder(sample.rollout_id, group.group_id, place, flight.attempt, group.prompt, seed)
             self._out.append(do.Run(flight.worker, order))
 
     # ---- the end
+
+    def _say(self, command: do.AnyCommand) -> None:
+        self._out.append(command)
 
     def _stop(self, reason: str, ok: bool) -> None:
         """End the run after this event; the first reason counts."""
@@ -455,10 +423,7 @@ class Core:
         """Account for every group still alive. Nothing is cancelled one by one: Stop ends every process."""
         for group in self._slots.alive.values():
             self._move(group, State.CANCELLED, "the run ended")
-            self._tally.retired(State.CANCELLED, "the run ended")
-            self._tally.cancelled += len(group.samples) - group.failed
-            self._tally.failed += group.failed
-            self._tally.tokens_lost += sum(sample.tokens for sample in group.survivors)
+            self._tally.group_retired(group, State.CANCELLED, "the run ended")
         self._tally.tokens_lost += sum(flight.tokens for flight in self._lanes.flights.values())
         self._slots.alive.clear()
         self._out.append(stop)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from telescope.flow.groups import Group, State
+
 
 class Counts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A snapshot. Every rollout of an ended group is in exactly one of trained, discarded, cancelled, failed."""
@@ -17,6 +19,11 @@ class Counts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Groups retired, by `state: reason`; failures by `failed: cause`, at most `REASONS_KEPT` kinds."""
     rollouts_waiting: int
     rollouts_running: int
+    """With a worker; those that are being scored included."""
+    rollouts_scoring: int
+    """Of those, the ones that ask for no more tokens and hold no lane."""
+    lanes: int
+    """Rollouts (or groups, without individual lanes) that the servers take at once."""
     requests_waiting: int
     requests_placed: int
     rollouts_generated: int
@@ -76,8 +83,26 @@ class Tally:
             key = f"{state}: other"
         self.reasons[key] = self.reasons.get(key, 0) + 1
 
-    def aged(self, age: int) -> None:
+    def group_trained(self, group: Group, age: int) -> None:
+        survivors = group.survivors
+        self.trained += len(survivors)
+        self.failed += group.failed
+        self.tokens_trained += sum(sample.tokens for sample in survivors)
         self.ages[age] = self.ages.get(age, 0) + 1
+
+    def group_discarded(self, group: Group, reason: str) -> None:
+        survivors = group.survivors
+        self.retired(State.DISCARDED, reason)
+        self.discarded += len(survivors)
+        self.failed += group.failed
+        self.tokens_discarded += sum(sample.tokens for sample in survivors)
+
+    def group_retired(self, group: Group, state: State, reason: str) -> None:
+        """Failed or cancelled, before its waiting samples are given up."""
+        self.retired(state, reason)
+        self.cancelled += len(group.samples) - group.failed
+        self.failed += group.failed
+        self.tokens_lost += sum(sample.tokens for sample in group.survivors)
 
     @property
     def age_mean(self) -> float:
@@ -91,6 +116,8 @@ class Tally:
         groups_alive: int,
         rollouts_waiting: int,
         rollouts_running: int,
+        rollouts_scoring: int,
+        lanes: int,
         requests_waiting: int,
         requests_placed: int,
     ) -> Counts:
@@ -103,6 +130,8 @@ class Tally:
             reasons=dict(self.reasons),
             rollouts_waiting=rollouts_waiting,
             rollouts_running=rollouts_running,
+            rollouts_scoring=rollouts_scoring,
+            lanes=lanes,
             requests_waiting=requests_waiting,
             requests_placed=requests_placed,
             rollouts_generated=self.generated,

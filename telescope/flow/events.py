@@ -66,6 +66,30 @@ class TurnDone(Event, frozen=True):
     finish_reason: FinishReason
 
 
+class GenerationOver(Event, frozen=True):
+    """The rollout will ask for no more tokens; its environment scores it. Its lane is free, its credit is not."""
+
+    rollout_id: int
+    attempt: int
+
+
+class ServerLoad(Event, frozen=True):
+    """What a server's engine says of itself, now and then; may be lost or late. Raises ValueError where it is no measure."""
+
+    server: str
+    kv_used: float
+    """Share of the KV cache in use, 0 to 1."""
+    running: int
+    waiting: int
+    """Requests the engine has and has not begun."""
+    preemptions: int
+    """Since the engine's start: requests it threw out of a full cache, to be computed again."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.kv_used <= 1 or min(self.running, self.waiting, self.preemptions) < 0:
+            raise ValueError(f"{self.server} says of its load: {self}; kv_used must be from 0 to 1, and no count below 0")
+
+
 class RolloutDone(Event, frozen=True):
     """A reward that is not finite is an infrastructure failure: report RolloutFailed. Raises ValueError here."""
 
@@ -118,5 +142,5 @@ class Tick(Event, frozen=True):
 
 AnyEvent = (
     WorkerJoined | WorkerLost | ServerJoined | ServerLost | TrainerReady | TurnStarted | TurnDone
-    | RolloutDone | RolloutFailed | StepDone | UpdateDone | UpdateFailed | StopRequested | Tick
+    | GenerationOver | ServerLoad | RolloutDone | RolloutFailed | StepDone | UpdateDone | UpdateFailed | StopRequested | Tick
 )  # fmt: skip

@@ -17,7 +17,9 @@ from telescope.flow.settings import FlowSettings
 class Flight:
     """One attempt at a rollout, from `Run` to the worker's answer."""
 
-    __slots__ = ("aborted", "attempt", "ended", "group", "requests", "sample", "stopping", "tokens", "version", "worker")
+    __slots__ = (
+        "aborted", "attempt", "ended", "generated", "group", "requests", "sample", "stopping", "tokens", "version", "worker",
+    )  # fmt: skip
 
     def __init__(self, group: Group, sample: Sample, worker: str, version: int) -> None:
         self.group = group
@@ -27,6 +29,7 @@ class Flight:
         self.version = version  # served at the dispatch
         self.stopping = False  # cancelled, not answered yet
         self.ended = False
+        self.generated = False  # asks for no more tokens: its lane is free, its credit is not
         self.aborted = False  # a weight update cut a request short: the failure is nobody's fault
         self.tokens = 0  # sampled so far
         self.requests: dict[str, None] = {}  # ids of all requests it ever made, in order
@@ -49,12 +52,12 @@ class Lanes:
 
     def __init__(self, settings: FlowSettings) -> None:
         self._individual = settings.individual_lanes
-        self._per_server = settings.lanes_per_server
         self._deadline_s = settings.rollout_deadline_s
         self._cancel_deadline_s = settings.cancel_deadline_s
         self._queue: list[tuple[bool, int, int, Group, Sample]] = []
         self._freest = Ranking()
         self._groups_with_lane = 0
+        self._generating = 0
         self._due: deque[tuple[float, Flight]] = deque()
         self._remind_due: deque[tuple[float, Flight]] = deque()
         self._stop_due: deque[tuple[float, Flight]] = deque()
@@ -90,12 +93,17 @@ class Lanes:
         sample.fate = Fate.FAILED
         self.waiting -= 1
 
-    def dispatch(self, servers: int, version: int, now: float) -> Flight | None:
-        """Start the first waiting rollout if a lane and a credit are free."""
+    @property
+    def scoring(self) -> int:
+        """Rollouts that run and hold no lane any more."""
+        return len(self.flights) - self._generating
+
+    def dispatch(self, lanes: int, version: int, now: float) -> Flight | None:
+        """Start the first waiting rollout if one of the `lanes` of all servers and a credit are free."""
         queue = self._queue
         while queue and queue[0][4].fate is not Fate.WAITING:
             heappop(queue)
-        if not queue or not self._has_lane(queue[0][3], servers):
+        if not queue or not self._has_lane(queue[0][3], lanes):
             return None
         name = self._freest.first()
         if name is None or len(self.workers[name].flights) >= self.workers[name].capacity:
@@ -103,11 +111,11 @@ class Lanes:
         group, sample = heappop(queue)[3:]
         return self._start(group, sample, name, version, now)
 
-    def _has_lane(self, group: Group, servers: int) -> bool:
+    def _has_lane(self, group: Group, lanes: int) -> bool:
         if self._individual:
-            return len(self.flights) < servers * self._per_server
+            return self._generating < lanes
         # without servers nothing starts, whatever lane the group holds
-        return servers > 0 and (group.has_lane or self._groups_with_lane < servers * self._per_server)
+        return lanes > 0 and (group.has_lane or self._groups_with_lane < lanes)
 
     def _start(self, group: Group, sample: Sample, name: str, version: int, now: float) -> Flight:
         flight = Flight(group, sample, name, version)
@@ -115,6 +123,7 @@ class Lanes:
         sample.flight = flight
         self.waiting -= 1
         self.flights[flight.key] = flight
+        self._generating += 1
         self._take_credit(name, flight)
         group.flights += 1
         if not group.has_lane:
@@ -130,6 +139,12 @@ class Lanes:
 
     # ---- the end of a flight
 
+    def generation_over(self, flight: Flight) -> None:
+        """It asks for no more tokens: its lane is free now, its worker's credit when that has answered."""
+        if not flight.generated:
+            flight.generated = True
+            self._generating -= 1
+
     def stop(self, flight: Flight, now: float) -> None:
         """The flight is cancelled; its worker owes an answer."""
         flight.stopping = True
@@ -139,6 +154,7 @@ class Lanes:
     def end(self, flight: Flight) -> None:
         """The worker has answered, or is lost: lane and credit are free."""
         flight.ended = True
+        self.generation_over(flight)
         del self.flights[flight.key]
         worker = self.workers[flight.worker]
         del worker.flights[flight.key]

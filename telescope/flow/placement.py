@@ -1,11 +1,22 @@
 """Which server answers a request. A group's requests stay on one server, whose prefix cache knows their prompt; a group's first
-request goes where the fewest tokens are in flight. Never to a server older than the group (v_start), and never to a full one:
-a request counts at its server until the server has answered it, whatever has become of its rollout."""
+request goes where the KV cache is least pressed, and among those where the fewest tokens are in flight. A pressed server loses
+its groups to one that is not and has half its tokens at most. Never to a server older than the group (v_start), and never to a
+full one: a request counts at its server until the server has answered it, whatever has become of its rollout."""
 
 from __future__ import annotations
 
+from telescope.flow.concurrency import Share
+from telescope.flow.events import ServerLoad
+from telescope.flow.groups import Group
 from telescope.flow.lanes import Flight
 from telescope.flow.ranking import Ranking
+from telescope.flow.settings import FlowSettings
+
+PRESSED = 1 << 48
+"""A pressure outweighs any number of tokens in the order of the servers."""
+
+FULL = 1 << 60
+"""Added to the rank of a server without room: where only such are left, nobody looks through all of them."""
 
 
 class Request:
@@ -21,11 +32,13 @@ class Request:
 
 
 class Server:
-    __slots__ = ("capacity", "load", "outstanding", "version")
+    __slots__ = ("capacity", "lanes", "load", "outstanding", "share", "version")
 
-    def __init__(self, version: int, capacity: int) -> None:
+    def __init__(self, version: int, capacity: int, share: Share) -> None:
         self.version = version
         self.capacity = capacity
+        self.share = share
+        self.lanes = 0  # as counted in the sum over all servers
         self.load = 0
         self.outstanding = 0  # requests placed and not answered
 
@@ -40,7 +53,10 @@ class Placement:
     A request is charged its prompt and the mean completion seen so far; the real length is known only when it ends.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, settings: FlowSettings) -> None:
+        self._settings = settings
+        self.lanes = 0
+        """Of all servers together."""
         self.servers: dict[str, Server] = {}
         self.requests: dict[str, Request] = {}
         self.waiting: dict[str, Request] = {}
@@ -50,8 +66,8 @@ class Placement:
         self._answered_tokens = 0
 
     def join(self, server: str, version: int, capacity: int) -> None:
-        self.servers[server] = Server(version, capacity)
-        self._least_loaded.put(server, 0)
+        self.servers[server] = Server(version, capacity, Share(self._settings))
+        self._weigh(server)
 
     def lose(self, server: str) -> list[Request]:
         """Forget the server; the requests placed on it are returned in order and forgotten too."""
@@ -60,7 +76,7 @@ class Placement:
             del self.requests[request.request_id]
             request.server = None
         self._least_loaded.remove(server)
-        del self.servers[server]
+        self.lanes -= self.servers.pop(server).lanes
         return lost
 
     def serve(self, server: str, version: int) -> None:
@@ -71,9 +87,7 @@ class Placement:
         """The server for the request, now charged with it; None (and it waits) if none is young enough and has room."""
         self.requests[request.request_id] = request
         group = request.flight.group
-        name = group.server
-        if name is None or not self._takes(name, group.v_start):
-            name = self._least_loaded.first_that(lambda server: self._takes(server, group.v_start))
+        name = self._choice(group)
         if name is None:
             self.waiting[request.request_id] = request
             return None
@@ -83,8 +97,17 @@ class Placement:
         self._charge(name, request.tokens, +1)
         return name
 
+    def hear(self, load: ServerLoad, now: float) -> None:
+        """A server's engine has reported its load."""
+        server = self.servers.get(load.server)
+        if server is not None:
+            server.share.hear(load, server.outstanding, now)
+            self._weigh(load.server)
+
     def next_waiting(self) -> Request | None:
         """The first waiting request that a server would take now."""
+        if not self.waiting:
+            return None
         youngest = max((server.version for server in self.servers.values() if server.has_room), default=-1)
         if youngest < 0:
             return None
@@ -108,6 +131,19 @@ class Placement:
         del self.requests[request_id]
         return True
 
+    def _choice(self, group: Group) -> str | None:
+        sticky, v_start = group.server, group.v_start
+        known = self.servers.get(sticky) if sticky is not None and self._takes(sticky, v_start) else None
+        if known is not None and not known.share.pressure:
+            return sticky
+        best = self._least_loaded.first_that(lambda server: self._takes(server, v_start), below=FULL)
+        if known is None or best is None:
+            return best
+        other = self.servers[best]
+        # the prefix cache is worth more than a little room
+        moves = other.share.pressure < known.share.pressure and 2 * other.load <= known.load
+        return best if moves else sticky
+
     def _takes(self, server: str, version: int) -> bool:
         known = self.servers.get(server)
         return known is not None and known.version >= version and known.has_room
@@ -116,4 +152,15 @@ class Placement:
         server = self.servers[name]
         server.load += tokens
         server.outstanding += requests
-        self._least_loaded.put(name, server.load)
+        if server.outstanding == 0:
+            server.share.idle()
+        self._weigh(name)
+
+    def _weigh(self, name: str) -> None:
+        """The server's place in the order, and its lanes in the sum, after a change."""
+        server = self.servers[name]
+        rank = server.load + server.share.pressure * PRESSED
+        self._least_loaded.put(name, rank if server.has_room else rank + FULL)
+        lanes = server.share.lanes(server.outstanding)
+        self.lanes += lanes - server.lanes
+        server.lanes = lanes

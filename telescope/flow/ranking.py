@@ -42,10 +42,13 @@ class Ranking:
             heappop(heap)
         return None
 
-    def first_that(self, accept: Callable[[str], bool]) -> str | None:
-        """The first name that is accepted."""
+    def first_that(self, accept: Callable[[str], bool], below: int | None = None) -> str | None:
+        """The first name that is accepted; None at a rank of `below` or more."""
         aside: list[tuple[int, int, str]] = []
         while (name := self.first()) is not None and not accept(name):
+            if below is not None and self._heap[0][0] >= below:
+                name = None
+                break
             aside.append(heappop(self._heap))
         for entry in aside:
             heappush(self._heap, entry)

@@ -9,6 +9,8 @@ from typing import Literal
 
 import msgspec
 
+from telescope.flow.curriculum import Pools
+
 TakeOrder = Literal["completion", "admission"]
 
 
@@ -34,12 +36,24 @@ class FlowSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Tries of one rollout that fails for infrastructure reasons."""
     individual_lanes: bool = True
     """A concurrency slot is a sample; false: a group."""
+    free_lane: bool = False
+    """A sample's lane is free once its last generation is over, before its reward; needs individual lanes."""
     prompts_per_server: int = 32
     """Group lanes of one server, or that many times `group_size` sample lanes."""
+    kv_soft: float = 0.85
+    """Share of a server's KV cache in use from which groups avoid it, and (adaptive) no new rollout starts on its share."""
+    kv_hard: float = 0.95
+    """Share from which (adaptive) its lanes shrink."""
+    adaptive: bool = False
+    """Lanes follow what the servers' engines report; false: their number is fixed."""
     environments: tuple[tuple[str, float], ...]
     """(label, weight) of each environment; labels are the names on the workers' environment cards."""
     split: str = "train"
     """The split prompts are drawn from."""
+    curricula: dict[str, Pools] = {}
+    """By label, of the environments that have one."""
+    prefetch: int = 0
+    """Prompts that workers are told of before they are sent out."""
     seed: int = 0
     rollout_deadline_s: float = 660.0
     """A rollout its worker has not answered for this long is cancelled and tried again: the worker's own time limit plus a
@@ -64,17 +78,28 @@ class FlowSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         for name in ("rollout_deadline_s", "cancel_deadline_s", "absence_deadline_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0")
+        if self.prefetch < 0:
+            raise ValueError(f"prefetch={self.prefetch} must be 0 (off) or more")
         if self.max_async < 0:
             raise ValueError(f"max_async={self.max_async} must be 0 (synchronous) or more")
         if self.group_size > 1 and self.min_group_size > self.group_size:
             raise ValueError(
                 f"min_group_size={self.min_group_size} is above group_size={self.group_size}: every group would fail; lower it"
             )
+        for name, needs in (("free_lane", "a group's lane is free when all its samples are through"),
+                            ("adaptive", "it counts the requests on a server, not groups")):  # fmt: skip
+            if getattr(self, name) and not self.individual_lanes:
+                raise ValueError(f"{name} needs individual_lanes: {needs}; switch {name} off, or individual_lanes on")
+        if not 0 < self.kv_soft <= self.kv_hard <= 1:
+            raise ValueError(f"kv_soft={self.kv_soft} and kv_hard={self.kv_hard} must be in order: 0 < soft <= hard <= 1")
         if not self.environments:
             raise ValueError("environments is empty: name at least one environment to draw prompts from")
         labels = [label for label, _ in self.environments]
         if len(set(labels)) != len(labels):
             raise ValueError(f"environments {labels} name one label twice; give each entry its own")
+        strangers = sorted(set(self.curricula) - set(labels))
+        if strangers:
+            raise ValueError(f"curricula names {strangers[0]}, and the environments are {labels}")
         for label, weight in self.environments:
             if not 0 < weight < float("inf"):
                 raise ValueError(f"environments.{label}.weight={weight} must be a finite number above 0")

@@ -1,15 +1,19 @@
 """Which tensors a model folder holds, read from its safetensors headers, and whether a published version matches them.
 
 An engine that is handed a part of a fused layer, or a tensor it does not know, may load it half; so a version is compared with
-the checkpoint before anything is touched. Names and shapes only: no torch, no tensor bytes.
+the checkpoint before anything is touched. Names and shapes only, without torch; `read_tensors` alone reads bytes, with it.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from telescope.records import WeightManifest
+from telescope.weights.buckets import Tensor, lay_out
 
 LOADABLE = frozenset({"float64", "float32", "float16", "bfloat16"})
 HEADER_LIMIT = 100 * 1024 * 1024
@@ -22,17 +26,32 @@ class CheckpointUnreadable(ValueError):
 
 def checkpoint_tensors(folder: Path) -> dict[str, tuple[int, ...]]:
     """Names and shapes of all tensors of the checkpoint, e.g. `{"model.norm.weight": (64,)}`."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        files = sorted({folder / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
-    else:
-        files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise CheckpointUnreadable(f"{folder} has no *.safetensors file; convert the model to safetensors first")
     tensors: dict[str, tuple[int, ...]] = {}
-    for file in files:
+    for file in _files(folder):
         tensors |= {name: tuple(fact["shape"]) for name, fact in _header(file).items() if name != "__metadata__"}
     return tensors
+
+
+def needed_tensors(checkpoint: dict[str, tuple[int, ...]], tied: bool) -> dict[str, tuple[int, ...]]:
+    """Those of a checkpoint's tensors that every version has."""
+    return {name: shape for name, shape in checkpoint.items() if not _may_be_left_out(name, tied)}
+
+
+def version_bytes(checkpoint: dict[str, tuple[int, ...]], tied: bool, dtype: str) -> int:
+    """Bytes of a version of this checkpoint on its way and in a staging buffer, e.g. with `dtype` bfloat16."""
+    _, nbytes = lay_out(Tensor(name, dtype, shape) for name, shape in needed_tensors(checkpoint, tied).items())
+    return nbytes
+
+
+@contextmanager
+def read_tensors(folder: Path) -> Iterator[Callable[[str], Any]]:
+    """The checkpoint's tensors by name, as torch tensors on the CPU, read when asked for."""
+    from safetensors import safe_open
+
+    with ExitStack() as opened:
+        handles = [opened.enter_context(safe_open(file, framework="pt")) for file in _files(folder)]
+        where = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118 - no mapping
+        yield lambda name: where[name].get_tensor(name)
 
 
 def is_tied(folder: Path) -> bool:
@@ -60,6 +79,18 @@ def disagreements(manifest: WeightManifest, checkpoint: dict[str, tuple[int, ...
     found = [f"{len(missing)} tensors are missing: {_some(missing)}"] if missing else []
     found += [f"{len(unknown)} tensors are not the model's: {_some(unknown)}"] if unknown else []
     return found + shapes[:SHOWN] + dtypes[:SHOWN]
+
+
+def _files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        files = sorted(folder / name for name in names)
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise CheckpointUnreadable(f"{folder} has no *.safetensors file; convert the model to safetensors first")
+    return files
 
 
 def _may_be_left_out(name: str, tied: bool) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from telescope.records import FinishReason, Sampling, WeightManifest
+from telescope.records import FinishReason, Sampling, WeightGroup, WeightManifest
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,11 @@ class Generated:
     queued_s: float
     generated_s: float
 
+    @property
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """In the order in which a Completion carries them."""
+        return self.ids, self.logprobs, self.versions
+
 
 @dataclass(frozen=True)
 class WeightState:
@@ -32,6 +37,16 @@ class WeightState:
     prepared: int | None
     checksum: str
     pause_s: float
+
+
+@dataclass(frozen=True)
+class Load:
+    """How much an engine has to do. `kv_used` is a share, `preemptions` counts since its start."""
+
+    kv_used: float = 0.0
+    running: int = 0
+    waiting: int = 0
+    preemptions: int = 0
 
 
 class EngineDead(RuntimeError):
@@ -56,6 +71,11 @@ class Engine(Protocol):
         """What an HTTP application is built around; None where the engine has none."""
         ...
 
+    @property
+    def load(self) -> Load:
+        """As of its latest step."""
+        ...
+
     def on_step(self, stepped: Callable[[], None]) -> None:
         """Have `stepped` called on the event loop each time that tokens were sampled: the engine is at work."""
         ...
@@ -77,8 +97,9 @@ class Engine(Protocol):
         """Really stop the request in the engine, within one engine step. An unknown or finished one is no error."""
         ...
 
-    async def prepare(self, manifest: WeightManifest) -> WeightState:
-        """Stage the new weights and check them whole; generation goes on. Raises `WeightsRefused`."""
+    async def prepare(self, manifest: WeightManifest, group: WeightGroup | None = None) -> WeightState:
+        """Stage the new weights and check them whole; generation goes on. `group`: with whom, if they are broadcast. Raises
+        `WeightsRefused`, also when `discard` is called meanwhile."""
         ...
 
     async def commit(self, version: int) -> WeightState:
@@ -87,7 +108,7 @@ class Engine(Protocol):
         ...
 
     async def discard(self, version: int) -> WeightState:
-        """Forget the staged version; the old one stays served."""
+        """Forget the staged version, or break off its `prepare`; the old one stays served."""
         ...
 
     async def close(self) -> None:

@@ -1,174 +1,250 @@
-"""Our methods inside each vLLM worker process: take a published version of the weights, check it whole, load it.
+"""Our methods inside each vLLM worker process: stage a published version of the weights, check it whole, put it in place.
 
 vLLM imports this module in the worker and adds `WeightExtension` to its worker class; `collective_rpc` calls the methods by
 name. Arguments and answers are strings and numbers, so that no pickle is needed. Owns what happens inside the worker; refuses
-to decide when (vllm_engine.py does, while generation is paused).
+to decide when (vllm_engine.py does, and vLLM runs these methods between two engine steps).
 
-Importing it is the only hook that vLLM gives before the model is loaded, so the repairs at the end run at import.
+Importing it is the only hook that vLLM gives before the model is loaded, so the repairs run at import.
 """
 
 from __future__ import annotations
 
-import ctypes
-import os
-import signal
-import threading
 import time
-import warnings
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 
-from telescope.inference.checkpoint import checkpoint_tensors, disagreements, is_tied
-from telescope.records import TensorSpec, WeightManifest
-from telescope.weights.shared_memory import SharedMemoryReader
+from telescope.inference.checkpoint import (
+    checkpoint_tensors,
+    disagreements,
+    is_tied,
+    needed_tensors,
+    read_tensors,
+    version_bytes,
+)
+from telescope.inference.copy_plan import BoundPlan, CopyPlan, Flat, NoPlan, copy_all, differences, record
+from telescope.inference.core_commit import teach_core
+from telescope.inference.opening import Comparison, Opened, Opening, StageState
+from telescope.inference.repairs import repair
+from telescope.inference.staging import Arrival, Staging
+from telescope.records import TensorSpec, WeightGroup, WeightManifest
 
-PR_SET_PDEATHSIG = 1
-
-
-class _Staged:
-    """A version on its way into this worker: mapped and checked by a thread, so that generation goes on meanwhile."""
-
-    def __init__(self, manifest: WeightManifest, run: str, folder: Path) -> None:
-        self.manifest = manifest
-        self.cause = ""
-        self._tensors: list[tuple[TensorSpec, memoryview]] = []
-        self._thread = threading.Thread(target=self._check, args=(run, folder), daemon=True, name=f"stage-{manifest.version}")
-        self._thread.start()
-
-    def _check(self, run: str, folder: Path) -> None:
-        try:
-            found = disagreements(self.manifest, checkpoint_tensors(folder), is_tied(folder))
-            if found:
-                self.cause = f"weights version {self.manifest.version} don't fit the model: {'; '.join(found)}"
-                return
-            self._tensors = list(SharedMemoryReader(run).read(self.manifest))
-        except Exception as error:  # noqa: BLE001 - the edge of a thread: the cause travels to the one who asks
-            self.cause = f"{error}" or type(error).__name__
-
-    def wait(self, timeout_s: float) -> bool:
-        """Whether the check is over, after waiting for it for at most `timeout_s`."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    def tensors(self) -> Iterator[tuple[str, Any]]:
-        """Each tensor as a view of the segment; who loads it copies."""
-        import torch
-
-        for spec, view in self._tensors:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "The given buffer is not writable")  # and nobody writes to it
-                flat = torch.frombuffer(view, dtype=getattr(torch, spec.dtype))
-            yield spec.name, flat.reshape(spec.shape)
+SHOWN = 3
 
 
 class WeightExtension:
-    """Added to vLLM's worker class: `self.model_runner` and `self.vllm_config` are the worker's own."""
+    """Added to vLLM's worker class: `model_runner`, `vllm_config`, `device` and `rank` are the worker's own."""
 
     model_runner: Any
     vllm_config: Any
-    telescope_staged: Any  # _Staged | None, once a version was staged
+    device: Any
+    rank: int
+    telescope_weights: Any  # Weights, once opened
 
-    def telescope_check_loaded(self) -> str:
-        """A sentence if the loaded model could not take new weights in place; else empty."""
-        packed = [name for name, tensor in self.model_runner.get_model().named_parameters() if tensor.numel() == 0]
-        if packed:
-            return f"vLLM repacked {len(packed)} weights at load ({packed[0]}, …), so that they can't be updated in place"
-        return ""
+    def telescope_open(self, opening: str) -> str:
+        """Get ready for updates (an Opening in JSON): the answer is an Opened in JSON."""
+        reload = self.model_runner.reload_weights
+        weights = Weights(self.model_runner.get_model(), self.vllm_config, torch.device(self.device or "cpu"), reload)
+        self.telescope_weights = weights
+        opened = weights.open(msgspec.json.decode(opening, type=Opening), self.rank)
+        return msgspec.json.encode(opened).decode()
 
-    def telescope_stage(self, manifest: str, run: str) -> None:
-        """Begin to map and check a version (a WeightManifest in JSON). A version staged before is forgotten."""
-        folder = Path(self.vllm_config.model_config.model)
-        self.telescope_staged = _Staged(msgspec.json.decode(manifest, type=WeightManifest), run, folder)
+    def telescope_stage(self, manifest: str, group: str) -> None:
+        """Begin to check and receive a version (a WeightManifest in JSON). A version staged before is forgotten."""
+        self.telescope_weights.stage(
+            msgspec.json.decode(manifest, type=WeightManifest), msgspec.json.decode(group, type=WeightGroup | None)
+        )
 
-    def telescope_stage_state(self, version: int, wait_s: float) -> tuple[bool, str]:
-        """(whether the check is over, why the version was refused or empty)."""
-        staged = self._telescope_get(version)
-        return (staged.wait(wait_s), staged.cause) if staged else (True, f"weights version {version} is not staged here")
+    def telescope_stage_state(self, version: int) -> str:
+        """How far the version is: a StageState in JSON."""
+        arrival: Arrival | None = self.telescope_weights.staging.get(version)
+        if arrival is None:
+            state = StageState(True, f"weights version {version} is not staged here")
+        else:
+            state = StageState(arrival.over, arrival.cause, arrival.checksum, arrival.touched)
+        return msgspec.json.encode(state).decode()
 
     def telescope_load(self, version: int) -> float:
-        """Load the staged version; seconds it took. Generation must be paused. Any error leaves the model unusable."""
-        import torch
+        """Put the staged version in place; seconds it took. Any error leaves the model unusable."""
+        return float(self.telescope_weights.load(version))
 
-        staged = self._telescope_get(version)
-        if staged is None or not staged.wait(0) or staged.cause:
-            raise RuntimeError(f"weights version {version} is not staged and checked in this worker")
-        started = time.perf_counter()
-        model = self.model_runner.get_model()
-        with torch.inference_mode():
-            loaded = model.load_weights(staged.tensors())
-        missed = {name for name, _ in model.named_parameters()} - loaded if loaded is not None else set()
-        if missed:
-            raise RuntimeError(f"vLLM left {len(missed)} parameters as they were: {', '.join(sorted(missed)[:3])}")
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self.telescope_staged = None
-        return time.perf_counter() - started
+    def telescope_compare(self, version: int) -> str:
+        """How the parameters compare with the staged version: a Comparison in JSON."""
+        return msgspec.json.encode(self.telescope_weights.compare(version)).decode()
 
     def telescope_forget(self, version: int) -> None:
-        if self._telescope_get(version):
-            self.telescope_staged = None
+        self.telescope_weights.staging.forget(version)
 
     def telescope_running(self) -> dict[str, int]:
         """Sampled tokens of each request that the worker still holds, by vLLM's internal id."""
         return {name: len(state.output_token_ids) for name, state in self.model_runner.requests.items()}
 
-    def _telescope_get(self, version: int) -> _Staged | None:
-        staged: _Staged | None = getattr(self, "telescope_staged", None)
-        return staged if staged is not None and staged.manifest.version == version else None
 
+class Weights:
+    """The parameters of one worker and the version that waits beside them."""
 
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when the server that started it ends, however it ends."""
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
+    staging: Staging
 
+    def __init__(self, model: Any, vllm_config: Any, device: torch.device, reload: Callable[..., None]) -> None:
+        """`reload`: the runner's, which computes anew whatever vLLM derives from weights at load, in its old place."""
+        self._model = model
+        self._reload = reload
+        self._config = vllm_config.model_config
+        self._device = device
+        self._folder = Path(vllm_config.model_config.model)
+        self._plan: CopyPlan | None = None
+        self._bound: tuple[tuple[TensorSpec, ...], int, BoundPlan] | None = None
 
-def keep_linear_weights_plain() -> None:
-    """On a CPU vLLM packs linear weights into a form that can't be written to, and a tied output layer keeps its old copy
-    without a word. A plain matrix product in its place reads the weights as they are."""
-    import torch
-    from vllm.model_executor.layers import utils
-
-    def plain(layer: Any, remove_weight: bool) -> None:
-        layer.cpu_linear = torch.nn.functional.linear
-
-    if not hasattr(utils, "dispatch_cpu_unquantized_gemm"):
-        raise RuntimeError("this vLLM has no dispatch_cpu_unquantized_gemm to replace: weights could go stale after an update")
-    utils.dispatch_cpu_unquantized_gemm = plain
-
-
-def keep_seeds_when_prefill_is_split() -> None:
-    """After a step that sampled for an unfinished prompt, vLLM winds the request's generator back by an offset that CPU
-    generators lack, and the engine dies. Here such rows don't draw from their generator in the first place."""
-    import numpy as np
-    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
-
-    original = CPUModelRunner.sample_tokens
-
-    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
-        batch = self.input_batch
-        unfinished = np.nonzero(self.discard_request_mask.np[: batch.num_reqs])[0].tolist()
-        held = {row: batch.generators.pop(row) for row in unfinished if row in batch.generators}
+    def open(self, opening: Opening, rank: int) -> Opened:
+        started = time.perf_counter()
+        if refused := self._cannot_update():
+            return Opened(refused=refused)
+        self._checkpoint = checkpoint_tensors(self._folder)
+        self._tied = is_tied(self._folder)
+        self._deadline_s = opening.deadline_s
+        self.staging = Staging(opening.place, self._device, opening.run, receivers(opening, rank, self._device))
+        no_plan = ""
         try:
-            return original(self, *args, **kwargs)
-        finally:
-            batch.generators.update(held)
+            self._plan = self._make_plan()
+        except NoPlan as reason:
+            no_plan = str(reason)
+        reserved = 0
+        if self._device.type == "cuda":
+            reserved = version_bytes(self._checkpoint, self._tied, str(self._config.dtype).removeprefix("torch."))
+            self.staging.reserve(reserved)
+            self._warm()
+        copies, nbytes = (len(self._plan.copies), self._plan.nbytes) if self._plan else (0, 0)
+        return Opened("", no_plan, copies, nbytes, self.staging.buffer.numel(), time.perf_counter() - started)
 
-    CPUModelRunner.sample_tokens = sample_tokens
+    def _warm(self) -> None:
+        """The first copy of a kind loads its kernels, for tens of milliseconds: not at the first update."""
+        if self._plan is not None:
+            some = [copy.target for copy in self._plan.copies[:SHOWN]]
+            with torch.inference_mode():
+                copy_all(some, [target.clone() for target in some])
+
+    def stage(self, manifest: WeightManifest, group: WeightGroup | None) -> None:
+        def check() -> str:
+            if found := disagreements(manifest, self._checkpoint, self._tied):
+                return f"weights version {manifest.version} don't fit the model: {'; '.join(found)}"
+            self._bind(manifest)
+            return ""
+
+        self.staging.begin(manifest, group, check, self._put, self._deadline_s)
+
+    def load(self, version: int) -> float:
+        started = time.perf_counter()
+        arrival = self._arrived(version)
+        self.staging.joined()
+        if not self.staging.unstaged(arrival.manifest):
+            with torch.inference_mode():
+                self._put_staged(arrival)
+        elif not arrival.manifest.collective:
+            arrival.put_buckets()
+        self.staging.done()
+        return time.perf_counter() - started
+
+    def compare(self, version: int) -> Comparison:
+        """Every element of every parameter against the staged version, by the copies that an update makes."""
+        arrival = self._arrived(version)
+        if self._plan is None or self.staging.unstaged(arrival.manifest):
+            return Comparison(0, ())
+        self.staging.joined()
+        other = {copy.source for copy in self._plan.copies if not copy.is_made(arrival.flat)}
+        return Comparison(len(self._plan.sources), tuple(sorted(other)))
+
+    def _arrived(self, version: int) -> Arrival:
+        arrival = self.staging.get(version)
+        if arrival is None or not arrival.over or arrival.cause:
+            why = arrival.cause if arrival is not None and arrival.cause else "nothing has arrived"
+            raise RuntimeError(f"weights version {version} is not staged and checked in this worker: {why}")
+        return arrival
+
+    def _put_staged(self, arrival: Arrival) -> None:
+        specs = arrival.manifest.tensors
+        if not self._planned(specs):
+            self._load_by_vllm(arrival.flat, specs)
+        elif self._bound is not None and not self.staging.in_place(arrival.manifest):
+            self._bound[2].apply()
+        elif self._plan is not None:
+            self._plan.apply(arrival.flat)
+
+    def _planned(self, specs: tuple[TensorSpec, ...]) -> bool:
+        return self._plan is not None and self._plan.sources <= {spec.name for spec in specs}
+
+    def _bind(self, manifest: WeightManifest) -> None:
+        """In the receiving thread: look up the slices of the staging buffer, once for the whole run as long as neither it nor
+        the layout changes, so that a commit has nothing left to do but to copy."""
+        staging, specs = self.staging, manifest.tensors
+        if self._plan is None or not self._planned(specs) or staging.in_place(manifest) or staging.unstaged(manifest):
+            return
+        staging.reserve(manifest.nbytes)
+        address = staging.buffer.data_ptr()
+        if self._bound is None or self._bound[:2] != (specs, address):
+            named = {spec.name: spec for spec in specs}
+            self._bound = (specs, address, self._plan.bound(lambda name: staging.row(named[name])))
+
+    def _put(self, flat: Flat, specs: tuple[TensorSpec, ...]) -> None:
+        """Some tensors of a version. Without a plan vLLM's loader takes them, part by part."""
+        if self._plan is not None:
+            self._plan.apply(flat, frozenset(spec.name for spec in specs))
+        else:
+            self._model.load_weights((spec.name, flat(spec.name).reshape(spec.shape)) for spec in specs)
+
+    def _load_by_vllm(self, flat: Flat, specs: tuple[TensorSpec, ...]) -> None:
+        tensors = ((spec.name, flat(spec.name).reshape(spec.shape)) for spec in specs)
+        if self._config.quantization is not None:
+            self._reload(weights_iterator=tensors)
+            return
+        loaded = self._model.load_weights(tensors)
+        missed = {name for name, _ in self._model.named_parameters()} - loaded if loaded is not None else set()
+        if missed:
+            raise RuntimeError(f"vLLM left {len(missed)} parameters as they were: {', '.join(sorted(missed)[:SHOWN])}")
+
+    def _make_plan(self) -> CopyPlan:
+        """The loader's copies, tried on the checkpoint that it has loaded itself. Raises `NoPlan`."""
+        if self._config.quantization is not None:
+            raise NoPlan(f"the model is served in {self._config.quantization}, so each version is quantised anew")
+        shapes = needed_tensors(self._checkpoint, self._tied)
+        parameters = dict(self._model.named_parameters())
+        plan = record(parameters, self._model.load_weights, shapes, self._config.dtype)
+        with read_tensors(self._folder) as tensor:
+            wrong = differences(plan, tensor)
+        if wrong:
+            raise NoPlan(
+                f"{len(wrong)} loaded tensors are not plain copies of the checkpoint's: {', '.join(sorted(wrong)[:SHOWN])}"
+            )
+        return plan
+
+    def _cannot_update(self) -> str:
+        """A sentence if the loaded model could not take new weights in place; else empty."""
+        packed = [name for name, tensor in self._model.named_parameters() if tensor.numel() == 0]
+        if packed:
+            return f"vLLM repacked {len(packed)} weights at load ({packed[0]}, …), so that they can't be updated in place"
+        absorbed = [name for name, module in self._model.named_modules() if hasattr(module, "W_UK_T")]
+        if absorbed:
+            return (
+                f"vLLM keeps matrices computed from weights at load ({absorbed[0]}.W_UK_T, …): an update would leave them stale"
+            )
+        return ""
 
 
-def repair() -> None:
-    from vllm.platforms import current_platform
+def receivers(opening: Opening, rank: int, device: torch.device) -> Callable[[str], Any]:
+    """How a worker gets its receiver of a transport; its name in a weight group is e.g. `server-0/1`."""
 
-    die_with_parent()
-    if current_platform.is_cpu():
-        keep_linear_weights_plain()
-        keep_seeds_when_prefill_is_split()
+    def make(transport: str) -> Any:
+        from telescope.weights.choose import make_receiver
+
+        member = f"{opening.server}/{rank}"
+        return make_receiver(
+            transport, run=opening.run, member=member, device=str(device), init_timeout_s=opening.init_timeout_s
+        )
+
+    return make
 
 
+teach_core()
 repair()

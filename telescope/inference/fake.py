@@ -15,12 +15,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from telescope.config.models import end_ids
-from telescope.inference.engine import Generated, RequestRefused, WeightsRefused, WeightState
-from telescope.records import FinishReason, Sampling, WeightManifest
-from telescope.weights.base import Reader, WeightsCorrupt
+from telescope.inference.engine import Generated, Load, RequestRefused, WeightsRefused, WeightState
+from telescope.records import FinishReason, Sampling, WeightGroup, WeightManifest
+from telescope.weights.base import Reader, Receiver, TransferFailed, WeightsCorrupt
+from telescope.weights.shared_memory import TRANSPORT as SHARED_MEMORY
 
 JUMBLE_TOKENS = 8
 
@@ -40,6 +42,11 @@ class Characters:
     def text(self, ids: np.ndarray) -> str:
         """Tokens that are no single character become newlines, so that they part words."""
         return "".join(self._texts.get(int(index), "\n") for index in ids)
+
+    def until(self, ids: list[int], stop: tuple[str, ...]) -> int:
+        """Tokens up to and with the first of these texts; all where none is there."""
+        ends = [text.index(mark) + len(mark) for text in (self.text(np.asarray(ids)),) for mark in stop if mark in text]
+        return min(ends, default=len(ids))
 
     def ids(self, text: str) -> list[int]:
         return [self._ids[character] for character in text if character in self._ids]
@@ -65,22 +72,37 @@ def made_up(prompt_ids: np.ndarray, sampling: Sampling, version: int, characters
 
 
 class FakeEngine:
-    """See `Engine`. `token_s` is the time that each token takes, `weights_s` that of a version; 0 answers at once. One event
-    loop."""
+    """See `Engine`. `token_s` is the time that each token takes, `weights_s` that of a version; 0 answers at once. `kv_tokens`
+    is what its cache is said to hold (it never really fills up); None: no end of it. One event loop."""
 
     def __init__(
-        self, folder: Path, reader: Reader, *, max_model_len: int, token_s: float = 0.0, weights_s: float = 0.0
+        self,
+        folder: Path,
+        reader: Reader,
+        *,
+        max_model_len: int,
+        token_s: float = 0.0,
+        weights_s: float = 0.0,
+        kv_tokens: int | None = None,
+        receivers: Callable[[str], Receiver] | None = None,
+        deadline_s: float = 60.0,
     ) -> None:
+        """`receivers` gives the worker's end of a transport other than shared memory; without it they are refused."""
         self._characters = Characters(folder)
         self._end = next(iter(end_ids(folder)), None)
         self._reader = reader
         self._max_model_len = max_model_len
         self._token_s = token_s
+        self._kv_tokens = kv_tokens
+        self._held = 0  # tokens of all requests that run, prompts included
         self._weights_s = weights_s
         self._aborts: dict[str, asyncio.Event] = {}
         self._state = WeightState(version=0, prepared=None, checksum="", pause_s=0.0)
         self._staged: WeightManifest | None = None
         self._stepped: Callable[[], None] = lambda: None
+        self._receivers, self._deadline_s = receivers, deadline_s
+        self._weights = asyncio.Lock()
+        self._arriving: tuple[int, Receiver, WeightGroup | None] | None = None
 
     @property
     def client(self) -> None:
@@ -88,6 +110,11 @@ class FakeEngine:
 
     def on_step(self, stepped: Callable[[], None]) -> None:
         self._stepped = stepped
+
+    @property
+    def load(self) -> Load:
+        used = min(1.0, self._held / self._kv_tokens) if self._kv_tokens else 0.0
+        return Load(kv_used=used, running=len(self._aborts), waiting=0, preemptions=0)
 
     async def start(self) -> None: ...
 
@@ -105,10 +132,13 @@ class FakeEngine:
             )
         started = time.monotonic()
         aborted = self._aborts[request_id] = asyncio.Event()
+        self._held += len(prompt_ids)
+        ids: list[int] = []
         try:
-            ids, versions, reason = await self._sample(prompt_ids, sampling, aborted)
+            versions, reason = await self._sample(prompt_ids, sampling, aborted, ids)
         finally:
             del self._aborts[request_id]
+            self._held -= len(prompt_ids) + len(ids)
         return Generated(
             ids=np.asarray(ids, np.int32),
             logprobs=_logprobs(ids, sampling.temperature),
@@ -120,21 +150,22 @@ class FakeEngine:
         )
 
     async def _sample(
-        self, prompt_ids: np.ndarray, sampling: Sampling, aborted: asyncio.Event
-    ) -> tuple[list[int], list[int], FinishReason]:
-        """Token by token; each carries the version served when its time was up."""
+        self, prompt_ids: np.ndarray, sampling: Sampling, aborted: asyncio.Event, ids: list[int]
+    ) -> tuple[list[int], FinishReason]:
+        """Token by token into `ids`; each carries the version served when its time was up."""
         answer = made_up(prompt_ids, sampling, self._state.version, self._characters)
         whole = answer if self._end is None else [*answer, self._end]
+        whole = whole[: self._characters.until(whole, sampling.stop)]
         room = min(sampling.max_tokens, self._max_model_len - len(prompt_ids))
-        ids: list[int] = []
         versions: list[int] = []
         for token in whole[:room]:
             if await self._interrupted(aborted):
-                return ids, versions, "abort"
+                return versions, "abort"
             ids.append(token)
+            self._held += 1
             versions.append(self._state.version)
             self._stepped()
-        return ids, versions, "stop" if len(ids) == len(whole) else "length"
+        return versions, "stop" if len(ids) == len(whole) else "length"
 
     async def _interrupted(self, aborted: asyncio.Event) -> bool:
         if self._token_s:
@@ -148,32 +179,53 @@ class FakeEngine:
         if request_id in self._aborts:
             self._aborts[request_id].set()
 
-    async def prepare(self, manifest: WeightManifest) -> WeightState:
-        self._staged = None
-        self._state = replace(self._state, prepared=None)
-        await asyncio.sleep(self._weights_s)  # stands for the work itself
-        try:
-            for _ in self._reader.read(manifest):
-                pass
-        except WeightsCorrupt as error:
-            raise WeightsRefused(str(error)) from error
-        self._staged = manifest
-        self._state = replace(self._state, prepared=manifest.version)
-        return self._state
-
-    async def commit(self, version: int) -> WeightState:
-        if self._staged is None or self._staged.version != version:
-            held = "nothing" if self._staged is None else f"version {self._staged.version}"
-            raise WeightsRefused(f"weights version {version} can't be committed: {held} is staged")
-        self._state = WeightState(version=version, prepared=None, checksum=self._staged.checksum, pause_s=0.0)
-        self._staged = None
-        return self._state
-
-    async def discard(self, version: int) -> WeightState:
-        if self._staged is not None and self._staged.version == version:
+    async def prepare(self, manifest: WeightManifest, group: WeightGroup | None = None) -> WeightState:
+        async with self._weights:
             self._staged = None
             self._state = replace(self._state, prepared=None)
-        return self._state
+            await asyncio.sleep(self._weights_s)  # stands for the work itself
+            try:
+                checksum = await self._receive(manifest, group)
+            except (WeightsCorrupt, TransferFailed) as error:
+                raise WeightsRefused(str(error)) from error
+            self._staged = msgspec.structs.replace(manifest, checksum=checksum)
+            self._state = replace(self._state, prepared=manifest.version)
+            return self._state
+
+    async def _receive(self, manifest: WeightManifest, group: WeightGroup | None) -> str:
+        """All of it, checked; its checksum."""
+        if self._receivers is None or manifest.transport == SHARED_MEMORY:
+            for _ in self._reader.read(manifest):
+                pass
+            return manifest.checksum
+        import torch  # whoever receives otherwise has it
+
+        receiver = await asyncio.to_thread(self._receivers, manifest.transport)
+        self._arriving = (manifest.version, receiver, group)
+        place = torch.empty(manifest.nbytes, dtype=torch.uint8)
+        try:
+            return await asyncio.to_thread(receiver.receive, manifest, group, place, self._deadline_s)
+        finally:
+            self._arriving = None
+
+    async def commit(self, version: int) -> WeightState:
+        async with self._weights:
+            if self._staged is None or self._staged.version != version:
+                held = "nothing" if self._staged is None else f"version {self._staged.version}"
+                raise WeightsRefused(f"weights version {version} can't be committed: {held} is staged")
+            self._state = WeightState(version=version, prepared=None, checksum=self._staged.checksum, pause_s=0.0)
+            self._staged = None
+            return self._state
+
+    async def discard(self, version: int) -> WeightState:
+        if self._arriving is not None and self._arriving[0] == version:
+            _, receiver, group = self._arriving
+            receiver.cancel(None if group is None else group.epoch)
+        async with self._weights:
+            if self._staged is not None and self._staged.version == version:
+                self._staged = None
+                self._state = replace(self._state, prepared=None)
+            return self._state
 
     async def close(self) -> None: ...
 

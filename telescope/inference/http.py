@@ -1,6 +1,7 @@
 """vLLM's own OpenAI-compatible HTTP application beside the link: the same engine, the same event loop, loopback by default.
 
 For looking in while a run goes on. It knows nothing of weights and can't pause the engine: vLLM's development routes stay off.
+Owns the port, the key and where the address is written. What moved between vLLM's releases is vllm_http.py's.
 """
 
 from __future__ import annotations
@@ -14,10 +15,16 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+from telescope.config.parts import DEFAULT_PORT
+from telescope.inference import vllm_http
+from telescope.inference.status import Status
+
 if TYPE_CHECKING:
-    from telescope.config.parts import ModelSettings
+    from telescope.config.parts import InferenceSettings, ModelSettings
 
 LOOPBACK = "127.0.0.1"
+PORTS_TRIED = 1000
+"""From the default port on. A machine that holds so many servers is not ours."""
 START_S, CLOSE_S = 30.0, 2.0
 
 log = logging.getLogger(__name__)
@@ -30,10 +37,19 @@ class PortTaken(OSError):
 def bind(host: str | None, base_port: int, index: int) -> socket.socket:
     """A listening socket for server `index`, before the engine starts, so that a taken port is told in the first second.
 
-    Raises `PortTaken` with a sentence.
+    The default port is a wish: where another run on this machine listens there, the next free one is taken. A port that the
+    user chose is that one or none. Raises `PortTaken` with a sentence.
     """
+    if base_port != DEFAULT_PORT:
+        return _listen(host or LOOPBACK, base_port, index)
+    for further in range(PORTS_TRIED):
+        with contextlib.suppress(PortTaken):
+            return _listen(host or LOOPBACK, base_port, index + further)
+    return _listen(host or LOOPBACK, base_port, index)
+
+
+def _listen(address: str, base_port: int, index: int) -> socket.socket:
     port = base_port + index if base_port else 0
-    address = host or LOOPBACK
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -54,14 +70,27 @@ def bind(host: str | None, base_port: int, index: int) -> socket.socket:
 
 
 @asynccontextmanager
-async def http_beside(client: Any, listener: socket.socket | None, model: ModelSettings) -> AsyncIterator[str]:
-    """Serve `Engine.client` over HTTP on `listener` while the block runs; its URL, or empty without a listener."""
+async def http_beside(
+    client: Any,
+    listener: socket.socket | None,
+    model: ModelSettings,
+    inference: InferenceSettings,
+    api_key: str | None = None,
+    status: Status | None = None,
+) -> AsyncIterator[str]:
+    """Serve `Engine.client` over HTTP on `listener` while the block runs; its URL, or empty without a listener.
+
+    With `api_key` each request below /v1 must bring it as a bearer token; /health, /metrics and /telescope/status are open.
+    """
     if listener is None:
         yield ""
         return
     host, port = listener.getsockname()[:2]
     with _own_log_level():
-        server = _server(await application(client, model))
+        app = await vllm_http.application(client, model, inference, api_key)
+        if status is not None:
+            app.get("/telescope/status", response_model=None)(status.facts)
+        server = _server(app)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     async with asyncio.timeout(START_S):
         await server.listening.wait()
@@ -73,27 +102,6 @@ async def http_beside(client: Any, listener: socket.socket | None, model: ModelS
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(serving, CLOSE_S)
         listener.close()
-
-
-async def application(client: Any, model: ModelSettings) -> Any:
-    """vLLM's FastAPI application over an AsyncLLM. The two imports moved between 0.25 and 0.32."""
-    try:
-        from vllm.entrypoints.launchers.api_server.app_state import init_app_state
-        from vllm.entrypoints.launchers.app import build_app
-        from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    except ImportError:
-        from vllm.entrypoints.openai.api_server import build_app, init_app_state
-        from vllm.entrypoints.openai.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(["--disable-fastapi-docs"])
-    arguments.model = client.model_config.model
-    arguments.served_model_name = [model.name]
-    arguments.chat_template = model.chat_template
-    tasks = await client.get_supported_tasks()
-    app = build_app(arguments, tasks, client.model_config)
-    await init_app_state(client, app.state, arguments, tasks)
-    return app
 
 
 @contextlib.contextmanager

@@ -7,16 +7,20 @@ Starts the engine, opens HTTP beside it, says hello when it can serve, serves un
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
+import json
 import logging
 import os
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 from telescope.config.models import ModelNotFound, check_weights, model_folder
 from telescope.config.plugins import PluginError
-from telescope.config.run import RunConfig
-from telescope.config.secrets import SecretMissing
+from telescope.config.run import RunConfig, config_hash
+from telescope.config.secrets import SecretMissing, reveal
 from telescope.config.words import ConfigError
 from telescope.inference.checkpoint import CheckpointUnreadable
 from telescope.inference.deadline import Deadline
@@ -24,8 +28,15 @@ from telescope.inference.engine import Engine, EngineDead, EngineRefused
 from telescope.inference.fake import FakeEngine
 from telescope.inference.http import PortTaken, bind, http_beside
 from telescope.inference.server import Server, first_of
+from telescope.inference.status import Status
+from telescope.inference.vllm_http import unknown_parsers
 from telescope.inference.vllm_options import Device, ServerPlan, vllm_environment
+from telescope.runlog.layout import write_atomically
+from telescope.weights.base import Receiver
+from telescope.weights.choose import make_receiver
 from telescope.weights.shared_memory import SharedMemoryReader
+from telescope.wire.hub import BindFailed, Hub
+from telescope.wire.hub_session import HubIdentity
 from telescope.wire.link import Link, LinkLost, WireRefused, WireTimeout
 from telescope.wire.process import COMPONENT_FAILED, Interrupted, Known, Place, Signals, run_process
 from telescope.wire.security import BadKeys
@@ -35,10 +46,12 @@ log = logging.getLogger(__name__)
 KNOWN = Known(
     errors=(
         *(PortTaken, ModelNotFound, CheckpointUnreadable, EngineRefused, ConfigError, PluginError, SecretMissing),
-        *(WireRefused, WireTimeout, BadKeys),
+        *(WireRefused, WireTimeout, BadKeys, BindFailed),
     ),
     gone=(EngineDead, LinkLost),
 )
+DOOR_CLOSE_S = 0.5
+"""For the workers' goodbyes at a server's own port."""
 CLOSE_S = 8.0
 """Closing the engine takes no longer than this, whatever it does."""
 
@@ -58,15 +71,24 @@ async def _live(place: Place, signals: Signals) -> int:
     settings = config.inference
     http = settings.http and settings.engine == "vllm"
     listener = bind(settings.host, settings.base_port, server_index(place.name)) if http else None
+    reveal(settings.api_key)  # a missing variable is told now, not after the engine's start
     deadline = Deadline(place.directory, place.name)
-    engine = build_engine(config, place.identity.run_id, device_of(config, os.environ))
+    scratch = place.directory.scratch(place.name)
+    engine = build_engine(config, place.identity.run_id, device_of(config, os.environ), place.name, scratch)
     code, why = 0, "it did not close within its deadline"
     try:
         with deadline(config.cluster.placement_timeout_s, "its engine did not start within cluster.placement_timeout_s"):
             await engine.start()
         signalled = signals.watch_on_loop()
-        async with http_beside(engine.client, listener, config.model), await asyncio.to_thread(_connect, place) as link:
-            code = await _until_stopped(Server(link, engine), signalled)
+        key = reveal(settings.api_key)
+        status = Status(place.name)
+        async with (
+            http_beside(engine.client, listener, config.model, settings, key, status) as url,
+            _door(place) as door,
+        ):
+            with _told(place, url):
+                async with await asyncio.to_thread(_connect, place, door) as link:
+                    code = await _until_stopped(Server(link, engine, door, status), signalled)
     except Interrupted as interrupted:
         code = 128 + interrupted.number
         raise
@@ -79,8 +101,36 @@ async def _live(place: Place, signals: Signals) -> int:
     return code
 
 
-def _connect(place: Place) -> Link:
-    hello = place.hello("server", capacity=lanes(place.config), version=0)
+@contextlib.asynccontextmanager
+async def _door(place: Place) -> AsyncIterator[Hub | None]:
+    """The server's own port where `wire.direct=true`. Workers are told to stop when it closes; nobody waits for them long."""
+    if not place.config.wire.direct:
+        yield None
+        return
+    identity = HubIdentity(place.identity.run_id, place.identity.attempt, config_hash(place.config))
+    door = await Hub.open_door(place.directory, place.name, identity, silent_s=place.config.orchestrator.silent_s)
+    try:
+        yield door
+    finally:
+        await door.close(f"{place.name} ends", timeout_s=DOOR_CLOSE_S)
+
+
+@contextlib.contextmanager
+def _told(place: Place, url: str) -> Iterator[None]:
+    """While the block runs, the run directory says where this server's HTTP is."""
+    file = place.directory.server(place.name)
+    if url:
+        facts = {"url": f"{url}/v1", "metrics": f"{url}/metrics", "model": place.config.model.name}
+        write_atomically(file, json.dumps(facts) + "\n", mode=0o600)
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)
+
+
+def _connect(place: Place, door: Hub | None) -> Link:
+    address = door.address if door is not None else None
+    hello = place.hello("server", capacity=lanes(place.config), version=0, door=address)
     return Link.connect(place.directory, hello, deadline_s=place.config.cluster.placement_timeout_s)
 
 
@@ -115,10 +165,18 @@ def device_of(config: RunConfig, environ: Mapping[str, str]) -> Device:
     return "gpu" if visible and config.cluster.device != "cpu" else "cpu"
 
 
-def build_engine(config: RunConfig, run: str, device: Device) -> Engine:
+def fake_receivers(run: str, name: str, init_timeout_s: float) -> Callable[[str], Receiver]:
+    """The fake engine's ends of transports, one for the life of the server; a broadcast has it as `server-0/0`."""
+    return functools.cache(
+        lambda transport: make_receiver(transport, run=run, member=f"{name}/0", device="cpu", init_timeout_s=init_timeout_s)
+    )
+
+
+def build_engine(config: RunConfig, run: str, device: Device, name: str = "server-0", scratch: Path | None = None) -> Engine:
     """The engine that `inference.engine` names, not started. For vLLM this sets the environment, so it goes before its import.
 
-    `run` is the run's id, under which its weights lie in shared memory. Raises `ModelNotFound`.
+    `run` is the run's id, under which its weights lie in shared memory; `scratch` a folder of the server's own, for adapters.
+    Raises `ModelNotFound`.
     """
     folder = model_folder(config.model.name)
     settings = config.inference
@@ -129,11 +187,20 @@ def build_engine(config: RunConfig, run: str, device: Device) -> Engine:
             reader,
             max_model_len=settings.max_model_len,
             token_s=settings.fake_token_s,
+            kv_tokens=settings.fake_kv_tokens,
             weights_s=settings.fake_weights_s,
+            receivers=fake_receivers(run, name, config.weight_sync.init_timeout_s),
+            deadline_s=config.weight_sync.update_timeout_s,
         )
     check_weights(config.model.name, folder)
     os.environ.update(vllm_environment(device, os.environ))
+    if sentence := unknown_parsers(settings):
+        raise EngineRefused(sentence)
+    plan = ServerPlan(config.model, folder, settings, device, lanes(config), config.seed, run, name)
+    if config.model.lora is not None:
+        from telescope.inference.lora_engine import LoraEngine
+
+        return LoraEngine(plan, config.weight_sync, scratch)
     from telescope.inference.vllm_engine import VllmEngine
 
-    plan = ServerPlan(config.model, folder, settings, device, lanes(config), config.seed, run)
     return VllmEngine(plan, config.weight_sync)

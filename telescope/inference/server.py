@@ -6,20 +6,25 @@ Requests run side by side; weight orders one after another, in the order they ca
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 
-from telescope.inference.engine import Engine, EngineDead, RequestRefused, WeightsRefused, WeightState
+from telescope.inference.door import Door, Port, completion
+from telescope.inference.engine import Engine, EngineDead, Generated, Load, RequestRefused, WeightsRefused, WeightState
+from telescope.inference.status import Status
 from telescope.wire.happenings import Delivery
 from telescope.wire.messages import (
     Abort,
     AbortWeights,
     Body,
     CommitWeights,
-    Completion,
+    EngineLoad,
+    Expect,
     Generate,
     GenerateFailed,
     PrepareWeights,
@@ -28,6 +33,10 @@ from telescope.wire.messages import (
     WeightsReady,
 )
 
+LOAD_EVERY_S = 0.25
+"""The engine's load is told at most so often."""
+KV_DIGITS = 2
+"""Smaller changes of the KV cache's use are no news."""
 STOP_S = 1.0
 """How long running requests may still take to end when the run stops: they are aborted, and nobody waits for them."""
 
@@ -49,24 +58,50 @@ class Wire(Protocol):
     def progress(self, doing: str) -> None: ...
 
 
-class Server:
-    """Serves one link with one engine until Stop."""
+class Asked(Protocol):
+    """Whoever asked for a completion: where its one answer goes."""
 
-    def __init__(self, link: Wire, engine: Engine) -> None:
+    def completed(self, done: Generated) -> None: ...
+
+    def failed(self, cause: str) -> None: ...
+
+
+class Relayed:
+    """A request that came through the orchestrator, and is answered there."""
+
+    def __init__(self, link: Wire, order: Generate, delivery: Delivery) -> None:
+        self._link, self._order, self._delivery = link, order, delivery
+
+    def completed(self, done: Generated) -> None:
+        self._link.send(completion(self._order.request_id, done), done.arrays, answers=self._delivery)
+
+    def failed(self, cause: str) -> None:
+        self._link.send(GenerateFailed(request_id=self._order.request_id, cause=cause), answers=self._delivery)
+
+
+class Server:
+    """Serves one link, and its own door where it has one (`port`), with one engine until Stop."""
+
+    def __init__(self, link: Wire, engine: Engine, port: Port | None = None, status: Status | None = None) -> None:
         self._link = link
         self._engine = engine
         self._requests: dict[str, asyncio.Task[None]] = {}
         self._weights = asyncio.Lock()
         self._others: set[asyncio.Task[None]] = set()
         self._failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
-        self._served = 0
-        engine.on_step(lambda: link.progress(self._doing(len(self._requests))))
+        self._told = Load()
+        self._telling: asyncio.TimerHandle | None = None
+        self._status = status or Status("server-0")
+        self._door = Door(port, link, self._begin, self._abort) if port is not None else None
+        engine.on_step(self._stepped)
 
     async def run(self) -> str:
         """Returns Stop's reason. Raises `EngineDead`, what the link raises, or what should not have happened."""
         self._link.progress("waiting for orders")
         receiving = asyncio.create_task(self._receive())
         dying = asyncio.create_task(self._engine.dead())
+        if self._door is not None:
+            self._start(self._door.run())
         try:
             await first_of(receiving, dying, self._failed)
             if self._failed.done():
@@ -75,6 +110,8 @@ class Server:
                 raise EngineDead(dying.result())
             return receiving.result()
         finally:
+            if self._telling is not None:
+                self._telling.cancel()
             for task in (receiving, dying, *self._others):
                 task.cancel()
             await self._end_requests()
@@ -84,9 +121,13 @@ class Server:
             delivery = await self._link.received()
             match delivery.body:
                 case Generate() as order:
-                    self._requests[order.request_id] = self._start(self._generate(order, delivery), order.request_id)
-                case Abort() as order:
-                    self._start(self._engine.abort(order.request_id))
+                    self._begin(order, delivery.arrays[0], Relayed(self._link, order, delivery))
+                case Expect() as order if self._door is not None:
+                    self._door.expect(order, delivery)
+                case Abort() as order if self._door is None or not self._door.abort(order.request_id):
+                    self._abort(order.request_id)
+                case Abort():
+                    pass  # it had not come yet, and the door has said so
                 case PrepareWeights() | CommitWeights() | AbortWeights() as order:
                     self._start(self._change_weights(order, delivery))
                 case Stop() as order:
@@ -108,29 +149,48 @@ class Server:
         if not task.cancelled() and (error := task.exception()) is not None and not self._failed.done():
             self._failed.set_result(error)
 
+    # ---- what the engine says of itself ------------------------------------------------------------------------------
+
+    def _stepped(self) -> None:
+        self._moved()
+        if self._telling is None and self._load() != self._told:
+            self._tell_load()
+
+    def _load(self) -> Load:
+        load = self._engine.load
+        return replace(load, kv_used=round(load.kv_used, KV_DIGITS))
+
+    def _tell_load(self) -> None:
+        """Send what has changed, and look again after a while: the next change may have come by then."""
+        load, self._telling = self._load(), None
+        if load != self._told:
+            self._told = load
+            self._link.send(EngineLoad(load.kv_used, load.running, load.waiting, load.preemptions))
+            self._telling = asyncio.get_running_loop().call_later(LOAD_EVERY_S, self._tell_load)
+
     # ---- requests ---------------------------------------------------------------------------------------------------
 
-    async def _generate(self, order: Generate, delivery: Delivery) -> None:
+    def _begin(self, order: Generate, ids: np.ndarray, asked: Asked) -> None:
+        self._requests[order.request_id] = self._start(self._generate(order, ids, asked), order.request_id)
+
+    def _abort(self, request_id: str) -> None:
+        self._start(self._engine.abort(request_id))
+
+    async def _generate(self, order: Generate, ids: np.ndarray, asked: Asked) -> None:
         try:
-            prompt_ids = np.array(delivery.arrays[0], dtype=np.int32)
+            prompt_ids = np.array(ids, dtype=np.int32)
             done = await self._engine.generate(order.request_id, prompt_ids, order.sampling, order.priority)
         except RequestRefused as error:
-            self._link.send(GenerateFailed(request_id=order.request_id, cause=str(error)), answers=delivery)
+            asked.failed(str(error))
         else:
-            answer = Completion(
-                request_id=order.request_id,
-                finish_reason=done.finish_reason,
-                tokens=len(done.ids),
-                cached_tokens=done.cached_tokens,
-                queued_s=done.queued_s,
-                generated_s=done.generated_s,
-            )
-            self._link.send(answer, (done.ids, done.logprobs, done.versions), answers=delivery)
-        self._served += 1
-        self._link.progress(self._doing(len(self._requests) - 1))
+            asked.completed(done)
+        self._status.answered += 1
+        self._moved(ended=1)
 
-    def _doing(self, running: int) -> str:
-        return f"{running} requests running, {self._served} answered"
+    def _moved(self, ended: int = 0) -> None:
+        """`ended`: requests that are answered and not yet forgotten."""
+        self._status.running = len(self._requests) - ended
+        self._link.progress(self._status.move())
 
     async def _end_requests(self) -> None:
         """Abort what still runs; the tasks get a moment to answer."""
@@ -145,10 +205,13 @@ class Server:
 
     async def _change_weights(self, order: PrepareWeights | CommitWeights | AbortWeights, delivery: Delivery) -> None:
         version = order.manifest.version if isinstance(order, PrepareWeights) else order.version
+        if isinstance(order, AbortWeights):  # breaks off a prepare under way, and is answered after it
+            self._start(self._break_off(order.version))
         async with self._weights:  # asyncio's locks are fair: orders keep their order
-            self._link.progress(f"{type(order).__name__} {version}")
+            self._status.updating = f"{type(order).__name__} {version}"
+            self._moved()
             try:
-                state = await self._ordered(order)
+                state = self._status.weights = await self._ordered(order)
             except WeightsRefused as error:
                 log.warning("%s", error)
                 self._link.send(WeightsFailed(version=version, cause=str(error), fatal=False), answers=delivery)
@@ -156,16 +219,22 @@ class Server:
             except EngineDead as error:
                 self._link.send(WeightsFailed(version=version, cause=str(error), fatal=True), answers=delivery)
                 raise
+            finally:
+                self._status.updating = ""
             log.info("%s %d: serving %d, pause %.4f s", type(order).__name__, version, state.version, state.pause_s)
             answer = WeightsReady(
                 version=state.version, prepared=state.prepared, checksum=state.checksum, pause_s=state.pause_s
             )
             self._link.send(answer, answers=delivery)
 
+    async def _break_off(self, version: int) -> None:
+        with contextlib.suppress(EngineDead):  # told by the answer to the order
+            await self._engine.discard(version)
+
     async def _ordered(self, order: PrepareWeights | CommitWeights | AbortWeights) -> WeightState:
         match order:
             case PrepareWeights():
-                return await self._engine.prepare(order.manifest)
+                return await self._engine.prepare(order.manifest, order.group)
             case CommitWeights():
                 return await self._engine.commit(order.version)
             case AbortWeights():

@@ -1,78 +1,73 @@
-"""Which weight version sampled each token of a request. Two ways, by what the installed vLLM offers; both are exact, because
-a version changes only while the engine is paused."""
+"""Which weight version sampled each token of a request, exactly, though nothing is paused when the version changes.
+
+All orders reach vLLM's engine through one socket, in order. So a request that is sent after a commit is of the new version from
+its first token on, and of one that was sent before, the engine tells with the commit's answer how many tokens it had by then.
+The same place marks each request for the prefix cache: blocks are shared only among requests of one version.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from bisect import bisect_right
-from collections.abc import Container
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-
-class Versions(Protocol):
-    current: int
-
-    async def begin(self, version: int, ours: Container[str]) -> None:
-        """From now on tokens are of `version`. Called while the engine is paused; `ours` are the request ids that will be
-        asked for (others come over HTTP)."""
-        ...
-
-    def of(self, completion: Any, internal: str, tokens: int, born: int) -> np.ndarray:
-        """[tokens] int32 of a finished request; forgets it. `born` was current when it was handed to vLLM."""
-        ...
+from telescope.inference.core_commit import salt
 
 
-class EngineLabels:
-    """vLLM 0.32 on: the engine marks its outputs with a label that we set."""
+@dataclass
+class Spans:
+    """Versions of one request: from token `first` on, `version`. Ascending; the first entry is where it was born."""
 
-    def __init__(self, llm: Any) -> None:
-        self._llm = llm
+    firsts: list[int] = field(default_factory=lambda: [0])
+    versions: list[int] = field(default_factory=lambda: [0])
+
+    def begin(self, first: int, version: int) -> None:
+        self.firsts.append(first)
+        self.versions.append(version)
+
+    def of(self, tokens: int) -> np.ndarray:
+        """[tokens] int32."""
+        return np.asarray([self.versions[bisect_right(self.firsts, token) - 1] for token in range(tokens)], dtype=np.int32)
+
+
+class Versions:
+    """Stands between vLLM's client and its socket. One event loop."""
+
+    def __init__(self, client: Any, ours: Callable[[str, str], Spans | None], salted: bool) -> None:
+        """`ours(external id, internal id)`: where to write a request's versions down; None for one that came over HTTP."""
         self.current = 0
+        """The version that requests sent from now on are sampled by."""
+        self._ours = ours
+        self._salted = salted
+        self._send = client.add_request_async
+        self._answered = asyncio.Event()
+        self._answered.set()
+        client.add_request_async = self._add_request
 
-    async def begin(self, version: int, ours: Container[str]) -> None:
-        await self._llm.update_weight_version(str(version))
+    def commit_is_sent(self, version: int) -> None:
+        """Call directly before the order is sent, without a turn of the event loop between."""
         self.current = version
+        self._answered.clear()
 
-    def of(self, completion: Any, internal: str, tokens: int, born: int) -> np.ndarray:
-        versions = np.full(tokens, -1, dtype=np.int32)
-        for span in completion.weight_versions or ():
-            versions[span.start : span.end] = int(span.version)
-        if (versions < 0).any():
-            raise RuntimeError(f"vLLM told the weight version of only {(versions >= 0).sum()} of {tokens} tokens")
-        return versions
+    def commit_is_answered(self, version: int, sampled: Mapping[str, int], requests: Mapping[str, Spans]) -> None:
+        """`requests`: ours, by vLLM's id."""
+        for name, tokens in sampled.items():
+            if (spans := requests.get(name)) is not None:
+                spans.begin(tokens, version)
+        self._answered.set()
 
+    async def settled(self) -> None:
+        """Return once no commit is on its way, so that the versions of a finished request are known."""
+        await self._answered.wait()
 
-class CountedTokens:
-    """Before: at each pause we note how many tokens each request in flight has."""
-
-    def __init__(self, llm: Any) -> None:
-        self._llm = llm
-        self.current = 0
-        self._starts: dict[str, list[tuple[int, int]]] = {}  # internal id -> (first token, version), ascending
-
-    async def begin(self, version: int, ours: Container[str]) -> None:
-        await self._settle()
-        for internal, state in self._llm.output_processor.request_states.items():
-            if state.external_req_id in ours:
-                starts = self._starts.setdefault(internal, [(0, self.current)])
-                starts.append((state.detokenizer.num_output_tokens(), version))
-        self.current = version
-
-    def of(self, completion: Any, internal: str, tokens: int, born: int) -> np.ndarray:
-        starts = self._starts.pop(internal, [(0, born)])
-        firsts = [first for first, _ in starts]
-        return np.asarray([starts[bisect_right(firsts, token) - 1][1] for token in range(tokens)], dtype=np.int32)
-
-    async def _settle(self) -> None:
-        """Let vLLM's output task count what the engine sent before it paused. That lies in a queue by the time the pause is
-        answered (one socket, in order), and the task takes one turn of the loop for each chunk of it."""
-        from vllm import envs
-
-        queue = self._llm.engine_core.outputs_queue
-        while not queue.empty():
-            await asyncio.sleep(0)
-        chunks = self._llm.vllm_config.scheduler_config.max_num_seqs // envs.VLLM_V1_OUTPUT_PROC_CHUNK_SIZE
-        for _ in range(chunks + 2):
-            await asyncio.sleep(0)
+    async def _add_request(self, request: Any) -> None:
+        """Nothing is awaited before the send, so `current` holds for it."""
+        if (spans := self._ours(request.external_req_id, request.request_id)) is not None:
+            spans.versions[0] = self.current
+        if self._salted:
+            request.cache_salt = salt(self.current, request.cache_salt)
+        await self._send(request)

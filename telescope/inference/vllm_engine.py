@@ -10,9 +10,10 @@ import asyncio
 import logging
 import os
 import re
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -20,16 +21,18 @@ import numpy as np
 
 from telescope.config.models import end_ids
 from telescope.config.parts import WeightSyncSettings
+from telescope.inference.checkpoint import checkpoint_tensors, is_tied, version_bytes
 from telescope.inference.children import Children, how_it_ended
-from telescope.inference.engine import EngineDead, EngineRefused, Generated, RequestRefused, WeightsRefused, WeightState
+from telescope.inference.core_commit import COMMIT, teach_core
+from telescope.inference.engine import EngineDead, EngineRefused, Generated, Load, RequestRefused, WeightsRefused, WeightState
+from telescope.inference.opening import Comparison, Opened, Opening, StageState
 from telescope.inference.steps import step_teller
-from telescope.inference.versions import CountedTokens, EngineLabels, Versions
-from telescope.inference.vllm_options import ServerPlan, engine_arguments
-from telescope.records import FinishReason, Sampling, WeightManifest
+from telescope.inference.versions import Spans, Versions
+from telescope.inference.vllm_options import ServerPlan, engine_arguments, served_dtype, share_beside_staging
+from telescope.records import FinishReason, Sampling, WeightGroup, WeightManifest
 
-FIRST_LOOK_S = 0.01
-"""The first question whether a version is checked waits this long in the worker; a small model's is by then."""
-LOOK_EVERY_S = 0.02
+FIRST_LOOK_S, LONGEST_LOOK_S = 0.002, 0.02
+"""The worker is asked whether a version is staged after these pauses, which double; each question costs it part of a step."""
 CLOSE_S = 1.0
 """The engine's farewell to its libraries takes seconds and saves nothing: after this it is killed."""
 DEATH_TOLD_S = 5.0
@@ -43,7 +46,7 @@ log = logging.getLogger(__name__)
 class _Request:
     """A request between `generate` and its answer. `internal` is vLLM's own id once it has one."""
 
-    born: int
+    spans: Spans = field(default_factory=Spans)
     aborted: bool = False
     internal: str = ""
 
@@ -58,11 +61,17 @@ class VllmEngine:
         self._requests: dict[str, _Request] = {}
         self._state = WeightState(version=0, prepared=None, checksum="", pause_s=0.0)
         self._staged: WeightManifest | None = None
+        self._arriving: int | None = None
+        self._held = False
+        """Whether the engine is paused because a version is received in place."""
         self._weights = asyncio.Lock()
         self._llm: Any = None
         self._children = Children()
         self._versions: Versions
+        self.opened: tuple[Opened, ...] = ()
+        """How each worker takes updates, once started."""
         self._stepped: Callable[[], None] = lambda: None
+        self._said_load = Load()
 
     async def start(self) -> None:
         """Load the model; blocks the event loop while vLLM starts its child, for there is nothing to be served yet."""
@@ -76,7 +85,8 @@ class VllmEngine:
         self._tokens_input, self._sampling_params, self._final_only = tokens_input, SamplingParams, RequestOutputKind.FINAL_ONLY
         self._stop_ids = list(end_ids(self._plan.folder))
         try:
-            config = AsyncEngineArgs(**engine_arguments(self._plan)).create_engine_config()
+            arguments = engine_arguments(self._plan) | self._memory()
+            config = AsyncEngineArgs(**arguments).create_engine_config()
         except (ValueError, TypeError, KeyError, OSError, RuntimeError) as error:
             log.debug("the cause", exc_info=True)
             raise EngineRefused(f"vLLM refuses model.name={self._plan.model.name} or its settings: {_said(error)}") from error
@@ -84,22 +94,60 @@ class VllmEngine:
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         # vLLM asks for a fresh interpreter on a CPU; a fork has everything imported already. No thread of ours runs yet.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        teach_core()
         try:
-            self._llm = AsyncLLM.from_vllm_config(config, stat_loggers=[step_teller(lambda: self._stepped())])
+            self._llm = AsyncLLM.from_vllm_config(config, stat_loggers=[step_teller(self._has_stepped)])
         except RuntimeError as error:
             raise EngineDead(start_failure(str(error))) from error
         self._children.watch_new()
         self._vocabulary = config.model_config.get_vocab_size()
         self._max_model_len = config.model_config.max_model_len
-        self._versions = EngineLabels(self._llm) if hasattr(AsyncLLM, "update_weight_version") else CountedTokens(self._llm)
-        await self._versions.begin(0, ())
-        for cause in await self._rpc("telescope_check_loaded"):
-            if cause:
-                raise EngineDead(cause)
+        self._versions = Versions(self._llm.engine_core, self._spans_of, salted=self._sync.reset_prefix_cache)
+        await self._open()
         await self._warm_up()
+
+    def _memory(self) -> dict[str, float]:
+        """On a GPU: vLLM's share, less the staging buffer. Asks the driver, not CUDA, which must not be up before the fork."""
+        if self._plan.device == "cpu" or self._sync.staging != "full":
+            return {}
+        from vllm.platforms import current_platform
+
+        dtype = served_dtype(self._plan)
+        staging = version_bytes(checkpoint_tensors(self._plan.folder), is_tied(self._plan.folder), dtype)
+        inference = self._plan.inference
+        card = int(current_platform.get_device_total_memory())
+        weights = staging // inference.tensor_parallel_size
+        return {"gpu_memory_utilization": share_beside_staging(inference.gpu_memory_utilization, card, weights, staging)}
+
+    async def _open(self) -> None:
+        """Ask the workers how they take updates; said once in the log."""
+        opening = Opening(
+            self._plan.run, self._plan.name, self._sync.staging, self._sync.update_timeout_s, self._sync.init_timeout_s
+        )
+        answers = await self._rpc("telescope_open", msgspec.json.encode(opening).decode())
+        self.opened = tuple(msgspec.json.decode(answer, type=Opened) for answer in answers)
+        for opened in self.opened:
+            if opened.refused:
+                raise EngineDead(opened.refused)
+            if opened.no_plan:
+                log.warning("updates go through vLLM's own loader, which takes longer: %s", opened.no_plan)
+            else:
+                log.info(
+                    "updates are %d copies of %.2f GB in all, found and checked in %.1f s; staging buffer %.2f GB",
+                    opened.copies, opened.nbytes / 1e9, opened.seconds, opened.staging_bytes / 1e9,
+                )  # fmt: skip
 
     def on_step(self, stepped: Callable[[], None]) -> None:
         self._stepped = stepped
+
+    @property
+    def load(self) -> Load:
+        return self._said_load
+
+    def _has_stepped(self, load: Load, sampled: bool) -> None:
+        self._said_load = load
+        if sampled:
+            self._stepped()
 
     async def dead(self) -> str:
         return await self._children.first_end()
@@ -113,13 +161,18 @@ class VllmEngine:
 
     async def generate(self, request_id: str, prompt_ids: np.ndarray, sampling: Sampling, priority: int) -> Generated:
         self._check_request(request_id, prompt_ids, sampling)
-        request = self._requests[request_id] = _Request(born=self._versions.current)
+        request = self._requests[request_id] = _Request()
         started = time.monotonic()
         try:
             output = await self._finished(request, request_id, prompt_ids, sampling, priority)
+            await self._versions.settled()
         finally:
             del self._requests[request_id]
         return self._generated(output, request, time.monotonic() - started)
+
+    def _adapter_of(self, request_id: str) -> Any:
+        """vLLM's LoRARequest for a request; lora_engine.py has some."""
+        return None
 
     async def abort(self, request_id: str) -> None:
         request = self._requests.get(request_id)
@@ -127,6 +180,13 @@ class VllmEngine:
             request.aborted = True
             if request.internal:
                 await self._llm.abort(request.internal, internal=True)
+
+    def _spans_of(self, request_id: str, internal: str) -> Spans | None:
+        """Called as the request is sent to the engine's process."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.internal = internal
+        return None if request is None else request.spans
 
     async def running(self) -> dict[str, int]:
         """Sampled tokens of each request that the engine's worker holds, by vLLM's internal id (`<ours>-<8 digits>`)."""
@@ -157,7 +217,11 @@ class VllmEngine:
             stop_token_ids=self._stop_ids,
             logprobs=0,
             flat_logprobs=True,
-            detokenize=False,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            stop=list(sampling.stop),
+            detokenize=bool(sampling.stop),  # stop strings are looked for in the text
             output_kind=self._final_only,
         )
 
@@ -171,7 +235,9 @@ class VllmEngine:
         try:
             prompt = self._tokens_input(prompt_token_ids=prompt_ids.tolist())
             params = self._params(len(prompt_ids), sampling)
-            collector = await self._llm.add_request(request_id, prompt, params, priority=priority)
+            collector = await self._llm.add_request(
+                request_id, prompt, params, lora_request=self._adapter_of(request_id), priority=priority
+            )
             request.internal = collector.request_id
             if request.aborted:
                 await self._llm.abort(request.internal, internal=True)
@@ -192,7 +258,7 @@ class VllmEngine:
         ids = np.asarray(completion.token_ids, dtype=np.int32)
         kept = completion.logprobs
         logprobs = np.asarray([kept.logprobs[i] for i in kept.start_indices] if kept else [], dtype=np.float32)
-        versions = self._versions.of(completion, request.internal, len(ids), request.born)
+        versions = request.spans.of(len(ids))
         if len(logprobs) != len(ids) or not np.isfinite(logprobs).all():
             raise RequestRefused(
                 f"the engine gave {len(logprobs)} log-probs, finite or not, for {len(ids)} tokens under weights version "
@@ -214,19 +280,26 @@ class VllmEngine:
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
-    async def prepare(self, manifest: WeightManifest) -> WeightState:
+    async def prepare(self, manifest: WeightManifest, group: WeightGroup | None = None) -> WeightState:
         async with self._weights:
             self._staged = None
             self._state = replace(self._state, prepared=None)
+            self._arriving = manifest.version
             try:
                 async with asyncio.timeout(self._sync.update_timeout_s):
-                    await self._stage(manifest)
+                    await self._hold_if_unstaged(manifest)
+                    checksum = await self._stage(manifest, group)
             except TimeoutError as error:
+                await self._rpc("telescope_forget", manifest.version)
                 raise WeightsRefused(
-                    f"weights version {manifest.version} were not checked within "
+                    f"weights version {manifest.version} did not arrive within "
                     f"weight_sync.update_timeout_s={self._sync.update_timeout_s:g} s"
                 ) from error
-            self._staged = manifest
+            finally:
+                self._arriving = None
+                if self._held and sys.exception() is not None:
+                    await self._release()
+            self._staged = msgspec.structs.replace(manifest, checksum=checksum)
             self._state = replace(self._state, prepared=manifest.version)
             return self._state
 
@@ -238,7 +311,7 @@ class VllmEngine:
             started = time.perf_counter()
             try:
                 async with asyncio.timeout(self._sync.update_timeout_s):
-                    await self._load_paused(version)
+                    await self._load(version)
             except Exception as error:  # vLLM raises plain Exception; whatever it is, the model may be half new by now
                 raise EngineDead(
                     f"weights version {version} could not be loaded ({_first_line(error)}): the engine may hold a mixture "
@@ -250,34 +323,66 @@ class VllmEngine:
             return self._state
 
     async def discard(self, version: int) -> WeightState:
+        if self._arriving == version:  # whoever waits in `prepare` is told
+            await self._rpc("telescope_forget", version)
         async with self._weights:
             if self._staged is not None and self._staged.version == version:
+                if self._held:
+                    raise EngineDead(
+                        f"weights version {version} were received in place (weight_sync.staging=none): no way back"
+                    )
                 await self._rpc("telescope_forget", version)
                 self._staged = None
                 self._state = replace(self._state, prepared=None)
             return self._state
 
-    async def _stage(self, manifest: WeightManifest) -> None:
-        await self._rpc("telescope_stage", msgspec.json.encode(manifest).decode(), self._plan.run)
-        wait_s = FIRST_LOOK_S
-        while True:
-            answers = await self._rpc("telescope_stage_state", manifest.version, wait_s)
-            if cause := next((cause for _, cause in answers if cause), ""):
-                raise WeightsRefused(cause)
-            if all(over for over, _ in answers):
-                return
-            wait_s = 0.0
-            await asyncio.sleep(LOOK_EVERY_S)  # the worker can't call us; each question costs it part of a step
+    async def compare(self, version: int) -> Comparison:
+        """How the served parameters compare with the staged version, over all workers. Nothing is changed."""
+        answers = [msgspec.json.decode(answer, type=Comparison) for answer in await self._rpc("telescope_compare", version)]
+        other = sorted({name for answer in answers for name in answer.other})
+        return Comparison(min(answer.tensors for answer in answers), tuple(other))
 
-    async def _load_paused(self, version: int) -> None:
-        """Nothing is sampled between pause and resume, so each token belongs to one version. With `reset_prefix_cache` the
-        requests in flight are computed anew under the new weights; otherwise their cached keys and values stay the old ones."""
-        mode = "keep" if self._sync.in_flight == "continue" else "abort"
-        core = self._llm.engine_core  # AsyncLLM.pause_generation adds a sleep of 20 ms to this
-        await core.pause_scheduler_async(mode=mode, clear_cache=self._sync.reset_prefix_cache)
-        await self._rpc("telescope_load", version)
-        await self._versions.begin(version, self._requests)
+    async def _hold_if_unstaged(self, manifest: WeightManifest) -> None:
+        """A broadcast that is not staged writes to the parameters as it comes: nothing may be sampled until it is committed."""
+        if self._sync.staging == "none" and manifest.collective:
+            await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+            self._held = True
+
+    async def _release(self) -> None:
+        self._held = False
         await self._llm.resume_generation()
+
+    async def _stage(self, manifest: WeightManifest, group: WeightGroup | None) -> str:
+        """The checksum of what has arrived."""
+        await self._rpc("telescope_stage", *(msgspec.json.encode(value).decode() for value in (manifest, group)))
+        pause_s = FIRST_LOOK_S
+        while True:
+            await asyncio.sleep(pause_s)  # the worker can't call us
+            answers = await self._rpc("telescope_stage_state", manifest.version)
+            states = [msgspec.json.decode(answer, type=StageState) for answer in answers]
+            if cause := next((state.cause for state in states if state.cause), ""):
+                if any(state.touched for state in states):
+                    raise EngineDead(f"{cause}; weight_sync.staging=none has no way back")
+                raise WeightsRefused(cause)
+            if all(state.over for state in states):
+                return states[0].checksum
+            pause_s = min(2 * pause_s, LONGEST_LOOK_S)
+
+    async def _load(self, version: int) -> None:
+        """`continue`: between two steps, without a pause; running requests keep their keys and values. `recompute`: these are
+        computed anew by the new weights: each log-prob is the new weights' given all tokens before. `abort`: they end."""
+        core = self._llm.engine_core  # AsyncLLM.pause_generation adds a sleep of 20 ms to this
+        in_flight = self._sync.in_flight
+        if in_flight != "continue":
+            mode = "keep" if in_flight == "recompute" else "abort"
+            await core.pause_scheduler_async(mode=mode, clear_cache=in_flight == "recompute")
+        order = core.call_utility_async(COMMIT, version, self._sync.update_timeout_s)
+        self._versions.commit_is_sent(version)
+        sampled = await order
+        ours = {request.internal: request.spans for request in self._requests.values() if request.internal}
+        self._versions.commit_is_answered(version, sampled, ours)
+        if in_flight != "continue" or self._held:
+            await self._release()
 
     # ---- life -------------------------------------------------------------------------------------------------------
 

@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from telescope.config.parts import InferenceSettings, ModelSettings
+from telescope.inference.adapters import vllm_rank
 
 Device = Literal["cpu", "gpu"]
 
 CPU_MAX_NUM_SEQS = 256
 GPU_MAX_NUM_SEQS = 1024
 CPU_MAX_BATCHED_TOKENS = 8192
+GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+"""Batch sizes of captured decode steps; a batch is padded to the next. Few, because each takes time at the start."""
 EXTENSION = "telescope.inference.extension.WeightExtension"
 
 
@@ -32,6 +35,8 @@ class ServerPlan:
     seed: int
     run: str
     """The run's id: names its segments in shared memory."""
+    name: str = "server-0"
+    """The server's name in the run, which its workers use in weight groups."""
 
 
 def vllm_environment(device: Device, given: Mapping[str, str]) -> dict[str, str]:
@@ -39,7 +44,9 @@ def vllm_environment(device: Device, given: Mapping[str, str]) -> dict[str, str]
 
     On a CPU one thread: two that spin for each other on contended cores were ten times slower.
     """
-    taste = {"VLLM_LOGGING_LEVEL": "WARNING", "OMP_NUM_THREADS": "1"} if device == "cpu" else {"VLLM_LOGGING_LEVEL": "WARNING"}
+    taste = {"VLLM_LOGGING_LEVEL": "WARNING", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
+    if device == "cpu":
+        taste |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     needed = {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
@@ -68,17 +75,46 @@ def engine_arguments(plan: ServerPlan) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",  # sampling as the request says, not as the model's folder suggests
         "worker_extension_cls": EXTENSION,
-        "enforce_eager": settings.enforce_eager or plan.device == "cpu",
         "disable_log_stats": False,  # the queue and generation times of each answer come from them
-    }
+    } | _graphs(plan)
+    if settings.quantization is not None:
+        arguments["quantization"] = settings.quantization
+    if settings.reasoning_parser is not None:
+        arguments["reasoning_parser"] = settings.reasoning_parser
+    if settings.enable_tracing:
+        arguments["otlp_traces_endpoint"] = f"http://127.0.0.1:{settings.otlp_receiver_port}/v1/traces"
+    if (lora := plan.model.lora) is not None:
+        slots = {"max_loras": settings.max_loras, "max_cpu_loras": settings.max_loras + 1}
+        arguments |= {"enable_lora": True, "max_lora_rank": vllm_rank(lora.rank), **slots}
+    if settings.tensor_parallel_size > 1:
+        arguments["tensor_parallel_size"] = settings.tensor_parallel_size
     if batched := _max_num_batched_tokens(plan):
         arguments["max_num_batched_tokens"] = batched
     if plan.device == "cpu":
-        arguments["distributed_executor_backend"] = "uni"
+        arguments["distributed_executor_backend"] = "uni" if settings.tensor_parallel_size == 1 else "mp"
         arguments["kv_cache_memory_bytes"] = settings.cpu_kv_cache_mb * 2**20
     else:
         arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
     return arguments
+
+
+class NoRoom(ValueError):
+    """The card can't hold what the settings ask for; the sentence has the numbers and the remedy."""
+
+
+def share_beside_staging(share: float, card_bytes: int, weights_bytes: int, staging_bytes: int) -> float:
+    """What vLLM may take of a card of which `share` is the server's: the staging buffer is charged against it.
+
+    Raises `NoRoom` where the weights themselves would then not fit.
+    """
+    left = share * card_bytes - staging_bytes
+    if left <= weights_bytes:
+        raise NoRoom(
+            f"weight_sync.staging=full needs {staging_bytes / 1e9:.2f} GB beside {weights_bytes / 1e9:.2f} GB of weights, and "
+            f"inference.gpu_memory_utilization={share:g} gives the server {share * card_bytes / 1e9:.2f} of "
+            f"{card_bytes / 1e9:.2f} GB: none is left for the KV cache; set weight_sync.staging=host, or raise the share"
+        )
+    return left / card_bytes
 
 
 def served_dtype(plan: ServerPlan) -> str:
@@ -86,6 +122,19 @@ def served_dtype(plan: ServerPlan) -> str:
     if plan.inference.dtype != "auto":
         return plan.inference.dtype
     return "bfloat16" if plan.device == "gpu" else plan.model.dtype
+
+
+def _graphs(plan: ServerPlan) -> dict[str, Any]:
+    """CUDA graphs of whole decode steps without compilation start in half the time and decode as fast (docs/inference.md)."""
+    kind = plan.inference.cuda_graphs
+    if plan.device == "cpu" or kind == "off":
+        return {"enforce_eager": True}
+    if kind == "default":
+        return {"enforce_eager": False}
+    most = plan.inference.max_num_seqs or _max_num_seqs(plan)
+    sizes = [size for size in GRAPH_SIZES if size < most] + [min(most, GRAPH_SIZES[-1])]
+    compilation = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sorted(set(sizes))}
+    return {"enforce_eager": False, "compilation_config": compilation}
 
 
 def _max_num_seqs(plan: ServerPlan) -> int:

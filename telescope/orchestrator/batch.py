@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from telescope.algorithms.base import Algorithm
 from telescope.flow.commands import Train
+from telescope.flow.draws import Permutation, keyed_hash
 from telescope.maths import batching
+from telescope.orchestrator.rewards import RewardRanges
 from telescope.orchestrator.shelf import Scored, Shelf
 from telescope.records import Denominators, TrainItem
 from telescope.wire.messages import TrainStep
@@ -27,11 +29,15 @@ class Recipe:
     group_size: int
     max_tokens: int
     minibatches: int = 1
+    epochs: int = 1
+    seed: int = 0
+    rewards: RewardRanges = field(default_factory=RewardRanges)
 
     def shaped(self, rollout: Scored) -> Scored:
-        """With what its length costs."""
+        """With its reward for training and what its length costs."""
         return replace(
             rollout,
+            normalised=self.rewards.trained(rollout.order.prompt.environment, rollout.done.reward),
             length_penalty=self.algorithm.length_penalty(rollout.trained_tokens, max_tokens=self.max_tokens),
         )
 
@@ -52,13 +58,18 @@ class Batch:
     rollouts: tuple[Scored, ...]
     advantages: np.ndarray  # [rollouts] float64
     filters: tuple[tuple[str, ...], ...]  # by rollout: the rules by which it left the loss
-    denominators: tuple[Denominators, ...]  # one a minibatch
+    denominators: tuple[Denominators, ...]  # one an update: the minibatches of each epoch, one epoch after another
     shards: tuple[Shard, ...]
 
     @property
     def trained(self) -> tuple[Scored, ...]:
         """The rollouts in the loss."""
         return tuple(rollout for rollout, why in zip(self.rollouts, self.filters, strict=True) if not why)
+
+    @property
+    def trained_tokens(self) -> int:
+        """Sampled tokens in the loss, each counted once."""
+        return sum(rollout.trained_tokens for rollout in self.trained)
 
     @property
     def lags(self) -> np.ndarray:
@@ -105,12 +116,21 @@ def cut(command: Train, shelf: Shelf, recipe: Recipe, *, ranks: int) -> Batch:
     places = np.split(np.arange(len(kept)), np.cumsum([len(group) for group in groups])[:-1])
     parts = [
         [place for group in part for place in group.tolist() if not filters[place]]
-        for part in batching.cut(places, recipe.minibatches)
+        for epoch in range(recipe.epochs)
+        for part in batching.cut(_order(places, recipe.seed, command.step, epoch), recipe.minibatches)
     ]
     counts = tuple(_denominators([kept[place] for place in part]) for part in parts)
     shares = [_shares(kept, part, ranks) for part in parts]
     shards = tuple(_shard(command.step, kept, advantages, counts, [share[rank] for share in shares]) for rank in range(ranks))
     return Batch(command, kept, advantages, filters, counts, shards)
+
+
+def _order(groups: Sequence[np.ndarray], seed: int, step: int, epoch: int) -> Sequence[np.ndarray]:
+    """The groups as an epoch takes them: the first in order of their ids, each later one shuffled by itself."""
+    if epoch == 0:
+        return groups
+    shuffled = Permutation(len(groups), keyed_hash("minibatches", seed, step, epoch))
+    return [groups[shuffled[place]] for place in range(len(groups))]
 
 
 def _denominators(rollouts: Sequence[Scored]) -> Denominators:
@@ -132,7 +152,7 @@ def _shard(
     counts: tuple[Denominators, ...],
     shares: Sequence[Sequence[int]],
 ) -> Shard:
-    """One rank's items, minibatch after minibatch; `shares`: its rollouts of each."""
+    """One rank's items, update after update; `shares`: its rollouts of each. Those of several epochs are sent once for each."""
     items = []
     pieces = []
     for minibatch, sequence in ((minibatch, sequence) for minibatch, share in enumerate(shares) for sequence in share):

@@ -121,7 +121,7 @@ class Orchestrator:
         if now >= self._next_tick:
             self._next_tick = now + TICK_S
             self._events.append(events.Tick())
-            self._performer.weights.tick(time.monotonic())
+            self._performer.tick(time.monotonic())
             for server, how in self._servers.ended():
                 self._give_up(server, how)
             if not self._servers.underway and now > self._config.cluster.placement_timeout_s:
@@ -203,6 +203,7 @@ class Orchestrator:
             self._events.append(events.TrainerReady(ranks=len(self._roster.ranks)))
         elif hello.role != "trainer" and self._roster.can_generate:
             self._recorder.generation_begins()
+            self._recorder.environments(self._roster.present[self._roster.workers[0]].environments)
             self._events.extend(self._generators_joined())
         if not (self._roster.missing or self._servers.underway):
             log.info("all %d processes are there", len(self._roster.expected))
@@ -221,12 +222,16 @@ class Orchestrator:
         if known is None or known.incarnation != delivery.incarnation:
             return  # the last words of a process that was given up
         match delivery.body:
-            case messages.Generate() as body:
+            case messages.Generate() | messages.AskPlace() as body:
                 self._hear(self._performer.asked(delivery, body))
             case messages.Abort(request_id=request_id):
                 self._performer.relay.abort(delivery.peer, request_id)
-            case messages.Completion() | messages.GenerateFailed() as body:
+            case messages.Completion() | messages.GenerateFailed() | messages.Served() as body:
                 self._answered(delivery, body)
+            case messages.GenerationOver() as body:
+                self._hear(self._performer.generated(delivery, body))
+            case messages.EngineLoad() as body:
+                self._hear(self._performer.load_of(delivery.peer, body))
             case messages.RolloutDone() | messages.RolloutFailed() as body:
                 self._hear(self._performer.answered(delivery, body))
             case messages.StepDone() as body:
@@ -245,11 +250,12 @@ class Orchestrator:
         if event is not None:
             self._events.append(event)
 
-    def _answered(self, delivery: Delivery, body: messages.Completion | messages.GenerateFailed) -> None:
+    def _answered(self, delivery: Delivery, body: messages.Completion | messages.GenerateFailed | messages.Served) -> None:
         answered = self._performer.relay.answer(delivery, body)
         if answered is not None:
             event, row = answered
             self._events.append(event)
+            self._events.extend(self._performer.freed())
             self._recorder.turn(row)
 
     def _step_done(self, rank: str, body: messages.StepDone) -> None:

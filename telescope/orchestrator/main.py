@@ -11,18 +11,21 @@ from contextlib import AsyncExitStack
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from telescope.config.parts import CurriculumSettings
 from telescope.config.plugins import PluginError
 from telescope.config.run import RunConfig, as_json, config_hash
 from telescope.config.secrets import SecretMissing
 from telescope.config.words import ConfigError
 from telescope.flow import commands, events
 from telescope.flow.core import Core
+from telescope.flow.curriculum import Pool, Pools
 from telescope.flow.replay import encode_line, encode_opening
 from telescope.flow.settings import FlowSettings
 from telescope.orchestrator.batch import Recipe
 from telescope.orchestrator.loop import Orchestrator, Outcome
 from telescope.orchestrator.perform import Performer
 from telescope.orchestrator.record import Recorder
+from telescope.orchestrator.rewards import RewardRanges
 from telescope.orchestrator.roster import Roster
 from telescope.orchestrator.servers import Servers
 from telescope.orchestrator.weights import UpdateRules
@@ -81,15 +84,26 @@ def flow_settings(config: RunConfig, *, trainer_sends: bool = False) -> FlowSett
         group_size=rollout.group_size,
         min_group_size=rollout.min_group_size,
         individual_lanes=orchestrator.enable_individual_sample_lanes,
+        free_lane=orchestrator.free_lane_after_generation,
+        kv_soft=orchestrator.kv_soft,
+        kv_hard=orchestrator.kv_hard,
+        adaptive=orchestrator.adaptive_concurrency,
         prompts_per_server=orchestrator.max_concurrent_prompts_per_server,
         number_of_steps=config.number_of_steps,
         seed=config.seed,
         environments=tuple((label, entry.weight) for label, entry in config.environments.items()),
+        curricula={label: _pools(entry.curriculum) for label, entry in config.environments.items() if entry.curriculum},
+        prefetch=orchestrator.prompt_prefetch_buffer_size if orchestrator.enable_prompt_prefetch else 0,
         max_attempts=rollout.max_attempts,
         rollout_deadline_s=rollout.timeout_s + DEADLINE_MARGIN_S,
         absence_deadline_s=config.cluster.placement_timeout_s + ABSENCE_MARGIN_S,
         weights_while_training=not trainer_sends,
     )
+
+
+def _pools(curriculum: CurriculumSettings) -> Pools:
+    pools = tuple(Pool(pool.name, pool.up_to, pool.share) for pool in curriculum.pools)
+    return Pools(pools, new_share=curriculum.new_share, window=curriculum.window, pass_above=curriculum.pass_above)
 
 
 class _End:
@@ -130,10 +144,13 @@ async def _run(place: Place, signals: Signals) -> Outcome:
     """The run's life. Whatever happens in it becomes its outcome, and stands in the summary."""
     started = time.monotonic()
     config, run, end = place.config, place.directory, _End(place.name)
-    core = Core(flow_settings(config, trainer_sends=planned(config.weight_sync.transport, run.plan_json) in COLLECTIVE))
+    transport = planned(config.weight_sync.transport, run.plan_json, adapters=config.model.lora is not None)
+    core = Core(flow_settings(config, trainer_sends=transport in COLLECTIVE))
     run_log = RunLog(run, "orchestrator")
     mirror = mirror_for(config.logging, name=config.name, folder=run.wandb, config=as_json(config))
-    recorder = Recorder(run, run_log, mirror, config.number_of_steps)
+    ranges = {label: entry.reward_range for label, entry in config.environments.items() if entry.reward_range}
+    rewards = RewardRanges(ranges, normalize=config.rollout.normalize_rewards)
+    recorder = Recorder(run, run_log, mirror, config.number_of_steps, rewards)
 
     def summarize() -> None:
         recorder.finish(core.counts(), _summary(end.outcome, started))
@@ -171,7 +188,7 @@ async def _train(place: Place, signals: Signals, core: Core, recorder: Recorder,
         stuck_s=config.orchestrator.stuck_s,
     )
     opened.push_async_callback(end.close, lambda: hub.close(end.outcome.reason, timeout_s=end.close_s))
-    roster = Roster.of(config.cluster)
+    roster = Roster.of(config.cluster, config.inference.tensor_parallel_size)
     performer = Performer(
         hub,
         roster=roster,
@@ -181,6 +198,9 @@ async def _train(place: Place, signals: Signals, core: Core, recorder: Recorder,
             group_size=config.rollout.group_size,
             max_tokens=config.rollout.max_tokens,
             minibatches=config.trainer.number_of_minibatches,
+            epochs=config.trainer.epochs_per_batch,
+            seed=config.seed,
+            rewards=recorder.rewards,
         ),
         updates=UpdateRules(config.weight_sync.update_timeout_s, config.weight_sync.max_retries),
     )

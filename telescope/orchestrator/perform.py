@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 Events = Iterable[events.AnyEvent]
 MAX_CAUSE_CHARACTERS = 10_000
+SERVER_LATE_S = 10.0
+"""A server that takes longer to end an aborted request is named. One engine step is what it needs."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,15 @@ class _Order:
     @property
     def key(self) -> tuple[int, int]:
         return self.order.rollout_id, self.order.attempt
+
+
+@dataclass
+class _Held:
+    """An order's answer that the core hears of once no server has a request of its rollout any more."""
+
+    event: events.RolloutDone | events.RolloutFailed
+    since: float
+    named: bool = False
 
 
 class Performer:
@@ -59,6 +70,7 @@ class Performer:
         self._orders: dict[tuple[int, int], _Order] = {}
         self._numbers: dict[tuple[str, int], _Order] = {}
         self.step_in_training: int | None = None
+        self._held: dict[tuple[int, int], _Held] = {}
         self._arrived: dict[tuple[int, int], tuple[Scored, Delivery]] = {}
         self._doing = "generating the first batch"
 
@@ -73,10 +85,14 @@ class Performer:
                 self._run(worker, order)
             case commands.Cancel():
                 self._cancel(command)
+            case commands.Prefetch(prompts=prompts):
+                for worker in self._roster.workers:
+                    self._hub.send(worker, messages.PrefetchPrompts(prompts=prompts))
             case commands.Place(request_id=request_id, server=server, priority=priority):
-                self.relay.place(request_id, server, priority)
+                return self.relay.place(request_id, server, priority)
             case commands.Refuse(request_id=request_id, cause=cause):
                 self.relay.refuse(request_id, cause)
+                return self.freed()
             case commands.GroupState():
                 self._recorder.group(command)
             case commands.Forget(rollout_ids=rollout_ids):
@@ -93,13 +109,18 @@ class Performer:
                 pass  # the loop's own
         return ()
 
+    def tick(self, now: float) -> None:
+        """Look at the deadline of the update under way, and at servers that don't end what was aborted."""
+        self.weights.tick(now)
+        self._name_late_servers(now)
+
     def server_lost(self, server: str, now: float) -> None:
         self.relay.lost(server)
         self.weights.lost(server, now)
 
     # ---- what workers ask
 
-    def asked(self, delivery: Delivery, body: messages.Generate) -> events.TurnStarted | None:
+    def asked(self, delivery: Delivery, body: messages.Generate | messages.AskPlace) -> events.TurnStarted | None:
         """A rollout wants tokens. None: its worker has no business with it, and was told so."""
         out = self._orders.get((body.rollout_id, body.attempt))
         if out is not None and out.worker != delivery.peer:
@@ -107,12 +128,55 @@ class Performer:
             return None
         return self.relay.ask(delivery, body)
 
+    def generated(self, delivery: Delivery, body: messages.GenerationOver) -> events.GenerationOver | None:
+        """A rollout asks for no more tokens. None: it is not (or no longer) one of this worker's."""
+        out = self._orders.get((body.rollout_id, body.attempt))
+        if out is None or out.worker != delivery.peer:
+            return None
+        return events.GenerationOver(rollout_id=body.rollout_id, attempt=body.attempt)
+
+    def load_of(self, server: str, body: messages.EngineLoad) -> events.ServerLoad | None:
+        """What a server's engine reports. None: it is no measure."""
+        try:
+            return events.ServerLoad(server, body.kv_used, body.running, body.waiting, body.preemptions)
+        except ValueError as error:
+            self.complaints.note(server, f"its EngineLoad was ignored: {error}")
+            return None
+
     # ---- rollouts that come back
 
     def answered(
         self, delivery: Delivery, body: messages.RolloutDone | messages.RolloutFailed
     ) -> events.RolloutDone | events.RolloutFailed | None:
-        """An order has its answer. A scored rollout is held until the core has said whether it counts.
+        """An order has its answer. None: it is none, or the core hears of it from `freed`, when the servers have ended what the
+        rollout still had there. So a cancelled rollout keeps its lane until its tokens have really stopped."""
+        event = self._judged(delivery, body)
+        key = (event.rollout_id, event.attempt) if event is not None else None
+        if event is None or key is None or not self.relay.servers_of(*key):
+            return event
+        self._held[key] = _Held(event, time.monotonic())
+        return None
+
+    def freed(self) -> Events:
+        """Answers held until now. Asked for whenever a request has ended."""
+        if not self._held:
+            return ()
+        free = [key for key in self._held if not self.relay.servers_of(*key)]
+        return [self._held.pop(key).event for key in free]
+
+    def _name_late_servers(self, now: float) -> None:
+        for (rollout_id, attempt), held in self._held.items():
+            if not held.named and now - held.since >= SERVER_LATE_S:
+                held.named = True
+                for server in sorted(self.relay.servers_of(rollout_id, attempt)):
+                    self.complaints.note(
+                        server, f"it has not ended the aborted requests of rollout {rollout_id} within {SERVER_LATE_S:g} s"
+                    )
+
+    def _judged(
+        self, delivery: Delivery, body: messages.RolloutDone | messages.RolloutFailed
+    ) -> events.RolloutDone | events.RolloutFailed | None:
+        """A scored rollout is kept until the core has said whether it counts.
 
         What counts is which order it answers; where it speaks of another one, or contradicts itself, that order has failed.
         """

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,10 @@ from telescope.flow import commands
 from telescope.flow.counts import Counts
 from telescope.maths.summaries import gini, group_mean, max_median_ratio, summary
 from telescope.orchestrator.batch import Batch
+from telescope.orchestrator.rewards import RewardRanges
 from telescope.orchestrator.shelf import Scored
 from telescope.orchestrator.updates import WeightUpdate
-from telescope.records import RolloutOrder
+from telescope.records import EnvironmentCard, RolloutOrder
 from telescope.runlog.layout import RunDirectory, write_atomically
 from telescope.runlog.mirror import WandbMirror
 from telescope.runlog.writer import RunLog
@@ -39,13 +40,17 @@ class Tally:
     """Rollouts scored since the last batch closed: the unbiased view of the policy (equal-reward groups included)."""
 
     rewards: list[float] = field(default_factory=list)
+    normalised: list[float] = field(default_factory=list)
+    """Rewards within their environment's range, of the environments that give one."""
     metrics: dict[str, list[float]] = field(default_factory=dict)
     prompt_tokens: int = 0
     completion_tokens: list[int] = field(default_factory=list)
     truncated: int = 0
 
-    def add(self, done: RolloutDone) -> None:
+    def add(self, done: RolloutDone, normalised: float | None = None) -> None:
         self.rewards.append(done.reward)
+        if normalised is not None:
+            self.normalised.append(normalised)
         for name, value in done.metrics.items():
             self.metrics.setdefault(name, []).append(value)
         self.prompt_tokens += done.prompt_tokens
@@ -57,6 +62,9 @@ class Tally:
         if not self.rewards:
             return {}
         metrics = {f"reward/{name}": value for name, value in summary(self.rewards).items()}
+        if self.normalised:
+            metrics["reward/normalized_mean"] = float(np.mean(self.normalised))
+            metrics["reward/out_of_range"] = float(sum(not 0 <= value <= 1 for value in self.normalised))
         for name, values in self.metrics.items():
             metrics[f"sample/{name}"] = float(np.mean(values))
         metrics |= {f"rollouts/completion_tokens/{name}": value for name, value in summary(self.completion_tokens).items()}
@@ -69,12 +77,21 @@ class Tally:
 class Recorder:
     """The orchestrator's hand on the run directory."""
 
-    def __init__(self, run: RunDirectory, log: RunLog, mirror: WandbMirror | None, number_of_steps: int) -> None:
+    def __init__(
+        self,
+        run: RunDirectory,
+        log: RunLog,
+        mirror: WandbMirror | None,
+        number_of_steps: int,
+        rewards: RewardRanges | None = None,
+    ) -> None:
         self._run, self._log, self._mirror, self._steps = run, log, mirror, number_of_steps
+        self.rewards = rewards or RewardRanges()
         self._tally = Tally()
         self._closing: dict[int, tuple[Batch, dict[str, float]]] = {}
         self.history: list[dict[str, float]] = []
         self.updates_skipped = 0
+        self._prompts: dict[str, dict[str, int]] = {}
         self.tokens: Counter[str] = Counter()
         self.seconds: dict[str, float] = {}
         self._generating_since: float | None = None
@@ -90,13 +107,30 @@ class Recorder:
         if self._generating_since is None:
             self._generating_since = time.monotonic()
 
+    def environments(self, cards: Sequence[EnvironmentCard]) -> None:
+        """What the workers loaded. Prompts that they left out are told once."""
+        for card in cards:
+            total = card.split_sizes.get("train", 0) + card.too_long
+            if card.too_long and card.name not in self._prompts:
+                sentence = (
+                    f"{card.too_long} of {total} prompts of {card.name} are longer than inference.max_model_len - "
+                    "rollout.max_tokens leaves for them: they are never drawn"
+                )
+                log.warning("%s", sentence)
+                self.alert("warning", f"environments.{card.name}", sentence)
+            self._prompts[card.name] = {"kept": total - card.too_long, "too_long": card.too_long}
+
     # ---- rollouts and groups -----------------------------------------------------------------------------------------
 
     def scored(self, rollout: Scored, worker: str, safe: Callable[[], None], *, counts: bool) -> None:
         """Write a rollout; `safe` runs on the event loop once it is on disk. `counts`: the core has not given it up."""
         self._cancelled.discard((rollout.order.rollout_id, rollout.order.attempt))
         if counts:
-            self._tally.add(rollout.done)
+            label = rollout.order.prompt.environment
+            self._tally.add(rollout.done, self.rewards.normalised(label, rollout.done.reward))
+            if sentence := self.rewards.note(label, rollout.done.reward):
+                log.warning("%s", sentence)
+                self.alert("warning", f"environments.{label}", sentence)
         self.tokens["prompt"] += rollout.done.prompt_tokens
         self.tokens["completion"] += rollout.done.completion_tokens
         loop = asyncio.get_running_loop()
@@ -146,7 +180,7 @@ class Recorder:
                 "advantages": batch.advantages.tolist(),
                 "lag_versions": [batch.lag_of(rollout) for rollout in batch.rollouts],
                 "tokens": sum(rollout.tokens for rollout in batch.rollouts),
-                "trained_tokens": sum(counts.tokens for counts in batch.denominators),
+                "trained_tokens": batch.trained_tokens,
                 "filtered": {
                     str(rollout.order.rollout_id): list(why)
                     for rollout, why in zip(batch.rollouts, batch.filters, strict=True)
@@ -225,6 +259,8 @@ class Recorder:
             self.seconds["training"] = self._step_ends[-1] - (self._generating_since or self._step_ends[0])
         summary = {
             "steps": len(self.history),
+            "prompts": self._prompts,
+            "rewards_out_of_range": dict(self.rewards.outside),
             "reward_mean_first": self._mean("reward/mean", slice(None, STEPS_AT_EACH_END)),
             "reward_mean_last": self._mean("reward/mean", slice(-STEPS_AT_EACH_END, None)),
             "exact_first": self._mean("sample/exact", slice(None, STEPS_AT_EACH_END)),

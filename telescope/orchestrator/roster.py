@@ -19,10 +19,12 @@ class Roster:
     present: dict[str, Hello] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, cluster: ClusterSettings) -> Roster:
+    def of(cls, cluster: ClusterSettings, tensor_parallel_size: int = 1) -> Roster:
+        """Everyone whom the plan starts. A server takes `tensor_parallel_size` of the inference workers."""
+        servers = cluster.inference_num_workers // tensor_parallel_size
         return cls(
             workers=tuple(f"worker-{index}" for index in range(cluster.env_num_workers)),
-            servers=tuple(f"server-{index}" for index in range(cluster.inference_num_workers)),
+            servers=tuple(f"server-{index}" for index in range(servers)),
             ranks=tuple(f"trainer-{index}" for index in range(cluster.trainer_num_workers)),
         )
 

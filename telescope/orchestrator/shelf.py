@@ -26,11 +26,14 @@ class Scored:
     done: RolloutDone
     branches: tuple[Trajectory, ...]
     length_penalty: float = 0.0
+    normalised: float | None = None
+    """The environment's reward within its range, where training takes that."""
 
     @property
     def reward(self) -> float:
         """What is trained for: the environment's reward, less what the length costs."""
-        return self.done.reward + self.length_penalty
+        score = self.done.reward if self.normalised is None else self.normalised
+        return score + self.length_penalty
 
     @property
     def trained_tokens(self) -> int:

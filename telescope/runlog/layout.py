@@ -69,6 +69,14 @@ class RunDirectory:
     def public_key(self, process: str) -> Path:
         return self.path / "wire" / f"{process}.key"
 
+    def server(self, process: str) -> Path:
+        """Where a server's HTTP listens, while it does: `{"url": "http://127.0.0.1:8100/v1", …}`."""
+        return self.path / "servers" / f"{process}.json"
+
+    def scratch(self, process: str) -> Path:
+        """A process's own temporary files, e.g. the adapters that a server has loaded; made and removed by it."""
+        return self.path / "scratch" / process
+
     # what happens
     @property
     def journal(self) -> Path:

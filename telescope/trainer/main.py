@@ -70,7 +70,9 @@ def live(place: Place, signals: Signals) -> int:
 def publisher(place: Place, backend: Backend, world: World) -> Publisher:
     """This rank's end of the transport that the settings name. Raises `TransportRefused`, `NoRoomForWeights`."""
     config = place.config
-    transport = choose(config.weight_sync.transport, world.device, cards(place.directory.plan_json))
+    transport = choose(
+        config.weight_sync.transport, world.device, cards(place.directory.plan_json), adapters=config.model.lora is not None
+    )
     address = "127.0.0.1"
     if transport in ("nccl", "gloo"):
         from telescope.weights.rendezvous import facing
@@ -90,6 +92,7 @@ def job(config: RunConfig, world: World, progress: Callable[[str], None]) -> Job
         trainer=config.trainer,
         number_of_steps=config.number_of_steps,
         temperature=config.rollout.temperature,
+        support=config.rollout.support,
         max_tokens=config.rollout.max_tokens,
         seed=config.seed,
         world=world,

@@ -24,7 +24,8 @@ def placement(environ: Mapping[str, str], cluster: ClusterSettings) -> World:
             f"this is rank {rank} of {size} by RANK and WORLD_SIZE, but cluster.trainer_num_workers="
             f"{cluster.trainer_num_workers}: let the launcher start the ranks, or set the variables to agree"
         )
-    return World(rank=rank, size=size, device=_device(environ, cluster, rank))
+    share = float(environ.get("TELESCOPE_GPU_SHARE", "1"))
+    return World(rank=rank, size=size, device=_device(environ, cluster, rank), memory_share=share)
 
 
 def _device(environ: Mapping[str, str], cluster: ClusterSettings, rank: int) -> str:

@@ -78,18 +78,21 @@ def cards(plan_json: Path) -> Cards:
     return "same" if used["server"] == used["trainer"] and len(used["server"]) == 1 else "mixed"
 
 
-def planned(transport: str, plan_json: Path) -> Transport:
+def planned(transport: str, plan_json: Path, *, adapters: bool = False) -> Transport:
     """The same for the whole run, as its plan has it. Raises `TransportRefused`."""
     try:
         device = msgspec.json.decode(plan_json.read_bytes(), type=_Plan).device
     except FileNotFoundError:
         device = "cpu"
-    return choose(transport, "cuda" if device == "gpu" else "cpu", cards(plan_json))
+    return choose(transport, "cuda" if device == "gpu" else "cpu", cards(plan_json), adapters=adapters)
 
 
-def choose(transport: str, device: str, placed: Cards) -> Transport:
-    """The transport that `weight_sync.transport` means on a device. Raises `TransportRefused`."""
+def choose(transport: str, device: str, placed: Cards, *, adapters: bool = False) -> Transport:
+    """The transport that `weight_sync.transport` means on a device. `adapters`: versions are LoRA adapters, which are small and
+    which a server reads as files. Raises `TransportRefused`."""
     on_gpu = device.startswith("cuda")
+    if transport == "auto" and adapters:
+        return "shared_memory"
     if transport == "auto":
         on_cards: dict[Cards, Transport] = {"apart": "nccl", "same": "cuda_ipc", "mixed": "shared_memory"}
         return on_cards[placed] if on_gpu else "shared_memory"
@@ -140,7 +143,14 @@ def make_publisher(
     if transport == "cuda_ipc":
         from telescope.weights.cuda_ipc import CudaIpcPublisher
 
-        return CudaIpcPublisher(backend, rank=here.rank, device=here.device, dtype=dtype, bucket_bytes=bucket_bytes)
+        return CudaIpcPublisher(
+            backend,
+            rank=here.rank,
+            device=here.device,
+            dtype=dtype,
+            bucket_bytes=bucket_bytes,
+            compare_all=settings.compare == "all",
+        )
     from telescope.weights.collective import CollectivePublisher
 
     staging = None if not settings.cpu_staging else "pinned" if settings.pin_memory else "pageable"
@@ -154,6 +164,7 @@ def make_publisher(
         bucket_bytes=bucket_bytes,
         init_timeout_s=settings.init_timeout_s,
         update_timeout_s=settings.update_timeout_s,
+        compare_all=settings.compare == "all",
         staging=staging,
     )
 

@@ -15,9 +15,12 @@ from telescope.records import WeightGroup, WeightManifest
 from telescope.weights.base import Load, TransferFailed, WeightsCorrupt
 from telescope.weights.buckets import Bucket, buckets
 from telescope.weights.channel import Channel, Flight
-from telescope.weights.digest import digests, drawn, text
+from telescope.weights.digest import Sample
 from telescope.weights.epochs import IN_TURN, Epochs, Turns, largest, new_stream, on_stream
 from telescope.weights.rendezvous import Meeting
+
+AHEAD = 4
+"""Pieces that are asked for before the first of them is looked at."""
 
 
 class CollectiveReceiver:
@@ -26,7 +29,7 @@ class CollectiveReceiver:
     def __init__(self, transport: str, me: str, *, device: str, init_timeout_s: float) -> None:
         self._transport, self._me, self._device = transport, me, torch.device(device)
         self._init_timeout_s = init_timeout_s
-        self._epochs = self._new_epochs()
+        self._epochs = Epochs(transport, me, self._device, init_timeout_s)
         self._turns = Turns(self._device)
         self._meeting: Meeting | None = None
         self._stream = new_stream(self._device)
@@ -40,8 +43,7 @@ class CollectiveReceiver:
             channel = self._channel(manifest, group, deadline_s)
             if channel.own_buffers or staging.device != self._device:
                 return self._in_turn(manifest, channel, lambda bucket, data: _put(staging, bucket, data))
-            flights = [channel.broadcast(staging[bucket.start : bucket.stop]) for bucket in _cut(manifest)]
-            return self._finish(manifest, channel, flights, staging)
+            return self._in_place(manifest, channel, staging)
 
     def receive_buckets(self, manifest: WeightManifest, group: WeightGroup | None, load: Load, deadline_s: float) -> str:
         with self._taking(group):
@@ -52,9 +54,6 @@ class CollectiveReceiver:
 
     def close(self) -> None:
         self._epochs.close()
-
-    def _new_epochs(self) -> Epochs:
-        return Epochs(self._transport, self._me, self._device, self._init_timeout_s)
 
     @contextmanager
     def _taking(self, group: WeightGroup | None) -> Iterator[None]:
@@ -75,47 +74,52 @@ class CollectiveReceiver:
             )
         if self._meeting is None or self._meeting.location != manifest.location:
             self._epochs.close()
-            self._epochs = self._new_epochs()  # another trainer process: it counts from its own beginning
             self._meeting = Meeting.join(manifest.location, min(self._init_timeout_s, deadline_s))
         return self._epochs.channel(group, self._meeting, deadline_s)
 
+    def _in_place(self, manifest: WeightManifest, channel: Channel, staging: Tensor) -> str:
+        """Straight to where it stays. The device looks at what has come while the next pieces come."""
+        cut, sample = _cut(manifest), self._sample(manifest)
+        flights: list[Flight] = []
+        for number, bucket in enumerate(cut):
+            for ahead in range(len(flights), min(number + AHEAD, len(cut))):
+                flights.append(channel.broadcast(staging[cut[ahead].start : cut[ahead].stop]))
+            flights[number].order()
+            sample.add(staging[bucket.start : bucket.stop], bucket.start)
+        return self._compare(manifest, channel, flights[-1:], sample)
+
+    def _sample(self, manifest: WeightManifest) -> Sample:
+        return Sample(manifest.tensors, manifest.version, everything=manifest.compare_all, device=self._device)
+
     def _in_turn(self, manifest: WeightManifest, channel: Channel, load: Load) -> str:
-        cut, sample = _cut(manifest), drawn(manifest.tensors, manifest.version)
+        cut, sample = _cut(manifest), self._sample(manifest)
         if channel.own_buffers:
             self._turns.drop()  # those of an aborted epoch may still be written to
         self._turns.prepare(largest(cut))
-        found: list[Tensor] = []
         flights: list[Flight] = []
         for number, bucket in enumerate(cut):
             for ahead in range(len(flights), min(number + IN_TURN, len(cut))):
                 flights.append(channel.broadcast(self._turns.get(ahead, cut[ahead].nbytes)))
             flights[number].order()
             data = self._turns.get(number, bucket.nbytes)
-            inside = [spec for spec in sample if bucket.start <= spec.offset < bucket.stop]
-            found.append(digests(data, inside, start=bucket.start))
+            sample.add(data, bucket.start)
             load(bucket, data)
-        return self._compare(manifest, channel, flights[-IN_TURN:], found)
+        return self._compare(manifest, channel, flights[-IN_TURN:], sample)
 
-    def _finish(self, manifest: WeightManifest, channel: Channel, flights: Sequence[Flight], staging: Tensor) -> str:
-        for flight in flights[-1:]:
-            flight.order()
-        return self._compare(manifest, channel, flights[-1:], [digests(staging, drawn(manifest.tensors, manifest.version))])
-
-    def _compare(self, manifest: WeightManifest, channel: Channel, flights: Sequence[Flight], found: list[Tensor]) -> str:
+    def _compare(self, manifest: WeightManifest, channel: Channel, flights: Sequence[Flight], sample: Sample) -> str:
         """Wait for all that came and for the sender's digests behind it."""
-        mine = torch.cat(found) if found else torch.zeros(0, dtype=torch.int64, device=self._device)
+        mine = sample.digests
         told = torch.zeros_like(mine)
         last = [channel.broadcast(told.view(torch.uint8))] if told.numel() else []
         for flight in (*flights, *last):
             flight.land()
         if not torch.equal(mine.cpu(), told.cpu()):
-            sample = drawn(manifest.tensors, manifest.version)
-            wrong = [spec.name for spec, a, b in zip(sample, mine.tolist(), told.tolist(), strict=True) if a != b]
+            wrong = [spec.name for spec, a, b in zip(sample.specs, mine.tolist(), told.tolist(), strict=False) if a != b]
             raise WeightsCorrupt(
-                f"weights version {manifest.version}: {len(wrong)} of {len(sample)} compared tensors did not arrive as they "
-                f"were sent ({', '.join(wrong[:3])})"
+                f"weights version {manifest.version}: {len(wrong)} of {len(sample.specs)} compared tensors did not arrive as "
+                f"they were sent ({', '.join(wrong[:3])})"
             )
-        return text(mine)
+        return sample.text()
 
 
 def _cut(manifest: WeightManifest) -> tuple[Bucket, ...]:

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from telescope.records import TensorSpec, WeightGroup, WeightManifest
+from telescope.records import WeightGroup, WeightManifest
 from telescope.weights.base import Source, TransferFailed
 from telescope.weights.buckets import Bucket, buckets, lay_out
 from telescope.weights.channel import Channel, Flight
-from telescope.weights.digest import digests, drawn, text
+from telescope.weights.digest import Sample
 from telescope.weights.epochs import IN_TURN, Epochs, Turns, largest, new_stream, on_stream, wait_for_device
 from telescope.weights.rendezvous import Meeting
 
@@ -37,6 +37,7 @@ class CollectivePublisher:
         bucket_bytes: int,
         init_timeout_s: float,
         update_timeout_s: float,
+        compare_all: bool = False,
         staging: str | None = None,
     ) -> None:
         """`address`: this host's, where the members of a group meet (rank 0). `staging`: `pinned` or `pageable` host memory
@@ -47,7 +48,7 @@ class CollectivePublisher:
         self._specs, self._nbytes = lay_out(source.layout(), dtype)
         self._bucket_bytes, self._update_timeout_s = bucket_bytes, update_timeout_s
         self._cut = buckets(self._specs, bucket_bytes)
-        self._staging = staging
+        self._staging, self._compare_all = staging, compare_all
         self._host: tuple[int, Tensor] | None = None
         self._turns = Turns(self._device)
         self._meeting = Meeting.open(address, init_timeout_s) if rank == 0 else None
@@ -67,6 +68,7 @@ class CollectivePublisher:
             nbytes=self._nbytes,
             checksum="",
             bucket_bytes=self._bucket_bytes,
+            compare_all=self._compare_all,
         )
 
     def send(self, version: int, group: WeightGroup) -> str:
@@ -90,7 +92,7 @@ class CollectivePublisher:
     def _send(self, version: int, group: WeightGroup, meeting: Meeting) -> str:
         """Every bucket is packed even when the group has failed: the other ranks wait for this one in each of them."""
         self._turns.prepare(largest(self._cut))
-        outgoing = _Outgoing(drawn(self._specs, version))
+        outgoing = _Outgoing(Sample(self._specs, version, everything=self._compare_all, device=self._device))
         outgoing.attempt(lambda: outgoing.open(self._epochs.channel(group, meeting, self._update_timeout_s)))
         for number, bucket in enumerate(self._cut):
             buffer = self._turns.get(number, bucket.nbytes)
@@ -98,7 +100,7 @@ class CollectivePublisher:
             if self._staging is None or outgoing.failed is None:
                 self._fill(version, bucket, buffer)
             outgoing.attempt(functools.partial(outgoing.send, bucket, buffer))
-        outgoing.attempt(functools.partial(outgoing.finish, self._device))
+        outgoing.attempt(outgoing.finish)
         if outgoing.failed is not None:
             self._epochs.abort(group.epoch)
             raise outgoing.failed
@@ -133,13 +135,12 @@ class CollectivePublisher:
 class _Outgoing:
     """One version on its way. After its first failure nothing more is tried."""
 
-    def __init__(self, sample: Sequence[TensorSpec]) -> None:
+    def __init__(self, sample: Sample) -> None:
         self.failed: TransferFailed | None = None
         self.checksum = ""
         self._sample = sample
         self._channel: Channel
         self._flights: deque[Flight] = deque()
-        self._digests: list[Tensor] = []
 
     def attempt(self, step: Callable[[], None]) -> None:
         if self.failed is None:
@@ -158,17 +159,16 @@ class _Outgoing:
 
     def send(self, bucket: Bucket, buffer: Tensor) -> None:
         self._flights.append(self._channel.broadcast(buffer))
-        sample = [spec for spec in self._sample if bucket.start <= spec.offset < bucket.stop]
-        self._digests.append(digests(buffer, sample, start=bucket.start))
+        self._sample.add(buffer, bucket.start)
 
-    def finish(self, device: torch.device) -> None:
+    def finish(self) -> None:
         """Tell the digests, and wait until all has left."""
-        found = torch.cat(self._digests) if self._digests else torch.zeros(0, dtype=torch.int64, device=device)
+        found = self._sample.digests
         if found.numel():
             self._flights.append(self._channel.broadcast(found.view(torch.uint8)))
         for flight in self._flights:
             flight.land()
-        self.checksum = text(found)
+        self.checksum = self._sample.text()
 
 
 def _host_memory(nbytes: int, pinned: bool) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from telescope.records import WeightGroup, WeightManifest
 from telescope.weights.base import Load, NoRoomForWeights, Source, TransferFailed, WeightsCorrupt
 from telescope.weights.buckets import buckets, lay_out
-from telescope.weights.digest import digests, drawn, text
+from telescope.weights.digest import Sample
 from telescope.weights.epochs import new_stream, on_stream, wait_for_device
 from telescope.weights.host import refuse_to_send
 
@@ -101,9 +101,12 @@ class _Memory:
 class CudaIpcPublisher:
     """See `telescope.weights.base.Publisher`. Rank 0 holds the buffer; the other ranks help to gather."""
 
-    def __init__(self, source: Source, *, rank: int, device: str, dtype: str | None, bucket_bytes: int) -> None:
+    def __init__(
+        self, source: Source, *, rank: int, device: str, dtype: str | None, bucket_bytes: int, compare_all: bool = False
+    ) -> None:
         """Raises `NoRoomForWeights` where the card is full."""
         self._source, self._rank, self._device = source, rank, torch.device(device)
+        self._compare_all = compare_all
         self._specs, self._nbytes = lay_out(source.layout(), dtype)
         self._bucket_bytes, self._cut = bucket_bytes, buckets(self._specs, bucket_bytes)
         self._stream = new_stream(self._device)
@@ -121,9 +124,13 @@ class CudaIpcPublisher:
                 self._source.pack(bucket, self._buffer[bucket.start : bucket.stop] if self._rank == 0 else None)
             if self._rank != 0:
                 return None
-            found = text(digests(self._buffer, drawn(self._specs, version)))
+            sample = Sample(self._specs, version, everything=self._compare_all, device=self._device)
+            sample.add(self._buffer)
+            found = sample.text()
             wait_for_device(self._device)
-        return WeightManifest(version, TRANSPORT, self._handle, self._specs, self._nbytes, found, self._bucket_bytes)
+        return WeightManifest(
+            version, TRANSPORT, self._handle, self._specs, self._nbytes, found, self._bucket_bytes, self._compare_all
+        )
 
     def send(self, version: int, group: WeightGroup) -> str:
         refuse_to_send(version)
@@ -204,7 +211,9 @@ class CudaIpcReceiver:
         return self._driver.view(self._pointer, manifest.nbytes)
 
     def _compare(self, manifest: WeightManifest, data: Tensor) -> None:
-        found = text(digests(data, drawn(manifest.tensors, manifest.version)))
+        sample = Sample(manifest.tensors, manifest.version, everything=manifest.compare_all, device=self._device)
+        sample.add(data)
+        found = sample.text()
         if found != manifest.checksum:
             raise WeightsCorrupt(
                 f"weights version {manifest.version} have checksum {found} in the server, {manifest.checksum} in the trainer"

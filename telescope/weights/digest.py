@@ -21,6 +21,28 @@ POSITION, SPREAD = -7046029254386353131, -4658895280553007687
 """Odd constants (2^64 over the golden ratio; splitmix64's second multiplier), as signed numbers."""
 
 
+class Sample:
+    """What of a version is compared, and what was found of it so far: a side adds bucket by bucket, in order."""
+
+    def __init__(self, specs: Sequence[TensorSpec], version: int, *, everything: bool, device: torch.device) -> None:
+        self.specs = tuple(specs) if everything else drawn(specs, version)
+        self._whole = everything
+        self._found = [torch.zeros(0, dtype=torch.int64, device=device)]
+
+    def add(self, data: Tensor, start: int = 0) -> None:
+        """The bytes of the layout from `start` on, as many as `data` has. Queued on the device, not waited for."""
+        inside = [spec for spec in self.specs if start <= spec.offset < start + data.numel()]
+        self._found.append(digests(data, inside, whole=self._whole, start=start))
+
+    @property
+    def digests(self) -> Tensor:
+        """[n] int64 of the tensors of `specs` that were added."""
+        return torch.cat(self._found)
+
+    def text(self) -> str:
+        return text(self.digests, whole=self._whole)
+
+
 def drawn(specs: Sequence[TensorSpec], version: int, count: int = DRAWN) -> tuple[TensorSpec, ...]:
     """The tensors whose bytes are compared at a version: evenly spread over the layout, in its order."""
     if len(specs) <= count:

@@ -1,4 +1,5 @@
-"""The orchestrator's socket: one ROUTER, read and written from its asyncio loop. What to do is hub_session.py's.
+"""The orchestrator's socket, and a server's door: one ROUTER, read and written from its asyncio loop. What to do is
+hub_session.py's.
 
 Owns sockets, the clock and the log of malformed messages. The plain socket is watched by its file descriptor rather than
 awaited message by message, which costs far less processor time. Routing ids are ZeroMQ's own, one a connection, and the
@@ -23,8 +24,8 @@ from telescope.wire.channel import NoCredit
 from telescope.wire.codec import MAX_FRAME_BYTES, MAX_FRAMES, NO_ARRAYS, RawArrays
 from telescope.wire.happenings import HUB, Delivery, Happening, PeerJoined, PeerLeft, PeerLost, PeerStuck
 from telescope.wire.hub_session import UNKNOWN_PEER, HubIdentity, HubSession, Timing, UnknownPeer
-from telescope.wire.messages import Body, Hello
-from telescope.wire.rules import ACK_DELAY_S
+from telescope.wire.messages import Body, DoorAddress, Hello
+from telescope.wire.rules import ACK_DELAY_S, DOOR_PORT
 
 __all__ = [
     "BindFailed",
@@ -75,6 +76,7 @@ class Hub:
         self._logged = 0
         self._closed = False
         self._failure: Exception | None = None
+        self._public_key = ""
         self.endpoint = ""
 
     @classmethod
@@ -108,6 +110,30 @@ class Hub:
         hub._watch()
         return hub
 
+    @classmethod
+    async def open_door(
+        cls, run_directory: RunDirectory, name: str, identity: HubIdentity, *, interface: str = "127.0.0.1", silent_s: float
+    ) -> Hub:
+        """A server's own port, where workers bring their requests directly. Only their keys are let in; nothing is written:
+        its `address` travels in the server's hello. Raises `BindFailed` or `BadKeys`."""
+        session = HubSession(
+            identity, Timing(silent_s / 5, silent_s, float("inf")), asyncio.get_running_loop().time(), DOOR_PORT
+        )
+        keys = security.load_keys(run_directory, name)
+        door = cls(session, security.door_list(run_directory))
+        try:
+            door._bind(interface, keys)
+        except BaseException:
+            door._tear_down(linger_ms=0)
+            raise
+        door._watch()
+        return door
+
+    @property
+    def address(self) -> DoorAddress:
+        """Of an open port: where it is and the key that it holds."""
+        return DoorAddress(self.endpoint, self._public_key)
+
     def _bind(self, interface: str, keys: security.Keys) -> None:
         if interface in ("*", "0.0.0.0", "::", "[::]"):
             raise BindFailed(
@@ -116,6 +142,7 @@ class Hub:
         self._zap.linger = 0
         self._zap.bind("inproc://zeromq.zap.01")  # before the ROUTER: without it anyone with the public key would be let in
         router = self._router
+        self._public_key = keys.public.decode()
         router.curve_server, router.curve_publickey, router.curve_secretkey = True, keys.public, keys.secret
         router.ipv6 = ":" in interface
         router.router_mandatory = True
@@ -184,6 +211,10 @@ class Hub:
         """The delivered RolloutDone is safe on disk: its worker may forget it."""
         self._session.acknowledge(delivery)
         self._schedule_acks()
+
+    def elsewhere(self, delivery: Delivery, waits: bool) -> None:
+        """See `HubSession.elsewhere`."""
+        self._session.elsewhere(delivery, waits, self._loop.time())
 
     def credits(self, peer: str) -> int:
         """Work orders that the peer would still take; 0 if it is not here."""

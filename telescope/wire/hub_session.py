@@ -8,14 +8,14 @@ them); a link's end is session.py.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from telescope.wire.channel import Channel
 from telescope.wire.codec import NO_ARRAYS, Malformed, Packet, RawArrays, decode, encode
 from telescope.wire.happenings import Delivery, Happening, PeerJoined, PeerLeft, PeerLost, PeerStuck
 from telescope.wire.messages import Ack, Body, Goodbye, Heartbeat, Hello, Reject, Stop, Welcome
-from telescope.wire.rules import FROM_HUB, FROM_PEER, SESSION_OF_PEER
+from telescope.wire.rules import HUB_PORT, SESSION_OF_PEER, Port
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,18 +63,21 @@ class Peer:
     doing: str = "starting"
     told_stuck: bool = False
     stopped: bool = False
+    elsewhere: set[int] = field(default_factory=set)
+    """Its questions that another process is answering."""
 
     @property
     def has_work(self) -> bool:
         """It has orders, and does not wait for an answer from here: a worker whose turns are at the servers is not at fault."""
-        return self.channel.orders > 0 and not self.channel.questions
+        return self.channel.orders > 0 and not self.channel.questions and not self.elsewhere
 
 
 class HubSession:
     """All peers as the hub sees them. `happenings` are for the application, `outbox` is `(routing id, frames)`."""
 
-    def __init__(self, identity: HubIdentity, timing: Timing, now: float) -> None:
+    def __init__(self, identity: HubIdentity, timing: Timing, now: float, port: Port = HUB_PORT) -> None:
         self.identity = identity
+        self._port = port
         self.timing = timing
         self.peers: dict[str, Peer] = {}
         self.outbox: deque[tuple[bytes, list[Buffer]]] = deque()
@@ -111,7 +114,7 @@ class HubSession:
             return 0
         if name in self._unheard and self._is_unheard(name):
             return 0
-        if type(body) not in FROM_HUB[peer.hello.role]:
+        if type(body) not in self._port.from_hub[peer.hello.role]:
             raise ValueError(f"{type(body).__name__} is not sent to a {peer.hello.role} ({name})")
         if answers is not None and answers.peer != name:
             raise ValueError(f"a message of {answers.peer} cannot be answered to {name}")
@@ -137,6 +140,17 @@ class HubSession:
         if peer is not None and peer.hello.incarnation == delivery.incarnation:
             peer.channel.safe(delivery.seq)
             self._owing[delivery.peer] = peer
+
+    def elsewhere(self, delivery: Delivery, waits: bool, now: float) -> None:
+        """The sender of the delivered question has its answer from here, and now waits (or waits no longer) for another
+        process: meanwhile it is not at fault for its stillness."""
+        peer = self.peers.get(delivery.peer)
+        if peer is None or peer.hello.incarnation != delivery.incarnation:
+            return
+        had_work = peer.has_work
+        (peer.elsewhere.add if waits else peer.elsewhere.discard)(delivery.seq)
+        if peer.has_work and not had_work:
+            peer.moved = now
 
     def expel(self, name: str, incarnation: str, why: str) -> None:
         """The application is done with this process of the peer: it is told so, and neither heard nor sent anything from now
@@ -209,6 +223,8 @@ class HubSession:
         ours, name = self.identity, hello.name
         if user != name:
             return f"the process says it is {name[:64]!r}, but its key belongs to {user!r}"
+        if hello.role not in self._port.from_peer:
+            return f"{name} is a {hello.role}, and this port is for {', '.join(self._port.from_peer)}s"
         if name.rpartition("-")[0] != hello.role:
             return f"{name} says it is a {hello.role}; a {hello.role} is named {hello.role}-<index>"
         if hello.run != ours.run:
@@ -235,7 +251,7 @@ class HubSession:
             self._take_session(peer, body, now)
             return
         name = peer.hello.name
-        if type(body) not in FROM_PEER[peer.hello.role]:
+        if type(body) not in self._port.from_peer[peer.hello.role]:
             raise Malformed("direction", f"{type(body).__name__} does not come from a {peer.hello.role}")
         peer.heard = now
         try:

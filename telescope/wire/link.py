@@ -24,8 +24,9 @@ from zmq.utils.monitor import parse_monitor_message
 from telescope.runlog.layout import RunDirectory
 from telescope.wire import meeting, security
 from telescope.wire.codec import MAX_FRAME_BYTES, MAX_FRAMES, NO_ARRAYS, RawArrays
-from telescope.wire.happenings import Delivery
-from telescope.wire.messages import Body, Hello
+from telescope.wire.happenings import HUB, Delivery
+from telescope.wire.messages import Body, DoorAddress, Hello
+from telescope.wire.rules import DOOR_PORT
 from telescope.wire.session import PeerSession
 
 __all__ = ["Delivery", "Link", "LinkLost", "WireRefused", "WireTimeout"]
@@ -57,7 +58,7 @@ class LinkLost(ConnectionError):
 class Link:
     """Made by `Link.connect`. A context manager: leaving its block says Goodbye."""
 
-    def __init__(self, session: PeerSession, address: meeting.HubAddress, keys: security.Keys) -> None:
+    def __init__(self, session: PeerSession, address: meeting.HubAddress | DoorAddress, keys: security.Keys) -> None:
         self._session = session
         self._endpoint = address.endpoint
         self._changed = threading.Condition()  # guards the session and all below
@@ -70,6 +71,7 @@ class Link:
         self._context = zmq.Context()
         self._socket = _dealer(self._context, address, keys)
         self._monitor = self._socket.get_monitor_socket(WATCHED)
+        self._socket.connect(address.endpoint)  # only now: a handshake that nobody saw would leave this link silent for ever
         self._wake_in, self._wake_out = system_socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
@@ -88,13 +90,23 @@ class Link:
         except meeting.HubNotFound as error:
             raise WireTimeout(f"{hello.name}: {error}") from error
         link = cls(PeerSession(structs.replace(hello, started_ns=time.time_ns()), time.monotonic()), address, keys)
-        link._thread.start()
+        return link._opened(end, deadline_s)
+
+    @classmethod
+    def reach(cls, run_directory: RunDirectory, hello: Hello, server: str, door: DoorAddress, deadline_s: float) -> Link:
+        """Connect to a server's door and wait for its welcome. Raises as `connect`."""
+        session = PeerSession(structs.replace(hello, started_ns=time.time_ns()), time.monotonic(), DOOR_PORT, server)
+        link = cls(session, door, security.load_keys(run_directory, hello.name))
+        return link._opened(time.monotonic() + deadline_s, deadline_s)
+
+    def _opened(self, end: float, deadline_s: float) -> Link:
+        self._thread.start()
         try:
-            link._await_welcome(end, deadline_s)
+            self._await_welcome(end, deadline_s)
         except BaseException:
-            link._end_thread(time.monotonic())
+            self._end_thread(time.monotonic())
             raise
-        return link
+        return self
 
     def _await_welcome(self, end: float, deadline_s: float) -> None:
         session, name = self._session, self._session.hello.name
@@ -105,8 +117,8 @@ class Link:
             if self._over:
                 raise WireRefused(self._over)
         raise WireTimeout(
-            f"{name}: the hub at {self._endpoint} did not answer within {deadline_s:g} s: it is not running, not reachable "
-            f"from this host, or does not hold the key that hub.json names"
+            f"{name}: {self._where} did not answer within {deadline_s:g} s: it is not running, not reachable "
+            f"from this host, or does not hold the key that {'hub.json names' if session.hub == HUB else 'it has told'}"
         )
 
     def __enter__(self) -> Link:
@@ -122,6 +134,10 @@ class Link:
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """The same without holding the loop up."""
         await asyncio.to_thread(self.__exit__, kind, error, trace)
+
+    @property
+    def _where(self) -> str:
+        return f"{'the hub' if self._session.hub == HUB else self._session.hub} at {self._endpoint}"
 
     @property
     def name(self) -> str:
@@ -284,7 +300,7 @@ class Link:
                     self._session.disconnected()
                 elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                     name = self._session.hello.name
-                    self._finish(f"{name}: the hub at {self._endpoint} refused this process's key: it is not one of this run's")
+                    self._finish(f"{name}: {self._where} refused this process's key: it is not one of this run's")
 
     def _read(self) -> None:
         arrived: list[Delivery] = []
@@ -322,7 +338,9 @@ def _set(waiter: asyncio.Future[None]) -> None:
         waiter.set_result(None)
 
 
-def _dealer(context: zmq.Context[zmq.Socket[bytes]], address: meeting.HubAddress, keys: security.Keys) -> zmq.Socket[bytes]:
+def _dealer(
+    context: zmq.Context[zmq.Socket[bytes]], address: meeting.HubAddress | DoorAddress, keys: security.Keys
+) -> zmq.Socket[bytes]:
     socket = context.socket(zmq.DEALER)
     socket.curve_serverkey = address.public_key.encode()
     socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
@@ -332,5 +350,4 @@ def _dealer(context: zmq.Context[zmq.Socket[bytes]], address: meeting.HubAddress
     socket.maxmsgsize = MAX_FRAME_BYTES
     socket.reconnect_ivl, socket.reconnect_ivl_max = RECONNECT_MS, RECONNECT_MAX_MS
     socket.heartbeat_ivl, socket.heartbeat_timeout, socket.heartbeat_ttl = ZMTP_BEAT_MS, ZMTP_DEAD_MS, ZMTP_DEAD_MS
-    socket.connect(address.endpoint)
     return socket

@@ -14,6 +14,7 @@ from telescope.records import (
     Denominators,
     EnvironmentCard,
     FinishReason,
+    PromptRef,
     Role,
     RolloutOrder,
     Sampling,
@@ -35,6 +36,13 @@ class ArraySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_l
 
     dtype: str
     shape: tuple[int, ...]
+
+
+class DoorAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a server takes requests from workers directly: `tcp://10.0.0.7:41874`, and the key (Z85) that it must hold."""
+
+    endpoint: str
+    public_key: str
 
 
 # ---- session: who is there ------------------------------------------------------------------------------------------
@@ -62,6 +70,8 @@ class Hello(Message):
     """Wall clock at the link's start; set by the link. Of two processes of one name the later one counts."""
     connection: int = 0
     """Counts this incarnation's connections; set by the link. A hello of an earlier one that comes late is passed over."""
+    door: DoorAddress | None = None
+    """Of a server where `wire.direct=true`."""
 
 
 class Welcome(Message):
@@ -113,6 +123,12 @@ class CancelRollout(Message):
     reason: str
 
 
+class PrefetchPrompts(Message):
+    """Prompts that are likely to be ordered next, the first one first. A hint: nothing is owed for it, and it may be lost."""
+
+    prompts: tuple[PromptRef, ...]
+
+
 class RolloutDone(Message):
     """Frames: ids [T] int32, mask [T] uint8, logprobs [T] float32, versions [T] int32, all branches one after another."""
 
@@ -141,6 +157,13 @@ class RolloutFailed(Message):
     cause: str
 
 
+class GenerationOver(Message):
+    """The rollout will ask for no more tokens; what follows is its reward."""
+
+    rollout_id: int
+    attempt: int
+
+
 # ---- generation: worker -> orchestrator -> server and back, arrays undecoded ----------------------------------------
 
 
@@ -153,6 +176,8 @@ class Generate(Message):
     turn: int
     sampling: Sampling
     priority: int = 0
+    ticket: str = ""
+    """The ticket's secret where the request goes to a server's door; empty on the way through the hub."""
 
 
 class Abort(Message):
@@ -171,6 +196,70 @@ class Completion(Message):
 
 
 class GenerateFailed(Message):
+    request_id: str
+    cause: str
+
+
+class EngineLoad(Message):
+    """What a server's engine has to do; sent when it has changed, a few times a second at most."""
+
+    kv_used: float
+    """Share of its KV cache in use, 0 to 1."""
+    running: int
+    waiting: int
+    preemptions: int
+    """Since the engine's start."""
+
+
+# ---- generation without the relay (`wire.direct=true`): the core places as ever, the arrays go straight to the server's door
+
+
+class AskPlace(Message):
+    """A worker's Generate without its arrays. `prompt_tokens`: how many ids it will bring."""
+
+    request_id: str
+    rollout_id: int
+    attempt: int
+    turn: int
+    prompt_tokens: int
+
+
+class Ticket(Message):
+    """Where the request is placed. Good for one Generate at that door, for `lifetime_s` from now."""
+
+    request_id: str
+    server: str
+    door: DoorAddress
+    secret: str
+    lifetime_s: float
+
+
+class Expect(Message):
+    """A worker will come with this ticket. An order: its credit is taken now and comes back with Served."""
+
+    request_id: str
+    worker: str
+    prompt_tokens: int
+    secret: str
+    priority: int
+    lifetime_s: float
+
+
+class Served(Message):
+    """What became of an expected request, without its arrays. `cause`: why it failed, empty where there is a Completion."""
+
+    request_id: str
+    finish_reason: FinishReason
+    tokens: int
+    cached_tokens: int
+    queued_s: float
+    generated_s: float
+    cause: str = ""
+
+
+class Revoke(Message):
+    """The ticket is worth nothing any more, and what was asked with it will not be answered: its server is lost."""
+
     request_id: str
     cause: str
 
@@ -265,8 +354,9 @@ class WeightsFailed(Message):
 
 Body = (
     Hello | Welcome | Reject | Heartbeat | Ack | Stop | Goodbye
-    | RunRollout | CancelRollout | RolloutDone | RolloutFailed
-    | Generate | Abort | Completion | GenerateFailed
+    | RunRollout | CancelRollout | PrefetchPrompts | GenerationOver | RolloutDone | RolloutFailed
+    | Generate | Abort | Completion | GenerateFailed | EngineLoad
+    | AskPlace | Ticket | Expect | Served | Revoke
     | TrainStep | StepDone | PublishWeights | WeightsPublished | SendWeights | WeightsSent
     | PrepareWeights | CommitWeights | AbortWeights | WeightsReady | WeightsFailed
 )  # fmt: skip

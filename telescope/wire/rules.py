@@ -5,29 +5,40 @@ Knows kinds of messages and roles; refuses state (channel.py) and frames (codec.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 from telescope.records import Role
 from telescope.wire.messages import (
     Abort,
     AbortWeights,
     Ack,
+    AskPlace,
     CancelRollout,
     CommitWeights,
     Completion,
+    EngineLoad,
+    Expect,
     Generate,
     GenerateFailed,
+    GenerationOver,
     Goodbye,
     Heartbeat,
     Hello,
     Message,
+    PrefetchPrompts,
     PrepareWeights,
     PublishWeights,
     Reject,
+    Revoke,
     RolloutDone,
     RolloutFailed,
     RunRollout,
     SendWeights,
+    Served,
     StepDone,
     Stop,
+    Ticket,
     TrainStep,
     WeightsFailed,
     WeightsPublished,
@@ -43,19 +54,36 @@ SESSION_OF_HUB: frozenset[Kind] = frozenset({Welcome, Reject, Heartbeat, Ack, Go
 """Handled by the session itself, never delivered to the application."""
 
 FROM_PEER: dict[Role, frozenset[Kind]] = {
-    "worker": frozenset({Generate, Abort, RolloutDone, RolloutFailed}),
-    "server": frozenset({Completion, GenerateFailed, WeightsReady, WeightsFailed}),
+    "worker": frozenset({Generate, AskPlace, Abort, GenerationOver, RolloutDone, RolloutFailed}),
+    "server": frozenset({Completion, GenerateFailed, Served, EngineLoad, WeightsReady, WeightsFailed}),
     "trainer": frozenset({StepDone, WeightsPublished, WeightsSent, WeightsReady, WeightsFailed}),
 }
 FROM_HUB: dict[Role, frozenset[Kind]] = {
-    "worker": frozenset({RunRollout, CancelRollout, Completion, GenerateFailed, Stop}),
-    "server": frozenset({Generate, Abort, PrepareWeights, CommitWeights, AbortWeights, Stop}),
+    "worker": frozenset({RunRollout, CancelRollout, PrefetchPrompts, Completion, GenerateFailed, Ticket, Revoke, Stop}),
+    "server": frozenset({Generate, Expect, Abort, PrepareWeights, CommitWeights, AbortWeights, Stop}),
     "trainer": frozenset({TrainStep, PublishWeights, SendWeights, AbortWeights, Stop}),
 }
+
+
+@dataclass(frozen=True)
+class Port:
+    """What may be said at a ROUTER: who comes there, with what, and what they are told."""
+
+    from_peer: Mapping[Role, frozenset[Kind]]
+    from_hub: Mapping[Role, frozenset[Kind]]
+
+
+HUB_PORT = Port(FROM_PEER, FROM_HUB)
+DOOR_PORT = Port({"worker": frozenset({Generate})}, {"worker": frozenset({Completion, GenerateFailed, Stop})})
+"""A server's own: workers come with their tickets, and nobody else."""
+TICKET_LIFETIME_S = 30.0
+"""From the order Expect to the worker's Generate. A worker on its feet needs milliseconds."""
 
 ANSWERED_BY: dict[Kind, frozenset[Kind]] = {
     RunRollout: frozenset({RolloutDone, RolloutFailed}),
     Generate: frozenset({Completion, GenerateFailed}),
+    AskPlace: frozenset({Ticket, GenerateFailed}),
+    Expect: frozenset({Served}),
     TrainStep: frozenset({StepDone}),
     PublishWeights: frozenset({WeightsPublished, WeightsFailed}),
     SendWeights: frozenset({WeightsSent, WeightsFailed}),
@@ -66,13 +94,13 @@ ANSWERED_BY: dict[Kind, frozenset[Kind]] = {
 """Kept until one of these comes back with its number in `answers`."""
 ANSWERS: frozenset[Kind] = frozenset().union(*ANSWERED_BY.values())
 
-ACKNOWLEDGED: frozenset[Kind] = ANSWERS | {Stop}
+ACKNOWLEDGED: frozenset[Kind] = ANSWERS | {Stop, Revoke}
 """Kept until an Ack names them."""
 SAFE_BY_APPLICATION: frozenset[Kind] = frozenset({RolloutDone})
 """Acknowledged when the application says so (it is on disk); the others when they have arrived."""
 KEPT: frozenset[Kind] = ACKNOWLEDGED | frozenset(ANSWERED_BY)
 
-WORK: frozenset[Kind] = frozenset({RunRollout, Generate, TrainStep})
+WORK: frozenset[Kind] = frozenset({RunRollout, Generate, Expect, TrainStep})
 """Orders that cost one of the peer's `capacity` credits."""
 WEIGHT_ORDERS: frozenset[Kind] = frozenset({PublishWeights, SendWeights, PrepareWeights, CommitWeights, AbortWeights})
 """Orders with a small budget of their own: a server full of generations must still be able to take new weights."""

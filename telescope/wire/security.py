@@ -64,6 +64,11 @@ def allow_list(run_directory: RunDirectory, hub: str) -> dict[bytes, str]:
     return {z85.decode(_read_key(path)): path.stem for path in paths if path.stem != hub}
 
 
+def door_list(run_directory: RunDirectory) -> dict[bytes, str]:
+    """The same of those who may come to a server's own port: the run's environment workers."""
+    return {key: name for key, name in allow_list(run_directory, "").items() if name.startswith("worker-")}
+
+
 def answer_zap(request: Sequence[bytes], allowed: Mapping[bytes, str]) -> list[bytes]:
     """Reply to one ZAP request `[version, id, domain, address, identity, mechanism, key]`: 200 with the process's name as
     user id, or 400."""

@@ -16,7 +16,7 @@ from telescope.wire.channel import Channel
 from telescope.wire.codec import NO_ARRAYS, Malformed, Packet, RawArrays, decode, encode
 from telescope.wire.happenings import HUB, Delivery
 from telescope.wire.messages import Ack, Body, Goodbye, Heartbeat, Hello, Reject, Stop, Welcome
-from telescope.wire.rules import ACK_BATCH, ACK_DELAY_S, FROM_HUB, FROM_PEER, SESSION_OF_HUB
+from telescope.wire.rules import ACK_BATCH, ACK_DELAY_S, HUB_PORT, SESSION_OF_HUB, Port
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,10 +25,15 @@ if TYPE_CHECKING:
 
 
 class PeerSession:
-    """One peer's view. `lost` and `refused` are sentences once the session is over; nothing is sent after that."""
+    """One peer's view. `lost` and `refused` are sentences once the session is over; nothing is sent after that.
 
-    def __init__(self, hello: Hello, now: float) -> None:
+    `hub`: the process at the other end, the orchestrator or (at its door) a server.
+    """
+
+    def __init__(self, hello: Hello, now: float, port: Port = HUB_PORT, hub: str = HUB) -> None:
         self.hello = hello
+        self.hub = hub
+        self._says, self._hears = port.from_peer[hello.role], port.from_hub[hello.role]
         self.channel = Channel(None)
         self.outbox: deque[list[Buffer]] = deque()
         self.malformed: Counter[str] = Counter()
@@ -71,7 +76,7 @@ class PeerSession:
 
     def send(self, body: Body, raw: RawArrays = NO_ARRAYS, answers: int = 0) -> int:
         """Number, keep and queue the message. Raises `ValueError` if this role may not send it."""
-        if type(body) not in FROM_PEER[self.hello.role]:
+        if type(body) not in self._says:
             raise ValueError(f"a {self.hello.role} does not send {type(body).__name__}")
         seq, frames = self.channel.send(body, raw, answers)
         if self.welcomed:
@@ -103,7 +108,7 @@ class PeerSession:
             self._heard = now
             self._take_session(body, now)
             return None
-        if type(body) not in FROM_HUB[self.hello.role]:
+        if type(body) not in self._hears:
             raise Malformed("direction", f"{type(body).__name__} is not for a {self.hello.role}")
         self._heard = now
         fresh = self.channel.accept(envelope)
@@ -111,7 +116,7 @@ class PeerSession:
         if not fresh:
             return None
         self.stopping = self.stopping or isinstance(body, Stop)
-        return Delivery(HUB, envelope.seq, body, packet.raw, envelope.answers)
+        return Delivery(self.hub, envelope.seq, body, packet.raw, envelope.answers)
 
     def _take_session(self, body: Body, now: float) -> None:
         match body:
@@ -147,7 +152,8 @@ class PeerSession:
         if self.over:
             return
         if self.ever_welcomed and now - self._heard > self._silent_s:
-            self.lost = f"the orchestrator was not heard for {now - self._heard:.1f} s (limit silent_s={self._silent_s:g})"
+            who = "the orchestrator" if self.hub == HUB else self.hub
+            self.lost = f"{who} was not heard for {now - self._heard:.1f} s (limit silent_s={self._silent_s:g})"
             return
         if self.welcomed and now >= self._ack_due:
             self._send_acks()

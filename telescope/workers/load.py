@@ -1,4 +1,4 @@
-"""What a worker must know before it may say hello: its environments, their cards, and whether their prompts fit.
+"""What a worker must know before it may say hello: its environments and their cards (lengths.py: whether their prompts fit).
 
 Every failure here is one sentence that names `environments.<label>` and the file, because the code is the user's.
 """
@@ -8,10 +8,9 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-import logging
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,10 @@ from pydantic import ValidationError
 from telescope.config import plugins
 from telescope.config.run import RunConfig
 from telescope.environments.base import Environment, Prompt
-from telescope.environments.recent import Recent
-from telescope.environments.template import ChatTemplate
-from telescope.records import EnvironmentCard, PromptRef
-
-log = logging.getLogger(__name__)
+from telescope.records import EnvironmentCard
 
 SAMPLE = 256
-"""Prompts of a split that the digest and the length check read; a split of no more is read whole."""
+"""Prompts of a split that the digest reads; a split of no more is read whole."""
 
 
 class EnvironmentBroken(RuntimeError):
@@ -42,12 +37,6 @@ class Loaded:
     environment: Environment
     prompts: dict[str, Sequence[Prompt]]
     card: EnvironmentCard
-    _remembered: Recent[tuple[str, int], Prompt] = field(default_factory=lambda: Recent(4096))
-
-    def prompt(self, reference: PromptRef) -> Prompt:
-        """Made once for all samples of a group. Raises `KeyError` or `IndexError` for a prompt that does not exist."""
-        split, index = reference.split, reference.index
-        return self._remembered.get((split, index), lambda: self.prompts[split][index])
 
 
 def load_environments(config: RunConfig) -> dict[str, Loaded]:
@@ -97,35 +86,6 @@ def sampled(prompts: Sequence[Prompt]) -> Iterator[Prompt]:
         yield from (prompts[index] for index in range(size))
     else:
         yield from (prompts[at * (size - 1) // (SAMPLE - 1)] for at in range(SAMPLE))
-
-
-def check_lengths(loaded: Loaded, template: ChatTemplate, max_prompt_tokens: int) -> int:
-    """How many of the sampled train prompts are too long for the model; logged. Raises `EnvironmentBroken` if all are."""
-    prompts = list(sampled(loaded.prompts["train"]))
-    try:
-        lengths = [len(template.render(prompt.turns).ids) for prompt in prompts]
-    except Exception as error:
-        raise EnvironmentBroken(
-            f"environments.{loaded.label}: its prompts can't be rendered for the model: {describe(error)}"
-        ) from error
-    if not all(lengths):
-        raise EnvironmentBroken(
-            f"environments.{loaded.label}: a train prompt is rendered to 0 tokens: the chat template or the tokenizer of "
-            "model.name leaves nothing of it"
-        )
-    too_long = sum(length > max_prompt_tokens for length in lengths)
-    if too_long == len(prompts):
-        raise EnvironmentBroken(
-            f"environments.{loaded.label}: each of the {len(prompts)} train prompts looked at is longer than the "
-            f"{max_prompt_tokens} tokens that inference.max_model_len - rollout.max_tokens leaves (shortest: "
-            f"{min(lengths)}): raise inference.max_model_len or lower rollout.max_tokens"
-        )
-    if too_long:
-        log.warning(
-            "environments.%s: %d of %d train prompts looked at are longer than %d tokens; their rollouts will fail",
-            loaded.label, too_long, len(prompts), max_prompt_tokens,
-        )  # fmt: skip
-    return too_long
 
 
 def describe(error: BaseException) -> str:

@@ -18,7 +18,9 @@ from telescope.config.words import ConfigError
 from telescope.wire.link import Link, LinkLost, WireRefused, WireTimeout
 from telescope.wire.process import Interrupted, Known, Place, Signals, run_process
 from telescope.wire.security import BadKeys
-from telescope.workers.load import EnvironmentBroken, check_lengths, load_environments
+from telescope.workers.direct import Doors
+from telescope.workers.lengths import leave_out_too_long
+from telescope.workers.load import EnvironmentBroken, load_environments
 from telescope.workers.play import Limits
 from telescope.workers.service import Service, WorkerHopeless
 from telescope.workers.tokenizer import TokenizerError, load_template
@@ -47,18 +49,28 @@ def live(place: Place, signals: Signals) -> int:
         max_tokens=config.rollout.max_tokens,
         max_prompt_tokens=config.inference.max_model_len - config.rollout.max_tokens,
         timeout_s=config.rollout.timeout_s,
+        free_lane=config.orchestrator.free_lane_after_generation,
+        support=config.rollout.support,
+        stop=config.rollout.stop,
     )
-    environments = load_environments(config)
     template = load_template(config.model, model_folder(config.model.name))
-    for loaded in environments.values():
-        check_lengths(loaded, template, limits.max_prompt_tokens)
+    deadline_s = config.cluster.placement_timeout_s / 2
+    environments = {
+        label: leave_out_too_long(loaded, template, limits.max_prompt_tokens, deadline_s)
+        for label, loaded in load_environments(config).items()
+    }
     hello = place.hello(
         "worker",
         capacity=config.cluster.rollouts_per_env_worker,
         environments=tuple(loaded.card for loaded in environments.values()),
     )
     with Link.connect(place.directory, hello, deadline_s=config.cluster.placement_timeout_s) as link:
-        return run_through(_until_stopped(Service(link, place.name, environments, template, limits), signals))
+        return run_through(_until_stopped(Service(link, place.name, environments, template, limits, _doors(place)), signals))
+
+
+def _doors(place: Place) -> Doors | None:
+    """The way straight to the servers, where `wire.direct=true`."""
+    return Doors(place.directory, lambda: place.hello("worker", capacity=0)) if place.config.wire.direct else None
 
 
 def run_through(life: Coroutine[Any, Any, int]) -> int:

@@ -18,11 +18,12 @@ import numpy as np
 from telescope.environments.base import Prompt, Reward
 from telescope.environments.chat import Recording, Sampled, TokenChat
 from telescope.environments.draws import Draws
-from telescope.environments.template import ChatTemplate
+from telescope.maths.support import WHOLE, Support
 from telescope.records import RolloutOrder, Sampling
 from telescope.wire.messages import RolloutDone, RolloutFailed
 from telescope.wire.process import Interrupted
 from telescope.workers.load import Loaded, describe
+from telescope.workers.prefetch import Openings
 from telescope.workers.texts import MAX_CAUSE_CHARACTERS, fit
 
 Arrays = tuple[np.ndarray, ...]
@@ -45,6 +46,10 @@ class Limits:
     max_tokens: int
     max_prompt_tokens: int
     timeout_s: float
+    free_lane: bool = False
+    """Say when a rollout's generation is over, before its reward."""
+    support: Support = WHOLE
+    stop: tuple[str, ...] = ()
 
 
 class Turns:
@@ -57,7 +62,9 @@ class Turns:
         self.waiting = False
 
     async def sample(self, ids: np.ndarray, turn: int) -> Sampled:
-        sampling = Sampling(self._limits.temperature, self._limits.max_tokens, turn_seed(self._order.seed, turn))
+        limits = self._limits
+        seed, kept = turn_seed(self._order.seed, turn), limits.support
+        sampling = Sampling(limits.temperature, limits.max_tokens, seed, kept.top_k, kept.top_p, kept.min_p, limits.stop)
         self.waiting = True
         sampled = await self._ask(self._order, turn, ids, sampling)
         self.waiting = False  # not in a `finally`: where time ran out, it is asked for afterwards
@@ -70,15 +77,22 @@ def turn_seed(seed: int, turn: int) -> int:
 
 
 async def play(
-    order: RolloutOrder, loaded: Loaded, template: ChatTemplate, limits: Limits, ask: Ask
+    order: RolloutOrder,
+    loaded: Loaded,
+    openings: Openings,
+    limits: Limits,
+    ask: Ask,
+    generated: Callable[[RolloutOrder], None] = lambda order: None,
 ) -> tuple[RolloutDone | RolloutFailed, Arrays]:
-    """Play the order. Raises nothing but cancellation: every failure becomes a RolloutFailed."""
+    """Play the order; `generated` hears when it asks for no more tokens.
+
+    Raises nothing but cancellation: every failure becomes a RolloutFailed."""
     started_ns = time.time_ns()
     turns = Turns(order, limits, ask)
-    chat = TokenChat(template, turns, limits.max_prompt_tokens)
+    chat = TokenChat(openings.template, turns, limits.max_prompt_tokens, lambda: generated(order))
     try:
         async with asyncio.timeout(limits.timeout_s) as clock:
-            prompt = loaded.prompt(order.prompt)
+            prompt = await openings.prompt(loaded, order.prompt)
             reward = check_reward(await loaded.environment.play(prompt, chat))
         recording = chat.recording()
     except (asyncio.CancelledError, Interrupted):

@@ -2,7 +2,7 @@
 
     RunRollout ─▶ task: play ─▶ RolloutDone | RolloutFailed (answers the order: its credit goes back)
                      │  ▲
-             Generate ▼  │ Completion | GenerateFailed
+             Generate ▼  │ Completion | GenerateFailed           (or, with doors, by a ticket: direct.py)
 
 Every order is answered exactly once, a cancelled one too. Refuses to know what a task is (environments) or how bytes travel
 (wire).
@@ -15,24 +15,32 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 
 from telescope.environments.chat import ChatError, Sampled
 from telescope.environments.template import ChatTemplate
-from telescope.records import RolloutOrder, Sampling
+from telescope.records import PromptRef, RolloutOrder, Sampling
 from telescope.wire.messages import (
     Abort,
+    AskPlace,
     CancelRollout,
     Completion,
     Generate,
     GenerateFailed,
+    GenerationOver,
+    PrefetchPrompts,
+    Revoke,
     RolloutDone,
     RolloutFailed,
     RunRollout,
     Stop,
+    Ticket,
 )
+from telescope.workers.direct import DoorLost, Doors
 from telescope.workers.load import Loaded
 from telescope.workers.play import Limits, failed, play
+from telescope.workers.prefetch import Openings
 from telescope.workers.threads import RewardThreads
 
 log = logging.getLogger(__name__)
@@ -44,6 +52,15 @@ class GenerationFailed(ChatError):
 
 class WorkerHopeless(RuntimeError):
     """This worker can score nothing any more; the message says why."""
+
+
+def sampled(body: Completion | GenerateFailed, arrays: Sequence[np.ndarray]) -> Sampled:
+    """What a server has answered. Raises `GenerationFailed`."""
+    if isinstance(body, GenerateFailed):
+        raise GenerationFailed(f"generation failed: {body.cause}")
+    if len(arrays) != 3:
+        raise GenerationFailed(f"a completion came with {len(arrays)} arrays, not ids, log-probs, versions")
+    return Sampled(arrays[0], arrays[1], arrays[2], body.finish_reason)
 
 
 class Delivered(Protocol):
@@ -67,18 +84,27 @@ class Service:
     """Plays every order that the link delivers until the orchestrator says Stop."""
 
     def __init__(
-        self, link: WorkerLink, name: str, environments: Mapping[str, Loaded], template: ChatTemplate, limits: Limits
+        self,
+        link: WorkerLink,
+        name: str,
+        environments: Mapping[str, Loaded],
+        template: ChatTemplate,
+        limits: Limits,
+        doors: Doors | None = None,
     ) -> None:
         self._link = link
+        self._doors = doors
         self._name = name
         self._environments = environments
         self._labels = ", ".join(f"environments.{label}" for label in environments)
-        self._template = template
+        self._openings = Openings(template)
         self._limits = limits
         self._threads = RewardThreads(32)
         self._rollouts: dict[tuple[int, int], asyncio.Task[None]] = {}
         self._cancelled: dict[tuple[int, int], str] = {}
         self._answers: dict[str, asyncio.Future[Sampled]] = {}
+        self._tickets: dict[str, asyncio.Future[Ticket]] = {}
+        self._brought: dict[str, str] = {}  # request -> the server whose door it was brought to
         self._hopeless: asyncio.Future[None] | None = None
         self._leaving = False
 
@@ -98,9 +124,12 @@ class Service:
             receiving.cancel()
             self._hopeless.cancel()
             self._leaving = True
+            self._openings.close()
             for task in self._rollouts.values():
                 task.cancel()
             await asyncio.gather(receiving, *self._rollouts.values(), return_exceptions=True)
+            if self._doors is not None:
+                await self._doors.close()
 
     async def _receive(self) -> str:
         while True:
@@ -111,12 +140,24 @@ class Service:
                     self._start(delivery, body.order)
                 case CancelRollout():
                     self._cancel(body)
+                case PrefetchPrompts(prompts=prompts):
+                    self._prefetch(prompts)
                 case Completion() | GenerateFailed():
                     self._answered(body, delivery.arrays)
+                case Ticket():
+                    self._placed(body)
+                case Revoke():
+                    self._revoked(body)
                 case Stop():
                     return body.reason
                 case _:
                     log.warning("a %s is not for a worker; ignored", type(body).__name__)
+
+    def _prefetch(self, prompts: Sequence[PromptRef]) -> None:
+        for prompt in prompts:
+            loaded = self._environments.get(prompt.environment)
+            if loaded is not None:
+                self._openings.prefetch(loaded, (prompt,))
 
     def _start(self, delivery: Delivered, order: RolloutOrder) -> None:
         key = (order.rollout_id, order.attempt)
@@ -133,7 +174,7 @@ class Service:
             if loaded is None:
                 body = failed(order, f"this worker has no environment {order.prompt.environment!r}")
             else:
-                body, arrays = await play(order, loaded, self._template, self._limits, self._ask)
+                body, arrays = await play(order, loaded, self._openings, self._limits, self._ask, self._generated)
         except asyncio.CancelledError:
             reason = self._cancelled.get((order.rollout_id, order.attempt))
             if reason is None and self._leaving:  # the link's Goodbye answers for all
@@ -174,28 +215,66 @@ class Service:
 
     async def _ask(self, order: RolloutOrder, turn: int, ids: np.ndarray, sampling: Sampling) -> Sampled:
         request_id = f"{self._name}/{order.rollout_id}.{order.attempt}.{turn}"
-        answer: asyncio.Future[Sampled] = asyncio.get_running_loop().create_future()
-        self._answers[request_id] = answer
+        request = Generate(request_id, order.rollout_id, order.attempt, turn, sampling)
         try:
-            self._link.send(Generate(request_id, order.rollout_id, order.attempt, turn, sampling), (ids,))
-            return await answer
+            return await (self._through_hub(request, ids) if self._doors is None else self._through_door(request, ids))
         except asyncio.CancelledError:
             if (order.rollout_id, order.attempt) not in self._cancelled:  # who cancels aborts the request as well
                 self._link.send(Abort(request_id))
             raise
+
+    async def _through_hub(self, request: Generate, ids: np.ndarray) -> Sampled:
+        answer: asyncio.Future[Sampled] = asyncio.get_running_loop().create_future()
+        self._answers[request.request_id] = answer
+        try:
+            self._link.send(request, (ids,))
+            return await answer
         finally:
-            del self._answers[request_id]
+            del self._answers[request.request_id]
+
+    async def _through_door(self, request: Generate, ids: np.ndarray) -> Sampled:
+        """Ask for a place, and bring the request there."""
+        assert self._doors is not None
+        request_id = request.request_id
+        placed: asyncio.Future[Ticket] = asyncio.get_running_loop().create_future()
+        self._tickets[request_id] = placed
+        try:
+            ask = AskPlace(request_id, request.rollout_id, request.attempt, request.turn, len(ids))
+            self._link.send(ask)
+            ticket = await placed
+            body, arrays = await self._doors.bring(ticket, msgspec.structs.replace(request, ticket=ticket.secret), ids)
+            self._link.progress(f"playing {len(self._rollouts)} rollouts of {self._labels}")
+            return sampled(body, arrays)
+        except DoorLost as error:
+            self._link.send(Abort(request_id))  # the server may hold its place still
+            raise GenerationFailed(f"generation failed: {error}") from error
+        finally:
+            del self._tickets[request_id]
+            self._brought.pop(request_id, None)
+
+    def _placed(self, ticket: Ticket) -> None:
+        placed = self._tickets.get(ticket.request_id)
+        if placed is not None and not placed.done():  # else its rollout has ended, and the request was aborted
+            self._brought[ticket.request_id] = ticket.server
+            placed.set_result(ticket)
+
+    def _revoked(self, order: Revoke) -> None:
+        server = self._brought.get(order.request_id)
+        if server is not None and self._doors is not None:
+            self._doors.revoke(server, order.cause)
+
+    def _generated(self, order: RolloutOrder) -> None:
+        if self._limits.free_lane:
+            self._link.send(GenerationOver(order.rollout_id, order.attempt))
 
     def _answered(self, body: Completion | GenerateFailed, arrays: Sequence[np.ndarray]) -> None:
-        answer = self._answers.get(body.request_id)
+        answer: asyncio.Future[Any] | None = self._answers.get(body.request_id) or self._tickets.get(body.request_id)
         if answer is None or answer.done():
             return  # its rollout was cancelled or ran out of time
-        if isinstance(body, GenerateFailed):
-            answer.set_exception(GenerationFailed(f"generation failed: {body.cause}"))
-        elif len(arrays) != 3:
-            answer.set_exception(GenerationFailed(f"a completion came with {len(arrays)} arrays, not ids, log-probs, versions"))
-        else:
-            answer.set_result(Sampled(arrays[0], arrays[1], arrays[2], body.finish_reason))
+        try:
+            answer.set_result(sampled(body, arrays))
+        except GenerationFailed as error:
+            answer.set_exception(error)
         self._link.progress(f"playing {len(self._rollouts)} rollouts of {self._labels}")
 
     def _look_for_hung_threads(self) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from telescope.backends.common.logprobs import logprobs
+from telescope.maths.support import Support, left_out
 
 
 def plain(hidden, weight, targets, temperature):
@@ -89,3 +90,29 @@ def test_no_tensor_of_all_tokens_times_the_vocabulary_is_made():
         logprob, entropy = logprobs(hidden, weight, targets, 1.0, 8)
         torch.autograd.backward((logprob.sum(), entropy.sum()))
     assert largest == 8 * 100
+
+
+SUPPORTS = [Support(top_k=4), Support(min_p=0.2), Support(top_p=0.7), Support(top_k=6, top_p=0.9, min_p=0.01)]
+
+
+@pytest.mark.parametrize("support", SUPPORTS)
+@pytest.mark.parametrize("chunk", [4, 100])
+def test_a_cut_distribution_is_normalised_over_what_it_keeps_with_the_gradients_of_that(support, chunk):
+    hidden, weight, targets = case()
+    upstream = torch.randn(2, 11, generator=torch.Generator().manual_seed(6))
+
+    def by_hand():
+        logits = hidden @ weight.t() / 0.7
+        cut = logits.masked_fill(left_out(logits.detach(), targets, support), -float("inf")).log_softmax(-1)
+        finite = cut.masked_fill(cut.isinf(), 0.0)
+        return cut.gather(1, targets[:, None]).squeeze(1), -(cut.exp() * finite).sum(-1)
+
+    results = []
+    for logprob, entropy in (by_hand(), logprobs(hidden, weight, targets, 0.7, chunk, support)):
+        loss = (logprob * upstream[0]).sum() + (entropy * upstream[1]).sum()
+        results.append((logprob, entropy, *torch.autograd.grad(loss, (hidden, weight))))
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6)
+    whole, _ = logprobs(hidden, weight, targets, 0.7, chunk)
+    assert (results[1][0] > whole + 1e-3).any()
+    assert (results[1][0] >= whole - 1e-6).all()

@@ -15,7 +15,7 @@ from telescope.algorithms.sapo import SAPO
 from telescope.backends.base import TrainShard
 from telescope.config.models import model_source
 from telescope.records import Denominators
-from tests.backends.shards import alone, in_minibatches, make_job, make_shard
+from tests.backends.shards import alone, in_minibatches, make_job, make_shard, part
 from tests.backends.watching import Watching, distance
 
 PROMPT = 4
@@ -125,7 +125,7 @@ def test_an_extra_pass_is_made_only_for_later_minibatches_that_need_it(build, al
     """One row a minibatch here. The first one's own pass comes before any update, so it needs no other."""
     backend = build(make_job(algorithm=algorithm))
     forward, calls = backend._policy.forward, []
-    backend._policy.forward = lambda *given: calls.append(given) or forward(*given)
+    backend._policy.forward = lambda *given, **named: calls.append(given) or forward(*given, **named)
     result = backend.train_step(in_minibatches(make_shard(), sizes))
     assert len(calls) == passes
     assert ("timing_compute_old_logprobs_total" in result.timings) == (passes > len(sizes))
@@ -170,3 +170,19 @@ def test_sgd_is_the_rate_times_the_gradient(build):
     backend.train_step(make_shard())
     for name, tensor in weights(backend).items():
         torch.testing.assert_close(tensor, before[name] - backend.gradients[f"lm.{name}"], rtol=0, atol=1e-7)
+
+
+def test_two_epochs_are_four_updates_against_the_log_probs_before_the_first(build):
+    """Each trajectory is there once an epoch, in other minibatches the second time: a plain loop does the same."""
+    once = sampled_nearby(make_shard())
+    order = [*range(8), 3, 6, 0, 5, 7, 1, 4, 2]
+    shard = in_minibatches(replace(part(once, order), denominators=()), (4, 4, 4, 4))
+    backend = build(make_job(algorithm=CORRECTED, learning_rate=RATE), optimizer="sgd")
+    start = weights(backend)
+    result = backend.train_step(shard)
+    model, losses = by_hand(shard)
+    assert result.metrics["updates"] == 4.0
+    assert result.metrics["loss"] == pytest.approx(np.mean(losses), rel=1e-5, abs=1e-7)
+    moved = {name: tensor - start[name] for name, tensor in weights(backend).items()}
+    expected = {name: tensor.detach() - start[name] for name, tensor in model.named_parameters()}
+    assert distance(expected, moved) < 1e-4

@@ -19,7 +19,7 @@ class Watching(FSDPBackend):
         update = self._updater.update
 
         def watched(step: int, *, empty: bool = False) -> Update:
-            gradient = {name: p.grad.full_tensor().clone() for name, p in self._policy.named_parameters()}
+            gradient = {name: p.grad.full_tensor().clone() for name, p in self._policy.named_parameters() if p.requires_grad}
             self.updates.append(gradient)
             return update(step, empty=empty)
 

@@ -149,6 +149,36 @@ def test_a_combination_with_a_broken_setting_is_not_judged(container):
         ),
         ({"trainer": {"betas": [0.9, 1.0]}}, "trainer.betas=[0.9, 1.0] must lie in [0, 1)"),
         ({"inference": {"base_port": 65535}}, "inference.base_port=65535 leaves no ports for 2 servers"),
+        (
+            {"inference": {"tensor_parallel_size": 3}},
+            "inference.tensor_parallel_size=3 must divide cluster.inference_num_workers=2: a server has so many of these "
+            "workers; ask for 3 workers",
+        ),
+        (
+            {"inference": {"host": "0.0.0.0"}},
+            "inference.host=0.0.0.0 is open to other machines: set inference.api_key='${oc.env:VLLM_API_KEY}'",
+        ),
+        ({"inference": {"api_key": "sk-123"}}, "inference.api_key must not stand in a configuration"),
+        (
+            {"inference": {"quantization": "fp8"}, "cluster": {"device": "cpu"}},
+            "inference.quantization=fp8 needs a GPU, and cluster.device=cpu: leave it out",
+        ),
+        (
+            {"inference": {"quantization": "fp8"}, "weight_sync": {"staging": "none"}},
+            "inference.quantization=fp8 quantises a whole version at once, and weight_sync.staging=none never has one",
+        ),
+        (
+            {"weight_sync": {"in_flight": "recompute", "reset_prefix_cache": False}},
+            "weight_sync.in_flight=recompute computes running requests anew because their keys and values are old",
+        ),
+        (
+            {"model": {"lora": {"rank": 4}}, "weight_sync": {"transport": "nccl"}, "backend": {"name": "fsdp"}},
+            "weight_sync.transport=nccl fills the model's own parameters, and model.lora pushes adapters",
+        ),
+        (
+            {"model": {"lora": {}}, "backend": {"name": "fake"}},
+            "backend=fake trains no adapters: set model.lora=null, or backend=fsdp",
+        ),
         ({"cluster": {"env": {"A=B": "x"}}}, "cluster.env: 'A=B' can't name an environment variable"),
     ],
 )

@@ -113,7 +113,7 @@ DEFAULTS = {
     OrchestratorSettings: {
         "max_concurrent_prompts_per_server": 32, "prompts_batch_size_for_trainer": 16, "max_async_rollout": 2,
         "take_order": "completion", "max_off_policy_steps": 8, "discard_group_zero_advantage": True,
-        "enable_individual_sample_lanes": True,
+        "enable_individual_sample_lanes": True, "free_lane_after_generation": True, "adaptive_concurrency": False,
     },
     TrainerSettings: {
         "learning_rate": 1e-6, "weight_decay": 0.0, "betas": (0.9, 0.999), "grad_clip": 1.0, "lr_scheduler": "constant",
@@ -135,3 +135,14 @@ DEFAULTS = {
 def test_class_defaults_are_those_of_the_source_design(settings):
     fields = settings.model_fields
     assert {name: fields[name].get_default(call_default_factory=True) for name in DEFAULTS[settings]} == DEFAULTS[settings]
+
+
+def test_one_gpu_splits_the_card_between_server_and_trainer_whatever_the_model():
+    for model in ("tiny", "qwen2.5-3b"):
+        config = compose_one("cluster=one_gpu", f"model={model}").config
+        assert config is not None
+        assert (config.cluster.device, config.servers, config.cluster.trainer_num_workers) == ("gpu", 1, 1)
+        assert config.inference.gpu_memory_utilization == 0.45
+    config = compose_one("cluster=one_gpu", "inference.gpu_memory_utilization=0.3").config
+    assert config is not None
+    assert config.inference.gpu_memory_utilization == 0.3

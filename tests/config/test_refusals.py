@@ -32,6 +32,21 @@ OPTIONS = "countdown | reverse_letters"
         ("cluster.env_num_workers=100000", "cluster.env_num_workers=100000 must be at most 1024"),
         ("cluster.rollouts_per_env_worker=1000001", "cluster.rollouts_per_env_worker=1000001 must be at most 1000000"),
         (
+            "orchestrator.enable_individual_sample_lanes=false",
+            "orchestrator.free_lane_after_generation=true needs orchestrator.enable_individual_sample_lanes=true: without it a "
+            "lane belongs to a whole group; set orchestrator.free_lane_after_generation=false, or leave individual lanes on",
+        ),
+        (
+            "orchestrator.kv_soft=0.96",
+            "orchestrator.kv_soft=0.96 must not be above orchestrator.kv_hard=0.95: lower the first or raise the second",
+        ),
+        (
+            "rollout.normalize_rewards=true",
+            "rollout.normalize_rewards=true needs environments.countdown.reward_min and environments.countdown.reward_max: "
+            "give both, or set rollout.normalize_rewards=false",
+        ),
+        ("rollout.top_k=1", "rollout.top_k=1 must be at least 2"),
+        (
             "rollout.group_size=100000",
             "orchestrator.max_concurrent_prompts_per_server=32 times rollout.group_size=100000 are 3,200,000 requests in "
             "flight at one server, and 1,000,000 are the most: lower either",
@@ -98,3 +113,24 @@ def test_a_preset_that_another_preset_chooses_is_named_too(tmp_path: Path):
     (tmp_path / "model" / "odd.yaml").write_bytes(b"name: caf\xe9\n")
     said = sentences(compose_one("experiment=outer", config_dir=tmp_path))
     assert said == f"{tmp_path / 'model' / 'odd.yaml'} is not text in UTF-8: save it as UTF-8"
+
+
+def test_lanes_of_groups_run_without_the_two_settings_of_sample_lanes():
+    lanes = ("orchestrator.enable_individual_sample_lanes=false", "orchestrator.free_lane_after_generation=false")
+    assert compose_one(*lanes).config is not None
+    assert "orchestrator.adaptive_concurrency=true needs" in sentences(
+        compose_one(*lanes, "orchestrator.adaptive_concurrency=true")
+    )
+
+
+def test_a_reward_range_must_rise_and_pools_must_cover_every_rate():
+    said = sentences(compose_one("environments.countdown.reward_min=1", "environments.countdown.reward_max=0"))
+    assert "reward_min=1.0 must be below reward_max=0.0" in said
+    said = sentences(compose_one("environments.countdown.curriculum={pools:[{name:hard,up_to:0.5}]}"))
+    assert "must rise from above 0 to exactly 1" in said
+    assert "behind which every answer would end at once" in sentences(compose_one("rollout.stop=['']"))
+
+
+def test_a_curriculum_without_settings_has_three_pools():
+    point = compose_one("+environments.countdown.curriculum={}")
+    assert [pool.name for pool in point.config.environments["countdown"].curriculum.pools] == ["hard", "medium", "easy"]

@@ -85,6 +85,21 @@ async def test_an_answer_cut_off_gets_its_end_token_from_the_template_untrained(
     assert only.mask.tolist() == [0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 1, 1]
 
 
+async def test_an_answer_that_ended_at_a_stop_text_is_kept_whole_and_the_dialogue_goes_on_in_its_exact_tokens(
+    tiny: ChatTemplate,
+) -> None:
+    """No end token was sampled: the template's own one follows as prompt."""
+    policy = Script(([72, 71], "stop"), ([73, 1], "stop"))
+    chat = TokenChat(tiny, policy, 100)
+    assert await chat.say({"role": "user", "content": "ab"}) == "ba"
+    assert not chat.truncated
+    await chat.say({"role": "user", "content": "c"})
+    first, second = policy.prompts
+    assert second[: len(first) + 3] == [*first, 72, 71, 1]
+    (branch,) = chat.recording().branches
+    assert branch.mask[len(first) : len(first) + 3].tolist() == [1, 1, 0]
+
+
 async def test_an_end_token_at_the_limit_is_text_only_where_it_did_not_end_the_answer(tiny: ChatTemplate) -> None:
     chat = TokenChat(tiny, Script(([72, 1, 71], "length")), 100)
     assert await chat.say(user("ab")) == "b<eos>a"

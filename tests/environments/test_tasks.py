@@ -107,6 +107,16 @@ def test_countdown_pays_for_the_right_value_of_the_given_numbers(
     assert reward.golden_answer == "5+8-3"
 
 
+def test_countdown_shows_the_same_solved_examples_before_each_question() -> None:
+    task = Countdown(num_numbers=2, examples=3, instruction="Use {numbers} to make {target}.", answer_tag="answer", seed=2)
+    first, second = task.prompts("train")[:2]
+    assert [turn["role"] for turn in first.turns] == ["user", "assistant"] * 3 + ["user"]
+    assert first.turns[:6] == second.turns[:6]
+    assert first.turns[6] != second.turns[6]
+    assert first.turns[0]["content"] == "Use 7 1 to make 8."
+    assert first.turns[1]["content"] == "<answer>7+1</answer>"
+
+
 def test_countdown_reads_the_last_answer_tag() -> None:
     task = Countdown(answer_tag="answer", instruction="Use {numbers} to make {target}. {Braces} stay.")
     prompt = Prompt(turns=(), facts={"numbers": (3, 5, 8), "target": 10})

@@ -12,9 +12,18 @@ T = TypeVar("T")
 Pick = Callable[[Sequence[Any]], Any]
 
 
+LANES = (
+    {"individual_lanes": False},
+    {"individual_lanes": True},
+    {"individual_lanes": True, "free_lane": True},
+    {"individual_lanes": True, "adaptive": True},
+    {"individual_lanes": True, "free_lane": True, "adaptive": True},
+)
+
+
 def any_settings(pick: Pick) -> FlowSettings:
     """M 0 to 4, D 1 to 8, P 1 to 32, both take orders and both kinds of lanes; few steps where a batch is large."""
-    groups = pick([1, 2, 3, 4, 8, 32])
+    groups = pick([1, 2, 3, 4, 8, 16, 32])
     return FlowSettings(
         number_of_steps=pick(range(1, max(4, 40 // groups) + 1)),
         groups_per_batch=groups,
@@ -25,7 +34,8 @@ def any_settings(pick: Pick) -> FlowSettings:
         discard_zero_advantage=pick([True, False]),
         min_group_size=2,
         max_attempts=pick([1, 2, 3]),
-        individual_lanes=pick([True, False]),
+        **pick(LANES),
+        kv_soft=pick([0.3, 0.85]),
         prompts_per_server=pick([1, 2, 8, 64]),
         environments=pick([(("countdown", 1.0),), (("countdown", 1.0), ("math", 3.0))]),
         seed=pick(range(100)),
@@ -58,6 +68,12 @@ def any_manners(pick: Pick) -> Manners:
         fenced_share=pick([0.0, 0.0, 0.2]),
         repeat_share=pick([0.0, 0.2]),
         mute_share=pick([0.0, 0.0, 0.02]),
+        closes_share=pick([0.0, 0.5, 1.0]),
+        score_s=pick([0.2, 0.2, 5.0]),
+        kv_tokens=pick([0, 100, 1000, 10_000]),
+        engine_room=pick([1000, 1000, 4]),
+        load_every_s=pick([0.25, 2.0]),
+        load_lost_share=pick([0.0, 0.0, 0.5]),
         deaf=pick([False, False, False, True]),
         reward=pick([mixed, mixed, sometimes_equal, equal]),
     )

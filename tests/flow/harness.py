@@ -72,6 +72,15 @@ class Manners:
     """Attempts a worker never answers by itself (cancels it does answer)."""
     deaf: bool = False
     """A mute attempt's cancel is not answered either."""
+    closes_share: float = 0.0
+    """Rollouts that say when their generation is over, on the way to their reward."""
+    kv_tokens: int = 0
+    """Tokens that a server's cache holds; 0: it reports nothing. One request more than it holds is thrown out, and counted."""
+    engine_room: int = 1000
+    """Requests that a server's engine works on at once; the others wait in it."""
+    load_every_s: float = 0.25
+    load_lost_share: float = 0.0
+    """Reports of load that are lost."""
     tick_s: float = 5.0
     reward: Reward = mixed
 
@@ -111,6 +120,10 @@ class World:
         self._placed: dict[str, str] = {}
         self._worker_lives: dict[str, int] = {}
         self._server_lives: dict[str, int] = {}
+        self._held: dict[str, dict[str, int]] = {}
+        """Tokens of each request that a server has."""
+        self._thrown_out: dict[str, int] = {}
+        self._reported: dict[str, seen.ServerLoad] = {}
         self._served: dict[str, int] = {}
         self._on_its_way: dict[str, list[seen.TurnDone]] = {}
 
@@ -243,6 +256,9 @@ class World:
         self.after(
             self.some(self.manners.wire_s), lambda: self.tell(seen.ServerJoined(name, version, self.manners.server_capacity))
         )
+        self._held[name], self._thrown_out[name] = {}, 0
+        if self.manners.kv_tokens:
+            self._report(name, life)
         if self.manners.server_life_s:
             self.after(10 * self.manners.wire_s + self.some(self.manners.server_life_s), lambda: self._server_down(name, life))
 
@@ -255,7 +271,22 @@ class World:
         self.tell(seen.ServerLost(name, "killed"))
         self.after(self.some(self.manners.absence_s), lambda: self._server_up(name, 0))
 
+    def _report(self, name: str, life: int) -> None:
+        """A server's engine says how full it is, if that has changed."""
+        if self._server_lives[name] != life:
+            return
+        held = self._held[name]
+        used = sum(held.values()) / self.manners.kv_tokens
+        running = min(len(held), self.manners.engine_room)
+        self._thrown_out[name] += used > 1
+        load = seen.ServerLoad(name, min(1.0, used), running, len(held) - running, self._thrown_out[name])
+        if load != self._reported.get(name) and self.random.random() >= self.manners.load_lost_share:
+            self._reported[name] = load
+            self.after(self.some(self.manners.wire_s), lambda: self.tell(load))
+        self.after(self.manners.load_every_s, lambda: self._report(name, life))
+
     def _place(self, command: do.Place) -> None:
+        self._held[command.server][command.request_id] = self.random.randint(10, 60) if self.manners.kv_tokens else 0
         play = self._requests[command.request_id]
         self._placed[command.request_id] = command.server
         slow = self.manners.straggler_factor if self.random.random() < self.manners.straggler_share else 1.0
@@ -283,6 +314,7 @@ class World:
     ) -> None:
         if self._server_lives[server] != life or self._requests.pop(request_id, None) is None:
             return
+        del self._held[server][request_id]
         order = play.order
         # the relay tells the core and the worker at once; which of them speaks first is chance
         done = seen.TurnDone(request_id, order.rollout_id, tokens, reason)
@@ -294,6 +326,9 @@ class World:
         if play.turn < play.turns:
             self.after(self.some(self.manners.wire_s), lambda: self._ask(play))
         else:
+            if self.manners.closes_share and self.random.random() < self.manners.closes_share:
+                over = seen.GenerationOver(order.rollout_id, order.attempt)
+                self.after(self.some(self.manners.wire_s), lambda: self._heard(play, over))
             result = seen.RolloutDone(order.rollout_id, order.attempt, self.manners.reward(order), 20, tokens)
             self.after(self.some(self.manners.score_s), lambda: self._answer(play, result))
 
@@ -316,6 +351,7 @@ class World:
 
 
 REPEATABLE = (
+    seen.GenerationOver, seen.ServerLoad,
     seen.TurnStarted, seen.TurnDone, seen.RolloutDone, seen.RolloutFailed, seen.StepDone, seen.UpdateDone, seen.TrainerReady,
 )  # fmt: skip
 

@@ -43,6 +43,8 @@ def most_versions_old(settings: FlowSettings) -> int:
 class Order:
     worker: str
     cancelled: bool = False
+    over: bool = False
+    """It asks for no more tokens."""
 
 
 @dataclass
@@ -52,6 +54,7 @@ class Known:
     state: str = "pending"
     v_start: int = -1
     prompt: PromptRef | None = None
+    server: str | None = None
     seeds: dict[int, int] = field(default_factory=dict)
     attempts: dict[int, int] = field(default_factory=dict)
     rewards: dict[int, float] = field(default_factory=dict)
@@ -74,6 +77,17 @@ class Rules:
         self.outstanding: dict[str, set[str]] = {}
         """Requests that a server has and has not answered, whatever has become of their rollouts."""
         self.outstanding_most = 0
+        self.loads: dict[str, seen.ServerLoad] = {}
+        """What each server has said last since it had nothing to do."""
+        self.moved: set[str] = set()
+        """Servers of whom a report gave reason to doubt that they are calm."""
+        self.freed = 0
+        """Lanes that were free before their rollout was answered."""
+        self.loads_heard = 0
+        self.moves: list[do.Place] = []
+        """Placements away from a group's server though that had room."""
+        self.most_lanes = 0
+        self.fewest_lanes = 10**9
         self.refused: set[str] = set()
         self.groups: dict[int, Known] = {}
         self.forgotten: set[int] = set()
@@ -98,6 +112,8 @@ class Rules:
         for place, command in enumerate(commands):
             self._check(command, event)
             keep(self.stop is None or place == len(commands) - 1, f"commands follow Stop: {commands}")
+        if isinstance(event, seen.TurnStarted) and self.stop is None:
+            self._never_frozen(event)
 
     # ---- events
 
@@ -114,13 +130,29 @@ class Rules:
                 self.servers[event.server] = event.version
                 self.room[event.server] = event.capacity
                 self.outstanding[event.server] = set()
+                self._calm(event.server)
             case seen.ServerLost():
                 self._drop_server(event.server)
             case seen.TurnStarted():
                 self.requests.setdefault(event.request_id, ((event.rollout_id, event.attempt), None))
             case seen.TurnDone():
-                for held in self.outstanding.values():
+                for server, held in self.outstanding.items():
                     held.discard(event.request_id)
+                    if not held:
+                        self._calm(server)
+            case seen.GenerationOver():
+                order = self.orders.get((event.rollout_id, event.attempt))
+                if order is not None and not order.over:
+                    order.over = True
+                    self.freed += self.settings.free_lane
+            case seen.ServerLoad(server=server):
+                self.loads_heard += 1
+                if self.outstanding.get(server):
+                    before = self.loads.get(server)
+                    grew = event.preemptions > (before.preemptions if before else 0)
+                    self.loads[server] = event
+                    if event.kv_used >= self.settings.kv_soft or grew or event.waiting > event.running:
+                        self.moved.add(server)
             case seen.RolloutDone():
                 order = self.orders.pop((event.rollout_id, event.attempt), None)
                 if order is None or order.cancelled:
@@ -135,6 +167,22 @@ class Rules:
             case seen.UpdateDone():
                 self._committed(event.version)
         return False
+
+    def _calm(self, server: str) -> None:
+        self.loads.pop(server, None)
+        self.moved.discard(server)
+
+    def _never_frozen(self, event: seen.TurnStarted) -> None:
+        """A rollout that has begun is never kept from its next turn while a server could answer it."""
+        key, server = self.requests[event.request_id]
+        order = self.orders.get(key)
+        if server is None and event.request_id not in self.refused and order is not None and not order.cancelled:
+            v_start = self.group_of(event.rollout_id).v_start
+            able = [name for name in self.servers if self._could_take(name, v_start)]
+            keep(not able, f"{event} waits though {able} could answer it")
+
+    def _could_take(self, server: str, v_start: int) -> bool:
+        return self.servers.get(server, -1) >= v_start and len(self.outstanding[server]) < self.room[server]
 
     def _drop_worker(self, worker: str) -> None:
         self.workers.pop(worker, None)
@@ -237,13 +285,22 @@ class Rules:
         """A lost server takes its lanes with it: what runs goes on, and so does a group that holds its lane."""
         settings = self.settings
         if settings.individual_lanes:
-            used, lanes = len(self.orders), len(self.servers) * settings.prompts_per_server * settings.group_size
+            used = sum(not (settings.free_lane and order.over) for order in self.orders.values())
+            lanes = sum(map(self._lanes_of, self.servers))
+            self.most_lanes, self.fewest_lanes = max(self.most_lanes, lanes), min(self.fewest_lanes, lanes)
         else:
             held = {rollout_id // settings.group_size for rollout_id, _ in self.orders}
             held |= {number for number, group in self.groups.items() if group.v_start >= 0 and group.state in PLAYING}
             used, lanes = len(held), len(self.servers) * settings.prompts_per_server
         keeps_its_lane = not settings.individual_lanes and not opens and lanes > 0
         keep(used <= lanes or keeps_its_lane, f"{command}: {used} of {lanes} lanes are used")
+
+    def _lanes_of(self, server: str) -> int:
+        """At most: the core may have cut it further down."""
+        settings, load, held = self.settings, self.loads.get(server), len(self.outstanding[server])
+        most = settings.prompts_per_server * settings.group_size
+        pressed = settings.adaptive and load is not None and load.kv_used >= settings.kv_soft
+        return min(most, held) if pressed else most
 
     def _place(self, command: do.Place) -> None:
         keep(command.request_id in self.requests, f"{command} places an unknown request")
@@ -252,7 +309,12 @@ class Rules:
         order = self.orders.get(key)
         keep(order is not None and not order.cancelled, f"{command}: its rollout does not run")
         keep(command.server in self.servers, f"{command}: no such server")
-        v_start = self.group_of(key[0]).v_start
+        group = self.group_of(key[0])
+        v_start = group.v_start
+        if group.server != command.server and group.server is not None and self._could_take(group.server, v_start):
+            keep(group.server in self.moved, f"{command}: its group is at {group.server}, which has room and is calm")
+            self.moves.append(command)
+        group.server = command.server
         keep(self.servers[command.server] >= v_start, f"{command}: the server is older than v_start={v_start}")
         self.requests[command.request_id] = (key, command.server)
         held, room = self.outstanding[command.server], self.room[command.server]

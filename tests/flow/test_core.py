@@ -281,7 +281,10 @@ def test_a_worker_that_does_not_answer_a_cancel_ends_the_run():
     desk.tell(seen.Tick())
     desk.now = 130.0
     stop = desk.tell(seen.Tick())[-1]
-    assert stop.reason == "worker-0 did not answer the cancel of rollout 0 within 30 s: its process hangs; see its log"
+    assert stop.reason == (
+        "worker-0 did not answer the cancel of rollout 0 within 30 s: it hangs, or a server that generates for it does; "
+        "see their logs"
+    )
     assert not stop.ok
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from telescope.flow import commands as do
 from telescope.flow import events as seen
+from telescope.flow.bounds import age_bound, age_bound_in_updates
 from telescope.records import Sampling
 from telescope.wire.channel import Channel
 from telescope.wire.codec import RawArrays
@@ -42,7 +43,7 @@ def test_no_run_breaks_a_rule(data: st.DataObject, seed: int):
 
 
 def test_a_hundred_thousand_events_break_no_rule_and_every_run_ends():
-    worlds = play_many(first_seed=0, events=100_000)
+    worlds = play_many(first_seed=0, events=150_000)
     # what the runs were made of, so that a tame generator cannot pass for a proof
     ends = [world.stop.ok for world in worlds]
     assert ends.count(True) > 20
@@ -54,6 +55,25 @@ def test_a_hundred_thousand_events_break_no_rule_and_every_run_ends():
     assert sum(world.core.counts().rollouts_retried for world in worlds) > 500
     assert sum(world.core.counts().results_ignored for world in worlds) > 500
     assert max(age for world in worlds for age in world.rules.ages) >= 4
+    assert_ages_are_within_what_is_promised(worlds)
+    # and of lanes that are free early, of reports that press, and of rollouts that wait for them
+    assert sum(world.rules.freed for world in worlds) > 1000
+    assert sum(world.rules.loads_heard for world in worlds) > 1000
+    assert sum(len(world.rules.moves) for world in worlds) > 10
+    adaptive = [world for world in worlds if world.settings.adaptive and not world.manners.server_life_s]
+    assert sum(world.rules.fewest_lanes < world.rules.most_lanes / 2 for world in adaptive) > 3
+
+
+def assert_ages_are_within_what_is_promised(worlds: list[World]) -> None:
+    """In versions, and in updates for 1 to 4 minibatches: a token trained in minibatch k of n (from 0) of step s was sampled by
+    a version that is (s - 1 - version) * n + k updates behind."""
+    for world in worlds:
+        for train in world.rules.steps:
+            oldest = max(train.step - 1 - world.rules.groups[group_id].v_start for group_id in train.group_ids)
+            assert oldest <= age_bound(world.settings)
+            for minibatches in (1, 2, 3, 4):
+                behind = max(oldest * minibatches + k for k in range(minibatches))
+                assert behind <= age_bound_in_updates(world.settings, minibatches)
 
 
 class Wired(World):
@@ -117,6 +137,7 @@ def test_small_servers_are_filled_to_the_last_place():
 @pytest.mark.timeout(1800)
 def test_a_million_events_break_no_rule_and_every_run_ends():
     worlds = play_many(first_seed=1_000_000, events=1_000_000)
-    assert {world.settings.groups_per_batch for world in worlds} == {1, 2, 3, 4, 8, 32}
+    assert_ages_are_within_what_is_promised(worlds)
+    assert {world.settings.groups_per_batch for world in worlds} == {1, 2, 3, 4, 8, 16, 32}
     assert {world.settings.max_async for world in worlds} == {0, 1, 2, 3, 4}
     assert {world.settings.max_off_policy_steps for world in worlds} == set(range(1, 9))

@@ -10,12 +10,15 @@ from random import Random
 import pytest
 
 from telescope.flow import commands as do
+from telescope.flow import events as seen
 from telescope.flow.admission import Slots
 from telescope.flow.batches import Batch, Batches
 from telescope.flow.core import Core
 from telescope.flow.groups import Group, State
 from telescope.flow.lanes import Flight
+from telescope.flow.placement import Placement
 from telescope.flow.settings import FlowSettings
+from telescope.flow.turns import Turns
 from tests.flow.harness import Manners, World, settings
 from tests.flow.rules import Broken, Known, Rules
 
@@ -109,6 +112,50 @@ class FreesRoomWithTheRollout(Core):
             self._placement.finish(request_id, 0)
 
 
+class FollowsTheLoad(Placement):
+    """Each request goes where it is emptiest, whatever its siblings have left in another server's cache."""
+
+    def _choice(self, group: Group) -> str | None:
+        return self._least_loaded.first_that(lambda server: self._takes(server, group.v_start))
+
+
+class FreezesTurns(Placement):
+    """A pressed server takes nothing, the next turn of what has begun included."""
+
+    def _takes(self, server: str, version: int) -> bool:
+        return super()._takes(server, version) and not self.servers[server].share.pressure
+
+
+class StartsUnderPressure(Placement):
+    """All lanes stay open, whatever the engines say."""
+
+    @property
+    def lanes(self) -> int:
+        return len(self.servers) * self._settings.lanes_per_server
+
+    @lanes.setter
+    def lanes(self, value: int) -> None: ...
+
+
+def with_placement(placement: type[Placement]) -> type[Core]:
+    class Exchanged(Core):
+        def __init__(self, settings: FlowSettings) -> None:
+            super().__init__(settings)
+            self._placement = placement(settings)
+            self._turns = Turns(self._lanes, self._placement, self._say, self._reach)
+
+    return Exchanged
+
+
+class FreesLanesUnasked(Core):
+    """A lane is free when the tokens are there, though the settings say that it is not."""
+
+    def _generation_over(self, event: seen.GenerationOver) -> None:
+        flight = self._lanes.flights.get((event.rollout_id, event.attempt))
+        if flight is not None:
+            self._lanes.generation_over(flight)
+
+
 class OnlyAges(Rules):
     """Looks away from the count of slots, so that what shows is what it does to the ages."""
 
@@ -159,3 +206,34 @@ def test_refuted_designs_are_noticed_by_the_age_of_what_they_train(core_class: t
 
 def test_room_that_is_freed_before_the_server_has_answered_is_noticed():
     assert any("requests at once and has" in said for said in complaints(FreesRoomWithTheRollout))
+
+
+PRESSED = Manners(kv_tokens=150, closes_share=1.0, score_s=3.0, most_turns=3, capacity=512)
+
+
+def complaints_under_pressure(core_class: type[Core]) -> list[str]:
+    found = []
+    for seed in range(12):
+        case = settings(adaptive=True, prompts_per_server=4, groups_per_batch=8, seed=seed)
+        try:
+            World(case, PRESSED, seed, core_class=core_class).run(most_events=20_000)
+        except AssertionError as broken:  # Broken, or the run does not end
+            found.append(str(broken))
+    return found
+
+
+def test_the_design_as_it_is_breaks_nothing_under_pressure():
+    assert complaints_under_pressure(Core) == []
+
+
+@pytest.mark.parametrize(
+    ("core_class", "sentence"),
+    [
+        (with_placement(FollowsTheLoad), "which has room and is calm"),
+        (with_placement(FreezesTurns), "could answer it"),
+        (with_placement(StartsUnderPressure), "lanes are used"),
+        (FreesLanesUnasked, "lanes are used"),
+    ],
+)
+def test_designs_that_forget_caches_turns_and_lanes_are_noticed(core_class: type[Core], sentence: str):
+    assert any(sentence in said for said in complaints_under_pressure(core_class))

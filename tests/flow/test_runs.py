@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from telescope.flow import commands as do
+from telescope.flow import events as seen
 from telescope.flow.replay import decode_line
 from telescope.flow.settings import FlowSettings
 from telescope.records import RolloutOrder
@@ -83,6 +84,54 @@ def test_a_worker_that_never_answers_ends_the_run():
     world = World(settings(rollout_deadline_s=60.0, cancel_deadline_s=30.0), Manners(mute_share=1.0, deaf=True)).run()
     assert "did not answer the cancel of rollout" in world.stop.reason
     assert world.now < 60 + 30 + 10
+
+
+def test_a_server_that_answers_long_after_the_cancel():
+    """Cancels are answered at once, aborts of requests half a minute later; the places are held until then."""
+    case = settings(number_of_steps=8, max_off_policy_steps=1, max_async=2, prompts_per_server=4)
+    manners = Manners(straggler_share=0.2, abort_s=30.0, cancel_s=0.01, server_capacity=4, timeout_share=0.1)
+    for seed in range(5):
+        world = World(case, manners, seed).run()
+        assert world.stop.ok
+        assert world.rules.outstanding_most == 4
+    assert world.core.counts().reasons["cancelled: off_policy"] > 0
+
+
+def test_a_worker_that_answers_long_after_the_cancel_holds_its_credits_and_no_more():
+    case = settings(number_of_steps=8, max_off_policy_steps=1, max_async=2, cancel_deadline_s=120.0)
+    world = World(case, Manners(straggler_share=0.2, cancel_s=20.0, capacity=8), seed=1).run()
+    assert world.stop.ok
+    assert world.core.counts().reasons["cancelled: off_policy"] > 0
+
+
+@pytest.mark.parametrize("m", [1, 2, 4])
+@pytest.mark.parametrize("steps", ["one", "two", "lag", "lag + 1"])
+def test_short_runs_with_every_feature_on_end_with_exactly_their_steps(m: int, steps: str):
+    """Lag is the bound of a long run: M + D - 1."""
+    number = {"one": 1, "two": 2, "lag": m + 2, "lag + 1": m + 3}[steps]
+    case = settings(
+        number_of_steps=number, max_async=m, max_off_policy_steps=3, free_lane=True, adaptive=True, prompts_per_server=4
+    )
+    manners = Manners(
+        straggler_share=0.1, kv_tokens=200, load_lost_share=0.3, closes_share=1.0, repeat_share=0.2, server_life_s=40.0
+    )
+    for seed in range(4):
+        world = World(case, manners, seed).run()
+        assert (world.stop.ok, len(world.rules.steps)) == (True, number)
+
+
+def test_reports_that_stop_under_full_pressure_hold_nothing_up():
+    """Each server says once that its cache is full, and nothing ever after."""
+    case = settings(number_of_steps=4, adaptive=True, prompts_per_server=4)
+
+    class Silent(World):
+        def _place(self, command: do.Place) -> None:
+            super()._place(command)
+            if command.server not in self._reported:
+                self._reported[command.server] = full = seen.ServerLoad(command.server, 1.0, 1, 50, 9)
+                self.tell(full)
+
+    assert Silent(case, Manners(), seed=2).run().stop.ok
 
 
 def test_updates_that_take_longer_than_a_step():

@@ -52,7 +52,7 @@ def tensors(folder: Path) -> list[tuple[str, Any]]:
 
 async def check(old: Path, new: Path) -> Facts:
     facts: Facts = []
-    settings = InferenceSettings(http=False, max_model_len=1024, gpu_memory_utilization=0.3, enforce_eager=True)
+    settings = InferenceSettings(http=False, max_model_len=1024, gpu_memory_utilization=0.3, cuda_graphs="off")
     plan = ServerPlan(ModelSettings(name="old"), old, settings, "gpu", 256, 0, RUN)
     engine = VllmEngine(plan, WeightSyncSettings())
     publisher = SharedMemoryPublisher(RUN)

@@ -13,6 +13,7 @@ import pytest
 import pytest_asyncio
 
 from telescope.config.parts import InferenceSettings, ModelSettings, WeightSyncSettings
+from telescope.inference.engine import Generated
 from telescope.inference.vllm_engine import VllmEngine
 from telescope.inference.vllm_options import ServerPlan, vllm_environment
 from telescope.records import Sampling, WeightManifest
@@ -94,6 +95,25 @@ class Served:
         with torch.no_grad():
             logits = self.model(which)(tokens).logits[0, len(prompt) - 1 : -1].float() / temperature
         return logits.log_softmax(-1).gather(1, tokens[0, len(prompt) :, None])[:, 0].numpy()
+
+    def reference_over_kept_cache(
+        self, prompt: np.ndarray, answer: Generated, which: dict[int, str], temperature: float = 1.0
+    ) -> np.ndarray:
+        """Log-probs of an answer, [T] float32, if each token was sampled by the folder's weights of its version, and the keys
+        and values of each position stayed those of the weights that first computed it: the prompt's by the first token's."""
+        import torch
+        from transformers import DynamicCache
+
+        tokens = torch.as_tensor(np.concatenate([prompt, answer.ids]).astype(np.int64))[None]
+        cache, found, done = DynamicCache(), [], 0
+        with torch.no_grad():
+            for place, version in enumerate(answer.versions.tolist()):
+                upto = len(prompt) + place
+                model = self.model(which[version])
+                logits = model(tokens[:, done:upto], past_key_values=cache, use_cache=True).logits[0, -1].float() / temperature
+                found.append(logits.log_softmax(-1)[tokens[0, upto]].item())
+                done = upto
+        return np.asarray(found, dtype=np.float32)
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ import asyncio
 import time
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -108,3 +109,12 @@ async def test_a_damaged_version_is_refused_and_the_old_one_stays(publisher: Sha
 async def test_a_prompt_without_room_is_refused():
     with pytest.raises(RequestRefused, match=r"inference.max_model_len=64"):
         await engine().generate("a", np.zeros(64, np.int32), sampling(), 0)
+
+
+async def test_an_answer_ends_behind_a_stop_text_which_stays():
+    whole = await engine().generate("a", PROMPT, sampling(2), 0)
+    characters = Characters(EMBEDDED / "tiny")
+    mark = characters.text(whole.ids[:1])
+    stopped = await engine().generate("a", PROMPT, msgspec.structs.replace(sampling(2), stop=("nowhere", mark)), 0)
+    assert (stopped.ids.tolist(), stopped.finish_reason) == (whole.ids[:1].tolist(), "stop")
+    assert len(whole.ids) > 1

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 
 import httpx
 import numpy as np
 import pytest
 
-from telescope.config.parts import ModelSettings
+from telescope.config.parts import DEFAULT_PORT, InferenceSettings, ModelSettings
 from telescope.inference.http import PortTaken, bind, http_beside
+from telescope.inference.status import Status
+from telescope.inference.vllm_http import unknown_parsers
 from tests.inference.conftest import Served
 
+OLD = ModelSettings(name="old", chat_template="{% for message in messages %}{{ message['content'] }}{% endfor %}>")
 vllm = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
 
 
@@ -26,7 +30,7 @@ def marked(test):
 async def test_models_health_and_completions_are_the_engines(served: Served):
     prompt = np.arange(2, 12, dtype=np.int32)
     async with (
-        http_beside(served.engine.client, bind(None, 0, 0), ModelSettings(name="old")) as url,
+        http_beside(served.engine.client, bind(None, 0, 0), OLD, InferenceSettings()) as url,
         httpx.AsyncClient(base_url=url, timeout=60) as client,
     ):
         assert (await client.get("/health")).status_code == 200
@@ -41,9 +45,42 @@ async def test_models_health_and_completions_are_the_engines(served: Served):
 
 
 @marked
+async def test_after_an_update_http_requests_find_no_prefix_of_the_old_weights(served: Served):
+    """The same prompt before and after; the first answer's blocks are still in the cache, under the old version's name."""
+    async with (
+        http_beside(served.engine.client, bind(None, 0, 0), OLD, InferenceSettings()) as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as client,
+    ):
+        prompt = (np.arange(300) % 80 + 3).astype(np.int32)
+        ask = {"model": "old", "prompt": prompt.tolist(), "max_tokens": 8, "temperature": 0, "logprobs": 0}
+        for which in ("old", "new"):
+            await served.serve(which)
+            for _ in range(2):
+                answer = (await client.post("/v1/completions", json=ask)).json()["choices"][0]["logprobs"]
+                ids = np.array(served.greedy(which, prompt, 8))
+                expected = served.reference_logprobs(which, prompt, ids)
+                assert np.abs(np.array(answer["token_logprobs"]) - expected).max() < 1e-3
+
+
+@marked
+async def test_the_status_says_what_the_server_does(served: Served):
+    status = Status("server-3", running=2, answered=5, updating="PrepareWeights 8")
+    async with (
+        http_beside(served.engine.client, bind(None, 0, 0), OLD, InferenceSettings(), status=status) as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as client,
+    ):
+        facts = (await client.get("/telescope/status")).json()
+        assert (facts["server"], facts["doing"], facts["order"]) == ("server-3", "updating", "PrepareWeights 8")
+        assert (facts["version"], facts["running"], facts["answered"]) == (0, 2, 5)
+        status.updating = ""
+        assert (await client.get("/telescope/status")).json()["doing"] == "serving"
+    assert status.doing() == "serving version 0: 2 requests running, 5 answered"
+
+
+@marked
 async def test_the_link_is_served_while_http_requests_run(served: Served):
     async with (
-        http_beside(served.engine.client, bind(None, 0, 0), ModelSettings(name="old")) as url,
+        http_beside(served.engine.client, bind(None, 0, 0), OLD, InferenceSettings()) as url,
         httpx.AsyncClient(base_url=url, timeout=60) as client,
     ):
         ask = {"model": "old", "prompt": "abc", "max_tokens": 50, "temperature": 0.3}
@@ -51,6 +88,97 @@ async def test_the_link_is_served_while_http_requests_run(served: Served):
         answers = await asyncio.gather(*(served.generate(np.arange(2, 12, dtype=np.int32), 6, seed=i) for i in range(32)))
         assert len(answers) == 32
         assert [answer.status_code for answer in await asyncio.gather(*others)] == [200] * 8
+
+
+@marked
+async def test_prompts_go_in_as_ids_and_ids_come_back_from_completions_and_chat(served: Served):
+    prompt = np.arange(2, 12, dtype=np.int32)
+    async with (
+        http_beside(served.engine.client, bind(None, 0, 0), OLD, InferenceSettings()) as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as client,
+    ):
+        ask = {"model": "old", "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+        answer = (await client.post("/v1/completions", json=ask | {"prompt": prompt.tolist()})).json()["choices"][0]
+        mine = await served.generate(prompt, 8, temperature=0.0)
+        assert answer["token_ids"] == mine.ids.tolist()
+        assert answer["prompt_token_ids"] == prompt.tolist()
+        chat = await client.post("/v1/chat/completions", json=ask | {"messages": [{"role": "user", "content": "abc"}]})
+        said = chat.json()
+        assert said["prompt_token_ids"] == [ord(letter) - 30 for letter in "abc>"]
+        told = said["choices"][0]["token_ids"]
+        again = await served.generate(np.array(said["prompt_token_ids"], dtype=np.int32), 8, temperature=0.0)
+        assert told == again.ids.tolist()
+
+
+@marked
+async def test_metrics_count_the_engines_requests_whoever_asks(served: Served):
+    async with (
+        http_beside(served.engine.client, bind(None, 0, 0), OLD, InferenceSettings()) as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as client,
+    ):
+
+        async def tokens() -> float:
+            lines = (await client.get("/metrics")).text.splitlines()
+            return float(next(line for line in lines if line.startswith("vllm:generation_tokens_total{")).split()[-1])
+
+        before = await tokens()
+        answer = await served.generate(np.arange(2, 12, dtype=np.int32), 8, seed=4)
+        assert await tokens() == before + len(answer.ids)
+
+
+@marked
+async def test_with_a_key_nobody_is_answered_who_does_not_bring_it(served: Served):
+    async with (
+        http_beside(served.engine.client, bind(None, 0, 0), OLD, InferenceSettings(), api_key="sesame") as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as client,
+    ):
+        assert (await client.get("/v1/models")).status_code == 401
+        assert (await client.get("/v1/models", headers={"Authorization": "Bearer barley"})).status_code == 401
+        assert (await client.get("/v1/models", headers={"Authorization": "Bearer sesame"})).status_code == 200
+        assert (await client.get("/health")).status_code == 200
+
+
+@marked
+async def test_reasoning_and_tool_calls_are_parsed_as_configured(served: Served):
+    """The test's model babbles: it never ends its thinking, so all that it says is reasoning where a parser looks for it."""
+    settings = InferenceSettings(tool_call_parser="hermes", reasoning_parser="qwen3")
+    async with (
+        http_beside(served.engine.client, bind(None, 0, 0), OLD, settings) as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as client,
+    ):
+        tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+        ask = {"model": "old", "messages": [{"role": "user", "content": "abc"}], "max_tokens": 8, "temperature": 0}
+        answered = await client.post("/v1/chat/completions", json=ask | {"tools": [tool], "tool_choice": "auto"})
+        assert answered.status_code == 200
+        message = (await client.post("/v1/chat/completions", json=ask)).json()["choices"][0]["message"]
+        assert message["reasoning"]  # without an end of thinking all is reasoning
+        assert not message["content"]
+    async with (
+        http_beside(served.engine.client, bind(None, 0, 0), OLD, InferenceSettings()) as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as client,
+    ):
+        refused = await client.post("/v1/chat/completions", json=ask | {"tools": [tool], "tool_choice": "auto"})
+        assert refused.status_code == 400
+        message = (await client.post("/v1/chat/completions", json=ask)).json()["choices"][0]["message"]
+        assert message["content"]
+
+
+def test_an_unknown_parser_is_told_with_the_known_ones():
+    assert unknown_parsers(InferenceSettings()) == ""
+    assert unknown_parsers(InferenceSettings(tool_call_parser="hermes", reasoning_parser="qwen3")) == ""
+    said = unknown_parsers(InferenceSettings(tool_call_parser="hermse"))
+    assert said.startswith("inference.tool_call_parser=hermse is no parser of this vLLM, which has ")
+    assert "hermes" in said
+
+
+def test_the_default_port_is_a_wish_and_the_next_free_one_is_taken_where_another_run_listens():
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError):  # some other process of this machine has it: as good
+            held.enter_context(socket.create_server(("127.0.0.1", DEFAULT_PORT)))
+        first = held.enter_context(bind(None, DEFAULT_PORT, 0)).getsockname()[1]
+        second = held.enter_context(bind(None, DEFAULT_PORT, 0)).getsockname()[1]
+        third = held.enter_context(bind(None, DEFAULT_PORT, 1)).getsockname()[1]
+    assert DEFAULT_PORT < first < second < third < DEFAULT_PORT + 100
 
 
 def test_server_3_gets_the_base_port_plus_3():

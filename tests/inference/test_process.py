@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -221,17 +222,11 @@ async def test_a_killed_engine_ends_the_server_soon_with_its_name_and_leaves_not
 
 
 async def the_http_beside_it_answers(here: Bench) -> None:
-    listening = [c for c in psutil.Process(here.process.pid).net_connections("tcp") if c.status == psutil.CONN_LISTEN]
-    ports = [connection.laddr.port for connection in listening if connection.laddr.ip == "127.0.0.1"]
+    told = json.loads(here.directory.server("server-0").read_text())
     async with httpx.AsyncClient(timeout=30) as client:
-        for port in ports:
-            try:
-                models = await client.get(f"http://127.0.0.1:{port}/v1/models")
-            except httpx.HTTPError:  # one of the engine's own sockets
-                continue
-            assert models.json()["data"][0]["id"] == "tiny"
-            return
-    raise AssertionError(f"no HTTP on any of {ports}")
+        models = await client.get(f"{told['url']}/models")
+        assert models.json()["data"][0]["id"] == told["model"] == "tiny"
+        assert "vllm:num_requests_running" in (await client.get(told["metrics"])).text
 
 
 @pytest.mark.vllm

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,8 @@ from telescope.config.models import EMBEDDED
 from telescope.inference.engine import EngineDead, WeightState
 from telescope.inference.fake import FakeEngine
 from telescope.inference.server import Server
-from telescope.records import Sampling
+from telescope.records import Sampling, WeightGroup, WeightManifest
+from telescope.weights.base import TransferFailed
 from telescope.weights.shared_memory import SharedMemoryPublisher, SharedMemoryReader
 from telescope.wire.codec import RawArrays
 from telescope.wire.happenings import Delivery
@@ -23,6 +26,7 @@ from telescope.wire.messages import (
     Body,
     CommitWeights,
     Completion,
+    EngineLoad,
     Generate,
     GenerateFailed,
     PrepareWeights,
@@ -41,6 +45,7 @@ class Wire:
         self.inbox: asyncio.Queue[Delivery] = asyncio.Queue()
         self.answers: asyncio.Queue[tuple[int, Body, tuple[np.ndarray, ...]]] = asyncio.Queue()
         self.doing: list[str] = []
+        self.loads: asyncio.Queue[tuple[float, EngineLoad]] = asyncio.Queue()
         self.seq = 0
 
     def order(self, body: Body, *arrays: np.ndarray) -> int:
@@ -55,6 +60,9 @@ class Wire:
         return await self.inbox.get()
 
     def send(self, body: Body, arrays: Sequence[np.ndarray] = (), answers: Delivery | None = None) -> int:
+        if isinstance(body, EngineLoad):
+            self.loads.put_nowait((asyncio.get_running_loop().time(), body))
+            return 0
         assert answers is not None
         self.answers.put_nowait((answers.seq, body, tuple(arrays)))
         return 1
@@ -82,8 +90,8 @@ class Mortal(FakeEngine):
         return "the engine's process (pid 5) was killed by SIGKILL"
 
 
-def make(kind: type[FakeEngine] = FakeEngine, token_s: float = 0.0) -> FakeEngine:
-    return kind(EMBEDDED / "tiny", SharedMemoryReader(RUN), max_model_len=64, token_s=token_s)
+def make(kind: type[FakeEngine] = FakeEngine, token_s: float = 0.0, **more) -> FakeEngine:
+    return kind(EMBEDDED / "tiny", SharedMemoryReader(RUN), max_model_len=64, token_s=token_s, **more)
 
 
 def generate(name: str, seed: int = 0) -> Generate:
@@ -111,7 +119,7 @@ async def test_a_request_is_answered_with_three_arrays_and_stop_ends_the_loop():
     assert {len(array) for array in arrays} == {body.tokens}
     wire.order(Stop(reason="all steps are trained"))
     assert await asyncio.wait_for(running, 5) == "all steps are trained"
-    assert wire.doing[-1] == "0 requests running, 1 answered"
+    assert wire.doing[-1] == "serving version 0: 0 requests running, 1 answered"
 
 
 async def test_a_request_that_can_not_be_served_fails_with_its_cause_and_the_others_go_on():
@@ -165,6 +173,42 @@ async def test_a_version_that_was_called_off_can_not_be_committed(publisher: Sha
     running.cancel()
 
 
+class Endless:
+    """A receiver whose bytes never come, until it is broken off."""
+
+    def __init__(self) -> None:
+        self.cancelled = threading.Event()
+        self.epochs: list[int | None] = []
+
+    def receive(self, manifest, group, staging, deadline_s) -> str:
+        self.cancelled.wait(deadline_s)
+        raise TransferFailed("the broadcast was broken off")
+
+    def cancel(self, epoch=None) -> None:
+        self.epochs.append(epoch)
+        self.cancelled.set()
+
+
+async def test_an_abort_breaks_off_a_prepare_under_way_and_both_are_answered():
+    wire, receiver = Wire(), Endless()
+    engine = make(receivers=lambda transport: receiver)
+    running = asyncio.create_task(Server(wire, engine).run())
+    manifest = WeightManifest(1, "gloo", "tcp://127.0.0.1:1/x", (), 0, "")
+    group = WeightGroup(7, ("trainer-0", "server-0/0"))
+    prepared = wire.order(PrepareWeights(manifest=manifest, group=group))
+    while engine._arriving is None:
+        await asyncio.sleep(0.01)
+    called_off = wire.order(AbortWeights(version=1, reason="server-1 died"))
+    answers = [await wire.answer() for _ in range(2)]
+    assert [seq for seq, _, _ in answers] == [prepared, called_off]
+    assert isinstance(answers[0][1], WeightsFailed)
+    assert (answers[0][1].cause, answers[0][1].fatal) == ("the broadcast was broken off", False)
+    assert isinstance(answers[1][1], WeightsReady)
+    assert (answers[1][1].version, answers[1][1].prepared) == (0, None)
+    assert receiver.epochs == [7]
+    running.cancel()
+
+
 async def test_a_failed_load_is_told_as_fatal_and_ends_the_server(publisher: SharedMemoryPublisher):
     wire = Wire()
     running = asyncio.create_task(Server(wire, make(FailingLoad)).run())
@@ -211,10 +255,10 @@ async def test_a_long_answer_is_seen_to_make_progress_before_it_is_finished():
     running = asyncio.create_task(Server(wire, make(token_s=0.01)).run())
     wire.order(generate("r1"), PROMPT)
     await wire.answer()
-    moved = wire.doing.index("0 requests running, 1 answered")
+    moved = wire.doing.index("serving version 0: 0 requests running, 1 answered")
     assert wire.doing[0] == "waiting for orders"
     assert moved > 1
-    assert set(wire.doing[1:moved]) == {"1 requests running, 0 answered"}
+    assert set(wire.doing[1:moved]) == {"serving version 0: 1 requests running, 0 answered"}
     running.cancel()
 
 
@@ -224,4 +268,22 @@ async def test_an_engine_that_samples_nothing_makes_no_progress():
     wire.order(generate("r1"), PROMPT)
     await asyncio.sleep(0.1)
     assert wire.doing == ["waiting for orders"]
+    running.cancel()
+
+
+async def test_the_engines_load_is_told_when_it_has_changed_and_four_times_a_second_at_most():
+    wire = Wire()
+    engine = FakeEngine(EMBEDDED / "tiny", SharedMemoryReader(RUN), max_model_len=64, token_s=0.1, kv_tokens=42)
+    running = asyncio.create_task(Server(wire, engine).run())
+    for name in ("r1", "r2"):
+        wire.order(generate(name), PROMPT)
+    for _ in range(2):
+        await wire.answer()
+    await asyncio.sleep(0.3)  # the last change may have to wait for its turn
+    told = [wire.loads.get_nowait() for _ in range(wire.loads.qsize())]
+    assert told[0][1] == EngineLoad(kv_used=0.5, running=2, waiting=0, preemptions=0)  # 2 x 10 and a first token, of 42
+    times = [at for at, _ in told]
+    assert min(later - earlier for earlier, later in pairwise(times)) >= 0.24
+    assert all(later != earlier for (_, earlier), (_, later) in pairwise(told))
+    assert told[-1][1] == EngineLoad(kv_used=0.0, running=0, waiting=0, preemptions=0)
     running.cancel()

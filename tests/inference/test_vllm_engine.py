@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -10,8 +12,10 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from telescope.inference.engine import RequestRefused, WeightsRefused
-from telescope.inference.versions import CountedTokens, EngineLabels
+from benchmarks.flow.cancel import one_abort
+from telescope.backends.common.logprobs import logprobs
+from telescope.inference.engine import Generated, RequestRefused, WeightsRefused
+from telescope.maths.support import WHOLE, Support
 from telescope.records import Sampling, WeightManifest
 from tests.inference.conftest import Served
 
@@ -104,6 +108,14 @@ async def test_an_abort_stops_the_request_in_the_engine_within_a_step(old: Serve
     assert not [name for name in await old.engine.running() if name.startswith("doomed")]
 
 
+@pytest.mark.parametrize("others", [1, 15])
+async def test_a_cancelled_request_is_out_of_the_engine_within_one_step_and_gets_no_further_token(old: Served, others: int):
+    stops = [await one_abort(old.engine, f"cancel{others}-{index}", others=others, max_tokens=400) for index in range(5)]
+    assert [stop.late_tokens for stop in stops] == [0] * 5
+    assert max(stop.held_steps for stop in stops) <= 1
+    assert all(5 <= stop.tokens < 400 for stop in stops)
+
+
 async def test_an_abort_right_behind_its_request_is_not_lost(old: Served):
     task = asyncio.create_task(long_request(old, "doomed", prompt(8)))
     await asyncio.sleep(0)
@@ -123,45 +135,77 @@ async def test_a_smaller_priority_goes_first(old: Served):
 
     async def one(index: int, priority: int) -> None:
         await old.generate(prompt(4, index), 12, seed=index, priority=priority)
-        finished.append(priority)
+        finished.append(index)
 
     late = [one(index, 5) for index in range(256 + 64)]
     urgent = [one(1000 + index, 0) for index in range(16)]
     await asyncio.gather(*late, *urgent)
-    places = [place for place, priority in enumerate(finished) if priority == 0]
-    assert len(places) == 16
-    waiting = len(finished) - 64  # of those that found no room, the urgent ones were taken first
-    assert max(places) < waiting + 16
+    urgent_places = [place for place, index in enumerate(finished) if index >= 1000]
+    waiting_places = [place for place, index in enumerate(finished) if 256 <= index < 1000]
+    assert (len(urgent_places), len(waiting_places)) == (16, 64)
+    assert np.mean(urgent_places) < np.mean(waiting_places)  # of those that found no room, they were taken first
 
 
-@pytest.mark.parametrize("kind", [EngineLabels, CountedTokens])
-async def test_tokens_across_an_update_carry_their_own_version_and_log_probs(old: Served, kind: type):
-    """One long answer, updated twice on the way: each token's log-prob is that of the version it names, given all before it."""
-    before = old.engine._versions
-    old.engine._versions = kind(old.engine.client)
-    old.engine._versions.current = before.current
-    try:
-        task = asyncio.create_task(long_request(old, "long", prompt(10)))
-        await until_running(old, "long", 10)
-        base = old.serving
-        first = await old.serve("new")
-        await until_running(old, "long", 60)
-        second = await old.serve("third")
-        answer = await asyncio.wait_for(task, 60)
-    finally:
-        before.current = old.engine._versions.current
-        old.engine._versions = before
-        await old.engine.client.update_weight_version(str(before.current))
+async def across_two_updates(old: Served) -> tuple[Generated, list[int]]:
+    """One long answer, updated twice on the way; the versions that it met."""
+    task = asyncio.create_task(long_request(old, "long", prompt(10)))
+    await until_running(old, "long", 10)
+    met = [old.serving, await old.serve("new")]
+    await until_running(old, "long", 60)
+    met.append(await old.serve("third"))
+    answer = await asyncio.wait_for(task, 60)
     spans = [(int(v), int((answer.versions == v).sum())) for v in dict.fromkeys(answer.versions.tolist())]
-    assert [version for version, _ in spans] == [base, first, second]
+    assert [version for version, _ in spans] == met
     assert min(count for _, count in spans) >= 10
     assert (np.diff(answer.versions) >= 0).all()
-    for version, which in ((base, "old"), (first, "new"), (second, "third")):
+    return answer, met
+
+
+async def test_tokens_that_are_computed_anew_carry_their_own_version_and_its_log_probs_given_all_before(old: Served):
+    with in_flight(old, "recompute"):
+        answer, met = await across_two_updates(old)
+    for version, which in zip(met, ("old", "new", "third"), strict=True):
         mine = answer.versions == version
         expected = old.reference_logprobs(which, prompt(10), answer.ids, COLD)
         assert np.abs(answer.logprobs - expected)[mine].max() < 1e-3
         others = old.reference_logprobs("third" if which == "old" else "old", prompt(10), answer.ids, COLD)
         assert np.abs(answer.logprobs - others)[mine].mean() > 0.1
+
+
+async def test_tokens_that_go_on_through_an_update_are_of_their_version_over_the_keys_and_values_before(
+    old: Served,
+):
+    """The reference feeds each token to the weights of its version and keeps all keys and values, as the engine does."""
+    answer, met = await across_two_updates(old)
+    which = dict(zip(met, ("old", "new", "third"), strict=True))
+    expected = old.reference_over_kept_cache(prompt(10), answer, which, COLD)
+    assert np.abs(answer.logprobs - expected).max() < 1e-3
+    anew = old.reference_logprobs("third", prompt(10), answer.ids, COLD)
+    assert np.abs(answer.logprobs - anew)[answer.versions == met[2]].mean() > 0.1
+
+
+async def test_versions_are_exact_for_requests_that_arrive_finish_and_run_while_weights_change(old: Served):
+    """Requests keep coming while five versions are served; each token's log-prob is that of the version it names."""
+    served = {old.serving: "old"}
+    tasks = []
+    for index, which in enumerate(("new", "third", "old", "new", "third")):
+        for burst in range(8):
+            tasks.append(asyncio.create_task(old.generate(prompt(20, burst), 12, seed=index, temperature=COLD)))
+            await asyncio.sleep(0)
+        served[await old.serve(which)] = which
+    answers = await asyncio.gather(*tasks)
+    assert sum(len(set(a.versions.tolist())) > 1 for a in answers) > 0
+    for index, answer in enumerate(answers):
+        expected = old.reference_over_kept_cache(prompt(20, index % 8), answer, served, COLD)
+        assert np.abs(answer.logprobs - expected).max() < 1e-3
+
+
+async def test_updates_are_plain_copies_found_by_watching_the_loader(old: Served):
+    (opened,) = old.engine.opened
+    assert opened.no_plan == ""
+    assert opened.copies == 2 * 11 + 2  # per layer q, k, v, o, two head norms, gate, up, down, two norms; embedding and norm
+    model = old.model("old")
+    assert opened.nbytes == 4 * sum(parameter.numel() for parameter in model.parameters())
 
 
 async def test_after_an_update_greedy_answers_and_log_probs_are_the_new_weights_with_prefix_caching_on(old: Served):
@@ -223,16 +267,12 @@ async def test_a_corrupted_segment_is_refused_and_the_old_version_serves_on(old:
 
 
 async def test_in_flight_abort_ends_running_requests_at_an_update(old: Served):
-    kept = old.engine._sync
-    old.engine._sync = kept.model_copy(update={"in_flight": "abort"})
-    try:
+    with in_flight(old, "abort"):
         task = asyncio.create_task(long_request(old, "cut", prompt(8)))
         await until_running(old, "cut", 5)
         before = old.serving
         await old.serve("new")
         answer = await asyncio.wait_for(task, 10)
-    finally:
-        old.engine._sync = kept
     assert answer.finish_reason == "abort"
     assert set(answer.versions.tolist()) == {before}
     await old.assert_serves("new")
@@ -242,6 +282,16 @@ async def test_256_requests_at_once_are_all_answered(old: Served):
     answers = await asyncio.gather(*(old.generate(prompt(20, i), 6, seed=i) for i in range(256)))
     assert len(answers) == 256
     assert all(1 <= len(answer.ids) <= 6 for answer in answers)
+
+
+@contextmanager
+def in_flight(served: Served, mode: str) -> Iterator[None]:
+    kept = served.engine._sync
+    served.engine._sync = kept.model_copy(update={"in_flight": mode})
+    try:
+        yield
+    finally:
+        served.engine._sync = kept
 
 
 async def long_request(served: Served, name: str, tokens: np.ndarray):
@@ -280,3 +330,54 @@ async def test_each_step_is_told_while_a_long_answer_is_generated(old: Served):
     old.engine.on_step(lambda: None)
     assert len(answer.ids) == 200
     assert 50 <= steps <= 202
+
+
+async def test_the_engine_says_how_full_its_cache_is_while_it_works_and_that_it_is_empty_after(old: Served):
+    loads = []
+    old.engine.on_step(lambda: loads.append(old.engine.load))
+    await asyncio.gather(*(old.generate(prompt(6), 200, temperature=COLD) for _ in range(3)))
+    old.engine.on_step(lambda: None)
+    assert max(load.running for load in loads) == 3
+    used = [load.kv_used for load in loads if load.running == 3]
+    assert 0 < used[0] < used[-1] < 1  # 206 tokens are more than one of its blocks
+    assert (old.engine.load.running, old.engine.load.waiting, old.engine.load.kv_used) == (0, 0, 0.0)
+
+
+KEPT = [Support(top_k=5), Support(top_p=0.8), Support(min_p=0.3), Support(top_k=40, top_p=0.9, min_p=0.02)]
+
+
+@pytest.mark.parametrize("support", KEPT)
+async def test_logprobs_of_a_cut_distribution_are_those_that_the_trainer_computes(old: Served, support: Support):
+    import torch
+
+    prompts = [prompt(5 + index, index) for index in range(8)]
+    sampling = [Sampling(HOT, 24, seed, support.top_k, support.top_p, support.min_p) for seed in range(8)]
+    answers = await asyncio.gather(*(old.engine.generate(old.name(), p, s, 0) for p, s in zip(prompts, sampling, strict=True)))
+    differences, raised = [], []
+    for p, answer in zip(prompts, answers, strict=True):
+        tokens = torch.as_tensor(np.concatenate([p, answer.ids]).astype(np.int64))
+        with torch.no_grad():
+            model = old.model("old")
+            hidden = model.model(tokens[None]).last_hidden_state[0, len(p) - 1 : -1]
+            head = model.get_output_embeddings().weight
+            ours, whole = (logprobs(hidden, head, tokens[len(p) :], HOT, 64, kept)[0].numpy() for kept in (support, WHOLE))
+        differences.append(np.abs(answer.logprobs - ours))
+        raised.append(answer.logprobs - whole)
+    assert np.concatenate(differences).max() < 1e-3
+    assert np.concatenate(raised).mean() > 0.05  # the sampler's log-probs are of the tokens that are left
+
+
+async def test_an_answer_ends_with_the_stop_text_and_all_its_tokens_are_there(old: Served):
+    whole = await old.generate(prompt(9), 40, seed=3, temperature=COLD)
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(old.folders["old"])
+    mark = tokenizer.decode(whole.ids[4:6].tolist())
+    stopped = await old.engine.generate(old.name(), prompt(9), Sampling(COLD, 40, 3, stop=(mark,)), 0)
+    count = len(stopped.ids)
+    assert stopped.finish_reason == "stop"
+    assert stopped.ids.tolist() == whole.ids[:count].tolist()
+    assert tokenizer.decode(stopped.ids.tolist()).endswith(mark)
+    assert mark not in tokenizer.decode(stopped.ids[:-1].tolist())
+    assert len(stopped.logprobs) == len(stopped.versions) == count <= 6
+    np.testing.assert_allclose(stopped.logprobs, whole.logprobs[:count], atol=1e-4)

@@ -8,8 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from telescope.config.parts import InferenceSettings, ModelSettings
-from telescope.inference.vllm_options import Device, ServerPlan, engine_arguments, vllm_environment
+from telescope.config.parts import InferenceSettings, LoraSettings, ModelSettings
+from telescope.inference.vllm_options import (
+    Device,
+    NoRoom,
+    ServerPlan,
+    engine_arguments,
+    share_beside_staging,
+    vllm_environment,
+)
 
 
 def arguments(device: Device = "cpu", lanes: int = 256, dtype: str = "float32", **settings: object) -> dict[str, object]:
@@ -35,7 +42,7 @@ def test_a_step_carries_as_many_sequences_as_may_be_in_flight_up_to_the_devices_
 
 
 def test_what_is_set_goes_through():
-    given = arguments("gpu", max_num_seqs=7, max_num_batched_tokens=99, enforce_eager=True, scheduling_policy="fcfs")
+    given = arguments("gpu", max_num_seqs=7, max_num_batched_tokens=99, cuda_graphs="off", scheduling_policy="fcfs")
     assert (given["max_num_seqs"], given["max_num_batched_tokens"]) == (7, 99)
     assert (given["enforce_eager"], given["scheduling_policy"]) == (True, "fcfs")
     assert "max_num_batched_tokens" not in arguments("gpu")
@@ -63,3 +70,59 @@ def test_the_process_with_a_fake_engine_needs_neither_torch_nor_vllm():
     code = "import sys, telescope.inference.main; print([m for m in ('torch', 'vllm', 'transformers') if m in sys.modules])"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert said.stdout.strip() == "[]"
+
+
+def test_decode_steps_are_captured_on_a_gpu_without_compilation_unless_one_asks_for_another_way():
+    auto, asked = arguments("gpu", lanes=100), arguments("gpu", lanes=100, cuda_graphs="full_decode")
+    assert auto == asked
+    assert auto["enforce_eager"] is False
+    assert auto["compilation_config"] == {
+        "mode": 0,
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 100],
+    }
+    assert arguments("gpu", lanes=4096)["compilation_config"]["cudagraph_capture_sizes"][-2:] == [384, 512]
+    assert arguments("gpu", lanes=1)["compilation_config"]["cudagraph_capture_sizes"] == [1]
+    assert "compilation_config" not in arguments("gpu", cuda_graphs="default")
+    assert arguments("gpu", cuda_graphs="off")["enforce_eager"] is True
+    assert arguments("cpu", cuda_graphs="full_decode")["enforce_eager"] is True
+
+
+def test_a_tensor_parallel_server_has_its_size_and_on_a_cpu_a_process_a_worker():
+    assert "tensor_parallel_size" not in arguments("gpu")
+    assert arguments("gpu", tensor_parallel_size=2)["tensor_parallel_size"] == 2
+    given = arguments("cpu", tensor_parallel_size=2)
+    assert (given["tensor_parallel_size"], given["distributed_executor_backend"]) == (2, "mp")
+
+
+def test_spans_go_to_the_receiver_of_this_machine_where_tracing_is_on():
+    assert "otlp_traces_endpoint" not in arguments()
+    assert arguments(enable_tracing=True)["otlp_traces_endpoint"] == "http://127.0.0.1:4318/v1/traces"
+    assert arguments(enable_tracing=True, otlp_receiver_port=9)["otlp_traces_endpoint"] == "http://127.0.0.1:9/v1/traces"
+    assert vllm_environment("gpu", {})["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] == "http/protobuf"
+
+
+def test_a_reasoning_parser_is_the_engines_too():
+    assert arguments(reasoning_parser="qwen3")["reasoning_parser"] == "qwen3"
+    assert "reasoning_parser" not in arguments()
+
+
+def test_fp8_is_asked_of_vllm_by_name():
+    assert "quantization" not in arguments("gpu")
+    assert arguments("gpu", quantization="fp8")["quantization"] == "fp8"
+
+
+def test_adapters_get_slots_for_the_versions_in_use_and_room_for_their_rank():
+    model = ModelSettings(lora=LoraSettings(rank=12))
+    given = engine_arguments(ServerPlan(model, Path("/m"), InferenceSettings(max_loras=3), "gpu", 8, 0, "run"))
+    assert [given[name] for name in ("enable_lora", "max_lora_rank", "max_loras", "max_cpu_loras")] == [True, 16, 3, 4]
+    assert "enable_lora" not in arguments("gpu")
+
+
+def test_the_staging_buffer_is_charged_against_the_servers_share_of_the_card():
+    assert share_beside_staging(0.9, 80 * 10**9, 6 * 10**9, 6 * 10**9) == pytest.approx(0.825)
+
+
+def test_a_buffer_that_leaves_no_room_is_refused_with_the_numbers_and_the_remedy():
+    with pytest.raises(NoRoom, match=r"needs 8.00 GB beside 8.00 GB of weights, and .*=0.6 gives the server 14.40 of 24.00 GB"):
+        share_beside_staging(0.6, 24 * 10**9, 8 * 10**9, 8 * 10**9)

@@ -11,6 +11,7 @@ import pytest
 from telescope.algorithms.rloo import RLOO
 from telescope.flow.commands import Train
 from telescope.orchestrator.batch import BatchUnusable, Recipe, cut
+from telescope.orchestrator.rewards import RewardRanges
 from telescope.orchestrator.shelf import Shelf
 from telescope.records import Denominators
 from tests.orchestrator.test_shelf import make
@@ -167,3 +168,57 @@ def test_lengths_cost_reward_before_advantages_are_made_of_it():
     batch = cut(command, shelf, rule, ranks=1)
     assert batch.advantages.tolist() == [0.5, -0.5]
     assert batch.metrics()["length_penalty_mean"] == -0.25
+
+
+# ---- several epochs, and rewards within a range
+
+
+def test_an_epoch_takes_every_rollout_once_and_cuts_minibatches_anew():
+    shelf = Shelf()
+    groups = range(6)
+    for group in groups:
+        for sample in range(2):
+            shelf.put(make(2 * group + sample, group, float(sample)))
+    command = Train(6, tuple(groups), tuple((2 * g, 2 * g + 1) for g in groups), (), ())
+    rule = Recipe(RLOO(), group_size=2, max_tokens=10, minibatches=3, epochs=4, seed=7)
+    batch = cut(command, shelf, rule, ranks=2)
+    assert len(batch.denominators) == 12
+    assert {counts.groups for counts in batch.denominators} == {2}
+    members: dict[int, list[int]] = {}
+    for shard in batch.shards:
+        numbers = [item.minibatch for item in shard.step.items]
+        assert numbers == sorted(numbers)
+        for item in shard.step.items:
+            members.setdefault(item.minibatch, []).append(item.rollout_id)
+    epochs = [[tuple(sorted(members[3 * epoch + part])) for part in range(3)] for epoch in range(4)]
+    assert epochs[0] == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)]  # the first as without epochs
+    for epoch in epochs:
+        assert sorted(rollout for part in epoch for rollout in part) == list(range(12))
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+    assert batch.trained_tokens * 4 == sum(counts.tokens for counts in batch.denominators)
+    again = cut(command, shelf, rule, ranks=2)
+    assert [shard.step for shard in again.shards] == [shard.step for shard in batch.shards]
+    other = cut(command, shelf, replace(rule, seed=8), ranks=2)
+    assert [shard.step for shard in other.shards] != [shard.step for shard in batch.shards]
+
+
+def test_normalised_rewards_are_trained_on_and_the_raw_one_stays():
+    ranges = RewardRanges({"countdown": (-1.0, 3.0)}, normalize=True)
+    rule = Recipe(RLOO(overlong_buffer_tokens=2, overlong_penalty=1.0), group_size=2, max_tokens=3, rewards=ranges)
+    rollout = rule.shaped(make(20, 2, 1.0))
+    assert (rollout.done.reward, rollout.reward) == (1.0, 0.5 - 0.5)
+    raw = replace(rule, rewards=RewardRanges({"countdown": (-1.0, 3.0)})).shaped(make(20, 2, 1.0))
+    assert raw.reward == 1.0 - 0.5
+    assert (ranges.normalised("countdown", 5.0), ranges.normalised("other", 5.0), ranges.trained("other", 5.0)) == (
+        1.5,
+        None,
+        5.0,
+    )
+
+
+def test_rewards_outside_their_range_are_counted_and_told_once():
+    ranges = RewardRanges({"countdown": (0.0, 1.0)})
+    said = [ranges.note("countdown", reward) for reward in (0.0, 1.0, 1.5, -2.0)]
+    assert [bool(sentence) for sentence in said] == [False, False, True, False]
+    assert "environments.countdown is 1.5, outside [reward_min=0, reward_max=1]" in said[2]
+    assert (ranges.outside, ranges.note("other", 9.0)) == ({"countdown": 2}, "")

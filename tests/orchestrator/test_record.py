@@ -14,7 +14,9 @@ from telescope.flow.core import Core
 from telescope.flow.settings import FlowSettings
 from telescope.orchestrator.batch import Recipe, cut
 from telescope.orchestrator.record import Recorder
+from telescope.orchestrator.rewards import RewardRanges
 from telescope.orchestrator.shelf import Shelf
+from telescope.records import EnvironmentCard
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.reader import rows
 from telescope.runlog.writer import RunLog
@@ -134,3 +136,27 @@ async def test_a_run_without_a_step_has_no_reward_rather_than_zero(run: RunDirec
     Recorder(run, log, None, number_of_steps=3).finish(counts(), {})
     log.close()
     assert orjson.loads(run.summary_json.read_bytes())["reward_mean_last"] is None
+
+
+async def test_left_out_prompts_and_rewards_out_of_range_stand_in_the_summary(run: RunDirectory):
+    log = RunLog(run, "orchestrator")
+    ranges = RewardRanges({"countdown": (0.0, 2.0)})
+    recorder = Recorder(run, log, None, 3, ranges)
+    for _ in range(2):
+        recorder.environments((EnvironmentCard("gsm8k", {"train": 7456, "eval": 5}, "d", too_long=17),))
+    shelf = Shelf()
+    for rollout_id, reward in ((0, 1.0), (1, 3.0)):
+        shelf.put(make(rollout_id, 0, reward))
+        recorder.scored(shelf[rollout_id], "worker-0", lambda: None, counts=True)
+    command = Train(step=6, group_ids=(0,), rollout_ids=((0, 1),), baseline_group_ids=(), baseline_rollout_ids=())
+    recorder.batch(cut(command, shelf, Recipe(RLOO(), group_size=2, max_tokens=10), ranks=1))
+    metrics = recorder.step(StepDone(step=6, metrics={}, timings={}), counts())
+    assert (metrics["reward/mean"], metrics["reward/normalized_mean"], metrics["reward/out_of_range"]) == (2.0, 1.0, 1.0)
+    recorder.finish(counts(), {})
+    log.close()
+    summary = orjson.loads(run.summary_json.read_bytes())
+    assert summary["prompts"] == {"gsm8k": {"kept": 7456, "too_long": 17}}
+    assert summary["rewards_out_of_range"] == {"countdown": 1}
+    told = [row["message"] for row in rows(run, "alerts")]
+    assert told[0].startswith("17 of 7473 prompts of gsm8k are longer than ")
+    assert len(told) == 2

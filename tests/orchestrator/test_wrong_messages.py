@@ -115,6 +115,8 @@ class Peer:
         self.link.send(wrong, (PROMPT,))
         self.link.send(msgspec.structs.replace(ask, request_id=ask.request_id + "b", rollout_id=ask.rollout_id ^ 1), (PROMPT,))
         self.link.send(m.Abort("never heard of"))
+        self.link.send(m.GenerationOver(10**9, 0))
+        self.link.send(m.GenerationOver(ask.rollout_id ^ 1, ask.attempt))  # most often the other worker's
         other = next(name for name in WORKERS if name != self.link.name)
         for number in range(int(ask.request_id.rpartition("/")[2]) + 8):  # some of these are in flight now
             self.link.send(m.Abort(f"{other}/{number}"))
@@ -150,6 +152,9 @@ class Peer:
         good = m.Completion(delivery.body.request_id, "stop", 1, 0, 0.0, 0.1)
         arrays = np.array([7], np.int32), np.array([-0.5], np.float32), np.array([self.version], np.int32)
         if self.nonsense():
+            self.link.send(
+                m.EngineLoad(self.random.choice([float("nan"), -0.1, 7.0, 0.99]), 1, self.random.randint(-1, 9), 2**62)
+            )
             change = self.random.choice([{"request_id": "worker-0/1"}, {"request_id": "?"}, {"cached_tokens": 2**63}])
             self.link.send(msgspec.structs.replace(good, **change), arrays, delivery)
         else:

@@ -20,6 +20,7 @@ from telescope._launch.plan import (
 )
 from telescope.config.parts import ClusterSettings, EnvironmentEntry
 from telescope.config.run import RunConfig
+from telescope.trainer.placement import placement
 
 LAPTOP = Host("laptop", cpus=2)
 EIGHT = Host("node-1", cpus=32, gpus=tuple("01234567"))
@@ -136,3 +137,26 @@ def test_a_plan_survives_its_file_which_only_its_owner_reads(tmp_path: Path) -> 
     write_plan(plan, tmp_path / "plan.json")
     assert read_plan(tmp_path / "plan.json") == plan
     assert (tmp_path / "plan.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_tensor_parallel_server_takes_its_cards_together() -> None:
+    config = config_with(inference_num_workers=4, trainer_num_workers=2)
+    config = config.model_copy(update={"inference": config.inference.model_copy(update={"tensor_parallel_size": 2})})
+    gpus = {process.name: process.gpus for process in make_plan(config, (EIGHT,)).processes if process.gpus}
+    assert gpus == {"server-0": ("0", "1"), "server-1": ("2", "3"), "trainer-0": ("4",), "trainer-1": ("5",)}
+
+
+def with_share(share: float) -> RunConfig:
+    config = config_with(inference_num_workers=1, trainer_num_workers=1)
+    return config.model_copy(update={"inference": config.inference.model_copy(update={"gpu_memory_utilization": share})})
+
+
+def test_a_rank_beside_a_server_may_take_what_the_server_leaves_of_the_card() -> None:
+    box = Host("box", 8, ("0",))
+    environment = by_name(make_plan(with_share(0.45), (box,)))["trainer-0"].environment
+    assert environment["TELESCOPE_GPU_SHARE"] == "0.550"
+    assert placement(environment, with_share(0.45).cluster).memory_share == 0.55
+    alone = by_name(make_plan(with_share(0.45), (EIGHT,)))["trainer-0"].environment
+    assert "TELESCOPE_GPU_SHARE" not in alone
+    with pytest.raises(PlanError, match=r"trainer-0 shares GPU 0 with a server, and inference.gpu_memory_util.*=0.95"):
+        make_plan(with_share(0.95), (box,))

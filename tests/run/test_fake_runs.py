@@ -49,6 +49,15 @@ def test_another_seed_plays_other_prompts(start: Start):
     assert {row[2] for row in played(runs[0])} != {row[2] for row in played(runs[1])}
 
 
+def test_weights_are_broadcast_to_the_server_at_each_step(start: Start):
+    run = start("experiment=fake", "number_of_steps=3", "weight_sync.transport=gloo")
+    assert run.wait() == 0, run.said()
+    log = (run.directory.path / "logs" / "server-0.log").read_text(encoding="utf-8")
+    for version in (1, 2, 3):
+        assert f"PrepareWeights {version}: serving {version - 1}" in log
+        assert f"CommitWeights {version}: serving {version}" in log
+
+
 def test_the_core_says_the_same_again_from_the_journal(start: Start):
     run = start("experiment=fake", "number_of_steps=3")
     assert run.wait() == 0, run.said()

@@ -78,6 +78,20 @@ def test_minibatches_masks_and_penalties_learn_too(start: Start):
 
 @pytest.mark.slow
 @pytest.mark.vllm
+@pytest.mark.timeout(700)
+def test_adapters_alone_learn_and_every_version_is_seen_in_the_servers_log_probs(start: Start):
+    lora = ("model.lora={rank:16,alpha:32}", "trainer.learning_rate=2e-3")
+    run = finished(start(*REVERSE, *lora, "number_of_steps=24"))
+    curve = exact(run)
+    assert statistics.mean(curve[-5:]) > 0.45, curve
+    assert statistics.mean(curve[-5:]) - statistics.mean(curve[:3]) > 0.15, curve
+    moved = [line for line in run.directory.log("server-0").read_text().splitlines() if "log-probs by" in line]
+    assert len(moved) == 24
+    assert not [line for line in moved if "log-probs by 0 nats" in line]
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
 @pytest.mark.timeout(1500)
 def test_the_quickstart_learns_with_three_seeds(start: Start):
     ends = []
@@ -94,9 +108,9 @@ def test_the_quickstart_learns_with_three_seeds(start: Start):
 @pytest.mark.vllm
 @pytest.mark.timeout(700)
 def test_shuffled_advantages_teach_nothing(start: Start, tmp_path: Path):
-    run = finished(
-        start(*REVERSE, "--config-dir", str(controls(tmp_path / "mine")), "algorithm=shuffled", "number_of_steps=30")
-    )
+    """Groups of equal rewards stay in: as the policy gets worse, the search for others would take ever longer."""
+    broken = ("--config-dir", str(controls(tmp_path / "mine")), "algorithm=shuffled")
+    run = finished(start(*REVERSE, *broken, "orchestrator.discard_group_zero_advantage=false", "number_of_steps=30"))
     assert statistics.mean(exact(run)[-5:]) < 0.3
 
 

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 PATIENCE_S = 90.0
@@ -17,10 +18,13 @@ PATIENCE_S = 90.0
 
 
 class Member:
-    def __init__(self, name: str, **told: Any) -> None:
+    def __init__(self, name: str, gpu: str = "", **told: Any) -> None:
+        """`gpu`: the card that it is shown; it then speaks NCCL, else gloo."""
         self.name = name
+        told |= {"device": "cuda:0", "transport": "nccl"} if gpu else {"device": "cpu", "transport": "gloo"}
         arguments = [sys.executable, "-m", "tests.weights.member", json.dumps({"name": name, **told})]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "LD_PRELOAD": ""}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": gpu, "LD_PRELOAD": ""}
+        environment |= {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
         self.process = subprocess.Popen(
             arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True, bufsize=1
         )
@@ -54,10 +58,14 @@ class Member:
 class Company:
     """Trainer ranks and servers' workers; a context manager. `set_up` says which of the ranks take part, and how."""
 
-    def __init__(self, ranks: int = 1, servers: int = 1) -> None:
+    def __init__(self, ranks: int = 1, servers: int = 1, gpus: Sequence[str] = ()) -> None:
+        """`gpus`: the trainer's, then each server's."""
+        cards = [*gpus, *[""] * (1 + servers - len(gpus))]
         port = free_port()
-        self.all_ranks = [Member(f"trainer-{rank}", role="trainer", rank=rank, ranks=ranks, port=port) for rank in range(ranks)]
-        self.servers = [Member(f"server-{index}/0", role="server") for index in range(servers)]
+        self.all_ranks = [
+            Member(f"trainer-{rank}", cards[0], role="trainer", rank=rank, ranks=ranks, port=port) for rank in range(ranks)
+        ]
+        self.servers = [Member(f"server-{index}/0", cards[1 + index], role="server") for index in range(servers)]
 
     def set_up(self, ranks: int = 1, **settings: Any) -> Company:
         """A new publisher on each of the first `ranks` ranks, a new receiver in each server."""

@@ -43,12 +43,12 @@ def made_up(seed: int, bulk: int) -> dict[str, Tensor]:
 class Model:
     """Parameters sharded over the ranks, as FSDP's are."""
 
-    def __init__(self, rank: int, size: int, bulk: int) -> None:
-        self.rank, self.size, self.bulk, self.packed = rank, size, bulk, 0
+    def __init__(self, rank: int, size: int, bulk: int, device: str) -> None:
+        self.rank, self.size, self.bulk, self.device, self.packed = rank, size, bulk, device, 0
         self.set(0)
 
     def set(self, seed: int) -> None:
-        whole = made_up(seed, self.bulk)
+        whole = {name: tensor.to(self.device) for name, tensor in made_up(seed, self.bulk).items()}
         if self.size > 1:
             mesh = init_device_mesh("cpu", (self.size,))
             whole = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole.items()}
@@ -73,15 +73,15 @@ def hear() -> dict[str, Any] | None:
 
 
 def trainer(told: dict[str, Any]) -> None:
-    rank, size = told["rank"], told["ranks"]
+    rank, size, device = told["rank"], told["ranks"], told["device"]
     if size > 1:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(told["port"]), "GLOO_SOCKET_IFNAME": "lo"}
         dist.init_process_group("gloo", rank=rank, world_size=size)
     while (order := hear()) is not None:
         if "setup" in order:
             settings = order["setup"]
-            model = Model(rank, settings.pop("ranks"), settings.pop("bulk"))
-            publisher = CollectivePublisher("gloo", model, rank=rank, device="cpu", address="127.0.0.1", **settings)
+            model = Model(rank, settings.pop("ranks"), settings.pop("bulk"), device)
+            publisher = CollectivePublisher(told["transport"], model, rank=rank, device=device, address="127.0.0.1", **settings)
         elif "publish" in order:
             model.set(order["publish"])
             manifest = publisher.publish(order["publish"])
@@ -104,18 +104,20 @@ def send(publisher: CollectivePublisher, order: dict[str, Any], model: Model) ->
 def server(told: dict[str, Any]) -> None:
     while (order := hear()) is not None:
         if "setup" in order:
-            receiver = CollectiveReceiver("gloo", told["name"], device="cpu", init_timeout_s=order["setup"]["init_timeout_s"])
+            receiver = CollectiveReceiver(
+                told["transport"], told["name"], device=told["device"], init_timeout_s=order["setup"]["init_timeout_s"]
+            )
             deadline_s, bulk = order["setup"]["update_timeout_s"], order["setup"]["bulk"]
         elif "cancel" in order:
             receiver.cancel(order["cancel"])
         else:
-            threading.Thread(target=receive, args=(receiver, order, deadline_s, bulk), daemon=True).start()
+            threading.Thread(target=receive, args=(receiver, order, deadline_s, bulk, told["device"]), daemon=True).start()
 
 
-def receive(receiver: CollectiveReceiver, order: dict[str, Any], deadline_s: float, bulk: int) -> None:
+def receive(receiver: CollectiveReceiver, order: dict[str, Any], deadline_s: float, bulk: int, device: str) -> None:
     manifest = msgspec.json.decode(order["manifest"], type=WeightManifest)
     group = msgspec.convert(order["group"], WeightGroup)
-    flat = torch.zeros(manifest.nbytes, dtype=torch.uint8)
+    flat = torch.zeros(manifest.nbytes, dtype=torch.uint8, device=device)
 
     def load(bucket: Bucket, data: Tensor) -> None:
         if order.get("die_at") == bucket.start:
@@ -134,7 +136,7 @@ def receive(receiver: CollectiveReceiver, order: dict[str, Any], deadline_s: flo
     except (TransferFailed, WeightsCorrupt) as error:
         say(failed=str(error), seconds=time.monotonic() - started)
         return
-    wanted = made_up(manifest.version, bulk)
+    wanted, flat = made_up(manifest.version, bulk), flat.cpu()
     same = [
         torch.equal(
             flat[spec.offset :][: spec.nbytes].view(getattr(torch, spec.dtype)).view(spec.shape),

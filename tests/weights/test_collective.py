@@ -102,6 +102,7 @@ def test_an_order_to_break_off_counts_before_the_thread_has_begun(company):
     company.begin(1, 0, servers=company.servers[:1])
     said = "the group of epoch 0 was broken off; the next one has a higher number"
     assert company.ranks[0].said()["failed"] == said
+    assert company.servers[0].said()["failed"] == said
 
 
 def test_a_receiver_without_a_sender_is_cancelled_from_another_thread(company):

@@ -81,7 +81,7 @@ def test_a_short_segment_is_noticed_before_it_is_mapped(tmp_path):
     publisher, reader = pair(tmp_path)
     manifest = publisher.publish(1, small(1))
     os.truncate(manifest.location, 40)
-    with pytest.raises(WeightsCorrupt, match="have 40 bytes, published were 104"):
+    with pytest.raises(WeightsCorrupt, match="have 40 bytes, published were 128"):
         reader.read(manifest)
     publisher.close()
 

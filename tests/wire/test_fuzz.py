@@ -16,13 +16,17 @@ import psutil
 import pytest
 import zmq
 
+from telescope.inference.server import Server
 from telescope.runlog.layout import RunDirectory
 from telescope.wire import messages as m
 from telescope.wire.codec import RawArrays, encode
 from telescope.wire.hub import Delivery, Hub
+from telescope.wire.hub_session import HubIdentity
+from telescope.wire.link import Link
 from telescope.wire.meeting import HubAddress
 from telescope.wire.security import load_keys
-from tests.wire.conftest import DEADLINE_S
+from tests.inference.test_server import Wire, make
+from tests.wire.conftest import DEADLINE_S, IDENTITY
 from tests.wire.samples import SAMPLES, SAMPLING, Sample, completion, hello
 
 MESSAGES = 10_000
@@ -30,8 +34,10 @@ GROWTH_BYTES = 4 * 2**20
 """Resident memory may waver by this much between two floods. A leak of half a kilobyte a message would show."""
 
 
-def dealer(run: RunDirectory, keys: tuple[bytes, bytes] | None) -> zmq.Socket[bytes]:
-    address = msgspec.json.decode(run.hub_json.read_bytes(), type=HubAddress)
+def dealer(
+    run: RunDirectory, keys: tuple[bytes, bytes] | None, address: HubAddress | m.DoorAddress | None = None
+) -> zmq.Socket[bytes]:
+    address = address or msgspec.json.decode(run.hub_json.read_bytes(), type=HubAddress)
     other = zmq.Context.instance().socket(zmq.DEALER)
     if keys is not None:
         other.curve_serverkey = address.public_key.encode()
@@ -113,7 +119,7 @@ async def traffic(hub: Hub, connect) -> AsyncIterator[Traffic]:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def survives(traffic: Traffic, attack: Callable[[random.Random], None]) -> int:
+async def survives(traffic: Traffic | DoorTraffic, attack: Callable[[random.Random], None]) -> int:
     """Run the attack twice; the second must leave the memory where the first left it, and traffic must go on. Gives the
     growth in bytes."""
     resident = []
@@ -198,3 +204,63 @@ async def test_malformed_messages_of_a_welcomed_peer(hub: Hub, traffic: Traffic,
     assert set(counts) >= {"header", "frame count", "frame size", "direction", "answers", "seq"}
     assert "worker-0" in hub.peers
     assert "server-0" in hub.peers
+
+
+class DoorTraffic:
+    """A server's real door with a fake engine, and a worker that brings requests with good tickets all the time."""
+
+    def __init__(self, orders: Wire) -> None:
+        self.orders = orders
+        self.trips = 0
+
+    async def work(self, worker: Link) -> None:
+        ids = np.arange(4, dtype=np.int32)
+        while True:
+            name = f"good {self.trips}"
+            self.orders.order(m.Expect(name, "worker-0", 4, "secret", 0, 30.0))
+            worker.send(m.Generate(name, 1, 0, 0, SAMPLING, ticket="secret"), (ids,))
+            answer = await worker.received()
+            assert isinstance(answer.body, m.Completion)
+            assert answer.body.request_id == name
+            await self.orders.answer()
+            self.trips += 1
+
+
+async def test_a_servers_door_lives_through_the_same_flood(run: RunDirectory) -> None:
+    door = await Hub.open_door(run, "server-0", HubIdentity(**IDENTITY), silent_s=15.0)
+    orders = Wire()
+    serving = asyncio.create_task(Server(orders, make(), door).run())
+    worker = await asyncio.to_thread(Link.reach, run, hello("worker-0"), "server-0", door.address, DEADLINE_S)
+    traffic = DoorTraffic(orders)
+    working = asyncio.create_task(traffic.work(worker))
+    keys = load_keys(run, "worker-1")
+    rounds = iter(range(2))
+
+    def attack(rng: random.Random) -> None:
+        for strange in (None, zmq.curve_keypair()):
+            stranger = dealer(run, strange, door.address)
+            with contextlib.suppress(zmq.Again):
+                for _ in range(200):
+                    stranger.send_multipart(mutated(rng))
+            stranger.close()
+        other = dealer(run, (keys.public, keys.secret), door.address)
+        other.send_multipart(encode(hello("worker-1", incarnation=f"round-{next(rounds)}")))
+        assert other.poll(DEADLINE_S * 1000)
+        flood(other, rng, STAYING)
+        for number in range(1, 2000):  # well formed, and without a ticket
+            ids = RawArrays.of((np.zeros(1, np.int32),))
+            other.send_multipart(encode(m.Generate(f"good {number}", 1, 0, 0, SAMPLING), number, 0, ids))
+        other.close(linger=5000)
+
+    await survives(traffic, attack)
+    assert not serving.done()
+    assert not working.done()
+    reasons = {reason for (name, reason) in door.malformed if name == "worker-1"}
+    assert reasons >= {"header", "frame count", "frame size", "direction"}
+    assert {name for name, _ in door.malformed} <= {"worker-1", "(unknown)"}
+    assert next(iter(door.peers)) == "worker-0"
+    for task in (working, serving):
+        task.cancel()
+    await asyncio.gather(working, serving, return_exceptions=True)
+    await door.close("the test has ended", timeout_s=0.0)
+    await asyncio.to_thread(worker.close, "the test has ended")

@@ -38,6 +38,22 @@ def order(rollout_id: int) -> m.RunRollout:
     return m.RunRollout(RolloutOrder(rollout_id, 1, 0, 0, PromptRef("countdown", "train", 1), 7))
 
 
+async def test_a_link_that_is_slow_to_look_still_sees_its_connection(
+    hub: Hub, connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that was preempted between connecting and watching missed the handshake, never said hello, and the run waited
+    for it until placement_timeout_s."""
+    watch = zmq.Socket.get_monitor_socket
+
+    def late(self: zmq.Socket, *arguments: object) -> zmq.Socket:
+        time.sleep(0.5)  # far longer than a handshake on the loopback
+        return watch(self, *arguments)
+
+    monkeypatch.setattr(zmq.Socket, "get_monitor_socket", late)
+    link = await connect("worker-0", deadline_s=5.0)
+    assert link.name == "worker-0"
+
+
 # ---- a defect of the hub itself ----------------------------------------------------------------------------------------
 
 

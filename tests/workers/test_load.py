@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ from telescope.environments.base import Prompt, SingleTurn
 from telescope.environments.countdown import Countdown
 from telescope.environments.draws import LazyPrompts
 from telescope.environments.template import ChatTemplate
-from telescope.workers.load import EnvironmentBroken, check_lengths, load_environments, make_card, sampled
+from telescope.workers.lengths import leave_out_too_long
+from telescope.workers.load import EnvironmentBroken, load_environments, make_card, sampled
 from telescope.workers.tokenizer import TokenizerError, load_template
 from tests.workers.conftest import loaded
 
@@ -103,7 +103,7 @@ def card(**settings: Any) -> Any:
 
 def test_cards_differ_with_settings_and_prompts_only() -> None:
     assert card() == card()
-    assert card().digest == "6e0b7d10c7356843"
+    assert card().digest == "db87bbdd44e28211"
     assert len({card(**settings).digest for settings in ({}, {"seed": 1}, {"num_train": 5}, {"wrong_value_reward": 0.2})}) == 4
 
 
@@ -128,14 +128,6 @@ class Lengths(SingleTurn):
         return [Prompt(({"role": "user", "content": "a" * length},)) for length in self.lengths]
 
 
-def test_long_prompts_are_counted_and_all_too_long_is_refused(template: ChatTemplate, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        assert check_lengths(loaded(Lengths(lengths=(3, 8, 9, 20))), template, 10) == 2
-    assert "environments.task: 2 of 4 train prompts looked at are longer than 10 tokens" in caplog.text
-    with pytest.raises(EnvironmentBroken, match=r"each of the 2 train prompts .* longer than the 10 tokens .*shortest: 11"):
-        check_lengths(loaded(Lengths(lengths=(9, 12))), template, 10)
-
-
 def test_turns_that_the_template_refuses_are_refused_at_load(tmp_path: Path, template: ChatTemplate) -> None:
     class Odd(Lengths):
         def prompts(self, split: str) -> Sequence[Prompt]:
@@ -143,7 +135,7 @@ def test_turns_that_the_template_refuses_are_refused_at_load(tmp_path: Path, tem
 
     strict = ChatTemplate(template._tokenizer, [1], chat_template="{{ raise_exception('only one user') }}")
     with pytest.raises(EnvironmentBroken, match=r"environments.task: its prompts can't be rendered .*only one user"):
-        check_lengths(loaded(Odd(lengths=(1,))), strict, 10)
+        leave_out_too_long(loaded(Odd(lengths=(1,))), strict, 10, 60)
 
 
 def test_tokenizers_that_cannot_be_used_name_the_setting(tmp_path: Path) -> None:
@@ -214,4 +206,4 @@ def test_a_folder_without_tokenizer_files_and_one_with_a_wrong_one_are_refused(t
 def test_prompts_of_no_tokens_are_refused(template: ChatTemplate) -> None:
     empty = ChatTemplate(template._tokenizer, [1], chat_template="{{ '' }}")
     with pytest.raises(EnvironmentBroken, match=r"environments.task: a train prompt is rendered to 0 tokens"):
-        check_lengths(loaded(Lengths(lengths=(3,))), empty, 10)
+        leave_out_too_long(loaded(Lengths(lengths=(3,))), empty, 10, 60)

@@ -20,6 +20,7 @@ from telescope.records import RolloutOrder, Sampling
 from telescope.wire.messages import RolloutDone, RolloutFailed
 from telescope.workers.main import run_through
 from telescope.workers.play import Ask, BadReward, Limits, check_reward, play, turn_seed
+from telescope.workers.prefetch import Openings
 from telescope.workers.threads import RewardThreads
 from tests.workers.conftest import LIMITS, loaded, order
 
@@ -49,7 +50,7 @@ async def test_a_scored_rollout_carries_its_tokens_and_what_was_said(template: C
     solution = task.prompts["train"][2].answer
     asked: list[Any] = []
     before = time.time_ns()
-    done, arrays = await play(order(41, 2, seed=11), task, template, LIMITS, answering(template, solution, asked))
+    done, arrays = await play(order(41, 2, seed=11), task, Openings(template), LIMITS, answering(template, solution, asked))
     assert isinstance(done, RolloutDone)
     assert (done.rollout_id, done.attempt, done.reward) == (41, 0, 1.0)
     assert done.metrics == {"exact": 1.0, "valid_format": 1.0, "all_numbers": 1.0}
@@ -76,7 +77,7 @@ async def test_branches_follow_one_another_in_the_frames(template: ChatTemplate)
     forgetful = ChatTemplate(
         template._tokenizer, [1], chat_template="{% for m in messages %}<|user|>{{ m.content[-1:] }}{% endfor %}<|assistant|>"
     )
-    done, arrays = await play(order(), loaded(TwoTurns()), forgetful, LIMITS, answering(template, "ba"))
+    done, arrays = await play(order(), loaded(TwoTurns()), Openings(forgetful), LIMITS, answering(template, "ba"))
     assert isinstance(done, RolloutDone)
     # <user> b <asst> | b a <eos>          <user> b <user> a <user> c <asst> | b a <eos>
     assert done.branch_lengths == (6, 10)
@@ -93,7 +94,9 @@ async def test_turns_of_a_rollout_draw_from_different_seeds() -> None:
 
 
 async def failure(environment: Environment, template: ChatTemplate, limits: Limits = LIMITS, ask: Ask | None = None) -> str:
-    body, arrays = await play(order(5, attempt=2), loaded(environment), template, limits, ask or answering(template, "ba"))
+    body, arrays = await play(
+        order(5, attempt=2), loaded(environment), Openings(template), limits, ask or answering(template, "ba")
+    )
     assert isinstance(body, RolloutFailed)
     assert (body.rollout_id, body.attempt, arrays) == (5, 2, ())
     return body.cause
@@ -168,7 +171,7 @@ async def test_an_environment_cannot_turn_a_failed_generation_into_a_score(templ
 
 
 async def test_a_prompt_that_does_not_exist_is_a_failure(template: ChatTemplate) -> None:
-    body, _ = await play(order(0, 3), loaded(Task()), template, LIMITS, answering(template, "ba"))
+    body, _ = await play(order(0, 3), loaded(Task()), Openings(template), LIMITS, answering(template, "ba"))
     assert isinstance(body, RolloutFailed)
     assert "IndexError" in body.cause
 
@@ -183,8 +186,8 @@ async def test_time_runs_out_while_the_server_is_silent(template: ChatTemplate) 
         await asyncio.Event().wait()
         raise AssertionError
 
-    cause = await failure(Task(), template, Limits(1.0, 12, 200, 0.05), silent)
-    assert cause == "rollout.timeout_s=0.05 ran out waiting for the policy's answer"
+    cause = await failure(Task(), template, Limits(1.0, 12, 200, 0.5), silent)
+    assert cause == "rollout.timeout_s=0.5 ran out waiting for the policy's answer"
 
 
 async def test_time_runs_out_in_a_reward_function_without_holding_up_the_others(template: ChatTemplate) -> None:
@@ -197,7 +200,7 @@ async def test_time_runs_out_in_a_reward_function_without_holding_up_the_others(
 
     try:
         slow = asyncio.ensure_future(failure(Slow(), template, Limits(1.0, 12, 200, 0.2)))
-        body, _ = await play(order(1), loaded(Task()), template, LIMITS, answering(template, "ba"))
+        body, _ = await play(order(1), loaded(Task()), Openings(template), LIMITS, answering(template, "ba"))
         assert isinstance(body, RolloutDone)
         assert not slow.done()
         assert await slow == "rollout.timeout_s=0.2 ran out in the environment's own code"
@@ -211,7 +214,7 @@ async def test_an_async_reward_function_is_awaited(template: ChatTemplate) -> No
             await asyncio.sleep(0)
             return Reward(0.25)
 
-    body, _ = await play(order(), loaded(Judge()), template, LIMITS, answering(template, "ba"))
+    body, _ = await play(order(), loaded(Judge()), Openings(template), LIMITS, answering(template, "ba"))
     assert isinstance(body, RolloutDone)
     assert body.reward == 0.25
 

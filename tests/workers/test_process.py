@@ -25,7 +25,7 @@ from telescope.runlog.identity import new_identity, read_identity, write_identit
 from telescope.runlog.layout import RunDirectory
 from telescope.wire.happenings import Delivery, PeerJoined, PeerLeft
 from telescope.wire.hub import Hub
-from telescope.wire.messages import Completion, Generate, RolloutDone, RunRollout
+from telescope.wire.messages import Completion, Generate, GenerationOver, RolloutDone, RunRollout
 from telescope.wire.security import make_keys
 
 ROOT = Path(__file__).parents[2]
@@ -166,6 +166,8 @@ async def test_a_hanging_reward_function_does_not_keep_the_process(tmp_path: Pat
         ids = np.array([71, 1], np.int32)
         arrays = (ids, np.full(2, -0.5, np.float32), np.zeros(2, np.int32))
         hub.send("worker-0", Completion(asked.body.request_id, "stop", 2, 0, 0.0, 0.0), arrays, answers=asked)
+        over = await until(hub, lambda happening: isinstance(happening, Delivery))
+        assert over.body == GenerationOver(0, 0)
         failed = await until(hub, lambda happening: isinstance(happening, Delivery))
         assert failed.body.cause == "rollout.timeout_s=0.5 ran out in the environment's own code"
         await hub.close("enough")

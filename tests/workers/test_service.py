@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from telescope.wire.messages import (
     Completion,
     Generate,
     GenerateFailed,
+    GenerationOver,
     RolloutDone,
     RolloutFailed,
     RunRollout,
@@ -28,6 +30,8 @@ from telescope.wire.messages import (
 from telescope.workers.play import Limits
 from telescope.workers.service import Service, WorkerHopeless
 from tests.workers.conftest import LIMITS, FakeLink, loaded, order
+
+FREE_LANE = replace(LIMITS, free_lane=True)
 
 
 class Task(SingleTurn):
@@ -116,11 +120,11 @@ async def test_a_cancelled_order_is_answered_too_and_its_late_completion_is_igno
 
 
 async def test_a_request_that_takes_too_long_is_aborted_at_the_server(template: ChatTemplate) -> None:
-    async with serving(template, limits=Limits(1.0, 12, 200, 0.05)) as (link, _):
+    async with serving(template, limits=Limits(1.0, 12, 200, 0.5)) as (link, _):
         link.deliver(RunRollout(order(3)))
         (request,) = await link.until_sent(Generate)
         (failed,) = await link.until_sent(RolloutFailed)
-        assert "rollout.timeout_s=0.05 ran out" in failed.cause
+        assert "rollout.timeout_s=0.5 ran out" in failed.cause
         assert [body.request_id for body, _, _ in link.sent if isinstance(body, Abort)] == [request.request_id]
 
 
@@ -239,3 +243,67 @@ async def test_an_error_of_any_length_and_letters_can_be_told(template: ChatTemp
     answer = await answer_of(template, complain)
     assert answer.cause.startswith("environments.task: ValueError: \ufffd\ufffd")
     assert len(answer.cause) < 5000
+
+
+class Slow(Task):
+    """Its reward waits until it is let go."""
+
+    def prepare(self) -> asyncio.Event:
+        go = asyncio.Event()
+        object.__setattr__(self, "_go", go)
+        return go
+
+    async def reward(self, prompt: Prompt, answer: str) -> Reward:
+        await self._go.wait()
+        return Reward(1.0)
+
+
+async def test_the_end_of_generation_is_said_before_a_slow_reward(template: ChatTemplate) -> None:
+    task = Slow()
+    go = task.prepare()
+    async with serving(template, task, FREE_LANE) as (link, _):
+        link.deliver(RunRollout(order(7, attempt=1)))
+        (request,) = await link.until_sent(Generate)
+        complete(link, request)
+        assert await link.until_sent(GenerationOver) == [GenerationOver(7, 1)]
+        assert not [body for body, _, _ in link.sent if isinstance(body, RolloutDone)]
+        go.set()
+        await link.until_sent(RolloutDone)
+        assert sum(isinstance(body, GenerationOver) for body, _, _ in link.sent) == 1
+
+
+class Quick(Task):
+    reward_in_thread = False
+
+
+@pytest.mark.parametrize(("task", "limits"), [(Task, LIMITS), (Quick, FREE_LANE)])
+async def test_it_is_not_said_where_nobody_asks_or_the_reward_takes_no_time(
+    template: ChatTemplate, task: type[SingleTurn], limits: Limits
+) -> None:
+    async with serving(template, task(), limits) as (link, _):
+        link.deliver(RunRollout(order(7)))
+        (request,) = await link.until_sent(Generate)
+        complete(link, request)
+        await link.until_sent(RolloutDone)
+        assert not [body for body, _, _ in link.sent if isinstance(body, GenerationOver)]
+
+
+class Talkative(Task):
+    """Says that it asks no more, and asks."""
+
+    async def play(self, prompt: Prompt, chat: Chat) -> Reward:
+        await chat.say(*prompt.turns)
+        chat.close()
+        chat.close()
+        await chat.say({"role": "user", "content": "ab"})
+        return Reward(1.0)
+
+
+async def test_a_turn_after_the_close_fails_its_rollout(template: ChatTemplate) -> None:
+    async with serving(template, Talkative(), FREE_LANE) as (link, _):
+        link.deliver(RunRollout(order(7)))
+        (request,) = await link.until_sent(Generate)
+        complete(link, request)
+        (failed,) = await link.until_sent(RolloutFailed)
+        assert "RuntimeError: say was called after close: the lane to generate in has been given away" in failed.cause
+        assert sum(isinstance(body, GenerationOver) for body, _, _ in link.sent) == 1

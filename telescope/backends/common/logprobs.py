@@ -12,16 +12,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from telescope.maths.support import WHOLE, Support, left_out
 
-def logprobs(hidden: Tensor, head_weight: Tensor, targets: Tensor, temperature: float, chunk: int) -> tuple[Tensor, Tensor]:
-    """Log-prob of `targets` and entropy of the whole distribution at each token, both [T] float32, after `temperature`.
+
+def logprobs(
+    hidden: Tensor, head_weight: Tensor, targets: Tensor, temperature: float, chunk: int, support: Support = WHOLE
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of `targets` and entropy of the distribution at each token, both [T] float32, after `temperature` and over the
+    tokens that `support` keeps. Which these are carries no gradient.
 
     hidden: [T, H]; head_weight: [V, H] of the same dtype; targets: [T] int64. Both results carry gradients to hidden and
     head_weight.
     """
     if temperature <= 0:
         raise ValueError(f"temperature={temperature} must be above 0")
-    logprob, entropy = _ChunkedLogprobs.apply(hidden, head_weight, targets, temperature, chunk)  # type: ignore[no-untyped-call]
+    logprob, entropy = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, head_weight, targets, temperature, chunk, support
+    )
     return logprob, entropy
 
 
@@ -39,7 +46,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head_weight: Tensor, targets: Tensor, temperature: float, chunk: int
+        ctx: Any, hidden: Tensor, head_weight: Tensor, targets: Tensor, temperature: float, chunk: int, support: Support
     ) -> tuple[Tensor, Tensor]:
         tokens = hidden.shape[0]
         logprob = hidden.new_empty(tokens, dtype=torch.float32)
@@ -48,28 +55,31 @@ class _ChunkedLogprobs(torch.autograd.Function):
         for start in range(0, tokens, chunk):
             here = slice(start, start + chunk)
             logits = matmul_float32(hidden[here], head_weight.t()).div_(temperature)  # [chunk, V]
+            _cut(logits, targets[here], support)
             denominator[here] = logits.logsumexp(dim=-1)
             logprob[here] = logits.gather(1, targets[here, None]).squeeze(1) - denominator[here]
             logits -= denominator[here, None]
             entropy[here] = -logits.exp().mul_(logits).sum(dim=-1)
         ctx.save_for_backward(hidden, head_weight, targets, denominator, entropy)
-        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.temperature, ctx.chunk, ctx.support = temperature, chunk, support
         ctx.set_materialize_grads(False)
         return logprob, entropy
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         """d logprob / d logits = (1[target] - p) / temperature; d entropy / d logits = -p (log p + entropy) / temperature."""
         of_logprob, of_entropy = gradients
         hidden, head_weight, targets, denominator, entropy = ctx.saved_tensors
         if of_logprob is None and of_entropy is None:
-            return None, None, None, None, None
+            return None, None, None, None, None, None
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         d_hidden = torch.empty_like(hidden) if need_hidden else None
         d_weight = torch.zeros_like(head_weight, dtype=torch.float32) if need_weight else None
         for start in range(0, hidden.shape[0], ctx.chunk):
             here = slice(start, start + ctx.chunk)
-            logp = matmul_float32(hidden[here], head_weight.t()).div_(ctx.temperature).sub_(denominator[here, None])
+            logits = matmul_float32(hidden[here], head_weight.t()).div_(ctx.temperature)
+            _cut(logits, targets[here], ctx.support)
+            logp = logits.sub_(denominator[here, None])
             d_logits = _gradient_of_logits(
                 logp,
                 targets[here],
@@ -82,7 +92,16 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 d_hidden[here] = matmul_float32(d_logits, head_weight).to(hidden.dtype)
             if d_weight is not None:
                 d_weight += matmul_float32(d_logits.t(), hidden[here])
-        return d_hidden, None if d_weight is None else d_weight.to(head_weight.dtype), None, None, None
+        return d_hidden, None if d_weight is None else d_weight.to(head_weight.dtype), None, None, None, None
+
+
+NEVER = -1e30
+"""Logit of a token that can't be sampled: its probability is 0, and 0 times its log is 0, not NaN."""
+
+
+def _cut(logits: Tensor, targets: Tensor, support: Support) -> None:
+    if not support.is_whole:
+        logits.masked_fill_(left_out(logits, targets, support), NEVER)
 
 
 def _gradient_of_logits(

@@ -20,6 +20,8 @@ def join(world: World, timeout_s: float) -> None:
     name = "gloo"
     if world.device.startswith("cuda"):
         torch.cuda.set_device(world.device)
+        if world.memory_share < 1:  # running out is then this rank's own error, and not the server's beside it
+            torch.cuda.set_per_process_memory_fraction(world.memory_share)
         name = "nccl"
     timeout = timedelta(seconds=timeout_s)
     if world.size == 1:

@@ -5,7 +5,7 @@ Owns the backend's settings. Torch is imported in `build()`, so that a configura
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -13,6 +13,8 @@ from telescope.backends.base import Backend, BackendSettings, Job
 
 
 class FSDP(BackendSettings):
+    trains_adapters: ClassVar[bool] = True
+
     mixed_precision_dtype: Literal["bfloat16", "float16", "float32"] | None = "bfloat16"
     """Precision of forward and backward; gradients are reduced, and weights updated, in model.dtype or better.
     null: that of the weights themselves."""

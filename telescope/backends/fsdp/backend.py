@@ -147,7 +147,8 @@ class FSDPBackend:
         return row, RowInput(row.ids, row.position_ids, segments, places=row.sampled - 1, targets=row.targets)
 
     def _logprobs_of(self, policy: Policy, given: RowInput) -> Tensor:
-        return policy.logprobs_only(given, self._job.temperature, self._job.trainer.entropy_chunk_size)
+        job = self._job
+        return policy.logprobs_only(given, job.temperature, job.trainer.entropy_chunk_size, job.support)
 
     def _accumulate(self, row: Row, counts: Denominators, spans: Spans, tally: Tally) -> None:
         """Add one row's share of the gradient."""
@@ -158,7 +159,8 @@ class FSDPBackend:
             with spans.span("compute_kl"):
                 reference = self._logprobs_of(self._reference, given)
         with spans.span("forward"):
-            logprob, entropy = self._policy(given, job.temperature, job.trainer.entropy_chunk_size)
+            chunk = job.trainer.entropy_chunk_size
+            logprob, entropy = self._policy(given, job.temperature, chunk, support=job.support)
         with spans.span("loss_computation"):
             entropy = entropy if job.algorithm.trains_entropy else entropy.detach()
             packed = on_device.packed(logprob, entropy, old=row.old, reference=reference)
@@ -175,14 +177,16 @@ def _policy(settings: FSDP, job: Job, kind: attention.Kind, computing: torch.dty
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     policy = Policy(lm, kind)
     mesh = init_device_mesh(job.world.device.partition(":")[0], (job.world.size,))
-    precision = MixedPrecisionPolicy(param_dtype=None if computing == master else computing, reduce_dtype=torch.float32)
+    uniform = all(parameter.dtype == computing for parameter in policy.parameters())  # adapters are float32 in any model
+    precision = MixedPrecisionPolicy(param_dtype=None if uniform else computing, reduce_dtype=torch.float32)
     policy.shard(mesh, precision, reshard_layers=settings.reshard_after_forward)
     policy.verify(job.world.device, job.temperature, tolerance=1e-3 if computing == torch.float32 else 0.5)
     log.info(
-        "%s: %.2fM weights in %s, computing in %s, attention %s",
+        "%s: %.2fM weights in %s, %.2fM of them trained, computing in %s, attention %s",
         type(lm).__name__,
         sum(parameter.numel() for parameter in policy.parameters()) / 1e6,
         job.model.dtype,
+        sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad) / 1e6,
         str(computing).removeprefix("torch."),
         f"flash ({attention.flash_name()})" if kind == "flash" else kind,
     )
@@ -191,7 +195,7 @@ def _policy(settings: FSDP, job: Job, kind: attention.Kind, computing: torch.dty
 
 def _frozen(job: Job, kind: attention.Kind, computing: torch.dtype) -> Policy:
     """The base model once more, in the precision of the forward pass: its weights never move, so they need no better one."""
-    policy = Policy(load(job.model, kind, computing).requires_grad_(False).eval(), kind)
+    policy = Policy(load(job.model, kind, computing, adapters=False).requires_grad_(False).eval(), kind)
     mesh = init_device_mesh(job.world.device.partition(":")[0], (job.world.size,))
     policy.shard(mesh, MixedPrecisionPolicy(), reshard_layers=True, reshard_rest=True)
     log.info("a frozen copy of the base model, in %s, is the reference", str(computing).removeprefix("torch."))

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from telescope.backends.common import attention
+from telescope.backends.common import attention, lora
 from telescope.backends.common.logprobs import logprobs
 from telescope.config.models import check_files, check_weights, model_path, model_problem, model_source
+from telescope.maths.support import WHOLE, Support
 
 if TYPE_CHECKING:
     from telescope.config.parts import ModelSettings
@@ -46,7 +47,9 @@ class Policy(nn.Module):
         self.lm = lm
         self.kind: attention.Kind = kind
 
-    def forward(self, row: RowInput, temperature: float, chunk: int, whole_logits: bool = False) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, row: RowInput, temperature: float, chunk: int, whole_logits: bool = False, support: Support = WHOLE
+    ) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies [n] of the sampled tokens, float32. `whole_logits`: by the model's own head, for checks."""
         kwargs = {"input_ids": row.ids, "position_ids": row.position_ids, "use_cache": False, "row": row.segments}
         if whole_logits:
@@ -54,13 +57,13 @@ class Policy(nn.Module):
             return logp.gather(1, row.targets[:, None]).squeeze(1), -(logp.exp() * logp).sum(-1)
         hidden = self.lm.get_decoder()(**kwargs).last_hidden_state[0]  # [T, H]
         head = self.lm.get_output_embeddings().weight
-        return logprobs(hidden.index_select(0, row.places).to(head.dtype), head, row.targets, temperature, chunk)
+        return logprobs(hidden.index_select(0, row.places).to(head.dtype), head, row.targets, temperature, chunk, support)
 
     @torch.no_grad()
-    def logprobs_only(self, row: RowInput, temperature: float, chunk: int) -> Tensor:
+    def logprobs_only(self, row: RowInput, temperature: float, chunk: int, support: Support = WHOLE) -> Tensor:
         """Log-probs [n] alone, without gradient. As any forward pass it is a collective, and leaves weights gathered that the
         next one needs."""
-        logprob: Tensor = self(row, temperature, chunk)[0]
+        logprob: Tensor = self(row, temperature, chunk, support=support)[0]
         return logprob
 
     def shard(
@@ -78,9 +81,14 @@ class Policy(nn.Module):
     def fsdp_modules(self) -> list[FSDPModule]:
         return [module for module in self.modules() if isinstance(module, FSDPModule)]
 
+    @property
+    def adapters(self) -> bool:
+        """Whether adapters are trained rather than the weights themselves; a version then consists of them alone."""
+        return any(not parameter.requires_grad for parameter in self.parameters())
+
     def by_name(self) -> dict[str, Tensor]:
-        """The parameters as they lie here, whole or sharded, by Hugging Face name, tied ones once."""
-        return {name.removeprefix("lm."): parameter.detach() for name, parameter in self.named_parameters()}
+        """What a version consists of, as it lies here, whole or sharded, by its published name, tied ones once."""
+        return {name: parameter.detach() for name, parameter in lora.published(self, "lm.", adapters=self.adapters)}
 
     @torch.no_grad()
     def verify(self, device: str, temperature: float, tolerance: float) -> None:
@@ -116,8 +124,9 @@ class Policy(nn.Module):
         return RowInput(ids_, positions_, attention.segments(self.kind, boundaries, device), places_, targets_)
 
 
-def load(model: ModelSettings, kind: attention.Kind, dtype: torch.dtype) -> Any:
-    """The model on the CPU in `dtype`, with this project's attention and without dropout."""
+def load(model: ModelSettings, kind: attention.Kind, dtype: torch.dtype, *, adapters: bool = True) -> Any:
+    """The model on the CPU in `dtype`, with this project's attention and without dropout; with `adapters` also with those of
+    model.lora, whose presence freezes everything else."""
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
@@ -140,6 +149,11 @@ def load(model: ModelSettings, kind: attention.Kind, dtype: torch.dtype) -> Any:
         raise UnfitModel(f"model.name={model.name}: it can't be loaded: {said}") from error
     _check(lm)
     _no_dropout(lm)
+    if adapters and model.lora is not None:
+        try:
+            lora.inject(lm, model.lora)
+        except lora.NoSuchModule as error:
+            raise UnfitModel(str(error)) from error
     return lm.train()
 
 

@@ -57,7 +57,7 @@ class Updater:
 
     def __init__(self, kind: Literal["adamw", "sgd"], job: Job, module: nn.Module, *, scaled: bool) -> None:
         self._job = job
-        self._parameters = list(module.parameters())
+        self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self.optimizer = _optimizer(kind, self._parameters, job)
         self._scale = LossScale(enabled=scaled)
         self.skipped = 0

@@ -1,0 +1,217 @@
+"""Tokens a second of the whole system over those of the bare engine: `python -m benchmarks.inference.efficiency --shape 3b`.
+
+The system is a real run (hub, worker, orchestrator, server, run directory; the trainer waits) of one batch of single-turn
+rollouts; the bare engine is vLLM's AsyncLLM with the same arguments, prompts, lengths and log-probs, fed by a loop that keeps
+as many requests in flight. The two take turns, each on a GPU of its own where there are two. Time is counted from the first
+request placed to the last one done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import psutil
+
+from benchmarks.shapes import make_model
+from telescope.runlog.layout import RunDirectory
+from telescope.runlog.reader import rows
+
+ROOT = Path(__file__).resolve().parents[2]
+START_S, RUN_S = 300.0, 300.0
+
+
+def overrides(given: argparse.Namespace, model: Path) -> list[str]:
+    groups, row = given.requests // given.group_size, (given.prompt + given.tokens + 127) // 64 * 64
+    return [
+        f"model.name={model}", "model=any", "env=words", "backend=fake", "number_of_steps=1",
+        f"environments.words.kwargs.length={given.prompt}", f"rollout.group_size={given.group_size}",
+        f"rollout.max_tokens={given.tokens}", f"orchestrator.prompts_batch_size_for_trainer={groups}",
+        "orchestrator.max_async_rollout=0", "orchestrator.discard_group_zero_advantage=false",
+        f"orchestrator.max_concurrent_prompts_per_server={given.concurrent // given.group_size}",
+        "cluster.inference_num_workers=1", "cluster.trainer_num_workers=1", "inference.http=false",
+        f"inference.max_model_len={given.prompt + given.tokens + 8}", f"trainer.seq_len={row}",
+        "logging.use_wandb=false", f"rollout.timeout_s={RUN_S}", *given.override,
+    ]  # fmt: skip
+
+
+# ---- the bare engine -------------------------------------------------------------------------------------------------
+
+
+async def bare(given: argparse.Namespace, model: Path) -> None:
+    """Serves orders on stdin: each line is one round, answered with one line of JSON."""
+    from telescope.compose.load import load_points, places_for
+    from telescope.inference.main import build_engine, device_of
+
+    (point,) = load_points(overrides(given, model), places_for(str(ROOT / "benchmarks")), os.environ)
+    assert point.config is not None, point.problems
+    config = point.config
+    engine = build_engine(config, "benchmark", device_of(config, os.environ))
+    await engine.start()
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    prompts = config.environment("words").prompts("train")[: given.requests // given.group_size]
+    ids = [tokenizer(prompt.turns[0]["content"])["input_ids"] for prompt in prompts]
+    print(json.dumps({"ready": True}), flush=True)
+    while await asyncio.to_thread(sys.stdin.readline):
+        await engine.client.reset_prefix_cache()
+        print(json.dumps(await one_round(engine, ids, given)), flush=True)
+    await engine.close()
+
+
+async def one_round(engine: Any, ids: list[list[int]], given: argparse.Namespace) -> dict[str, float]:
+    """AsyncLLM itself, not our engine around it: what a plain program would get from vLLM."""
+    from vllm import SamplingParams
+    from vllm.inputs import tokens_input
+    from vllm.sampling_params import RequestOutputKind
+
+    lanes = asyncio.Semaphore(given.concurrent)
+
+    async def one(index: int) -> int:
+        async with lanes:
+            params = SamplingParams(
+                temperature=1.0, max_tokens=given.tokens, seed=index, logprobs=0, detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )  # fmt: skip
+            prompt = tokens_input(prompt_token_ids=ids[index // given.group_size])
+            tokens = 0
+            async for output in engine.client.generate(prompt, params, f"{time.monotonic_ns()}-{index}"):
+                tokens = len(output.outputs[0].token_ids)
+            return tokens
+
+    began = time.perf_counter()
+    tokens = sum(await asyncio.gather(*map(one, range(given.requests))))
+    seconds = time.perf_counter() - began
+    return {"tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds}
+
+
+class Bare:
+    """The bare engine's process, seen from outside."""
+
+    def __init__(self, arguments: list[str], environ: dict[str, str]) -> None:
+        command = [sys.executable, "-m", "benchmarks.inference.efficiency", "--bare", *arguments]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environ
+        )
+
+    def ready(self) -> None:
+        self._answer()
+
+    def round(self) -> dict[str, float]:
+        assert self._process.stdin is not None
+        self._process.stdin.write("go\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+    def _answer(self) -> dict[str, float]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                answer: dict[str, float] = json.loads(line)
+                return answer
+        raise SystemExit(f"the bare engine ended with {self._process.wait()}")
+
+
+# ---- the system ------------------------------------------------------------------------------------------------------
+
+
+def system_round(given: argparse.Namespace, model: Path, folder: Path, environ: dict[str, str]) -> dict[str, float]:
+    """One run of one step. It ends by itself: the fake trainer's weights are none that the server would take."""
+    command = [sys.executable, "-m", "telescope.run", "--config-dir", str(ROOT / "benchmarks"), f"run_dir={folder}"]
+    log = folder.parent / f"{folder.name}.txt"
+    with log.open("w") as said:
+        process = subprocess.Popen(
+            [*command, *overrides(given, model)], stdout=said, stderr=subprocess.STDOUT, cwd=ROOT, env=environ
+        )
+    live = folder / "live" / "turns.jsonl"
+    cpu: dict[str, tuple[float, float]] = {}
+    end = time.monotonic() + START_S + RUN_S
+    while process.poll() is None and time.monotonic() < end:
+        watch_cpu(process.pid, cpu, started=live.exists())
+        time.sleep(0.1)  # watching from outside: the run tells nobody
+    process.kill()
+    turns = rows(RunDirectory(folder), "turns")
+    if len(turns) != given.requests:
+        raise SystemExit(f"{len(turns)} of {given.requests} turns were done:\n{log.read_text()[-3000:]}")
+    seconds = (max(turn["done_ns"] for turn in turns) - min(turn["placed_ns"] for turn in turns)) / 1e9
+    tokens = sum(turn["completion_tokens"] for turn in turns)
+    spent = {f"cpu_s_{name}": last - first for name, (first, last) in cpu.items()}
+    return {"tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds, **spent}
+
+
+def watch_cpu(pid: int, seen: dict[str, tuple[float, float]], *, started: bool) -> None:
+    """Own CPU seconds of the orchestrator, worker and server: (before the first turn was done, now)."""
+    try:
+        processes = psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return
+    for process in processes:
+        try:
+            line = process.cmdline()
+            if len(line) > 2 and line[1] == "-m" and line[2].startswith("telescope."):
+                name = line[2].removeprefix("telescope.")
+                now = sum(process.cpu_times()[:2])
+                seen[name] = (seen[name][0] if started and name in seen else now, now)
+        except psutil.Error:
+            continue
+
+
+# ---- both ------------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="tiny")
+    parser.add_argument("--models", type=Path, default=Path("runs/models"))
+    parser.add_argument("--requests", type=int, default=512)
+    parser.add_argument("--concurrent", type=int, default=256)
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens of an answer")
+    parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--override", action="append", default=[], help="a setting of telescope.run, for both")
+    parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    model = make_model(given.shape, given.models.absolute() / given.shape)
+    if given.bare:
+        asyncio.run(bare(given, model))
+        return
+    cards = [card for card in os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",") if card]
+    environ = {**os.environ, "WANDB_MODE": "disabled", "LD_PRELOAD": ""}
+    alone = Bare(sys.argv[1:], {**environ, "CUDA_VISIBLE_DEVICES": cards[-1] if cards else ""})
+    try:
+        alone.ready()
+        rounds = []
+        with TemporaryDirectory() as folder:
+            for index in range(given.repeats):
+                rounds.append(("bare", alone.round()))
+                apart = {**environ, "CUDA_VISIBLE_DEVICES": cards[0] if cards else ""}
+                rounds.append(("system", system_round(given, model, Path(folder) / f"run-{index}", apart)))
+    finally:
+        alone.close()
+    for kind, figures in rounds:
+        print(kind, json.dumps({key: round(value, 3) for key, value in figures.items()}))
+    speed = {kind: statistics.median(f["tokens_per_s"] for k, f in rounds if k == kind) for kind in ("bare", "system")}
+    print(f"efficiency {speed['system'] / speed['bare']:.3f} (system {speed['system']:.0f}, bare {speed['bare']:.0f} tokens/s)")
+
+
+if __name__ == "__main__":
+    main()

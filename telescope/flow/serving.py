@@ -1,0 +1,227 @@
+"""One simulated inference server: sequences that share an engine, in virtual time. No events, no core.
+
+All running sequences of a server get one token a step, so one number, the tokens made by each sequence since the start, says
+how far all of them are: `made` grows at 1 / step time. A sequence that needs L more tokens is done when `made` has grown by L,
+whoever comes and goes meanwhile, so a heap of those marks gives the next end in O(log n), and no event is needed for a token
+(processor sharing in virtual time: Parekh and Gallager 1993 for networks). The step's time rises as the sequences grow, so the
+time for x tokens of n sequences is `τ·x + kv_token_s·n·x²/2`, with τ the step time now.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from heapq import heapify, heappop, heappush
+from math import inf, sqrt
+
+from telescope.flow.latency import EngineTimes
+
+NEARLY = 1e-6
+"""Tokens: less is rounding."""
+WATERMARK = 0.99
+"""Share of the KV cache above which nothing new begins, so that what was put back does not come straight in again."""
+
+
+class Sequence:
+    """One request on a server."""
+
+    __slots__ = (
+        "cached", "completion", "done_at", "group", "key", "left", "number", "prefix", "prompt", "shared", "started_at",
+    )  # fmt: skip
+
+    def __init__(self, key: str, group: int, shared: int, prompt: int, completion: int, cached: int = 0) -> None:
+        self.key = key
+        self.group = group
+        self.shared = shared  # tokens of the prompt that the whole group begins with
+        self.prompt = prompt
+        self.cached = cached  # tokens of its own earlier turns
+        self.completion = completion
+        self.left = float(completion)
+        self.prefix = (0, group)  # which copy of its group's prompt it reads
+        self.started_at = self.done_at = 0.0
+        self.number = -1  # of its stay in the batch; -1 while it waits
+
+
+class SimulatedServer:
+    """Times never go back: `advance` first, then change what runs, then ask for `next_at`."""
+
+    def __init__(self, times: EngineTimes, *, share_prefixes: bool = True) -> None:
+        self._times = times
+        self._share_prefixes = share_prefixes
+        self._now = 0.0
+        self._made = 0.0
+        self._debt_s = self._pause_s = 0.0
+        self._reads = self._held = 0.0
+        self._speed = 1.0
+        self._numbers = 0
+        self._ends: list[tuple[float, int, Sequence]] = []
+        self.running: dict[str, Sequence] = {}
+        self.waiting: deque[Sequence] = deque()
+        self._prefixes: dict[tuple[int, int], int] = {}  # sequences that read each cached prompt of a group
+        self.resets = 0
+        """Times that cached prefixes were forgotten."""
+        self.generating_s = self.paused_s = self.sequence_s = self.tokens = 0.0
+        self.preemptions = 0
+        self.scheduled_at = inf
+
+    # ---- time
+
+    def advance(self, now: float) -> None:
+        """Let time pass."""
+        left = now - self._now
+        self._now = now
+        if left <= 0:
+            return
+        if self._pause_s:
+            paused = min(self._pause_s, left)
+            self._pause_s -= paused
+            self.paused_s += paused
+            left -= paused
+        sequences = len(self.running)
+        if not sequences or not left:
+            return
+        self.generating_s += left
+        self.sequence_s += left * sequences
+        if self._debt_s:
+            paid = min(self._debt_s, left * self._speed)
+            self._debt_s -= paid
+            left -= paid / self._speed
+        self._make(self._tokens_in(left * self._speed, sequences), sequences)
+
+    @property
+    def next_at(self) -> float:
+        """When something happens if nobody comes: a sequence ends, or the KV cache is full. Infinite where nothing runs."""
+        sequences = len(self.running)
+        if not sequences:
+            return inf
+        ends = self._ends
+        while ends[0][2].number != ends[0][1]:
+            heappop(ends)
+        tokens = ends[0][0] - self._made
+        if sequences > 1:
+            tokens = min(tokens, (self._times.kv_tokens - self._held) / sequences)
+        tokens = max(tokens, 0.0)
+        seconds = self._step_s(sequences) * tokens + self._times.kv_token_s * sequences * tokens * tokens / 2
+        return self._now + self._pause_s + (self._debt_s + seconds) / self._speed
+
+    def ended(self) -> list[Sequence]:
+        """Take what has all its tokens by now; where the cache is full instead, put the youngest back."""
+        done: list[Sequence] = []
+        ends, reached = self._ends, self._made + NEARLY
+        while ends and ends[0][0] <= reached:
+            _, number, sequence = heappop(ends)
+            if sequence.number == number:  # else it has left before
+                self._leave(sequence)
+                done.append(sequence)
+        while len(self.running) > 1 and self._held >= self._times.kv_tokens - NEARLY * len(self.running):
+            self._preempt()
+        if self.waiting:
+            self._admit()
+        return done
+
+    # ---- who comes and goes
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+        self._admit()
+
+    def remove(self, sequence: Sequence) -> None:
+        """An abort."""
+        if sequence.number >= 0:
+            self._leave(sequence)
+            self._admit()
+        else:
+            self.waiting.remove(sequence)
+
+    def everyone(self) -> list[Sequence]:
+        return [*self.running.values(), *self.waiting]
+
+    def pause(self, seconds: float, *, forget_prefixes: bool, recompute: bool = False) -> None:
+        """Stand still from now on for so long (a weight update); `recompute`: then read all that runs once more."""
+        self._pause_s += seconds
+        if recompute:
+            self._debt_s += self._times.prefill_token_s * self._held
+        if forget_prefixes:
+            self.resets += 1
+
+    @property
+    def kv_used(self) -> float:
+        """Share of the KV cache in use, 0 to 1."""
+        return min(1.0, max(0.0, self._held / self._times.kv_tokens))
+
+    def slow(self, share: float) -> None:
+        """Lose so much of the full speed from now on."""
+        self._speed = 1.0 - share
+
+    # ---- inside
+
+    def _step_s(self, sequences: int) -> float:
+        times = self._times
+        return times.step_s + times.sequence_s * sequences + times.kv_token_s * self._reads
+
+    def _tokens_in(self, seconds: float, sequences: int) -> float:
+        step_s, growth = self._step_s(sequences), self._times.kv_token_s * sequences
+        return 2 * seconds / (step_s + sqrt(step_s * step_s + 2 * growth * seconds))
+
+    def _make(self, tokens: float, sequences: int) -> None:
+        self._made += tokens
+        self._reads += tokens * sequences
+        self._held += tokens * sequences
+        self.tokens += tokens * sequences
+
+    def _admit(self) -> None:
+        times = self._times
+        while self.waiting and len(self.running) < times.max_seqs:
+            sequence = self.waiting[0]
+            prefix = (self.resets, sequence.group)
+            known = sequence.shared if self._share_prefixes and prefix in self._prefixes else 0
+            if self.running and self._held + sequence.prompt - known > WATERMARK * times.kv_tokens:
+                return
+            self.waiting.popleft()
+            sequence.prefix = prefix
+            self._join(sequence, known)
+
+    def _join(self, sequence: Sequence, known: int) -> None:
+        self._numbers += 1
+        sequence.number = self._numbers
+        sequence.started_at, sequence.done_at = self._made, self._made + sequence.left
+        if self._share_prefixes:
+            self._prefixes[sequence.prefix] = self._prefixes.get(sequence.prefix, 0) + 1
+        self._debt_s += max(sequence.prompt - max(known, sequence.cached), 1) * self._times.prefill_token_s
+        self._reads += sequence.prompt
+        self._held += sequence.prompt - known
+        self.running[sequence.key] = sequence
+        heappush(self._ends, (sequence.done_at, sequence.number, sequence))
+
+    def _leave(self, sequence: Sequence) -> None:
+        del self.running[sequence.key]
+        made = self._made - sequence.started_at
+        sequence.left = max(0.0, sequence.done_at - self._made)
+        sequence.number = -1
+        self._reads -= sequence.prompt + made
+        self._held -= sequence.prompt + made - self._left_behind(sequence)
+        if not self.running:
+            self._reads = self._held = self._debt_s = 0.0  # no rounding is carried on
+        if len(self._ends) > 4 * len(self.running) + 64:
+            self._ends[:] = [entry for entry in self._ends if entry[2].number == entry[1]]
+            heapify(self._ends)
+
+    def _left_behind(self, sequence: Sequence) -> int:
+        """Tokens of its prompt that stay in the cache, as a sibling reads them."""
+        if not self._share_prefixes:
+            return 0
+        readers = self._prefixes[sequence.prefix] - 1
+        if readers:
+            self._prefixes[sequence.prefix] = readers
+            return sequence.shared
+        del self._prefixes[sequence.prefix]
+        return 0
+
+    def _preempt(self) -> None:
+        """The youngest is put back with what it has made, which becomes part of its prompt."""
+        sequence = self.running[next(reversed(self.running))]
+        made = round(self._made - sequence.started_at)
+        self._leave(sequence)
+        sequence.prompt += made
+        sequence.cached = 0
+        self.waiting.appendleft(sequence)
+        self.preemptions += 1

@@ -1,0 +1,498 @@
+"""A run without processes: the real core under a clock that jumps from event to event, with `latency.Load` for what takes time.
+
+Owns the stand-ins of workers, servers and trainer. Decides nothing a run decides: admission, placement, batches, cancels and
+versions are the core's, so what holds for a simulated run's ages and order holds for a real one's. Deterministic: one seed, one
+answer. docs/planning.md says what is modelled and what is left out.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from heapq import heappop, heappush
+from itertools import pairwise
+from math import inf
+from statistics import median
+from typing import Any
+
+import msgspec
+
+from telescope.flow import commands as do
+from telescope.flow import events as seen
+from telescope.flow.core import Core
+from telescope.flow.counts import Counts
+from telescope.flow.draws import keyed_hash
+from telescope.flow.latency import Load, Spread
+from telescope.flow.serving import Sequence, SimulatedServer
+from telescope.flow.settings import FlowSettings
+from telescope.records import EnvironmentCard, RolloutOrder
+
+PROMPTS = 1_000_000
+TICK_S = 10.0
+REPORT_S = 1.0
+_BITS = (1 << 64) - 1
+
+
+class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Who is there, and the settings that act outside the core."""
+
+    servers: int
+    ranks: int
+    server_capacity: int
+    """Requests that one server takes at once."""
+    workers: int = 1
+    worker_capacity: int = 1024
+    """Rollouts that one environment worker plays at once."""
+    max_tokens: int = 1_000_000
+    """Sampled tokens of one turn, at most."""
+    prefix_caching: bool = True
+    reset_prefix_cache: bool = True
+    """At each weight update."""
+    abort_at_update: bool = False
+    """Running generations are aborted and tried again; false: they go on."""
+    recompute_at_update: bool = False
+    """Keys and values of running generations are computed anew."""
+
+
+class Step(msgspec.Struct, frozen=True):
+    """One train step: when it began, when it was through, when its weights were served. Seconds; sums from the start."""
+
+    begun_s: float
+    done_s: float
+    committed_s: float
+    rollouts: int
+    tokens: int
+    """Prompts and completions of its batch."""
+    sampled: float
+    """Tokens that all servers have made by `done_s`."""
+    generating_s: float
+    """Of all servers together, by `done_s`: at least one sequence runs."""
+    paused_s: float
+    sequence_s: float
+    """Running sequences, integrated over time."""
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What a simulated run did. The shares are over its settled part: without the first steps, which fill the pipeline, and
+    the last ones, for which nothing is generated any more."""
+
+    ok: bool
+    reason: str
+    steps: tuple[Step, ...]
+    step_s: float
+    """Median of the seconds between the ends of train steps, as `timing_step_total` counts them."""
+    tokens_per_s: float
+    """Trained tokens, prompts included, a second."""
+    sampled_per_s: float
+    trainer_training: float
+    trainer_syncing: float
+    trainer_waiting: float
+    """Shares of the trainer's time; they add up to 1."""
+    servers_generating: float
+    servers_paused: float
+    servers_waiting: float
+    """Shares of the servers' time; they add up to 1."""
+    sequences: float
+    """Sequences that run on a server, in the mean over time."""
+    preemptions: int
+    counts: Counts
+    events: int
+
+
+class _Play:
+    """A rollout with a worker."""
+
+    __slots__ = (
+        "cached_at",
+        "completion",
+        "history",
+        "order",
+        "over",
+        "sequence",
+        "server",
+        "shared",
+        "turn",
+        "turns",
+        "worker",
+    )
+
+    def __init__(self, order: RolloutOrder, worker: str, prompt: int, turns: int) -> None:
+        self.order = order
+        self.worker = worker
+        self.shared = prompt
+        self.turns = turns
+        self.turn = 0
+        self.history = 0  # completion tokens of earlier turns
+        self.completion = 0
+        self.sequence: Sequence | None = None
+        self.server = ""
+        self.cached_at = ("", 0)
+        self.over = False
+
+
+def simulate(settings: FlowSettings, cluster: Cluster, load: Load) -> Outcome:
+    """Play the run to its end. Raises ValueError where it can't end."""
+    return _Simulation(settings, cluster, load).run()
+
+
+class _Simulation:
+    def __init__(self, settings: FlowSettings, cluster: Cluster, load: Load) -> None:
+        self._settings, self._cluster, self._load = settings, cluster, load
+        self._core = Core(settings)
+        self._now = 0.0
+        self._agenda: list[tuple[float, int, Callable[[Any], None], Any]] = []
+        self._entries = self._events = 0
+        self._pending: deque[seen.AnyEvent] = deque()
+        self._servers = {
+            f"server-{number}": SimulatedServer(load.engine, share_prefixes=cluster.prefix_caching)
+            for number in range(cluster.servers)
+        }
+        self._plays: dict[tuple[int, int], _Play] = {}
+        self._requests: dict[str, _Play] = {}
+        self._tokens: dict[int, int] = {}  # of each scored rollout
+        self._groups: dict[int, tuple[int, bool]] = {}
+        self._busy_until: dict[str, float] = {}  # workers
+        self._steps: list[Step] = []
+        self._begun: tuple[float, int, int] = (0.0, 0, 0)
+        self._stop: do.Stop | None = None
+        self._perform: dict[type, Callable[[Any], None]] = {
+            do.Run: self._run,
+            do.Place: self._place,
+            do.Refuse: self._refuse,
+            do.Cancel: self._cancel,
+            do.Train: self._train,
+            do.Update: self._update,
+            do.Forget: self._forget,
+            do.Stop: self._stopped,
+        }
+
+    def run(self) -> Outcome:
+        self._open()
+        self._drain()
+        agenda = self._agenda
+        while self._stop is None:
+            if not agenda:
+                raise ValueError(f"the simulated run stands still at {self._now:.1f} s: {self._core.counts()}")
+            self._now, _, action, subject = heappop(agenda)
+            action(subject)
+            if self._pending:
+                self._drain()
+        return self._outcome(self._stop)
+
+    # ---- the clock and the core
+
+    def _after(self, seconds: float, action: Callable[[Any], None], subject: Any) -> None:
+        self._entries += 1
+        heappush(self._agenda, (self._now + seconds, self._entries, action, subject))
+
+    def _say(self, event: seen.AnyEvent) -> None:
+        self._pending.append(event)
+
+    def _do_after(self, seconds: float, action: Callable[[Any], None], subject: Any) -> None:
+        if seconds > 0:
+            self._after(seconds, action, subject)
+        else:
+            action(subject)
+
+    def _drain(self) -> None:
+        pending, handle, perform = self._pending, self._core.handle, self._perform
+        while pending:
+            self._events += 1
+            for command in handle(pending.popleft(), self._now):
+                action = perform.get(type(command))
+                if action is not None:
+                    action(command)
+
+    def _open(self) -> None:
+        cluster, settings = self._cluster, self._settings
+        self._say(seen.TrainerReady(cluster.ranks))
+        for name in self._servers:
+            self._say(seen.ServerJoined(name, 0, cluster.server_capacity))
+        cards = tuple(EnvironmentCard(label, {settings.split: PROMPTS}, "") for label, _ in settings.environments)
+        for number in range(cluster.workers):
+            self._say(seen.WorkerJoined(f"worker-{number}", cluster.worker_capacity, cards))
+        self._after(TICK_S, self._tick, None)
+        if settings.adaptive:
+            self._after(REPORT_S, self._report, None)
+
+    def _tick(self, _: None) -> None:
+        self._say(seen.Tick())
+        self._after(TICK_S, self._tick, None)
+
+    def _report(self, _: None) -> None:
+        """What each server's engine says of itself, for lanes that follow it."""
+        for name, server in self._servers.items():
+            server.advance(self._now)
+            running, waiting = len(server.running), len(server.waiting)
+            self._say(seen.ServerLoad(name, server.kv_used, running, waiting, server.preemptions))
+        self._after(REPORT_S, self._report, None)
+
+    # ---- workers
+
+    def _run(self, command: do.Run) -> None:
+        order, load = command.order, self._load
+        prompt, _ = self._group(order.group_id)
+        play = _Play(order, command.worker, prompt, max(1, int(_drawn(load.turns, order.seed, 1))))
+        self._plays[order.rollout_id, order.attempt] = play
+        wait = _drawn(load.dispatch_s, order.seed, 2) + self._in_line(command.worker, load.start_s)
+        self._do_after(wait, self._ask, play)
+
+    def _in_line(self, worker: str, seconds: float) -> float:
+        """Seconds until the worker, which does one thing after another, has done this too."""
+        if not seconds:
+            return 0.0
+        until = self._busy_until[worker] = max(self._busy_until.get(worker, 0.0), self._now) + seconds
+        return until - self._now
+
+    def _group(self, group_id: int) -> tuple[int, bool]:
+        """Prompt tokens of a group, and whether its rewards are all equal."""
+        known = self._groups.get(group_id)
+        if known is None:
+            load, seed = self._load, keyed_hash("simulated group", self._settings.seed, group_id) >> 16
+            tokens = max(1, round(_drawn(load.prompt_tokens, seed, 0)))
+            known = self._groups[group_id] = tokens, _share(seed, 1) < load.equal_share
+        return known
+
+    def _ask(self, play: _Play) -> None:
+        if play.over:
+            return
+        order = play.order
+        request_id = f"{order.rollout_id}.{order.attempt}.{play.turn}"
+        self._requests[request_id] = play
+        prompt = play.shared + play.history
+        self._say(seen.TurnStarted(request_id, order.rollout_id, order.attempt, play.turn, prompt))
+
+    def _answered(self, play: _Play) -> None:
+        """The worker has the tokens of a turn."""
+        if play.over:
+            return
+        order, load = play.order, self._load
+        play.turn += 1
+        if play.turn < play.turns:
+            self._do_after(_drawn(load.environment_s, order.seed, 16 * play.turn + 3), self._ask, play)
+        else:
+            if self._settings.free_lane:
+                self._say(seen.GenerationOver(order.rollout_id, order.attempt))
+            wait = _drawn(load.reward_s, order.seed, 4) + self._in_line(play.worker, load.score_s)
+            self._do_after(wait, self._scored, play)
+
+    def _scored(self, play: _Play) -> None:
+        if play.over:
+            return
+        self._end(play)
+        order = play.order
+        self._tokens[order.rollout_id] = play.shared + play.completion
+        _, equal = self._group(order.group_id)
+        reward = 0.0 if equal else float(order.sample % 2)
+        self._say(seen.RolloutDone(order.rollout_id, order.attempt, reward, play.shared, play.completion))
+
+    def _fail(self, play: _Play, cause: str) -> None:
+        if not play.over:
+            self._end(play)
+            self._say(seen.RolloutFailed(play.order.rollout_id, play.order.attempt, cause))
+
+    def _end(self, play: _Play) -> None:
+        play.over = True
+        del self._plays[play.order.rollout_id, play.order.attempt]
+
+    def _refuse(self, command: do.Refuse) -> None:
+        play = self._requests.pop(command.request_id, None)
+        if play is not None:
+            self._fail(play, command.cause)
+
+    def _cancel(self, command: do.Cancel) -> None:
+        play = self._plays.get((command.rollout_id, command.attempt))
+        if play is None:
+            return
+        if play.sequence is not None:
+            server = self._servers[play.server]
+            server.advance(self._now)
+            self._abort(server, play)
+            self._schedule(server)
+        self._fail(play, "cancelled")
+
+    # ---- servers
+
+    def _place(self, command: do.Place) -> None:
+        play = self._requests[command.request_id]
+        order, load = play.order, self._load
+        tokens = max(1, min(round(_drawn(load.completion_tokens, order.seed, 16 * play.turn)), self._cluster.max_tokens))
+        server = self._servers[command.server]
+        # its own earlier turns are cached where it stays on its server and no update has come between
+        here = (command.server, server.resets)
+        prompt = play.shared + play.history
+        cached = prompt if self._cluster.prefix_caching and play.turn and play.cached_at == here else 0
+        play.sequence = Sequence(command.request_id, order.group_id, play.shared, prompt, tokens, cached)
+        play.server, play.cached_at = command.server, here
+        server.advance(self._now)
+        server.add(play.sequence)
+        self._schedule(server)
+
+    def _schedule(self, server: SimulatedServer) -> None:
+        """See to it that somebody looks at the server when its next sequence ends, or earlier."""
+        at = server.next_at
+        if at < server.scheduled_at:
+            server.scheduled_at = at
+            self._entries += 1
+            heappush(self._agenda, (at, self._entries, self._look, (server, at)))
+
+    def _look(self, subject: tuple[SimulatedServer, float]) -> None:
+        server, at = subject
+        if at != server.scheduled_at:
+            return  # an earlier look has been appointed since
+        server.scheduled_at = inf
+        server.advance(self._now)
+        for sequence in server.ended():
+            self._generated(self._requests.pop(sequence.key), sequence)
+        self._schedule(server)
+
+    def _generated(self, play: _Play, sequence: Sequence) -> None:
+        tokens = sequence.completion
+        play.sequence = None
+        play.completion += tokens
+        play.history += tokens
+        self._do_after(self._load.request_s, self._returned, (play, sequence.key, tokens))
+
+    def _returned(self, subject: tuple[_Play, str, int]) -> None:
+        """The relay tells the core and the worker at once."""
+        play, request_id, tokens = subject
+        self._say(seen.TurnDone(request_id, play.order.rollout_id, tokens, "stop"))
+        self._answered(play)
+
+    def _abort(self, server: SimulatedServer, play: _Play) -> None:
+        sequence = play.sequence
+        assert sequence is not None
+        server.remove(sequence)
+        play.sequence = None
+        self._requests.pop(sequence.key, None)
+        made = max(0, sequence.completion - round(sequence.left))
+        self._say(seen.TurnDone(sequence.key, play.order.rollout_id, made, "abort"))
+
+    # ---- the trainer
+
+    def _train(self, command: do.Train) -> None:
+        load = self._load
+        ids = [rollout_id for group in command.rollout_ids for rollout_id in group]
+        tokens = sum(self._tokens[rollout_id] for rollout_id in ids)
+        self._begun = (self._now, len(ids), tokens)
+        self._slow(load.shared_share)
+        self._after(load.train_step_s + load.train_token_s * tokens / self._cluster.ranks, self._trained, command.step)
+
+    def _trained(self, step: int) -> None:
+        begun_s, rollouts, tokens = self._begun
+        servers = self._servers.values()
+        for server in servers:
+            server.advance(self._now)
+        self._slow(0.0)
+        self._steps.append(
+            Step(
+                begun_s=begun_s,
+                done_s=self._now,
+                committed_s=self._now,
+                rollouts=rollouts,
+                tokens=tokens,
+                sampled=sum(server.tokens for server in servers),
+                generating_s=sum(server.generating_s for server in servers),
+                paused_s=sum(server.paused_s for server in servers),
+                sequence_s=sum(server.sequence_s for server in servers),
+            )
+        )
+        self._say(seen.StepDone(step))
+
+    def _slow(self, share: float) -> None:
+        if self._load.shared_share:
+            for server in self._servers.values():
+                server.advance(self._now)
+                server.slow(share)
+                self._schedule(server)
+
+    def _update(self, command: do.Update) -> None:
+        self._after(self._load.sync_s - self._load.pause_s, self._pause, command.version)
+
+    def _pause(self, version: int) -> None:
+        for server in self._servers.values():
+            server.advance(self._now)
+            if self._cluster.abort_at_update:
+                for sequence in server.everyone():
+                    play = self._requests[sequence.key]
+                    self._abort(server, play)
+                    self._fail(play, "aborted by a weight update")
+            server.pause(
+                self._load.pause_s,
+                forget_prefixes=self._cluster.reset_prefix_cache,
+                recompute=self._cluster.recompute_at_update,
+            )
+            self._schedule(server)
+        self._after(self._load.pause_s, self._committed, version)
+
+    def _committed(self, version: int) -> None:
+        self._steps[-1] = msgspec.structs.replace(self._steps[-1], committed_s=self._now)
+        self._say(seen.UpdateDone(version))
+
+    def _forget(self, command: do.Forget) -> None:
+        for rollout_id in command.rollout_ids:
+            self._tokens.pop(rollout_id, None)
+
+    def _stopped(self, command: do.Stop) -> None:
+        self._stop = command
+        self._pending.clear()
+
+    # ---- the account
+
+    def _outcome(self, stop: do.Stop) -> Outcome:
+        steps = self._steps
+        if not steps:
+            raise ValueError(f"the simulated run ended before its first step: {stop.reason}")
+        first, last = _settled(len(steps), self._settings.max_async)
+        ends = [0.0, *(step.done_s for step in steps)]
+        span = ends[last] - ends[first]
+        origin = steps[first - 1] if first else None
+        inner = steps[first:last]
+        syncs = steps[first - 1 : last - 1] if first else steps[first : last - 1]
+        training = sum(step.done_s - step.begun_s for step in inner) / span
+        syncing = sum(step.committed_s - step.done_s for step in syncs) / span
+
+        def grown(name: str) -> float:
+            total: float = getattr(steps[last - 1], name) - (getattr(origin, name) if origin else 0.0)
+            return total
+
+        servers_s = span * self._cluster.servers
+        generating, paused = grown("generating_s") / servers_s, grown("paused_s") / servers_s
+        return Outcome(
+            ok=stop.ok,
+            reason=stop.reason,
+            steps=tuple(steps),
+            step_s=median(b - a for a, b in pairwise(ends)),
+            tokens_per_s=sum(step.tokens for step in inner) / span,
+            sampled_per_s=grown("sampled") / span,
+            trainer_training=training,
+            trainer_syncing=syncing,
+            trainer_waiting=1.0 - training - syncing,
+            servers_generating=generating,
+            servers_paused=paused,
+            servers_waiting=1.0 - generating - paused,
+            sequences=grown("sequence_s") / servers_s,
+            preemptions=sum(server.preemptions for server in self._servers.values()),
+            counts=self._core.counts(),
+            events=self._events,
+        )
+
+
+def _share(seed: int, place: int) -> float:
+    """A number in [0, 1) from a seed that is uniform already and a small number, by two rounds of multiply and shift (the
+    finisher of SplitMix64; Steele, Lea and Flood 2014): ten times cheaper than a keyed hash."""
+    mixed = ((seed + place * 0x9E3779B97F4A7C15) * 0xBF58476D1CE4E5B9) & _BITS
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _BITS
+    return (mixed ^ (mixed >> 31)) / 2.0**64
+
+
+def _drawn(spread: Spread, seed: int, place: int) -> float:
+    """The draw of this seed and place from the distribution."""
+    quantiles = spread.quantiles
+    return quantiles[0] if len(quantiles) == 1 else spread.at(_share(seed, place))
+
+
+def _settled(steps: int, max_async: int) -> tuple[int, int]:
+    """Steps `first:last` between the filling and the emptying of the pipeline; all of them where few remain."""
+    first, last = max_async + 1, steps - max_async - 1
+    return (first, last) if last - first >= 2 else (0, steps)

@@ -1,0 +1,257 @@
+"""vLLM with LoRA adapters: a version is an adapter of its own, loaded beside those that requests still use.
+
+Nothing pauses. A version is checked, written where vLLM can load it, loaded, and asked a probe: its log-probs must have moved.
+From the commit on new requests use it; running ones keep the adapter that they began with, so all tokens of an answer are of
+one version. Owns when adapters come and go; what they are is adapters.py's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import shutil
+import tempfile
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from telescope.config.parts import LoraSettings, WeightSyncSettings
+from telescope.inference.adapters import Adapter, Adapters, disagreements, expected_tensors, largest_change, up_projections
+from telescope.inference.adapters import write_adapter as write
+from telescope.inference.checkpoint import checkpoint_tensors
+from telescope.inference.engine import EngineDead, Generated, WeightsRefused, WeightState
+from telescope.inference.vllm_engine import VllmEngine
+from telescope.inference.vllm_options import ServerPlan, served_dtype
+from telescope.records import Sampling, WeightGroup, WeightManifest
+from telescope.weights.base import Reader, TransferFailed, WeightsCorrupt
+from telescope.weights.disk import DiskReader
+from telescope.weights.shared_memory import SharedMemoryReader
+
+PROBE_TOKENS, PROBE_WIDTH = 32, 16
+SEEN = 1e-6
+"""A change of an adapter's elements beyond this shows in float32 log-probs; in half precision small ones are rounded away."""
+FIRST = -(2**31)
+"""Priority of the probe."""
+OVER_HTTP = "http:"
+"""Before the ids of requests that did not come over the link."""
+
+log = logging.getLogger(__name__)
+
+
+class LoraEngine(VllmEngine):
+    """See `Engine`. `scratch` is a folder for adapters, made and removed here; null: below the system's temporary files."""
+
+    def __init__(self, plan: ServerPlan, weight_sync: WeightSyncSettings, scratch: Path | None = None) -> None:
+        super().__init__(plan, weight_sync)
+        assert plan.model.lora is not None
+        self._lora: LoraSettings = plan.model.lora
+        self._adapters = Adapters(scratch or Path(tempfile.mkdtemp(prefix="telescope-adapters-")))
+        self._expected = expected_tensors(self._lora, checkpoint_tensors(plan.folder))
+        self._probed: dict[int, float] | None = None
+        self._probe_of_staged: dict[int, float] = {}
+        self._probes = 0
+        self.moved = 0.0
+        """How far the probe's log-probs moved at the last update: the largest |difference| in nats."""
+
+    async def _open(self) -> None:
+        """The model's own weights never change: there is nothing to be found out."""
+
+    def _memory(self) -> dict[str, float]:
+        """An adapter needs no staging buffer."""
+        return {}
+
+    # ---- requests ---------------------------------------------------------------------------------------------------
+
+    async def generate(self, request_id: str, prompt_ids: np.ndarray, sampling: Sampling, priority: int) -> Generated:
+        self._check_request(request_id, prompt_ids, sampling)
+        adapter = self._adapters.begin(request_id)
+        try:
+            answer = await super().generate(request_id, prompt_ids, sampling, priority)
+        finally:
+            adapter.requests.discard(request_id)
+        return replace(answer, versions=np.full(len(answer.ids), adapter.version, np.int32))
+
+    @property
+    def client(self) -> Any:
+        """vLLM's AsyncLLM, whose requests get the adapter that serves when they begin."""
+        return None if self._llm is None else _Client(self._llm, self._adapters)
+
+    def _adapter_of(self, request_id: str) -> Any:
+        return _asked(self._adapters.used_by(request_id))
+
+    # ---- weights ----------------------------------------------------------------------------------------------------
+
+    async def prepare(self, manifest: WeightManifest, group: WeightGroup | None = None) -> WeightState:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        async with self._weights:
+            await self._forget_staged()
+            try:
+                async with asyncio.timeout(self._sync.update_timeout_s):
+                    self._adapters.staged = await self._load_beside(manifest)
+            except EngineDeadError as error:
+                raise EngineDead(await self._why_dead()) from error
+            except TimeoutError as error:
+                raise WeightsRefused(
+                    f"the adapter of version {manifest.version} was not loaded and probed within "
+                    f"weight_sync.update_timeout_s={self._sync.update_timeout_s:g} s"
+                ) from error
+            self._state = replace(self._state, prepared=manifest.version)
+            return self._state
+
+    async def commit(self, version: int) -> WeightState:
+        async with self._weights:
+            staged = self._adapters.staged
+            if staged is None or staged.version != version:
+                held = "nothing" if staged is None else f"version {staged.version}"
+                raise WeightsRefused(f"weights version {version} can't be committed: {held} is staged")
+            self._adapters.serve_staged()
+            self._probed = self._probe_of_staged
+            if self._sync.in_flight == "abort":
+                for request_id in tuple(self._requests):
+                    if self._adapters.used_by(request_id) is not self._adapters.serving:
+                        await self.abort(request_id)
+            self._state = WeightState(version=version, prepared=None, checksum=staged.checksum, pause_s=0.0)
+            return self._state
+
+    async def discard(self, version: int) -> WeightState:
+        async with self._weights:
+            if self._adapters.staged is not None and self._adapters.staged.version == version:
+                await self._forget_staged()
+            return self._state
+
+    async def _load_beside(self, manifest: WeightManifest) -> Adapter:
+        for adapter in self._adapters.unused():
+            await self._unload(adapter)
+        adapter = await self._written(manifest)
+        try:
+            for request_id in self._adapters.in_the_way(self._plan.inference.max_loras):
+                log.info("request %s is aborted: its adapter is the oldest of inference.max_loras", request_id)
+                await self.abort(request_id)
+                if request_id.startswith(OVER_HTTP):
+                    await self._llm.abort(request_id.removeprefix(OVER_HTTP))
+            await self._added(adapter)
+            if self._probed is None:
+                self._probed = await self._probe(self._adapters.serving)
+            self._probe_of_staged = await self._probe(adapter)
+            self._check_moved(adapter)
+        except (WeightsRefused, asyncio.CancelledError):
+            await self._unload(adapter)
+            raise
+        return adapter
+
+    async def _added(self, adapter: Adapter) -> None:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            await self._llm.add_lora(_asked(adapter))
+        except EngineDeadError:
+            raise
+        except Exception as error:  # vLLM's engine answers with a plain Exception
+            raise WeightsRefused(f"vLLM does not load the adapter of version {adapter.version}: {error}") from error
+
+    async def _written(self, manifest: WeightManifest) -> Adapter:
+        """The version checked and on disk."""
+        if found := disagreements(manifest, self._expected):
+            raise WeightsRefused(f"weights version {manifest.version} don't fit model.lora: {'; '.join(found)}")
+        adapter = self._adapters.new(manifest)
+        assert adapter.folder is not None
+        try:
+            adapter.up = await asyncio.to_thread(_write, adapter.folder, self._lora, manifest, self._plan.run)
+        except (WeightsCorrupt, TransferFailed) as error:
+            raise WeightsRefused(str(error)) from error
+        except OSError as error:
+            raise WeightsRefused(f"the adapter of version {manifest.version} can't be written: {error}") from error
+        return adapter
+
+    def _check_moved(self, adapter: Adapter) -> None:
+        """Raise `WeightsRefused` where other numbers were loaded and nothing moved: they did not reach the computation."""
+        before, after = self._probed, self._probe_of_staged
+        assert before is not None
+        assert adapter.up is not None
+        if not all(map(math.isfinite, after.values())):
+            raise WeightsRefused(f"with the adapter of version {adapter.version} log-probs are not finite")
+        self.moved = distance(before, after)
+        changed = largest_change(self._adapters.serving.up, adapter.up)
+        log.info("adapter %d: elements changed by %.2g, log-probs by %.2g nats", adapter.version, changed, self.moved)
+        if self.moved == 0.0 and changed > SEEN and served_dtype(self._plan) == "float32":
+            raise WeightsRefused(
+                f"the adapter of version {adapter.version} was loaded and differs by {changed:.2g} from that of version "
+                f"{self._adapters.serving.version}, but the log-probs of a probe did not move: it does not reach the model"
+            )
+
+    async def _probe(self, adapter: Adapter) -> dict[int, float]:
+        """Log-probs of the likeliest tokens after a fixed text under an adapter.
+
+        Of one sampled place: asked for the log-probs of a prompt beside other requests, vLLM's engine dies with adapters on.
+        """
+        from vllm import SamplingParams
+
+        ids = np.random.default_rng(0).integers(0, self._vocabulary, min(PROBE_TOKENS, self._max_model_len - 1)).tolist()
+        self._probes += 1
+        params = SamplingParams(max_tokens=1, logprobs=PROBE_WIDTH, detokenize=False, output_kind=self._final_only)
+        prompt = self._tokens_input(prompt_token_ids=ids)
+        name = f"probe-{self._probes}"
+        asked = self._llm.generate(prompt, params, name, lora_request=_asked(adapter), priority=FIRST)
+        (output,) = [output async for output in asked]
+        (place,) = output.outputs[0].logprobs
+        return {token: float(found.logprob) for token, found in place.items()}
+
+    async def _forget_staged(self) -> None:
+        staged, self._adapters.staged = self._adapters.staged, None
+        self._state = replace(self._state, prepared=None)
+        if staged is not None:
+            await self._unload(staged)
+
+    async def _unload(self, adapter: Adapter) -> None:
+        """Only where no request uses it any more: vLLM would look for its folder again."""
+        assert adapter.folder is not None
+        await self._llm.remove_lora(adapter.number)
+        await asyncio.to_thread(shutil.rmtree, adapter.folder, True)
+
+    async def close(self) -> None:
+        await super().close()
+        self._adapters.close()
+
+
+class _Client:
+    """AsyncLLM for the HTTP application: it knows no adapters, so its requests are given one here, and counted as its users."""
+
+    def __init__(self, llm: Any, adapters: Adapters) -> None:
+        self._llm = llm
+        self._adapters = adapters
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._llm, name)
+
+    async def generate(self, prompt: Any, sampling_params: Any, request_id: str, **more: Any) -> AsyncGenerator[Any, None]:
+        adapter = self._adapters.begin(f"{OVER_HTTP}{request_id}")
+        try:
+            more |= {"lora_request": _asked(adapter)}
+            async for output in self._llm.generate(prompt, sampling_params, request_id, **more):
+                yield output
+        finally:
+            adapter.requests.discard(f"{OVER_HTTP}{request_id}")
+
+
+def distance(before: dict[int, float], after: dict[int, float]) -> float:
+    """The largest |difference| in nats over the tokens that both know; infinite where they share none."""
+    return max((abs(after[token] - before[token]) for token in before.keys() & after.keys()), default=math.inf)
+
+
+def _asked(adapter: Adapter) -> Any:
+    """vLLM's name for an adapter; None for the base model."""
+    from vllm.lora.request import LoRARequest
+
+    return None if adapter.folder is None else LoRARequest(adapter.name, adapter.number, str(adapter.folder))
+
+
+def _write(folder: Path, lora: LoraSettings, manifest: WeightManifest, run: str) -> np.ndarray:
+    reader: Reader = DiskReader() if manifest.transport == "disk" else SharedMemoryReader(run)
+    tensors = [(spec, memoryview(bytes(data))) for spec, data in reader.read(manifest)]  # small, and free of the transport
+    write(folder, lora, tensors)
+    return up_projections(tensors)

@@ -1,0 +1,47 @@
+"""What a server's process and its engine's workers tell each other about updates. No torch, no vLLM."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Place = Literal["full", "host", "none"]
+"""Where a version waits until it is committed; see staging.py."""
+
+
+class Opening(msgspec.Struct, frozen=True):
+    """What a worker needs to know before its first update."""
+
+    run: str
+    server: str
+    place: Place
+    deadline_s: float
+    init_timeout_s: float
+
+
+class Opened(msgspec.Struct, frozen=True):
+    """How a worker will take updates. `refused`: a sentence if it can't; `no_plan`: why it uses vLLM's own loader, or empty."""
+
+    refused: str = ""
+    no_plan: str = ""
+    copies: int = 0
+    nbytes: int = 0
+    staging_bytes: int = 0
+    seconds: float = 0.0
+
+
+class StageState(msgspec.Struct, frozen=True):
+    """How far a version has come in a worker. `cause`: why it will not come; `touched`: parameters may have been written."""
+
+    over: bool
+    cause: str = ""
+    checksum: str = ""
+    touched: bool = False
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """Parameters against a staged version: how many of its tensors were compared (0: there was no way), and which are other."""
+
+    tensors: int
+    other: tuple[str, ...]

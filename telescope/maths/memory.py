@@ -1,0 +1,256 @@
+"""What a model takes: parameters, bytes on a GPU to train it and to serve it, floating-point operations. Pure arithmetic.
+
+For decoder-only transformers of the Llama and Qwen kind (grouped attention, gated MLP, RMSNorm), as Hugging Face computes them.
+Owns counts; refuses to know files, cards and configurations. Bytes are bytes, not GiB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+
+class ModelShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The numbers of a model's config.json that decide its size."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    tied: bool
+    """Embedding and head are one matrix."""
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    """Queries and keys of each head pass through a norm (Qwen3)."""
+
+    @property
+    def query(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def key(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    @property
+    def layer_parameters(self) -> int:
+        attention = 2 * self.hidden * self.query + 2 * self.hidden * self.key
+        bias = self.query + 2 * self.key if self.qkv_bias else 0
+        norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
+        return attention + bias + 3 * self.hidden * self.intermediate + norms
+
+    @property
+    def embedding_parameters(self) -> int:
+        return self.vocabulary * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """All of them, tied ones once: 596,049,920 for Qwen3-0.6B."""
+        rest = self.embedding_parameters * (1 if self.tied else 2) + self.hidden
+        return self.layers * self.layer_parameters + rest
+
+    @property
+    def computing_parameters(self) -> int:
+        """Those that each token is multiplied with: all but a lookup of the embedding."""
+        return self.layers * self.layer_parameters + self.embedding_parameters
+
+    def kv_bytes_per_token(self, bytes_per_value: int) -> int:
+        """Keys and values of all layers: 114,688 for Qwen3-0.6B in bfloat16."""
+        return 2 * self.layers * self.key * bytes_per_value
+
+
+QWEN2_TYPES = ("qwen2",)
+QK_NORM_TYPES = ("qwen3",)
+
+
+def shape_from(config: Mapping[str, Any]) -> ModelShape:
+    """The shape in a Hugging Face config.json. Raises ValueError where it is no dense decoder of this kind."""
+    try:
+        hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+        kind = str(config.get("model_type", ""))
+        if config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts"):
+            raise ValueError(f"a model of type {kind} has experts, which this arithmetic does not know")
+        return ModelShape(
+            layers=int(config["num_hidden_layers"]),
+            hidden=hidden,
+            intermediate=int(config["intermediate_size"]),
+            heads=heads,
+            kv_heads=int(config.get("num_key_value_heads") or heads),
+            head_dim=int(config.get("head_dim") or hidden // heads),
+            vocabulary=int(config["vocab_size"]),
+            tied=bool(config.get("tie_word_embeddings", kind not in ("llama",))),
+            qkv_bias=bool(config.get("attention_bias", kind in QWEN2_TYPES)) or kind in QWEN2_TYPES,
+            qk_norm=kind in QK_NORM_TYPES,
+        )
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"config.json lacks or misstates {error}: not a model whose size can be worked out") from error
+
+
+# ---- training
+
+
+class TrainerMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes on one rank, at the worst moment of a step."""
+
+    weights: int
+    gradients: int
+    moments: int
+    working: int
+    """Gathered copies in the precision of the forward pass, and the gradients that are on their way to their shards."""
+    activations: int
+    logits: int
+    """A chunk of logits in float32, and the head's gradient, which is summed in float32."""
+    reference: int = 0
+    """A frozen copy of the base model."""
+
+    @property
+    def total(self) -> int:
+        return sum(msgspec.structs.asdict(self).values())
+
+
+def trainer_memory(
+    shape: ModelShape,
+    *,
+    ranks: int,
+    row_tokens: int,
+    chunk: int,
+    weight_bytes: int = 4,
+    compute_bytes: int = 2,
+    checkpointing: bool = True,
+    reshard: bool = True,
+    moments: int = 2,
+    reference: bool = False,
+) -> TrainerMemory:
+    """One rank of `ranks` under FSDP2, with rows of `row_tokens` tokens and logits of `chunk` tokens at once.
+
+    `weight_bytes`: of a master weight, its gradient and each of its `moments` (AdamW 2, SGD 0); `compute_bytes`: of a value in
+    the forward pass; `reshard`: gathered layers are freed after the forward pass. docs/planning.md derives each term.
+    """
+    everything = shape.parameters
+    share = -(-everything // ranks)
+    cast = compute_bytes != weight_bytes
+    activations = _activations(shape, row_tokens, compute_bytes, checkpointing)
+    head = shape.embedding_parameters
+    chunk = min(chunk, row_tokens)
+    return TrainerMemory(
+        weights=share * weight_bytes,
+        gradients=share * weight_bytes,
+        moments=moments * share * weight_bytes,
+        working=_working(shape, ranks, weight_bytes, compute_bytes, reshard) if cast or ranks > 1 else 0,
+        activations=activations,
+        logits=LOGIT_COPIES * chunk * shape.vocabulary * 4 + head * 4,
+        reference=share * compute_bytes if reference else 0,
+    )
+
+
+LOGIT_COPIES = 2
+"""[chunk, vocabulary] float32 tensors alive at once in the backward pass of the log-probs."""
+
+
+def _working(shape: ModelShape, ranks: int, weight_bytes: int, compute_bytes: int, reshard: bool) -> int:
+    """Gathered weights: the embedding and head stay through the step, of the layers two (one at work, one on its way) or all.
+    Gradients of one layer and of the head wait, whole, to be summed over the ranks in float32."""
+    head = shape.embedding_parameters * (1 if shape.tied else 2)
+    layers = 2 if reshard else shape.layers
+    gathered = (head + min(layers, shape.layers) * shape.layer_parameters) * compute_bytes
+    return gathered + max(head, shape.layer_parameters) * (compute_bytes + (4 if ranks > 1 or compute_bytes != 4 else 0))
+
+
+def layer_activation_bytes(shape: ModelShape, compute_bytes: int) -> int:
+    """What one layer keeps for its backward pass, for one token.
+
+    Two norms keep their input in float32, its deviation, its normalised value and their output; attention keeps rotated queries
+    and keys, values, its output and a float32 log-sum a head; the MLP keeps gate, up, the activated gate and their product.
+    Queries and keys that are normalised are kept as in a norm. (sdpa on a CPU copies its output once more.)
+    """
+    wide = 4
+    norms = 2 * (wide * (shape.hidden + 1) + 2 * compute_bytes * shape.hidden)
+    attention = compute_bytes * (2 * shape.query + 2 * shape.key) + 4 * shape.heads
+    qk_norms = (wide + compute_bytes) * (shape.query + shape.key) + wide * (shape.heads + shape.kv_heads)
+    return norms + attention + (qk_norms if shape.qk_norm else 0) + 4 * compute_bytes * shape.intermediate
+
+
+def _activations(shape: ModelShape, tokens: int, compute_bytes: int, checkpointing: bool) -> int:
+    """Between the layers nothing is kept but their inputs (checkpointing), or all that each of them keeps. One layer is at work
+    on top: its own gradients are as large as what its widest part keeps."""
+    one = layer_activation_bytes(shape, compute_bytes)
+    at_work = 2 * compute_bytes * shape.intermediate + 2 * compute_bytes * shape.hidden
+    final = (4 + 3 * compute_bytes) * shape.hidden  # the last norm, and the hidden states that the head takes
+    kept = shape.layers * compute_bytes * shape.hidden + one if checkpointing else shape.layers * one
+    return tokens * (kept + at_work + final)
+
+
+# ---- serving
+
+
+class ServerMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes on one server's GPU."""
+
+    budget: int
+    """gpu_memory_utilization of the card."""
+    weights: int
+    staging: int
+    """The buffer that new weights arrive in."""
+    overhead: int
+    """Activations of the largest step, CUDA graphs, the runtime."""
+    kv: int
+    kv_bytes_per_token: int
+
+    @property
+    def kv_tokens(self) -> int:
+        return max(0, self.kv) // self.kv_bytes_per_token
+
+    def sequences(self, tokens: int) -> int:
+        """Sequences of so many tokens that the cache holds at once."""
+        return self.kv_tokens // max(tokens, 1)
+
+
+def server_memory(
+    shape: ModelShape,
+    *,
+    card_bytes: int,
+    utilization: float,
+    bytes_per_value: int = 2,
+    staging: bool = False,
+    batched_tokens: int = 8192,
+    sequences: int = 256,
+    parallel: int = 1,
+) -> ServerMemory:
+    """One of the `parallel` cards that share a model (tensor parallelism); `kv` may come out negative where it does not fit."""
+    weights = -(-shape.parameters // parallel) * bytes_per_value
+    # the profiling run: the largest step's hidden states and MLP, and logits of all sequences in float32, twice
+    step = batched_tokens * (4 * shape.hidden + 3 * shape.intermediate) * bytes_per_value
+    overhead = step + 2 * sequences * shape.vocabulary * 4 + RUNTIME_BYTES
+    budget = int(card_bytes * utilization)
+    spare = weights if staging else 0
+    return ServerMemory(
+        budget=budget,
+        weights=weights,
+        staging=spare,
+        overhead=overhead,
+        kv=budget - weights - spare - overhead,
+        kv_bytes_per_token=-(-shape.kv_bytes_per_token(bytes_per_value) // min(parallel, shape.kv_heads)),
+    )
+
+
+RUNTIME_BYTES = 2**30
+"""CUDA context, libraries' workspaces and graphs."""
+
+
+# ---- operations
+
+
+def forward_flops_per_token(shape: ModelShape, context: float = 0.0) -> float:
+    """2 a weight, and attention's products with `context` tokens of keys and values: 4 · layers · query width · context."""
+    return 2.0 * shape.computing_parameters + 4.0 * shape.layers * shape.query * context
+
+
+def train_flops_per_token(shape: ModelShape, mean_length: float, *, checkpointing: bool) -> float:
+    """Forward once (twice with checkpointing: all but the head) and backward twice; a causal sample of L tokens looks back at
+    L/2 on average."""
+    forward = forward_flops_per_token(shape, mean_length / 2)
+    return forward * (4 if checkpointing else 3)

@@ -1,0 +1,115 @@
+"""What a GPU is good for, and the latencies that follow from it where no run has been measured. Derived, so "uncalibrated".
+
+Peak figures are those of the vendor's data sheets; the shares of them that are reached, and the fixed costs, are stated here
+one by one and explained in docs/planning.md.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from telescope.flow.latency import EngineTimes, Load, Spread, constant
+from telescope.maths.memory import ModelShape, forward_flops_per_token, train_flops_per_token
+
+GIB = 2**30
+
+
+class Card(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    memory: int
+    """Bytes that a process can have."""
+    flops: float
+    """Dense bfloat16 operations a second, peak."""
+    bandwidth: float
+    """Of its memory, bytes a second, peak."""
+    link: float
+    """To the other cards of its host, bytes a second, each way, peak."""
+
+
+CARDS = {
+    "h100": Card(name="H100", memory=79 * GIB, flops=989e12, bandwidth=3.35e12, link=450e9),
+    "h200": Card(name="H200", memory=140 * GIB, flops=989e12, bandwidth=4.8e12, link=450e9),
+}
+
+READ_SHARE = 0.9
+"""Of the memory's bandwidth, when weights and KV cache are read."""
+PREFILL_SHARE = 0.5
+"""Of the peak operations, when prompts are read."""
+DECODE_SHARE = 0.6
+"""Of the peak operations, in the products of a decode step."""
+TRAIN_SHARE = 0.14
+"""Of the peak operations, in training: measured on one H200 with a 0.6B model, with and without checkpointing."""
+LINK_SHARE = 0.7
+"""Of the links' bandwidth, in collectives of the trainer."""
+STEP_OVERHEAD_S = 0.9e-3
+"""Of a decode step: launches and scheduling. With SEQUENCE_S, the two points of a 3B model on one H200 (64 sequences in 3.7 ms,
+256 in 7.7 ms) are met."""
+SEQUENCE_S = 10e-6
+"""Of a sequence in a decode step: sampling and its log-prob over the whole vocabulary, and its share of the bookkeeping."""
+TRAIN_OVERHEAD_S = 0.2
+"""Of a train step: tensors prepared, counts exchanged."""
+SYNC_BYTES_S = 3e9
+"""Weights on their way to the servers."""
+SYNC_OVERHEAD_S = 0.2
+PAUSE_S = 0.05
+
+
+class Work(msgspec.Struct, frozen=True, kw_only=True):
+    """What of a configuration the latencies depend on."""
+
+    shape: ModelShape
+    completion_tokens: Spread
+    prompt_tokens: Spread
+    row_tokens: int
+    ranks: int
+    kv_tokens: float
+    max_seqs: int
+    checkpointing: bool = True
+    compute_bytes: int = 2
+    weight_bytes: int = 4
+    updates: int = 1
+    """Of the optimiser, a step."""
+    epochs: int = 1
+    parallel: int = 1
+    """Cards a server."""
+
+
+def latencies(card: Card, work: Work) -> Load:
+    """Uncalibrated times of one server and one rank on this card."""
+    shape, length = work.shape, work.prompt_tokens.mean + work.completion_tokens.mean
+    weights = shape.parameters * work.compute_bytes
+    read = card.bandwidth * READ_SHARE * work.parallel
+    flops = card.flops * work.parallel
+    engine = EngineTimes(
+        step_s=weights / read + STEP_OVERHEAD_S,
+        sequence_s=forward_flops_per_token(shape) / (flops * DECODE_SHARE) + SEQUENCE_S,
+        kv_token_s=shape.kv_bytes_per_token(work.compute_bytes) / read,
+        prefill_token_s=forward_flops_per_token(shape, work.prompt_tokens.mean / 2) / (flops * PREFILL_SHARE),
+        kv_tokens=max(1.0, work.kv_tokens),
+        max_seqs=work.max_seqs,
+    )
+    train_token_s = train_flops_per_token(shape, length, checkpointing=work.checkpointing) / (card.flops * TRAIN_SHARE)
+    return Load(
+        prompt_tokens=work.prompt_tokens,
+        completion_tokens=work.completion_tokens,
+        engine=engine,
+        request_s=0.005,
+        reward_s=constant(0.02),
+        train_step_s=TRAIN_OVERHEAD_S + work.updates * _optimizer_s(card, work),
+        train_token_s=work.epochs * (train_token_s + _collectives_s(card, work) / work.row_tokens),
+        sync_s=weights / SYNC_BYTES_S + SYNC_OVERHEAD_S,
+        pause_s=PAUSE_S,
+    )
+
+
+def _optimizer_s(card: Card, work: Work) -> float:
+    """AdamW reads weight, gradient and two moments of each parameter of the share, and writes three of them."""
+    return 7 * work.weight_bytes * work.shape.parameters / work.ranks / (card.bandwidth * READ_SHARE)
+
+
+def _collectives_s(card: Card, work: Work) -> float:
+    """Of one row: weights gathered for forward and again for backward, gradients summed in float32. Nothing on one rank."""
+    if work.ranks == 1:
+        return 0.0
+    moved = work.shape.parameters * (2 * work.compute_bytes + 4) * (work.ranks - 1) / work.ranks
+    return moved / (card.link * LINK_SHARE)

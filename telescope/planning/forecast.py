@@ -1,0 +1,223 @@
+"""From a run's configuration to what the simulator and the memory arithmetic need, and to the best split of GPUs.
+
+Owns which setting becomes which number. Refuses to print (report.py does) and to read files other than a model's config.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+
+from telescope.backends.fsdp import FSDP
+from telescope.config.run import RunConfig
+from telescope.flow.latency import Load, lognormal
+from telescope.flow.simulate import Cluster, Outcome, simulate
+from telescope.inference.main import lanes
+from telescope.inference.vllm_options import CPU_MAX_NUM_SEQS, GPU_MAX_NUM_SEQS
+from telescope.maths.batching import assign
+from telescope.maths.memory import ModelShape, ServerMemory, TrainerMemory, server_memory, trainer_memory
+from telescope.maths.packing import rows_needed
+from telescope.orchestrator.main import flow_settings
+from telescope.planning.cards import GIB, Card, Work, latencies
+
+BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+MEAN_SHARE = 0.4
+"""Of max_tokens: the mean completion that is assumed where none is known."""
+SIGMA = 0.8
+"""Of the logarithm of a completion's length, where none is known."""
+PROMPT_TOKENS = 200.0
+FEWEST_STEPS = 12
+"""Simulated, where the run has as many: enough for a settled part behind the filling of the pipeline."""
+MOST_SPLITS = 24
+
+
+class Refused(ValueError):
+    """The combination can't work; the text is one whole sentence with the numbers and the remedy."""
+
+
+def cluster_of(config: RunConfig) -> Cluster:
+    """Who plays, as the simulator sees it."""
+    return Cluster(
+        servers=max(1, config.cluster.inference_num_workers // config.inference.tensor_parallel_size),
+        ranks=config.cluster.trainer_num_workers,
+        server_capacity=lanes(config),
+        workers=config.cluster.env_num_workers,
+        worker_capacity=config.cluster.rollouts_per_env_worker,
+        max_tokens=min(config.rollout.max_tokens, config.inference.max_model_len),
+        prefix_caching=config.inference.enable_prefix_caching,
+        reset_prefix_cache=config.weight_sync.reset_prefix_cache,
+        abort_at_update=config.weight_sync.in_flight == "abort",
+        recompute_at_update=config.weight_sync.in_flight == "recompute",
+    )
+
+
+def max_seqs(config: RunConfig, device: str) -> int:
+    """Sequences in one engine step."""
+    if config.inference.engine == "fake":
+        return lanes(config)
+    return config.inference.max_num_seqs or min(lanes(config), CPU_MAX_NUM_SEQS if device == "cpu" else GPU_MAX_NUM_SEQS)
+
+
+def kv_tokens(config: RunConfig, shape: ModelShape | None, card: Card | None) -> float:
+    """Tokens that one server's KV cache holds; infinite where nothing is known of it."""
+    if shape is None or config.inference.engine == "fake":
+        return float("inf")
+    if card is not None:
+        return float(max(1, serving(config, shape, card).kv_tokens))
+    return config.inference.cpu_kv_cache_mb * 2**20 / shape.kv_bytes_per_token(_served_bytes(config, gpu=False))
+
+
+def serving(config: RunConfig, shape: ModelShape, card: Card) -> ServerMemory:
+    """Bytes of one server on this card."""
+    return server_memory(
+        shape,
+        card_bytes=card.memory,
+        utilization=config.inference.gpu_memory_utilization,
+        bytes_per_value=_served_bytes(config, gpu=True),
+        staging=config.weight_sync.staging == "full" and config.model.lora is None,
+        batched_tokens=config.inference.max_num_batched_tokens or 8192,
+        sequences=max_seqs(config, "gpu"),
+        parallel=config.inference.tensor_parallel_size,
+    )
+
+
+def training(config: RunConfig, shape: ModelShape, ranks: int | None = None) -> TrainerMemory | None:
+    """Bytes of one trainer rank; None for a backend, and for adapters, whose memory is not known here."""
+    backend, trainer = config.backend, config.trainer
+    if not isinstance(backend, FSDP) or config.model.lora is not None:
+        return None
+    return trainer_memory(
+        shape,
+        ranks=ranks or config.cluster.trainer_num_workers,
+        row_tokens=trainer.seq_len,
+        chunk=trainer.entropy_chunk_size,
+        weight_bytes=BYTES[config.model.dtype],
+        compute_bytes=BYTES[backend.mixed_precision_dtype or config.model.dtype],
+        checkpointing=backend.gradient_checkpointing,
+        reshard=backend.reshard_after_forward,
+        moments=2 if backend.optimizer == "adamw" else 0,
+        reference=config.algorithm.needs_reference,
+    )
+
+
+def check_memory(config: RunConfig, shape: ModelShape, card: Card) -> None:
+    """Raises `Refused` where a rank or a server can't hold what it must."""
+    server, rank = serving(config, shape, card), training(config, shape)
+    need = config.inference.max_model_len
+    if server.kv_tokens < need:
+        raise Refused(
+            f"A server needs {_gib(server.weights + server.staging + server.overhead)} for weights and steps of "
+            f"the {_gib(server.budget)} that inference.gpu_memory_utilization={config.inference.gpu_memory_utilization} leaves "
+            f"it on an {card.name}: room for {server.kv_tokens:,} tokens of KV cache, and one sequence may have "
+            f"inference.max_model_len={need:,}. Raise the utilization, lower max_model_len, or take a smaller model."
+        )
+    if rank is not None and rank.total > card.memory:
+        ranks = config.cluster.trainer_num_workers
+        raise Refused(
+            f"A trainer rank needs about {_gib(rank.total)}, and an {card.name} has {_gib(card.memory)}: weights, gradients "
+            f"and moments {_gib(rank.weights + rank.gradients + rank.moments)} on cluster.trainer_num_workers={ranks}, "
+            f"activations {_gib(rank.activations)} at trainer.seq_len={config.trainer.seq_len:,}. Give it more "
+            "ranks, shorter rows, or backend.gradient_checkpointing=true."
+        )
+
+
+def assumed_load(config: RunConfig, shape: ModelShape, card: Card, completion_tokens: float | None = None) -> Load:
+    """Uncalibrated latencies on this card, for log-normal completions of this mean (default: 0.4 of max_tokens)."""
+    most = config.rollout.max_tokens
+    mean = completion_tokens or MEAN_SHARE * most
+    backend = config.backend
+    fsdp = backend if isinstance(backend, FSDP) else FSDP()
+    work = Work(
+        shape=shape,
+        completion_tokens=lognormal(mean, SIGMA, most),
+        prompt_tokens=lognormal(min(PROMPT_TOKENS, config.inference.max_model_len / 4), 0.3, config.inference.max_model_len),
+        row_tokens=config.trainer.seq_len,
+        ranks=config.cluster.trainer_num_workers,
+        kv_tokens=kv_tokens(config, shape, card),
+        max_seqs=max_seqs(config, "gpu"),
+        checkpointing=fsdp.gradient_checkpointing,
+        compute_bytes=BYTES[fsdp.mixed_precision_dtype or config.model.dtype],
+        weight_bytes=BYTES[config.model.dtype],
+        updates=config.trainer.number_of_minibatches * config.trainer.epochs_per_batch,
+        epochs=config.trainer.epochs_per_batch,
+        parallel=config.inference.tensor_parallel_size,
+    )
+    return latencies(card, work)
+
+
+def fitted_load(load: Load, config: RunConfig, shape: ModelShape | None, card: Card | None) -> Load:
+    """A calibrated load with the room that this configuration's servers have, and as often over the batch as it says."""
+    engine = msgspec.structs.replace(
+        load.engine, kv_tokens=kv_tokens(config, shape, card), max_seqs=max_seqs(config, "cpu" if card is None else "gpu")
+    )
+    return msgspec.structs.replace(load, engine=engine, train_token_s=load.train_token_s * config.trainer.epochs_per_batch)
+
+
+def forecast(config: RunConfig, load: Load) -> Outcome:
+    """Simulate the run, or as many of its steps as settle."""
+    settings = flow_settings(config)
+    steps = min(settings.number_of_steps, max(FEWEST_STEPS, 4 * (settings.max_async + 1)))
+    return simulate(msgspec.structs.replace(settings, number_of_steps=steps), cluster_of(config), load)
+
+
+def rows_a_rank(config: RunConfig, load: Load) -> int:
+    """Packed rows of the fullest rank for a batch of lengths drawn evenly from the load."""
+    count = config.orchestrator.prompts_batch_size_for_trainer * config.rollout.group_size
+    most = config.trainer.seq_len
+    shown = min(count, 2048)
+    lengths = [
+        min(most, max(1, round(load.prompt_tokens.mean + load.completion_tokens.at((place + 0.5) / shown))))
+        for place in range(shown)
+    ]
+    ranks = config.cluster.trainer_num_workers
+    if count > shown:
+        return -(-count * round(sum(lengths) / shown) // (ranks * most))
+    shares = assign([float(length) for length in lengths], ranks)
+    return max(rows_needed([lengths[item] for item in share], seq_len=most) if share else 1 for share in shares)
+
+
+class Split(msgspec.Struct, frozen=True):
+    """So many GPUs for servers (`tensor_parallel_size` each), the rest for trainer ranks; `outcome` or why not."""
+
+    servers: int
+    ranks: int
+    outcome: Outcome | None
+    problem: str = ""
+
+
+def splits(config: RunConfig, gpus: int, load_of: Callable[[RunConfig], Load]) -> Iterator[Split]:
+    """Every division of `gpus` (or an even choice of them), simulated."""
+    if gpus < 2:
+        raise Refused(f"gpus={gpus} can't be divided: inference and training need one each, so at least 2")
+    counts: Sequence[int] = range(1, gpus)
+    if len(counts) > MOST_SPLITS:
+        counts = sorted({max(1, round(gpus * part / (MOST_SPLITS + 1))) for part in range(1, MOST_SPLITS + 1)})
+    cards = config.inference.tensor_parallel_size
+    for servers in (count for count in counts if count % cards == 0):
+        divided = divided_as(config, servers, gpus - servers)
+        try:
+            yield Split(servers, gpus - servers, forecast(divided, load_of(divided)))
+        except Refused as error:
+            yield Split(servers, gpus - servers, None, str(error))
+
+
+def divided_as(config: RunConfig, servers: int, ranks: int) -> RunConfig:
+    shares = config.cluster.model_copy(update={"inference_num_workers": servers, "trainer_num_workers": ranks})
+    return config.model_copy(update={"cluster": shares})
+
+
+def best(divisions: list[Split]) -> Split | None:
+    """That of most trained tokens a second."""
+    possible = [split for split in divisions if split.outcome is not None and split.outcome.ok]
+    return max(possible, key=lambda split: split.outcome.tokens_per_s if split.outcome else 0.0, default=None)
+
+
+def _served_bytes(config: RunConfig, *, gpu: bool) -> int:
+    if config.inference.dtype != "auto":
+        return BYTES[config.inference.dtype]
+    return 2 if gpu else BYTES[config.model.dtype]
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / GIB:.1f} GiB"

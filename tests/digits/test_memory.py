@@ -1,0 +1,143 @@
+"""Sizes of models and of what they take, against published counts and against what autograd really keeps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from telescope.config.models import EMBEDDED
+from telescope.maths.memory import (
+    forward_flops_per_token,
+    layer_activation_bytes,
+    server_memory,
+    shape_from,
+    train_flops_per_token,
+    trainer_memory,
+)
+from telescope.planning.shapes import ShapeUnknown, shape_of
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("Qwen/Qwen2.5-0.5B-Instruct", 494_032_768),
+        ("Qwen/Qwen2.5-1.5B", 1_543_714_304),
+        ("Qwen/Qwen2.5-3B", 3_085_938_688),
+        ("Qwen/Qwen2.5-7B", 7_615_616_512),
+        ("Qwen/Qwen3-0.6B", 596_049_920),
+        ("Qwen/Qwen3-1.7B-Base", 1_720_574_976),
+        ("Qwen/Qwen3-4B", 4_022_468_096),
+        ("Qwen/Qwen3-8B", 8_190_735_360),
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", 134_515_008),
+    ],
+)
+def test_known_models_have_their_published_numbers_of_parameters(name: str, parameters: int) -> None:
+    assert shape_of(name).parameters == parameters
+
+
+def test_the_embedded_model_has_as_many_parameters_as_its_file() -> None:
+    from safetensors import safe_open
+
+    with safe_open(EMBEDDED / "tiny" / "model.safetensors", "np") as file:
+        stored = sum(int(np.prod(file.get_slice(name).get_shape())) for name in file.keys())  # noqa: SIM118 no mapping
+    assert shape_of("tiny").parameters == stored
+
+
+def test_an_unknown_model_is_said_to_be_unknown() -> None:
+    with pytest.raises(ShapeUnknown, match=r"model\.name=some/model: its size is not known here"):
+        shape_of("some/model")
+
+
+def test_a_mixture_of_experts_is_refused() -> None:
+    with pytest.raises(ValueError, match="has experts"):
+        shape_from({"model_type": "qwen3_moe", "num_experts": 128, "hidden_size": 64, "num_attention_heads": 4})
+
+
+def test_the_cache_of_a_token() -> None:
+    assert shape_of("Qwen/Qwen3-0.6B").kv_bytes_per_token(2) == 114_688
+    assert shape_of("Qwen/Qwen2.5-3B").kv_bytes_per_token(2) == 36_864
+
+
+def test_states_of_the_optimiser_are_16_bytes_a_parameter_and_divided_among_ranks() -> None:
+    shape = shape_of("Qwen/Qwen3-0.6B")
+    one = trainer_memory(shape, ranks=1, row_tokens=4096, chunk=1024)
+    four = trainer_memory(shape, ranks=4, row_tokens=4096, chunk=1024)
+    assert one.weights + one.gradients + one.moments == 16 * 596_049_920
+    assert four.weights + four.gradients + four.moments == 4 * 596_049_920
+    assert four.activations == one.activations
+    assert trainer_memory(shape, ranks=1, row_tokens=4096, chunk=1024, moments=0).moments == 0
+
+
+def test_without_checkpointing_every_layer_keeps_its_activations() -> None:
+    shape = shape_of("Qwen/Qwen3-0.6B")
+    kept, again = (
+        trainer_memory(shape, ranks=1, row_tokens=16_384, chunk=2048, checkpointing=checkpointing).activations
+        for checkpointing in (False, True)
+    )
+    assert kept - again == 16_384 * (27 * layer_activation_bytes(shape, 2) - 28 * 2 * 1024)
+
+
+def test_a_server_divides_what_is_left_into_tokens() -> None:
+    memory = server_memory(shape_of("Qwen/Qwen2.5-3B"), card_bytes=79 * GIB, utilization=0.9)
+    assert memory.budget == int(79 * GIB * 0.9)
+    assert memory.weights == 2 * 3_085_938_688
+    assert memory.kv == memory.budget - memory.weights - memory.overhead
+    assert memory.kv_tokens == memory.kv // 36_864
+    assert memory.sequences(4096) == memory.kv_tokens // 4096
+    staged = server_memory(shape_of("Qwen/Qwen2.5-3B"), card_bytes=79 * GIB, utilization=0.9, staging=True)
+    assert memory.kv - staged.kv == memory.weights
+
+
+def test_operations_of_a_token() -> None:
+    shape = shape_of("Qwen/Qwen2.5-0.5B")
+    weights = 494_032_768 - 896  # all but the last norm
+    assert forward_flops_per_token(shape) == 2 * weights
+    assert forward_flops_per_token(shape, 1000) == 2 * weights + 4 * 24 * 896 * 1000
+    assert train_flops_per_token(shape, 0, checkpointing=False) == 6 * weights
+    assert train_flops_per_token(shape, 0, checkpointing=True) == 8 * weights
+
+
+@pytest.mark.parametrize("kind", ["Qwen3", "Qwen2", "Llama"])
+def test_a_layer_keeps_for_its_backward_pass_what_the_arithmetic_says(kind: str) -> None:
+    """Autograd's own saved tensors, of two more layers, in bfloat16; sdpa here copies its output once more."""
+    import torch
+    import transformers
+
+    tokens, totals = 512, []
+    config: Any = getattr(transformers, f"{kind}Config")(
+        vocab_size=128, hidden_size=256, intermediate_size=768, num_attention_heads=8, num_key_value_heads=4, head_dim=32,
+        num_hidden_layers=3,
+    )  # fmt: skip
+    for layers in (1, 3):
+        smaller = type(config)(**{**config.to_dict(), "num_hidden_layers": layers, "layer_types": None})
+        totals.append(_kept(torch, getattr(transformers, f"{kind}ForCausalLM"), smaller, tokens))
+    shape = shape_from(config.to_dict())
+    assert (totals[1] - totals[0]) / 2 / tokens == layer_activation_bytes(shape, 2) + 2 * shape.query
+
+
+def _kept(torch: Any, model: Any, config: Any, tokens: int) -> int:
+    from telescope.backends.common import attention
+
+    config._attn_implementation = attention.register("sdpa")
+    lm = model(config).bfloat16().train()
+    own = {parameter.untyped_storage().data_ptr() for parameter in lm.parameters()}
+    kept: dict[int, Any] = {}
+
+    def pack(tensor: Any) -> Any:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage  # held, so that no address is used twice
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        lm.get_decoder()(
+            input_ids=torch.zeros(1, tokens, dtype=torch.int64),
+            position_ids=torch.arange(tokens)[None],
+            use_cache=False,
+            row=attention.segments("sdpa", np.array([0, tokens]), "cpu"),
+        )
+    return sum(storage.nbytes() for storage in kept.values())

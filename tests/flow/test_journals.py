@@ -1,0 +1,47 @@
+"""Journals kept for good: each is a run that once went wrong, or would have under a design that was thought of.
+
+To add one, put the run's `journal/core.jsonl` into `journals/` under a name that says what happened, and its ending into
+`ENDINGS`. What must hold of every journal: today's core says the same again, and breaks none of the rules in saying it. Where
+the core decides otherwise on purpose, the journal is recorded anew in the same commit.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from telescope.flow.core import Core
+from telescope.flow.replay import decode_line, decode_opening, replay
+from telescope.runlog.journal import journal_lines
+from tests.flow.rules import Rules
+
+FOLDER = Path(__file__).parent / "journals"
+ENDINGS = {
+    # servers that die with requests or are fenced in an update, and come back: requests are placed again, none is lost
+    "servers_lost_in_mid_request_and_in_mid_update": ("all 5 steps are trained", {"discarded: zero_advantage": 2}),
+    # reports of full caches, some of them lost; lanes that shrink and grow; rewards that take long
+    "pressed_servers_and_lanes_freed_early": ("all 5 steps are trained", {"discarded: zero_advantage": 7}),
+    # a request was once taken for gone when its rollout had ended, and the wire ran out of credits
+    "servers_that_answer_long_after_the_cancel": ("all 5 steps are trained", {"cancelled: off_policy": 20}),
+}
+
+
+def test_every_journal_of_the_folder_is_looked_at():
+    assert {path.stem for path in FOLDER.glob("*.jsonl")} == set(ENDINGS)
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_the_core_says_the_same_again_and_keeps_the_rules(name: str):
+    lines = list(journal_lines(FOLDER / f"{name}.jsonl"))
+    found = replay(lines)
+    assert found.disagreement is None, str(found.disagreement)
+    settings = decode_opening(lines[0])
+    core, rules = Core(settings), Rules(settings)
+    for number, text in enumerate(lines[1:], start=2):
+        line = decode_line(text, number)
+        rules.saw(line.event, core.handle(line.event, line.now))
+    reason, counted = ENDINGS[name]
+    assert rules.stop is not None
+    assert rules.stop.reason == reason
+    assert counted.items() <= core.counts().reasons.items()

@@ -1,0 +1,135 @@
+"""Adapters on the server's side, without an engine: what is whole, what is written, and who goes when."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from telescope.config.parts import LoraSettings
+from telescope.inference.adapters import (
+    Adapters,
+    disagreements,
+    expected_tensors,
+    largest_change,
+    up_projections,
+    vllm_rank,
+    write_adapter,
+)
+from telescope.inference.lora_engine import distance
+from telescope.records import TensorSpec, WeightManifest
+
+LORA = LoraSettings(rank=4, alpha=8, target_modules=("q_proj", "down_proj"))
+CHECKPOINT = {
+    "model.embed_tokens.weight": (98, 64),
+    "model.layers.0.self_attn.q_proj.weight": (128, 64),
+    "model.layers.0.self_attn.q_proj.bias": (128,),
+    "model.layers.0.self_attn.k_proj.weight": (32, 64),
+    "model.layers.0.mlp.down_proj.weight": (64, 256),
+}
+Q, DOWN = "base_model.model.model.layers.0.self_attn.q_proj", "base_model.model.model.layers.0.mlp.down_proj"
+
+
+def manifest(*names: str, version: int = 1, shape: tuple[int, ...] = (1,), dtype: str = "float32") -> WeightManifest:
+    shapes = expected_tensors(LORA, CHECKPOINT)
+    specs = tuple(TensorSpec(name, dtype, shapes.get(name, shape), 0, 0) for name in names)
+    return WeightManifest(version=version, transport="t", location="", tensors=specs, nbytes=0, checksum="")
+
+
+def test_each_targeted_matrix_has_an_a_of_rank_by_in_and_a_b_of_out_by_rank():
+    assert expected_tensors(LORA, CHECKPOINT) == {
+        f"{Q}.lora_A.weight": (4, 64),
+        f"{Q}.lora_B.weight": (128, 4),
+        f"{DOWN}.lora_A.weight": (4, 256),
+        f"{DOWN}.lora_B.weight": (64, 4),
+    }
+
+
+def test_a_part_a_stranger_and_a_wrong_dtype_are_told():
+    expected = expected_tensors(LORA, CHECKPOINT)
+    assert disagreements(manifest(*expected), expected) == []
+    assert disagreements(manifest(*list(expected)[1:]), expected) == [f"1 tensors are missing: {Q}.lora_A.weight"]
+    assert disagreements(manifest(*expected, "x"), expected) == ["1 tensors are not the adapter's: x"]
+    assert len(disagreements(manifest(*expected, dtype="int8"), expected)) == 4
+
+
+def test_what_is_written_is_read_back_by_safetensors_and_says_rank_and_alpha(tmp_path: Path):
+    names = list(expected_tensors(LORA, CHECKPOINT))
+    arrays = {name: np.full(expected_tensors(LORA, CHECKPOINT)[name], i, np.float32) for i, name in enumerate(names)}
+    specs = [TensorSpec(n, "float32", a.shape, 0, a.nbytes) for n, a in arrays.items()]
+    pairs = [(spec, memoryview(arrays[spec.name].reshape(-1).view(np.uint8))) for spec in specs]
+    write_adapter(tmp_path / "new", LORA, pairs)
+    found = load_file(tmp_path / "new" / "adapter_model.safetensors")
+    assert sorted(found) == sorted(arrays)
+    assert all(np.array_equal(found[name], arrays[name]) for name in arrays)
+    text = (tmp_path / "new" / "adapter_config.json").read_text()
+    assert '"r": 4' in text
+    assert '"lora_alpha": 8' in text
+    ups = up_projections(pairs)
+    assert ups.shape == ((128 + 64) * 4,)
+    assert set(ups.tolist()) == {1.0, 3.0}
+
+
+def test_bfloat16_is_read_as_numbers():
+    spec = TensorSpec("x.lora_B.weight", "bfloat16", (2,), 0, 4)
+    view = memoryview(np.array([0x3F80, 0xC000], np.uint16).view(np.uint8))  # 1 and -2
+    assert up_projections([(spec, view)]).tolist() == [1.0, -2.0]
+
+
+def test_the_first_adapter_is_compared_with_doing_nothing():
+    assert largest_change(None, np.zeros(3, np.float32)) == 0.0
+    assert largest_change(None, np.array([1.0, -2.0], np.float32)) == 2.0
+    assert largest_change(np.array([1.0, 1.0], np.float32), np.array([1.5, 1.0], np.float32)) == 0.5
+
+
+def test_the_distance_of_two_probes_is_that_of_the_tokens_both_know():
+    assert distance({1: -1.0, 2: -2.0}, {2: -2.5, 3: -1.0}) == 0.5
+    assert distance({1: -1.0}, {2: -1.0}) == float("inf")
+
+
+def test_a_version_stays_until_its_last_request_has_ended(tmp_path: Path):
+    adapters = Adapters(tmp_path)
+    base = adapters.begin("old")
+    serve(adapters, 1)
+    first = adapters.begin("a")
+    serve(adapters, 2)
+    assert (base.version, first.version, adapters.begin("b").version) == (0, 1, 2)
+    assert adapters.used_by("a") is first
+    assert adapters.unused() == []
+    first.requests.discard("a")
+    assert adapters.unused() == [first]
+    assert adapters.unused() == []
+    base.requests.discard("old")
+    assert adapters.unused() == []  # the base model is nothing to unload
+
+
+def test_the_oldest_versions_requests_make_way_where_slots_are_short(tmp_path: Path):
+    adapters = Adapters(tmp_path)
+    adapters.begin("base")  # without an adapter it takes no slot
+    for version in (1, 2, 3):
+        serve(adapters, version)
+        adapters.begin(f"of {version}")
+        adapters.begin(f"also of {version}")
+    assert adapters.in_the_way(4) == set()
+    assert adapters.in_the_way(3) == {"of 1", "also of 1"}
+    assert adapters.in_the_way(2) == {"of 1", "also of 1", "of 2", "also of 2"}
+
+
+def test_no_number_is_used_twice_though_a_version_may_come_again(tmp_path: Path):
+    adapters = Adapters(tmp_path)
+    one, two = adapters.new(manifest(version=7)), adapters.new(manifest(version=7))
+    assert (one.number, two.number) == (1, 2)
+    assert one.name != two.name
+    assert one.folder != two.folder
+
+
+@pytest.mark.parametrize(("rank", "known"), [(1, 1), (2, 8), (8, 8), (12, 16), (512, 512)])
+def test_vllm_gets_the_next_rank_that_it_knows(rank: int, known: int):
+    assert vllm_rank(rank) == known
+
+
+def serve(adapters: Adapters, version: int) -> None:
+    adapters.staged = adapters.new(manifest(version=version))
+    adapters.serve_staged()

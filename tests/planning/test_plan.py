@@ -1,0 +1,181 @@
+"""`python -m telescope.plan` in process: what it prints, what it refuses, and the pure functions behind it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from telescope.compose.load import load_points, places_for
+from telescope.config.run import RunConfig
+from telescope.flow.latency import constant
+from telescope.plan import main
+from telescope.planning.cards import CARDS
+from telescope.planning.forecast import (
+    Refused,
+    assumed_load,
+    best,
+    check_memory,
+    cluster_of,
+    divided_as,
+    forecast,
+    kv_tokens,
+    rows_a_rank,
+    serving,
+    splits,
+    training,
+)
+from telescope.planning.shapes import shape_of
+
+SMALL = ("model=qwen2.5-0.5b", "rollout.max_tokens=512", "number_of_steps=12", "cluster.trainer_num_workers=1")
+
+
+def composed(*overrides: str) -> RunConfig:
+    (point,) = load_points(list(overrides), places_for(None), {})
+    assert point.config is not None
+    return point.config
+
+
+@pytest.fixture
+def say(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    def run(*arguments: str) -> tuple[int, str]:
+        code = main(arguments)
+        out, err = capsys.readouterr()
+        return code, out + err
+
+    return run
+
+
+def test_the_plan_of_a_gpu_run_says_memory_times_and_the_best_split(say: Callable[..., tuple[int, str]]) -> None:
+    code, said = say(*SMALL, "--gpus", "4")
+    assert code == 0
+    assert "494,032,768 parameters (0.494B)" in said
+    assert "A trainer rank of 1 needs about " in said
+    assert "12,288 bytes a token" in said
+    assert "Uncalibrated: times derived from the data sheet of an H100" in said
+    assert len(re.findall(r"^ +[123] +[123] +[\d,]+ ", said, re.MULTILINE)) == 3
+    chosen = re.search(r"Best: cluster.inference_num_workers=(\d) cluster.trainer_num_workers=(\d)", said)
+    assert chosen is not None
+    assert int(chosen[1]) + int(chosen[2]) == 4
+    assert re.search(r"Trainer: trains \d+%, sends weights \d+%, idle \d+%\. Servers: generate \d+%", said)
+    assert "Age of trained groups in versions: 0: " in said
+
+
+def test_without_a_gpu_and_a_run_nothing_is_simulated(say: Callable[..., tuple[int, str]]) -> None:
+    code, said = say("cluster.device=cpu")
+    assert code == 0
+    assert "Not simulated: --calibrate RUN_DIR takes the times of a run" in said
+    assert "tiny has 234,080 parameters" in said
+
+
+def test_what_cannot_fit_is_refused_with_the_numbers(say: Callable[..., tuple[int, str]]) -> None:
+    code, said = say("model=any", "model.name=Qwen/Qwen2.5-7B", "--gpus", "2")
+    assert code == 1
+    assert re.search(r"A trainer rank needs about \d+\.\d GiB, and an H100 has 79\.0 GiB: .*113\.5 GiB on cluster\.", said)
+    code, said = say("model=qwen2.5-3b", "--card", "h100", "inference.gpu_memory_utilization=0.08")
+    assert code == 1
+    assert "Raise the utilization, lower max_model_len, or take a smaller model." in said
+    code, said = say(*SMALL, "--gpus", "1")
+    assert code == 1
+    assert "gpus=1 can't be divided: inference and training need one each" in said
+    code, said = say(*SMALL, "--card", "h100", "--completion-tokens", "600")
+    assert code == 1
+    assert "--completion-tokens 600 must lie between 1 and rollout.max_tokens=512" in said
+
+
+def test_a_folder_that_is_no_run_is_refused(say: Callable[..., tuple[int, str]], tmp_path: object) -> None:
+    code, said = say("cluster.device=cpu", "--calibrate", str(tmp_path))
+    assert code == 1
+    assert f"--calibrate {tmp_path}: " in said
+
+
+def test_a_model_of_unknown_size_is_planned_without_memory(say: Callable[..., tuple[int, str]]) -> None:
+    code, said = say("model=any", "model.name=someone/something", "--card", "h100")
+    assert code == 0
+    assert "No estimate of memory: model.name=someone/something: its size is not known here." in said
+
+
+def test_a_bigger_card_holds_more_and_reads_faster() -> None:
+    config, shape = composed(*SMALL), shape_of("Qwen/Qwen2.5-0.5B")
+    small, large = CARDS["h100"], CARDS["h200"]
+    assert kv_tokens(config, shape, large) > kv_tokens(config, shape, small)
+    assert assumed_load(config, shape, large).engine.step_s < assumed_load(config, shape, small).engine.step_s
+
+
+def test_the_assumed_decode_times_meet_the_measured_3b_model() -> None:
+    """One H200, 3B, bfloat16: 64 sequences in 3.7 ms, 256 in 7.7 ms; see docs/planning.md."""
+    engine = assumed_load(composed("model=qwen2.5-3b"), shape_of("Qwen/Qwen2.5-3B"), CARDS["h200"]).engine
+    assert 64 / engine.tokens_per_s(64, 64 * 400) == pytest.approx(3.7e-3, rel=0.15)
+    assert 256 / engine.tokens_per_s(256, 256 * 400) == pytest.approx(7.7e-3, rel=0.15)
+
+
+def test_the_assumed_training_meets_the_measured_small_model() -> None:
+    """One H200, 0.6B, rows of 16,384 tokens of samples of 2,048: 28,400 tokens/s with checkpointing, 37,700 without."""
+    shape = shape_of("Qwen/Qwen3-0.6B")
+    for checkpointing, rate in (("true", 28_400), ("false", 37_700)):
+        config = composed(
+            "model=qwen3-0.6b", "cluster.trainer_num_workers=1", "trainer.seq_len=16384", "rollout.max_tokens=3700",
+            f"backend.gradient_checkpointing={checkpointing}",
+        )  # fmt: skip
+        load = assumed_load(config, shape, CARDS["h200"], completion_tokens=1800)
+        assert 1 / load.train_token_s == pytest.approx(rate, rel=0.15)
+
+
+def test_settings_become_the_simulators_cluster() -> None:
+    config = composed(
+        *SMALL, "weight_sync.in_flight=abort", "inference.enable_prefix_caching=false", "cluster.env_num_workers=3",
+        "orchestrator.max_concurrent_prompts_per_server=5", "rollout.group_size=4", "cluster.inference_num_workers=6",
+    )  # fmt: skip
+    cluster = cluster_of(config)
+    assert (cluster.servers, cluster.ranks, cluster.workers, cluster.server_capacity) == (6, 1, 3, 20)
+    assert cluster.abort_at_update
+    assert not cluster.prefix_caching
+
+
+def test_rows_are_packed_for_the_fullest_rank() -> None:
+    config = composed(*SMALL, "orchestrator.prompts_batch_size_for_trainer=4", "rollout.group_size=4", "trainer.seq_len=4096")
+    load = assumed_load(config, shape_of("Qwen/Qwen2.5-0.5B"), CARDS["h100"])
+    even = msgspec.structs.replace(load, prompt_tokens=constant(100), completion_tokens=constant(412))
+    assert rows_a_rank(config, even) == 2  # 16 of 512 tokens in rows of 4,096
+    assert rows_a_rank(divided_as(config, 1, 3), even) == 1  # 6, 5 and 5
+
+
+def test_every_division_is_tried_and_the_fastest_is_best() -> None:
+    config, shape = composed(*SMALL), shape_of("Qwen/Qwen2.5-0.5B")
+
+    def load_of(divided: RunConfig) -> object:
+        if divided.cluster.trainer_num_workers == 1:
+            raise Refused("too small")
+        return assumed_load(divided, shape, CARDS["h100"])
+
+    divisions = list(splits(config, 5, load_of))  # type: ignore[arg-type]
+    assert [(split.servers, split.ranks) for split in divisions] == [(1, 4), (2, 3), (3, 2), (4, 1)]
+    assert divisions[-1].problem == "too small"
+    chosen = best(divisions)
+    assert chosen is not None
+    assert chosen.outcome is not None
+    assert chosen.outcome.tokens_per_s == max(split.outcome.tokens_per_s for split in divisions if split.outcome)
+    assert len(list(splits(composed(*SMALL, "number_of_steps=1"), 200, load_of))) == 24  # type: ignore[arg-type]
+
+
+def test_a_forecast_trains_what_the_configuration_says() -> None:
+    config = composed(*SMALL, "orchestrator.max_async_rollout=0")
+    outcome = forecast(config, assumed_load(config, shape_of("Qwen/Qwen2.5-0.5B"), CARDS["h100"]))
+    assert len(outcome.steps) == 12
+    assert all(step.rollouts == 128 for step in outcome.steps)
+    assert outcome.counts.age_max == 0
+
+
+def test_memory_is_that_of_the_settings() -> None:
+    config, shape = composed(*SMALL), shape_of("Qwen/Qwen2.5-0.5B")
+    check_memory(config, shape, CARDS["h100"])
+    plain = training(config, shape)
+    sgd = training(composed(*SMALL, "backend.optimizer=sgd"), shape)
+    fake = training(composed("experiment=fake"), shape)
+    assert plain is not None
+    assert sgd is not None
+    assert plain.total - sgd.total == plain.moments == 8 * shape.parameters
+    assert fake is None
+    assert serving(config, shape, CARDS["h100"]).kv_bytes_per_token == 12_288

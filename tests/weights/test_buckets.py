@@ -1,0 +1,54 @@
+"""The flat layout and where it is cut: what both sides of a transport work out for themselves."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from telescope.weights.buckets import ALIGNMENT, Tensor, buckets, lay_out
+
+THREE = (Tensor("a", "float32", (3, 5)), Tensor("b", "bfloat16", (7,)), Tensor("c", "int8", (130,)))
+
+
+def test_tensors_lie_one_after_another_at_multiples_of_64_bytes():
+    specs, nbytes = lay_out(THREE)
+    assert [(spec.offset, spec.nbytes) for spec in specs] == [(0, 60), (64, 14), (128, 130)]
+    assert nbytes == 128 + 192
+
+
+def test_floating_tensors_take_the_dtype_of_the_wire_and_others_keep_theirs():
+    specs, nbytes = lay_out(THREE, "bfloat16")
+    assert [(spec.dtype, spec.nbytes) for spec in specs] == [("bfloat16", 30), ("bfloat16", 14), ("int8", 130)]
+    assert nbytes == 64 + 64 + 192
+
+
+def test_a_bucket_holds_what_fits_and_a_larger_tensor_is_alone():
+    specs, nbytes = lay_out(THREE)
+    assert [(cut.start, cut.stop) for cut in buckets(specs, 128)] == [(0, 128), (128, nbytes)]
+    assert [[spec.name for spec in cut.specs] for cut in buckets(specs, 128)] == [["a", "b"], ["c"]]
+    assert [len(cut.specs) for cut in buckets(specs, 0)] == [1, 1, 1]
+    assert [len(cut.specs) for cut in buckets(specs, nbytes)] == [3]
+    assert buckets((), 100) == ()
+
+
+def test_a_name_given_twice_and_an_unknown_dtype_are_refused():
+    with pytest.raises(ValueError, match="tensor a is given twice"):
+        lay_out((THREE[0], THREE[0]))
+    with pytest.raises(ValueError, match="tensor q has dtype complex64"):
+        lay_out((Tensor("q", "complex64", (1,)),))
+
+
+shapes = st.lists(st.integers(0, 40), min_size=0, max_size=3).map(tuple)
+models = st.lists(st.tuples(st.sampled_from(["float32", "bfloat16", "int8"]), shapes), max_size=20)
+
+
+@given(models, st.integers(0, 5000))
+def test_the_buckets_together_are_the_layout(kinds, bucket_bytes):
+    specs, nbytes = lay_out([Tensor(f"t{i}", dtype, shape) for i, (dtype, shape) in enumerate(kinds)])
+    cut = buckets(specs, bucket_bytes)
+    assert [spec for bucket in cut for spec in bucket.specs] == list(specs)
+    assert [bucket.start for bucket in cut] == [0, *(bucket.stop for bucket in cut)][: len(cut)]
+    assert (cut[-1].stop if cut else 0) == nbytes
+    assert all(bucket.nbytes <= bucket_bytes or len(bucket.specs) == 1 for bucket in cut)
+    assert all(bucket.start % ALIGNMENT == bucket.stop % ALIGNMENT == 0 for bucket in cut)

@@ -1,0 +1,79 @@
+"""A checksum made on the device: it sees every change of a drawn tensor, and all tensors are drawn in their turn."""
+
+from __future__ import annotations
+
+import torch
+
+from telescope.weights import digest
+from telescope.weights.buckets import Tensor, lay_out
+from telescope.weights.digest import digests, drawn, text
+
+SPECS, NBYTES = lay_out([Tensor(f"t{i}", "uint8", (100 + i,)) for i in range(40)])
+
+
+def some_bytes(seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, (NBYTES,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def test_the_digest_of_known_bytes_is_always_the_same_word():
+    data = torch.arange(NBYTES, dtype=torch.int64).to(torch.uint8)
+    assert text(digests(data, drawn(SPECS, 3))) == "sample:7c8bf249cb12a68e"
+    assert text(digests(data, SPECS, whole=True), whole=True) == "all:ca5dd5df9fa967ea"
+
+
+def test_one_changed_bit_two_swapped_words_and_two_swapped_tensors_change_it():
+    data = some_bytes()
+    first = text(digests(data, SPECS))
+    for change in (flip_a_bit, swap_words, swap_tensors):
+        other = data.clone()
+        change(other)
+        assert text(digests(other, SPECS)) != first, change.__name__
+
+
+def flip_a_bit(data: torch.Tensor) -> None:
+    data[SPECS[7].offset + SPECS[7].nbytes - 1] ^= 1  # within the odd bytes at a tensor's end
+
+
+def swap_words(data: torch.Tensor) -> None:
+    words = data[SPECS[3].offset :][:96].view(torch.int64)
+    words[[2, 9]] = words[[9, 2]]
+
+
+def swap_tensors(data: torch.Tensor) -> None:
+    a, b = (data[SPECS[i].offset :][:100] for i in (5, 6))
+    a_before = a.clone()
+    a.copy_(b)
+    b.copy_(a_before)
+
+
+def test_bytes_between_tensors_do_not_count():
+    data = some_bytes()
+    other = data.clone()
+    other[SPECS[0].nbytes : SPECS[1].offset] = 0
+    assert text(digests(data, SPECS)) == text(digests(other, SPECS))
+
+
+def test_a_bucket_has_the_digests_of_its_place_in_the_whole():
+    data = some_bytes()
+    part = data[SPECS[10].offset : SPECS[20].offset]
+    assert torch.equal(digests(part, SPECS[10:20], start=SPECS[10].offset), digests(data, SPECS)[10:20])
+
+
+def test_a_large_tensor_is_sampled_evenly_and_counts_whole_where_all_do(monkeypatch):
+    monkeypatch.setattr(digest, "WORDS_AT_ONCE", 4)
+    data = torch.arange(800, dtype=torch.int64).to(torch.uint8)  # 100 words, of which every 25th is looked at
+    (spec,), _ = lay_out([Tensor("big", "uint8", (800,))])
+    other = data.clone()
+    other[8 * 30] ^= 1
+    assert text(digests(data, [spec])) == text(digests(other, [spec]))
+    assert text(digests(data, [spec], whole=True)) != text(digests(other, [spec], whole=True))
+    other[8 * 50] ^= 1
+    assert text(digests(data, [spec])) != text(digests(other, [spec]))
+
+
+def test_sixteen_tensors_are_drawn_evenly_and_each_has_its_turn():
+    names = [[spec.name for spec in drawn(SPECS, version)] for version in range(4)]
+    assert [len(chosen) for chosen in names] == [16, 16, 16, 16]
+    assert names[0] != names[1]
+    assert {name for chosen in names for name in chosen} == {spec.name for spec in SPECS}
+    assert drawn(SPECS[:5], 9) == SPECS[:5]
