@@ -51,7 +51,7 @@ class Turns:
         if not flight.ended:
             flight.tokens += event.completion_tokens
             if event.finish_reason == "abort":
-                flight.aborted = travelling or flight.version < version
+                flight.aborted = flight.aborted or travelling or flight.version < version
             self._reach(flight.group, State.ENV)
         self.place_waiting()  # it has left room
 
@@ -61,6 +61,7 @@ class Turns:
             if request.flight.ended or request.flight.stopping:
                 self._say(do.Refuse(request.request_id, why))
             else:
+                request.flight.aborted = True  # where its worker had brought the request there itself, the attempt fails
                 self._place(request)
 
     def place_waiting(self) -> None:

@@ -354,6 +354,14 @@ def test_a_lost_servers_requests_are_placed_again_and_no_attempt_is_spent():
     assert desk.tell(seen.TurnStarted("r1", 1, 0, 0, 5)) == [do.Place("r1", "server-1", 0)]
 
 
+def test_an_attempt_that_fails_with_its_server_counts_as_no_failure():
+    desk = Desk(max_attempts=1)
+    desk.open(servers=2)
+    desk.tell(seen.TurnStarted("r0", 0, 0, 0, 5), seen.ServerLost("server-0", "killed"))
+    assert runs(desk.failed(0, cause="server-0 was lost")) == [(0, 1)]
+    assert desk.core.counts().rollouts_failed == 0
+
+
 def test_requests_of_the_only_server_wait_for_its_return_at_their_version():
     desk = Desk()
     desk.open()

@@ -152,11 +152,11 @@ async def test_a_server_that_does_not_end_an_aborted_request_is_named(
         await desk.heard(desk.worker, m.Ticket)
     await desk.cancelled()
     assert await desk.worker_answer() is None
-    list(desk.performer.tick())
+    desk.performer.tick(0.0)
     assert desk.performer.complaints.counts["server-0"] == 0
     monkeypatch.setattr("telescope.orchestrator.perform.SERVER_LATE_S", 0.0)
-    list(desk.performer.tick())
-    list(desk.performer.tick())
+    desk.performer.tick(0.0)
+    desk.performer.tick(0.0)
     assert desk.performer.complaints.counts["server-0"] == 1
 
 
