@@ -2,7 +2,7 @@
 
     python -m benchmarks.shapes 3b FOLDER
 
-The tokenizer is one word a token (`w0 w1 ...`), so that a prompt's text gives its length. Weights are drawn on the GPU where
+The tokenizer makes one token of each byte, so that a prompt's text gives its length. Weights are drawn on the GPU where
 there is one. What such a model writes is noise; its speed and memory are those of the real one.
 """
 
@@ -17,7 +17,7 @@ TOKENIZER = {
     "tokenizer_class": "PreTrainedTokenizerFast",
     "eos_token": "<eos>",
     "pad_token": "<pad>",
-    "chat_template": "{% for m in messages %}{{ m['content'] }} {% endfor %}",
+    "chat_template": "{% for m in messages %}{{ m['content'] }}{% endfor %}",
 }
 
 
@@ -65,12 +65,16 @@ def make_model(shape: str, folder: Path, *, dtype: str = "bfloat16") -> Path:
 
 
 def make_tokenizer(vocabulary: int, folder: Path) -> None:
-    """`w0` is token 0; the last two ids are <pad> and <eos>."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    """Bytes, then words that no text contains, so that every id decodes; the last two ids are <pad> and <eos>. It is a byte-level
+    BPE without merges, since transformers makes one of any tokenizer that lies beside a model of Qwen's."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    words = {f"w{index}": index for index in range(vocabulary - 2)} | {"<pad>": vocabulary - 2, "<eos>": vocabulary - 1}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words = {byte: index for index, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    words |= {f"w{index}": index for index in range(len(words), vocabulary - 2)}
+    words |= {"<pad>": vocabulary - 2, "<eos>": vocabulary - 1}
+    tokenizer = Tokenizer(models.BPE(vocab=words, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<pad>", "<eos>"])
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(TOKENIZER, indent=2) + "\n")

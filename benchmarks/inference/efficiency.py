@@ -33,8 +33,8 @@ START_S, RUN_S = 300.0, 300.0
 def overrides(given: argparse.Namespace, model: Path) -> list[str]:
     groups, row = given.requests // given.group_size, (given.prompt + given.tokens + 127) // 64 * 64
     return [
-        f"model.name={model}", "model=any", "env=words", "backend=fake", "number_of_steps=1",
-        f"environments.words.kwargs.length={given.prompt}", f"rollout.group_size={given.group_size}",
+        f"model.name={model}", "model=any", "env=letters", "backend=fake", "number_of_steps=1",
+        f"environments.letters.kwargs.length={given.prompt}", f"rollout.group_size={given.group_size}",
         f"rollout.max_tokens={given.tokens}", f"orchestrator.prompts_batch_size_for_trainer={groups}",
         "orchestrator.max_async_rollout=0", "orchestrator.discard_group_zero_advantage=false",
         f"orchestrator.max_concurrent_prompts_per_server={given.concurrent // given.group_size}",
@@ -60,7 +60,7 @@ async def bare(given: argparse.Namespace, model: Path) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    prompts = config.environment("words").prompts("train")[: given.requests // given.group_size]
+    prompts = config.environment("letters").prompts("train")[: given.requests // given.group_size]
     ids = [tokenizer(prompt.turns[0]["content"])["input_ids"] for prompt in prompts]
     print(json.dumps({"ready": True}), flush=True)
     while await asyncio.to_thread(sys.stdin.readline):
