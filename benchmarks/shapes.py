@@ -65,7 +65,7 @@ def make_model(shape: str, folder: Path, *, dtype: str = "bfloat16") -> Path:
 
 
 def make_tokenizer(vocabulary: int, folder: Path) -> None:
-    """Bytes, then words that no text contains, so that every id decodes; the last two ids are <pad> and <eos>. It is a byte-level
+    """Bytes, then words that no text contains, so that every id decodes; the last two ids are <pad> and <eos>. A byte-level
     BPE without merges, since transformers makes one of any tokenizer that lies beside a model of Qwen's."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
