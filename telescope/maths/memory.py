@@ -94,22 +94,49 @@ def shape_from(config: Mapping[str, Any]) -> ModelShape:
 
 
 class TrainerMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes on one rank, at the worst moment of a step."""
+    """Bytes on one rank. Not all of them at once: `total` is the worst of the three moments of a step that can be it."""
 
     weights: int
     gradients: int
     moments: int
-    working: int
-    """Gathered copies in the precision of the forward pass, and the gradients that are on their way to their shards."""
-    activations: int
+    gathered: int
+    """Copies in the precision of the forward pass."""
+    waiting: int
+    """Gradients of the head on their way to their shards; those of a layer are `layer_waiting`."""
+    layer_waiting: int
+    kept: int
+    """Activations that wait for the backward pass when the last layer is done."""
+    at_work: int
+    """Those of one layer while its gradient is computed."""
     logits: int
     """A chunk of logits in float32, and the head's gradient, which is summed in float32."""
     reference: int = 0
     """A frozen copy of the base model."""
+    accumulates: bool = True
+    """A step has several rows on this rank: the gradients of those before stand while the next one is at work."""
+
+    @property
+    def standing(self) -> int:
+        return self.weights + self.moments + self.gathered + self.reference
+
+    @property
+    def at_the_head(self) -> int:
+        """The forward pass is over, and the log-probs' gradient is computed."""
+        gradients = self.gradients if self.accumulates else 0
+        return self.standing + gradients + self.waiting + self.kept + self.logits
+
+    @property
+    def at_the_first_layer(self) -> int:
+        """The end of the backward pass: all gradients are there."""
+        return self.standing + self.gradients + self.layer_waiting + self.at_work
+
+    @property
+    def at_the_update(self) -> int:
+        return self.weights + self.moments + self.gradients + self.reference
 
     @property
     def total(self) -> int:
-        return sum(msgspec.structs.asdict(self).values())
+        return max(self.at_the_head, self.at_the_first_layer, self.at_the_update)
 
 
 def trainer_memory(
@@ -124,26 +151,33 @@ def trainer_memory(
     reshard: bool = True,
     moments: int = 2,
     reference: bool = False,
+    rows: int = 2,
 ) -> TrainerMemory:
     """One rank of `ranks` under FSDP2, with rows of `row_tokens` tokens and logits of `chunk` tokens at once.
 
     `weight_bytes`: of a master weight, its gradient and each of its `moments` (AdamW 2, SGD 0); `compute_bytes`: of a value in
-    the forward pass; `reshard`: gathered layers are freed after the forward pass. docs/planning.md derives each term.
+    the forward pass; `reshard`: gathered layers are freed after the forward pass; `rows`: of one update on a rank.
+    docs/planning.md derives each term.
     """
     everything = shape.parameters
     share = -(-everything // ranks)
     cast = compute_bytes != weight_bytes
-    activations = _activations(shape, row_tokens, compute_bytes, checkpointing)
     head = shape.embedding_parameters
+    # whole, in the precision of the forward pass, and in float32 to be summed over the ranks
+    waits = compute_bytes + (4 if ranks > 1 or compute_bytes != 4 else 0) if cast or ranks > 1 else 0
     chunk = min(chunk, row_tokens)
     return TrainerMemory(
         weights=share * weight_bytes,
         gradients=share * weight_bytes,
         moments=moments * share * weight_bytes,
-        working=_working(shape, ranks, weight_bytes, compute_bytes, reshard) if cast or ranks > 1 else 0,
-        activations=activations,
+        gathered=_gathered(shape, compute_bytes, reshard) if cast or ranks > 1 else 0,
+        waiting=head * (1 if shape.tied else 2) * waits,
+        layer_waiting=shape.layer_parameters * waits,
+        kept=_kept(shape, row_tokens, compute_bytes, checkpointing),
+        at_work=_at_work(shape, row_tokens, compute_bytes),
         logits=LOGIT_COPIES * chunk * shape.vocabulary * 4 + head * 4,
         reference=share * compute_bytes if reference else 0,
+        accumulates=rows > 1,
     )
 
 
@@ -151,13 +185,11 @@ LOGIT_COPIES = 2
 """[chunk, vocabulary] float32 tensors alive at once in the backward pass of the log-probs."""
 
 
-def _working(shape: ModelShape, ranks: int, weight_bytes: int, compute_bytes: int, reshard: bool) -> int:
-    """Gathered weights: the embedding and head stay through the step, of the layers two (one at work, one on its way) or all.
-    Gradients of one layer and of the head wait, whole, to be summed over the ranks in float32."""
+def _gathered(shape: ModelShape, compute_bytes: int, reshard: bool) -> int:
+    """Whole weights: the embedding and head stay through the step, of the layers two (one at work, one on its way) or all."""
     head = shape.embedding_parameters * (1 if shape.tied else 2)
-    layers = 2 if reshard else shape.layers
-    gathered = (head + min(layers, shape.layers) * shape.layer_parameters) * compute_bytes
-    return gathered + max(head, shape.layer_parameters) * (compute_bytes + (4 if ranks > 1 or compute_bytes != 4 else 0))
+    layers = min(2, shape.layers) if reshard else shape.layers
+    return (head + layers * shape.layer_parameters) * compute_bytes
 
 
 def layer_activation_bytes(shape: ModelShape, compute_bytes: int) -> int:
@@ -174,14 +206,17 @@ def layer_activation_bytes(shape: ModelShape, compute_bytes: int) -> int:
     return norms + attention + (qk_norms if shape.qk_norm else 0) + 4 * compute_bytes * shape.intermediate
 
 
-def _activations(shape: ModelShape, tokens: int, compute_bytes: int, checkpointing: bool) -> int:
-    """Between the layers nothing is kept but their inputs (checkpointing), or all that each of them keeps. One layer is at work
-    on top: its own gradients are as large as what its widest part keeps."""
-    one = layer_activation_bytes(shape, compute_bytes)
-    at_work = 2 * compute_bytes * shape.intermediate + 2 * compute_bytes * shape.hidden
-    final = (4 + 3 * compute_bytes) * shape.hidden  # the last norm, and the hidden states that the head takes
-    kept = shape.layers * compute_bytes * shape.hidden + one if checkpointing else shape.layers * one
-    return tokens * (kept + at_work + final)
+def _kept(shape: ModelShape, tokens: int, compute_bytes: int, checkpointing: bool) -> int:
+    """Of each layer its input (checkpointing), or all that it keeps; then the last norm, and the hidden states for the head."""
+    layer = compute_bytes * shape.hidden if checkpointing else layer_activation_bytes(shape, compute_bytes)
+    return tokens * (shape.layers * layer + (4 + 3 * compute_bytes) * shape.hidden)
+
+
+def _at_work(shape: ModelShape, tokens: int, compute_bytes: int) -> int:
+    """What one layer keeps, and its own gradients, which are as large as what its widest part keeps."""
+    return tokens * (
+        layer_activation_bytes(shape, compute_bytes) + 2 * compute_bytes * shape.intermediate + 2 * compute_bytes * shape.hidden
+    )
 
 
 # ---- serving

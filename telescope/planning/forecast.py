@@ -117,7 +117,7 @@ def check_memory(config: RunConfig, shape: ModelShape, card: Card) -> None:
         raise Refused(
             f"A trainer rank needs about {_gib(rank.total)}, and an {card.name} has {_gib(card.memory)}: weights, gradients "
             f"and moments {_gib(rank.weights + rank.gradients + rank.moments)} on cluster.trainer_num_workers={ranks}, "
-            f"activations {_gib(rank.activations)} at trainer.seq_len={config.trainer.seq_len:,}. Give it more "
+            f"activations {_gib(rank.kept)} at trainer.seq_len={config.trainer.seq_len:,}. Give it more "
             "ranks, shorter rows, or backend.gradient_checkpointing=true."
         )
 

@@ -36,13 +36,15 @@ def describe_trainer_memory(memory: TrainerMemory, ranks: int) -> str:
         "weights": memory.weights,
         "gradients": memory.gradients,
         "moments": memory.moments,
-        "working copies": memory.working,
-        "activations": memory.activations,
+        "gathered copies": memory.gathered,
+        "waiting gradients": memory.waiting,
+        "activations": memory.kept,
+        "one layer at work": memory.at_work,
         "logits": memory.logits,
         "reference": memory.reference,
     }
     said = ", ".join(f"{name} {_gib(part)}" for name, part in parts.items() if part)
-    return f"A trainer rank of {ranks} needs about {_gib(memory.total)} at its peak: {said}."
+    return f"A trainer rank of {ranks} needs about {_gib(memory.total)} at its peak; not all at once: {said}."
 
 
 def describe_server_memory(memory: ServerMemory, max_model_len: int, card: Card) -> str:

@@ -24,13 +24,19 @@ from tests.backends.shards import make_job, make_shard
 GIB = 2**30
 CHUNK = 1024
 CASES = (
-    # shape, tokens of a row, checkpointing
-    ("Qwen/Qwen2.5-0.5B", 4096, True),
-    ("Qwen/Qwen2.5-0.5B", 4096, False),
-    ("Qwen/Qwen3-0.6B", 16_384, True),
-    ("Qwen/Qwen3-0.6B", 16_384, False),
-    ("Qwen/Qwen2.5-3B", 4096, True),
-    ("Qwen/Qwen2.5-3B", 4096, False),
+    # shape, tokens of a row, checkpointing, rows of a step
+    ("Qwen/Qwen2.5-0.5B", 4096, True, 1),
+    ("Qwen/Qwen2.5-0.5B", 4096, True, 3),
+    ("Qwen/Qwen2.5-0.5B", 4096, False, 1),
+    ("Qwen/Qwen2.5-0.5B", 4096, False, 3),
+    ("Qwen/Qwen3-0.6B", 16_384, True, 1),
+    ("Qwen/Qwen3-0.6B", 16_384, True, 3),
+    ("Qwen/Qwen3-0.6B", 16_384, False, 1),
+    ("Qwen/Qwen3-0.6B", 16_384, False, 3),
+    ("Qwen/Qwen2.5-3B", 4096, True, 1),
+    ("Qwen/Qwen2.5-3B", 4096, True, 3),
+    ("Qwen/Qwen2.5-3B", 4096, False, 1),
+    ("Qwen/Qwen2.5-3B", 4096, False, 3),
 )
 
 
@@ -53,17 +59,17 @@ def build(folder: Path, shape: ModelShape, device: str) -> str:
     return str(folder)
 
 
-def estimate(shape: ModelShape, tokens: int, checkpointing: bool) -> TrainerMemory:
-    return trainer_memory(shape, ranks=1, row_tokens=tokens, chunk=CHUNK, checkpointing=checkpointing)
+def estimate(shape: ModelShape, tokens: int, checkpointing: bool, rows: int) -> TrainerMemory:
+    return trainer_memory(shape, ranks=1, row_tokens=tokens, chunk=CHUNK, checkpointing=checkpointing, rows=rows)
 
 
-def peak(model: str, world: World, tokens: int, checkpointing: bool) -> int:
+def peak(model: str, world: World, tokens: int, checkpointing: bool, rows: int) -> int:
     """Bytes at the worst moment of the second step, when gradients, moments and activations are all there; 0 on a CPU."""
     job = make_job(model=model, world=world, seq_len=tokens, entropy_chunk_size=CHUNK)
     settings = FSDP(mixed_precision_dtype="bfloat16", gradient_checkpointing=checkpointing)
     backend = settings.build(job)
     try:
-        lengths = [tokens // 4] * 4 if tokens >= 1024 else [tokens]
+        lengths = ([tokens // 4] * 4 if tokens >= 1024 else [tokens]) * rows
         shard = make_shard(lengths=lengths, logprob=-12.0)
         backend.train_step(shard)
         if world.device == "cpu":
@@ -80,8 +86,9 @@ def dry_run() -> int:
     with tempfile.TemporaryDirectory() as name:
         model = build(Path(name), tiny, "cpu")
         for checkpointing in (True, False):
-            peak(model, World(0, 1, "cpu"), 256, checkpointing)
-            print(f"tiny, checkpointing={checkpointing}: estimate {estimate(tiny, 256, checkpointing).total / GIB:.4f} GiB")
+            peak(model, World(0, 1, "cpu"), 256, checkpointing, 2)
+            told = estimate(tiny, 256, checkpointing, 2)
+            print(f"tiny, checkpointing={checkpointing}: estimate {told.total / GIB:.4f} GiB")
     return 0
 
 
@@ -101,16 +108,16 @@ def main() -> int:
         shape = shape_of(shape_name)
         with tempfile.TemporaryDirectory() as name:
             model = build(Path(name), shape, "cuda")
-            for _, tokens, checkpointing in (case for case in CASES if case[0] == shape_name):
+            for _, tokens, checkpointing, rows in (case for case in CASES if case[0] == shape_name):
                 gc.collect()
                 torch.cuda.empty_cache()
-                told = estimate(shape, tokens, checkpointing)
-                measured = peak(model, World(0, 1, "cuda:0"), tokens, checkpointing)
+                told = estimate(shape, tokens, checkpointing, rows)
+                measured = peak(model, World(0, 1, "cuda:0"), tokens, checkpointing, rows)
                 far = told.total / measured - 1
                 good &= abs(far) <= 0.15
                 parts = {part: round(value / GIB, 2) for part, value in zip(told.__struct_fields__, _values(told), strict=True)}
                 print(
-                    f"{shape_name} rows of {tokens}, checkpointing={checkpointing}: peak {measured / GIB:.2f} GiB, "
+                    f"{shape_name} {rows} rows of {tokens}, checkpointing={checkpointing}: peak {measured / GIB:.2f} GiB, "
                     f"estimate {told.total / GIB:.2f} ({far:+.1%}) {'ok' if abs(far) <= 0.15 else 'BAD'} {parts}",
                     flush=True,
                 )

@@ -147,7 +147,7 @@ async def until(here: Bench, wanted: int, other: int) -> dict[int, Delivery]:
     found: dict[int, Delivery] = {}
     async with asyncio.timeout(PATIENCE_S):
         while wanted not in found:
-            answer = await here.hub.next(PATIENCE_S)
+            answer = await here.next()
             assert isinstance(answer, Delivery), answer
             assert answer.answers is not None
             found[answer.answers] = answer
