@@ -202,7 +202,11 @@ async def _train(place: Place, signals: Signals, core: Core, recorder: Recorder,
             seed=config.seed,
             rewards=recorder.rewards,
         ),
-        updates=UpdateRules(config.weight_sync.update_timeout_s, config.weight_sync.max_retries),
+        updates=UpdateRules(
+            timeout_s=config.weight_sync.update_timeout_s,
+            max_retries=config.weight_sync.max_retries,
+            workers_per_server=config.inference.tensor_parallel_size,
+        ),
     )
     orchestrator = Orchestrator(
         config,

@@ -181,3 +181,12 @@ def test_without_restarts_a_servers_death_ends_the_run(start: Start):
     assert run.wait(20) == 70
     assert "The run failed: server-0 was killed by signal 9 (SIGKILL)." in run.said()
     assert run.summary()["exit_reason"] == "server-0 was killed by signal 9 (SIGKILL)."
+
+
+@pytest.mark.slow
+def test_a_killed_server_whose_requests_came_straight_from_the_worker(start: Start):
+    run = start(*FAKE, BUSY, "cluster.inference_num_workers=2", "wire.direct=true")
+    run.until_step(2)
+    run.until(lambda: run.status()["in_flight"] > 0, "generating")
+    os.kill(run.find("server-1").pid, signal.SIGKILL)
+    assert_complete(run, restarts={"server-1": 1})
