@@ -175,7 +175,7 @@ async def test_an_abort_through_the_orchestrator_ends_a_direct_request(slow: Ser
     with await slow.come() as link:
         slow.expect()
         bring(link)
-        while "1 requests running, 0 answered" not in slow.hub.doing:
+        while "serving version 0: 1 requests running, 0 answered" not in slow.hub.doing:
             await asyncio.sleep(0.01)
         slow.hub.order(Abort("q"))
         served, answer = (await slow.served())[1], await heard(link)
@@ -188,7 +188,7 @@ async def test_the_requests_of_a_worker_that_leaves_are_aborted_and_their_places
     link = await slow.come()
     slow.expect()
     bring(link)
-    while "1 requests running, 0 answered" not in slow.hub.doing:
+    while "serving version 0: 1 requests running, 0 answered" not in slow.hub.doing:
         await asyncio.sleep(0.01)
     await asyncio.to_thread(link.close, "it failed")
     assert (await slow.served())[1].finish_reason == "abort"
@@ -198,7 +198,7 @@ async def test_a_worker_process_that_comes_anew_under_the_old_name_replaces_it(s
     link = await slow.come()
     slow.expect()
     bring(link)
-    while "1 requests running, 0 answered" not in slow.hub.doing:
+    while "serving version 0: 1 requests running, 0 answered" not in slow.hub.doing:
         await asyncio.sleep(0.01)
     with await slow.come(incarnation="second") as second:
         assert (await slow.served())[1].finish_reason == "abort"

@@ -100,7 +100,7 @@ def test_a_cancelled_rollout_keeps_its_lane_until_its_server_has_stopped(start: 
 
 @pytest.mark.parametrize("victim", ["server-0", pytest.param("worker-0", marks=pytest.mark.slow)])
 def test_a_death_with_direct_requests_out_ends_the_run_with_its_name_and_leaves_nothing(start: Start, victim: str):
-    run = start(*SLOW, DIRECT)
+    run = start(*SLOW, DIRECT, "cluster.max_server_restarts=0")
     run.until(lambda: len(run.rows("turns")) > 3 if run.directory.path.is_dir() else False, "generating")
     os.kill(run.find(victim).pid, signal.SIGKILL)
     assert run.wait(20) == 70

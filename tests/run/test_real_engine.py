@@ -16,7 +16,9 @@ LIMIT_S = 10.0
 @pytest.mark.vllm
 @pytest.mark.timeout(300)
 def test_kill_9_of_the_engine_ends_the_run_with_its_servers_name(start: Start):
-    run = start("experiment=reverse_letters", "inference.http=false", "number_of_steps=10000")
+    """Where servers are not started again; where they are: test_recovery.py."""
+    once = "cluster.max_server_restarts=0"
+    run = start("experiment=reverse_letters", "inference.http=false", "number_of_steps=10000", once)
     run.until_step(1, limit_s=200)
     engines = [child for child in run.find("server-0").children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
     assert engines, "the engine has no process of its own"
