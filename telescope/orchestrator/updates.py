@@ -176,6 +176,9 @@ class WeightUpdate:
             self._failed[peer] = f"{peer} could not {self._task(peer)} weights of version {self.version}: {_said(body)}"
             if self.collective:
                 self._hurry(now)
+            if peer in self.ranks:  # nothing more will come: there is nobody to give time to
+                self._judge(now)
+                return
         self._done_with(peer, now)
 
     def _has_committed(self, server: str, body: Answer, now: float) -> None:

@@ -266,6 +266,15 @@ def test_a_dead_member_breaks_the_broadcast_and_the_survivors_get_the_next_epoch
     assert desk.update.phase is Phase.DONE
 
 
+def test_a_sender_that_fails_is_told_to_break_off_at_once_and_sends_again():
+    desk = broadcast()
+    desk.say("trainer-0", NO)
+    assert (desk.update.phase, desk.kinds("server-0")[-1]) == (Phase.ABORT, AbortWeights)
+    desk.aborted(*SERVERS, *RANKS)
+    assert (desk.update.round, desk.update.retries, desk.fenced) == (2, 1, {})
+    assert desk.orders["server-0"][-1].body.group.epoch == 2
+
+
 def test_a_member_that_hangs_in_a_broadcast_is_known_by_the_abort():
     desk = broadcast()
     desk.tick(100.1)
