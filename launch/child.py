@@ -149,6 +149,7 @@ class Shim:
                 self.end_rest(0.0)
         self.report(status=self.status)
         self.end_rest(LEFTOVER_GRACE_S if self.kill_at is None else 0.0)
+        self.reap()  # the dead whom nobody waited for would go to the supervisor, and lie there as long as it lives
 
     def obey(self, received: bytes) -> None:
         if not received:
