@@ -1,83 +1,104 @@
 """Models of real shapes with random weights, for benchmarks on machines that reach no model hub.
 
-    python -m benchmarks.shapes 3b FOLDER
+    python -m benchmarks.shapes 3B FOLDER
 
-The tokenizer makes one token of each byte, so that a prompt's text gives its length. Weights are drawn on the GPU where
-there is one. What such a model writes is noise; its speed and memory are those of the real one.
+The tokenizer makes one token of each byte, so that a prompt's text gives its length. What such a model writes is noise; its
+speed and memory are those of the real one.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
-TOKENIZER = {
-    "tokenizer_class": "PreTrainedTokenizerFast",
-    "eos_token": "<eos>",
-    "pad_token": "<pad>",
-    "chat_template": "{% for m in messages %}{{ m['content'] }}{% endfor %}",
-}
-
-
-def _qwen2(hidden: int, layers: int, heads: int, kv_heads: int, mlp: int) -> dict[str, Any]:
-    return {
-        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": hidden, "num_hidden_layers": layers,
-        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "intermediate_size": mlp, "vocab_size": 151_936,
-        "max_position_embeddings": 32_768, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": True,
-    }  # fmt: skip
-
-
-def _qwen3(hidden: int, layers: int, heads: int, kv_heads: int, mlp: int, vocabulary: int = 151_936) -> dict[str, Any]:
-    return {
-        **_qwen2(hidden, layers, heads, kv_heads, mlp), "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3",
-        "head_dim": 128 if vocabulary > 1_000 else 32, "vocab_size": vocabulary,
-    }  # fmt: skip
-
-
 SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": _qwen3(64, 2, 4, 2, 192, vocabulary=512),
-    "0.5b": _qwen2(896, 24, 14, 2, 4_864),  # Qwen2.5-0.5B
-    "0.6b": _qwen3(1_024, 28, 16, 8, 3_072),  # Qwen3-0.6B
-    "3b": _qwen2(2_048, 36, 16, 2, 11_008),  # Qwen2.5-3B
-    "4b": _qwen3(2_560, 36, 32, 8, 9_728),  # Qwen3-4B
-}
+    "tiny": {
+        "kind": "qwen3", "vocab_size": 1024, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": True,
+    },
+    "0.5B": {  # Qwen2.5-0.5B
+        "kind": "qwen2", "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+        "num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True,
+    },
+    "0.6B": {  # Qwen3-0.6B
+        "kind": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True,
+    },
+    "3B": {  # Qwen2.5-3B
+        "kind": "qwen2", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
+        "num_attention_heads": 16, "num_key_value_heads": 2, "tie_word_embeddings": True,
+    },
+    "4B": {  # Qwen3-4B
+        "kind": "qwen3", "vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
 
 
-def make_model(shape: str, folder: Path, *, dtype: str = "bfloat16") -> Path:
-    """A Hugging Face folder of the shape, weights included; one that is there already is kept. Gives the folder."""
+PAD_ID, END_ID = 0, 1
+
+
+def model_config(shape: str) -> Any:
+    from transformers import Qwen2Config, Qwen3Config
+
+    fields = {name: value for name, value in SHAPES[shape].items() if name != "kind"}
+    made = Qwen2Config if SHAPES[shape]["kind"] == "qwen2" else Qwen3Config
+    return made(**fields, max_position_embeddings=4096, eos_token_id=END_ID, pad_token_id=PAD_ID)
+
+
+def random_tensors(shape: str, device: str, dtype: Any, seed: int) -> dict[str, Any]:
+    """The model's tensors by Hugging Face name, tied ones once, drawn on the device from `seed`."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
-        return folder
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config(shape))
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def drawn(name: str, size: Any) -> Any:
+        noise = torch.randn(size, dtype=torch.float32, device=device, generator=generator)
+        return ((1 + 0.1 * noise) if "norm" in name else 0.02 * noise).to(dtype)
+
+    return {name: drawn(name, tensor.shape) for name, tensor in model.named_parameters()}
+
+
+def write_folder(folder: Path, shape: str, tensors: dict[str, Any]) -> None:
+    """A model folder that servers and trainers load: config, tokenizer, weights."""
+    from safetensors.torch import save_file
+
     folder.mkdir(parents=True, exist_ok=True)
-    make_tokenizer(SHAPES[shape]["vocab_size"], folder)
-    end = SHAPES[shape]["vocab_size"] - 1
-    config = {**SHAPES[shape], "dtype": dtype, "eos_token_id": end, "bos_token_id": end, "pad_token_id": end - 1}
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    torch.manual_seed(0)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=getattr(torch, dtype))
-    model.save_pretrained(folder)
-    return folder
+    config = model_config(shape)
+    config.architectures = ["Qwen2ForCausalLM" if SHAPES[shape]["kind"] == "qwen2" else "Qwen3ForCausalLM"]
+    config.dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+    config.save_pretrained(folder)
+    write_tokenizer(folder, config.vocab_size)
+    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
 
 
-def make_tokenizer(vocabulary: int, folder: Path) -> None:
-    """Bytes, then words that no text contains, so that every id decodes; the last two ids are <pad> and <eos>. A byte-level
-    BPE without merges, since transformers makes one of any tokenizer that lies beside a model of Qwen's."""
+def write_tokenizer(folder: Path, vocabulary: int) -> None:
+    """<pad>, <end>, the bytes, then words that no text contains, so that every id decodes. A byte-level BPE without merges, since
+    transformers makes one of any tokenizer that lies beside a model of Qwen's."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
 
-    words = {byte: index for index, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    words |= {f"w{index}": index for index in range(len(words), vocabulary - 2)}
-    words |= {"<pad>": vocabulary - 2, "<eos>": vocabulary - 1}
-    tokenizer = Tokenizer(models.BPE(vocab=words, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<pad>", "<eos>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps(TOKENIZER, indent=2) + "\n")
+    names = ["<pad>", "<end>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    names += [f"w{index}" for index in range(len(names), vocabulary)]
+    core = Tokenizer(models.BPE(vocab={name: index for index, name in enumerate(names)}, merges=[]))
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>", pad_token="<pad>")
+    made.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    made.save_pretrained(folder)
+
+
+def make_model(shape: str, folder: Path) -> Path:
+    """The folder of a model of the shape in bfloat16, drawn on the GPU where there is one; one that is there already is kept."""
+    import torch
+
+    if not (folder / "model.safetensors").is_file():
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        write_folder(folder, shape, random_tensors(shape, device, torch.bfloat16, seed=0))
+    return folder
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Tokens a second of the whole system over those of the bare engine: `python -m benchmarks.inference.efficiency --shape 3b`.
+"""Tokens a second of the whole system over those of the bare engine: `python -m benchmarks.inference.efficiency --shape 3B`.
 
 The system is a real run (hub, worker, orchestrator, server, run directory; the trainer waits) of one batch of single-turn
 rollouts; the bare engine is vLLM's AsyncLLM with the same arguments, prompts, lengths and log-probs, fed by a loop that keeps

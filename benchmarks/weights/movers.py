@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.weights.shapes import random_tensors
+from benchmarks.shapes import random_tensors
 from telescope.backends.fsdp import gather
 from telescope.config.parts import WeightSyncSettings
 from telescope.records import TensorSpec, WeightGroup, WeightManifest

@@ -31,7 +31,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from benchmarks.weights.shapes import SHAPES
+from benchmarks.shapes import SHAPES
 from telescope.config.parts import InferenceSettings, ModelSettings, WeightSyncSettings
 from telescope.inference.vllm_engine import VllmEngine
 from telescope.inference.vllm_options import ServerPlan, vllm_environment

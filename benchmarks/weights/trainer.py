@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import torch
 
-from benchmarks.weights.shapes import random_tensors, write_folder
+from benchmarks.shapes import random_tensors, write_folder
 from telescope.config.parts import WeightSyncSettings
 from telescope.records import WeightGroup
 from telescope.weights.buckets import Bucket
