@@ -77,7 +77,7 @@ def write_folder(folder: Path, shape: str, tensors: dict[str, Any]) -> None:
 
 
 def write_tokenizer(folder: Path, vocabulary: int) -> None:
-    """<pad>, <end>, the bytes, then words that no text contains, so that every id decodes. A byte-level BPE without merges, since
+    """<pad>, <end>, the bytes, then words that no text contains, so that every id decodes. A byte-level BPE without merges:
     transformers makes one of any tokenizer that lies beside a model of Qwen's."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -92,7 +92,7 @@ def write_tokenizer(folder: Path, vocabulary: int) -> None:
 
 
 def make_model(shape: str, folder: Path) -> Path:
-    """The folder of a model of the shape in bfloat16, drawn on the GPU where there is one; one that is there already is kept."""
+    """A folder with the shape in bfloat16, drawn on the GPU where there is one; what is there already is kept."""
     import torch
 
     if not (folder / "model.safetensors").is_file():
