@@ -312,9 +312,11 @@ class World:
     def _generated(
         self, play: Play, request_id: str, server: str, life: int, tokens: int, reason: FinishReason = "stop"
     ) -> None:
-        if self._server_lives[server] != life or self._requests.pop(request_id, None) is None:
-            return
+        if self._server_lives[server] != life or request_id not in self._held[server]:
+            return  # it was lost with the server's last life, or is answered
         del self._held[server][request_id]
+        if self._requests.pop(request_id, None) is None:
+            return
         order = play.order
         # the relay tells the core and the worker at once; which of them speaks first is chance
         done = seen.TurnDone(request_id, order.rollout_id, tokens, reason)

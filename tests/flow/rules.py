@@ -196,6 +196,9 @@ class Rules:
         self.outstanding.pop(server, None)
         if self.travelling:
             self.travelling = (self.travelling[0], tuple(name for name in self.travelling[1] if name != server))
+        for group in self.groups.values():  # one of its name that comes later knows none of their prefixes
+            if group.server == server:
+                group.server = None
 
     def _committed(self, version: int) -> None:
         if self.travelling is None or self.travelling[0] != version:
