@@ -24,7 +24,7 @@ class Stale(FSDP):
     def build(self, job):
         backend = super().build(job)
         base = [(name, tensor.detach().clone()) for name, tensor in backend.weights()]
-        backend.weights = lambda: iter(base)
+        backend.weights = lambda dtype=None: iter(base)
         return backend
 '''
 
