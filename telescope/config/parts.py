@@ -45,7 +45,7 @@ class ModelSettings(Settings):
     trust_remote_code: bool = False
     """Run Python code that the model's repository ships. Opt-in."""
     lora: LoraSettings | None = None
-    """Train LoRA adapters and push only these; the model itself is frozen. null: train all weights. `model.lora={rank:16}`"""
+    """Train LoRA adapters and push only these; the model itself is frozen. null: train all weights. `'model.lora={rank:16}'`"""
 
 
 class CurriculumPool(Settings):
