@@ -84,6 +84,8 @@ class Orchestrator:
                     self._collect()
         finally:
             self._servers.end()
+        last = {"state": "done" if self.outcome.ok else "failed", "doing": self.outcome.reason}
+        self._recorder.status({**self._status(self.now), **last})
         return self.outcome
 
     def interrupt(self, number: int) -> None:

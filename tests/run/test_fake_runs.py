@@ -17,6 +17,8 @@ def test_a_run_ends_with_exactly_the_steps_asked_for(start: Start, steps: int):
     summary = run.summary()
     assert (summary["steps"], summary["ok"]) == (steps, True)
     assert summary["exit_reason"] == f"all {steps} steps are trained"
+    last = run.status()
+    assert (last["state"], last["step"], last["doing"]) == ("done", steps, f"all {steps} steps are trained")
     assert [row["step"] for row in run.rows("step_metrics")] == list(range(1, steps + 1))
     assert run.left_after(5) == []
     assert str(run.directory.path) in run.said()
