@@ -12,48 +12,43 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "kind": "qwen3", "vocab_size": 1024, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "tie_word_embeddings": True,
-    },
-    "0.5B": {  # Qwen2.5-0.5B
-        "kind": "qwen2", "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
-        "num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True,
-    },
-    "0.6B": {  # Qwen3-0.6B
-        "kind": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
-        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True,
-    },
-    "3B": {  # Qwen2.5-3B
-        "kind": "qwen2", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
-        "num_attention_heads": 16, "num_key_value_heads": 2, "tie_word_embeddings": True,
-    },
-    "4B": {  # Qwen3-4B
-        "kind": "qwen3", "vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True,
-    },
-}  # fmt: skip
+from telescope.maths.memory import ModelShape
+from telescope.planning.shapes import shape_of
 
-
+SHAPES: dict[str, ModelShape] = {
+    "tiny": ModelShape(
+        layers=2, hidden=64, intermediate=128, heads=4, kv_heads=2, head_dim=32, vocabulary=1024, tied=True, qk_norm=True
+    ),
+    "0.5B": shape_of("Qwen/Qwen2.5-0.5B"),
+    "0.6B": shape_of("Qwen/Qwen3-0.6B"),
+    "3B": shape_of("Qwen/Qwen2.5-3B"),
+    "4B": shape_of("Qwen/Qwen3-4B"),
+}
 PAD_ID, END_ID = 0, 1
 
 
-def model_config(shape: str) -> Any:
+def model_config(shape: ModelShape) -> Any:
+    """A Hugging Face configuration of the shape: Qwen3 where queries and keys are normalised, else Qwen2."""
     from transformers import Qwen2Config, Qwen3Config
 
-    fields = {name: value for name, value in SHAPES[shape].items() if name != "kind"}
-    made = Qwen2Config if SHAPES[shape]["kind"] == "qwen2" else Qwen3Config
-    return made(**fields, max_position_embeddings=4096, eos_token_id=END_ID, pad_token_id=PAD_ID)
+    numbers: dict[str, Any] = {
+        "vocab_size": shape.vocabulary, "hidden_size": shape.hidden, "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads,
+        "tie_word_embeddings": shape.tied, "max_position_embeddings": 32_768, "eos_token_id": END_ID, "pad_token_id": PAD_ID,
+    }  # fmt: skip
+    if shape.qk_norm:
+        return Qwen3Config(**numbers, head_dim=shape.head_dim, architectures=["Qwen3ForCausalLM"])
+    return Qwen2Config(**numbers, architectures=["Qwen2ForCausalLM"])
 
 
-def random_tensors(shape: str, device: str, dtype: Any, seed: int) -> dict[str, Any]:
+def random_tensors(shape: ModelShape, device: str, dtype: Any, seed: int) -> dict[str, Any]:
     """The model's tensors by Hugging Face name, tied ones once, drawn on the device from `seed`."""
     import torch
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config(shape))
+    assert sum(parameter.numel() for parameter in model.parameters()) == shape.parameters
     generator = torch.Generator(device).manual_seed(seed)
 
     def drawn(name: str, size: Any) -> Any:
@@ -63,13 +58,12 @@ def random_tensors(shape: str, device: str, dtype: Any, seed: int) -> dict[str, 
     return {name: drawn(name, tensor.shape) for name, tensor in model.named_parameters()}
 
 
-def write_folder(folder: Path, shape: str, tensors: dict[str, Any]) -> None:
+def write_folder(folder: Path, shape: ModelShape, tensors: dict[str, Any]) -> None:
     """A model folder that servers and trainers load: config, tokenizer, weights."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
     config = model_config(shape)
-    config.architectures = ["Qwen2ForCausalLM" if SHAPES[shape]["kind"] == "qwen2" else "Qwen3ForCausalLM"]
     config.dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     config.save_pretrained(folder)
     write_tokenizer(folder, config.vocab_size)
@@ -91,7 +85,7 @@ def write_tokenizer(folder: Path, vocabulary: int) -> None:
     made.save_pretrained(folder)
 
 
-def make_model(shape: str, folder: Path) -> Path:
+def make_model(shape: ModelShape, folder: Path) -> Path:
     """A folder with the shape in bfloat16, drawn on the GPU where there is one; what is there already is kept."""
     import torch
 
@@ -106,7 +100,7 @@ def main() -> None:
     parser.add_argument("shape", choices=sorted(SHAPES))
     parser.add_argument("folder", type=Path)
     given = parser.parse_args()
-    print(make_model(given.shape, given.folder))
+    print(make_model(SHAPES[given.shape], given.folder))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.shapes import make_model
+from benchmarks.shapes import SHAPES, make_model
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.reader import rows
 
@@ -190,7 +190,7 @@ def main() -> None:
     parser.add_argument("--override", action="append", default=[], help="a setting of telescope.run, for both")
     parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    model = make_model(given.shape, given.models.absolute() / given.shape)
+    model = make_model(SHAPES[given.shape], given.models.absolute() / given.shape)
     if given.bare:
         asyncio.run(bare(given, model))
         return

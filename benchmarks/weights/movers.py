@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.shapes import random_tensors
+from benchmarks.shapes import SHAPES, random_tensors
 from telescope.backends.fsdp import gather
 from telescope.config.parts import WeightSyncSettings
 from telescope.records import TensorSpec, WeightGroup, WeightManifest
@@ -66,7 +66,7 @@ class Model:
 
     def __init__(self, shape: str, device: str, dtype: torch.dtype) -> None:
         self.device = device
-        self.parameters: dict[str, Tensor] = random_tensors(shape, device, dtype, seed=0)
+        self.parameters: dict[str, Tensor] = random_tensors(SHAPES[shape], device, dtype, seed=0)
 
     def layout(self) -> tuple[TensorKind, ...]:
         return gather.layout(self.parameters)

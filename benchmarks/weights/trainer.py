@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import torch
 
-from benchmarks.shapes import random_tensors, write_folder
+from benchmarks.shapes import SHAPES, random_tensors, write_folder
 from telescope.config.parts import WeightSyncSettings
 from telescope.records import WeightGroup
 from telescope.weights.buckets import Bucket
@@ -54,8 +54,8 @@ class Model:
 def main() -> int:
     asked = json.loads(sys.argv[1])
     device, dtype = asked["device"], getattr(torch, asked["dtype"])
-    model = Model(random_tensors(asked["shape"], device, dtype, seed=0))
-    write_folder(Path(asked["folder"]), asked["shape"], model.tensors)
+    model = Model(random_tensors(SHAPES[asked["shape"]], device, dtype, seed=0))
+    write_folder(Path(asked["folder"]), SHAPES[asked["shape"]], model.tensors)
     sync = WeightSyncSettings.model_validate(asked["weight_sync"])
     here = Here(run=asked["run"], directory=Path(asked["directory"]), device=device)
     publisher = make_publisher(asked["transport"], model, here, sync, None)

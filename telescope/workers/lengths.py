@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import overload
 
 import msgspec
 import numpy as np
@@ -27,27 +26,6 @@ SPLIT = "train"
 CHUNK = 1_000
 """Prompts that are rendered and tokenised together."""
 SAID_EVERY_S = 10.0
-
-
-class Kept(Sequence[Prompt]):
-    """Some prompts of a sequence, in its order and numbered anew."""
-
-    def __init__(self, prompts: Sequence[Prompt], places: np.ndarray) -> None:
-        """`places` [kept] int64, ascending."""
-        self._prompts = prompts
-        self.places = places
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Prompt]: ...
-    def __getitem__(self, index: int | slice) -> Prompt | Sequence[Prompt]:
-        if isinstance(index, slice):
-            return [self._prompts[place] for place in self.places[index].tolist()]
-        return self._prompts[int(self.places[index])]
 
 
 @dataclass(frozen=True)
@@ -91,7 +69,8 @@ def _without(loaded: Loaded, places: np.ndarray) -> Loaded:
     digest = hashlib.sha256(card.digest.encode() + places.astype("<i8").tobytes()).hexdigest()[: len(card.digest)]
     sizes = {**card.split_sizes, SPLIT: len(places)}
     card = msgspec.structs.replace(card, split_sizes=sizes, digest=digest, too_long=len(prompts) - len(places))
-    return replace(loaded, prompts={**loaded.prompts, SPLIT: Kept(prompts, places)}, card=card)
+    kept = LazyPrompts(len(places), lambda at: prompts[int(places[at])])  # in their order, numbered anew
+    return replace(loaded, prompts={**loaded.prompts, SPLIT: kept}, card=card)
 
 
 def _fitting(measure: _Measure, prompts: Sequence[Prompt], surplus: int) -> Iterator[np.ndarray]:

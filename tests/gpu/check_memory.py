@@ -11,10 +11,12 @@ import dataclasses
 import gc
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
 
 import torch
 
+from benchmarks.shapes import make_model
 from telescope.backends.base import World
 from telescope.backends.fsdp import FSDP
 from telescope.maths.memory import ModelShape, TrainerMemory, trainer_memory
@@ -23,40 +25,8 @@ from tests.backends.shards import make_job, make_shard
 
 GIB = 2**30
 CHUNK = 1024
-CASES = (
-    # shape, tokens of a row, checkpointing, rows of a step
-    ("Qwen/Qwen2.5-0.5B", 4096, True, 1),
-    ("Qwen/Qwen2.5-0.5B", 4096, True, 3),
-    ("Qwen/Qwen2.5-0.5B", 4096, False, 1),
-    ("Qwen/Qwen2.5-0.5B", 4096, False, 3),
-    ("Qwen/Qwen3-0.6B", 16_384, True, 1),
-    ("Qwen/Qwen3-0.6B", 16_384, True, 3),
-    ("Qwen/Qwen3-0.6B", 16_384, False, 1),
-    ("Qwen/Qwen3-0.6B", 16_384, False, 3),
-    ("Qwen/Qwen2.5-3B", 4096, True, 1),
-    ("Qwen/Qwen2.5-3B", 4096, True, 3),
-    ("Qwen/Qwen2.5-3B", 4096, False, 1),
-    ("Qwen/Qwen2.5-3B", 4096, False, 3),
-)
-
-
-def build(folder: Path, shape: ModelShape, device: str) -> str:
-    """A model of this shape with drawn weights, saved in bfloat16."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
-
-    numbers = {
-        "vocab_size": shape.vocabulary, "hidden_size": shape.hidden, "intermediate_size": shape.intermediate,
-        "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads,
-        "tie_word_embeddings": shape.tied, "max_position_embeddings": 32_768,
-    }  # fmt: skip
-    with torch.device(device):
-        if shape.qk_norm:
-            model = Qwen3ForCausalLM(Qwen3Config(**numbers, head_dim=shape.head_dim))
-        else:
-            model = Qwen2ForCausalLM(Qwen2Config(**numbers))
-    assert sum(parameter.numel() for parameter in model.parameters()) == shape.parameters
-    model.bfloat16().save_pretrained(folder)
-    return str(folder)
+MODELS = (("Qwen/Qwen2.5-0.5B", 4096), ("Qwen/Qwen3-0.6B", 16_384), ("Qwen/Qwen2.5-3B", 4096))  # with the tokens of a row
+CASES = tuple((*model, *case) for model in MODELS for case in product((True, False), (1, 3)))  # checkpointing, rows of a step
 
 
 def estimate(shape: ModelShape, tokens: int, checkpointing: bool, rows: int) -> TrainerMemory:
@@ -84,7 +54,7 @@ def peak(model: str, world: World, tokens: int, checkpointing: bool, rows: int) 
 def dry_run() -> int:
     tiny = shape_of("tiny")
     with tempfile.TemporaryDirectory() as name:
-        model = build(Path(name), tiny, "cpu")
+        model = str(make_model(tiny, Path(name)))
         for checkpointing in (True, False):
             peak(model, World(0, 1, "cpu"), 256, checkpointing, 2)
             told = estimate(tiny, 256, checkpointing, 2)
@@ -107,7 +77,7 @@ def main() -> int:
             continue
         shape = shape_of(shape_name)
         with tempfile.TemporaryDirectory() as name:
-            model = build(Path(name), shape, "cuda")
+            model = str(make_model(shape, Path(name)))
             for _, tokens, checkpointing, rows in (case for case in CASES if case[0] == shape_name):
                 gc.collect()
                 torch.cuda.empty_cache()
