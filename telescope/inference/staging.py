@@ -72,7 +72,7 @@ class Staging:
         return self.arrival if self.arrival is not None and self.arrival.manifest.version == version else None
 
     def forget(self, version: int) -> None:
-        """Break off and drop the version; what its thread still does touches nothing but the buffer."""
+        """Break off the version. What its thread did, and whether it is over, is to be asked of its arrival."""
         if (arrival := self.get(version)) is not None:
             arrival.cancel()
 
@@ -171,6 +171,8 @@ class Arrival:
         receiver = self._staging.receiver(self.manifest.transport)
 
         def load(bucket: Bucket, piece: torch.Tensor) -> None:
+            if self._cancelled:  # what is in the buffer may be half a bucket
+                raise RuntimeError(self.cause)
             self.touched = True
             begin = bucket.start
             flat = {

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import os
 import re
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -33,6 +32,8 @@ from telescope.records import FinishReason, Sampling, WeightGroup, WeightManifes
 
 FIRST_LOOK_S, LONGEST_LOOK_S = 0.002, 0.02
 """The worker is asked whether a version is staged after these pauses, which double; each question costs it part of a step."""
+BREAK_OFF_S = 20.0
+"""For a version's threads to end once it is broken off: they wait for nothing longer than a transport's abort."""
 CLOSE_S = 1.0
 """The engine's farewell to its libraries takes seconds and saves nothing: after this it is killed."""
 DEATH_TOLD_S = 5.0
@@ -284,21 +285,20 @@ class VllmEngine:
         async with self._weights:
             self._staged = None
             self._state = replace(self._state, prepared=None)
-            self._arriving = manifest.version
+            self._arriving = version = manifest.version
+            limit_s = self._sync.update_timeout_s + 2 * BREAK_OFF_S
             try:
-                async with asyncio.timeout(self._sync.update_timeout_s):
+                async with asyncio.timeout(limit_s):
                     await self._hold_if_unstaged(manifest)
                     checksum = await self._stage(manifest, group)
             except TimeoutError as error:
-                await self._rpc("telescope_forget", manifest.version)
-                raise WeightsRefused(
-                    f"weights version {manifest.version} did not arrive within "
-                    f"weight_sync.update_timeout_s={self._sync.update_timeout_s:g} s"
-                ) from error
+                raise EngineDead(f"the engine's workers have not answered for {limit_s:g} s (weights {version})") from error
+            except WeightsRefused:  # and only then: what can't be taken back is never sampled from
+                if self._held:
+                    await self._release()
+                raise
             finally:
                 self._arriving = None
-                if self._held and sys.exception() is not None:
-                    await self._release()
             self._staged = msgspec.structs.replace(manifest, checksum=checksum)
             self._state = replace(self._state, prepared=manifest.version)
             return self._state
@@ -353,19 +353,32 @@ class VllmEngine:
         await self._llm.resume_generation()
 
     async def _stage(self, manifest: WeightManifest, group: WeightGroup | None) -> str:
-        """The checksum of what has arrived."""
+        """The checksum of what has arrived. Where it does not arrive whole, every worker is first brought to an end of it: only
+        then is it known whether a parameter was written. Raises `WeightsRefused` where none was, else `EngineDead`."""
+        version, limit_s = manifest.version, self._sync.update_timeout_s
         await self._rpc("telescope_stage", *(msgspec.json.encode(value).decode() for value in (manifest, group)))
-        pause_s = FIRST_LOOK_S
+        states = await self._settled(version, limit_s, lambda states: all(state.over for state in states) or _cause(states))
+        cause = _cause(states)
+        if not cause and all(state.over for state in states):
+            return states[0].checksum
+        cause = cause or f"weights version {version} did not arrive within weight_sync.update_timeout_s={limit_s:g} s"
+        await self._rpc("telescope_forget", version)
+        states = await self._settled(version, BREAK_OFF_S, lambda states: all(state.over for state in states))
+        if any(state.touched for state in states):
+            raise EngineDead(f"{cause}; weight_sync.staging=none has no way back")
+        if self._held and not all(state.over for state in states):
+            raise EngineDead(f"{cause}; and it could not be broken off within {BREAK_OFF_S:g} s")
+        raise WeightsRefused(cause)
+
+    async def _settled(self, version: int, limit_s: float, enough: Callable[[list[StageState]], object]) -> list[StageState]:
+        """How far every worker is with the version, once that is `enough`, or when the limit has passed."""
+        end, pause_s = time.monotonic() + limit_s, FIRST_LOOK_S
         while True:
             await asyncio.sleep(pause_s)  # the worker can't call us
-            answers = await self._rpc("telescope_stage_state", manifest.version)
+            answers = await self._rpc("telescope_stage_state", version)
             states = [msgspec.json.decode(answer, type=StageState) for answer in answers]
-            if cause := next((state.cause for state in states if state.cause), ""):
-                if any(state.touched for state in states):
-                    raise EngineDead(f"{cause}; weight_sync.staging=none has no way back")
-                raise WeightsRefused(cause)
-            if all(state.over for state in states):
-                return states[0].checksum
+            if enough(states) or time.monotonic() >= end:
+                return states
             pause_s = min(2 * pause_s, LONGEST_LOOK_S)
 
     async def _load(self, version: int) -> None:
@@ -413,6 +426,11 @@ class VllmEngine:
             return await asyncio.wait_for(self._children.first_end(), DEATH_TOLD_S)
         except TimeoutError:
             return "vLLM's engine says that it is dead; its own words are further up in this log"
+
+
+def _cause(states: list[StageState]) -> str:
+    """Why a version is not taken, by the first worker that says so."""
+    return next((state.cause for state in states if state.cause), "")
 
 
 def _queued_s(metrics: Any) -> float:

@@ -170,6 +170,35 @@ async def test_received_in_place_and_called_off_there_is_no_way_back(sender: Sen
     await served.assert_serves("old")
 
 
+@pytest.mark.parametrize("ends", ["it is called off", "its time is up"])
+async def test_half_received_in_place_nothing_is_sampled_any_more_however_it_ends(sender: Sender, unstaged: None, ends: str):
+    served, engine = sender.served, sender.served.engine
+    kept = engine._sync
+    sender.source.stop_after = 5
+    manifest, group, sending = sender.begin("new")
+    if ends == "its time is up":
+        engine._sync = kept.model_copy(update={"update_timeout_s": 2.0})
+    preparing = asyncio.create_task(engine.prepare(manifest, group))
+    assert await asyncio.to_thread(sender.source.reached.wait, 30)
+    asked = asyncio.create_task(engine.discard(manifest.version)) if ends == "it is called off" else None
+    with pytest.raises(EngineDead, match=r"weight_sync\.staging=none has no way back"):
+        await asyncio.wait_for(preparing, 30)
+    if asked is not None:
+        await asked
+    task = asyncio.create_task(served.generate(prompt(10), 5))  # to a server that is about to end
+    await asyncio.sleep(0.5)
+    assert not task.done()
+    engine._sync = kept
+    sender.publisher.abort(group.epoch)
+    sender.source.go.set()
+    with pytest.raises(TransferFailed):
+        await sending
+    sender.source.stop_after = 10**6
+    await sender.serve("old")  # the test's engine is not thrown away
+    await asyncio.wait_for(task, 30)
+    await served.assert_serves("old")
+
+
 async def test_a_member_that_never_comes_is_refused_by_name_within_the_deadline(sender: Sender):
     served = sender.served
     sender.served.version += 1
