@@ -65,7 +65,7 @@ class Delivered:
     @property
     def agree(self) -> bool:
         """Every tensor of the way was compared before this was made; here the engine's parameters are judged."""
-        return not self.after.other and (self.after.tensors == 0 or bool(self.before.other))
+        return self.after.tensors > 0 and not self.after.other and bool(self.before.other)
 
     def report(self) -> str:
         if self.after.tensors:
@@ -76,6 +76,8 @@ class Delivered:
         else:
             parameters = "not compared: the engine loads this model by its own loader, or in place (weight_sync.staging=none)"
         verdict = "hold the same weights" if self.agree else "DO NOT hold the same weights"
+        if not self.after.tensors:
+            verdict = "are NOT KNOWN to hold the same weights"
         return (
             f"weights version {VERSION} by {self.transport}: {self.tensors} tensors, {self.nbytes / 1e6:.1f} MB, all compared\n"
             f"  published in            {self.publish_s:.4f} s\n"

@@ -100,6 +100,13 @@ def _rewards(config: RunConfig) -> Iterator[Conflict]:
                 f"rollout.normalize_rewards=true needs environments.{label}.reward_min and environments.{label}.reward_max: "
                 "give both, or set rollout.normalize_rewards=false",
             )
+        if entry.curriculum is not None and not 0 < entry.curriculum.pass_above < 1:
+            path = f"environments.{label}.curriculum.pass_above"
+            yield Conflict(
+                ("rollout.normalize_rewards", path),
+                f"rollout.normalize_rewards=true puts rewards between 0 and 1, and {path}={entry.curriculum.pass_above:g} would "
+                "call all of them passed, or none: set it between them, e.g. 0.5",
+            )
 
 
 def _schedule(config: RunConfig) -> Iterator[Conflict]:

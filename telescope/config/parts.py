@@ -136,7 +136,8 @@ class OrchestratorSettings(Settings):
     kv_hard: float = Field(default=0.95, gt=0, le=1)
     """Share from which adaptive_concurrency takes slots away, a quarter at once; must not be below kv_soft."""
     stuck_s: float = Field(default=600.0, gt=0, le=1_000_000)
-    """A peer that beats without progress on its orders for this long is stuck, and the run ends with its name."""
+    """A peer that beats without progress on its orders for this long is stuck: a server is started again, any other one ends
+    the run with its name. Give it more than weight_sync.update_timeout_s, within which an update breaks off by itself."""
     silent_s: float = Field(default=15.0, gt=0, le=1_000_000)
     """A peer that is not heard for this long is lost."""
 

@@ -53,8 +53,10 @@ class Ahead:
             elif self._next > self._sent:
                 self._name(self._admitted[self._next])
             self._next += 1
-        for group_id in [known for known in self._admitted if known <= self._sent]:
-            del self._admitted[group_id]
+        while (
+            self._admitted and (oldest := next(iter(self._admitted))) <= self._sent
+        ):  # they are admitted in order of their ids
+            del self._admitted[oldest]
         out, self._out = tuple(self._out), []
         return out
 

@@ -112,6 +112,9 @@ class Adapters:
     """The versions at this server: one serves new requests, older ones finish what they began, one may be on its way."""
 
     def __init__(self, root: Path) -> None:
+        """`root` is this server's alone: what lies there was left by a process of its name that was killed."""
+        for left in root.glob("*"):
+            shutil.rmtree(left)
         self._root = root
         self._numbers = 0
         self.serving = Adapter(version=0)

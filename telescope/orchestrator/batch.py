@@ -14,6 +14,7 @@ from telescope.maths import batching
 from telescope.orchestrator.rewards import RewardRanges
 from telescope.orchestrator.shelf import Scored, Shelf
 from telescope.records import Denominators, TrainItem
+from telescope.wire.codec import MAX_FRAME_BYTES
 from telescope.wire.messages import TrainStep
 
 
@@ -99,7 +100,7 @@ def cut(command: Train, shelf: Shelf, recipe: Recipe, *, ranks: int) -> Batch:
     """Advantages over the batch (discarded groups count in its statistics), then whole groups to minibatches, in order, and
     the rollouts of each minibatch to ranks by cost. What the algorithm's filters take out counts in the statistics alone.
 
-    Raises `BatchUnusable` where an advantage is not a finite number.
+    Raises `BatchUnusable` where an advantage is not a finite number, or a rank's part is more than may travel.
     """
     groups = tuple(tuple(shelf[rollout] for rollout in rollouts) for rollouts in command.rollout_ids)
     kept = tuple(rollout for group in groups for rollout in group)
@@ -122,6 +123,13 @@ def cut(command: Train, shelf: Shelf, recipe: Recipe, *, ranks: int) -> Batch:
     counts = tuple(_denominators([kept[place] for place in part]) for part in parts)
     shares = [_shares(kept, part, ranks) for part in parts]
     shards = tuple(_shard(command.step, kept, advantages, counts, [share[rank] for share in shares]) for rank in range(ranks))
+    largest = max(array.nbytes for shard in shards for array in shard.arrays)
+    if largest > MAX_FRAME_BYTES:
+        raise BatchUnusable(
+            f"step {command.step}: an array of {largest:,} bytes for one trainer rank is more than the {MAX_FRAME_BYTES:,} that "
+            f"may travel: lower orchestrator.prompts_batch_size_for_trainer or trainer.epochs_per_batch={recipe.epochs} (each "
+            "epoch is sent), or raise cluster.trainer_num_workers"
+        )
     return Batch(command, kept, advantages, filters, counts, shards)
 
 

@@ -124,6 +124,8 @@ class Orchestrator:
             self._next_tick = now + TICK_S
             self._events.append(events.Tick())
             self._performer.tick(time.monotonic())
+            for server, cause in self._performer.take_hanging():
+                self._gone(server, f"{server} hangs: {cause}", cause)
             for server, how in self._servers.ended():
                 self._give_up(server, how)
             if not self._servers.underway and now > self._config.cluster.placement_timeout_s:
@@ -185,8 +187,9 @@ class Orchestrator:
         log.warning("%s is given up: %s", server, cause)
         self._recorder.alert("warning", server, f"{server} is given up and started again: {cause}")
         self._servers.give_up(server, cause)
-        self._performer.server_lost(server, time.monotonic())
+        answers = self._performer.server_lost(server, time.monotonic())
         self._events.append(events.ServerLost(server=server, cause=cause[:MAX_CAUSE_CHARACTERS]))
+        self._events.extend(answers)
 
     def _joined(self, peer: str, hello: messages.Hello) -> None:
         log.info("%s is there (pid %d on %s)", peer, hello.pid, hello.host)

@@ -56,6 +56,7 @@ HURRIED_CLOSE_S = 1.5
 """The same when a part has failed (a dead one says no goodbye) or somebody waits at Ctrl-C: the supervisor gives 4 s in all."""
 DEADLINE_MARGIN_S = 60.0
 """The core's deadline on a rollout is its worker's own plus this: it fires only where the worker's has failed."""
+CANCEL_MARGIN_S = 60.0
 ABSENCE_MARGIN_S = 30.0
 """The core knows roles, the roster knows names: of a process that never came the roster's sentence has to come first."""
 
@@ -96,6 +97,8 @@ def flow_settings(config: RunConfig, *, trainer_sends: bool = False) -> FlowSett
         prefetch=orchestrator.prompt_prefetch_buffer_size if orchestrator.enable_prompt_prefetch else 0,
         max_attempts=rollout.max_attempts,
         rollout_deadline_s=rollout.timeout_s + DEADLINE_MARGIN_S,
+        # a server that hangs is given up long before, an update under way has its time first: what is left then is the worker's
+        cancel_deadline_s=config.weight_sync.update_timeout_s + CANCEL_MARGIN_S,
         absence_deadline_s=config.cluster.placement_timeout_s + ABSENCE_MARGIN_S,
         weights_while_training=not trainer_sends,
     )

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 Events = Iterable[events.AnyEvent]
 MAX_CAUSE_CHARACTERS = 10_000
-SERVER_LATE_S = 10.0
+SERVER_LATE_S, SERVER_GONE_S = 10.0, 30.0
 """A server that takes longer to end an aborted request is named. One engine step is what it needs."""
 
 
@@ -71,6 +71,7 @@ class Performer:
         self._numbers: dict[tuple[str, int], _Order] = {}
         self.step_in_training: int | None = None
         self._held: dict[tuple[int, int], _Held] = {}
+        self._hanging: dict[str, str] = {}
         self._arrived: dict[tuple[int, int], tuple[Scored, Delivery]] = {}
         self._doing = "generating the first batch"
 
@@ -89,7 +90,7 @@ class Performer:
                 for worker in self._roster.workers:
                     self._hub.send(worker, messages.PrefetchPrompts(prompts=prompts))
             case commands.Place(request_id=request_id, server=server, priority=priority):
-                return self.relay.place(request_id, server, priority)
+                return (*self.relay.place(request_id, server, priority), *self.freed())
             case commands.Refuse(request_id=request_id, cause=cause):
                 self.relay.refuse(request_id, cause)
                 return self.freed()
@@ -112,11 +113,13 @@ class Performer:
     def tick(self, now: float) -> None:
         """Look at the deadline of the update under way, and at servers that don't end what was aborted."""
         self.weights.tick(now)
-        self._name_late_servers(now)
+        self._look_for_late_servers(now)
 
-    def server_lost(self, server: str, now: float) -> None:
+    def server_lost(self, server: str, now: float) -> Events:
+        """Gives the answers that were held for it; the core hears of its loss first."""
         self.relay.lost(server)
         self.weights.lost(server, now)
+        return self.freed()
 
     # ---- what workers ask
 
@@ -164,14 +167,25 @@ class Performer:
         free = [key for key in self._held if not self.relay.servers_of(*key)]
         return [self._held.pop(key).event for key in free]
 
-    def _name_late_servers(self, now: float) -> None:
+    def _look_for_late_servers(self, now: float) -> None:
+        """One that does not end what was aborted is named after a while, and then hangs. While it takes new weights it may have
+        stopped for them, and the update's own deadline counts."""
         for (rollout_id, attempt), held in self._held.items():
-            if not held.named and now - held.since >= SERVER_LATE_S:
-                held.named = True
-                for server in sorted(self.relay.servers_of(rollout_id, attempt)):
-                    self.complaints.note(
-                        server, f"it has not ended the aborted requests of rollout {rollout_id} within {SERVER_LATE_S:g} s"
-                    )
+            if self.weights.doing:
+                held.since = now
+            waited = now - held.since
+            for server in sorted(self.relay.servers_of(rollout_id, attempt)) if waited >= SERVER_LATE_S else ():
+                late = f"it has not ended the aborted requests of rollout {rollout_id} within"
+                if not held.named:
+                    self.complaints.note(server, f"{late} {SERVER_LATE_S:g} s")
+                if waited >= SERVER_GONE_S:
+                    self._hanging[server] = f"{late} {SERVER_GONE_S:g} s"
+            held.named = held.named or waited >= SERVER_LATE_S
+
+    def take_hanging(self) -> list[tuple[str, str]]:
+        """Servers that must not run on, and why."""
+        hanging, self._hanging = list(self._hanging.items()), {}
+        return hanging
 
     def _judged(
         self, delivery: Delivery, body: messages.RolloutDone | messages.RolloutFailed

@@ -48,8 +48,8 @@ class _Request:
     placed_ns: int = 0
     unwanted: bool = False
     """Its worker has given it up, perhaps before it was placed."""
-    revoked: bool = False
-    """Its worker was told that its ticket is worth nothing any more: it will ask with another attempt."""
+    ended: bool = False
+    """Its server is lost and its worker has its answer: the core has yet to hear that nothing comes of it."""
 
     @property
     def ticketed(self) -> bool:
@@ -120,11 +120,11 @@ class Relay:
     # ---- what the core says
 
     def place(self, request_id: str, server: str, priority: int) -> tuple[events.AnyEvent, ...]:
-        """Send it on. Gives its end at once where its ticket was revoked: then nobody waits for it."""
+        """Send it on. Gives its end at once where nobody waits for it any more."""
         request = self._requests.get(request_id)
         if request is None:
             return ()
-        if request.revoked:
+        if request.ended:
             self._forget(request)
             rollout_id = request.body.rollout_id
             ended = events.TurnDone(request_id=request_id, rollout_id=rollout_id, completion_tokens=0, finish_reason="abort")
@@ -156,16 +156,19 @@ class Relay:
         return number
 
     def lost(self, server: str) -> None:
-        """The server is gone: what it had waits for another place, or for a refusal. What a worker has brought there itself has
-        failed with it."""
+        """The server is gone: what it had waits for another place, or for a refusal. What its worker has given up, or brought there
+        itself, has failed with it."""
         for request in self._requests.values():
             if request.server != server:
                 continue
             self._placed.pop((server, request.number), None)
+            request_id, why = request.body.request_id, f"{server} was lost"
+            request.ended = request.ticketed or request.unwanted
             if request.ticketed:
-                self._hub.send(request.asked.peer, Revoke(request.body.request_id, f"{server} was lost"))
+                self._hub.send(request.asked.peer, Revoke(request_id, why))
                 self._hub.elsewhere(request.asked, waits=False)
-                request.revoked = True
+            elif request.unwanted:
+                self._hub.send(request.asked.peer, GenerateFailed(request_id=request_id, cause=why), answers=request.asked)
             request.server, request.number = None, 0
 
     def refuse(self, request_id: str, cause: str) -> None:
@@ -175,7 +178,7 @@ class Relay:
         self._forget(request)
         if request.ticketed:
             self._hub.send(request.asked.peer, Revoke(request_id, cause))
-        elif not request.revoked:
+        elif not request.ended:
             self._hub.send(request.asked.peer, GenerateFailed(request_id=request_id, cause=cause), answers=request.asked)
 
     def cancel(self, rollout_id: int, attempt: int) -> None:

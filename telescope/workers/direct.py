@@ -15,9 +15,10 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import zmq
 
 from telescope.runlog.layout import RunDirectory
-from telescope.wire.link import Link, LinkLost, WireRefused, WireTimeout
+from telescope.wire.link import Link, LinkLost
 from telescope.wire.messages import Completion, DoorAddress, Generate, GenerateFailed, Hello, Stop, Ticket
 
 log = logging.getLogger(__name__)
@@ -25,6 +26,8 @@ log = logging.getLogger(__name__)
 CONNECT_S = 10.0
 """For a door to answer. Its server has said where it is and lives: a place that is not taken costs it a lane."""
 
+UNREACHABLE = (OSError, zmq.ZMQError)
+"""What a link raises is the first; so is a key that can't be read, or no descriptor left for another socket."""
 Answer = tuple[Completion | GenerateFailed, tuple[np.ndarray, ...]]
 
 
@@ -85,7 +88,7 @@ class Doors:
             else:
                 way.end(way.over)
             return await answer
-        except (WireRefused, WireTimeout, LinkLost) as error:
+        except UNREACHABLE as error:
             self._close(way, str(error))
             raise DoorLost(f"the direct way to {way.server} is closed: {error}") from error
         finally:
@@ -132,7 +135,7 @@ class Doors:
     async def _leave(self, way: _Way) -> None:
         try:
             link = await way.opening
-        except (WireRefused, WireTimeout) as error:
+        except UNREACHABLE as error:
             log.info("%s: %s", way.server, error)
             return
         if way.reading is not None:

@@ -123,6 +123,13 @@ def test_lanes_of_groups_run_without_the_two_settings_of_sample_lanes():
     )
 
 
+def test_normalised_rewards_need_pools_that_ask_for_more_than_0():
+    given = ("rollout.normalize_rewards=true", "environments.countdown.reward_min=-1", "environments.countdown.reward_max=1")
+    pools = "+environments.countdown.curriculum={}"
+    assert "pass_above=0 would call all of them passed, or none" in sentences(compose_one(*given, pools))
+    assert compose_one(*given, "+environments.countdown.curriculum={pass_above:0.5}").config is not None
+
+
 def test_a_reward_range_must_rise_and_pools_must_cover_every_rate():
     said = sentences(compose_one("environments.countdown.reward_min=1", "environments.countdown.reward_max=0"))
     assert "reward_min=1.0 must be below reward_max=0.0" in said

@@ -42,7 +42,10 @@ def test_the_verdict_needs_parameters_that_were_other_before_and_are_the_same_af
 
 
 def test_parameters_that_can_not_be_compared_are_said_to_be_so():
-    assert "not compared: the engine loads this model by its own loader" in replace(GOOD, after=Comparison(0, ())).report()
+    unknown = replace(GOOD, before=Comparison(0, ()), after=Comparison(0, ()))
+    assert "not compared: the engine loads this model by its own loader" in unknown.report()
+    assert "trainer and server are NOT KNOWN to hold the same weights" in unknown.report()
+    assert not unknown.agree
 
 
 def test_trajectories_are_dealt_out_to_ranks_with_opposite_advantages():

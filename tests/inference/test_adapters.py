@@ -117,6 +117,14 @@ def test_the_oldest_versions_requests_make_way_where_slots_are_short(tmp_path: P
     assert adapters.in_the_way(2) == {"of 1", "also of 1", "of 2", "also of 2"}
 
 
+def test_a_server_started_again_begins_with_an_empty_folder(tmp_path: Path):
+    killed = Adapters(tmp_path).new(manifest(version=1))
+    killed.folder.mkdir()
+    again = Adapters(tmp_path).new(manifest(version=1))
+    assert again.folder == killed.folder
+    assert not again.folder.exists()
+
+
 def test_no_number_is_used_twice_though_a_version_may_come_again(tmp_path: Path):
     adapters = Adapters(tmp_path)
     one, two = adapters.new(manifest(version=7)), adapters.new(manifest(version=7))

@@ -54,6 +54,15 @@ def test_discarded_groups_count_in_batch_statistics_only(shelf: Shelf):
     assert [rollout.order.rollout_id for rollout in batch.rollouts] == [20, 21, 50, 51, 52]
 
 
+def test_a_part_that_is_more_than_may_travel_is_refused_with_the_settings_that_make_it(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("telescope.orchestrator.batch.MAX_FRAME_BYTES", 4 * 2 * 4 * 5 - 1)
+    cut(TRAIN, shelf, Recipe(RLOO(), group_size=3, max_tokens=10), ranks=1)
+    with pytest.raises(BatchUnusable, match=r"lower orchestrator.prompts_batch_size_for_trainer or trainer.epochs_per_batch=3"):
+        cut(TRAIN, shelf, Recipe(RLOO(), group_size=3, max_tokens=10, epochs=3), ranks=1)
+
+
 def test_rewards_that_overflow_are_refused_rather_than_trained_as_nan(shelf: Shelf):
     shelf.put(make(20, 2, 1e308))
     shelf.put(make(21, 2, -1e308))

@@ -161,6 +161,51 @@ async def test_a_server_that_does_not_end_an_aborted_request_is_named(
     assert desk.performer.complaints.counts["server-0"] == 1
 
 
+@pytest.mark.parametrize("direct", [False, True])
+async def test_a_server_that_ends_nothing_is_given_up_but_not_for_the_time_of_an_update(
+    desk: Desk, direct: bool, monkeypatch: pytest.MonkeyPatch
+):
+    await desk.placed(direct)
+    if direct:
+        await desk.heard(desk.worker, m.Ticket)
+    await desk.cancelled()
+    assert await desk.worker_answer() is None
+    start = time.monotonic()
+    desk.performer.tick(start + 29.0)
+    assert desk.performer.take_hanging() == []
+    with monkeypatch.context() as busy:
+        busy.setattr(type(desk.performer.weights), "doing", "weights of version 1: being committed")
+        desk.performer.tick(start + 300.0)
+    assert desk.performer.take_hanging() == []
+    desk.performer.tick(start + 329.0)
+    assert desk.performer.take_hanging() == []
+    desk.performer.tick(start + 331.0)
+    cause = "it has not ended the aborted requests of rollout 11 within 30 s"
+    assert desk.performer.take_hanging() == [("server-0", cause)]
+
+
+@pytest.mark.parametrize("direct", [False, True])
+async def test_what_nobody_waits_for_is_not_generated_again_when_its_server_is_lost(desk: Desk, direct: bool):
+    await desk.placed(direct)
+    if direct:
+        await desk.heard(desk.worker, m.Ticket)
+    await desk.cancelled()
+    assert await desk.worker_answer() is None
+    freed = list(desk.performer.server_lost("server-0", time.monotonic()))
+    assert freed == [seen.RolloutFailed(11, 0, "cancelled: off_policy")]
+    await desk.heard(desk.worker, m.Revoke if direct else m.GenerateFailed)
+    assert list(desk.performer.perform(do.Place("q", "server-1", 0))) == [seen.TurnDone("q", 11, 0, "abort")]
+    assert list(desk.performer.perform(do.Place("q", "server-1", 0))) == []
+
+
+async def test_an_answer_held_for_a_revoked_ticket_is_free_when_the_request_ends(desk: Desk):
+    await desk.placed(direct=True)
+    await desk.heard(desk.worker, m.Ticket)
+    assert list(desk.performer.server_lost("server-0", time.monotonic())) == []
+    await desk.heard(desk.worker, m.Revoke)
+    assert list(desk.performer.perform(do.Place("q", "server-1", 0))) == [seen.TurnDone("q", 11, 0, "abort")]
+
+
 async def test_a_lost_server_revokes_its_tickets_and_frees_what_waited_for_it(desk: Desk):
     await desk.placed(direct=True)
     await desk.heard(desk.worker, m.Ticket)

@@ -62,6 +62,19 @@ async def street(tmp_path: Path) -> AsyncIterator[Street]:
         await port.close("the test has ended", timeout_s=0.0)
 
 
+async def test_a_door_that_could_not_be_opened_for_a_reason_of_the_workers_own_is_tried_again(street: Street):
+    secret = street.run.secret_key("worker-0")
+    key = secret.read_bytes()
+    secret.chmod(0o644)  # open to others, so it is no secret
+    with pytest.raises(DoorLost, match="is open to others"):
+        await asyncio.wait_for(street.bring("a"), 10)
+    secret.chmod(0o600)
+    secret.write_bytes(key)
+    bringing = street.bring("b")
+    street.answer(await street.asked())
+    assert (await asyncio.wait_for(bringing, 10))[0].request_id == "b"
+
+
 async def test_requests_to_two_servers_are_answered_each_by_its_own(street: Street):
     bringing = [street.bring("a", "server-0"), street.bring("b", "server-1"), street.bring("c", "server-0")]
     for server in ("server-0", "server-1", "server-0"):
