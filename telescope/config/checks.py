@@ -104,8 +104,8 @@ def _rewards(config: RunConfig) -> Iterator[Conflict]:
             path = f"environments.{label}.curriculum.pass_above"
             yield Conflict(
                 ("rollout.normalize_rewards", path),
-                f"rollout.normalize_rewards=true puts rewards between 0 and 1, and {path}={entry.curriculum.pass_above:g} would "
-                "call all of them passed, or none: set it between them, e.g. 0.5",
+                f"rollout.normalize_rewards=true puts rewards between 0 and 1, and {path}={entry.curriculum.pass_above:g} "
+                "would call all of them passed, or none: set it between them, e.g. 0.5",
             )
 
 

@@ -53,9 +53,8 @@ class Ahead:
             elif self._next > self._sent:
                 self._name(self._admitted[self._next])
             self._next += 1
-        while (
-            self._admitted and (oldest := next(iter(self._admitted))) <= self._sent
-        ):  # they are admitted in order of their ids
+        # they are admitted in order of their ids
+        while self._admitted and (oldest := next(iter(self._admitted))) <= self._sent:
             del self._admitted[oldest]
         out, self._out = tuple(self._out), []
         return out

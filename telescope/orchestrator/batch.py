@@ -126,8 +126,8 @@ def cut(command: Train, shelf: Shelf, recipe: Recipe, *, ranks: int) -> Batch:
     largest = max(array.nbytes for shard in shards for array in shard.arrays)
     if largest > MAX_FRAME_BYTES:
         raise BatchUnusable(
-            f"step {command.step}: an array of {largest:,} bytes for one trainer rank is more than the {MAX_FRAME_BYTES:,} that "
-            f"may travel: lower orchestrator.prompts_batch_size_for_trainer or trainer.epochs_per_batch={recipe.epochs} (each "
+            f"step {command.step}: an array of {largest:,} bytes for one trainer rank is more than the {MAX_FRAME_BYTES:,} "
+            f"that may travel: lower orchestrator.prompts_batch_size_for_trainer or trainer.epochs_per_batch={recipe.epochs} (each "
             "epoch is sent), or raise cluster.trainer_num_workers"
         )
     return Batch(command, kept, advantages, filters, counts, shards)

@@ -156,8 +156,8 @@ class Relay:
         return number
 
     def lost(self, server: str) -> None:
-        """The server is gone: what it had waits for another place, or for a refusal. What its worker has given up, or brought there
-        itself, has failed with it."""
+        """The server is gone: what it had waits for another place, or for a refusal. What its worker has given up, or has
+        brought there itself, has failed with it."""
         for request in self._requests.values():
             if request.server != server:
                 continue
