@@ -127,8 +127,8 @@ def cut(command: Train, shelf: Shelf, recipe: Recipe, *, ranks: int) -> Batch:
     if largest > MAX_FRAME_BYTES:
         raise BatchUnusable(
             f"step {command.step}: an array of {largest:,} bytes for one trainer rank is more than the {MAX_FRAME_BYTES:,} "
-            f"that may travel: lower orchestrator.prompts_batch_size_for_trainer or trainer.epochs_per_batch={recipe.epochs} (each "
-            "epoch is sent), or raise cluster.trainer_num_workers"
+            "that may travel: lower orchestrator.prompts_batch_size_for_trainer or "
+            f"trainer.epochs_per_batch={recipe.epochs} (each epoch is sent), or raise cluster.trainer_num_workers"
         )
     return Batch(command, kept, advantages, filters, counts, shards)
 
