@@ -53,7 +53,7 @@ def bring(link: Link, name: str = "q", secret: str | None = None, ids: np.ndarra
 
 
 async def heard(link: Link) -> Body:
-    return (await asyncio.wait_for(link.received(), 10)).body
+    return (await asyncio.wait_for(link.received(), 60)).body
 
 
 async def served_with(tmp_path: Path, token_s: float) -> AsyncIterator[Serving]:
@@ -63,7 +63,7 @@ async def served_with(tmp_path: Path, token_s: float) -> AsyncIterator[Serving]:
     running = asyncio.create_task(Server(hub, make(token_s=token_s), port).run())
     yield Serving(run, hub, port, running)
     hub.order(Stop("the test has ended"))
-    await asyncio.wait_for(running, 10)
+    await asyncio.wait_for(running, 60)
     await port.close("the test has ended", timeout_s=0.0)
 
 
@@ -83,7 +83,7 @@ async def test_a_ticket_brings_the_worker_its_tokens_and_the_orchestrator_their_
     with await quick.come() as link:
         order = quick.expect()
         bring(link)
-        delivery = await asyncio.wait_for(link.received(), 10)
+        delivery = await asyncio.wait_for(link.received(), 60)
         assert isinstance(delivery.body, Completion)
         assert (delivery.peer, delivery.body.request_id) == ("server-0", "q")
         seq, served = await quick.served()

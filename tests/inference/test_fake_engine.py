@@ -69,13 +69,13 @@ async def test_some_answers_to_an_embedded_task_are_right_and_some_wrong(model: 
 
 
 async def test_an_abort_ends_a_running_answer_with_its_tokens_so_far():
-    fake = engine(token_s=0.02)
+    fake = engine(token_s=30.0)
     task = asyncio.create_task(fake.generate("slow", PROMPT, sampling(), 0))
     await asyncio.sleep(0.05)
     begun = time.monotonic()
     await fake.abort("slow")
     answer = await task
-    assert time.monotonic() - begun < 0.5
+    assert time.monotonic() - begun < 25
     assert answer.finish_reason == "abort"
     assert len(answer.ids) < len((await engine().generate("slow", PROMPT, sampling(), 0)).ids)
 

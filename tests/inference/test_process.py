@@ -220,7 +220,7 @@ async def test_a_killed_engine_ends_the_server_soon_with_its_name_and_leaves_not
         engines[0].kill()
         lost = await here.next()
         assert isinstance(lost, PeerLost)
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - begun < 30
         code, said = await here.ended()
         assert code == 70
         assert said == here.failure()

@@ -54,7 +54,7 @@ class Wire:
         return self.seq
 
     async def answer(self) -> tuple[int, Body, tuple[np.ndarray, ...]]:
-        return await asyncio.wait_for(self.answers.get(), 5)
+        return await asyncio.wait_for(self.answers.get(), 60)
 
     async def received(self) -> Delivery:
         return await self.inbox.get()
@@ -118,7 +118,7 @@ async def test_a_request_is_answered_with_three_arrays_and_stop_ends_the_loop():
     assert [array.dtype.str for array in arrays] == ["<i4", "<f4", "<i4"]
     assert {len(array) for array in arrays} == {body.tokens}
     wire.order(Stop(reason="all steps are trained"))
-    assert await asyncio.wait_for(running, 5) == "all steps are trained"
+    assert await asyncio.wait_for(running, 60) == "all steps are trained"
     assert wire.doing[-1] == "serving version 0: 0 requests running, 1 answered"
 
 
@@ -215,7 +215,7 @@ async def test_a_failed_load_is_told_as_fatal_and_ends_the_server(publisher: Sha
     wire.order(PrepareWeights(manifest=publisher.publish(1, [("w", np.ones(4, np.float32))])))
     wire.order(CommitWeights(version=1))
     with pytest.raises(EngineDead, match="half of them are in"):
-        await asyncio.wait_for(running, 5)
+        await asyncio.wait_for(running, 60)
     bodies = [(await wire.answer())[1] for _ in range(2)]
     assert isinstance(bodies[1], WeightsFailed)
     assert bodies[1].fatal
@@ -227,7 +227,7 @@ async def test_a_dead_engine_ends_the_server_with_its_cause():
     await asyncio.sleep(0)
     engine.blow.set()
     with pytest.raises(EngineDead, match="was killed by SIGKILL"):
-        await asyncio.wait_for(running, 5)
+        await asyncio.wait_for(running, 60)
 
 
 async def test_running_requests_are_aborted_when_the_run_stops():
@@ -235,7 +235,7 @@ async def test_running_requests_are_aborted_when_the_run_stops():
     running = asyncio.create_task(Server(wire, make(token_s=30.0)).run())
     wire.order(generate("r1"), PROMPT)
     wire.order(Stop(reason="done"))
-    assert await asyncio.wait_for(running, 5) == "done"
+    assert await asyncio.wait_for(running, 60) == "done"
     _, body, _ = await wire.answer()
     assert isinstance(body, Completion)
     assert body.finish_reason == "abort"

@@ -15,7 +15,7 @@ from telescope.weights.buckets import Tensor, buckets, lay_out
 
 SPECS, NBYTES = lay_out([Tensor("a", "float32", (3,)), Tensor("b", "float32", (2, 2))])
 GROUP = WeightGroup(4, ("trainer-0", "server-0/0"))
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 class Broadcast:

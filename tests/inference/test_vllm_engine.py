@@ -99,7 +99,7 @@ async def test_an_abort_stops_the_request_in_the_engine_within_a_step(old: Serve
     task = asyncio.create_task(long_request(old, "doomed", prompt(8)))
     await until_running(old, "doomed", 5)
     await old.engine.abort("doomed")
-    aborted = await asyncio.wait_for(task, 5)
+    aborted = await asyncio.wait_for(task, 60)
     other = await old.generate(prompt(8, 1), 3, seed=1)  # three more steps
     assert aborted.finish_reason == "abort"
     assert 5 <= len(aborted.ids) < 400
@@ -120,7 +120,7 @@ async def test_an_abort_right_behind_its_request_is_not_lost(old: Served):
     task = asyncio.create_task(long_request(old, "doomed", prompt(8)))
     await asyncio.sleep(0)
     await old.engine.abort("doomed")
-    aborted = await asyncio.wait_for(task, 5)
+    aborted = await asyncio.wait_for(task, 60)
     assert aborted.finish_reason == "abort"
     assert len(aborted.ids) < 400
 
@@ -272,7 +272,7 @@ async def test_in_flight_abort_ends_running_requests_at_an_update(old: Served):
         await until_running(old, "cut", 5)
         before = old.serving
         await old.serve("new")
-        answer = await asyncio.wait_for(task, 10)
+        answer = await asyncio.wait_for(task, 60)
     assert answer.finish_reason == "abort"
     assert set(answer.versions.tolist()) == {before}
     await old.assert_serves("new")
@@ -300,7 +300,7 @@ async def long_request(served: Served, name: str, tokens: np.ndarray):
 
 
 async def until_running(served: Served, name: str, tokens: int) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while True:
             counts = [count for held, count in (await served.engine.running()).items() if held.startswith(name)]
             if counts and counts[0] >= tokens:

@@ -45,7 +45,7 @@ async def test_reward_counts_discarded_rollouts_and_trained_reward_does_not(run:
     command = Train(step=6, group_ids=(0,), rollout_ids=((0, 1),), baseline_group_ids=(1,), baseline_rollout_ids=((2, 3),))
     recorder.batch(cut(command, shelf, Recipe(RLOO(), group_size=2, max_tokens=10), ranks=1))
     metrics = recorder.step(StepDone(step=6, metrics={"loss": 0.25}, timings={"timing_step_active": 0.5}), counts())
-    await asyncio.wait_for(safe.wait(), 5)
+    await asyncio.wait_for(safe.wait(), 60)
     log.close()
     assert metrics["reward/mean"] == 0.75
     assert metrics["sample/exact"] == 0.75

@@ -40,7 +40,7 @@ class Desk:
     order: Delivery | None = None
 
     async def heard(self, link: Link, kind: type) -> Delivery:
-        delivery = await asyncio.wait_for(link.received(), 10)
+        delivery = await asyncio.wait_for(link.received(), 60)
         assert isinstance(delivery.body, kind), delivery.body
         return delivery
 

@@ -97,7 +97,7 @@ def test_an_environment_that_is_up_to_date_costs_little(checkout: Path, tmp_path
         answer = call(checkout / "scripts" / "run", cwd=tmp_path, TELESCOPE_STACK="cpu")
         seconds.append(time.perf_counter() - started)
         assert (answer.returncode, answer.stdout, answer.stderr) == (0, "started\n", "")
-    assert min(seconds) < 0.2
+    assert min(seconds) < 1.0
 
 
 def torch_report(*requirements: str) -> str:

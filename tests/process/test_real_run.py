@@ -109,5 +109,5 @@ def test_a_second_ctrl_c_kills_a_real_run(training: Launched) -> None:
     started = time.monotonic()
     training.signal(signal.SIGINT)
     assert training.end()[0] == 130
-    assert time.monotonic() - started < 3.0
+    assert time.monotonic() - started < 8.0
     assert training.left_after(0) == []

@@ -194,7 +194,7 @@ def test_a_second_interrupt_kills_at_once(launch: Launch) -> None:
     started = time.monotonic()
     launched.signal(signal.SIGINT)
     assert launched.end()[0] == 130
-    assert time.monotonic() - started < 2.0
+    assert time.monotonic() - started < 7.0
     assert launched.left_after(0) == []
 
 

@@ -67,7 +67,7 @@ def test_an_outage_costs_the_run_no_more_than_the_closing_deadline(tmp_path: Pat
     begun = time.monotonic()
     said = run_mirror(tmp_path, 2, WANDB_BASE_URL=server.url, WANDB_API_KEY=KEY)
     server.shutdown()
-    assert float(said.split()[0].removeprefix("longest=")) < 0.05
+    assert float(said.split()[0].removeprefix("longest=")) < 0.5
     assert time.monotonic() - begun < 30
 
 

@@ -136,7 +136,7 @@ def test_an_error_in_the_writers_thread_reaches_who_appends_and_who_closes(run: 
         raise LookupError("nobody waits for this row")
 
     log.append("groups", {"group_id": 1, "state": "kept", "reason": "", "version": 0}, broken)
-    log._thread.join(5)
+    log._thread.join(60)
     with pytest.raises(RunLogFailed, match=r"no longer written.*LookupError: nobody waits for this row"):
         log.append("groups", {"group_id": 2, "state": "kept", "reason": "", "version": 0})
     with pytest.raises(RunLogFailed, match="LookupError"):

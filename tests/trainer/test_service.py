@@ -95,7 +95,7 @@ class Bench:
             self.ended.put(error)
 
     def answer(self) -> tuple[Body, int]:
-        return self.orders.heard.get(timeout=20)
+        return self.orders.heard.get(timeout=60)
 
 
 def test_a_send_is_answered_when_it_is_over_with_the_checksum():
@@ -140,14 +140,14 @@ def test_what_is_no_fault_of_the_servers_ends_the_rank():
     bench.sender.fails_with = RuntimeError("another trainer rank was lost")
     bench.sender.may_end.set()
     bench.orders.tell(SendWeights(0, GROUP))
-    assert str(bench.ended.get(timeout=20)) == "another trainer rank was lost"
+    assert str(bench.ended.get(timeout=60)) == "another trainer rank was lost"
     assert bench.orders.heard.empty()
 
 
 def test_a_version_that_is_not_here_is_not_sent():
     bench = Bench()
     bench.orders.tell(SendWeights(3, GROUP))
-    assert str(bench.ended.get(timeout=20)) == "told to send version 3, but the weights here are version 0"
+    assert str(bench.ended.get(timeout=60)) == "told to send version 3, but the weights here are version 0"
 
 
 def test_a_sender_that_does_not_end_when_told_ends_the_rank(monkeypatch):
@@ -157,7 +157,7 @@ def test_a_sender_that_does_not_end_when_told_ends_the_rank(monkeypatch):
     bench.orders.tell(SendWeights(0, GROUP))
     assert bench.sender.begun.wait(20)
     bench.orders.tell(AbortWeights(0, "late"))
-    ended = bench.ended.get(timeout=20)
+    ended = bench.ended.get(timeout=60)
     assert isinstance(ended, SenderStuck)
     bench.sender.may_end.set()
 
@@ -167,5 +167,5 @@ def test_stop_does_not_wait_for_a_send():
     bench.orders.tell(SendWeights(0, GROUP))
     assert bench.sender.begun.wait(20)
     bench.orders.tell(Stop("done"))
-    assert bench.ended.get(timeout=20) == "done"
+    assert bench.ended.get(timeout=60) == "done"
     bench.sender.may_end.set()

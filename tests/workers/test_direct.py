@@ -67,19 +67,19 @@ async def test_a_door_that_could_not_be_opened_for_a_reason_of_the_workers_own_i
     key = secret.read_bytes()
     secret.chmod(0o644)  # open to others, so it is no secret
     with pytest.raises(DoorLost, match="is open to others"):
-        await asyncio.wait_for(street.bring("a"), 10)
+        await asyncio.wait_for(street.bring("a"), 60)
     secret.chmod(0o600)
     secret.write_bytes(key)
     bringing = street.bring("b")
     street.answer(await street.asked())
-    assert (await asyncio.wait_for(bringing, 10))[0].request_id == "b"
+    assert (await asyncio.wait_for(bringing, 60))[0].request_id == "b"
 
 
 async def test_requests_to_two_servers_are_answered_each_by_its_own(street: Street):
     bringing = [street.bring("a", "server-0"), street.bring("b", "server-1"), street.bring("c", "server-0")]
     for server in ("server-0", "server-1", "server-0"):
         street.answer(await street.asked(server), server)
-    answers = await asyncio.wait_for(asyncio.gather(*bringing), 10)
+    answers = await asyncio.wait_for(asyncio.gather(*bringing), 60)
     assert [body.request_id for body, _ in answers] == ["a", "b", "c"]
     assert [arrays[0].tolist() for _, arrays in answers] == [[7, 1]] * 3
     assert [list(port.peers) for port in street.ports.values()] == [["worker-0"]] * 2  # one link a server
@@ -90,7 +90,7 @@ async def test_a_request_whose_server_falls_silent_fails_within_its_limit(street
     await street.asked()
     await street.ports["server-0"].close("killed", timeout_s=0.0)
     with pytest.raises(DoorLost, match=r"the direct way to server-0 is closed: .*server-0 was not heard for 2"):
-        await asyncio.wait_for(bringing, 6)
+        await asyncio.wait_for(bringing, 60)
 
 
 async def test_a_server_that_stops_says_so_and_ends_what_waits(street: Street):
@@ -98,7 +98,7 @@ async def test_a_server_that_stops_says_so_and_ends_what_waits(street: Street):
     await street.asked()
     await street.ports["server-0"].close("server-0 ends", timeout_s=0.2)
     with pytest.raises(DoorLost, match="the direct way to server-0 is closed: server-0 ends"):
-        await asyncio.wait_for(bringing, 5)
+        await asyncio.wait_for(bringing, 60)
 
 
 async def test_a_revoked_door_is_closed_at_once_and_a_new_ticket_opens_the_new_one(street: Street):
@@ -111,7 +111,7 @@ async def test_a_revoked_door_is_closed_at_once_and_a_new_ticket_opens_the_new_o
     street.ports["server-0"] = await Hub.open_door(street.run, "server-0", HubIdentity("r", "a", "c"), silent_s=2.0)
     again = street.bring("b")
     street.answer(await street.asked())
-    assert (await asyncio.wait_for(again, 10))[0].request_id == "b"
+    assert (await asyncio.wait_for(again, 60))[0].request_id == "b"
 
 
 async def test_a_cancelled_request_leaves_the_way_open_for_the_others(street: Street):
@@ -120,7 +120,7 @@ async def test_a_cancelled_request_leaves_the_way_open_for_the_others(street: St
     first.cancel()
     for one in asked:
         street.answer(one)
-    assert (await asyncio.wait_for(second, 5))[0].request_id == "b"
+    assert (await asyncio.wait_for(second, 60))[0].request_id == "b"
 
 
 async def test_a_door_that_does_not_answer_fails_the_request_within_its_deadline(
@@ -129,4 +129,4 @@ async def test_a_door_that_does_not_answer_fails_the_request_within_its_deadline
     monkeypatch.setattr("telescope.workers.direct.CONNECT_S", 0.3)
     nobody = DoorAddress("tcp://127.0.0.1:9", street.ports["server-0"].address.public_key)
     with pytest.raises(DoorLost, match=r"server-0 at tcp://127.0.0.1:9 did not answer within 0.3 s"):
-        await asyncio.wait_for(street.bring("a", door=nobody), 5)
+        await asyncio.wait_for(street.bring("a", door=nobody), 60)

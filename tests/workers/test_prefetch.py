@@ -18,7 +18,7 @@ from telescope.workers.prefetch import Openings
 from tests.workers.conftest import loaded, order
 from tests.workers.test_service import complete, serving
 
-SLOW_S = 0.3
+SLOW_S = 1.0
 
 
 class Words(SingleTurn):

@@ -128,7 +128,7 @@ async def test_a_worker_says_hello_plays_a_step_cheaply_and_stops(tmp_path: Path
         assert len(done) == 256
         assert {body.prompt_tokens for body in done} <= set(range(17, 20))
         await hub.close("all steps are done")
-        assert await asyncio.wait_for(process.wait(), 20) == 0
+        assert await asyncio.wait_for(process.wait(), 60) == 0
         assert process.stderr is not None
         assert b"stopped: all steps are done" in await process.stderr.read()
         assert not directory.failure("worker-0").exists()
@@ -147,7 +147,7 @@ async def test_a_signal_in_the_middle_of_a_rollout_ends_it_with_goodbye(tmp_path
         await until(hub, lambda happening: isinstance(happening, Delivery) and isinstance(happening.body, Generate))
         process.send_signal(number)
         await until(hub, lambda happening: isinstance(happening, PeerLeft))
-        assert await asyncio.wait_for(process.wait(), 20) == code
+        assert await asyncio.wait_for(process.wait(), 60) == code
 
 
 async def test_a_hanging_reward_function_does_not_keep_the_process(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ async def test_a_hanging_reward_function_does_not_keep_the_process(tmp_path: Pat
         failed = await until(hub, lambda happening: isinstance(happening, Delivery))
         assert failed.body.cause == "rollout.timeout_s=0.5 ran out in the environment's own code"
         await hub.close("enough")
-        assert await asyncio.wait_for(process.wait(), 20) == 0
+        assert await asyncio.wait_for(process.wait(), 60) == 0
 
 
 async def test_a_broken_environment_leaves_one_sentence(tmp_path: Path) -> None:
