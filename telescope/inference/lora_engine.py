@@ -54,6 +54,9 @@ class LoraEngine(VllmEngine):
         self._probed: dict[int, float] | None = None
         self._probe_of_staged: dict[int, float] = {}
         self._probes = 0
+        self._loading: asyncio.Task[Adapter]
+        self._broken_off = False
+        """Whether it was `discard` that cancelled the loading."""
         self.moved = 0.0
         """How far the probe's log-probs moved at the last update: the largest |difference| in nats."""
 
@@ -90,9 +93,15 @@ class LoraEngine(VllmEngine):
 
         async with self._weights:
             await self._forget_staged()
+            self._arriving = manifest.version
+            self._loading = asyncio.create_task(self._load_beside(manifest))
             try:
                 async with asyncio.timeout(self._sync.update_timeout_s):
-                    self._adapters.staged = await self._load_beside(manifest)
+                    self._adapters.staged = await self._loading
+            except asyncio.CancelledError:
+                if not self._broken_off:
+                    raise
+                raise WeightsRefused(f"the adapter of version {manifest.version} was broken off") from None
             except EngineDeadError as error:
                 raise EngineDead(await self._why_dead()) from error
             except TimeoutError as error:
@@ -100,6 +109,8 @@ class LoraEngine(VllmEngine):
                     f"the adapter of version {manifest.version} was not loaded and probed within "
                     f"weight_sync.update_timeout_s={self._sync.update_timeout_s:g} s"
                 ) from error
+            finally:
+                self._arriving, self._broken_off = None, False
             self._state = replace(self._state, prepared=manifest.version)
             return self._state
 
@@ -119,6 +130,9 @@ class LoraEngine(VllmEngine):
             return self._state
 
     async def discard(self, version: int) -> WeightState:
+        if self._arriving == version:  # whoever waits in `prepare` is told
+            self._broken_off = True
+            self._loading.cancel()
         async with self._weights:
             if self._adapters.staged is not None and self._adapters.staged.version == version:
                 await self._forget_staged()

@@ -35,8 +35,9 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.2
 """How often a rank that waits for an order looks whether it has been told to end."""
-BROKEN_OFF_S = 60.0
-"""A sender that was told to break off, or whose time is up, has ended after this long, or never will."""
+BROKEN_OFF_S = 25.0
+"""A sender that was told to break off, or whose time is up, has ended after this long, or never will. Less than the 30 s in
+which the orchestrator wants the answer to an abort, so that it is this rank that says what is stuck."""
 
 
 class OutOfOrder(RuntimeError):

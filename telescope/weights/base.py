@@ -56,10 +56,6 @@ class Publisher(Protocol):
         """From another thread: break off the `send` to the group of this epoch, under way or yet to begin."""
         ...
 
-    def retire(self, version: int) -> None:
-        """Free what the version held; servers no longer read it."""
-        ...
-
     def close(self) -> None: ...
 
 

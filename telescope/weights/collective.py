@@ -83,9 +83,6 @@ class CollectivePublisher:
     def abort(self, epoch: int) -> None:
         self._epochs.abort(epoch)
 
-    def retire(self, version: int) -> None:
-        """Nothing is held but the newest version, in host memory, which the next one overwrites."""
-
     def close(self) -> None:
         self._epochs.close()
 

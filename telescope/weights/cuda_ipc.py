@@ -138,9 +138,6 @@ class CudaIpcPublisher:
     def abort(self, epoch: int) -> None:
         """Nothing is ever under way."""
 
-    def retire(self, version: int) -> None:
-        """The one buffer stays: the next version goes there."""
-
     def close(self) -> None:
         if self._pointer:
             del self._buffer

@@ -123,12 +123,14 @@ def new_stream(device: torch.device) -> torch.cuda.Stream | None:
 
 @contextmanager
 def on_stream(device: torch.device, stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Within, this thread queues its work on `stream`, after all that the device's default stream was given before."""
+    """Within, this thread queues its work on `stream`, after all that the device's default stream and the one this thread is on
+    were given before: a caller that has waited there for a buffer to be free has waited for us, too."""
     if stream is None:
         yield
         return
     torch.cuda.set_device(device)
     stream.wait_stream(torch.cuda.default_stream(device))
+    stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         yield
 

@@ -26,8 +26,6 @@ class Writer(Protocol):
 
     def publish(self, version: int, tensors: Iterable[tuple[str, Any]]) -> WeightManifest: ...
 
-    def retire(self, version: int) -> None: ...
-
     def close(self) -> None: ...
 
 
@@ -50,10 +48,6 @@ class HostPublisher:
 
     def abort(self, epoch: int) -> None:
         """Nothing is ever under way."""
-
-    def retire(self, version: int) -> None:
-        if self._writer is not None:
-            self._writer.retire(version)
 
     def close(self) -> None:
         if self._writer is not None:

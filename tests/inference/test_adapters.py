@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from telescope.config.parts import LoraSettings
+from telescope.config.parts import InferenceSettings, LoraSettings, ModelSettings, WeightSyncSettings
 from telescope.inference.adapters import (
     Adapters,
     disagreements,
@@ -18,8 +19,11 @@ from telescope.inference.adapters import (
     vllm_rank,
     write_adapter,
 )
-from telescope.inference.lora_engine import distance
+from telescope.inference.engine import WeightsRefused
+from telescope.inference.lora_engine import LoraEngine, distance
+from telescope.inference.vllm_options import ServerPlan
 from telescope.records import TensorSpec, WeightManifest
+from tests.inference.models import make_model
 
 LORA = LoraSettings(rank=4, alpha=8, target_modules=("q_proj", "down_proj"))
 CHECKPOINT = {
@@ -141,3 +145,26 @@ def test_vllm_gets_the_next_rank_that_it_knows(rank: int, known: int):
 def serve(adapters: Adapters, version: int) -> None:
     adapters.staged = adapters.new(manifest(version=version))
     adapters.serve_staged()
+
+
+class Slow(LoraEngine):
+    """Never comes to an end of loading."""
+
+    async def _load_beside(self, manifest: WeightManifest):
+        await asyncio.Event().wait()
+
+
+async def test_an_adapter_that_is_being_loaded_can_be_broken_off_and_the_old_one_serves(tmp_path: Path):
+    folder = make_model(tmp_path / "model", 0)
+    plan = ServerPlan(ModelSettings(name=str(folder), lora=LORA), folder, InferenceSettings(), "cpu", 4, 0, "run")
+    engine = Slow(plan, WeightSyncSettings(update_timeout_s=3600), tmp_path / "scratch")
+    preparing = asyncio.create_task(engine.prepare(manifest(version=3)))
+    await asyncio.sleep(0)
+    assert (await engine.discard(3)).prepared is None
+    with pytest.raises(WeightsRefused, match="version 3 was broken off"):
+        await preparing
+    again = asyncio.create_task(engine.prepare(manifest(version=3)))
+    await asyncio.sleep(0)
+    again.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await again

@@ -76,8 +76,6 @@ class Sender:
         self.aborted.append(epoch)
         self.may_end.set()
 
-    def retire(self, version: int) -> None: ...
-
     def close(self) -> None: ...
 
 
