@@ -1,7 +1,7 @@
 """Processor time of a run's processes on this host, from /proc. Reads; decides nothing.
 
-Seconds of a busy machine depend on what else runs there; processor seconds hardly do. They are what the planner is calibrated with
-on shared CPUs (docs/planning.md). Refuses to guess: peers on other hosts, and systems without /proc, have no figure.
+Seconds of a busy machine depend on what else runs there; processor seconds hardly do. They are what the planner is calibrated
+with on shared CPUs (docs/planning.md). Refuses to guess: peers on other hosts, and systems without /proc, have no figure.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class Processor:
 def descendants(pid: int) -> Iterator[int]:
     """Children of all threads of the process, and theirs. What ends meanwhile is left out."""
     try:
-        found = [int(child) for task in (PROC / str(pid) / "task").iterdir() for child in (task / "children").read_text().split()]
+        threads = list((PROC / str(pid) / "task").iterdir())
+        found = [int(child) for thread in threads for child in (thread / "children").read_text().split()]
     except OSError:
         return
     for child in found:

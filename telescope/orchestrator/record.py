@@ -191,8 +191,8 @@ class Recorder:
         )
 
     def step(self, done: StepDone, counts: Counts, processor_s: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
-        """All ranks are through with a step: its metrics, rank 0's already reduced over the ranks. `processor_s`: spent since the
-        last one, by part of the run."""
+        """All ranks are through with a step: its metrics, rank 0's already reduced over the ranks. `processor_s`: spent since
+        the last one, by part of the run."""
         batch, metrics = self._closing.pop(done.step)
         now = time.monotonic()
         seconds = now - (self._step_ends[-1] if self._step_ends else self._generating_since or now)
