@@ -62,8 +62,8 @@ def model_problem(name: str) -> Problem | None:
 
 
 def hub_problem(name: str) -> Problem | None:
-    """Why the hub has no model of this id for us, asked before any process starts; None also for embedded and local ones. Only its
-    config.json is fetched, and from the cache where it is there."""
+    """Why the hub has no model of this id for us, asked before any process starts; None also for embedded and local ones. Only
+    its config.json is fetched, and from the cache where it is there."""
     if model_path(name) is not None or not _HUB_ID.match(name):
         return None
     from huggingface_hub import hf_hub_download, try_to_load_from_cache

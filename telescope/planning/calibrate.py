@@ -224,8 +224,8 @@ def _step_s(journal: _Journal) -> float:
 
 
 def _equal_shares(journal: _Journal, group_size: int) -> tuple[float, ...]:
-    """For each size up to the run's, the chance that so many of a group's samples have one reward: the mean over complete groups
-    of Σ C(samples of a reward, size) / C(samples, size). The last one, for a sample more, goes on as the two before it."""
+    """For each size up to the run's, the chance that so many of a group's samples have one reward: over complete groups, the
+    mean of Σ C(samples of a reward, size) / C(samples, size). The last one, for a sample more, goes on as the two before it."""
     shares: list[float] = []
     groups = [
         [
