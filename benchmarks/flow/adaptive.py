@@ -65,6 +65,8 @@ def figures(run: RunDirectory) -> dict[str, float]:
         "ms of the engine's processor a trained token": 1e3 * engines / max(late, 1),
         "tokens a completion": fmean(row["completion_tokens"] for row in turns),
         "preemptions": float(max(event.preemptions for _, event in loads)),
+        "of them in the second half": float(loads[-1][1].preemptions - loads[len(loads) // 2][1].preemptions),
+        "waiting in the second half": fmean(event.waiting for _, event in loads[len(loads) // 2 :]),
         "share of KV in use": held,
         "reports above 95 %": sum(event.kv_used >= 0.95 for _, event in loads) / len(loads),
         "running": fmean(event.running for _, event in loads),
