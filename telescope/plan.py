@@ -33,6 +33,7 @@ from telescope.planning.forecast import (
     divided_as,
     fitted_load,
     forecast,
+    processor_step_s,
     rows_a_rank,
     serving,
     splits,
@@ -43,6 +44,7 @@ from telescope.planning.report import (
     describe_calibration,
     describe_model,
     describe_outcome,
+    describe_processor,
     describe_rows,
     describe_server_memory,
     describe_splits,
@@ -109,7 +111,7 @@ def _forecast(config: RunConfig, asked: argparse.Namespace) -> Iterator[str]:
     except ShapeUnknown as error:
         shape = None
         yield f"No estimate of memory: {error}"
-    if shape is not None:
+    if shape is not None and asked.gpus is None:
         yield from _memory(config, shape, card)
     calibration = _calibration(asked.calibrate)
     if calibration is None and (card is None or shape is None):
@@ -120,7 +122,7 @@ def _forecast(config: RunConfig, asked: argparse.Namespace) -> Iterator[str]:
         if shape is not None and card is not None:
             check_memory(divided, shape, card)
         if calibration is not None:
-            return fitted_load(calibration.load, divided, shape, card)
+            return fitted_load(calibration, divided, shape, card)
         assert shape is not None
         assert card is not None  # else returned above
         return assumed_load(divided, shape, card, asked.completion_tokens)
@@ -134,11 +136,16 @@ def _forecast(config: RunConfig, asked: argparse.Namespace) -> Iterator[str]:
             raise Refused(f"No division of {asked.gpus} GPUs works. The last one: {divisions[-1].problem}")
         yield from describe_splits(divisions, chosen, asked.gpus)
         config = divided_as(config, chosen.servers, chosen.ranks)
+        if shape is not None:
+            yield from _memory(config, shape, card)  # of the division that is recommended
     load = load_of(config)
     if calibration is None and card is not None:
         yield describe_assumed(load, card)
     yield describe_rows(config, load, rows_a_rank(config, load))
-    yield from describe_outcome(forecast(config, load))
+    outcome = forecast(config, load)
+    yield from describe_outcome(outcome)
+    if calibration is not None and calibration.costs is not None and card is None:
+        yield describe_processor(processor_step_s(config, calibration.costs, outcome), calibration.processor_step_s)
 
 
 def _memory(config: RunConfig, shape: ModelShape, card: Card | None) -> Iterator[str]:

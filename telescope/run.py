@@ -120,6 +120,8 @@ def _run_all(points: Sequence[Point], arguments: Sequence[str]) -> int:
     """
     from telescope._launch.local import this_host
     from telescope._launch.plan import PlanError, make_plan, shared_gpus
+    from telescope.config.models import hub_problem
+    from telescope.config.words import ConfigError
 
     started = datetime.now().astimezone()
     host = this_host()
@@ -127,6 +129,10 @@ def _run_all(points: Sequence[Point], arguments: Sequence[str]) -> int:
         planned = [(named(point.config), make_plan(point.config, (host,))) for point in points if point.config is not None]
     except PlanError as error:
         _say(f"{error}\nNothing was started.")
+        return CONFIG_ERROR
+    missing = [problem for name in sorted({config.model.name for config, _ in planned}) if (problem := hub_problem(name))]
+    if missing:
+        _say(f"{ConfigError(missing)}\nNothing was started.")
         return CONFIG_ERROR
     failed = OK
     for index, ((config, plan), point) in enumerate(zip(planned, points, strict=True)):

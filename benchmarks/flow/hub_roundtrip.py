@@ -3,9 +3,10 @@
     python -m benchmarks.flow.hub_roundtrip [--trips 3000] [--window 32] [--tokens 3333] [--rounds 3]
 
 Worker link -> hub -> server link -> hub -> worker link: a Generate and a Completion, four hops a trip, each process on its own,
-CURVE throughout. Beside it, in the same run, a plain pyzmq ROUTER that echoes the same bytes: two hops a trip, CURVE too. The
-payload is that of a completion of so many tokens (12 bytes each: 40 kB by default). Prints one JSON line a measurement and
-the ratio. Other work on the machine moves both figures; the processor seconds a message move least.
+CURVE throughout. Beside it, in the same run, a plain pyzmq ROUTER that echoes the same bytes, two hops a trip, CURVE too; and
+the hub answering by itself, two hops as well. The payload is that of a completion of so many tokens (12 bytes each: 40 kB by
+default). Prints one JSON line a measurement and the ratios. Other work on the machine moves all figures; the processor seconds
+a message move least.
 """
 
 from __future__ import annotations
@@ -72,6 +73,31 @@ def server(run: str, trips: int, window: int, tokens: int, report: multiprocessi
                 raise TimeoutError(f"no request within {DEADLINE_S} s")
             link.send(Completion(asked.body.request_id, "stop", tokens, 0, 0.0, 0.0), arrays, answers=asked)
         report.put({"cpu": time.process_time() - cpu})
+
+
+async def answer(run_directory: RunDirectory, trips: int, window: int, tokens: int) -> dict[str, float]:
+    """The hub answers by itself: two hops a trip, as the echo."""
+    context = multiprocessing.get_context("spawn")
+    reports: multiprocessing.SimpleQueue[dict[str, float]] = context.SimpleQueue()
+    hub = await Hub.open(run_directory, run=RUN, attempt=ATTEMPT, config_hash=CONFIG)
+    child = context.Process(target=worker, args=(str(run_directory.path), trips, window, tokens, reports), daemon=True)
+    child.start()
+    arrays = (np.zeros(tokens, np.int32), np.zeros(tokens, np.float32), np.zeros(tokens, np.int32))
+    done, cpu = 0, 0.0
+    while done < trips:
+        match await hub.next(DEADLINE_S):
+            case PeerJoined():
+                cpu = time.process_time()
+            case Delivery(body=Generate(request_id=request_id)) as delivery:
+                hub.send("worker-0", Completion(request_id, "stop", tokens, 0, 0.0, 0.0), arrays, answers=delivery)
+                done += 1
+            case other:
+                raise RuntimeError(f"unexpected: {other}")
+    cpu = time.process_time() - cpu
+    await hub.close("measured")
+    figures = reports.get()
+    child.join(DEADLINE_S)
+    return _row("hub answers", trips, figures["seconds"], cpu)
 
 
 async def relay(run_directory: RunDirectory, trips: int, window: int, tokens: int) -> dict[str, float]:
@@ -169,16 +195,28 @@ def main() -> None:
     for name, default in (("trips", 3000), ("window", 32), ("tokens", 3333), ("rounds", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
-    ratios = []
+    ratios, answered, costs = [], [], []
     for index in range(options.rounds):
         plain = echo(options.trips, options.window, options.tokens)
-        with tempfile.TemporaryDirectory() as folder:
-            run = RunDirectory.create(Path(folder) / f"run-{index}")
-            make_keys(run, ("orchestrator", "worker-0", "server-0"))
-            ours = asyncio.run(relay(run, options.trips, options.window, options.tokens))
+        found = []
+        for way in (answer, relay):
+            with tempfile.TemporaryDirectory() as folder:
+                run = RunDirectory.create(Path(folder) / f"run-{index}")
+                make_keys(run, ("orchestrator", "worker-0", "server-0"))
+                found.append(asyncio.run(way(run, options.trips, options.window, options.tokens)))
+        alone, ours = found
+        answered.append(alone["trips_per_s"] / plain["trips_per_s"])
+        costs.append(plain["cpu_us_per_message"] / alone["cpu_us_per_message"])
         ratios.append(ours["trips_per_s"] / plain["trips_per_s"])
     print(
-        json.dumps({"ratio_hub_to_echo": [round(ratio, 3) for ratio in ratios], "threads_left": threading.active_count() - 1})
+        json.dumps(
+            {
+                "hub_answers_to_echo": [round(ratio, 3) for ratio in answered],
+                "the_same_by_processor_time": [round(ratio, 3) for ratio in costs],
+                "relay_to_echo": [round(ratio, 3) for ratio in ratios],
+                "threads_left": threading.active_count() - 1,
+            }
+        )
     )
 
 

@@ -1,6 +1,7 @@
 """How long it takes to simulate a large cluster on one core: `python -m benchmarks.flow.simulate`.
 
-256 lanes a server, as many rollouts alive as lanes (B·G), max_async_rollout=3, log-normal completions around 2,000 tokens.
+256 lanes a server, as many rollouts alive as lanes (B·G), max_async_rollout=3 (`--max-async`), log-normal completions around
+2,000 tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from telescope.flow.latency import EngineTimes, Load, constant, lognormal
 from telescope.flow.settings import FlowSettings
 from telescope.flow.simulate import Cluster, simulate
 
-GROUP, LANES, MAX_ASYNC = 8, 256, 3
+GROUP, LANES = 8, 256
 
 
 def load() -> Load:
@@ -38,13 +39,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--servers", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--max-async", type=int, default=3)
     given = parser.parse_args()
-    groups = given.servers * LANES // GROUP // (MAX_ASYNC + 1)
+    groups = given.servers * LANES // GROUP // (given.max_async + 1)
     settings = FlowSettings(
         number_of_steps=given.steps,
         groups_per_batch=groups,
         group_size=GROUP,
-        max_async=MAX_ASYNC,
+        max_async=given.max_async,
         prompts_per_server=LANES // GROUP,
         environments=(("task", 1.0),),
         rollout_deadline_s=1e6,
@@ -57,7 +59,8 @@ def main() -> None:
     seconds, wall = time.process_time() - started, time.perf_counter() - wall
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(
-        f"{given.servers} servers x {LANES} lanes, {given.steps} steps of {groups * GROUP} rollouts: {seconds:.1f} CPU seconds "
+        f"{given.servers} servers x {LANES} lanes, {given.steps} steps of {groups * GROUP} rollouts, M={given.max_async}: "
+        f"{seconds:.1f} CPU seconds "
         f"({wall:.1f} s of wall-clock), {outcome.events:,} events, {outcome.events / seconds:,.0f} events/s, {memory:.1f} GiB; "
         f"step {outcome.step_s:.1f} s, servers generate {outcome.servers_generating:.0%}, {outcome.sequences:.0f} sequences "
         f"each, trainer trains {outcome.trainer_training:.0%}, age at most {outcome.counts.age_max}, ok={outcome.ok}"

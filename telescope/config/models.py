@@ -11,6 +11,7 @@ from telescope.config.words import Problem, did_you_mean
 
 EMBEDDED = Path(__file__).resolve().parent.parent / "embedded"
 JSON_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+HUB_TIMEOUT_S = 10
 _HUB_ID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$")
 
 
@@ -57,6 +58,30 @@ def model_problem(name: str) -> Problem | None:
         "model.name",
         f"model.name='{name}' is neither an embedded model, nor a local folder, nor a Hugging Face id (owner/name)."
         + did_you_mean(name, embedded_models()),
+    )
+
+
+def hub_problem(name: str) -> Problem | None:
+    """Why the hub has no model of this id for us, asked before any process starts; None also for embedded and local ones. Only
+    its config.json is fetched, and from the cache where it is there."""
+    if model_path(name) is not None or not _HUB_ID.match(name):
+        return None
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    if isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return None
+    try:
+        hf_hub_download(name, "config.json", etag_timeout=HUB_TIMEOUT_S)
+    except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, OSError) as error:
+        return Problem("model.name", _not_on_hub(name, error))
+    return None
+
+
+def _not_on_hub(name: str, error: Exception) -> str:
+    return (
+        f"model.name={name} is not in the Hugging Face cache and can't be downloaded "
+        f"({type(error).__name__}: {str(error).splitlines()[0]}); check the id, the network or HF_HUB_OFFLINE"
     )
 
 
@@ -135,10 +160,7 @@ def _from_hub(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, OSError) as error:
-        raise ModelNotFound(
-            f"model.name={name} is not in the Hugging Face cache and can't be downloaded "
-            f"({type(error).__name__}: {str(error).splitlines()[0]}); check the id, the network or HF_HUB_OFFLINE"
-        ) from error
+        raise ModelNotFound(_not_on_hub(name, error)) from error
 
 
 def end_ids(folder: Path) -> tuple[int, ...]:

@@ -241,7 +241,9 @@ class Core:
         group, sample = flight.group, flight.sample
         if not group.playing:
             return
-        if not flight.aborted:
+        if flight.aborted and sample.excused < self.settings.excused_limit:
+            sample.excused += 1
+        else:
             sample.failures += 1
         if sample.failures < self.settings.max_attempts:
             sample.attempt += 1

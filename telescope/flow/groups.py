@@ -67,12 +67,14 @@ class Fate(StrEnum):
 class Sample:
     """One of a group's G rollouts. `attempt` names the try that counts; `failures` are those charged to `max_attempts`."""
 
-    __slots__ = ("attempt", "failures", "fate", "flight", "reward", "rollout_id", "tokens")
+    __slots__ = ("attempt", "excused", "failures", "fate", "flight", "reward", "rollout_id", "tokens")
 
     def __init__(self, rollout_id: int) -> None:
         self.rollout_id = rollout_id
         self.attempt = 0
         self.failures = 0
+        self.excused = 0
+        """Tries cut short by weight updates and lost servers."""
         self.fate = Fate.WAITING
         self.flight: Flight | None = None
         self.reward = 0.0

@@ -16,6 +16,7 @@ import msgspec
 
 QUANTILES = 100
 """Equal parts that a distribution is cut into."""
+_BITS = (1 << 64) - 1
 
 
 class Spread(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -144,6 +145,20 @@ class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
             raise ValueError("a time is negative")
         if self.pause_s > self.sync_s:
             raise ValueError(f"pause_s={self.pause_s} is part of sync_s={self.sync_s} and can't be longer")
+
+
+def share_of(seed: int, place: int) -> float:
+    """A number in [0, 1) from a seed that is uniform already and a small number, by two rounds of multiply and shift (the
+    finisher of SplitMix64; Steele, Lea and Flood 2014): ten times cheaper than a keyed hash."""
+    mixed = ((seed + place * 0x9E3779B97F4A7C15) * 0xBF58476D1CE4E5B9) & _BITS
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _BITS
+    return (mixed ^ (mixed >> 31)) / 2.0**64
+
+
+def drawn(spread: Spread, seed: int, place: int) -> float:
+    """The draw of this seed and place from the distribution."""
+    quantiles = spread.quantiles
+    return quantiles[0] if len(quantiles) == 1 else spread.at(share_of(seed, place))
 
 
 def _between(ordered: Sequence[float], place: float) -> float:

@@ -21,7 +21,7 @@ WATERMARK = 0.99
 """Share of the KV cache above which nothing new begins, so that what was put back does not come straight in again."""
 
 
-class Sequence:
+class Generation:
     """One request on a server."""
 
     __slots__ = (
@@ -53,13 +53,13 @@ class SimulatedServer:
         self._reads = self._held = 0.0
         self._speed = 1.0
         self._numbers = 0
-        self._ends: list[tuple[float, int, Sequence]] = []
-        self.running: dict[str, Sequence] = {}
-        self.waiting: deque[Sequence] = deque()
+        self._ends: list[tuple[float, int, Generation]] = []
+        self.running: dict[str, Generation] = {}
+        self.waiting: deque[Generation] = deque()
         self._prefixes: dict[tuple[int, int], int] = {}  # sequences that read each cached prompt of a group
         self.resets = 0
         """Times that cached prefixes were forgotten."""
-        self.generating_s = self.paused_s = self.sequence_s = self.tokens = 0.0
+        self.generating_s = self.paused_s = self.sequence_s = self.worked_s = self.tokens = 0.0
         self.preemptions = 0
         self.scheduled_at = inf
 
@@ -81,6 +81,7 @@ class SimulatedServer:
             return
         self.generating_s += left
         self.sequence_s += left * sequences
+        self.worked_s += left * self._speed
         if self._debt_s:
             paid = min(self._debt_s, left * self._speed)
             self._debt_s -= paid
@@ -103,9 +104,9 @@ class SimulatedServer:
         seconds = self._step_s(sequences) * tokens + self._times.kv_token_s * sequences * tokens * tokens / 2
         return self._now + self._pause_s + (self._debt_s + seconds) / self._speed
 
-    def ended(self) -> list[Sequence]:
+    def ended(self) -> list[Generation]:
         """Take what has all its tokens by now; where the cache is full instead, put the youngest back."""
-        done: list[Sequence] = []
+        done: list[Generation] = []
         ends, reached = self._ends, self._made + NEARLY
         while ends and ends[0][0] <= reached:
             _, number, sequence = heappop(ends)
@@ -120,11 +121,11 @@ class SimulatedServer:
 
     # ---- who comes and goes
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: Generation) -> None:
         self.waiting.append(sequence)
         self._admit()
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: Generation) -> None:
         """An abort."""
         if sequence.number >= 0:
             self._leave(sequence)
@@ -132,7 +133,7 @@ class SimulatedServer:
         else:
             self.waiting.remove(sequence)
 
-    def everyone(self) -> list[Sequence]:
+    def everyone(self) -> list[Generation]:
         return [*self.running.values(), *self.waiting]
 
     def pause(self, seconds: float, *, forget_prefixes: bool, recompute: bool = False) -> None:
@@ -180,7 +181,7 @@ class SimulatedServer:
             sequence.prefix = prefix
             self._join(sequence, known)
 
-    def _join(self, sequence: Sequence, known: int) -> None:
+    def _join(self, sequence: Generation, known: int) -> None:
         self._numbers += 1
         sequence.number = self._numbers
         sequence.started_at, sequence.done_at = self._made, self._made + sequence.left
@@ -192,7 +193,7 @@ class SimulatedServer:
         self.running[sequence.key] = sequence
         heappush(self._ends, (sequence.done_at, sequence.number, sequence))
 
-    def _leave(self, sequence: Sequence) -> None:
+    def _leave(self, sequence: Generation) -> None:
         del self.running[sequence.key]
         made = self._made - sequence.started_at
         sequence.left = max(0.0, sequence.done_at - self._made)
@@ -205,7 +206,7 @@ class SimulatedServer:
             self._ends[:] = [entry for entry in self._ends if entry[2].number == entry[1]]
             heapify(self._ends)
 
-    def _left_behind(self, sequence: Sequence) -> int:
+    def _left_behind(self, sequence: Generation) -> int:
         """Tokens of its prompt that stay in the cache, as a sibling reads them."""
         if not self._share_prefixes:
             return 0

@@ -116,5 +116,11 @@ class FlowSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         return 1 if self.group_size == 1 else max(2, self.min_group_size)
 
     @property
+    def excused_limit(self) -> int:
+        """Tries of a sample that weight updates and lost servers may cut short without their counting as failures. No update
+        cuts a group short more often than D times; beyond that, and as many losses as it has tries, something else is wrong."""
+        return self.max_off_policy_steps + self.max_attempts
+
+    @property
     def lanes_per_server(self) -> int:
         return self.prompts_per_server * (self.group_size if self.individual_lanes else 1)

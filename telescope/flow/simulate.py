@@ -8,11 +8,9 @@ answer. docs/planning.md says what is modelled and what is left out.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
-from itertools import pairwise
 from math import inf
-from statistics import median
 from typing import Any
 
 import msgspec
@@ -20,17 +18,16 @@ import msgspec
 from telescope.flow import commands as do
 from telescope.flow import events as seen
 from telescope.flow.core import Core
-from telescope.flow.counts import Counts
 from telescope.flow.draws import keyed_hash
-from telescope.flow.latency import Load, Spread
-from telescope.flow.serving import Sequence, SimulatedServer
+from telescope.flow.latency import Load, drawn, share_of
+from telescope.flow.outcome import Outcome, Step, account
+from telescope.flow.serving import Generation, SimulatedServer
 from telescope.flow.settings import FlowSettings
 from telescope.records import EnvironmentCard, RolloutOrder
 
 PROMPTS = 1_000_000
 TICK_S = 10.0
 REPORT_S = 1.0
-_BITS = (1 << 64) - 1
 
 
 class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -52,51 +49,6 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Running generations are aborted and tried again; false: they go on."""
     recompute_at_update: bool = False
     """Keys and values of running generations are computed anew."""
-
-
-class Step(msgspec.Struct, frozen=True):
-    """One train step: when it began, when it was through, when its weights were served. Seconds; sums from the start."""
-
-    begun_s: float
-    done_s: float
-    committed_s: float
-    rollouts: int
-    tokens: int
-    """Prompts and completions of its batch."""
-    sampled: float
-    """Tokens that all servers have made by `done_s`."""
-    generating_s: float
-    """Of all servers together, by `done_s`: at least one sequence runs."""
-    paused_s: float
-    sequence_s: float
-    """Running sequences, integrated over time."""
-
-
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What a simulated run did. The shares are over its settled part: without the first steps, which fill the pipeline, and
-    the last ones, for which nothing is generated any more."""
-
-    ok: bool
-    reason: str
-    steps: tuple[Step, ...]
-    step_s: float
-    """Median of the seconds between the ends of train steps, as `timing_step_total` counts them."""
-    tokens_per_s: float
-    """Trained tokens, prompts included, a second."""
-    sampled_per_s: float
-    trainer_training: float
-    trainer_syncing: float
-    trainer_waiting: float
-    """Shares of the trainer's time; they add up to 1."""
-    servers_generating: float
-    servers_paused: float
-    servers_waiting: float
-    """Shares of the servers' time; they add up to 1."""
-    sequences: float
-    """Sequences that run on a server, in the mean over time."""
-    preemptions: int
-    counts: Counts
-    events: int
 
 
 class _Play:
@@ -124,24 +76,29 @@ class _Play:
         self.turn = 0
         self.history = 0  # completion tokens of earlier turns
         self.completion = 0
-        self.sequence: Sequence | None = None
+        self.sequence: Generation | None = None
         self.server = ""
         self.cached_at = ("", 0)
         self.over = False
 
 
-def simulate(settings: FlowSettings, cluster: Cluster, load: Load) -> Outcome:
+Watch = Callable[[float, seen.AnyEvent, Sequence[do.AnyCommand]], None]
+"""Sees each event with its time and what the core answered, as the journal of a real run does."""
+
+
+def simulate(settings: FlowSettings, cluster: Cluster, load: Load, watch: Watch | None = None) -> Outcome:
     """Play the run to its end. Raises ValueError where it can't end."""
-    return _Simulation(settings, cluster, load).run()
+    return _Simulation(settings, cluster, load, watch).run()
 
 
 class _Simulation:
-    def __init__(self, settings: FlowSettings, cluster: Cluster, load: Load) -> None:
+    def __init__(self, settings: FlowSettings, cluster: Cluster, load: Load, watch: Watch | None = None) -> None:
         self._settings, self._cluster, self._load = settings, cluster, load
         self._core = Core(settings)
+        self._handle = self._core.handle if watch is None else self._watched(watch)
         self._now = 0.0
         self._agenda: list[tuple[float, int, Callable[[Any], None], Any]] = []
-        self._entries = self._events = 0
+        self._entries = self._events = self._answers = self._scores = 0
         self._pending: deque[seen.AnyEvent] = deque()
         self._servers = {
             f"server-{number}": SimulatedServer(load.engine, share_prefixes=cluster.prefix_caching)
@@ -179,6 +136,18 @@ class _Simulation:
                 self._drain()
         return self._outcome(self._stop)
 
+    def _outcome(self, stop: do.Stop) -> Outcome:
+        return account(
+            self._steps,
+            ok=stop.ok,
+            reason=stop.reason,
+            max_async=self._settings.max_async,
+            servers=self._cluster.servers,
+            preemptions=sum(server.preemptions for server in self._servers.values()),
+            counts=self._core.counts(),
+            events=self._events,
+        )
+
     # ---- the clock and the core
 
     def _after(self, seconds: float, action: Callable[[Any], None], subject: Any) -> None:
@@ -195,13 +164,21 @@ class _Simulation:
             action(subject)
 
     def _drain(self) -> None:
-        pending, handle, perform = self._pending, self._core.handle, self._perform
+        pending, handle, perform = self._pending, self._handle, self._perform
         while pending:
             self._events += 1
             for command in handle(pending.popleft(), self._now):
                 action = perform.get(type(command))
                 if action is not None:
                     action(command)
+
+    def _watched(self, watch: Watch) -> Callable[[seen.AnyEvent, float], list[do.AnyCommand]]:
+        def handle(event: seen.AnyEvent, now: float) -> list[do.AnyCommand]:
+            ordered = self._core.handle(event, now)
+            watch(now, event, ordered)
+            return ordered
+
+        return handle
 
     def _open(self) -> None:
         cluster, settings = self._cluster, self._settings
@@ -232,9 +209,9 @@ class _Simulation:
     def _run(self, command: do.Run) -> None:
         order, load = command.order, self._load
         prompt, _ = self._group(order.group_id)
-        play = _Play(order, command.worker, prompt, max(1, int(_drawn(load.turns, order.seed, 1))))
+        play = _Play(order, command.worker, prompt, max(1, int(drawn(load.turns, order.seed, 1))))
         self._plays[order.rollout_id, order.attempt] = play
-        wait = _drawn(load.dispatch_s, order.seed, 2) + self._in_line(command.worker, load.start_s)
+        wait = drawn(load.dispatch_s, order.seed, 2) + self._in_line(command.worker, load.start_s)
         self._do_after(wait, self._ask, play)
 
     def _in_line(self, worker: str, seconds: float) -> float:
@@ -249,8 +226,8 @@ class _Simulation:
         known = self._groups.get(group_id)
         if known is None:
             load, seed = self._load, keyed_hash("simulated group", self._settings.seed, group_id) >> 16
-            tokens = max(1, round(_drawn(load.prompt_tokens, seed, 0)))
-            known = self._groups[group_id] = tokens, _share(seed, 1) < load.equal_share
+            tokens = max(1, round(drawn(load.prompt_tokens, seed, 0)))
+            known = self._groups[group_id] = tokens, share_of(seed, 1) < load.equal_share
         return known
 
     def _ask(self, play: _Play) -> None:
@@ -269,17 +246,18 @@ class _Simulation:
         order, load = play.order, self._load
         play.turn += 1
         if play.turn < play.turns:
-            self._do_after(_drawn(load.environment_s, order.seed, 16 * play.turn + 3), self._ask, play)
+            self._do_after(drawn(load.environment_s, order.seed, 16 * play.turn + 3), self._ask, play)
         else:
             if self._settings.free_lane:
                 self._say(seen.GenerationOver(order.rollout_id, order.attempt))
-            wait = _drawn(load.reward_s, order.seed, 4) + self._in_line(play.worker, load.score_s)
+            wait = drawn(load.reward_s, order.seed, 4) + self._in_line(play.worker, load.score_s)
             self._do_after(wait, self._scored, play)
 
     def _scored(self, play: _Play) -> None:
         if play.over:
             return
         self._end(play)
+        self._scores += 1
         order = play.order
         self._tokens[order.rollout_id] = play.shared + play.completion
         _, equal = self._group(order.group_id)
@@ -316,13 +294,13 @@ class _Simulation:
     def _place(self, command: do.Place) -> None:
         play = self._requests[command.request_id]
         order, load = play.order, self._load
-        tokens = max(1, min(round(_drawn(load.completion_tokens, order.seed, 16 * play.turn)), self._cluster.max_tokens))
+        tokens = max(1, min(round(drawn(load.completion_tokens, order.seed, 16 * play.turn)), self._cluster.max_tokens))
         server = self._servers[command.server]
         # its own earlier turns are cached where it stays on its server and no update has come between
         here = (command.server, server.resets)
         prompt = play.shared + play.history
         cached = prompt if self._cluster.prefix_caching and play.turn and play.cached_at == here else 0
-        play.sequence = Sequence(command.request_id, order.group_id, play.shared, prompt, tokens, cached)
+        play.sequence = Generation(command.request_id, order.group_id, play.shared, prompt, tokens, cached)
         play.server, play.cached_at = command.server, here
         server.advance(self._now)
         server.add(play.sequence)
@@ -346,7 +324,7 @@ class _Simulation:
             self._generated(self._requests.pop(sequence.key), sequence)
         self._schedule(server)
 
-    def _generated(self, play: _Play, sequence: Sequence) -> None:
+    def _generated(self, play: _Play, sequence: Generation) -> None:
         tokens = sequence.completion
         play.sequence = None
         play.completion += tokens
@@ -356,6 +334,7 @@ class _Simulation:
     def _returned(self, subject: tuple[_Play, str, int]) -> None:
         """The relay tells the core and the worker at once."""
         play, request_id, tokens = subject
+        self._answers += 1
         self._say(seen.TurnDone(request_id, play.order.rollout_id, tokens, "stop"))
         self._answered(play)
 
@@ -395,6 +374,9 @@ class _Simulation:
                 generating_s=sum(server.generating_s for server in servers),
                 paused_s=sum(server.paused_s for server in servers),
                 sequence_s=sum(server.sequence_s for server in servers),
+                worked_s=sum(server.worked_s for server in servers),
+                answers=self._answers,
+                scores=self._scores,
             )
         )
         self._say(seen.StepDone(step))
@@ -436,63 +418,3 @@ class _Simulation:
     def _stopped(self, command: do.Stop) -> None:
         self._stop = command
         self._pending.clear()
-
-    # ---- the account
-
-    def _outcome(self, stop: do.Stop) -> Outcome:
-        steps = self._steps
-        if not steps:
-            raise ValueError(f"the simulated run ended before its first step: {stop.reason}")
-        first, last = _settled(len(steps), self._settings.max_async)
-        ends = [0.0, *(step.done_s for step in steps)]
-        span = ends[last] - ends[first]
-        origin = steps[first - 1] if first else None
-        inner = steps[first:last]
-        syncs = steps[first - 1 : last - 1] if first else steps[first : last - 1]
-        training = sum(step.done_s - step.begun_s for step in inner) / span
-        syncing = sum(step.committed_s - step.done_s for step in syncs) / span
-
-        def grown(name: str) -> float:
-            total: float = getattr(steps[last - 1], name) - (getattr(origin, name) if origin else 0.0)
-            return total
-
-        servers_s = span * self._cluster.servers
-        generating, paused = grown("generating_s") / servers_s, grown("paused_s") / servers_s
-        return Outcome(
-            ok=stop.ok,
-            reason=stop.reason,
-            steps=tuple(steps),
-            step_s=median(b - a for a, b in pairwise(ends)),
-            tokens_per_s=sum(step.tokens for step in inner) / span,
-            sampled_per_s=grown("sampled") / span,
-            trainer_training=training,
-            trainer_syncing=syncing,
-            trainer_waiting=1.0 - training - syncing,
-            servers_generating=generating,
-            servers_paused=paused,
-            servers_waiting=1.0 - generating - paused,
-            sequences=grown("sequence_s") / servers_s,
-            preemptions=sum(server.preemptions for server in self._servers.values()),
-            counts=self._core.counts(),
-            events=self._events,
-        )
-
-
-def _share(seed: int, place: int) -> float:
-    """A number in [0, 1) from a seed that is uniform already and a small number, by two rounds of multiply and shift (the
-    finisher of SplitMix64; Steele, Lea and Flood 2014): ten times cheaper than a keyed hash."""
-    mixed = ((seed + place * 0x9E3779B97F4A7C15) * 0xBF58476D1CE4E5B9) & _BITS
-    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _BITS
-    return (mixed ^ (mixed >> 31)) / 2.0**64
-
-
-def _drawn(spread: Spread, seed: int, place: int) -> float:
-    """The draw of this seed and place from the distribution."""
-    quantiles = spread.quantiles
-    return quantiles[0] if len(quantiles) == 1 else spread.at(_share(seed, place))
-
-
-def _settled(steps: int, max_async: int) -> tuple[int, int]:
-    """Steps `first:last` between the filling and the emptying of the pipeline; all of them where few remain."""
-    first, last = max_async + 1, steps - max_async - 1
-    return (first, last) if last - first >= 2 else (0, steps)

@@ -52,6 +52,8 @@ class Turns:
             flight.tokens += event.completion_tokens
             if event.finish_reason == "abort":
                 flight.aborted = flight.aborted or travelling or flight.version < version
+            else:
+                flight.aborted = False  # another server has answered what a lost one had: what fails later, fails by itself
             self._reach(flight.group, State.ENV)
         self.place_waiting()  # it has left room
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import socket
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from telescope.flow import commands, events
 from telescope.flow.core import Core
 from telescope.flow.replay import encode_line
 from telescope.orchestrator.perform import Performer
+from telescope.orchestrator.processor import Processor
 from telescope.orchestrator.record import Recorder
 from telescope.orchestrator.roster import Roster
 from telescope.orchestrator.servers import Servers
@@ -66,6 +68,7 @@ class Orchestrator:
         self._steps_done: dict[int, dict[str, messages.StepDone]] = {}
         self._next_tick = self._next_status = 0.0
         self._exit_code: int | None = None
+        self._processor = Processor(socket.gethostname())
         self.outcome: Outcome | None = None
 
     # ---- the loop ----------------------------------------------------------------------------------------------------
@@ -272,8 +275,9 @@ class Orchestrator:
         if len(done) < len(self._roster.ranks):
             return
         del self._steps_done[body.step]
-        metrics = self._recorder.step(done[self._roster.ranks[0]], self._core.counts())
-        log.info(
-            "step %d: reward %.3f, loss %.4f", body.step, metrics.get("reward/mean", float("nan")), metrics.get("loss", 0.0)
-        )
+        spent = self._processor.spent(self._roster.present.values())
+        metrics = self._recorder.step(done[self._roster.ranks[0]], self._core.counts(), spent)
+        reward = metrics.get("reward/mean")
+        said = "no rollout scored since the last step" if reward is None else f"reward {reward:.3f}"
+        log.info("step %d: %s, loss %.4f", body.step, said, metrics.get("loss", 0.0))
         self._events.append(events.StepDone(step=body.step))

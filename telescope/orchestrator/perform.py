@@ -71,6 +71,7 @@ class Performer:
         self._numbers: dict[tuple[str, int], _Order] = {}
         self.step_in_training: int | None = None
         self._held: dict[tuple[int, int], _Held] = {}
+        self._over: dict[tuple[int, int], events.GenerationOver] = {}
         self._hanging: dict[str, str] = {}
         self._arrived: dict[tuple[int, int], tuple[Scored, Delivery]] = {}
         self._doing = "generating the first batch"
@@ -132,11 +133,16 @@ class Performer:
         return self.relay.ask(delivery, body)
 
     def generated(self, delivery: Delivery, body: messages.GenerationOver) -> events.GenerationOver | None:
-        """A rollout asks for no more tokens. None: it is not (or no longer) one of this worker's."""
+        """A rollout asks for no more tokens. None: it is not (or no longer) one of this worker's, or the core hears of it from
+        `freed`, when its server has said that it has ended."""
         out = self._orders.get((body.rollout_id, body.attempt))
         if out is None or out.worker != delivery.peer:
             return None
-        return events.GenerationOver(rollout_id=body.rollout_id, attempt=body.attempt)
+        event = events.GenerationOver(rollout_id=body.rollout_id, attempt=body.attempt)
+        if not self.relay.servers_of(*out.key):
+            return event
+        self._over[out.key] = event  # with a ticket its worker has the tokens before the orchestrator has heard of their end
+        return None
 
     def load_of(self, server: str, body: messages.EngineLoad) -> events.ServerLoad | None:
         """What a server's engine reports. None: it is no measure."""
@@ -161,11 +167,12 @@ class Performer:
         return None
 
     def freed(self) -> Events:
-        """Answers held until now. Asked for whenever a request has ended."""
-        if not self._held:
+        """Answers, and ends of generation, held until now. Asked for whenever a request has ended."""
+        if not (self._held or self._over):
             return ()
+        over = [key for key in self._over if not self.relay.servers_of(*key)]
         free = [key for key in self._held if not self.relay.servers_of(*key)]
-        return [self._held.pop(key).event for key in free]
+        return [*(self._over.pop(key) for key in over), *(self._held.pop(key).event for key in free)]
 
     def _look_for_late_servers(self, now: float) -> None:
         """One that does not end what was aborted is named after a while, and then hangs. While it takes new weights it may have
@@ -249,7 +256,8 @@ class Performer:
 
     def _cancel(self, command: commands.Cancel) -> None:
         self.relay.cancel(command.rollout_id, command.attempt)
-        self._recorder.cancelled(command.rollout_id, command.attempt)
+        if (command.rollout_id, command.attempt) in self._orders:  # else its answer is here, and is written down as what it was
+            self._recorder.cancelled(command.rollout_id, command.attempt)
         self._hub.send(
             command.worker,
             messages.CancelRollout(rollout_id=command.rollout_id, attempt=command.attempt, reason=command.reason),

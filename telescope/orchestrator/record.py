@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -189,8 +190,9 @@ class Recorder:
             },
         )
 
-    def step(self, done: StepDone, counts: Counts) -> dict[str, float]:
-        """All ranks are through with a step: its metrics, rank 0's already reduced over the ranks."""
+    def step(self, done: StepDone, counts: Counts, processor_s: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
+        """All ranks are through with a step: its metrics, rank 0's already reduced over the ranks. `processor_s`: spent since
+        the last one, by part of the run."""
         batch, metrics = self._closing.pop(done.step)
         now = time.monotonic()
         seconds = now - (self._step_ends[-1] if self._step_ends else self._generating_since or now)
@@ -203,6 +205,7 @@ class Recorder:
         metrics |= batch.metrics()
         if len(batch.lags):
             metrics |= {"staleness_mean": float(batch.lags.mean()), "staleness_max": float(batch.lags.max())}
+        metrics |= {f"processor_s/{part}": spent for part, spent in processor_s.items()}
         metrics |= {"timing_step_total": seconds, "tokens": float(tokens), "tokens_per_s": tokens / max(seconds, 1e-9)}
         for name, value in done.timings.items():
             if not name.endswith("_mean"):

@@ -10,10 +10,11 @@ docs/planning.md says how each number is fitted.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import comb
 from statistics import fmean, median
 from typing import Any
 
@@ -22,9 +23,11 @@ import numpy as np
 
 from telescope.flow import commands as do
 from telescope.flow import events as seen
-from telescope.flow.latency import EngineTimes, Load, Spread, constant, empirical
+from telescope.flow.latency import Load, Spread, constant, empirical
 from telescope.flow.replay import JournalDamaged, decode_line, decode_opening
 from telescope.flow.settings import FlowSettings
+from telescope.planning.costs import Costs, Work, fit_costs, measured_step_s
+from telescope.planning.engine_fit import fit_engine
 from telescope.runlog.journal import journal_lines
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.reader import rows
@@ -33,7 +36,10 @@ WARM_UP_STEPS = 2
 """Left out where more than twice as many follow: the first ones load kernels and grow buffers."""
 TOKEN_SPANS = ("forward", "backward", "loss_computation", "compute_old_logprobs", "compute_kl", "data_to_device")
 """Parts of a train step that grow with its tokens, as `timing_<name>_total` of the step metrics."""
-SHARE_LIMIT = 0.9
+
+
+EQUAL_LIMIT = 0.95
+"""Of groups that are discarded: a simulation of more would hardly come to a batch."""
 
 
 class Uncalibratable(ValueError):
@@ -51,6 +57,13 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     turns: int
     error: float
     """Mean absolute error of the fitted time of a request, as a share of the mean time."""
+    equal_shares: tuple[float, ...]
+    """Of groups of 2, 3 … samples, up to one more than its own: the share whose rewards are all equal. Empty where none was
+    discarded."""
+    costs: Costs | None
+    """Processor seconds; None where the run did not say them (several hosts)."""
+    processor_step_s: float | None
+    """Median of what a step took of them, all processes together."""
 
 
 class _Job(msgspec.Struct, frozen=True):
@@ -68,6 +81,8 @@ class _Journal:
     runs: dict[tuple[int, int], tuple[float, str]] = field(default_factory=dict)
     started: set[tuple[int, int]] = field(default_factory=set)
     placed: dict[str, float] = field(default_factory=dict)
+    answered: dict[str, float] = field(default_factory=dict)
+    scored: list[float] = field(default_factory=list)
     turn_ends: dict[int, float] = field(default_factory=dict)
     between_s: list[float] = field(default_factory=list)
     jobs: dict[str, list[_Job]] = field(default_factory=dict)
@@ -79,7 +94,8 @@ class _Journal:
     trained: dict[int, float] = field(default_factory=dict)
     updates: dict[int, float] = field(default_factory=dict)
     synced: list[float] = field(default_factory=list)
-    complete: int = 0
+    rewards: dict[int, float] = field(default_factory=dict)
+    complete: set[int] = field(default_factory=set)
     discarded: int = 0
     generation_began: float = 0.0
 
@@ -91,12 +107,15 @@ class _Journal:
                 self._worked(now, (rollout_id, attempt), None)
             case seen.TurnStarted(rollout_id=rollout_id) if rollout_id in self.turn_ends:
                 self.between_s.append(now - self.turn_ends[rollout_id])
-            case seen.TurnDone(rollout_id=rollout_id):
+            case seen.TurnDone(rollout_id=rollout_id, request_id=request_id):
+                self.answered[request_id] = now
                 self.turn_ends[rollout_id] = now
                 self.turns[rollout_id] = self.turns.get(rollout_id, 0) + 1
             case seen.RolloutDone(rollout_id=rollout_id, attempt=attempt, prompt_tokens=prompt, completion_tokens=completion):
+                self.rewards[rollout_id] = event.reward
                 self.tokens[rollout_id] = prompt + completion
                 self.prompts.append(prompt)
+                self.scored.append(now)
                 self.turns_of_scored.append(self.turns.pop(rollout_id, 1))
                 self._worked(now, (rollout_id, attempt), self.turn_ends.pop(rollout_id, None))
             case seen.StepDone(step=step):
@@ -123,8 +142,8 @@ class _Journal:
                 self.trains[step] = now, sum(self.tokens.get(rollout_id, 0) for group in groups for rollout_id in group)
             case do.Update(version=version):
                 self.updates.setdefault(version, now)
-            case do.GroupState(state="complete"):
-                self.complete += 1
+            case do.GroupState(state="complete", group_id=group_id):
+                self.complete.add(group_id)
             case do.GroupState(state="discarded"):
                 self.discarded += 1
 
@@ -145,8 +164,9 @@ def calibrate(
             f"{run.path} holds {len(turns)} finished requests and {len(journal.trained)} trained steps: a calibration needs "
             "requests and two steps at least; let the run go on for longer"
         )
-    times, shared, error = _engine(turns, pauses, journal, kv_tokens, max_seqs)
-    train_step_s, train_token_s = _training(journal, rows(run, "step_metrics"), ranks)
+    fitted = fit_engine(turns, pauses, _training_intervals(journal, turns), kv_tokens=kv_tokens, max_seqs=max_seqs)
+    metrics = {row["step"]: row["metrics"] for row in rows(run, "step_metrics")}
+    train_step_s, train_token_s = _training(journal, metrics, ranks)
     start_s, score_s, dispatch_s, handed_in_s = _working(journal.jobs)
     pause_s = fmean(row["pause_s"] for row in pauses) if pauses else 0.0
     sync_s = median(journal.synced) if journal.synced else 0.0
@@ -155,7 +175,7 @@ def calibrate(
         prompt_tokens=empirical(journal.prompts or [row["prompt_tokens"] for row in turns]),
         completion_tokens=empirical([row["completion_tokens"] for row in turns]),
         turns=empirical(journal.turns_of_scored) if journal.turns_of_scored else constant(1),
-        engine=times,
+        engine=fitted.times,
         dispatch_s=constant(dispatch_s),
         start_s=start_s,
         request_s=max(0.0, median(answers)),
@@ -166,11 +186,19 @@ def calibrate(
         train_token_s=train_token_s / epochs,
         sync_s=sync_s,
         pause_s=min(pause_s, sync_s),
-        shared_share=shared,
-        equal_share=min(journal.discarded / max(journal.complete, 1), 0.95),
+        shared_share=fitted.shared_share,
+        equal_share=min(journal.discarded / max(len(journal.complete), 1), EQUAL_LIMIT),
     )
     return Calibration(
-        load=load, settings=settings, step_s=_step_s(journal), steps=len(journal.trained), turns=len(turns), error=error
+        load=load,
+        settings=settings,
+        step_s=_step_s(journal),
+        steps=len(journal.trained),
+        turns=len(turns),
+        error=fitted.error,
+        equal_shares=_equal_shares(journal, settings.group_size) if journal.discarded else (),
+        costs=_costs(journal, metrics, fitted.needed_s, epochs),
+        processor_step_s=measured_step_s([metrics[step] for step in sorted(metrics)]),
     )
 
 
@@ -193,6 +221,30 @@ def _read(run: RunDirectory) -> tuple[FlowSettings, _Journal]:
 def _step_s(journal: _Journal) -> float:
     ends = [journal.generation_began, *(journal.trained[step] for step in sorted(journal.trained))]
     return median(b - a for a, b in pairwise(ends))
+
+
+def _equal_shares(journal: _Journal, group_size: int) -> tuple[float, ...]:
+    """For each size up to the run's, the chance that so many of a group's samples have one reward: over complete groups, the
+    mean of Σ C(samples of a reward, size) / C(samples, size). The last one, for a sample more, goes on as the two before it."""
+    shares: list[float] = []
+    groups = [
+        [
+            journal.rewards[rollout]
+            for rollout in range(group * group_size, (group + 1) * group_size)
+            if rollout in journal.rewards
+        ]
+        for group in journal.complete
+    ]
+    for size in range(2, group_size + 1):
+        chances = [
+            sum(comb(count, size) for count in Counter(rewards).values()) / comb(len(rewards), size)
+            for rewards in groups
+            if len(rewards) >= size
+        ]
+        shares.append(fmean(chances) if chances else shares[-1])
+    if len(shares) > 1 and shares[-2]:
+        shares.append(shares[-1] * shares[-1] / shares[-2])
+    return tuple(min(share, EQUAL_LIMIT) for share in shares)
 
 
 # ---- workers
@@ -236,91 +288,12 @@ def _working(jobs: Mapping[str, list[_Job]]) -> tuple[float, float, float, float
     return own[False], own[True], middle[False], middle[True]
 
 
-# ---- servers
+# ---- the trainer
 
 
-class _Sum:
-    """The integral over time of what is in progress: `over(a, b)` is the mean of all weights of intervals, from a to b."""
-
-    def __init__(self, intervals: Sequence[tuple[float, float, float]]) -> None:
-        """(from, to, weight) each."""
-        edges = sorted([(start, weight) for start, _, weight in intervals] + [(end, -weight) for _, end, weight in intervals])
-        self._times = [0.0]
-        self._levels = [0.0]
-        self._sums = [0.0]
-        level = total = before = 0.0
-        for at, change in edges:
-            total += level * (at - before)
-            level, before = level + change, at
-            self._times.append(at)
-            self._levels.append(level)
-            self._sums.append(total)
-
-    def over(self, start: float, end: float) -> float:
-        return (self._until(end) - self._until(start)) / max(end - start, 1e-9)
-
-    def _until(self, at: float) -> float:
-        index = max(bisect_right(self._times, at) - 1, 0)
-        return self._sums[index] + self._levels[index] * (at - self._times[index])
-
-
-def _engine(
-    turns: Sequence[Mapping[str, Any]],
-    pauses: Sequence[Mapping[str, Any]],
-    journal: _Journal,
-    kv_tokens: float,
-    max_seqs: int,
-) -> tuple[EngineTimes, float, float]:
-    """Least squares over the requests, no coefficient below 0: what a request took against its tokens, alone and times the
-    sequences and the cached tokens beside it, the prompts that its server read meanwhile, and the trainer's work beside it."""
+def _training_intervals(journal: _Journal, turns: Sequence[Mapping[str, Any]]) -> list[tuple[float, float, float]]:
+    """When the trainer worked, since the first request was placed: the journal's clock began at another moment."""
     origin = min(row["placed_ns"] for row in turns)
-
-    def ends(row: Mapping[str, Any]) -> tuple[float, float]:
-        end = (row["done_ns"] - origin) / 1e9
-        return max(0.0, end - row["generated_s"]), end
-
-    trainer = _Sum(_training_intervals(journal, turns, origin))
-    features: list[list[float]] = []
-    took: list[float] = []
-    for name in sorted({row["server"] for row in turns}):
-        mine = [row for row in turns if row["server"] == name]
-        beside = _Sum([(*ends(row), 1.0) for row in mine])
-        cached = _Sum([(*ends(row), row["prompt_tokens"] + row["completion_tokens"] / 2) for row in mine])
-        still = _Sum([_pause(row, origin) for row in pauses if row["server"] == name])
-        read = sorted((ends(row)[0], max(1, row["prompt_tokens"] - row["cached_tokens"])) for row in mine)
-        starts, prompts = [at for at, _ in read], np.cumsum([0, *(tokens for _, tokens in read)])
-        for row in mine:
-            start, end = ends(row)
-            tokens = float(row["completion_tokens"])
-            reads = float(prompts[bisect_right(starts, end)] - prompts[bisect_right(starts, start - 1e-6)])
-            took.append(max(0.0, row["generated_s"] - still.over(start, end) * (end - start)))
-            features.append(
-                [tokens, tokens * beside.over(start, end), tokens * cached.over(start, end), reads,
-                 tokens * min(1.0, trainer.over(start, end))]
-            )  # fmt: skip
-    found = _least_squares(np.array(features), np.array(took))
-    step_s, sequence_s, kv_token_s, prefill_token_s, beside_training_s = found
-    fitted = np.array(features) @ np.array(found)
-    base = float((np.array(features)[:, :3] @ np.array(found[:3])).sum() / np.array(features)[:, 0].sum())
-    shared = min(beside_training_s / max(base + beside_training_s, 1e-12), SHARE_LIMIT)
-    times = EngineTimes(
-        step_s=max(step_s, 1e-9),
-        sequence_s=sequence_s,
-        kv_token_s=kv_token_s,
-        prefill_token_s=prefill_token_s,
-        kv_tokens=kv_tokens,
-        max_seqs=max_seqs,
-    )
-    return times, shared, float(np.abs(fitted - took).mean() / max(np.mean(took), 1e-12))
-
-
-def _pause(row: Mapping[str, Any], origin: int) -> tuple[float, float, float]:
-    end = (row["ended_ns"] - origin) / 1e9
-    return end - row["pause_s"], end, 1.0
-
-
-def _training_intervals(journal: _Journal, turns: Sequence[Mapping[str, Any]], origin: int) -> list[tuple[float, float, float]]:
-    """When the trainer worked, on the wall clock of the turns: the journal's clock began at another moment."""
     # relay and core handle a Place at the same moment, so any turn tells the distance; the last is past any correction
     last = turns[-1]
     placed = journal.placed.get(last["request_id"])
@@ -334,25 +307,7 @@ def _training_intervals(journal: _Journal, turns: Sequence[Mapping[str, Any]], o
     ]
 
 
-def _least_squares(features: np.ndarray, values: np.ndarray) -> list[float]:
-    """Coefficients of 0 or more [columns]: columns that would need a negative one are left out, the worst first."""
-    kept = [column for column in range(features.shape[1]) if features[:, column].any()]
-    scale = np.maximum(np.abs(features).max(axis=0), 1e-12)
-    while kept:
-        found = np.linalg.lstsq(features[:, kept] / scale[kept], values, rcond=1e-9)[0]
-        if (found >= 0).all():
-            break
-        del kept[int(np.argmin(found))]
-    result = [0.0] * features.shape[1]
-    for place, column in enumerate(kept):
-        result[column] = float(found[place] / scale[column])
-    return result
-
-
-# ---- the trainer
-
-
-def _training(journal: _Journal, metrics: Sequence[Mapping[str, Any]], ranks: int) -> tuple[float, float]:
+def _training(journal: _Journal, by_step: Mapping[int, Mapping[str, float]], ranks: int) -> tuple[float, float]:
     """Fixed seconds of a train step, and seconds a token of a rank's share.
 
     Where the backend reports its spans, those of `TOKEN_SPANS` grow with the tokens and the rest is fixed; where it does not,
@@ -362,13 +317,34 @@ def _training(journal: _Journal, metrics: Sequence[Mapping[str, Any]], ranks: in
     steps = steps[WARM_UP_STEPS:] if len(steps) > 3 * WARM_UP_STEPS else steps
     seconds = np.array([journal.trained[step] - journal.trains[step][0] for step in steps])
     tokens = np.array([journal.trains[step][1] for step in steps]) / ranks
-    by_step = {row["step"]: row["metrics"] for row in metrics}
     spans = [_spans(by_step.get(step, {})) for step in steps]
     known = [index for index, span in enumerate(spans) if span > 0]
     if known:
         token_s = median(spans[index] / max(tokens[index], 1) for index in known)
         return max(0.0, float(np.median(seconds - token_s * tokens))), float(token_s)
     return _line(tokens, seconds)
+
+
+def _costs(
+    journal: _Journal, by_step: Mapping[int, Mapping[str, float]], needed_s: Mapping[str, float], epochs: int
+) -> Costs | None:
+    """Processor seconds of what was done between the end of the last step for warming up and the end of the run's last step."""
+    steps = sorted(set(journal.trained) & set(by_step))
+    warm = steps[WARM_UP_STEPS:] if len(steps) > 2 * WARM_UP_STEPS else steps[1:]
+    if not warm:
+        return None
+    start, end = journal.trained[warm[0] - 1], journal.trained[warm[-1]]
+    answered = [request_id for request_id, at in journal.answered.items() if start < at <= end]
+    active = sum(by_step[step].get("timing_step_active", 0.0) for step in warm)
+    work = Work(
+        steps=len(warm),
+        engine_s=sum(needed_s.get(request_id, 0.0) for request_id in answered),
+        requests=len(answered),
+        scores=sum(start < at <= end for at in journal.scored),
+        tokens=epochs * sum(journal.trains[step][1] for step in warm),
+        token_share=min(1.0, sum(_spans(by_step[step]) for step in warm) / active) if active else 0.0,
+    )
+    return fit_costs([by_step[step] for step in warm], work)
 
 
 def _spans(metrics: Mapping[str, float]) -> float:

@@ -48,10 +48,25 @@ SEQUENCE_S = 10e-6
 """Of a sequence in a decode step: sampling and its log-prob over the whole vocabulary, and its share of the bookkeeping."""
 TRAIN_OVERHEAD_S = 0.2
 """Of a train step: tensors prepared, counts exchanged."""
-SYNC_BYTES_S = 3e9
-"""Weights on their way to the servers."""
-SYNC_OVERHEAD_S = 0.2
-PAUSE_S = 0.05
+
+
+class Way(msgspec.Struct, frozen=True):
+    """How weights reach the servers: seconds from a trained step to the commit = `fixed_s` + bytes / `bytes_s`."""
+
+    fixed_s: float
+    bytes_s: float
+    pause_s: float
+    """Of it, how long servers stand still."""
+
+
+WAYS = {
+    "nccl": Way(0.042, 245e9, 0.006),
+    "cuda_ipc": Way(0.042, 105e9, 0.0075),
+    "shared_memory": Way(0.2, 3e9, 0.05),
+    "disk": Way(0.2, 1e9, 0.05),
+}
+"""By transport. `nccl`: the straight line through four models of 0.99 to 8.04 GB on two H200 of one host, within 35 %;
+`cuda_ipc`: one model of 6.17 GB on one H200 (benchmarks/results/updates). The others were not measured with GPUs."""
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,6 +87,9 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     epochs: int = 1
     parallel: int = 1
     """Cards a server."""
+    transport: str = "nccl"
+    sent_share: float = 1.0
+    """Of the weights' bytes, what an update sends: next to nothing of it for adapters."""
 
 
 def latencies(card: Card, work: Work) -> Load:
@@ -80,6 +98,7 @@ def latencies(card: Card, work: Work) -> Load:
     weights = shape.parameters * work.compute_bytes
     read = card.bandwidth * READ_SHARE * work.parallel
     flops = card.flops * work.parallel
+    way = WAYS[work.transport]
     engine = EngineTimes(
         step_s=weights / read + STEP_OVERHEAD_S,
         sequence_s=forward_flops_per_token(shape) / (flops * DECODE_SHARE) + SEQUENCE_S,
@@ -97,8 +116,8 @@ def latencies(card: Card, work: Work) -> Load:
         reward_s=constant(0.02),
         train_step_s=TRAIN_OVERHEAD_S + work.updates * _optimizer_s(card, work),
         train_token_s=work.epochs * (train_token_s + _collectives_s(card, work) / work.row_tokens),
-        sync_s=weights / SYNC_BYTES_S + SYNC_OVERHEAD_S,
-        pause_s=PAUSE_S,
+        sync_s=way.fixed_s + work.sent_share * weights / way.bytes_s,
+        pause_s=way.pause_s,
     )
 
 

@@ -12,14 +12,18 @@ import msgspec
 from telescope.backends.fsdp import FSDP
 from telescope.config.run import RunConfig
 from telescope.flow.latency import Load, lognormal
-from telescope.flow.simulate import Cluster, Outcome, simulate
+from telescope.flow.outcome import Outcome
+from telescope.flow.simulate import Cluster, simulate
 from telescope.inference.main import lanes
 from telescope.inference.vllm_options import CPU_MAX_NUM_SEQS, GPU_MAX_NUM_SEQS
 from telescope.maths.batching import assign
 from telescope.maths.memory import ModelShape, ServerMemory, TrainerMemory, server_memory, trainer_memory
 from telescope.maths.packing import rows_needed
 from telescope.orchestrator.main import flow_settings
+from telescope.planning.calibrate import Calibration
 from telescope.planning.cards import GIB, Card, Work, latencies
+from telescope.planning.costs import Costs
+from telescope.weights.choose import choose
 
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 MEAN_SHARE = 0.4
@@ -142,16 +146,38 @@ def assumed_load(config: RunConfig, shape: ModelShape, card: Card, completion_to
         updates=config.trainer.number_of_minibatches * config.trainer.epochs_per_batch,
         epochs=config.trainer.epochs_per_batch,
         parallel=config.inference.tensor_parallel_size,
+        transport=_transport(config),
+        sent_share=0.0 if config.model.lora is not None else 1.0,
     )
     return latencies(card, work)
 
 
-def fitted_load(load: Load, config: RunConfig, shape: ModelShape | None, card: Card | None) -> Load:
-    """A calibrated load with the room that this configuration's servers have, and as often over the batch as it says."""
+def _transport(config: RunConfig) -> str:
+    """What `auto` means for servers and ranks with cards of their own; one card for both only where it is asked for."""
+    wanted = config.weight_sync.transport
+    return choose(wanted, "cuda", "same" if wanted == "cuda_ipc" else "apart", adapters=config.model.lora is not None)
+
+
+def fitted_load(calibration: Calibration, config: RunConfig, shape: ModelShape | None, card: Card | None) -> Load:
+    """The calibrated load with the room that this configuration's servers have, as often over the batch as it says, and as many
+    groups of equal rewards as come in groups of its size."""
+    load = calibration.load
     engine = msgspec.structs.replace(
         load.engine, kv_tokens=kv_tokens(config, shape, card), max_seqs=max_seqs(config, "cpu" if card is None else "gpu")
     )
-    return msgspec.structs.replace(load, engine=engine, train_token_s=load.train_token_s * config.trainer.epochs_per_batch)
+    return msgspec.structs.replace(
+        load,
+        engine=engine,
+        train_token_s=load.train_token_s * config.trainer.epochs_per_batch,
+        equal_share=_equal_share(calibration, config.rollout.group_size),
+    )
+
+
+def _equal_share(calibration: Calibration, group_size: int) -> float:
+    shares = calibration.equal_shares
+    if group_size == calibration.settings.group_size or not shares or group_size < 2:
+        return calibration.load.equal_share
+    return shares[min(group_size - 2, len(shares) - 1)]
 
 
 def forecast(config: RunConfig, load: Load) -> Outcome:
@@ -159,6 +185,11 @@ def forecast(config: RunConfig, load: Load) -> Outcome:
     settings = flow_settings(config)
     steps = min(settings.number_of_steps, max(FEWEST_STEPS, 4 * (settings.max_async + 1)))
     return simulate(msgspec.structs.replace(settings, number_of_steps=steps), cluster_of(config), load)
+
+
+def processor_step_s(config: RunConfig, costs: Costs, outcome: Outcome) -> float:
+    """Median of the processor seconds that a step of the simulated run takes of all processes together."""
+    return costs.step_s(outcome.steps, config.trainer.epochs_per_batch)
 
 
 def rows_a_rank(config: RunConfig, load: Load) -> int:

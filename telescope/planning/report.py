@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from telescope.config.run import RunConfig
 from telescope.flow.latency import Load
-from telescope.flow.simulate import Outcome
+from telescope.flow.outcome import Outcome
 from telescope.maths.memory import ModelShape, ServerMemory, TrainerMemory
 from telescope.planning.calibrate import Calibration
 from telescope.planning.cards import GIB, Card
@@ -77,8 +77,8 @@ def describe_assumed(load: Load, card: Card) -> str:
 def describe_outcome(outcome: Outcome) -> Iterator[str]:
     steps = len(outcome.steps)
     yield (
-        f"Simulated ({steps} steps): a step takes {_s(outcome.step_s)}; {outcome.tokens_per_s:,.0f} trained and "
-        f"{outcome.sampled_per_s:,.0f} sampled tokens/s."
+        f"Simulated ({steps} steps): a step takes {_s(outcome.step_s)} (median; {_s(outcome.mean_step_s)} in the mean of the "
+        f"settled ones); {outcome.tokens_per_s:,.0f} trained and {outcome.sampled_per_s:,.0f} sampled tokens/s."
     )
     yield (
         f"  Trainer: trains {outcome.trainer_training:.0%}, sends weights {outcome.trainer_syncing:.0%}, idle "
@@ -95,9 +95,15 @@ def describe_outcome(outcome: Outcome) -> Iterator[str]:
         yield f"  The simulated run failed: {outcome.reason}"
 
 
+def describe_processor(processor_step_s: float, calibrated_step_s: float | None) -> str:
+    """Of hosts whose cores the processes share, this is the steadier figure."""
+    known = f" (the calibrated run's own: {_s(calibrated_step_s)})" if calibrated_step_s is not None else ""
+    return f"  A step takes {_s(processor_step_s)} of processor time, all processes together{known}."
+
+
 def describe_splits(divisions: Sequence[Split], chosen: Split | None, gpus: int) -> Iterator[str]:
     yield f"{gpus} GPUs divided between servers and trainer ranks (simulated):"
-    heads = f"  {'servers':>7} {'ranks':>6} {'tokens/s':>10} {'step':>9}"
+    heads = f"  {'servers':>7} {'ranks':>6} {'tokens/s':>10} {'mean step':>9}"
     yield f"{heads} {'servers idle':>13} {'trainer idle':>13} {'mean age':>9}"
     for split in divisions:
         if split.outcome is None:
@@ -106,7 +112,7 @@ def describe_splits(divisions: Sequence[Split], chosen: Split | None, gpus: int)
         outcome = split.outcome
         mark = "  best" if split is chosen else ""
         yield (
-            f"  {split.servers:>7} {split.ranks:>6} {outcome.tokens_per_s:>10,.0f} {_s(outcome.step_s):>9} "
+            f"  {split.servers:>7} {split.ranks:>6} {outcome.tokens_per_s:>10,.0f} {_s(outcome.mean_step_s):>9} "
             f"{outcome.servers_waiting:>13.0%} {outcome.trainer_waiting:>13.0%} {outcome.counts.age_mean:>9.2f}{mark}"
         )
     if chosen is not None:

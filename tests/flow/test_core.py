@@ -362,6 +362,31 @@ def test_an_attempt_that_fails_with_its_server_counts_as_no_failure():
     assert desk.core.counts().rollouts_failed == 0
 
 
+def test_a_request_that_always_fails_slowly_is_not_excused_for_ever():
+    """Each try outlasts a version and ends with an abort that no update asked for."""
+    desk = Desk(groups_per_batch=1, group_size=2, max_async=3, max_attempts=2, max_off_policy_steps=3)
+    desk.open(servers=2)
+    attempt = 0
+    for number in range(40):
+        desk.tell(seen.TurnStarted(f"r{number}", 0, attempt, 0, 10), seen.ServerLost(f"server-{number % 2}", "killed"))
+        desk.tell(seen.ServerJoined(f"server-{number % 2}", 0, 1000))
+        desk.tell(seen.TurnDone(f"r{number}", 0, 3, "abort"))
+        if (0, attempt + 1) not in runs(desk.failed(0, attempt, cause="too slow")):
+            break
+        attempt += 1
+    assert attempt == 6  # 3 + 2 excused, and one of the two that count was tried again
+    assert desk.rows(0)[-1] == "failed"
+
+
+def test_a_failure_after_a_lost_servers_request_was_answered_elsewhere_counts():
+    desk = Desk(max_attempts=1)
+    desk.open(servers=2)
+    desk.tell(seen.TurnStarted("r0", 0, 0, 0, 5), seen.ServerLost("server-0", "killed"))
+    desk.tell(seen.TurnDone("r0", 0, 7, "stop"))
+    assert runs(desk.failed(0, cause="the reward raised")) == [(2, 0), (3, 0)]  # a new group's: this one is given up
+    assert desk.rows(0)[-1] == "failed"
+
+
 def test_requests_of_the_only_server_wait_for_its_return_at_their_version():
     desk = Desk()
     desk.open()

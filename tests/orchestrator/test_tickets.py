@@ -144,6 +144,21 @@ async def test_a_cancelled_rollout_has_ended_for_the_core_only_when_its_server_h
     assert desk.hub.credits("server-0") == 2
 
 
+async def test_a_lane_is_not_free_before_the_server_has_said_that_it_has_ended(desk: Desk):
+    """With a ticket the worker has its tokens, and says that it needs no more, before the orchestrator hears of their end."""
+    question = await desk.placed(direct=True)
+    await desk.heard(desk.worker, m.Ticket)
+    desk.worker.send(m.GenerationOver(11, 0))
+    delivery = await desk.next()
+    assert desk.performer.generated(delivery, delivery.body) is None
+    assert list(desk.performer.freed()) == []
+    desk.server.send(m.Served("q", "stop", 2, 0, 0.0, 0.1), answers=question)
+    delivery = await desk.next()
+    desk.performer.relay.answer(delivery, delivery.body)
+    assert list(desk.performer.freed()) == [seen.GenerationOver(11, 0)]
+    assert list(desk.performer.freed()) == []
+
+
 @pytest.mark.parametrize("direct", [False, True])
 async def test_a_server_that_does_not_end_an_aborted_request_is_named(
     desk: Desk, direct: bool, monkeypatch: pytest.MonkeyPatch
@@ -196,6 +211,16 @@ async def test_what_nobody_waits_for_is_not_generated_again_when_its_server_is_l
     await desk.heard(desk.worker, m.Revoke if direct else m.GenerateFailed)
     assert list(desk.performer.perform(do.Place("q", "server-1", 0))) == [seen.TurnDone("q", 11, 0, "abort")]
     assert list(desk.performer.perform(do.Place("q", "server-1", 0))) == []
+
+
+async def test_a_cancel_that_crosses_its_answer_leaves_nothing_behind(desk: Desk):
+    """The rollout has failed by itself; its cancel comes too late to say of it that it was told to stop."""
+    list(desk.performer.perform(do.Run("worker-0", ORDER)))
+    order = await desk.heard(desk.worker, m.RunRollout)
+    desk.worker.send(m.RolloutFailed(11, 0, "the sandbox is down"), answers=order)
+    assert await desk.worker_answer() is not None
+    list(desk.performer.perform(do.Cancel("worker-0", 11, 0, "off_policy")))
+    assert not desk.performer._recorder._cancelled
 
 
 async def test_an_answer_held_for_a_revoked_ticket_is_free_when_the_request_ends(desk: Desk):

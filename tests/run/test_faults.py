@@ -71,6 +71,15 @@ def test_a_missing_model_folder_gives_a_sentence_before_anything_starts(start: S
     assert not run.directory.path.exists()
 
 
+def test_a_model_that_the_hub_does_not_have_for_us_gives_a_sentence_before_anything_starts(start: Start, tmp_path: Path):
+    offline = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
+    run = start("experiment=fake", "model=any", "model.name=nobody/has-it", environ=offline)
+    assert run.wait() == 1
+    assert "model.name=nobody/has-it is not in the Hugging Face cache and can't be downloaded" in run.said()
+    assert "Nothing was started." in run.said()
+    assert not run.directory.path.exists()
+
+
 def test_a_run_directory_in_use_is_refused(start: Start, tmp_path: Path):
     (tmp_path / "run-0").mkdir()
     (tmp_path / "run-0" / "notes.txt").write_text("mine")

@@ -1,0 +1,98 @@
+"""Processor seconds of a run's steps: what its parts cost by what they do, and what those of a simulated run would.
+
+    servers' engines    share · (seconds that the simulated engine works)
+    servers             request_s · (requests answered)
+    workers             score_s · (rollouts scored)
+    orchestrator        rollout_s · (rollouts scored)
+    trainers            step_s + token_s · (tokens of the batch)
+
+Seconds of the wall clock change with what else a machine does, and with how many of the run's processes share its cores; these
+hardly do. Fitted on the totals of a run's settled steps. Refuses runs that say nothing of their processor time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+import msgspec
+
+from telescope.flow.outcome import Step
+
+PREFIX = "processor_s/"
+PARTS = ("orchestrator", "workers", "servers", "engines", "trainers")
+
+
+class Costs(msgspec.Struct, frozen=True, kw_only=True):
+    """Processor seconds."""
+
+    engine_share: float
+    """For a second of the calibrated engine's time."""
+    request_s: float
+    score_s: float
+    rollout_s: float
+    train_step_s: float
+    """All ranks together."""
+    train_token_s: float
+
+    def of(self, before: Step | None, step: Step, epochs: int = 1) -> dict[str, float]:
+        """What lies between the ends of two train steps, by part; `before`: none for the first."""
+
+        def grown(name: str) -> float:
+            total: float = getattr(step, name) - (getattr(before, name) if before is not None else 0.0)
+            return total
+
+        return {
+            "orchestrator": self.rollout_s * grown("scores"),
+            "workers": self.score_s * grown("scores"),
+            "servers": self.request_s * grown("answers"),
+            "engines": self.engine_share * grown("worked_s"),
+            "trainers": self.train_step_s + self.train_token_s * step.tokens * epochs,
+        }
+
+    def step_s(self, steps: Sequence[Step], epochs: int = 1) -> float:
+        """Median over the steps of a simulated run."""
+        before: list[Step | None] = [None, *steps[:-1]]
+        return median(sum(self.of(one, other, epochs).values()) for one, other in zip(before, steps, strict=True))
+
+
+class Work(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run did in its settled steps, all together."""
+
+    steps: int
+    engine_s: float
+    """That its requests needed of the calibrated engine."""
+    requests: int
+    scores: int
+    tokens: int
+    """Of the batches, prompts included, as often as they were trained on."""
+    token_share: float
+    """Of a train step's time, the part that grows with its tokens."""
+
+
+def spent(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Processor seconds of a step by part, from its row in `step_metrics`; empty where they were not known."""
+    found = {part: metrics.get(PREFIX + part) for part in PARTS}
+    return {part: seconds for part, seconds in found.items() if seconds is not None} if None not in found.values() else {}
+
+
+def measured_step_s(metrics: Sequence[Mapping[str, float]]) -> float | None:
+    """Median of a run's own steps, to compare with; None where a step does not say it."""
+    found = [spent(row) for row in metrics]
+    return median(sum(row.values()) for row in found) if found and all(found) else None
+
+
+def fit_costs(rows: Sequence[Mapping[str, float]], work: Work) -> Costs | None:
+    """From the metrics of the settled steps, and what was done in them. None where they don't say it."""
+    found = [spent(row) for row in rows]
+    if not found or not all(found):
+        return None
+    total = {part: sum(row[part] for row in found) for part in PARTS}
+    return Costs(
+        engine_share=total["engines"] / max(work.engine_s, 1e-9),
+        request_s=total["servers"] / max(work.requests, 1),
+        score_s=total["workers"] / max(work.scores, 1),
+        rollout_s=total["orchestrator"] / max(work.scores, 1),
+        train_step_s=(1 - work.token_share) * total["trainers"] / max(work.steps, 1),
+        train_token_s=work.token_share * total["trainers"] / max(work.tokens, 1),
+    )

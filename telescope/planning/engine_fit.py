@@ -1,0 +1,131 @@
+"""From a run's requests to the times of an engine's steps. Rows of `turns` and `weights` in, numbers out."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from telescope.flow.latency import EngineTimes
+
+SHARE_LIMIT = 0.9
+
+
+class Progress:
+    """The integral over time of what is in progress: `over(a, b)` is the mean of all weights of intervals, from a to b."""
+
+    def __init__(self, intervals: Sequence[tuple[float, float, float]]) -> None:
+        """(from, to, weight) each."""
+        edges = sorted([(start, weight) for start, _, weight in intervals] + [(end, -weight) for _, end, weight in intervals])
+        self._times = [0.0]
+        self._levels = [0.0]
+        self._sums = [0.0]
+        level = total = before = 0.0
+        for at, change in edges:
+            total += level * (at - before)
+            level, before = level + change, at
+            self._times.append(at)
+            self._levels.append(level)
+            self._sums.append(total)
+
+    def over(self, start: float, end: float) -> float:
+        return (self._until(end) - self._until(start)) / max(end - start, 1e-9)
+
+    def _until(self, at: float) -> float:
+        index = max(bisect_right(self._times, at) - 1, 0)
+        return self._sums[index] + self._levels[index] * (at - self._times[index])
+
+
+class Fitted(msgspec.Struct, frozen=True):
+    """What requests say of their engines."""
+
+    times: EngineTimes
+    shared_share: float
+    error: float
+    """Mean absolute error of a request's time, as a share of the mean time."""
+    needed_s: dict[str, float]
+    """Engine time that each request accounts for: its share of the steps it was in, and its prompt."""
+
+
+def fit_engine(
+    turns: Sequence[Mapping[str, Any]],
+    pauses: Sequence[Mapping[str, Any]],
+    training: Sequence[tuple[float, float, float]],
+    *,
+    kv_tokens: float,
+    max_seqs: int,
+) -> Fitted:
+    """`training`: when the trainer worked, in seconds since the first request was placed.
+
+    Least squares over the requests, no coefficient below 0: what a request took against its tokens, alone and times the
+    sequences and the cached tokens beside it, the prompts that its server read meanwhile, and the trainer's work beside it."""
+    origin = min(row["placed_ns"] for row in turns)
+
+    def ends(row: Mapping[str, Any]) -> tuple[float, float]:
+        end = (row["done_ns"] - origin) / 1e9
+        return max(0.0, end - row["generated_s"]), end
+
+    trainer = Progress(training)
+    features: list[list[float]] = []
+    took: list[float] = []
+    alone: list[tuple[str, float, float]] = []  # request, sequences in its steps, prompt tokens it had to read
+    for name in sorted({row["server"] for row in turns}):
+        mine = [row for row in turns if row["server"] == name]
+        beside = Progress([(*ends(row), 1.0) for row in mine])
+        cached = Progress([(*ends(row), row["prompt_tokens"] + row["completion_tokens"] / 2) for row in mine])
+        still = Progress([_pause(row, origin) for row in pauses if row["server"] == name])
+        read = sorted((ends(row)[0], max(1, row["prompt_tokens"] - row["cached_tokens"])) for row in mine)
+        starts, prompts = [at for at, _ in read], np.cumsum([0, *(tokens for _, tokens in read)])
+        for row in mine:
+            start, end = ends(row)
+            tokens = float(row["completion_tokens"])
+            reads = float(prompts[bisect_right(starts, end)] - prompts[bisect_right(starts, start - 1e-6)])
+            took.append(max(0.0, row["generated_s"] - still.over(start, end) * (end - start)))
+            alone.append(
+                (row["request_id"], max(1.0, beside.over(start, end)), max(1, row["prompt_tokens"] - row["cached_tokens"]))
+            )
+            features.append(
+                [tokens, tokens * beside.over(start, end), tokens * cached.over(start, end), reads,
+                 tokens * min(1.0, trainer.over(start, end))]
+            )  # fmt: skip
+    found = least_squares(np.array(features), np.array(took))
+    step_s, sequence_s, kv_token_s, prefill_token_s, beside_training_s = found
+    fitted = np.array(features) @ np.array(found)
+    base = float((np.array(features)[:, :3] @ np.array(found[:3])).sum() / np.array(features)[:, 0].sum())
+    shared = min(beside_training_s / max(base + beside_training_s, 1e-12), SHARE_LIMIT)
+    times = EngineTimes(
+        step_s=max(step_s, 1e-9),
+        sequence_s=sequence_s,
+        kv_token_s=kv_token_s,
+        prefill_token_s=prefill_token_s,
+        kv_tokens=kv_tokens,
+        max_seqs=max_seqs,
+    )
+    needed = {
+        request_id: (row[0] * step_s + row[2] * kv_token_s) / sequences + row[0] * sequence_s + reads * prefill_token_s
+        for (request_id, sequences, reads), row in zip(alone, features, strict=True)
+    }
+    return Fitted(times, shared, float(np.abs(fitted - took).mean() / max(np.mean(took), 1e-12)), needed)
+
+
+def _pause(row: Mapping[str, Any], origin: int) -> tuple[float, float, float]:
+    end = (row["ended_ns"] - origin) / 1e9
+    return end - row["pause_s"], end, 1.0
+
+
+def least_squares(features: np.ndarray, values: np.ndarray) -> list[float]:
+    """Coefficients of 0 or more [columns]: columns that would need a negative one are left out, the worst first."""
+    kept = [column for column in range(features.shape[1]) if features[:, column].any()]
+    scale = np.maximum(np.abs(features).max(axis=0), 1e-12)
+    while kept:
+        found = np.linalg.lstsq(features[:, kept] / scale[kept], values, rcond=1e-9)[0]
+        if (found >= 0).all():
+            break
+        del kept[int(np.argmin(found))]
+    result = [0.0] * features.shape[1]
+    for place, column in enumerate(kept):
+        result[column] = float(found[place] / scale[column])
+    return result
