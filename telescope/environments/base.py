@@ -15,7 +15,8 @@ from typing import Any, ClassVar, Protocol
 
 from telescope.settings import Settings
 
-Turn = Mapping[str, str]  # {"role": "user", "content": "rev hhfje"}
+Turn = Mapping[str, Any]  # {"role": "user", "content": "rev hhfje"}
+ToolSchema = Mapping[str, Any]  # {"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}
 
 
 @dataclass(frozen=True)
@@ -37,21 +38,45 @@ class Reward:
     """Shown beside the answer; empty: the prompt's own."""
 
 
-class Chat(Protocol):
-    """A dialogue with the policy. Records ids, masks, log-probs and versions of every token behind the environment's back."""
+class Dialogue(Protocol):
+    """One line of messages with the policy. Records ids, masks, log-probs and versions of every token behind the
+    environment's back."""
 
-    async def say(self, *turns: Turn) -> str:
-        """Append turns, let the policy answer, and return its text (the end-of-sequence token not included)."""
+    async def say(self, *turns: Turn, tools: Sequence[ToolSchema] = (), max_tokens: int | None = None) -> str:
+        """Append turns, let the policy answer, and return its text (the end-of-sequence token not included).
+
+        `tools` are put to the chat template, now and for the rest of the dialogue. `max_tokens` lowers `rollout.max_tokens` for
+        this answer. A first turn of the role "assistant" directly after an answer adds no message: it says how that answer
+        reads as one (with `tool_calls`), for templates that refuse a tool's result behind anything else.
+        """
         ...
 
-    def close(self) -> None:
-        """No more will be asked: another rollout may generate while this one is scored. For rewards that take a while; `say`
-        fails afterwards."""
+    def restart(self, *turns: Turn) -> None:
+        """Forget the messages so far (all that was sampled is still trained): the next `say` begins with these turns."""
         ...
 
     @property
     def truncated(self) -> bool:
         """Whether the last answer was cut off at the token limit."""
+        ...
+
+    @property
+    def tokens_left(self) -> int:
+        """Tokens that may still be added to the dialogue before a prompt leaves no room for an answer."""
+        ...
+
+
+class Chat(Dialogue, Protocol):
+    """What a rollout talks through: one dialogue, and on demand further ones beside it."""
+
+    def dialogue(self) -> Dialogue:
+        """Another line of messages in the same rollout, for agents within it: several may `say` at once, and one reward counts
+        for all."""
+        ...
+
+    def close(self) -> None:
+        """No more will be asked: another rollout may generate while this one is scored. For rewards that take a while; `say`
+        fails afterwards."""
         ...
 
 
