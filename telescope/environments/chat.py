@@ -202,8 +202,8 @@ class TokenDialogue:
     async def say(self, *turns: Turn, tools: Sequence[ToolSchema] = (), max_tokens: int | None = None) -> str:
         """Append turns, let the policy answer, and return its text without the end-of-sequence token.
 
-        See `Dialogue.say`. Raises `ChatError` where the prompt is too long or the completion is unusable, and whatever the sampler
-        raises; the dialogue is then as it was.
+        See `Dialogue.say`. Raises `ChatError` where the prompt is too long or the completion is unusable, and whatever the
+        sampler raises; the dialogue is then as it was.
         """
         if self._busy:
             raise RuntimeError("say was called while the policy was still answering: a dialogue has one answer at a time")
