@@ -21,18 +21,19 @@ from typing import Protocol
 import numpy as np
 
 from telescope.environments.base import Turn
+from telescope.environments.failures import ContextFull, InfrastructureError
 from telescope.environments.template import ChatTemplate
 from telescope.records import FinishReason, Trajectory
 
 _ABOVE_ZERO = 1e-3  # rounding of a log-softmax in low precision; anything more is no log-prob
 
 
-class ChatError(RuntimeError):
+class ChatError(InfrastructureError):
     """The dialogue cannot go on for a reason outside the environment: an infrastructure failure, never a reward."""
 
 
 class PromptTooLong(ChatError):
-    """The prompt leaves no room for an answer of `rollout.max_tokens`."""
+    """The opening prompt leaves no room for an answer of `rollout.max_tokens` (a later one: `ContextFull`)."""
 
 
 class BrokenCompletion(ChatError):
@@ -86,6 +87,10 @@ class _Branch:
     text: str
     runs: list[tuple[np.ndarray, Sampled | None]] = field(default_factory=list)
 
+    @property
+    def was_answered(self) -> bool:
+        return any(sampled is not None for _, sampled in self.runs)
+
     def append_prompt(self, ids: np.ndarray) -> None:
         self.runs.append((ids, None))
 
@@ -97,6 +102,9 @@ class _Branch:
         return ids.astype(np.int32, copy=False)
 
     def trajectory(self) -> Trajectory:
+        """All up to the last sampled token: a prompt that was never answered teaches nothing."""
+        while self.runs[-1][1] is None:
+            self.runs.pop()
         ids = self.ids()
         mask = np.zeros(len(ids), np.uint8)
         logprobs = np.full(len(ids), np.nan, np.float32)
@@ -146,7 +154,8 @@ class TokenChat:
     async def say(self, *turns: Turn) -> str:
         """Append turns, let the policy answer, and return its text without the end-of-sequence token.
 
-        Raises `ChatError` where the prompt is too long or the completion is unusable, and whatever the sampler raises.
+        Raises `ContextFull` where the dialogue has become too long, `ChatError` where the opening is too long or the completion
+        is unusable, and whatever the sampler raises.
         """
         if self._busy:
             raise RuntimeError("say was called while the policy was still answering: a dialogue has one answer at a time")
@@ -157,6 +166,8 @@ class TokenChat:
         self._busy = True
         try:
             return await self._say(turns)
+        except ContextFull:  # the policy's, and nothing was sampled: what there is stands
+            raise
         except BaseException as error:
             self.failure = self.failure or error
             raise
@@ -177,7 +188,7 @@ class TokenChat:
             raise ChatError(f"a turn of the dialogue failed: {self.failure}") from self.failure
         if self._answers == 0:
             raise ChatError("the environment returned a reward without asking the policy anything")
-        branches = tuple(branch.trajectory() for branch in self._branches)
+        branches = tuple(branch.trajectory() for branch in self._branches if branch.was_answered)
         return Recording(
             branches=branches,
             prompt_tokens=self._opening_tokens,
@@ -194,7 +205,7 @@ class TokenChat:
         branch = self._prompt(turns)
         prompt = branch.ids()
         if len(prompt) > self._max_prompt_tokens:
-            raise PromptTooLong(
+            raise (ContextFull if self._answers else PromptTooLong)(
                 f"the prompt of turn {self._answers} has {len(prompt)} tokens, more than the {self._max_prompt_tokens} that "
                 "inference.max_model_len - rollout.max_tokens leaves: raise max_model_len, lower max_tokens or shorten prompts"
             )
