@@ -48,7 +48,7 @@ def config() -> RunConfig:
         algorithm=RLOO(),
         backend=Fake(),
         orchestrator=OrchestratorSettings(prompts_batch_size_for_trainer=2, max_concurrent_prompts_per_server=1),
-        rollout=RolloutSettings(group_size=4, max_attempts=20),
+        rollout=RolloutSettings(group_size=4, max_attempts=20, retry_backoff_s=0),
         cluster=ClusterSettings(inference_num_workers=2, trainer_num_workers=1, env_num_workers=2),
         number_of_steps=STEPS,
     )
