@@ -96,10 +96,12 @@ async def test_an_attempt_that_was_told_to_stop_is_cancelled_and_one_that_failed
     recorder = Recorder(run, log, None, number_of_steps=1)
     told, failed = make(0, 0, 1.0).order, make(1, 0, 1.0).order
     recorder.cancelled(told.rollout_id, told.attempt)
-    recorder.failed(told, "worker-0", "cancelled: its group is cancelled: off_policy")
-    recorder.failed(failed, "worker-0", "the sandbox is down")
+    recorder.failed(told, "worker-0", "cancelled: its group is cancelled: off_policy", "infrastructure")
+    recorder.failed(failed, "worker-0", "no such key", "grader")
     log.close()
-    assert [(row["rollout_id"], row["status"]) for row in rows(run, "rollouts")] == [(0, "cancelled"), (1, "error")]
+    assert [(row["rollout_id"], row["status"], row.get("failure")) for row in rows(run, "rollouts")] == [
+        (0, "cancelled", None), (1, "error", "grader"),
+    ]  # fmt: skip
 
 
 async def test_an_update_that_was_left_out_is_alerted_and_counted(run: RunDirectory):

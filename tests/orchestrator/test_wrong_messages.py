@@ -49,7 +49,7 @@ def config() -> RunConfig:
         algorithm=RLOO(),
         backend=Fake(),
         orchestrator=OrchestratorSettings(prompts_batch_size_for_trainer=2, max_concurrent_prompts_per_server=1),
-        rollout=RolloutSettings(group_size=4, max_attempts=20),
+        rollout=RolloutSettings(group_size=4, max_attempts=20, retry_backoff_s=0),
         cluster=ClusterSettings(inference_num_workers=2, trainer_num_workers=1, env_num_workers=2),
         number_of_steps=STEPS,
     )
@@ -188,7 +188,7 @@ def done(order: RolloutOrder, version: int) -> m.RolloutDone:
     return m.RolloutDone(
         rollout_id=order.rollout_id, attempt=order.attempt, reward=float(order.sample % 2), metrics={}, branch_lengths=(3,),
         prompt_tokens=2, completion_tokens=1, turns=1, finish_reason="stop", prompt_text="", completion_text="",
-        golden_answer="", started_ns=1, generated_ns=2, scored_ns=3,
+        golden_answers=(), started_ns=1, generated_ns=2, scored_ns=3,
     )  # fmt: skip
 
 
