@@ -22,18 +22,19 @@ from typing import Protocol
 import numpy as np
 
 from telescope.environments.base import ToolSchema, Turn
+from telescope.environments.failures import ContextFull, InfrastructureError
 from telescope.environments.template import ChatTemplate, TemplateError
 from telescope.records import FinishReason, Trajectory
 
 _ABOVE_ZERO = 1e-3  # rounding of a log-softmax in low precision; anything more is no log-prob
 
 
-class ChatError(RuntimeError):
+class ChatError(InfrastructureError):
     """The dialogue cannot go on for a reason outside the environment: an infrastructure failure, never a reward."""
 
 
 class PromptTooLong(ChatError):
-    """The prompt leaves no room for an answer of `rollout.max_tokens`."""
+    """The opening prompt leaves no room for an answer of `rollout.max_tokens` (a later one: `ContextFull`)."""
 
 
 class BrokenCompletion(ChatError):
@@ -93,6 +94,9 @@ class _Branch:
         return ids.astype(np.int32, copy=False)
 
     def trajectory(self) -> Trajectory:
+        """All up to the last sampled token: a prompt that was never answered teaches nothing."""
+        while self.runs[-1][1] is None:
+            self.runs.pop()
         ids = self.ids()
         mask = np.zeros(len(ids), np.uint8)
         logprobs = np.full(len(ids), np.nan, np.float32)
@@ -147,10 +151,10 @@ class _Record:
         self.failure: BaseException | None = None
 
     async def sample(self, prompt: np.ndarray, max_tokens: int | None) -> Sampled:
-        """Raises `PromptTooLong`, which is no failure of the rollout, and whatever the sampler raises."""
+        """Raises `ContextFull`, which is no failure of the rollout, `PromptTooLong`, and whatever the sampler raises."""
         turn, room = self.asked, self.room(max_tokens)
         if len(prompt) > room:
-            raise PromptTooLong(
+            raise (ContextFull if self.answers else PromptTooLong)(
                 f"the prompt of turn {turn} has {len(prompt)} tokens, more than the {room} that "
                 "inference.max_model_len - rollout.max_tokens leaves: raise max_model_len, lower max_tokens or shorten prompts"
             )
@@ -202,8 +206,8 @@ class TokenDialogue:
     async def say(self, *turns: Turn, tools: Sequence[ToolSchema] = (), max_tokens: int | None = None) -> str:
         """Append turns, let the policy answer, and return its text without the end-of-sequence token.
 
-        See `Dialogue.say`. Raises `ChatError` where the prompt is too long or the completion is unusable, and whatever the
-        sampler raises; the dialogue is then as it was.
+        See `Dialogue.say`. Raises `ContextFull` where the dialogue has become too long, `ChatError` where the opening is or the
+        completion is unusable, and whatever the sampler raises; the dialogue is then as it was.
         """
         if self._busy:
             raise RuntimeError("say was called while the policy was still answering: a dialogue has one answer at a time")
@@ -217,7 +221,7 @@ class TokenDialogue:
         self._record.asking += 1
         try:
             return await self._say(turns, tuple(tools) or self._tools, max_tokens)
-        except PromptTooLong:  # nothing was asked, so nothing is missing: restart with less, or score what is there
+        except ContextFull:  # the policy's, and nothing was sampled: what there is stands, and `restart` may go on with less
             raise
         except asyncio.CancelledError as error:
             if not self._forgives_cancelling:
@@ -305,7 +309,7 @@ class TokenDialogue:
 class TokenChat(TokenDialogue):
     """The `Chat` an environment is given; afterwards `recording()` holds what it did.
 
-    `failure` is the first error `say` raised (a prompt that was too long is none): a rollout that had one must not be trained
+    `failure` is the first error `say` raised (`ContextFull` is none): a rollout that had one must not be trained
     on, even where the environment caught it and returned a reward.
     """
 
