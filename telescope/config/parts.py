@@ -35,7 +35,7 @@ class LoraSettings(Settings):
 
 class ModelSettings(Settings):
     name: str = "tiny"
-    """Hugging Face id, a local folder, or an embedded model (`tiny`, `tiny_reverse`)."""
+    """Hugging Face id, a local folder, or an embedded model (`tiny`, `tiny_reverse`, `tiny_turns`)."""
     dtype: Dtype = "float32"
     """Precision of the master weights."""
     chat_template: str | None = None
