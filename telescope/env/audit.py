@@ -1,8 +1,8 @@
 """`python -m telescope.env audit RUN_DIR [--step N | --rollout ID]`: a trajectory token by token, as it was trained.
 
 For each token its id and text, whether the policy sampled it, and if so the weight version and log-prob of whoever did, with
-the advantage of its rollout. A run keeps the tokens of the first groups of each step (`logging.token_groups`). Reads a run that is
-over or still goes on; writes nothing. Exit codes: 0 fine, 1 nothing to show or unreadable, 2 usage.
+the advantage of its rollout. A run keeps the tokens of the first groups of each step (`logging.token_groups`). Reads a run that
+is over or still goes on; writes nothing. Exit codes: 0 fine, 1 nothing to show or unreadable, 2 usage.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def _decoder(run: RunDirectory) -> Decode:
-    """Text of a token by the run's own tokenizer; where that is not to be had (a hub model, offline), none, and that is said."""
+    """Text of a token by the run's own tokenizer; where that is not to be had (a hub model, offline), none, which is said."""
     model = load_run(run.config_json).model
     try:
         template = load_template(model, model_folder(model.name))

@@ -1,4 +1,4 @@
-"""The multi-turn environment learns from the outcome of whole dialogues, and a broken run does not. Good runs gain 0.29 and more."""
+"""Whole dialogues are learned from their outcome, and a broken run learns nothing. Good runs gain 0.29 and more in 40 steps."""
 
 from __future__ import annotations
 
