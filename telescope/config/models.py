@@ -24,7 +24,7 @@ class ModelBroken(ModelNotFound):
 
 
 def embedded_models() -> list[str]:
-    """Names of the models that ship with Telescope, e.g. `["tiny", "tiny_reverse"]`."""
+    """Names of the models that ship with Telescope, e.g. `["tiny", "tiny_reverse", "tiny_turns"]`."""
     folders = EMBEDDED.iterdir() if EMBEDDED.is_dir() else ()
     return sorted(folder.name for folder in folders if (folder / "config.json").is_file())
 

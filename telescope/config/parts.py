@@ -35,7 +35,7 @@ class LoraSettings(Settings):
 
 class ModelSettings(Settings):
     name: str = "tiny"
-    """Hugging Face id, a local folder, or an embedded model (`tiny`, `tiny_reverse`)."""
+    """Hugging Face id, a local folder, or an embedded model (`tiny`, `tiny_reverse`, `tiny_turns`)."""
     dtype: Dtype = "float32"
     """Precision of the master weights."""
     chat_template: str | None = None
@@ -366,3 +366,5 @@ class LoggingSettings(Settings):
     """Copy the components' logs to the launcher's stderr."""
     progress: bool = True
     """Show the progress line on the launcher's terminal."""
+    token_groups: int = Field(default=1, ge=0)
+    """Groups of each step whose exact tokens are kept in the run directory, for `python -m telescope.env audit`; 0: none."""

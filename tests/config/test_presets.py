@@ -68,7 +68,7 @@ def test_another_model_takes_the_recipe_of_the_tiny_one_away():
 
 
 def test_the_recipe_of_the_tiny_model_says_nothing_of_the_algorithm():
-    for name in ("tiny", "tiny_reverse"):
+    for name in ("tiny", "tiny_reverse", "tiny_turns"):
         assert "algorithm:" not in (CONF / "model" / f"{name}.yaml").read_text()
     config = compose_one("algorithm=cispo", "model=tiny").config
     assert config.algorithm == type(config.algorithm)()

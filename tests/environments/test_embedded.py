@@ -29,7 +29,9 @@ def script() -> Any:
     return module
 
 
-@pytest.mark.parametrize(("name", "parameters", "kilobytes"), [("tiny", 234_080, 939), ("tiny_reverse", 131_520, 529)])
+@pytest.mark.parametrize(
+    ("name", "parameters", "kilobytes"), [("tiny", 234_080, 939), ("tiny_reverse", 131_520, 529), ("tiny_turns", 131_520, 529)]
+)
 def test_sizes_and_special_tokens(name: str, parameters: int, kilobytes: int) -> None:
     folder = EMBEDDED / name
     model = Qwen3ForCausalLM.from_pretrained(folder)
@@ -42,7 +44,7 @@ def test_sizes_and_special_tokens(name: str, parameters: int, kilobytes: int) ->
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id, len(tokenizer)) == (0, 1, 102)
 
 
-@pytest.mark.parametrize("name", ["tiny", "tiny_reverse"])
+@pytest.mark.parametrize("name", ["tiny", "tiny_reverse", "tiny_turns"])
 def test_any_ascii_text_goes_through_the_tokenizer_and_back(name: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED / name)
     text = "".join(map(chr, range(32, 127))) + "\n  two spaces\n"
@@ -93,3 +95,28 @@ def test_demonstrations_have_the_stated_shares(script: Any) -> None:
     words = [script.demonstrate_reverse(draws) for _ in range(2000)]
     assert 0.27 < sum(question == f"rev {answer}" for question, answer in words) / 2000 < 0.34
     assert 0.22 < sum(question == f"rev {answer[::-1]}" for question, answer in words) / 2000 < 0.29
+
+
+@pytest.fixture
+def turns_script(script: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    return importlib.import_module("make_tiny_turns")
+
+
+def test_the_base_of_several_turns_half_knows_its_task(turns_script: Any) -> None:
+    model = Qwen3ForCausalLM.from_pretrained(EMBEDDED / "tiny_turns").eval()
+    turns_script.CHECKED = 256
+    policy = turns_script.policy(model, turns_script.tiny.make_tokenizer(), sample=True)
+    found = turns_script.play(policy)
+    assert 0.3 < found["exact"] < 0.5
+    card = (EMBEDDED / "tiny_turns" / "MODEL_CARD.md").read_text()
+    assert "halves what the replies have left (25%, the wanted one)" in card
+
+
+def test_a_dialogue_of_the_wanted_habit_always_finds_the_letter(turns_script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns_script, "HABITS", ("halve",))
+    for at in range(200):
+        said = turns_script.demonstrate(turns_script.Draws("test", at))
+        secret = turns_script.TASK.prompt(turns_script.Draws("test", at)).answer
+        assert said[-1][1] == secret
+        assert len(said) <= 3

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from telescope.env.audit import main as audit
 from tests.run.conftest import Start, WholeRun
 from tests.run.plugins import controls
 
@@ -36,6 +37,26 @@ def test_reward_on_what_the_server_sampled_rises(start: Start):
     assert statistics.mean(curve[-4:]) - statistics.mean(curve[:3]) > 0.2, curve
     commits = [row["version"] for row in run.rows("weights") if row["phase"] == "committed"]
     assert commits == list(range(1, 21))
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(700)
+def test_dialogues_are_learned_and_their_tokens_can_be_audited(start: Start, capsys: pytest.CaptureFixture[str]):
+    """32 steps of three turns; the base begins at 0.39."""
+    run = finished(start("experiment=guess_letter", "inference.http=false", "number_of_steps=32"))
+    curve = exact(run)
+    assert statistics.mean(curve[-5:]) - statistics.mean(curve[:5]) > 0.15, curve
+    assert max(abs(row["metrics"]["kl_divergence_inference"]) for row in run.rows("step_metrics")) < 0.15
+    kept = run.rows("tokens")
+    assert {row["step"] for row in kept} == set(range(1, 33))
+    by_rollout = {row["rollout_id"]: row for row in run.rows("rollouts")}
+    sampled: dict[int, int] = {}
+    for row in kept:
+        sampled[row["rollout_id"]] = sampled.get(row["rollout_id"], 0) + sum(row["mask"])
+    assert all(count == by_rollout[rollout_id]["completion_tokens"] for rollout_id, count in sampled.items())
+    assert audit([str(run.directory.path)]) == 0
+    assert "'<|assistant|>'" in capsys.readouterr().out
 
 
 SLOWER = {"gspo": 0.4}
