@@ -274,7 +274,7 @@ class Broken:
     def __init__(self, **changes: Any) -> None:
         self._changes = changes
 
-    async def sample(self, ids: np.ndarray, turn: int) -> Sampled:
+    async def sample(self, ids: np.ndarray, turn: int, max_tokens: int | None) -> Sampled:
         good: dict[str, Any] = {
             "ids": np.array([71, 1], np.int32),
             "logprobs": np.array([-0.5, -0.25], np.float32),
