@@ -193,6 +193,16 @@ class TokenDialogue:
         return self._finish_reason == "length"
 
     @property
+    def shows_tools(self) -> bool:
+        """Whether the chat template writes the tools that `say` is given."""
+        return self._record.template.shows_tools
+
+    @property
+    def has_tool_role(self) -> bool:
+        """Whether the chat template writes turns of the role "tool"."""
+        return self._record.template.has_tool_role
+
+    @property
     def tokens_left(self) -> int:
         """Tokens that may still be added before a prompt leaves no room for an answer of `rollout.max_tokens`."""
         used = len(self._branch.ids()) if self._branch is not None else 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,6 +18,10 @@ from telescope.environments.base import ToolSchema, Turn
 from telescope.environments.recent import Recent
 
 Ids = np.ndarray  # [T] int32
+
+
+_PROBE = "probe7391"
+_ASKED: Turn = {"role": "user", "content": "q"}
 
 
 class Tokenizer(Protocol):
@@ -97,6 +102,29 @@ class ChatTemplate:
                 raise
             raise TemplateError(f"the chat template refuses the dialogue of {_roles(turns)}: {error}") from error
         return str(text)
+
+    @cached_property
+    def shows_tools(self) -> bool:
+        """Whether the template writes the tools that it is given."""
+        tool = {"name": _PROBE, "description": _PROBE, "parameters": {"type": "object", "properties": {}}}
+        return self._writes([_ASKED], [{"type": "function", "function": tool}])
+
+    @cached_property
+    def has_tool_role(self) -> bool:
+        """Whether the template writes turns of the role "tool", be it only behind an answer with `tool_calls`."""
+        result = {"role": "tool", "name": "f", "tool_call_id": "c00000000", "content": _PROBE}
+        call = {"id": "c00000000", "type": "function", "function": {"name": "f", "arguments": {}}}
+        answers: tuple[Turn, ...] = (
+            {"role": "assistant", "content": "a"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        )
+        return any(self._writes([_ASKED, answer, result], ()) for answer in answers)
+
+    def _writes(self, turns: Sequence[Turn], tools: Sequence[ToolSchema]) -> bool:
+        try:
+            return _PROBE in self.text(turns, tools)
+        except TemplateError:
+            return False
 
     def encode(self, text: str) -> Ids:
         """Tokens of a whole prompt."""

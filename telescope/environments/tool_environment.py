@@ -16,17 +16,17 @@ import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from pydantic import Field, PrivateAttr
 
-from telescope.environments.base import Chat, Prompt, Reward, Turn
+from telescope.environments.base import Chat, Prompt, Reward, ToolSchema, Turn
 from telescope.environments.failures import GraderError, InfrastructureError, PolicyError
 from telescope.environments.multi_turn import MultiTurn
 from telescope.environments.off_loop import TimeLimit, called
 from telescope.environments.recent import Recent
 from telescope.environments.tools.calls import Call, CallFormat, Malformed, Parsed, how_to_call, parse_calls
-from telescope.environments.tools.schema import BadArguments, Tool, ToolFunction, ToolSchema, as_text, tool_of
+from telescope.environments.tools.schema import BadArguments, RolloutState, Tool, ToolFunction, as_text, tool_of
 
 REMEMBERED_TOOLS = 1024
 MAX_NAME = 64
@@ -35,7 +35,7 @@ _PER_TOOL = "{}_calls"
 
 
 @dataclass
-class ToolState:
+class ToolState(RolloutState):
     """What one rollout remembers; derive from it (as a dataclass) for the task's own things. Tools get it as `state`."""
 
     final_answer: str = field(default="", kw_only=True)
@@ -70,27 +70,26 @@ class Result:
 
     name: str
     text: str
-    failed: bool = False
 
-    @property
-    def turn(self) -> Turn:
-        return {"role": "tool", "name": self.name, "content": self.text}
+    def turn(self, call_id: str) -> Turn:
+        return {"role": "tool", "tool_call_id": call_id, "name": self.name, "content": self.text}
 
 
-class _ToolChat(Protocol):
-    """What this shape needs of a chat beyond `say(*turns)`."""
+@runtime_checkable
+class KnowsTemplate(Protocol):
+    """A chat that can say what its template is able to write. Of one that can't, a tool role is expected and no listing."""
 
     @property
     def shows_tools(self) -> bool: ...
     @property
     def has_tool_role(self) -> bool: ...
-    async def say(self, *turns: Turn, tools: Sequence[ToolSchema] = ()) -> str: ...
 
 
 class ToolEnvironment(MultiTurn):
     """Subclasses give `tools` (or `tools_for`), `prompts` and `reward`; `initial_state` where a rollout remembers something.
 
-    A tool is a function or a method, `def` or `async def`; a parameter called `state` is filled in and hidden from the policy.
+    A tool is a function or a method, `def` or `async def`. A parameter typed as the state (or a bare `state`) is filled in and
+    hidden from the policy.
     """
 
     tools: ClassVar[tuple[ToolFunction, ...]] = ()
@@ -103,8 +102,8 @@ class ToolEnvironment(MultiTurn):
     call_tag: str = Field(default="tool_call", pattern=r"^\w+$")
     """The tag that calls stand in: `<tool_call>…</tool_call>`."""
     tool_prompt: Literal["auto", "template", "listing", "none"] = "auto"
-    """How the policy hears of its tools: by the chat template (`template`), by a text in the system turn (`listing`), by what the
-    prompts say anyway (`none`); `auto` takes the template where it writes tools and `call_format` is json, else the listing."""
+    """How the policy hears of its tools: from the chat template (`template`), a text in the system turn (`listing`), or the
+    prompts alone (`none`); `auto` takes the template where it writes tools and `call_format` is json, else the listing."""
     result_role: Literal["auto", "tool", "user"] = "auto"
     """Role of the turns that hold results; `auto` is `tool` where the chat template writes such turns, else `user`."""
     tool_timeout_s: float = Field(default=10.0, gt=0)
@@ -122,7 +121,7 @@ class ToolEnvironment(MultiTurn):
         return ToolState()
 
     def tools_for(self, state: Any) -> Sequence[ToolFunction]:
-        """The tools of this rollout: those of the class, unless the state has its own (bound methods of an object in it, say)."""
+        """The tools of this rollout: those of the class, unless the state has its own (methods of an object in it, say)."""
         return [self._bound(function) for function in self.tools]
 
     def answered(self, state: Any, text: str) -> Sequence[Turn] | Awaitable[Sequence[Turn]]:
@@ -153,22 +152,25 @@ class ToolEnvironment(MultiTurn):
             results = [await self._result(tools, state, each) for each in taken]
         if surplus:
             results.append(self._surplus(state, surplus))
-        return [result.turn for result in results]
+        ids = [call_id(sum(state.calls.values()) + state.malformed, at) for at in range(len(results))]
+        said = restated(parsed.text, [each for each in taken if isinstance(each, Call)], ids)
+        return [*said, *(result.turn(name) for result, name in zip(results, ids, strict=True))]
 
     async def say(self, chat: Chat, state: Any, turns: Sequence[Turn]) -> str:
-        able: _ToolChat = chat  # type: ignore[assignment]
-        if not (able.has_tool_role if self.result_role == "auto" else self.result_role == "tool"):
-            turns = _as_user(turns)
+        able = chat if isinstance(chat, KnowsTemplate) else None
+        as_tool = (able is None or able.has_tool_role) if self.result_role == "auto" else self.result_role == "tool"
+        if not as_tool:
+            turns = as_user(turns)
         if state.opened:
             return await chat.say(*turns)
         state.opened = True
         schemas = [tool.schema for tool in self.toolset(state).values()]
-        by_template = able.shows_tools and self.call_format == "json" if self.tool_prompt == "auto" else False
-        if schemas and (by_template or self.tool_prompt == "template"):
-            return await able.say(*turns, tools=schemas)
-        if schemas and self.tool_prompt in ("auto", "listing"):
-            turns = with_listing(turns, schemas, how_to_call(self.call_format, self.call_tag))
-        return await chat.say(*turns)
+        if not schemas or self.tool_prompt == "none":
+            return await chat.say(*turns)
+        by_template = able is not None and able.shows_tools and self.call_format == "json"
+        if self.tool_prompt == "template" or (self.tool_prompt == "auto" and by_template):
+            return await chat.say(*turns, tools=schemas)
+        return await chat.say(*with_listing(turns, schemas, how_to_call(self.call_format, self.call_tag)))
 
     async def scored(self, function: Callable[..., Any], *arguments: Any, in_thread: bool = True) -> Reward:
         """The reward, with the counts of calls among its metrics (its own of the same name win)."""
@@ -236,7 +238,7 @@ class ToolEnvironment(MultiTurn):
             raise _CallFailed(str(error) or type(error).__name__) from error
 
     def _failed(self, name: str, error: str) -> Result:
-        return Result(name, self._fitted(self.format_error(name, error)), failed=True)
+        return Result(name, self._fitted(self.format_error(name, error)))
 
     def _surplus(self, state: Any, surplus: Sequence[Call | Malformed]) -> Result:
         state.malformed += sum(isinstance(each, Malformed) for each in surplus)
@@ -258,9 +260,28 @@ class _CallFailed(Exception):
 
 async def _all(results: Any) -> Sequence[Result]:
     """Side by side; where one raises a typed failure, the others are cancelled and it is raised."""
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(each) for each in results]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(each) for each in results]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
+
+
+def call_id(total: int, at: int) -> str:
+    """Nine letters and digits, as the strictest templates want them, and no id twice in a dialogue."""
+    return f"c{total:05d}{at:03d}"[:9]
+
+
+def restated(text: str, calls: Sequence[Call], ids: Sequence[str]) -> list[Turn]:
+    """The answer as a message with `tool_calls`, for templates that take a result behind nothing else (see `Dialogue.say`)."""
+    if not calls or len(calls) != len(ids):
+        return []
+    written = [
+        {"id": name, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
+        for call, name in zip(calls, ids, strict=True)
+    ]
+    return [{"role": "assistant", "content": text, "tool_calls": written}]
 
 
 def with_listing(turns: Sequence[Turn], schemas: Sequence[ToolSchema], how: str) -> list[Turn]:
@@ -272,10 +293,11 @@ def with_listing(turns: Sequence[Turn], schemas: Sequence[ToolSchema], how: str)
     return [{"role": "system", "content": text}, *turns]
 
 
-def _as_user(turns: Sequence[Turn]) -> list[Turn]:
+def as_user(turns: Sequence[Turn]) -> list[Turn]:
     """Results as one user turn, for templates without a tool role (many demand that user and assistant take turns)."""
     results = [turn for turn in turns if turn.get("role") == "tool"]
     if not results:
         return list(turns)
+    turns = [turn for turn in turns if "tool_calls" not in turn]
     text = "\n".join(f"<tool_response>\n{turn['content']}\n</tool_response>" for turn in results)
     return [*(turn for turn in turns if turn.get("role") != "tool"), {"role": "user", "content": text}]

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -48,8 +48,8 @@ class Tau(ToolEnvironment):
     domain: Literal["retail", "airline"] = "retail"
     """Which desk: 114 retail tasks (74 train, 40 eval) or 50 airline tasks (30 train, 20 eval)."""
     data: str = ""
-    """Folder with `retail/` and `airline/`, each with db.json(.gz), tasks.json, split_tasks.json and policy.txt; empty: the data
-    inside the installed package inspect-evals."""
+    """Folder with `retail/` and `airline/`, each with db.json(.gz), tasks.json, split_tasks.json and policy.txt; empty: the
+    data inside the installed package inspect-evals."""
     user: Literal["scripted", "endpoint"] = "scripted"
     """Who plays the user: a script made of the task's text, or a language model behind `user_base_url`."""
     user_base_url: str = ""

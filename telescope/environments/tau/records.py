@@ -1,7 +1,7 @@
 """A desk's database during one rollout: the shared tables as they were, and copies of the few records that were changed.
 
-Owns what may change and how a state is named (`digest`). Refuses to know what records mean. A rollout costs what it touches: the
-tables themselves (tens of megabytes as Python objects) are loaded once a process and never written to.
+Owns what may change and how a state is named (`digest`). Refuses to know what records mean. A rollout costs what it touches:
+the tables themselves (tens of megabytes as Python objects) are loaded once a process and never written to.
 """
 
 from __future__ import annotations

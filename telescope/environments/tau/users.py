@@ -1,6 +1,6 @@
 """Who talks to the agent: a script that says what the task says, or a language model behind an OpenAI-compatible endpoint.
 
-Owns what a user says next and when they hang up. An endpoint that fails is an `InfrastructureError`: the agent has no part in it.
+Owns what a user says next and when they hang up. An endpoint that fails is an `InfrastructureError`: no fault of the agent.
 """
 
 from __future__ import annotations
@@ -120,9 +120,9 @@ class ModelUser:
         task = self.task
         scenario = "\n".join(filter(None, (task.reason, task.known, task.unknown, task.instructions)))
         rules = (
-            "You play a customer who talks to the agent of a company. Write one short message at a time, as the customer would. "
+            "You play a customer who talks to a company's agent. Write one short message at a time, as the customer would. "
             "Say only what the scenario holds, and not all of it at once; make nothing up. Agree when the agent proposes what "
-            f"the scenario wants. When everything is settled, or you were transferred, write {STOP}.\n\nThe scenario:\n{scenario}"
+            f"the scenario wants. When everything is settled, or you are transferred, write {STOP}.\n\nScenario:\n{scenario}"
         )
         self._said = [{"role": "system", "content": rules}]
         return await self.answer("Hello, how can I help you today?")
