@@ -94,9 +94,6 @@ class _Branch:
         return ids.astype(np.int32, copy=False)
 
     def trajectory(self) -> Trajectory:
-        """All up to the last sampled token: a prompt that was never answered teaches nothing."""
-        while self.runs[-1][1] is None:
-            self.runs.pop()
         ids = self.ids()
         mask = np.zeros(len(ids), np.uint8)
         logprobs = np.full(len(ids), np.nan, np.float32)
