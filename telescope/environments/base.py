@@ -53,8 +53,7 @@ class Dialogue(Protocol):
         `tools` are put to the chat template, now and for the rest of the dialogue. `max_tokens` lowers `rollout.max_tokens` for
         this answer. A first turn of the role "assistant" directly after an answer adds no message: it says how that answer
         reads as one (with `tool_calls`), for templates that refuse a tool's result behind anything else.
-
-        Raises `ContextFull` where a later turn's prompt leaves no room for an answer; the dialogue is then as it was.
+        Raises `ContextFull` where a later prompt leaves no room for an answer; the dialogue is then as it was.
         """
         ...
 

@@ -148,7 +148,7 @@ class _Record:
         self.failure: BaseException | None = None
 
     async def sample(self, prompt: np.ndarray, max_tokens: int | None) -> Sampled:
-        """Raises `ContextFull`, which is no failure of the rollout, `PromptTooLong`, and whatever the sampler raises."""
+        """Raises `PromptTooLong` or `ContextFull`, which are no failures of the rollout, and whatever the sampler raises."""
         turn, room = self.asked, self.room(max_tokens)
         if len(prompt) > room:
             raise (ContextFull if self.answers else PromptTooLong)(
@@ -213,8 +213,8 @@ class TokenDialogue:
     async def say(self, *turns: Turn, tools: Sequence[ToolSchema] = (), max_tokens: int | None = None) -> str:
         """Append turns, let the policy answer, and return its text without the end-of-sequence token.
 
-        See `Dialogue.say`. Raises `ContextFull` where the dialogue has become too long, `ChatError` where the opening is or the
-        completion is unusable, and whatever the sampler raises; the dialogue is then as it was.
+        See `Dialogue.say`. Raises `ContextFull` where the dialogue has grown too long, `ChatError` where the opening is too
+        long or the completion is unusable, and whatever the sampler raises; the dialogue is then as it was.
         """
         if self._busy:
             raise RuntimeError("say was called while the policy was still answering: a dialogue has one answer at a time")
@@ -228,7 +228,7 @@ class TokenDialogue:
         self._record.asking += 1
         try:
             return await self._say(turns, tuple(tools) or self._tools, max_tokens)
-        except ContextFull:  # the policy's, and nothing was sampled: what there is stands, and `restart` may go on with less
+        except (PromptTooLong, ContextFull):  # nothing was asked: restart with less, or score what is there
             raise
         except asyncio.CancelledError as error:
             if not self._forgives_cancelling:
@@ -316,7 +316,7 @@ class TokenDialogue:
 class TokenChat(TokenDialogue):
     """The `Chat` an environment is given; afterwards `recording()` holds what it did.
 
-    `failure` is the first error `say` raised (`ContextFull` is none): a rollout that had one must not be trained
+    `failure` is the first error `say` raised (a prompt that was too long is none): a rollout that had one must not be trained
     on, even where the environment caught it and returned a reward.
     """
 

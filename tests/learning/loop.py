@@ -49,12 +49,12 @@ class Curve:
 class Server:
     """Samples completions, and knows which version of the weights it holds."""
 
-    def __init__(self, seed: int) -> None:
-        source = model_source(MODEL)
+    def __init__(self, seed: int, model: str = MODEL) -> None:
+        source = model_source(model)
         self.tokenizer = AutoTokenizer.from_pretrained(source)
         self.model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
         self.version = 0
-        self._random = torch.Generator().manual_seed(seed)
+        self.random = torch.Generator().manual_seed(seed)
 
     def load(self, version: int, weights: dict[str, torch.Tensor]) -> None:
         self.model.load_state_dict(weights, strict=False)
@@ -79,7 +79,7 @@ class Server:
         for _ in range(MAX_TOKENS):
             out = self.model(input_ids=ids, attention_mask=seen, position_ids=positions, past_key_values=cache, use_cache=True)
             distribution = out.logits[:, -1].log_softmax(-1)
-            ids = distribution.exp().multinomial(1, generator=self._random)
+            ids = distribution.exp().multinomial(1, generator=self.random)
             tokens.append(ids)
             logprobs.append(distribution.gather(1, ids))
             cache, positions = out.past_key_values, positions[:, -1:] + 1
