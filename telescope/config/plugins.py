@@ -45,6 +45,12 @@ class Kind(Generic[S]):
     word: str
     folder: str
     base: type[S]
+    own: str = ""
+    """A method that plug-ins give: a class of ours that leaves it to others is a shape to derive from, and no plug-in."""
+
+    def is_shape(self, value: type[S]) -> bool:
+        ours = value.__module__.startswith(f"telescope.{self.folder}.")
+        return ours and bool(self.own) and getattr(value, self.own) is getattr(self.base, self.own)
 
     @property
     def home(self) -> Path:
@@ -53,7 +59,7 @@ class Kind(Generic[S]):
 
 ALGORITHMS: Kind[Algorithm] = Kind("algorithm", "algorithms", Algorithm)
 BACKENDS: Kind[BackendSettings] = Kind("backend", "backends", BackendSettings)
-ENVIRONMENTS: Kind[Environment] = Kind("environment", "environments", Environment)
+ENVIRONMENTS: Kind[Environment] = Kind("environment", "environments", Environment, own="prompts")
 
 
 @dataclass(frozen=True)
@@ -146,6 +152,10 @@ def _class_of(kind: Kind[S], plugin: PluginFile) -> type[S]:
     leaves = [value for value in own if not any(value in other.__mro__[1:] for other in own)]
     if not leaves:
         raise NotAPlugin(f"{plugin.place} defines no class derived from {kind.base.__name__}, so it is no {kind.word}")
+    if all(kind.is_shape(leaf) for leaf in leaves):
+        raise NotAPlugin(
+            f"the class in {plugin.place} gives no `{kind.own}`: it is a shape for {kind.folder}, and no {kind.word}"
+        )
     if len(leaves) > 1:
         names = ", ".join(leaf.__name__ for leaf in leaves)
         raise PluginError(f"{plugin.place} defines several {kind.base.__name__} classes ({names}): keep one a file")
