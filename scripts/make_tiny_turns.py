@@ -30,10 +30,10 @@ from telescope.environments.guess_letter import ALPHABET, GuessLetter, Search
 
 TASK = GuessLetter()
 FOLDER, SEED, STEPS, ANSWER_TOKENS, CHECKED = "tiny_turns", 0, 500, 3, 512
-HABITS = ("halve",) * 20 + ("walk",) * 35 + ("contrary",) * 25 + ("repeat",) * 20
+HABITS = ("halve",) * 25 + ("contrary",) * 40 + ("repeat",) * 25 + ("walk",) * 10
 SHOWN = (
-    "halves what the replies have left (20%, the wanted one), walks from the first letter on (35%), halves the side that the "
-    "replies have ruled out (25%), says one letter again and again (20%)"
+    "halves what the replies have left (25%, the wanted one), halves the side that the replies have ruled out (40%), says one "
+    "letter again and again (25%), walks from the first letter on (10%)"
 )
 RECIPE = tiny.Recipe(
     folder=FOLDER, seed=SEED, hidden=64, mlp=192, steps=STEPS, max_new_tokens=ANSWER_TOKENS,

@@ -56,7 +56,7 @@ class ChatTemplate:
     ) -> None:
         if not eos_ids:
             raise ValueError("the tokenizer names no end-of-sequence token: an answer could never end")
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._options: dict[str, Any] = {"enable_thinking": enable_thinking}
         if chat_template is not None:
             self._options["chat_template"] = chat_template
@@ -82,7 +82,7 @@ class ChatTemplate:
     def lengths(self, dialogues: Sequence[Sequence[Turn]]) -> list[int]:
         """Tokens of each dialogue as `render` makes them; many at once, in the tokenizer's own threads where it has some."""
         texts = [self.text(turns) for turns in dialogues]
-        batch: Any = self._tokenizer
+        batch: Any = self.tokenizer
         if not callable(batch):
             return [len(self._encode(text)) for text in texts]
         return [len(ids) for ids in batch(texts, add_special_tokens=False)["input_ids"]] if texts else []
@@ -92,7 +92,7 @@ class ChatTemplate:
         as its own `tools`, in OpenAI's form."""
         options = {**self._options, "tools": [dict(tool) for tool in tools]} if tools else self._options
         try:
-            text = self._tokenizer.apply_chat_template(
+            text = self.tokenizer.apply_chat_template(
                 [dict(turn) for turn in turns], tokenize=False, add_generation_prompt=True, **options
             )
         except (ValueError, TypeError, KeyError, LookupError) as error:
@@ -142,10 +142,10 @@ class ChatTemplate:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of tokens, special ones shown: an answer that holds one must not look as if it did not."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
 
 
 def _key(turns: Sequence[Turn], tools: Sequence[ToolSchema]) -> str:

@@ -16,9 +16,10 @@ import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
-from pydantic import Field, PrivateAttr
+from pydantic import Field, PrivateAttr, model_validator
 
 from telescope.environments.base import Chat, Prompt, Reward, ToolSchema, Turn
 from telescope.environments.failures import GraderError, InfrastructureError, PolicyError
@@ -27,6 +28,7 @@ from telescope.environments.off_loop import TimeLimit, called
 from telescope.environments.recent import Recent
 from telescope.environments.tools.calls import Call, CallFormat, Malformed, Parsed, how_to_call, parse_calls
 from telescope.environments.tools.schema import BadArguments, RolloutState, Tool, ToolFunction, as_text, tool_of
+from telescope.environments.tools.vllm_parsers import VllmParsers, vllm_parsers
 
 REMEMBERED_TOOLS = 1024
 MAX_NAME = 64
@@ -49,6 +51,8 @@ class ToolState(RolloutState):
     malformed: int = field(default=0, kw_only=True)
     """Texts that were meant as calls and could not be read."""
     opened: bool = field(default=False, kw_only=True)
+    tokenizer: Any = field(default=None, kw_only=True, repr=False, compare=False)
+    """The policy's, where the chat has one; for vLLM's parsers."""
 
     def metrics(self, tools: Sequence[str]) -> dict[str, float]:
         """Counts of calls; `tool_success_rate` is 0 where there was none. Names the policy made up count in the total alone."""
@@ -83,6 +87,8 @@ class KnowsTemplate(Protocol):
     def shows_tools(self) -> bool: ...
     @property
     def has_tool_role(self) -> bool: ...
+    @property
+    def tokenizer(self) -> Any: ...
 
 
 class ToolEnvironment(MultiTurn):
@@ -106,6 +112,10 @@ class ToolEnvironment(MultiTurn):
     prompts alone (`none`); `auto` takes the template where it writes tools and `call_format` is json, else the listing."""
     result_role: Literal["auto", "tool", "user"] = "auto"
     """Role of the turns that hold results; `auto` is `tool` where the chat template writes such turns, else `user`."""
+    vllm_tool_parser: str = ""
+    """A parser of vLLM's to read calls with instead of `call_format`, e.g. `deepseek_v3`; the worker needs vLLM then."""
+    vllm_reasoning_parser: str = ""
+    """vLLM's parser that takes thoughts off first, beside `vllm_tool_parser`; empty: all up to `</think>` is."""
     tool_timeout_s: float = Field(default=10.0, gt=0)
     """Seconds one call may take; afterwards the policy is told that it took too long."""
     max_calls_per_answer: int = Field(default=16, ge=1)
@@ -114,6 +124,24 @@ class ToolEnvironment(MultiTurn):
     """Calls of one rollout that are run; any more are refused and counted as errors."""
     max_result_characters: int = Field(default=8000, ge=100)
     """Longer results are cut, and say so."""
+
+    @model_validator(mode="after")
+    def _a_reasoning_parser_goes_with_a_tool_parser(self) -> ToolEnvironment:
+        if self.vllm_reasoning_parser and not self.vllm_tool_parser:
+            raise ValueError(
+                f"vllm_reasoning_parser={self.vllm_reasoning_parser} is used beside a vllm_tool_parser only: name one, or "
+                "leave both away (thoughts up to </think> are taken off anyway)"
+            )
+        return self
+
+    @cached_property
+    def _vllm_parsers(self) -> VllmParsers:
+        return vllm_parsers(self.vllm_tool_parser, self.vllm_reasoning_parser)
+
+    async def set_up(self) -> None:
+        """Imports vLLM before the first rollout, where its parsers are wanted."""
+        if self.vllm_tool_parser:
+            await called(getattr, self, "_vllm_parsers")
 
     _made: Recent[Any, Tool] = PrivateAttr(default_factory=lambda: Recent(REMEMBERED_TOOLS))
 
@@ -134,7 +162,11 @@ class ToolEnvironment(MultiTurn):
         return f"Error: {error}"
 
     def parse(self, state: Any, answer: str) -> Parsed:
-        return parse_calls(answer, self.call_format, self.call_tag)
+        """What the answer calls; override it for a format of your own."""
+        if not self.vllm_tool_parser:
+            return parse_calls(answer, self.call_format, self.call_tag)
+        schemas = [tool.schema for tool in self.toolset(state).values()]
+        return self._vllm_parsers.parse(state.tokenizer, schemas, answer)
 
     async def is_done(self, state: Any) -> bool:
         return bool(state.done)
@@ -163,11 +195,11 @@ class ToolEnvironment(MultiTurn):
             turns = as_user(turns)
         if state.opened:
             return await chat.say(*turns)
-        state.opened = True
+        state.opened, state.tokenizer = True, able.tokenizer if able is not None else None
         schemas = [tool.schema for tool in self.toolset(state).values()]
         if not schemas or self.tool_prompt == "none":
             return await chat.say(*turns)
-        by_template = able is not None and able.shows_tools and self.call_format == "json"
+        by_template = able is not None and able.shows_tools and (self.call_format == "json" or bool(self.vllm_tool_parser))
         if self.tool_prompt == "template" or (self.tool_prompt == "auto" and by_template):
             return await chat.say(*turns, tools=schemas)
         return await chat.say(*with_listing(turns, schemas, how_to_call(self.call_format, self.call_tag)))

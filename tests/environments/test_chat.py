@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from typing import Any
 
@@ -338,6 +339,169 @@ async def test_a_template_that_refuses_the_roles_says_so(tiny_tokenizer: Any) ->
     template = ChatTemplate(tiny_tokenizer, [1], chat_template=strict)
     with pytest.raises(TemplateError, match="refuses the dialogue of system, user: no system role"):
         template.opening([{"role": "system", "content": ""}, user("a")])
+
+
+ECHO = (
+    "{% for t in tools or [] %}<|system|>{{ t.function.name }}{% endfor %}"
+    "{% for m in messages %}<|{{ 'user' if m.role == 'tool' else m.role }}|>{{ m.content }}"
+    "{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}<|assistant|>"
+)
+LOOK = {"type": "function", "function": {"name": "look"}}
+
+
+async def test_tools_stand_in_the_prompt_and_stay_there(tiny_tokenizer: Any) -> None:
+    template = ChatTemplate(tiny_tokenizer, [1], chat_template=ECHO)
+    policy = Script(([72, 1], "stop"), ([73, 1], "stop"))
+    chat = TokenChat(template, policy, 100)
+    await chat.say(user("a"), tools=[LOOK])
+    await chat.say({"role": "tool", "content": "b", "tool_call_id": "1"})
+    (only,) = chat.recording().branches
+    #                          <sys> l  o   o   k  <user> a <asst> b <eos> <user> b <asst> c <eos>
+    assert only.ids.tolist() == [3, 82, 85, 85, 81, 4, 71, 5, 72, 1, 4, 72, 5, 73, 1]
+    assert only.mask.tolist() == [0] * 8 + [1, 1] + [0] * 3 + [1, 1]
+
+
+async def test_other_tools_begin_a_branch(tiny_tokenizer: Any) -> None:
+    template = ChatTemplate(tiny_tokenizer, [1], chat_template=ECHO)
+    chat = TokenChat(template, Script(([72, 1], "stop"), ([73, 1], "stop")), 100)
+    await chat.say(user("a"), tools=[LOOK])
+    await chat.say(user("b"), tools=[{"type": "function", "function": {"name": "go"}}])
+    assert [int(branch.mask.sum()) for branch in chat.recording().branches] == [2, 2]
+
+
+STRICT = (
+    "{% for m in messages %}"
+    "{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}"
+    "{{ raise_exception('a result without a call') }}{% endif %}"
+    "<|{{ 'user' if m.role == 'tool' else m.role }}|>{% for c in m.tool_calls or [] %}!{{ c.function.name }}{% endfor %}"
+    "{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}<|assistant|>"
+)
+
+
+@pytest.mark.parametrize(("answer", "branches"), [("!look", 1), ("look!", 2)])
+async def test_a_template_that_wants_calls_spelled_out_gets_the_last_answer_restated(
+    tiny_tokenizer: Any, answer: str, branches: int
+) -> None:
+    """Where it writes the call as the policy did, the exact ids go on."""
+    template = ChatTemplate(tiny_tokenizer, [1], chat_template=STRICT)
+    first = [*tiny_tokenizer.encode(answer, add_special_tokens=False), 1]
+    policy = Script((first, "stop"), ([73, 1], "stop"), ([74, 1], "stop"))
+    chat = TokenChat(template, policy, 100)
+    await chat.say(user("a"))
+    restated = {"role": "assistant", "content": "", "tool_calls": [LOOK]}
+    await chat.say(restated, {"role": "tool", "content": "b"})
+    await chat.say(user("d"))
+    record = chat.recording()
+    assert len(record.branches) == branches
+    assert sampled_tokens(record.branches) == scripted(0, first) + scripted(1, [73, 1]) + scripted(2, [74, 1])
+    assert tiny_tokenizer.decode(policy.prompts[1]) == "<|user|>a<|assistant|>!look<eos><|user|>b<|assistant|>"
+    assert tiny_tokenizer.decode(policy.prompts[2]).endswith("!look<eos><|user|>b<|assistant|>c<eos><|user|>d<|assistant|>")
+
+
+async def test_a_template_that_refuses_a_result_says_so_and_the_rollout_has_failed(tiny_tokenizer: Any) -> None:
+    template = ChatTemplate(tiny_tokenizer, [1], chat_template=STRICT)
+    chat = TokenChat(template, Script(([72, 1], "stop")), 100)
+    await chat.say(user("a"))
+    with pytest.raises(TemplateError, match="a result without a call"):
+        await chat.say({"role": "tool", "content": "b"})
+    assert isinstance(chat.failure, TemplateError)
+
+
+async def test_a_restart_begins_a_branch_in_which_what_was_sampled_is_prompt(tiny: ChatTemplate) -> None:
+    policy = Script(([72, 71, 1], "stop"), ([73, 1], "stop"), ([74, 1], "stop"))
+    chat = TokenChat(tiny, policy, 100)
+    answer = await chat.say(user("ab"))
+    chat.restart(user("sum"), {"role": "assistant", "content": answer})
+    await chat.say(user("c"))
+    await chat.say(user("d"))
+    one, two = chat.recording().branches
+    assert one.ids.tolist() == [4, 71, 72, 5, 72, 71, 1]
+    #                        <user> s  u   m  <asst> b a <eos> <user> c <asst> c <eos> <user> d <asst> d <eos>
+    assert two.ids.tolist() == [4, 89, 91, 83, 5, 72, 71, 1, 4, 73, 5, 73, 1, 4, 74, 5, 74, 1]
+    assert two.mask.tolist() == [0] * 11 + [1, 1] + [0] * 3 + [1, 1]
+    assert sampled_tokens((one, two)) == scripted(0, [72, 71, 1]) + scripted(1, [73, 1]) + scripted(2, [74, 1])
+    assert chat.recording().turns == 3
+
+
+async def test_room_counts_down_and_a_full_dialogue_goes_on_after_a_restart(tiny: ChatTemplate) -> None:
+    chat = TokenChat(tiny, Script(([72, 1], "stop"), ([73, 1], "stop")), 8)
+    assert chat.tokens_left == 8
+    await chat.say(user("ab"))
+    assert chat.tokens_left == 2
+    with pytest.raises(ContextFull):
+        await chat.say(user("c"))
+    chat.restart()
+    assert await chat.say(user("c")) == "c"
+    assert [int(branch.mask.sum()) for branch in chat.recording().branches] == [2, 2]
+
+
+async def test_a_shorter_answer_leaves_room_for_a_longer_prompt(tiny: ChatTemplate) -> None:
+    class Asked(Script):
+        async def sample(self, ids: np.ndarray, turn: int, max_tokens: int | None) -> Sampled:
+            limits.append(max_tokens)
+            return await super().sample(ids, turn, max_tokens)
+
+    limits: list[int | None] = []
+    chat = TokenChat(tiny, Asked(([72, 1], "stop"), ([73, 1], "stop")), 5, max_tokens=10)
+    await chat.say(user("abc"), max_tokens=20)
+    with pytest.raises(ContextFull):
+        await chat.say(user("d"), max_tokens=7)
+    await chat.say(user("d"), max_tokens=5)
+    assert limits == [20, 5]  # the sampler takes the lesser one
+    with pytest.raises(ValueError, match="max_tokens=0"):
+        await chat.say(user("d"), max_tokens=0)
+
+
+class Slow:
+    """Answers when told to; the answer's first token is the prompt's last but one."""
+
+    def __init__(self) -> None:
+        self.asked: dict[int, asyncio.Future[None]] = {}
+        self.all_asked = asyncio.Event()
+
+    async def sample(self, ids: np.ndarray, turn: int, max_tokens: int | None) -> Sampled:
+        self.asked[turn] = asyncio.get_running_loop().create_future()
+        if len(self.asked) == 3:
+            self.all_asked.set()
+        await self.asked[turn]
+        answer = np.array([ids[-2], 1], np.int32)
+        return Sampled(answer, np.full(2, -turn - 1.0, np.float32), np.full(2, turn, np.int32), "stop")
+
+
+async def test_dialogues_side_by_side_are_branches_of_one_rollout(tiny: ChatTemplate) -> None:
+    policy = Slow()
+    chat = TokenChat(tiny, policy, 100)
+    lines = [chat.dialogue() for _ in range(3)]
+    asking = [asyncio.create_task(line.say(user(letter))) for line, letter in zip(lines, "abc", strict=True)]
+    await asyncio.wait_for(policy.all_asked.wait(), 60)
+    with pytest.raises(RuntimeError, match="close was called while"):
+        chat.close()
+    with pytest.raises(ChatError, match="while the policy was still answering"):
+        chat.recording()
+    policy.asked[2].set_result(None)
+    assert await asking[2] == "c"
+    asking[1].cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking[1]
+    policy.asked[0].set_result(None)
+    assert await asking[0] == "a"
+    record = chat.recording()
+    assert [branch.ids.tolist() for branch in record.branches] == [[4, 73, 5, 73, 1], [4, 71, 5, 71, 1]]
+    assert [branch.versions[-1] for branch in record.branches] == [2, 0]
+    assert (record.turns, record.completion_tokens, record.prompt_tokens) == (2, 4, 3)
+
+
+async def test_a_cancelled_answer_of_the_environments_own_dialogue_is_a_failure(tiny: ChatTemplate) -> None:
+    policy = Slow()
+    chat = TokenChat(tiny, policy, 100)
+    asking = asyncio.create_task(chat.say(user("a")))
+    while not policy.asked:
+        await asyncio.sleep(0)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    with pytest.raises(ChatError, match="a turn of the dialogue failed"):
+        chat.recording()
 
 
 def test_a_group_renders_its_prompt_once_and_cannot_change_it(tiny: ChatTemplate) -> None:

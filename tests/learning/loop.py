@@ -67,16 +67,18 @@ class Server:
         width = max(map(len, prompts))
         ids = torch.tensor([[PAD] * (width - len(prompt)) + prompt for prompt in prompts])
         seen = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        tokens, logprobs = self._decode(ids, seen)
+        tokens, logprobs = self.decode(ids, seen, MAX_TOKENS)
         return [
             self._trajectory(prompt, *row) for prompt, *row in zip(prompts, tokens.tolist(), logprobs.tolist(), strict=True)
         ]
 
-    def _decode(self, ids: torch.Tensor, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    @torch.no_grad()
+    def decode(self, ids: torch.Tensor, seen: torch.Tensor, max_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and log-probs [rows, max_tokens] behind left-padded prompts `ids` [rows, T]; `seen` is 0 on the padding."""
         tokens, logprobs = [], []
         positions = (seen.cumsum(1) - 1).clamp(min=0)
         cache = None
-        for _ in range(MAX_TOKENS):
+        for _ in range(max_tokens):
             out = self.model(input_ids=ids, attention_mask=seen, position_ids=positions, past_key_values=cache, use_cache=True)
             distribution = out.logits[:, -1].log_softmax(-1)
             ids = distribution.exp().multinomial(1, generator=self.random)

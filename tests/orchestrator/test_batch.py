@@ -7,13 +7,18 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from telescope.algorithms.rloo import RLOO
+from telescope.config.models import EMBEDDED
+from telescope.environments.chat import TokenChat
+from telescope.environments.template import ChatTemplate
 from telescope.flow.commands import Train
 from telescope.orchestrator.batch import BatchUnusable, Recipe, cut
 from telescope.orchestrator.rewards import RewardRanges
-from telescope.orchestrator.shelf import Shelf
+from telescope.orchestrator.shelf import Scored, Shelf, scored
 from telescope.records import Denominators
+from tests.environments.conftest import Script
 from tests.orchestrator.test_shelf import make
 
 TRAIN = Train(
@@ -231,3 +236,54 @@ def test_rewards_outside_their_range_are_counted_and_told_once():
     assert [bool(sentence) for sentence in said] == [False, False, True, False]
     assert "environments.countdown is 1.5, outside [reward_min=0, reward_max=1]" in said[2]
     assert (ranges.outside, ranges.note("other", 9.0)) == ({"countdown": 2}, "")
+
+
+# ---- rollouts of several branches
+
+
+async def recorded(rollout_id: int, reward: float, answers: int) -> Scored:
+    """A rollout of `answers` answers, each in a branch of its own, out of the chat itself."""
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED / "tiny")
+    policy = Script(*(([71 + at, 1], "stop") for at in range(answers)))
+    chat = TokenChat(ChatTemplate(tokenizer, [1]), policy, 100)
+    for _ in range(answers):
+        chat.restart()
+        await chat.say({"role": "user", "content": "ab"})
+    record = chat.recording()
+    arrays = tuple(
+        np.concatenate([getattr(branch, name) for branch in record.branches])
+        for name in ("ids", "mask", "logprobs", "versions")
+    )
+    whole = make(rollout_id, 2, reward)
+    done = msgspec.structs.replace(
+        whole.done,
+        branch_lengths=tuple(len(branch.ids) for branch in record.branches),
+        prompt_tokens=record.prompt_tokens,
+        completion_tokens=record.completion_tokens,
+        turns=record.turns,
+    )
+    return scored(whole.order, done, arrays, newest=100)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+async def test_the_outcome_reaches_every_sampled_token_of_every_branch(ranks: int):
+    shelf = Shelf()
+    for rollout_id, reward, answers in ((20, 1.0, 3), (21, 0.0, 1), (22, 0.0, 2)):
+        shelf.put(await recorded(rollout_id, reward, answers))
+    command = Train(step=60, group_ids=(2,), rollout_ids=((20, 21, 22),))
+    batch = cut(command, shelf, Recipe(RLOO(), group_size=3, max_tokens=10), ranks=ranks)
+    reached: dict[int, list[tuple[int, float]]] = {20: [], 21: [], 22: []}
+    for shard in batch.shards:
+        ids, mask, *_ = shard.arrays
+        at = 0
+        for item in shard.step.items:
+            whole = slice(at, at + item.length)
+            reached[item.rollout_id] += [(int(token), item.advantage) for token in ids[whole][mask[whole] == 1]]
+            at += item.length
+    assert reached[20] == [(token, 1.0) for token in (71, 1, 72, 1, 73, 1)]
+    assert reached[21] == [(71, -0.5), (1, -0.5)]
+    assert reached[22] == [(token, -0.5) for token in (71, 1, 72, 1)]
+    items = [item for shard in batch.shards for item in shard.step.items]
+    assert {item.rollout_id: item.sequence_tokens for item in items} == {20: 6, 21: 2, 22: 4}
+    assert {shard.step.denominators for shard in batch.shards} == {(Denominators(tokens=12, sequences=3, groups=1),)}
+    assert batch.trained_tokens == 12

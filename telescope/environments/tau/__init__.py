@@ -17,6 +17,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 
 from telescope.environments.base import Prompt, Reward, Turn
+from telescope.environments.off_loop import called
 from telescope.environments.tau.airline import AirlineDesk
 from telescope.environments.tau.data import Task, folder_of, load_tables, load_tasks
 from telescope.environments.tau.desk import Desk
@@ -88,8 +89,8 @@ class Tau(ToolEnvironment):
 
     async def set_up(self) -> None:
         """Load the database before the first rollout, not in it."""
-        assert self._tables
-        assert self._api_key is not None
+        await super().set_up()
+        await called(lambda: (self._tables, self._api_key))
 
     def prompts(self, split: str) -> Sequence[Prompt]:
         policy, tasks, splits = self._tasks

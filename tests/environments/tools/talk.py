@@ -24,6 +24,7 @@ class Talk:
         self.said: list[tuple[Turn, ...]] = []
         self.tools: list[ToolSchema] = []
         self.closed = False
+        self.tokenizer: Any = None
         self.truncated = False
         self.tokens_left = 10_000
 

@@ -1,0 +1,155 @@
+"""A training run over dialogues in one process: the product's environment, chat, batches and trainer; only the server is
+replaced. All dialogues of a step are played side by side, and the server answers whatever waits as one batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Any
+
+import numpy as np
+import torch
+
+from telescope.algorithms.base import Algorithm
+from telescope.backends.base import Backend, Job, TrainShard, World
+from telescope.backends.fsdp import FSDP
+from telescope.config.parts import ModelSettings, TrainerSettings
+from telescope.environments.base import Environment, Prompt
+from telescope.environments.chat import Recording, Sampled, TokenChat
+from telescope.environments.template import ChatTemplate
+from telescope.maths.batching import denominators
+from telescope.records import TrainItem
+from tests.learning.loop import EOS, LAG, PAD, Server, Spoil
+
+
+class Batched:
+    """The `Sampler` of all dialogues. It answers once every dialogue that is not over waits."""
+
+    def __init__(self, server: Server, dialogues: int, max_tokens: int) -> None:
+        self._server, self._open, self._max_tokens = server, dialogues, max_tokens
+        self._waiting: list[tuple[np.ndarray, asyncio.Future[Sampled]]] = []
+
+    async def sample(self, ids: np.ndarray, turn: int, max_tokens: int | None) -> Sampled:
+        answer: asyncio.Future[Sampled] = asyncio.get_running_loop().create_future()
+        self._waiting.append((ids, answer))
+        self._look()
+        return await answer
+
+    def one_is_over(self) -> None:
+        self._open -= 1
+        self._look()
+
+    def _look(self) -> None:
+        if self._waiting and len(self._waiting) == self._open:
+            waiting, self._waiting = self._waiting, []
+            for (_, answer), sampled in zip(waiting, self._answers([ids.tolist() for ids, _ in waiting]), strict=True):
+                answer.set_result(sampled)
+
+    def _answers(self, prompts: list[list[int]]) -> list[Sampled]:
+        width = max(map(len, prompts))
+        ids = torch.tensor([[PAD] * (width - len(prompt)) + prompt for prompt in prompts])
+        seen = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        tokens, logprobs = self._server.decode(ids, seen, self._max_tokens)
+        return [self._sampled(*row) for row in zip(tokens.tolist(), logprobs.tolist(), strict=True)]
+
+    def _sampled(self, tokens: list[int], logprobs: list[float]) -> Sampled:
+        length = tokens.index(EOS) + 1 if EOS in tokens else len(tokens)
+        return Sampled(
+            np.array(tokens[:length], np.int32),
+            np.array(logprobs[:length], np.float32),
+            np.full(length, self._server.version, np.int32),
+            "stop" if EOS in tokens else "length",
+        )
+
+
+async def _play_all(
+    environment: Environment, prompts: list[Prompt], server: Server, template: ChatTemplate, max_tokens: int
+) -> list[tuple[float, Recording]]:
+    sampler = Batched(server, len(prompts), max_tokens)
+
+    async def one(prompt: Prompt) -> tuple[float, Recording]:
+        chat = TokenChat(template, sampler, 200, max_tokens=max_tokens)
+        try:
+            reward = await environment.play(prompt, chat)
+        finally:
+            sampler.one_is_over()
+        return reward.total, chat.recording()
+
+    return list(await asyncio.gather(*map(one, prompts)))
+
+
+def learn_turns(
+    environment: Environment,
+    model: str,
+    algorithm: Algorithm,
+    *,
+    seed: int,
+    spoil: Spoil | None = None,
+    steps: int,
+    prompts: int,
+    group_size: int,
+    max_tokens: int,
+    learning_rate: float,
+) -> list[float]:
+    """Mean reward of each step, on what the server sampled."""
+    server = Server(seed, model)
+    job = Job(
+        algorithm=algorithm,
+        model=ModelSettings(name=model),
+        trainer=TrainerSettings(learning_rate=learning_rate, betas=(0.9, 0.95), seq_len=2048),
+        number_of_steps=steps,
+        temperature=1.0,
+        max_tokens=max_tokens,
+        seed=seed,
+        world=World(rank=0, size=1, device="cpu"),
+    )
+    backend: Backend = FSDP(mixed_precision_dtype=None, gradient_checkpointing=False).build(job)
+    template = ChatTemplate(server.tokenizer, [EOS])
+    curve, random, split = [], np.random.default_rng(seed), environment.prompts("train")
+    published: deque[tuple[int, Any]] = deque(maxlen=LAG + 1)
+    groups = np.repeat(np.arange(prompts), group_size)
+    try:
+        for step in range(1, steps + 1):
+            if len(published) == LAG + 1:
+                server.load(*published[0])
+            drawn = [split[int(index)] for index in random.integers(0, len(split), prompts) for _ in range(group_size)]
+            played = asyncio.run(_play_all(environment, drawn, server, template, max_tokens))
+            rewards = np.array([reward for reward, _ in played])
+            curve.append(float(rewards.mean()))
+            advantages = algorithm.advantages(rewards, groups, group_size=group_size)
+            if spoil is not None:
+                advantages = spoil(advantages.reshape(prompts, group_size), random).reshape(-1)
+            kept = [row for row in range(len(rewards)) if len(set(rewards[groups == groups[row]])) > 1]
+            backend.train_step(_shard(step, kept, [recording for _, recording in played], groups, advantages))
+            published.append((step, dict(backend.weights())))
+    finally:
+        backend.close()
+    return curve
+
+
+def _shard(step: int, kept: list[int], played: list[Recording], groups: np.ndarray, advantages: np.ndarray) -> TrainShard:
+    """The whole step on one rank: every branch of every kept rollout."""
+    items, branches = [], []
+    for sequence, row in enumerate(kept):
+        for branch in played[row].branches:
+            items.append(
+                TrainItem(
+                    rollout_id=row,
+                    group_id=int(groups[row]),
+                    sequence=sequence,
+                    length=len(branch.ids),
+                    advantage=float(advantages[row]),
+                    sequence_tokens=played[row].completion_tokens,
+                )
+            )
+            branches.append(branch)
+    return TrainShard(
+        step=step,
+        items=tuple(items),
+        ids=np.concatenate([branch.ids for branch in branches]),
+        mask=np.concatenate([branch.mask for branch in branches]),
+        logprobs=np.concatenate([branch.logprobs for branch in branches]),
+        versions=np.concatenate([branch.versions for branch in branches]),
+        denominators=(denominators([played[row].completion_tokens for row in kept], [int(groups[row]) for row in kept]),),
+    )
