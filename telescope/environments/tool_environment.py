@@ -11,12 +11,12 @@ that raises or takes too long: the policy is told and it is counted. An `Infrast
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from pydantic import Field, PrivateAttr, model_validator
@@ -134,7 +134,7 @@ class ToolEnvironment(MultiTurn):
             )
         return self
 
-    @cached_property
+    @functools.cached_property
     def _vllm_parsers(self) -> VllmParsers:
         return vllm_parsers(self.vllm_tool_parser, self.vllm_reasoning_parser)
 
@@ -258,8 +258,8 @@ class ToolEnvironment(MultiTurn):
         try:
             arguments = tool.arguments(call.arguments, textual=call.textual)
             hidden = dict.fromkeys(tool.hidden, state)
-            limit_s, in_thread = self.tool_timeout_s, self.in_threads
-            return as_text(await called(tool.function, limit_s=limit_s, in_thread=in_thread, **arguments, **hidden))
+            run = functools.partial(tool.function, **arguments, **hidden)
+            return as_text(await called(run, limit_s=self.tool_timeout_s, in_thread=self.in_threads))
         except TimeLimit as error:
             raise _CallFailed(f"{tool.name} took longer than {self.tool_timeout_s:g} s") from error
         except (InfrastructureError, PolicyError, GraderError):

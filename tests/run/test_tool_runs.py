@@ -15,7 +15,7 @@ COUNTS = ("total_tool_calls", "tool_success_count", "tool_error_count", "tool_su
 
 @pytest.mark.parametrize(
     ("experiment", "more", "tool"),
-    [("look_up", (), "look"), ("tau_retail", TAU, "cancel_pending_order")],
+    [pytest.param("look_up", (), "look", marks=pytest.mark.slow), ("tau_retail", TAU, "cancel_pending_order")],
 )
 def test_a_preset_with_tools_runs_two_steps_and_charts_its_calls(
     start: Start, experiment: str, more: tuple[str, ...], tool: str
