@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import threading
+import types
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -281,3 +283,18 @@ def test_the_module_is_no_environment_of_its_own():
     names = set(find(ENVIRONMENTS))
     assert {"look_up", "tau"} <= names
     assert not {"tool_environment", "tools"} & names
+
+
+async def test_the_example_of_the_documentation_plays():
+    page = (EMBEDDED.parents[1] / "docs" / "tools.md").read_text(encoding="utf-8")
+    code = page.partition("```python\n")[2].partition("```")[0]
+    module = types.ModuleType("secretary")
+    sys.modules["secretary"] = module  # where dataclasses and pydantic look names up
+    try:
+        exec(compile(code, "tools.md", "exec"), module.__dict__)
+        example = module.Secretary()
+        talk = Talk([call("note", line="milk") + call("note", line="eggs"), "done"])
+        reward = await example.play(example.prompts("train")[0], talk)
+    finally:
+        del sys.modules["secretary"]
+    assert (reward.total, talk.results(1), reward.metrics["note_calls"]) == (1, ["1 lines", "2 lines"], 2)
