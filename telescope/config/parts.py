@@ -366,3 +366,5 @@ class LoggingSettings(Settings):
     """Copy the components' logs to the launcher's stderr."""
     progress: bool = True
     """Show the progress line on the launcher's terminal."""
+    token_groups: int = Field(default=1, ge=0)
+    """Groups of each step whose exact tokens are kept in the run directory, for `python -m telescope.env audit`; 0: none."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 SUBCOMMANDS = {
     "check": ("telescope.env.check", "play samples of an environment and print what training would see"),
+    "audit": ("telescope.env.audit", "print trajectories of a run token by token: text, mask, version, log-prob, advantage"),
 }
 OK, USAGE = 0, 2
 

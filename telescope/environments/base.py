@@ -67,6 +67,16 @@ class Dialogue(Protocol):
         ...
 
     @property
+    def last_prompt_tokens(self) -> int:
+        """Tokens of the prompt that was answered last."""
+        ...
+
+    @property
+    def last_answer_tokens(self) -> int:
+        """Tokens of the last answer."""
+        ...
+
+    @property
     def tokens_left(self) -> int:
         """Tokens that may still be added to the dialogue before a prompt leaves no room for an answer."""
         ...

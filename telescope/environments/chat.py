@@ -183,6 +183,17 @@ class TokenDialogue:
         self._end_text = ""  # of the sampled end token; shown only where the dialogue goes on behind it
         self._finish_reason: FinishReason = "abort"
         self._busy = False
+        self._last = (0, 0)
+
+    @property
+    def last_prompt_tokens(self) -> int:
+        """Tokens of the prompt that was answered last."""
+        return self._last[0]
+
+    @property
+    def last_answer_tokens(self) -> int:
+        """Tokens of the last answer, its end-of-sequence token included."""
+        return self._last[1]
 
     @property
     def truncated(self) -> bool:
@@ -315,6 +326,7 @@ class TokenDialogue:
         self._history.append({"role": "assistant", "content": answer})
         self._transcript += [question.told, answer]
         self._finish_reason = sampled.finish_reason
+        self._last = (sum(len(run) for run, _ in branch.runs[:-1]), len(sampled.ids))
         return answer
 
 

@@ -154,7 +154,7 @@ async def _run(place: Place, signals: Signals) -> Outcome:
     mirror = mirror_for(config.logging, name=config.name, folder=run.wandb, config=as_json(config))
     ranges = {label: ends for label in config.environments if (ends := config.reward_range(label))}
     rewards = RewardRanges(ranges, normalize=config.rollout.normalize_rewards)
-    recorder = Recorder(run, run_log, mirror, config.number_of_steps, rewards)
+    recorder = Recorder(run, run_log, mirror, config.number_of_steps, rewards, token_groups=config.logging.token_groups)
 
     def summarize() -> None:
         recorder.finish(core.counts(), _summary(end.outcome, started))

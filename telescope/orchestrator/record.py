@@ -20,6 +20,7 @@ from telescope.flow import commands
 from telescope.flow.counts import Counts
 from telescope.maths.summaries import gini, group_mean, max_median_ratio, summary
 from telescope.orchestrator.batch import Batch
+from telescope.orchestrator.kept_tokens import token_rows
 from telescope.orchestrator.rewards import RewardRanges
 from telescope.orchestrator.shelf import Scored
 from telescope.orchestrator.updates import WeightUpdate
@@ -93,7 +94,10 @@ class Recorder:
         mirror: WandbMirror | None,
         number_of_steps: int,
         rewards: RewardRanges | None = None,
+        *,
+        token_groups: int = 0,
     ) -> None:
+        self._token_groups = token_groups
         self._run, self._log, self._mirror, self._steps = run, log, mirror, number_of_steps
         self.rewards = rewards or RewardRanges()
         self._tally = Tally()
@@ -200,6 +204,9 @@ class Recorder:
                 },
             },
         )
+
+        for row in token_rows(batch, self._token_groups):
+            self._log.append("tokens", row)
 
     def step(self, done: StepDone, counts: Counts) -> dict[str, float]:
         """All ranks are through with a step: its metrics, rank 0's already reduced over the ranks."""

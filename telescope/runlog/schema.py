@@ -82,6 +82,23 @@ STREAMS: dict[str, Stream] = {
                 "filtered": "json",  # rollout id: the rules by which it left the loss
             },
         ),
+        Stream(
+            "tokens",  # one branch of a rollout in the first groups of a step (logging.token_groups)
+            {
+                "step": "int",
+                "group_id": "int",
+                "rollout_id": "int",
+                "branch": "int",
+                "reward": "float",
+                "advantage": "float",
+                "filtered": "json",
+                "ids": "json",
+                "mask": "json",
+                "versions": "json",  # of the sampled tokens, in their order
+                "logprobs": "json",  # likewise
+            },
+            droppable=True,
+        ),
         Stream("step_metrics", {"step": "int", "metrics": "json"}),
         Stream(
             "weights",

@@ -270,7 +270,7 @@ async def test_the_outcome_reaches_every_sampled_token_of_every_branch(ranks: in
     shelf = Shelf()
     for rollout_id, reward, answers in ((20, 1.0, 3), (21, 0.0, 1), (22, 0.0, 2)):
         shelf.put(await recorded(rollout_id, reward, answers))
-    command = Train(step=60, group_ids=(2,), rollout_ids=((20, 21, 22),))
+    command = Train(60, (2,), ((20, 21, 22),), baseline_group_ids=(), baseline_rollout_ids=())
     batch = cut(command, shelf, Recipe(RLOO(), group_size=3, max_tokens=10), ranks=ranks)
     reached: dict[int, list[tuple[int, float]]] = {20: [], 21: [], 22: []}
     for shard in batch.shards:

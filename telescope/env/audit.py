@@ -1,0 +1,124 @@
+"""`python -m telescope.env audit RUN_DIR [--step N | --rollout ID]`: a trajectory token by token, as it was trained.
+
+For each token its id and text, whether the policy sampled it, and if so the weight version and log-prob of whoever did, with
+the advantage of its rollout. A run keeps the tokens of the first groups of each step (`logging.token_groups`). Reads a run that is
+over or still goes on; writes nothing. Exit codes: 0 fine, 1 nothing to show or unreadable, 2 usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from telescope.config.models import ModelNotFound, model_folder
+from telescope.config.run import load_run
+from telescope.runlog.layout import RunDirectory
+from telescope.runlog.reader import rows
+from telescope.workers.tokenizer import TokenizerError, load_template
+
+OK, NOT_FINE = 0, 1
+WIDEST = 32
+HEAD = f"{'#':>6} {'id':>7} {'mask':>4} {'version':>7} {'log-prob':>10} {'advantage':>10}  text"
+Decode = Callable[[int], str]
+
+
+class NothingToShow(ValueError):
+    """The run has no such tokens; the sentence says which it has."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    asked = _parser().parse_args(list(arguments))
+    run = RunDirectory(Path(asked.run_directory))
+    try:
+        chosen = choose(rows(run, "tokens"), step=asked.step, rollout=asked.rollout, folder=asked.run_directory)
+        decode = _decoder(run)
+    except (NothingToShow, OSError, ValueError) as error:
+        sys.stderr.write(f"{error}\n")
+        return NOT_FINE
+    for line in report(chosen, decode, sampled_only=asked.sampled_only):
+        sys.stdout.write(line + "\n")
+    return OK
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m telescope.env audit", description="Print trajectories token by token.")
+    parser.add_argument("run_directory", metavar="RUN_DIR")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, help="the kept rollouts of this step (default: one of the latest step)")
+    which.add_argument("--rollout", type=int, help="this rollout alone")
+    parser.add_argument("--sampled-only", action="store_true", help="leave the tokens of prompts out")
+    return parser
+
+
+def choose(kept: Sequence[Mapping[str, Any]], *, step: int | None, rollout: int | None, folder: str) -> list[Mapping[str, Any]]:
+    """The rows to show, branches of a rollout together. Raises `NothingToShow`."""
+    if not kept:
+        raise NothingToShow(
+            f"{folder} keeps no tokens: it is no run directory, has trained no step yet, or had logging.token_groups=0"
+        )
+    if step is None and rollout is None:
+        latest = max(row["step"] for row in kept)
+        rollout = next(row["rollout_id"] for row in kept if row["step"] == latest)
+    chosen = [row for row in kept if (row["step"] == step if step is not None else row["rollout_id"] == rollout)]
+    if not chosen:
+        have = sorted({row["step" if step is not None else "rollout_id"] for row in kept})
+        what = f"step {step}" if step is not None else f"rollout {rollout}"
+        raise NothingToShow(f"the tokens of {what} were not kept; there are those of {_listed(have)}")
+    return sorted(chosen, key=lambda row: (row["step"], row["rollout_id"], row["branch"]))
+
+
+def report(chosen: Sequence[Mapping[str, Any]], decode: Decode, *, sampled_only: bool = False) -> Iterator[str]:
+    """Lines for a person."""
+    for row in chosen:
+        sampled = sum(row["mask"])
+        why = f", left out of the loss by {', '.join(row['filtered'])}" if row.get("filtered") else ""
+        yield (
+            f"step {row['step']}  group {row['group_id']}  rollout {row['rollout_id']}  branch {row['branch']}: "
+            f"{len(row['ids'])} tokens, {sampled} sampled, reward {row['reward']:g}, advantage {row['advantage']:+.4f}{why}"
+        )
+        yield HEAD
+        yield from _tokens(row, decode, sampled_only)
+        yield ""
+
+
+def _tokens(row: Mapping[str, Any], decode: Decode, sampled_only: bool) -> Iterator[str]:
+    sampled = zip(row["versions"], row["logprobs"], strict=True)
+    advantage = 0.0 if row.get("filtered") else row["advantage"]
+    for at, (token, mask) in enumerate(zip(row["ids"], row["mask"], strict=True)):
+        if mask:
+            version, logprob = next(sampled)
+            numbers = f"{version:>7} {logprob:>10.5f} {advantage:>+10.4f}"
+        elif sampled_only:
+            continue
+        else:
+            numbers = f"{'·':>7} {'·':>10} {'·':>10}"
+        yield f"{at:>6} {token:>7} {mask:>4} {numbers}  {_shown(decode(token))}"
+
+
+def _shown(text: str) -> str:
+    quoted = repr(text)
+    return quoted if len(quoted) <= WIDEST else f"{quoted[: WIDEST - 1]}…"
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    if len(numbers) <= 12:
+        return ", ".join(map(str, numbers))
+    return f"{', '.join(map(str, numbers[:6]))}, …, {', '.join(map(str, numbers[-3:]))} ({len(numbers)} in all)"
+
+
+def _decoder(run: RunDirectory) -> Decode:
+    """Text of a token by the run's own tokenizer; where that is not to be had (a hub model, offline), none, and that is said."""
+    model = load_run(run.config_json).model
+    try:
+        template = load_template(model, model_folder(model.name))
+    except (ModelNotFound, TokenizerError) as error:
+        sys.stderr.write(f"texts are left out: {error}\n")
+        return lambda token: ""
+    return lambda token: template.decode([token])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,237 @@
+"""The dialogues behind an OpenAI-compatible address: each request brings its whole conversation, and goes on in the dialogue
+that holds the beginning of it, or begins another.
+
+    POST <base_url>/chat/completions ─▶ longest dialogue whose messages begin the conversation ─▶ say(the rest)
+                                        └ none, or it is answering already ─▶ chat.dialogue(): a new branch
+
+What an agent sends back of an answer is what it was given (text and calls read out of it); what stands in the dialogue is the
+policy's own text. So the next prompt goes on from the exact tokens. Owns one secret address a rollout. Refuses HTTP (http.py)
+and OpenAI's shapes (shapes.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from telescope.environments.base import Chat, Dialogue
+from telescope.environments.chat import ChatError, PromptTooLong
+from telescope.environments.failures import ContextFull
+from telescope.environments.proxy import shapes
+from telescope.environments.proxy.http import HttpServer, Request, Response
+from telescope.environments.proxy.shapes import ChatAnswer, ChatRequest, Message, Refused
+from telescope.environments.template import TemplateError
+from telescope.environments.tools.calls import Call, CallFormat, parse_calls
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Line:
+    """A dialogue with the messages that the agent knows of it, in a form that can be compared."""
+
+    dialogue: Dialogue
+    tools: bytes
+    known: list[bytes] = field(default_factory=list)
+    busy: bool = False
+
+
+class Session:
+    """One rollout's address. `failed` is set with the first error that the agent cannot help; it is answered no more then."""
+
+    def __init__(self, chat: Chat, *, call_format: CallFormat, max_requests: int) -> None:
+        self._chat, self._call_format, self._max_requests = chat, call_format, max_requests
+        self._lines: list[_Line] = []
+        self._own: dict[bytes, str] = {}
+        self._answering: set[asyncio.Task[Any]] = set()
+        self._closed = False
+        self.requests = 0
+        self.failure: Exception | None = None
+        self.failed = asyncio.Event()
+
+    async def close(self) -> None:
+        """Answer nothing any more. What is being answered is given up, and leaves no trace in the rollout."""
+        self._closed = True
+        for task in tuple(self._answering):
+            task.cancel()
+        await asyncio.gather(*self._answering, return_exceptions=True)
+
+    async def complete(self, request: ChatRequest) -> ChatAnswer:
+        """The policy's next message. Raises `Refused`."""
+        if self._closed or self.failure is not None:
+            raise Refused(410, f"this rollout is over: {self.failure or 'its time or its program has ended'}")
+        if self.requests >= self._max_requests:
+            raise Refused(429, f"max_requests={self._max_requests} of this rollout are spent", code="max_requests")
+        self.requests += 1
+        line, begun = self._line(request)
+        turns = self._turns(request.messages, begun)
+        task = asyncio.create_task(line.dialogue.say(*turns, tools=request.tools, max_tokens=request.max_tokens))
+        self._answering.add(task)
+        line.busy = True
+        try:
+            text = await task
+        except (PromptTooLong, ContextFull) as error:
+            raise Refused(400, str(error), param="messages", code="context_length_exceeded") from error
+        except (ChatError, TemplateError) as error:
+            self.failure = self.failure or error
+            self.failed.set()
+            raise Refused(500, f"the policy could not answer: {error}") from error
+        except asyncio.CancelledError:
+            if self._closed:
+                raise Refused(410, "this rollout is over") from None
+            raise
+        finally:
+            task.cancel()
+            self._answering.discard(task)
+            line.busy = False
+        return self._answered(line, request, text)
+
+    def _line(self, request: ChatRequest) -> tuple[_Line, int]:
+        """Where the conversation goes on, and how many of its messages are there already."""
+        tools, asked = orjson.dumps(request.tools), [_comparable(message) for message in request.messages]
+        begun = [
+            line
+            for line in self._lines
+            if not line.busy
+            and line.tools == tools
+            and len(line.known) < len(asked)
+            and line.known == asked[: len(line.known)]
+            and request.messages[len(line.known)]["role"] != "assistant"
+        ]
+        if begun:
+            best = max(begun, key=lambda line: len(line.known))
+            return best, len(best.known)
+        return _Line(self._chat.dialogue(), tools), 0
+
+    def _turns(self, messages: Sequence[Message], begun: int) -> list[Mapping[str, Any]]:
+        """What is to be said. In front the last answer as the agent has it, where that had calls: some templates take a tool's
+        result only behind a call that is spelled out. In a new dialogue the policy's earlier answers stand as it wrote them."""
+        turns: list[Mapping[str, Any]] = []
+        if begun and messages[begun - 1].get("tool_calls"):
+            turns.append(_for_template(messages[begun - 1]))
+        for message in messages[begun:]:
+            own = self._own.get(_comparable(message)) if message["role"] == "assistant" else None
+            turns.append({"role": "assistant", "content": own} if own is not None else _for_template(message))
+        return turns
+
+    def _answered(self, line: _Line, request: ChatRequest, text: str) -> ChatAnswer:
+        content, calls = text, tuple[Message, ...]()
+        if request.tools:
+            parsed = parse_calls(text, self._call_format)
+            found = tuple(_call(call) for call in parsed.calls if isinstance(call, Call))
+            if found and len(found) == len(parsed.calls):  # a call gone wrong stays text: the agent sees what was written
+                content, calls = parsed.text, found
+        cut = line.dialogue.truncated
+        answer = ChatAnswer(
+            content=content,
+            calls=calls,
+            finish_reason="length" if cut else "tool_calls" if calls else "stop",
+            prompt_tokens=line.dialogue.last_prompt_tokens,
+            completion_tokens=line.dialogue.last_answer_tokens,
+        )
+        said = _comparable(answer.message())
+        self._own[said] = text
+        line.known = [*map(_comparable, request.messages), said]
+        if line not in self._lines:
+            self._lines.append(line)
+        return answer
+
+
+class Proxy:
+    """The server of a worker process: `open` gives a rollout its address."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, Session] = {}
+        self._server: HttpServer | None = None
+
+    async def start(self) -> None:
+        """Listen. Raises OSError where no port can be had."""
+        self._server = await HttpServer.start(self._answer)
+
+    async def close(self) -> None:
+        for session in tuple(self._sessions.values()):
+            await session.close()
+        self._sessions.clear()
+        if self._server is not None:
+            await self._server.close()
+            self._server = None
+
+    def open(self, chat: Chat, *, call_format: CallFormat = "json", max_requests: int = 1000) -> tuple[str, Session]:
+        """The `base_url` of a rollout, which nobody else can guess, and its session."""
+        if self._server is None:
+            raise RuntimeError("the proxy does not listen: start it in the environment's set_up")
+        secret = secrets.token_urlsafe(24)
+        session = self._sessions[secret] = Session(chat, call_format=call_format, max_requests=max_requests)
+        return f"http://127.0.0.1:{self._server.port}/{secret}/v1", session
+
+    async def shut(self, session: Session) -> None:
+        """The rollout is over: its address leads nowhere."""
+        self._sessions = {secret: other for secret, other in self._sessions.items() if other is not session}
+        await session.close()
+
+    async def _answer(self, request: Request) -> Response:
+        try:
+            return await self._routed(request)
+        except Refused as refused:
+            return shapes.error(refused)
+        except Exception as error:  # the agent gets a sentence, and its connection lives on
+            log.exception("a request of an agent program failed")
+            return shapes.error(Refused(500, f"{type(error).__name__}: {error}"))
+
+    async def _routed(self, request: Request) -> Response:
+        secret, _, route = request.path.partition("?")[0].strip("/").partition("/")
+        session = self._sessions.get(secret)
+        if session is None:
+            raise Refused(404, "there is no rollout at this address: it may be over")
+        match request.method, route:
+            case "POST", "v1/chat/completions":
+                asked = shapes.read_request(request.body)
+                answer = await session.complete(asked)
+                number = secrets.token_hex(8)
+                if asked.stream:
+                    return shapes.stream(answer, number, include_usage=asked.include_usage)
+                return shapes.completion(answer, number)
+            case "GET", "v1/models":
+                return shapes.models()
+            case _:
+                raise Refused(404, f"{request.method} /{route} is not served: chat/completions and models are")
+
+
+def _comparable(message: Message) -> bytes:
+    """What of a message tells it from others: agents send answers back with fields dropped, added and in another order."""
+    calls = [
+        (call["id"], call["function"]["name"], _plain(call["function"]["arguments"])) for call in message.get("tool_calls", ())
+    ]
+    content = message.get("content") or ""
+    said = content.strip() if message["role"] == "assistant" else content
+    return orjson.dumps([message["role"], said, message.get("tool_call_id"), calls], option=orjson.OPT_SORT_KEYS)
+
+
+def _plain(arguments: Any) -> Any:
+    """Arguments as values: OpenAI's interface carries them as JSON text."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        return arguments
+
+
+def _for_template(message: Message) -> Mapping[str, Any]:
+    """Templates write arguments as JSON themselves."""
+    calls = [
+        {**call, "function": {**call["function"], "arguments": _plain(call["function"]["arguments"])}}
+        for call in message.get("tool_calls", ())
+    ]
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _call(call: Call) -> Message:
+    function = {"name": call.name, "arguments": orjson.dumps(dict(call.arguments)).decode()}
+    return {"id": f"call_{secrets.token_hex(5)[:9]}", "type": "function", "function": function}

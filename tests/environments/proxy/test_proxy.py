@@ -1,0 +1,228 @@
+"""An agent behind OpenAI's interface is recorded token by token: the real SDK, real HTTP, a policy that is told what to say."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from tests.environments.proxy.conftest import Rollout
+
+LOOK: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+CALL = '<tool_call>{"name": "look", "arguments": {"at": 1}}</tool_call>'
+
+
+def user(text: str) -> Any:
+    return {"role": "user", "content": text}
+
+
+async def test_a_conversation_that_goes_on_stays_in_its_exact_tokens(rollout: Rollout) -> None:
+    client = rollout.client()
+    messages = [{"role": "system", "content": "s"}, user("a")]
+    for text in ("b", "c"):
+        done = await client.chat.completions.create(model="any", messages=messages)
+        assert (done.choices[0].message.content, done.choices[0].finish_reason) == ("ok", "stop")
+        messages += [done.choices[0].message.model_dump(), user(text)]
+    assert rollout.texts() == ["<|system|>s<|user|>a<|assistant|>ok<eos><|user|>b<|assistant|>ok<eos>"]
+    assert rollout.trained() == ["ok<eos>ok<eos>"]
+    (branch,) = rollout.chat.recording().branches
+    assert branch.versions[branch.mask == 1].tolist() == [0, 0, 0, 1, 1, 1]
+
+
+async def test_usage_counts_the_tokens_of_the_request(rollout: Rollout) -> None:
+    done = await rollout.client().chat.completions.create(model="any", messages=[user("abc")])
+    assert done.usage is not None
+    assert (done.usage.prompt_tokens, done.usage.completion_tokens, done.usage.total_tokens) == (5, 3, 8)
+
+
+async def test_a_tool_call_is_given_out_as_such_and_its_result_goes_on_behind_the_raw_text(rollout: Rollout) -> None:
+    rollout.policy.answer = lambda prompt: "done" if "cat" in prompt else f"I look. {CALL}"
+    client = rollout.client()
+    messages = [user("a")]
+    first = await client.chat.completions.create(model="any", messages=messages, tools=[LOOK])
+    (choice,) = first.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "I look."
+    (call,) = choice.message.tool_calls or []
+    assert (call.function.name, json.loads(call.function.arguments)) == ("look", {"at": 1})
+    messages += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "a cat"}]
+    second = await client.chat.completions.create(model="any", messages=messages, tools=[LOOK])
+    assert second.choices[0].message.content == "done"
+    assert rollout.texts() == [f"<|system|>look<|user|>a<|assistant|>I look. {CALL}<eos><|user|>a cat<|assistant|>done<eos>"]
+
+
+async def test_a_call_gone_wrong_stays_text(rollout: Rollout) -> None:
+    rollout.policy.answer = lambda prompt: "<tool_call>look(</tool_call>"
+    done = await rollout.client().chat.completions.create(model="any", messages=[user("a")], tools=[LOOK])
+    assert done.choices[0].message.content == "<tool_call>look(</tool_call>"
+    assert done.choices[0].finish_reason == "stop"
+
+
+async def test_streams_give_the_same_in_pieces(rollout: Rollout) -> None:
+    rollout.policy.answer = lambda prompt: f"I look. {CALL}"
+    client = rollout.client()
+    said, called, ends, usage = "", [], [], None
+    stream = await client.chat.completions.create(
+        model="any", messages=[user("a")], tools=[LOOK], stream=True, stream_options={"include_usage": True}
+    )
+    async for chunk in stream:
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            said += choice.delta.content or ""
+            called += [call.function.name for call in choice.delta.tool_calls or [] if call.function]
+            ends += [choice.finish_reason] if choice.finish_reason else []
+    assert (said, called, ends) == ("I look.", ["look"], ["tool_calls"])
+    assert usage is not None
+    assert usage.completion_tokens == len(f"I look. {CALL}") + 1
+
+
+async def test_subagents_at_the_same_time_are_branches_and_the_main_line_goes_on(rollout: Rollout) -> None:
+    client = rollout.client()
+    release = asyncio.Event()
+    rollout.policy.held = {f"<|user|>{name}<|assistant|>": release for name in "xyz"}
+    rollout.policy.answer = lambda prompt: prompt[-14]
+    main = [user("a")]
+    done = await client.chat.completions.create(model="any", messages=main)
+    main += [done.choices[0].message.model_dump(), user("b")]
+    subs = [asyncio.create_task(client.chat.completions.create(model="any", messages=[user(name)])) for name in "xyz"]
+    done = await client.chat.completions.create(model="any", messages=main)
+    release.set()
+    assert [answer.choices[0].message.content for answer in await asyncio.gather(*subs)] == ["x", "y", "z"]
+    assert rollout.texts()[0] == "<|user|>a<|assistant|>a<eos><|user|>b<|assistant|>b<eos>"
+    assert sorted(rollout.texts()[1:]) == [f"<|user|>{name}<|assistant|>{name}<eos>" for name in "xyz"]
+    assert rollout.chat.recording().turns == 5
+
+
+async def test_a_second_try_of_the_same_conversation_is_a_branch_with_the_first_answers_as_prompt(rollout: Rollout) -> None:
+    client = rollout.client()
+    numbers = iter("123")
+    rollout.policy.answer = lambda prompt: next(numbers)
+    opening = [user("a")]
+    first = await client.chat.completions.create(model="any", messages=opening)
+    again = await client.chat.completions.create(model="any", messages=opening)
+    shortened = [user("so far"), first.choices[0].message.model_dump(), user("b")]
+    await client.chat.completions.create(model="any", messages=shortened)
+    assert again.choices[0].message.content == "2"
+    assert rollout.texts() == [
+        "<|user|>a<|assistant|>1<eos>",
+        "<|user|>a<|assistant|>2<eos>",
+        "<|user|>so far<|assistant|>1<eos><|user|>b<|assistant|>3<eos>",
+    ]
+    assert rollout.trained() == ["1<eos>", "2<eos>", "3<eos>"]
+
+
+async def test_a_limit_of_tokens_is_kept_and_the_cut_is_told(rollout: Rollout) -> None:
+    rollout.policy.answer = lambda prompt: "a long answer"
+    done = await rollout.client().chat.completions.create(model="any", messages=[user("a")], max_completion_tokens=6)
+    assert (done.choices[0].message.content, done.choices[0].finish_reason) == ("a long", "length")
+    assert rollout.policy.limits == [6]
+
+
+async def test_a_client_that_leaves_takes_its_answer_with_it(rollout: Rollout) -> None:
+    rollout.policy.held = {"<|user|>slow<|assistant|>": asyncio.Event()}
+    client = rollout.client()
+    await client.chat.completions.create(model="any", messages=[user("a")])
+    rollout.policy.asked.clear()
+    leaving = asyncio.create_task(client.chat.completions.create(model="any", messages=[user("slow")]))
+    await asyncio.wait_for(rollout.policy.asked.wait(), 60)
+    leaving.cancel()
+    await asyncio.wait_for(rollout.policy.cancelled.wait(), 60)
+    await rollout.proxy.shut(rollout.session)
+    assert rollout.texts() == ["<|user|>a<|assistant|>ok<eos>"]
+
+
+async def test_a_conversation_that_is_too_long_is_told_in_openais_words_and_fails_nothing(rollout: Rollout) -> None:
+    client = rollout.client()
+    await client.chat.completions.create(model="any", messages=[user("a")])
+    with pytest.raises(openai.BadRequestError) as refused:
+        await client.chat.completions.create(model="any", messages=[user("a" * 400)])
+    assert refused.value.code == "context_length_exceeded"
+    assert rollout.trained() == ["ok<eos>"]
+
+
+async def test_a_server_that_fails_ends_the_rollout(rollout: Rollout) -> None:
+    client = rollout.client()
+    rollout.policy.broken = True
+    for status in (500, 410):
+        with pytest.raises(openai.APIStatusError) as refused:
+            await client.chat.completions.create(model="any", messages=[user("a")])
+        assert refused.value.status_code == status
+    assert rollout.session.failed.is_set()
+    assert len(rollout.policy.prompts) == 1  # the SDK was told not to try again
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"n": 2}, "n: one answer at a time"),
+        ({"stop": ["x"]}, "set rollout.stop"),
+        ({"response_format": {"type": "json_object"}}, "the policy writes text"),
+        ({"tools": [LOOK], "tool_choice": "required"}, "free to call a tool or not"),
+        ({"logprobs": True}, "kept for training"),
+        ({"max_tokens": 0}, "max_tokens=0"),
+        ({"messages": []}, "at least one message"),
+        ({"messages": [{"role": "boss", "content": "a"}]}, r"messages\[0\] has the role 'boss'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "only text"),
+    ],
+)
+async def test_what_cannot_be_done_is_refused_with_the_reason(rollout: Rollout, changes: dict[str, Any], why: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=why):
+        await rollout.client().chat.completions.create(**{"model": "any", "messages": [user("a")], **changes})
+    assert rollout.policy.prompts == []
+
+
+async def test_requests_beyond_the_limit_are_turned_away_once_each(rollout: Rollout) -> None:
+    client = rollout.client()
+    for _ in range(20):
+        await client.chat.completions.create(model="any", messages=[user("a")])
+    with pytest.raises(openai.RateLimitError, match="max_requests=20"):
+        await client.chat.completions.create(model="any", messages=[user("a")])
+    assert len(rollout.policy.prompts) == 20
+
+
+async def test_rollouts_have_addresses_of_their_own_that_end_with_them(rollout: Rollout) -> None:
+    client = rollout.client()
+    assert [model.id async for model in client.models.list()] == ["policy"]
+    with pytest.raises(openai.NotFoundError, match="chat/completions and models"):
+        await client.embeddings.create(model="any", input="a")
+    guessed = openai.AsyncOpenAI(base_url=rollout.base_url.replace(rollout.base_url.split("/")[3], "guess"), api_key="any")
+    with pytest.raises(openai.NotFoundError, match="no rollout at this address"):
+        await guessed.chat.completions.create(model="any", messages=[user("a")])
+    await rollout.proxy.shut(rollout.session)
+    with pytest.raises(openai.NotFoundError, match="no rollout at this address"):
+        await client.chat.completions.create(model="any", messages=[user("a")])
+
+
+async def test_texts_in_parts_and_developers_are_understood(rollout: Rollout) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages: Any = [{"role": "developer", "content": "s"}, {"role": "user", "content": parts}]
+    await rollout.client().chat.completions.create(model="any", messages=messages, temperature=0.1, top_p=0.5, seed=3)
+    assert rollout.policy.prompts == ["<|system|>s<|user|>ab<|assistant|>"]
+
+
+async def raw(rollout: Rollout, text: bytes) -> bytes:
+    """What the server says to bytes of any kind, up to its end of the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(rollout.base_url.split(":")[2].split("/")[0]))
+    writer.write(text)
+    writer.write_eof()
+    said = await asyncio.wait_for(reader.read(), 60)
+    writer.close()
+    return said
+
+
+async def test_bytes_that_are_no_http_or_no_json_end_their_connection_alone(rollout: Rollout) -> None:
+    await raw(rollout, b"\x00\x01\x02 nonsense\r\n\r\n")
+    await raw(rollout, b"GET / HTTP/1.1\r\nhost: a\r\n" + b"x: " + b"y" * 100_000)
+    path = "/" + rollout.base_url.split("/", 3)[3] + "/chat/completions"
+    head = f"POST {path} HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-length: 1\r\n\r\n"
+    assert b"the body is no JSON" in await raw(rollout, head.encode() + b"{")
+    huge = head.replace("content-length: 1", "content-length: 99999999").encode() + b"x" * (33 * 1024 * 1024)
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(rollout.base_url.split(":")[2].split("/")[0]))
+    writer.write(huge)
+    assert b" 413 " in await asyncio.wait_for(reader.readline(), 60)
+    writer.close()
+    done = await rollout.client().chat.completions.create(model="any", messages=[user("a")])
+    assert done.choices[0].message.content == "ok"
