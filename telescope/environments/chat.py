@@ -23,7 +23,7 @@ import numpy as np
 
 from telescope.environments.base import ToolSchema, Turn
 from telescope.environments.failures import ContextFull, InfrastructureError
-from telescope.environments.template import ChatTemplate, TemplateError
+from telescope.environments.template import ChatTemplate, TemplateError, Tokenizer
 from telescope.records import FinishReason, Trajectory
 
 _ABOVE_ZERO = 1e-3  # rounding of a log-softmax in low precision; anything more is no log-prob
@@ -199,6 +199,21 @@ class TokenDialogue:
     def truncated(self) -> bool:
         """Whether the last answer was cut off at its token limit."""
         return self._finish_reason == "length"
+
+    @property
+    def shows_tools(self) -> bool:
+        """Whether the chat template writes the tools that `say` is given."""
+        return self._record.template.shows_tools
+
+    @property
+    def has_tool_role(self) -> bool:
+        """Whether the chat template writes turns of the role "tool"."""
+        return self._record.template.has_tool_role
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The policy's, for parsers that need one."""
+        return self._record.template.tokenizer
 
     @property
     def tokens_left(self) -> int:

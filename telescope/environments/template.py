@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,6 +18,10 @@ from telescope.environments.base import ToolSchema, Turn
 from telescope.environments.recent import Recent
 
 Ids = np.ndarray  # [T] int32
+
+
+_PROBE = "probe7391"
+_ASKED: Turn = {"role": "user", "content": "q"}
 
 
 class Tokenizer(Protocol):
@@ -51,7 +56,7 @@ class ChatTemplate:
     ) -> None:
         if not eos_ids:
             raise ValueError("the tokenizer names no end-of-sequence token: an answer could never end")
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._options: dict[str, Any] = {"enable_thinking": enable_thinking}
         if chat_template is not None:
             self._options["chat_template"] = chat_template
@@ -77,7 +82,7 @@ class ChatTemplate:
     def lengths(self, dialogues: Sequence[Sequence[Turn]]) -> list[int]:
         """Tokens of each dialogue as `render` makes them; many at once, in the tokenizer's own threads where it has some."""
         texts = [self.text(turns) for turns in dialogues]
-        batch: Any = self._tokenizer
+        batch: Any = self.tokenizer
         if not callable(batch):
             return [len(self._encode(text)) for text in texts]
         return [len(ids) for ids in batch(texts, add_special_tokens=False)["input_ids"]] if texts else []
@@ -87,7 +92,7 @@ class ChatTemplate:
         as its own `tools`, in OpenAI's form."""
         options = {**self._options, "tools": [dict(tool) for tool in tools]} if tools else self._options
         try:
-            text = self._tokenizer.apply_chat_template(
+            text = self.tokenizer.apply_chat_template(
                 [dict(turn) for turn in turns], tokenize=False, add_generation_prompt=True, **options
             )
         except (ValueError, TypeError, KeyError, LookupError) as error:
@@ -97,6 +102,29 @@ class ChatTemplate:
                 raise
             raise TemplateError(f"the chat template refuses the dialogue of {_roles(turns)}: {error}") from error
         return str(text)
+
+    @cached_property
+    def shows_tools(self) -> bool:
+        """Whether the template writes the tools that it is given."""
+        tool = {"name": _PROBE, "description": _PROBE, "parameters": {"type": "object", "properties": {}}}
+        return self._writes([_ASKED], [{"type": "function", "function": tool}])
+
+    @cached_property
+    def has_tool_role(self) -> bool:
+        """Whether the template writes turns of the role "tool", be it only behind an answer with `tool_calls`."""
+        result = {"role": "tool", "name": "f", "tool_call_id": "c00000000", "content": _PROBE}
+        call = {"id": "c00000000", "type": "function", "function": {"name": "f", "arguments": {}}}
+        answers: tuple[Turn, ...] = (
+            {"role": "assistant", "content": "a"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        )
+        return any(self._writes([_ASKED, answer, result], ()) for answer in answers)
+
+    def _writes(self, turns: Sequence[Turn], tools: Sequence[ToolSchema]) -> bool:
+        try:
+            return _PROBE in self.text(turns, tools)
+        except TemplateError:
+            return False
 
     def encode(self, text: str) -> Ids:
         """Tokens of a whole prompt."""
@@ -114,10 +142,10 @@ class ChatTemplate:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of tokens, special ones shown: an answer that holds one must not look as if it did not."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
 
 
 def _key(turns: Sequence[Turn], tools: Sequence[ToolSchema]) -> str:

@@ -54,7 +54,7 @@ class Server:
         self.tokenizer = AutoTokenizer.from_pretrained(source)
         self.model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
         self.version = 0
-        self._random = torch.Generator().manual_seed(seed)
+        self.random = torch.Generator().manual_seed(seed)
 
     def load(self, version: int, weights: dict[str, torch.Tensor]) -> None:
         self.model.load_state_dict(weights, strict=False)
@@ -81,7 +81,7 @@ class Server:
         for _ in range(max_tokens):
             out = self.model(input_ids=ids, attention_mask=seen, position_ids=positions, past_key_values=cache, use_cache=True)
             distribution = out.logits[:, -1].log_softmax(-1)
-            ids = distribution.exp().multinomial(1, generator=self._random)
+            ids = distribution.exp().multinomial(1, generator=self.random)
             tokens.append(ids)
             logprobs.append(distribution.gather(1, ids))
             cache, positions = out.past_key_values, positions[:, -1:] + 1

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from telescope.algorithms.base import Algorithm
 from telescope.backends.base import Backend, Job, TrainShard, World
 from telescope.backends.fsdp import FSDP
 from telescope.config.parts import ModelSettings, TrainerSettings
-from telescope.environments.base import Environment, Prompt
+from telescope.environments.base import Environment, Prompt, Reward
 from telescope.environments.chat import Recording, Sampled, TokenChat
 from telescope.environments.template import ChatTemplate
 from telescope.maths.batching import denominators
@@ -63,18 +64,19 @@ class Batched:
         )
 
 
-async def _play_all(
-    environment: Environment, prompts: list[Prompt], server: Server, template: ChatTemplate, max_tokens: int
-) -> list[tuple[float, Recording]]:
+async def play_all(
+    environment: Environment, prompts: Sequence[Prompt], server: Server, max_tokens: int
+) -> list[tuple[Reward, Recording]]:
+    template = ChatTemplate(server.tokenizer, [EOS])
     sampler = Batched(server, len(prompts), max_tokens)
 
-    async def one(prompt: Prompt) -> tuple[float, Recording]:
+    async def one(prompt: Prompt) -> tuple[Reward, Recording]:
         chat = TokenChat(template, sampler, 200, max_tokens=max_tokens)
         try:
             reward = await environment.play(prompt, chat)
         finally:
             sampler.one_is_over()
-        return reward.total, chat.recording()
+        return reward, chat.recording()
 
     return list(await asyncio.gather(*map(one, prompts)))
 
@@ -91,9 +93,10 @@ def learn_turns(
     group_size: int,
     max_tokens: int,
     learning_rate: float,
+    server: Server | None = None,
 ) -> list[float]:
-    """Mean reward of each step, on what the server sampled."""
-    server = Server(seed, model)
+    """Mean reward of each step, on what the server sampled. A `server` that is handed in has the last weights afterwards."""
+    server = server or Server(seed, model)
     job = Job(
         algorithm=algorithm,
         model=ModelSettings(name=model),
@@ -105,7 +108,6 @@ def learn_turns(
         world=World(rank=0, size=1, device="cpu"),
     )
     backend: Backend = FSDP(mixed_precision_dtype=None, gradient_checkpointing=False).build(job)
-    template = ChatTemplate(server.tokenizer, [EOS])
     curve, random, split = [], np.random.default_rng(seed), environment.prompts("train")
     published: deque[tuple[int, Any]] = deque(maxlen=LAG + 1)
     groups = np.repeat(np.arange(prompts), group_size)
@@ -114,8 +116,8 @@ def learn_turns(
             if len(published) == LAG + 1:
                 server.load(*published[0])
             drawn = [split[int(index)] for index in random.integers(0, len(split), prompts) for _ in range(group_size)]
-            played = asyncio.run(_play_all(environment, drawn, server, template, max_tokens))
-            rewards = np.array([reward for reward, _ in played])
+            played = asyncio.run(play_all(environment, drawn, server, max_tokens))
+            rewards = np.array([reward.total for reward, _ in played])
             curve.append(float(rewards.mean()))
             advantages = algorithm.advantages(rewards, groups, group_size=group_size)
             if spoil is not None:
@@ -123,6 +125,7 @@ def learn_turns(
             kept = [row for row in range(len(rewards)) if len(set(rewards[groups == groups[row]])) > 1]
             backend.train_step(_shard(step, kept, [recording for _, recording in played], groups, advantages))
             published.append((step, dict(backend.weights())))
+        server.load(*published[-1])
     finally:
         backend.close()
     return curve

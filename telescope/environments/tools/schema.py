@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -25,10 +25,14 @@ ToolFunction = Callable[..., Any]
 ToolSchema = Mapping[str, Any]
 """What the OpenAI API calls a tool: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
 
-HIDDEN = ("state",)
-"""Parameters that the environment fills in; the policy never hears of them."""
+HIDDEN = "state"
+"""Name of a parameter that the environment fills in and the policy never hears of; see `_is_hidden`."""
 MAX_SHOWN = 80
 MAX_ERRORS = 8
+
+
+class RolloutState:
+    """Base of states that tools are given: a parameter with such a hint is hidden from the policy."""
 
 
 class BadArguments(ValueError):
@@ -97,7 +101,7 @@ class Tool:
         return f"{self.name}: {'; '.join(problems)} (parameters: {known})"
 
 
-def tool_of(function: ToolFunction, *, name: str = "", hidden: Sequence[str] = HIDDEN) -> Tool:
+def tool_of(function: ToolFunction, *, name: str = "") -> Tool:
     """The tool of a function or bound method, `def` or `async def`.
 
     Descriptions come from the docstring, from `Annotated[int, "..."]` or from `Annotated[int, Field(description="...")]`.
@@ -109,7 +113,7 @@ def tool_of(function: ToolFunction, *, name: str = "", hidden: Sequence[str] = H
     fields: dict[str, Any] = {}
     unseen = []
     for parameter in inspect.signature(function).parameters.values():
-        if parameter.name in hidden:
+        if _is_hidden(parameter, hints):
             unseen.append(parameter.name)
             continue
         # Fields are numbered and go by alias: a parameter may be called `schema`, `copy` or `_x`, a field may not.
@@ -136,6 +140,14 @@ def _hints(function: ToolFunction, called: str) -> dict[str, Any]:
         return typing.get_type_hints(plain, include_extras=True)
     except NameError as error:
         raise ValueError(f"the tool {called} has a type hint that can't be looked up: {error}") from error
+
+
+def _is_hidden(parameter: inspect.Parameter, hints: Mapping[str, Any]) -> bool:
+    """A `state` without a type, or any parameter typed as a `RolloutState`. A `state: str` (of an address) is the policy's."""
+    hint = hints.get(parameter.name)
+    if hint is None:
+        return parameter.name == HIDDEN
+    return (isinstance(hint, type) and issubclass(hint, RolloutState)) or (parameter.name == HIDDEN and hint is Any)
 
 
 def _field(parameter: inspect.Parameter, hint: Any, described: Mapping[str, str], called: str) -> Any:

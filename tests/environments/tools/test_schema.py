@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 from typing_extensions import TypedDict
 
 from telescope.environments.tools.docstrings import read_docstring
-from telescope.environments.tools.schema import BadArguments, as_text, tool_of
+from telescope.environments.tools.schema import BadArguments, RolloutState, as_text, tool_of
 
 
 class Colour(enum.Enum):
@@ -129,7 +129,7 @@ def test_descriptions_come_from_annotated_texts_and_fields_before_the_docstring(
     "docstring",
     [
         "Add.\n\nBoth.\n\nArgs:\n    a: first\n    *rest (tuple[int, ...]): others,\n        many\n\nReturns:\n    a: no\n",
-        "Add.\n\nBoth.\n\nParameters\n---\na : int\n    first\nrest : tuple\n    others,\n    many\n\nReturns\n---\na\n    no\n",
+        "Add.\n\nBoth.\n\nParameters\n---\na : int\n    first\nrest : tuple\n    others,\n    many\n\nReturns\n---\nx\n",
         "Add.\n\nBoth.\n\n:param a: first\n:param tuple rest: others,\n    many\n:returns: a: no\n:raises KeyError: no\n",
     ],
 )
@@ -169,14 +169,24 @@ def test_a_wrong_call_is_told_what_is_wrong_and_what_there_is():
     assert said.endswith("(parameters: a, b)")
 
 
+class Remembered(RolloutState): ...
+
+
 def test_the_hidden_state_is_no_parameter_and_names_of_pydantic_s_own_may_be_used():
-    async def f(state: dict[str, int], schema: str, copy: int = 1, model_config: int = 2) -> None: ...
+    async def f(memory: Remembered, state, schema: str, copy: int = 1, model_config: int = 2) -> None: ...
 
     tool = tool_of(f)
     assert list(tool.parameters["properties"]) == ["schema", "copy", "model_config"]
-    assert tool.hidden == ("state",)
+    assert tool.hidden == ("memory", "state")
     assert tool.is_async
     assert tool.arguments({"schema": "s", "copy": 3}) == {"schema": "s", "copy": 3}
+
+
+def test_the_state_of_an_address_is_the_policy_s():
+    def move(city: str, state: str) -> None: ...
+
+    assert list(properties(move)) == ["city", "state"]
+    assert tool_of(move).hidden == ()
 
 
 def test_a_signature_that_no_call_by_name_can_serve_is_refused():

@@ -1,0 +1,159 @@
+"""Customer service with real tools over a real database: the retail and airline domains of the tau tasks.
+
+A user calls with a wish; the agent has a policy to follow and tools that read and change the database. The reward is 1 if the
+database ends as it does after the task's own actions, and everything was said that had to be said; else 0. The data come from a
+package or a folder (data.py). Tasks whose outcome only a judge could tell (a rightly refused wish) count as right when
+nothing was changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from telescope.environments.base import Prompt, Reward, Turn
+from telescope.environments.off_loop import called
+from telescope.environments.tau.airline import AirlineDesk
+from telescope.environments.tau.data import Task, folder_of, load_tables, load_tasks
+from telescope.environments.tau.desk import Desk
+from telescope.environments.tau.records import DeskError, Tables
+from telescope.environments.tau.retail import RetailDesk
+from telescope.environments.tau.users import Endpoint, ModelUser, ScriptedUser, User, opening_of
+from telescope.environments.tool_environment import ToolEnvironment, ToolState
+from telescope.environments.tools.schema import BadArguments, ToolFunction, tool_of
+
+DESKS: Mapping[str, type[Desk]] = {"retail": RetailDesk, "airline": AirlineDesk}
+
+
+@dataclass
+class TauState(ToolState):
+    desk: Desk
+    user: User
+    greeting: str = ""
+    said: list[str] = field(default_factory=list)
+    """All that the agent said to the user."""
+
+
+class Tau(ToolEnvironment):
+    """See the module; docs/tools.md has an example."""
+
+    reward_min: ClassVar[float | None] = 0.0
+    reward_max: ClassVar[float | None] = 1.0
+    in_threads: ClassVar[bool] = False  # every tool is a look-up of microseconds; a user's endpoint is asked in a thread
+
+    domain: Literal["retail", "airline"] = "retail"
+    """Which desk: 114 retail tasks (74 train, 40 eval) or 50 airline tasks (30 train, 20 eval)."""
+    data: str = ""
+    """Folder with `retail/` and `airline/`, each with db.json(.gz), tasks.json, split_tasks.json and policy.txt; empty: the
+    data inside the installed package inspect-evals."""
+    user: Literal["scripted", "endpoint"] = "scripted"
+    """Who plays the user: a script made of the task's text, or a language model behind `user_base_url`."""
+    user_base_url: str = ""
+    """OpenAI-compatible endpoint of the user's model, e.g. `http://localhost:8000/v1`."""
+    user_model: str = ""
+    """Name of the user's model at that endpoint."""
+    user_api_key_file: str = ""
+    """File that holds the key of that endpoint; empty: none is sent."""
+    user_timeout_s: float = Field(default=60.0, gt=0)
+    """Seconds one message of the user's model may take."""
+    max_turns: int = Field(default=30, ge=1, le=10_000)
+    """Answers of the policy in one rollout, at most: each is calls, or a message to the user."""
+
+    @model_validator(mode="after")
+    def _an_endpoint_is_named(self) -> Tau:
+        if self.user == "endpoint" and not (self.user_base_url and self.user_model):
+            raise ValueError("user=endpoint needs user_base_url and user_model: name both, or choose user=scripted")
+        return self
+
+    @cached_property
+    def _folder(self) -> Path:
+        return folder_of(self.domain, self.data)
+
+    @cached_property
+    def _tasks(self) -> tuple[str, Mapping[str, Task], Mapping[str, tuple[str, ...]]]:
+        return load_tasks(self._folder)
+
+    @cached_property
+    def _tables(self) -> Tables:
+        return load_tables(self._folder)
+
+    @cached_property
+    def _api_key(self) -> str:
+        file = self.user_api_key_file
+        return Path(file).expanduser().read_text(encoding="utf-8").strip() if file else ""
+
+    async def set_up(self) -> None:
+        """Load the database before the first rollout, not in it."""
+        await super().set_up()
+        await called(lambda: (self._tables, self._api_key))
+
+    def prompts(self, split: str) -> Sequence[Prompt]:
+        policy, tasks, splits = self._tasks
+        return [
+            Prompt(
+                turns=({"role": "system", "content": policy}, {"role": "user", "content": opening_of(tasks[task_id])}),
+                answer="; ".join(name for name, _ in tasks[task_id].actions),
+                facts={"task": task_id},
+            )
+            for task_id in splits[{"train": "train", "eval": "test"}[split]]
+        ]
+
+    async def initial_state(self, prompt: Prompt) -> TauState:
+        task = self.task(prompt)
+        state = TauState(desk=DESKS[self.domain](self._tables), user=self._user(task))
+        state.greeting = await state.user.open()
+        return state
+
+    def opening(self, prompt: Prompt, state: TauState) -> Sequence[Turn]:
+        return (prompt.turns[0], {"role": "user", "content": state.greeting})
+
+    def tools_for(self, state: TauState) -> Sequence[ToolFunction]:
+        return state.desk.tools()
+
+    async def answered(self, state: TauState, text: str) -> Sequence[Turn]:
+        state.said.append(text)
+        reply = "" if state.desk.transferred else await state.user.answer(text)
+        state.done = not reply
+        state.final_answer = text
+        return ({"role": "user", "content": reply},)
+
+    def reward(self, prompt: Prompt, state: TauState) -> Reward:
+        task = self.task(prompt)
+        wanted, refused = self.after(task)
+        right = state.desk.records.digest() == wanted.records.digest()
+        said = "\n".join(state.said).lower().replace(",", "")
+        outputs = [output.lower().replace(",", "") in said for output in task.outputs]
+        metrics = {
+            "database_right": float(right),
+            "outputs_said": sum(outputs) / len(outputs) if outputs else 1.0,
+            "database_untouched": float(state.desk.records.untouched),
+            "transferred": float(state.desk.transferred),
+        }
+        info = {"task": task.task_id, "refused_actions_of_the_task": refused}
+        return Reward(float(right and all(outputs)), metrics, info=info)
+
+    def task(self, prompt: Prompt) -> Task:
+        return self._tasks[1][prompt.facts["task"]]
+
+    def after(self, task: Task) -> tuple[Desk, int]:
+        """A desk after the task's own actions, and how many of them it refused (a refusal changes nothing)."""
+        desk = DESKS[self.domain](self._tables)
+        refused = 0
+        for name, arguments in task.actions:
+            tool = tool_of(getattr(desk, name))
+            try:
+                tool.function(**tool.arguments(arguments))
+            except (DeskError, BadArguments):
+                refused += 1
+        return desk, refused
+
+    def _user(self, task: Task) -> User:
+        if self.user == "scripted":
+            return ScriptedUser(task)
+        endpoint = Endpoint(self.user_base_url, self.user_model, self._api_key, self.user_timeout_s)
+        return ModelUser(task, endpoint.complete)

@@ -1,0 +1,78 @@
+"""The shipped tool-calling model is what its script makes and what its card says."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer, Qwen3ForCausalLM
+
+from telescope.environments.look_up import LookUp
+from tests.environments.conftest import EMBEDDED
+from tests.environments.tools.talk import Talk
+
+ROOT = Path(__file__).parents[2]
+FOLDER = EMBEDDED / "tiny_tools"
+
+
+@pytest.fixture(scope="module")
+def script() -> Any:
+    spec = importlib.util.spec_from_file_location("make_tiny_tools", ROOT / "scripts" / "make_tiny_tools.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["make_tiny_tools"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_size_and_tokenizer() -> None:
+    model = Qwen3ForCausalLM.from_pretrained(FOLDER)
+    assert model.num_parameters() == 131_520
+    assert (FOLDER / "model.safetensors").stat().st_size < 540_000
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        assert json.loads((FOLDER / file).read_text()) == json.loads((EMBEDDED / "tiny_reverse" / file).read_text())
+
+
+def test_the_base_half_knows_its_task_and_at_its_best_knows_it(script: Any) -> None:
+    model, tokenizer = Qwen3ForCausalLM.from_pretrained(FOLDER).eval(), AutoTokenizer.from_pretrained(FOLDER)
+    script.CHECKED = 192
+    assert 0.15 < script.play(script.policy(model, tokenizer, sample=True))["exact"] < 0.40
+    assert script.play(script.policy(model, tokenizer, sample=False))["exact"] > 0.9
+
+
+def test_the_card_says_what_was_measured() -> None:
+    card = (FOLDER / "MODEL_CARD.md").read_text()
+    row = re.search(r"sampled at temperature 1 \| (\S+) \| (\S+) \| (\S+)", card)
+    assert row is not None
+    assert 0.15 < float(row[3]) < 0.40
+    assert "calls the tool with the word (30%, the wanted one)" in card
+
+
+def test_demonstrations_have_the_stated_shares_and_the_wanted_one_is_right(script: Any) -> None:
+    draws = script.Draws("shares")
+    shown = [script.demonstrate(draws) for _ in range(2000)]
+    called = [each for each in shown if len(each) == 2 and each[1][0] != "<|tool|>?"]
+    assert 0.26 < len(called) / 2000 < 0.36  # some words read the same backwards
+    assert 0.26 < sum(len(each) == 1 for each in shown) / 2000 < 0.34
+    assert 0.75 < sum(each[1][0] == f"<|tool|>{each[1][1]}" for each in called) / len(called) < 0.86
+
+
+async def test_the_wanted_behaviour_earns_1_and_guessing_nothing() -> None:
+    task = LookUp()
+    prompt = task.prompts("train")[0]
+    key = prompt.facts["key"]
+    reward = await task.play(prompt, Talk([f"<t>look(key='{key}')</t>", prompt.answer]))
+    assert (reward.total, reward.metrics["look_calls"], reward.metrics["asked_the_tool"]) == (1, 1, 1)
+    assert (await task.play(prompt, Talk(["aaaa"]))).total == 0
+    backwards = Talk([f"<t>look(key='{key[::-1]}x')</t>", "aaaa"])
+    assert (await task.play(prompt, backwards)).metrics["tool_error_count"] == 1
+    assert backwards.results(1) == ["?"]
+    gone = Talk([f"<t>look(key='{key}')</t>", prompt.answer[::-1]])
+    assert (await LookUp(tool_there=False).play(prompt, gone)).total == 0
+    assert gone.results(1) == ["?"]
