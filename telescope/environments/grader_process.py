@@ -6,8 +6,8 @@ then JSON.
     {"module", "file", "function", "arguments", "cpu_s"} ─▶ {"begun": true} ─▶ {"value"} | {"error", "overrun"}
 
 `begun` says that the module is imported: its time does not count. The call runs in the main thread, where signal.alarm works.
-Two limits of processor time hold it: a timer that raises in Python code, after which the process goes on, and the kernel's,
-which ends the process where the call is inside C and hears nothing. Refuses torch, sockets and pickle.
+Two timers of processor time hold it: the first raises in Python code, after which the process goes on; the second ends the
+process where the call is inside C and hears nothing. Refuses torch, sockets and pickle.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO
 
-HARD_MARGIN_S = 1.0  # of processor time, in which Python code may hear the timer
+HARD_FACTOR, HARD_MARGIN_S = 1.5, 0.2  # processor time until the second timer: Python code must have heard the first by then
 MAX_ERROR_CHARACTERS = 500
 
 
@@ -100,14 +100,17 @@ def _cpu_limit(seconds: float) -> Iterator[None]:
     def over(number: int, frame: FrameType | None) -> None:
         raise _Overrun
 
-    used = time.process_time()
-    _set_soft_limit(resource.RLIMIT_CPU, math.ceil(used + seconds + HARD_MARGIN_S))
     signal.signal(signal.SIGPROF, over)
     signal.setitimer(signal.ITIMER_PROF, seconds)
+    hard = HARD_FACTOR * seconds + HARD_MARGIN_S
+    signal.setitimer(signal.ITIMER_VIRTUAL, hard)  # user time; nobody handles it, so the kernel ends the process
+    used = time.process_time()
+    _set_soft_limit(resource.RLIMIT_CPU, math.ceil(used + hard + 1))  # whole seconds, the kernel's work included
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGPROF, signal.SIG_IGN)  # one that is on its way still
         _set_soft_limit(resource.RLIMIT_CPU, resource.RLIM_INFINITY)
 

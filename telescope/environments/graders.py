@@ -15,14 +15,16 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 from telescope.environments.failures import GraderError
 
-CLOCK_FACTOR = 6.0
+CLOCK_FACTOR = 10.0
 """On the clock a call may take so many times its processor time: the machine may be busy."""
 START_LIMIT_S = 180.0
 """For the start of a process and the imports of a function's module."""
@@ -48,17 +50,21 @@ class _MemoryFull(Exception):
     """The call ran out of memory in a process that may have been full before it."""
 
 
-async def graded(function: Callable[..., Any], *arguments: Any, limit_s: float = 5.0) -> Any:
+async def graded(
+    function: Callable[..., Any], *arguments: Any, limit_s: float = 5.0, clock_limit_s: float | None = None
+) -> Any:
     """The value of a module-level function, run in the main thread of another process within `limit_s` s of processor time.
 
     Raises `GraderOverrun` where the call used up its time or memory, `GraderError` where it raised, where its process died, or
-    where `CLOCK_FACTOR` times `limit_s` went by on the clock; `TypeError` where it can't be handed over at all.
+    where `clock_limit_s` (default: `CLOCK_FACTOR` times `limit_s`) went by on the clock; `TypeError` where it can't be handed
+    over at all.
     """
+    call = Call.of(function, arguments, limit_s, CLOCK_FACTOR * limit_s if clock_limit_s is None else clock_limit_s)
     open_ones = _OPEN.get()
     if open_ones is not None:
-        return await open_ones.call(function, arguments, limit_s)
+        return await open_ones.call(call)
     async with grader_processes(1) as only:
-        return await only.call(function, arguments, limit_s)
+        return await only.call(call)
 
 
 @contextlib.asynccontextmanager
@@ -71,6 +77,36 @@ async def grader_processes(size: int | None = None, memory_mb: int = MEMORY_MB) 
     finally:
         _OPEN.reset(token)
         await graders.close()
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call as it travels."""
+
+    name: str
+    frame: bytes
+    limit_s: float
+    clock_limit_s: float
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], arguments: tuple[Any, ...], limit_s: float, clock_limit_s: float) -> Call:
+        """Raises `TypeError` for what has no name in a module, or no form in JSON."""
+        name = f"{function.__module__}.{function.__qualname__}"
+        module = sys.modules.get(function.__module__)
+        if "<" in function.__qualname__ or module is None or function.__module__ == "__main__":
+            raise TypeError(f"{name} can't be graded in another process: define it at the top of a module")
+        message = {
+            "module": function.__module__,
+            "file": getattr(module, "__file__", None),
+            "function": function.__qualname__,
+            "arguments": arguments,
+            "cpu_s": limit_s,
+        }
+        try:
+            text = json.dumps(message).encode()
+        except TypeError as error:
+            raise TypeError(f"arguments of {name} must be numbers, texts, lists and dicts of them: {error}") from error
+        return cls(name, len(text).to_bytes(4, "big") + text, limit_s, clock_limit_s)
 
 
 class Graders:
@@ -90,19 +126,17 @@ class Graders:
         """Process ids."""
         return sorted(process.pid for process in self._all if process.alive)
 
-    async def call(self, function: Callable[..., Any], arguments: tuple[Any, ...], limit_s: float) -> Any:
+    async def call(self, call: Call) -> Any:
         """See `graded`."""
-        frame = _frame(function, arguments, limit_s)
-        name = f"{function.__module__}.{function.__qualname__}"
         if self._waiting >= MAX_WAITING:
-            raise GraderError(f"{name}: {MAX_WAITING} calls wait for a grader process already")
+            raise GraderError(f"{call.name}: {MAX_WAITING} calls wait for a grader process already")
         self._waiting += 1
         try:
             async with self._free:
                 try:
-                    return await self._call(name, frame, limit_s)
+                    return await self._call(call)
                 except _MemoryFull:  # once more in a fresh one, so that its forerunners' rubbish is not held against an answer
-                    return await self._call(name, frame, limit_s, fresh=True)
+                    return await self._call(call, fresh=True)
         finally:
             self._waiting -= 1
 
@@ -114,26 +148,26 @@ class Graders:
         self._all.clear()
         self._idle.clear()
 
-    async def _call(self, name: str, frame: bytes, limit_s: float, fresh: bool = False) -> Any:
+    async def _call(self, call: Call, fresh: bool = False) -> Any:
         process = await self._take(fresh)
         used_before = process.calls > 0
         usable = False
         try:
-            reply = await process.call(frame, limit_s)
+            reply = await process.call(call)
             usable = reply.get("overrun") != "memory"
         except _Died as died:
             if -(died.status or 0) in _CPU_SIGNALS:
-                raise GraderOverrun(f"{name}: it used more than {limit_s:g} s of processor time") from None
-            raise GraderError(f"{name}: {died}") from None
+                raise GraderOverrun(f"{call.name}: it used more than {call.limit_s:g} s of processor time") from None
+            raise GraderError(f"{call.name}: {died}") from None
         except TimeoutError:
-            raise GraderError(f"{name}: no answer within {CLOCK_FACTOR * limit_s:g} s on the clock") from None
+            raise GraderError(f"{call.name}: no answer within {call.clock_limit_s:g} s on the clock") from None
         finally:
             self._give_back(process, usable)
         if "value" in reply:
             return reply["value"]
         if reply["overrun"] == "memory" and used_before:
             raise _MemoryFull
-        raise (GraderOverrun if reply["overrun"] else GraderError)(f"{name}: {reply['error']}")
+        raise (GraderOverrun if reply["overrun"] else GraderError)(f"{call.name}: {reply['error']}")
 
     async def _take(self, fresh: bool) -> _Process:
         while self._idle and not fresh:
@@ -155,7 +189,7 @@ class Graders:
 
 
 _OPEN: ContextVar[Graders | None] = ContextVar("grader_processes", default=None)
-_CPU_SIGNALS = (24, 30)  # SIGXCPU here and on a few rarer machines
+_CPU_SIGNALS = (signal.SIGVTALRM, signal.SIGXCPU)
 
 
 class _Process:
@@ -182,18 +216,18 @@ class _Process:
     def alive(self) -> bool:
         return self._process.returncode is None
 
-    async def call(self, frame: bytes, limit_s: float) -> dict[str, Any]:
+    async def call(self, call: Call) -> dict[str, Any]:
         """The reply. Raises `_Died` and `TimeoutError`; after either, and after a cancellation, the process is of no use."""
         self.calls += 1
         try:
             assert self._process.stdin is not None
-            self._process.stdin.write(frame)
+            self._process.stdin.write(call.frame)
             async with asyncio.timeout(START_LIMIT_S):
                 await self._process.stdin.drain()
                 first = await self._reply()
             if "begun" not in first:  # the function was not found
                 return first
-            async with asyncio.timeout(CLOCK_FACTOR * limit_s):
+            async with asyncio.timeout(call.clock_limit_s):
                 return await self._reply()
         except (asyncio.IncompleteReadError, ConnectionError):
             await self.ended()
@@ -218,25 +252,3 @@ class _Process:
                 await self._process.wait()
         except TimeoutError:
             self.kill()
-
-
-def _frame(function: Callable[..., Any], arguments: tuple[Any, ...], limit_s: float) -> bytes:
-    module = sys.modules.get(function.__module__)
-    if "<" in function.__qualname__ or module is None or function.__module__ == "__main__":
-        raise TypeError(
-            f"{function.__module__}.{function.__qualname__} can't be graded elsewhere: define it at the top of a module"
-        )
-    call = {
-        "module": function.__module__,
-        "file": getattr(module, "__file__", None),
-        "function": function.__qualname__,
-        "arguments": arguments,
-        "cpu_s": limit_s,
-    }
-    try:
-        text = json.dumps(call, ensure_ascii=False, allow_nan=True).encode("utf-8", "replace")
-    except TypeError as error:
-        raise TypeError(
-            f"arguments of {function.__qualname__} must be numbers, texts, lists and dicts of them: {error}"
-        ) from error
-    return len(text).to_bytes(4, "big") + text
