@@ -12,6 +12,8 @@ import numpy as np
 
 Role = Literal["worker", "server", "trainer"]
 FinishReason = Literal["stop", "length", "abort"]
+FailureKind = Literal["infrastructure", "grader"]
+"""Whose failure ended a rollout without a score; what the policy does wrong is a score."""
 
 
 @dataclass_transform(frozen_default=True)  # else a type checker takes the subclasses for mutable

@@ -94,7 +94,7 @@ def _rewards(config: RunConfig) -> Iterator[Conflict]:
     if not config.rollout.normalize_rewards:
         return
     for label, entry in config.environments.items():
-        if entry.reward_range is None:
+        if config.reward_range(label) is None:
             yield Conflict(
                 ("rollout.normalize_rewards",),
                 f"rollout.normalize_rewards=true needs environments.{label}.reward_min and environments.{label}.reward_max: "

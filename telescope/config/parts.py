@@ -86,9 +86,10 @@ class EnvironmentEntry(Settings):
     weight: float = Field(default=1.0, gt=0)
     """Share of prompts drawn from this entry, relative to the other entries."""
     reward_min: float | None = Field(default=None, allow_inf_nan=False)
-    """Lower end of the rewards expected of it, with reward_max for `rollout.normalize_rewards` and for charts."""
+    """Lower end of the rewards expected of it, with reward_max for `rollout.normalize_rewards` and for charts; null: what the
+    environment states, if it does."""
     reward_max: float | None = Field(default=None, allow_inf_nan=False)
-    """Upper end of the rewards expected of it."""
+    """Upper end of the rewards expected of it; likewise."""
     curriculum: CurriculumSettings | None = None
     """Draw prompts by their pass rates; null: each once an epoch."""
 
@@ -97,11 +98,6 @@ class EnvironmentEntry(Settings):
         if self.reward_min is not None and self.reward_max is not None and self.reward_min >= self.reward_max:
             raise ValueError(f"reward_min={self.reward_min} must be below reward_max={self.reward_max}")
         return self
-
-    @property
-    def reward_range(self) -> tuple[float, float] | None:
-        """Both ends, if both are given."""
-        return None if self.reward_min is None or self.reward_max is None else (self.reward_min, self.reward_max)
 
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """The environment's own typed settings; a typo is refused."""
@@ -163,6 +159,8 @@ class RolloutSettings(Settings):
     """Time limit of one rollout, generation and reward together."""
     max_attempts: int = Field(default=3, ge=1, le=1_000_000)
     """Tries of one rollout that fails for infrastructure reasons, before it leaves its group."""
+    retry_backoff_s: float = Field(default=1.0, ge=0, le=60)
+    """Pause before the second try of such a rollout, doubled before each further one, 60 s at most; 0 = at once."""
     normalize_rewards: bool = False
     """Train on (r - reward_min) / (reward_max - reward_min) of each environment, so that several weigh alike."""
 

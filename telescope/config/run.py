@@ -130,6 +130,15 @@ class RunConfig(Settings):
         kwargs = json.dumps(reveal_all(entry.kwargs))
         return plugins.load(plugins.ENVIRONMENTS, entry.name, self.plugin_path).model_validate_json(kwargs, strict=True)
 
+    def reward_range(self, name: str) -> tuple[float, float] | None:
+        """Both ends of the rewards expected of entry `name`: its own, else those its environment states; None unless both are
+        known."""
+        entry = self.environments[name]
+        stated = plugins.load(plugins.ENVIRONMENTS, entry.name, self.plugin_path)
+        low = stated.reward_min if entry.reward_min is None else entry.reward_min
+        high = stated.reward_max if entry.reward_max is None else entry.reward_max
+        return None if low is None or high is None else (low, high)
+
     @property
     def servers(self) -> int:
         """Inference servers: a server has `tensor_parallel_size` of the inference workers."""

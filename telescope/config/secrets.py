@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 _SECRET_NAME = re.compile(
@@ -53,6 +53,34 @@ def _reveal_deep(value: Any, environ: Mapping[str, str]) -> Any:
     if isinstance(value, list):
         return [_reveal_deep(item, environ) for item in value]
     return reveal(value, environ)
+
+
+SHORTEST_SCRUBBED = 8
+"""A shorter value may be an ordinary word; it is no secret worth the name."""
+
+
+def secret_values(environ: Mapping[str, str], settings: Any = ()) -> frozenset[str]:
+    """The values that must not be written down: of environment variables with a secret's name, and of those that the settings
+    refer to."""
+    named = {value for name, value in environ.items() if is_secret_name(name)}
+    return frozenset(value for value in named | set(_referred(settings, environ)) if len(value) >= SHORTEST_SCRUBBED)
+
+
+def _referred(settings: Any, environ: Mapping[str, str]) -> Iterator[str]:
+    if isinstance(settings, Mapping):
+        settings = list(settings.values())
+    if isinstance(settings, list | tuple):
+        for value in settings:
+            yield from _referred(value, environ)
+    elif (name := referenced(settings)) is not None:
+        yield environ.get(name, "")
+
+
+def scrubbed(text: str, secrets: Iterable[str]) -> str:
+    """The text with `<redacted>` in place of each secret value."""
+    for secret in secrets:
+        text = text.replace(secret, REDACTED)
+    return text
 
 
 def redacted(settings: Any, name: str = "") -> Any:

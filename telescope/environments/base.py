@@ -1,21 +1,23 @@
 """What a task is: prompts by index and a way to play one. User code; no sockets, no tokens, no weights in here.
 
 A file of this folder with one `Environment` subclass is an environment of that file's name; its settings are its fields.
-An exception out of `prompts` or `play` is a failure of the infrastructure: the rollout is tried again, then left out of its
-group. It never becomes a reward of 0. docs/environments.md shows how to write one.
+An exception is never a reward of 0: out of `prompts` or `play` it is a failure of the infrastructure, out of a reward function
+one of the grader (failures.py); only a `PolicyError` is a score. docs/environments.md shows how to write one.
 """
 
 from __future__ import annotations
 
-import asyncio
 import inspect
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
+from telescope.environments.failures import GraderError, grading
+from telescope.environments.off_loop import TimeLimit, called
 from telescope.settings import Settings
 
-Turn = Mapping[str, str]  # {"role": "user", "content": "rev hhfje"}
+Turn = Mapping[str, Any]  # {"role": "user", "content": "rev hhfje"}, as OpenAI writes messages
+ToolSchema = Mapping[str, Any]  # {"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}
 
 
 @dataclass(frozen=True)
@@ -33,20 +35,30 @@ class Reward:
 
     total: float
     metrics: Mapping[str, float] = field(default_factory=dict)
-    golden_answer: str = ""
+    golden_answers: tuple[str, ...] = ()
     """Shown beside the answer; empty: the prompt's own."""
+    tags: tuple[str, ...] = ()
+    """Words by which rollouts are found and counted, e.g. `("overlong",)`; each step charts the share that has one."""
+    info: Mapping[str, Any] = field(default_factory=dict)
+    """What a reader of the rollout may want to know; kept as JSON in its row (cut off where it is long), never charted."""
 
 
-class Chat(Protocol):
-    """A dialogue with the policy. Records ids, masks, log-probs and versions of every token behind the environment's back."""
+class Dialogue(Protocol):
+    """One line of messages with the policy. Records ids, masks, log-probs and versions of every token behind the
+    environment's back."""
 
-    async def say(self, *turns: Turn) -> str:
-        """Append turns, let the policy answer, and return its text (the end-of-sequence token not included)."""
+    async def say(self, *turns: Turn, tools: Sequence[ToolSchema] = (), max_tokens: int | None = None) -> str:
+        """Append turns, let the policy answer, and return its text (the end-of-sequence token not included).
+
+        `tools` are put to the chat template, now and for the rest of the dialogue. `max_tokens` lowers `rollout.max_tokens` for
+        this answer. A first turn of the role "assistant" directly after an answer adds no message: it says how that answer
+        reads as one (with `tool_calls`), for templates that refuse a tool's result behind anything else.
+        Raises `ContextFull` where a later prompt leaves no room for an answer; the dialogue is then as it was.
+        """
         ...
 
-    def close(self) -> None:
-        """No more will be asked: another rollout may generate while this one is scored. For rewards that take a while; `say`
-        fails afterwards."""
+    def restart(self, *turns: Turn) -> None:
+        """Forget the messages so far (all that was sampled is still trained): the next `say` begins with these turns."""
         ...
 
     @property
@@ -54,15 +66,50 @@ class Chat(Protocol):
         """Whether the last answer was cut off at the token limit."""
         ...
 
+    @property
+    def tokens_left(self) -> int:
+        """Tokens that may still be added to the dialogue before a prompt leaves no room for an answer."""
+        ...
+
+
+class Chat(Dialogue, Protocol):
+    """What a rollout talks through: one dialogue, and on demand further ones beside it."""
+
+    def dialogue(self) -> Dialogue:
+        """Another line of messages in the same rollout, for agents within it: several may `say` at once, and one reward counts
+        for all."""
+        ...
+
+    def close(self) -> None:
+        """No more will be asked: another rollout may generate while this one is scored. For rewards that take a while; `say`
+        fails afterwards."""
+        ...
+
 
 class Environment(Settings):
-    """Base of all environments. Subclasses give `prompts` and `play`, or derive from SingleTurn.
+    """Base of all environments. Subclasses give `prompts` and `play`, or derive from SingleTurn or MultiTurn.
 
     One instance serves hundreds of rollouts at once: what belongs to a rollout lives in `play`, not on the instance.
     """
 
     splits: ClassVar[tuple[str, ...]] = ("train", "eval")
     """The splits that `prompts` knows; "train" must be among them."""
+    requires: ClassVar[tuple[str, ...]] = ()
+    """Packages it needs beyond Telescope's, as pip names them; where one is missing, the refusal gives the install line."""
+    reward_min: ClassVar[float | None] = None
+    """Lower end of its rewards, where the run's entry gives none."""
+    reward_max: ClassVar[float | None] = None
+    """Upper end of its rewards, likewise."""
+    metrics_ranges: ClassVar[Mapping[str, tuple[float, float]]] = {}
+    """Both ends of metrics, e.g. `{"exact": (0.0, 1.0)}`; `python -m telescope.env check` says where one lies outside."""
+    reward_limit_s: ClassVar[float | None] = None
+    """Seconds that one call of a reward function may take, from its beginning; None: `rollout.timeout_s` alone counts."""
+
+    async def set_up(self) -> None:
+        """Once in each worker process, before its first rollout: open a pool, load an index. Raising ends the worker."""
+
+    async def tear_down(self) -> None:
+        """Once when the worker ends, whatever ended it. It has 10 seconds."""
 
     def prompts(self, split: str) -> Sequence[Prompt]:
         """All prompts of a split, in a fixed order: the same settings give the same prompts anywhere, in any process.
@@ -72,8 +119,23 @@ class Environment(Settings):
         raise NotImplementedError
 
     async def play(self, prompt: Prompt, chat: Chat) -> Reward:
-        """One rollout. Runs on the event loop: slow synchronous work belongs in `asyncio.to_thread`."""
+        """One rollout. Runs on the event loop: slow synchronous work belongs in `off_loop.called`."""
         raise NotImplementedError
+
+    async def scored(self, function: Callable[..., Any], *arguments: Any, in_thread: bool = True) -> Reward:
+        """The Reward that a reward function gives (`def` in a thread, `async def` on the event loop).
+
+        Whatever it raises, a `GraderError` comes out, as for anything but a Reward or a call of more than `reward_limit_s`.
+        """
+        try:
+            with grading():
+                result = await called(function, *arguments, limit_s=self.reward_limit_s, in_thread=in_thread)
+        except TimeLimit as error:
+            raise GraderError(str(error)) from error
+        if not isinstance(result, Reward):
+            said = f"{getattr(function, '__qualname__', function)} returned {type(result).__name__}, not a Reward"
+            raise GraderError(said)
+        return result
 
 
 class SingleTurn(Environment):
@@ -87,21 +149,6 @@ class SingleTurn(Environment):
 
     async def play(self, prompt: Prompt, chat: Chat) -> Reward:
         answer = await chat.say(*prompt.turns)
-        if inspect.iscoroutinefunction(self.reward):
+        if self.reward_in_thread or inspect.iscoroutinefunction(self.reward):
             chat.close()
-            scored: Reward = await self.reward(prompt, answer)
-            return scored
-        if self.reward_in_thread:
-            chat.close()
-            return await asyncio.to_thread(self._reward_now, prompt, answer)
-        return self._reward_now(prompt, answer)
-
-    def _reward_now(self, prompt: Prompt, answer: str) -> Reward:
-        try:
-            scored = self.reward(prompt, answer)
-        except StopIteration as error:  # no future can carry it out of a thread: whoever waits would wait for ever
-            said = f"{type(self).__name__}.reward raised StopIteration {error}".rstrip()
-            raise RuntimeError(said).with_traceback(error.__traceback__) from error
-        if not isinstance(scored, Reward):
-            raise TypeError(f"{type(self).__name__}.reward returned {type(scored).__name__}, not a Reward")
-        return scored
+        return await self.scored(self.reward, prompt, answer, in_thread=self.reward_in_thread)

@@ -83,7 +83,7 @@ class Countdown(SingleTurn):
         valid, all_used, exact = self._judge(self._expression_text(answer), prompt.facts["numbers"], prompt.facts["target"])
         total = 1.0 if exact else self.wrong_value_reward if all_used else 0.0
         metrics = {"exact": float(exact), "valid_format": float(valid), "all_numbers": float(all_used)}
-        return Reward(total, metrics, golden_answer=prompt.answer)
+        return Reward(total, metrics, golden_answers=(prompt.answer,))
 
     def _expression_text(self, answer: str) -> str:
         """The part of the answer that must be the expression; empty where the tag is missing."""

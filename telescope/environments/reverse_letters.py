@@ -57,7 +57,7 @@ class ReverseLetters(SingleTurn):
             "same_letters": float(sorted(given) == sorted(wanted)),
             "in_place": in_place,
         }
-        return Reward(1.0 if exact else self.partial_credit * in_place, metrics, golden_answer=wanted)
+        return Reward(1.0 if exact else self.partial_credit * in_place, metrics, golden_answers=(wanted,))
 
     def _size(self, split: str) -> int:
         return {"train": self.num_train, "eval": self.num_eval}[split]

@@ -17,18 +17,19 @@ from telescope.flow.ahead import Ahead
 from telescope.flow.batches import Batch, Batches
 from telescope.flow.counts import Counts, Tally
 from telescope.flow.draws import DataPosition, Draws, sample_seed
-from telescope.flow.groups import Fate, Group, State, is_further, transition
+from telescope.flow.groups import Fate, Group, Sample, State, is_further, transition
 from telescope.flow.lanes import Flight, Lanes
 from telescope.flow.patience import Patience
 from telescope.flow.placement import Placement
 from telescope.flow.presence import Presence
-from telescope.flow.settings import FlowSettings
+from telescope.flow.settings import LONGEST_BACKOFF_S, FlowSettings
 from telescope.flow.turns import Turns
 from telescope.flow.updates import Updates
 from telescope.records import RolloutOrder
 
 STALE = "off_policy"
 ZERO_ADVANTAGE = "zero_advantage"
+GRADER = "grader"
 
 
 class Core:
@@ -188,7 +189,8 @@ class Core:
         self._lanes.end(flight)
         self._flight_ended(flight, counted=False)
         if not flight.stopping:
-            self._attempt_failed(flight, event.cause)
+            self._tally.failed_attempt(event.kind)
+            self._attempt_failed(flight, event.cause, again=event.kind != GRADER)
 
     def _update_done(self, version: int) -> None:
         updates = self._updates
@@ -236,17 +238,17 @@ class Core:
         if not counted:
             self._tally.tokens_lost += flight.tokens
 
-    def _attempt_failed(self, flight: Flight, cause: str) -> None:
-        """Try again, or give the sample up: its group goes on without it."""
+    def _attempt_failed(self, flight: Flight, cause: str, again: bool = True) -> None:
+        """Try again after a pause, or give the sample up: its group goes on without it."""
         group, sample = flight.group, flight.sample
         if not group.playing:
             return
         if not flight.aborted:
             sample.failures += 1
-        if sample.failures < self.settings.max_attempts:
+        if again and sample.failures < self.settings.max_attempts:
             sample.attempt += 1
             self._tally.retried += 1
-            self._lanes.queue(group, sample)
+            self._try_again(group, sample, rested=flight.aborted)
             return
         sample.fate = Fate.FAILED
         group.failed += 1
@@ -254,6 +256,14 @@ class Core:
             self._fail(group, cause)
         else:
             self._decided(group)
+
+    def _try_again(self, group: Group, sample: Sample, rested: bool) -> None:
+        """At once where nothing is broken, else after a pause that doubles with each failure."""
+        pause_s = 0.0 if rested else min(self.settings.retry_backoff_s * 2 ** (sample.failures - 1), LONGEST_BACKOFF_S)
+        if pause_s:
+            self._lanes.rest(group, sample, self._now + pause_s)
+        else:
+            self._lanes.queue(group, sample)
 
     # ---- groups
 
@@ -397,6 +407,7 @@ class Core:
 
     def _dispatch(self) -> None:
         lanes = self._placement.lanes
+        self._lanes.wake(self._now)
         while (flight := self._lanes.dispatch(lanes, self.version, self._now)) is not None:
             group, sample = flight.group, flight.sample
             if group.v_start < 0:

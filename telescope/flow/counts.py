@@ -34,7 +34,9 @@ class Counts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     rollouts_cancelled: int
     """Their group was retired for other reasons."""
     rollouts_failed: int
-    """Given up after `max_attempts`."""
+    """Given up after `max_attempts`, or at the first failure of the grader."""
+    failures: dict[str, int] = {}
+    """Attempts that a worker reported failed, by kind."""
     rollouts_retried: int
     """Attempts made beyond the first."""
     results_ignored: int
@@ -71,6 +73,10 @@ class Tally:
         self.tokens_discarded = 0
         self.tokens_lost = 0
         self.ages: dict[int, int] = {}
+        self.failures: dict[str, int] = {}
+
+    def failed_attempt(self, kind: str) -> None:
+        self.failures[kind] = self.failures.get(kind, 0) + 1
 
     def moved(self, old: str | None, new: str) -> None:
         if old is not None:
@@ -139,6 +145,7 @@ class Tally:
             rollouts_discarded=self.discarded,
             rollouts_cancelled=self.cancelled,
             rollouts_failed=self.failed,
+            failures=dict(sorted(self.failures.items())),
             rollouts_retried=self.retried,
             results_ignored=self.ignored,
             tokens_trained=self.tokens_trained,

@@ -6,7 +6,7 @@ from math import isfinite
 
 import msgspec
 
-from telescope.records import EnvironmentCard, FinishReason
+from telescope.records import EnvironmentCard, FailureKind, FinishReason
 
 
 class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
@@ -110,6 +110,8 @@ class RolloutFailed(Event, frozen=True):
     rollout_id: int
     attempt: int
     cause: str
+    kind: FailureKind = "infrastructure"
+    """A grader's failure is not tried again: the sample is given up."""
 
 
 class StepDone(Event, frozen=True):

@@ -55,6 +55,7 @@ class Lanes:
         self._deadline_s = settings.rollout_deadline_s
         self._cancel_deadline_s = settings.cancel_deadline_s
         self._queue: list[tuple[bool, int, int, Group, Sample]] = []
+        self._resting: list[tuple[float, int, Group, Sample]] = []
         self._freest = Ranking()
         self._groups_with_lane = 0
         self._generating = 0
@@ -86,6 +87,22 @@ class Lanes:
         """Wait for a lane: retried rollouts first, then those of the oldest group."""
         sample.fate = Fate.WAITING
         self.waiting += 1
+        self._line_up(group, sample)
+
+    def rest(self, group: Group, sample: Sample, until: float) -> None:
+        """Wait for a lane, but not before `until`."""
+        sample.fate = Fate.WAITING
+        self.waiting += 1
+        heappush(self._resting, (until, sample.rollout_id, group, sample))
+
+    def wake(self, now: float) -> None:
+        """Line up those that have rested long enough."""
+        while self._resting and self._resting[0][0] <= now:
+            _, _, group, sample = heappop(self._resting)
+            if sample.fate is Fate.WAITING:  # else its group was retired meanwhile
+                self._line_up(group, sample)
+
+    def _line_up(self, group: Group, sample: Sample) -> None:
         heappush(self._queue, (sample.attempt == 0, sample.rollout_id, sample.attempt, group, sample))
 
     def unqueue(self, sample: Sample) -> None:

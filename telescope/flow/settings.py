@@ -12,6 +12,7 @@ import msgspec
 from telescope.flow.curriculum import Pools
 
 TakeOrder = Literal["completion", "admission"]
+LONGEST_BACKOFF_S = 60.0
 
 
 class FlowSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -34,6 +35,8 @@ class FlowSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Scored survivors below which a group fails."""
     max_attempts: int = 3
     """Tries of one rollout that fails for infrastructure reasons."""
+    retry_backoff_s: float = 0.0
+    """Pause before the second try; doubled before each further one, up to `LONGEST_BACKOFF_S`."""
     individual_lanes: bool = True
     """A concurrency slot is a sample; false: a group."""
     free_lane: bool = False
@@ -78,6 +81,8 @@ class FlowSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         for name in ("rollout_deadline_s", "cancel_deadline_s", "absence_deadline_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0")
+        if not 0 <= self.retry_backoff_s < float("inf"):
+            raise ValueError(f"retry_backoff_s={self.retry_backoff_s} must be 0 (at once) or more")
         if self.prefetch < 0:
             raise ValueError(f"prefetch={self.prefetch} must be 0 (off) or more")
         if self.max_async < 0:

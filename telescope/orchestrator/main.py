@@ -96,6 +96,7 @@ def flow_settings(config: RunConfig, *, trainer_sends: bool = False) -> FlowSett
         curricula={label: _pools(entry.curriculum) for label, entry in config.environments.items() if entry.curriculum},
         prefetch=orchestrator.prompt_prefetch_buffer_size if orchestrator.enable_prompt_prefetch else 0,
         max_attempts=rollout.max_attempts,
+        retry_backoff_s=rollout.retry_backoff_s,
         rollout_deadline_s=rollout.timeout_s + DEADLINE_MARGIN_S,
         # a server that hangs is given up long before, an update under way has its time first: what is left then is the worker's
         cancel_deadline_s=config.weight_sync.update_timeout_s + CANCEL_MARGIN_S,
@@ -151,7 +152,7 @@ async def _run(place: Place, signals: Signals) -> Outcome:
     core = Core(flow_settings(config, trainer_sends=transport in COLLECTIVE))
     run_log = RunLog(run, "orchestrator")
     mirror = mirror_for(config.logging, name=config.name, folder=run.wandb, config=as_json(config))
-    ranges = {label: entry.reward_range for label, entry in config.environments.items() if entry.reward_range}
+    ranges = {label: ends for label in config.environments if (ends := config.reward_range(label))}
     rewards = RewardRanges(ranges, normalize=config.rollout.normalize_rewards)
     recorder = Recorder(run, run_log, mirror, config.number_of_steps, rewards)
 

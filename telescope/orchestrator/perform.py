@@ -15,7 +15,7 @@ from telescope.orchestrator.relay import Relay
 from telescope.orchestrator.roster import Roster
 from telescope.orchestrator.shelf import Scored, Shelf, UnusableRollout, scored
 from telescope.orchestrator.weights import UpdateRules, WeightDesk
-from telescope.records import RolloutOrder
+from telescope.records import FailureKind, RolloutOrder
 from telescope.wire import messages
 from telescope.wire.happenings import Delivery
 from telescope.wire.hub import Hub
@@ -209,7 +209,7 @@ class Performer:
             self.complaints.note(delivery.peer, f"{cause}: the order counts as failed")
             return self._failed(delivery, out, cause)
         if isinstance(body, messages.RolloutFailed):
-            return self._failed(delivery, out, body.cause[:MAX_CAUSE_CHARACTERS])
+            return self._failed(delivery, out, body.cause[:MAX_CAUSE_CHARACTERS], body.kind)
         try:
             rollout = self._recipe.shaped(scored(out.order, body, delivery.arrays, self.weights.newest))
         except UnusableRollout as error:
@@ -231,10 +231,12 @@ class Performer:
             self.shelf.put(rollout)
         self._recorder.scored(rollout, delivery.peer, lambda: self._hub.acknowledge(delivery), counts=counts)
 
-    def _failed(self, delivery: Delivery, out: _Order, cause: str) -> events.RolloutFailed:
+    def _failed(
+        self, delivery: Delivery, out: _Order, cause: str, kind: FailureKind = "infrastructure"
+    ) -> events.RolloutFailed:
         self._drop(delivery)
-        self._recorder.failed(out.order, delivery.peer, cause)
-        return events.RolloutFailed(rollout_id=out.order.rollout_id, attempt=out.order.attempt, cause=cause)
+        self._recorder.failed(out.order, delivery.peer, cause, kind)
+        return events.RolloutFailed(rollout_id=out.order.rollout_id, attempt=out.order.attempt, cause=cause, kind=kind)
 
     def _drop(self, delivery: Delivery) -> None:
         """Nothing of it is kept, so its sender may forget it."""

@@ -23,7 +23,7 @@ from telescope.orchestrator.batch import Batch
 from telescope.orchestrator.rewards import RewardRanges
 from telescope.orchestrator.shelf import Scored
 from telescope.orchestrator.updates import WeightUpdate
-from telescope.records import EnvironmentCard, RolloutOrder
+from telescope.records import EnvironmentCard, FailureKind, RolloutOrder
 from telescope.runlog.layout import RunDirectory, write_atomically
 from telescope.runlog.mirror import WandbMirror
 from telescope.runlog.writer import RunLog
@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 
 STEPS_AT_EACH_END = 5
 PACE_STEPS = 10
+TAGS_CHARTED = 50
+"""Of the tags of one step, the commonest are charted."""
 
 
 @dataclass
@@ -46,6 +48,9 @@ class Tally:
     prompt_tokens: int = 0
     completion_tokens: list[int] = field(default_factory=list)
     truncated: int = 0
+    tags: Counter[str] = field(default_factory=Counter)
+    failures: Counter[str] = field(default_factory=Counter)
+    """Attempts without a score, by kind."""
 
     def add(self, done: RolloutDone, normalised: float | None = None) -> None:
         self.rewards.append(done.reward)
@@ -56,6 +61,7 @@ class Tally:
         self.prompt_tokens += done.prompt_tokens
         self.completion_tokens.append(done.completion_tokens)
         self.truncated += done.finish_reason == "length"
+        self.tags.update(set(done.tags))
 
     def metrics_of_all(self) -> dict[str, float]:
         """Metrics `reward/…`, `sample/…` and `rollouts/…` of the tally; empty where nothing was scored."""
@@ -71,6 +77,9 @@ class Tally:
         metrics["rollouts/prompt_tokens/mean"] = self.prompt_tokens / len(self.rewards)
         metrics["rollouts/stop_reason_length_pct"] = 100.0 * self.truncated / len(self.rewards)
         metrics["rollouts/scored"] = float(len(self.rewards))
+        metrics |= {f"rollouts/failed/{kind}": float(count) for kind, count in self.failures.items()}
+        for tag, count in self.tags.most_common(TAGS_CHARTED):
+            metrics[f"tag/{tag}"] = count / len(self.rewards)
         return metrics
 
 
@@ -141,11 +150,14 @@ class Recorder:
         """The attempt was told to stop: what its worker answers is no error."""
         self._cancelled.add((rollout_id, attempt))
 
-    def failed(self, order: RolloutOrder, worker: str, cause: str) -> None:
+    def failed(self, order: RolloutOrder, worker: str, cause: str, kind: FailureKind) -> None:
         key = order.rollout_id, order.attempt
-        status = "cancelled" if key in self._cancelled else "error"
+        row = {**_order_row(order), "status": "cancelled", "cause": cause, "worker": worker}
+        if key not in self._cancelled:
+            self._tally.failures[kind] += 1
+            row |= {"status": "error", "failure": kind}
         self._cancelled.discard(key)
-        self._log.append("rollouts", {**_order_row(order), "status": status, "cause": cause, "worker": worker})
+        self._log.append("rollouts", row)
 
     def group(self, command: commands.GroupState) -> None:
         self._log.append(
@@ -273,6 +285,7 @@ class Recorder:
                 "failed": counts.rollouts_failed,
                 "retried": counts.rollouts_retried,
             },
+            "failures": counts.failures,
             "updates_skipped": self.updates_skipped,
             "restarts": dict(self.restarts),
             "groups": {state: number for state, number in counts.groups_by_state.items() if number},
@@ -346,6 +359,14 @@ def _order_row(order: RolloutOrder) -> dict[str, Any]:
     }
 
 
+def _info(text: str) -> Any:
+    """What a worker sent as JSON; text that is none stays text."""
+    try:
+        return orjson.loads(text) if text else {}
+    except orjson.JSONDecodeError:
+        return text
+
+
 def _rollout_row(rollout: Scored, worker: str) -> dict[str, Any]:
     done, versions = rollout.done, rollout.versions()
     sampled = np.concatenate([branch.logprobs[branch.mask.astype(bool)] for branch in rollout.branches])
@@ -367,5 +388,7 @@ def _rollout_row(rollout: Scored, worker: str) -> dict[str, Any]:
         "scored_ns": done.scored_ns,
         "prompt": done.prompt_text,
         "completion": done.completion_text,
-        "golden_answer": done.golden_answer,
+        "golden_answers": list(done.golden_answers),
+        "tags": list(done.tags),
+        "info": _info(done.info),
     }

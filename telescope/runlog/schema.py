@@ -45,6 +45,7 @@ STREAMS: dict[str, Stream] = {
                 "seed": "int",
                 "status": "str",  # scored | ignored | cancelled | error; what became of its group stands in `groups`
                 "cause": "str",
+                "failure": "str",  # infrastructure | grader, where there is no score
                 "reward": "float",  # the environment's
                 "length_penalty": "float",  # what training adds to it
                 "metrics": "json",
@@ -61,7 +62,9 @@ STREAMS: dict[str, Stream] = {
                 "scored_ns": "int",
                 "prompt": "str",
                 "completion": "str",
-                "golden_answer": "str",
+                "golden_answers": "json",
+                "tags": "json",
+                "info": "json",  # what the environment says of it, cut off where it was long
             },
         ),
         Stream("groups", {"group_id": "int", "state": "str", "reason": "str", "version": "int"}),

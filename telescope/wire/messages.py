@@ -13,6 +13,7 @@ import msgspec
 from telescope.records import (
     Denominators,
     EnvironmentCard,
+    FailureKind,
     FinishReason,
     PromptRef,
     Role,
@@ -143,18 +144,22 @@ class RolloutDone(Message):
     finish_reason: FinishReason
     prompt_text: str
     completion_text: str
-    golden_answer: str
+    golden_answers: tuple[str, ...]
     started_ns: int
     generated_ns: int
     scored_ns: int
+    tags: tuple[str, ...] = ()
+    info: str = ""
+    """A JSON object; empty for none."""
 
 
 class RolloutFailed(Message):
-    """An infrastructure failure (environment, server, time limit), never a reward of 0."""
+    """No score (environment, grader, server, time limit), never a reward of 0."""
 
     rollout_id: int
     attempt: int
     cause: str
+    kind: FailureKind = "infrastructure"
 
 
 class GenerationOver(Message):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import os
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from pydantic import ValidationError
 
 from telescope.config import plugins
 from telescope.config.run import RunConfig
+from telescope.config.secrets import secret_values
 from telescope.environments.base import Environment, Prompt
 from telescope.records import EnvironmentCard
 
@@ -37,6 +39,8 @@ class Loaded:
     environment: Environment
     prompts: dict[str, Sequence[Prompt]]
     card: EnvironmentCard
+    secrets: frozenset[str] = frozenset()
+    """Values that must not reach the run directory."""
 
 
 def load_environments(config: RunConfig) -> dict[str, Loaded]:
@@ -57,7 +61,8 @@ def _load(config: RunConfig, label: str) -> Loaded:
         prompts = {split: environment.prompts(split) for split in environment.splits}
         if not prompts.get("train"):
             raise ValueError("it has no prompts in its train split")
-        return Loaded(label, environment, prompts, make_card(label, environment, prompts))
+        secrets = secret_values(os.environ, entry.kwargs)
+        return Loaded(label, environment, prompts, make_card(label, environment, prompts), secrets)
     except ValidationError as error:
         first = error.errors()[0]
         setting = ".".join(map(str, first["loc"]))

@@ -39,12 +39,15 @@ from telescope.wire.messages import (
     Ticket,
 )
 from telescope.workers.direct import DoorLost, Doors
-from telescope.workers.load import Loaded
-from telescope.workers.play import Limits, failed, play
+from telescope.workers.load import EnvironmentBroken, Loaded, describe
+from telescope.workers.play import Limits, play
 from telescope.workers.prefetch import Openings
+from telescope.workers.report import failed
 from telescope.workers.threads import RewardThreads
 
 log = logging.getLogger(__name__)
+
+TEAR_DOWN_S = 10.0
 
 
 class GenerationFailed(ChatError):
@@ -119,7 +122,7 @@ class Service:
         loop.set_default_executor(self._threads)
         self._hopeless = loop.create_future()
         self._link.progress("waiting for orders")
-        receiving = asyncio.ensure_future(self._receive())
+        receiving = asyncio.ensure_future(self._live())
         try:
             await asyncio.wait((receiving, self._hopeless), return_when=asyncio.FIRST_COMPLETED)
             if self._hopeless.done():
@@ -135,6 +138,30 @@ class Service:
             await asyncio.gather(receiving, *self._rollouts.values(), return_exceptions=True)
             if self._doors is not None:
                 await self._doors.close()
+            await self._tear_down()
+
+    async def _live(self) -> str:
+        await self._set_up()
+        return await self._receive()
+
+    async def _set_up(self) -> None:
+        """The environments' own beginnings, side by side. Raises `EnvironmentBroken`; orders wait meanwhile."""
+
+        async def set_up(label: str, loaded: Loaded) -> None:
+            try:
+                await loaded.environment.set_up()
+            except (Exception, SystemExit) as error:
+                raise EnvironmentBroken(f"environments.{label}: its set_up failed: {describe(error)}") from error
+
+        await asyncio.gather(*(set_up(label, loaded) for label, loaded in self._environments.items()))
+
+    async def _tear_down(self) -> None:
+        for label, loaded in self._environments.items():
+            try:
+                async with asyncio.timeout(TEAR_DOWN_S):
+                    await loaded.environment.tear_down()
+            except (Exception, SystemExit) as error:  # noqa: BLE001 user code at the process's end: the others have theirs too
+                log.warning("environments.%s: its tear_down failed: %s", label, describe(error))
 
     async def _receive(self) -> str:
         while True:

@@ -104,7 +104,7 @@ def test_countdown_pays_for_the_right_value_of_the_given_numbers(
     reward = Countdown().reward(prompt, answer)
     assert reward.total == total
     assert reward.metrics == {"exact": exact, "valid_format": valid_format, "all_numbers": all_numbers}
-    assert reward.golden_answer == "5+8-3"
+    assert reward.golden_answers == ("5+8-3",)
 
 
 def test_countdown_shows_the_same_solved_examples_before_each_question() -> None:

@@ -32,7 +32,7 @@ def done(rollout_id: int = 7, reward: float = 1.0, branch_lengths: tuple[int, ..
         finish_reason="stop",
         prompt_text="use 3 5 make 8",
         completion_text="3+5",
-        golden_answer="",
+        golden_answers=(),
         started_ns=0,
         generated_ns=1,
         scored_ns=2,

@@ -175,7 +175,7 @@ def done(order: RolloutOrder, version: int) -> m.RolloutDone:
     return m.RolloutDone(
         rollout_id=order.rollout_id, attempt=order.attempt, reward=float(order.sample % 2), metrics={}, branch_lengths=(3,),
         prompt_tokens=2, completion_tokens=1, turns=1, finish_reason="stop", prompt_text="", completion_text="",
-        golden_answer="", started_ns=1, generated_ns=2, scored_ns=3,
+        golden_answers=(), started_ns=1, generated_ns=2, scored_ns=3,
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from tests.wire.samples import hello, trajectory
 
 
 def result(order: RolloutOrder) -> RolloutDone:
-    return RolloutDone(order.rollout_id, order.attempt, 1.0, {}, (6,), 3, 3, 1, "stop", "", "", "", 1, 2, 3)
+    return RolloutDone(order.rollout_id, order.attempt, 1.0, {}, (6,), 3, 3, 1, "stop", "", "", (), 1, 2, 3)
 
 
 def main() -> int:

@@ -96,9 +96,12 @@ SAMPLES = (
     Sample(m.GenerationOver(11, 0)),
     Sample(m.PrefetchPrompts((PromptRef("countdown", "train", 7), PromptRef("countdown", "train", 3)))),
     Sample(
-        m.RolloutDone(11, 0, 1.0, {"format": 0.5}, (4, 2), 3, 3, 1, "stop", "2+2?", "4", "4", 10, 20, 30), trajectory(6), 2, 1
+        m.RolloutDone(11, 0, 1.0, {"format": 0.5}, (4, 2), 3, 3, 1, "stop", "2+2?", "4", ("4",), 10, 20, 30, ("easy",), "{}"),
+        trajectory(6),
+        2,
+        1,
     ),
-    Sample(m.RolloutFailed(11, 0, "the sandbox did not start"), (), 3, 1),
+    Sample(m.RolloutFailed(11, 0, "the sandbox did not start", "infrastructure"), (), 3, 1),
     Sample(m.Generate("11.0.1", 11, 0, 1, SAMPLING, -1, "5ec2e7"), (np.array([1, 2, 3], np.int32),), 4),
     Sample(m.Abort("11.0.1")),
     Sample(m.Completion("11.0.1", "length", 5, 2, 0.125, 0.5), completion(5), 6, 4),

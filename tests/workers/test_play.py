@@ -19,8 +19,9 @@ from telescope.environments.template import ChatTemplate
 from telescope.records import RolloutOrder, Sampling
 from telescope.wire.messages import RolloutDone, RolloutFailed
 from telescope.workers.main import run_through
-from telescope.workers.play import Ask, BadReward, Limits, check_reward, play, turn_seed
+from telescope.workers.play import Ask, Limits, play, turn_seed
 from telescope.workers.prefetch import Openings
+from telescope.workers.report import BadReward, check_reward
 from telescope.workers.threads import RewardThreads
 from tests.workers.conftest import LIMITS, loaded, order
 
@@ -56,7 +57,7 @@ async def test_a_scored_rollout_carries_its_tokens_and_what_was_said(template: C
     assert done.metrics == {"exact": 1.0, "valid_format": 1.0, "all_numbers": 1.0}
     assert (done.prompt_text, done.completion_text) == ("<|user|>use 5 5 3 make 3<|assistant|>", "5-5+3")
     assert (done.prompt_tokens, done.completion_tokens, done.branch_lengths, done.turns) == (18, 6, (24,), 1)
-    assert (done.finish_reason, done.golden_answer) == ("stop", "5-5+3")
+    assert (done.finish_reason, done.golden_answers) == ("stop", ("5-5+3",))
     assert before <= done.started_ns <= done.generated_ns <= done.scored_ns <= time.time_ns()
     assert [array.dtype.name for array in arrays] == ["int32", "uint8", "float32", "int32"]
     assert arrays[1].tolist() == [0] * 18 + [1] * 6

@@ -213,20 +213,20 @@ async def test_an_environment_that_exits_fails_its_rollout_and_not_the_worker(te
 
 
 async def test_half_a_character_in_a_text_is_replaced(template: ChatTemplate) -> None:
-    answer = await answer_of(template, lambda: Reward(1.0, {"a\ud800": 1.0}, golden_answer="ab\ud800"))
+    answer = await answer_of(template, lambda: Reward(1.0, {"a\ud800": 1.0}, golden_answers=("ab\ud800",)))
     assert isinstance(answer, RolloutDone)
-    assert (answer.golden_answer, answer.metrics) == ("ab\ufffd", {"a\ufffd": 1.0})
+    assert (answer.golden_answers, answer.metrics) == (("ab\ufffd",), {"a\ufffd": 1.0})
 
 
 async def test_a_text_of_20_million_characters_is_cut_and_says_so(template: ChatTemplate) -> None:
-    answer = await answer_of(template, lambda: Reward(1.0, golden_answer="x" * 20_000_000))
+    answer = await answer_of(template, lambda: Reward(1.0, golden_answers=("x" * 20_000_000,)))
     assert isinstance(answer, RolloutDone)
-    assert answer.golden_answer == "x" * 200_000 + " […cut: 19800000 more characters]"
+    assert answer.golden_answers == ("x" * 200_000 + " […cut: 19800000 more characters]",)
 
 
 async def test_a_golden_answer_that_is_a_number_travels_as_text(template: ChatTemplate) -> None:
-    answer = await answer_of(template, lambda: Reward(1.0, golden_answer=42))  # type: ignore[arg-type]
-    assert answer.golden_answer == "42"
+    answer = await answer_of(template, lambda: Reward(1.0, golden_answers=(42,)))  # type: ignore[arg-type]
+    assert answer.golden_answers == ("42",)
 
 
 async def test_a_score_too_large_for_the_wire_fails_with_its_environment(template: ChatTemplate) -> None:

@@ -1,0 +1,101 @@
+"""A dialogue in which the environment answers back: a state, a reply to each answer, an end, and a score.
+
+    initial_state ─▶ say(opening) ─▶ reply(state, answer) ─▶ is_done? ─▶ say(reply) ─▶ … ─▶ reward(prompt, state)
+
+Owns the order of these calls and where they run. Refuses to keep anything of a rollout on the instance: all of it is in the
+state, which `reply` changes in place.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from telescope.environments.base import Chat, Environment, Prompt, Reward, Turn
+from telescope.environments.failures import ContextFull
+from telescope.environments.off_loop import called
+
+OUT_OF_TURNS = "out_of_turns"
+OVERLONG = "overlong"
+
+
+class MultiTurn(Environment):
+    """Each method may be `def` or `async def`. A `def` runs in a thread unless `in_threads` is False."""
+
+    in_threads: ClassVar[bool] = True
+    """False where all `def`s take microseconds and cannot hang."""
+    call_limit_s: ClassVar[float | None] = None
+    """Seconds that one call of `initial_state`, `reply` or `is_done` may take; None: `rollout.timeout_s` alone counts."""
+
+    max_turns: int = Field(default=8, ge=1, le=10_000)
+    """Answers of the policy in one rollout, at most."""
+
+    def initial_state(self, prompt: Prompt) -> Any:
+        """Whatever one rollout needs to remember; any object."""
+        raise NotImplementedError
+
+    def opening(self, prompt: Prompt, state: Any) -> Sequence[Turn]:
+        """The turns before the first answer: those of the prompt, unless the state adds to them."""
+        return prompt.turns
+
+    def reply(self, state: Any, answer: str) -> Sequence[Turn] | Awaitable[Sequence[Turn]]:
+        """Take the policy's answer into the state, and give the turns that follow. What it gives at the end is not said."""
+        raise NotImplementedError
+
+    def is_done(self, state: Any) -> bool | Awaitable[bool]:
+        """Whether the dialogue is over; asked after each reply."""
+        raise NotImplementedError
+
+    def reward(self, prompt: Prompt, state: Any) -> Reward | Awaitable[Reward]:
+        """The score of the whole dialogue, however it ended."""
+        raise NotImplementedError
+
+    def end_state(self, state: Any) -> Awaitable[None] | None:
+        """Give back what the state holds (a sandbox, a file). Called once for each state, whatever has happened."""
+
+    async def say(self, chat: Chat, state: Any, turns: Sequence[Turn]) -> str:
+        """Ask the policy; the one place where shapes on top of this one add options to `chat.say`."""
+        return await chat.say(*turns)
+
+    async def play(self, prompt: Prompt, chat: Chat) -> Reward:
+        state = await self.called(self.initial_state, prompt)
+        try:
+            tags = await self._dialogue(prompt, state, chat)
+            if self.in_threads or inspect.iscoroutinefunction(self.reward):
+                chat.close()
+            reward = await self.scored(self.reward, prompt, state, in_thread=self.in_threads)
+        finally:
+            await self.called(self.end_state, state)
+        return replace(reward, tags=(*reward.tags, *tags)) if tags else reward
+
+    async def called(self, function: Any, *arguments: Any) -> Any:
+        """A method of a subclass, where and for as long as it may run."""
+        return await called(function, *arguments, limit_s=self.call_limit_s, in_thread=self.in_threads)
+
+    async def _dialogue(self, prompt: Prompt, state: Any, chat: Chat) -> tuple[str, ...]:
+        """Talk until it is over. Gives the tags that say why it was cut off."""
+        turns = self.opening(prompt, state)
+        for _ in range(self.max_turns):
+            try:
+                answer = await self.say(chat, state, turns)
+            except ContextFull:
+                return (OVERLONG,)
+            turns, done = await self._answered(state, answer)
+            if done:
+                return ()
+            if not turns:
+                raise RuntimeError(f"{type(self).__name__}.reply gave no turn though is_done is False: nothing can follow")
+        return (OUT_OF_TURNS,)
+
+    async def _answered(self, state: Any, answer: str) -> tuple[Sequence[Turn], bool]:
+        if inspect.iscoroutinefunction(self.reply) or inspect.iscoroutinefunction(self.is_done):
+            return await self.called(self.reply, state, answer), await self.called(self.is_done, state)
+        turns, done = await self.called(self._answered_now, state, answer)  # one thread for both
+        return turns, done
+
+    def _answered_now(self, state: Any, answer: str) -> tuple[Any, Any]:
+        return self.reply(state, answer), self.is_done(state)
