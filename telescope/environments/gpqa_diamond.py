@@ -1,7 +1,7 @@
 """GPQA-Diamond: 198 multiple-choice questions of biology, physics and chemistry that experts find hard (CC BY 4.0).
 
-A benchmark: what was trained on it measures nothing on it. Its authors ask that its questions not be put in plain text anywhere,
-and the hub asks for consent before it gives them (HF_TOKEN).
+A benchmark: what was trained on it measures nothing on it. Its authors ask that its questions not be put in plain text
+anywhere, and the hub asks for consent before it gives them (HF_TOKEN).
 """
 
 from __future__ import annotations
