@@ -31,7 +31,7 @@ PLAIN = TEXTS.filter(lambda text: not set(text) & set("<>`\\{}\r\x0b\x0c\x1c\x1d
         (AnswerTags(), "</answer>1<answer>", None),
         (AnswerTags("final"), "<final>x</final>", "x"),
         (ThinkTags(), "<think>2+2</think> 4", "4"),
-        (ThinkTags(), "just 4", "4"),
+        (ThinkTags(), "just 4", "just 4"),
         (ThinkTags(), "<think>never ends", None),
         (ThinkTags(opened=True), "2+2</think>4", "4"),
         (ThinkTags(opened=True), "never ends", None),
