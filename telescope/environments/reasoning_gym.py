@@ -1,4 +1,4 @@
-"""Any data set of the package reasoning-gym: over a hundred kinds of procedural problems, each with its own scorer (Apache-2.0).
+"""Any data set of the package reasoning-gym: over a hundred kinds of made problems, each with its own scorer (Apache-2.0).
 
 Problem i of a split is made when it is asked for, from the seed and i alone. It is scored in a grader process, where it is made
 once more: some scorers raise, some hand the answer to sympy, which evaluates it. Limits hold that process, but it is no

@@ -1,7 +1,7 @@
 """Wordle: find a word of five letters in six guesses; each guess is answered letter by letter. Several turns.
 
-`crane` for the secret `react` is answered `c:yellow r:yellow a:green n:grey e:yellow`. A letter is coloured as often as the secret
-has it, greens first. The word list is a small one of common words, the large one of the package reasoning-gym, or your own.
+`crane` for the secret `react` is answered `c:yellow r:yellow a:green n:grey e:yellow`. A letter is coloured as often as the
+secret has it, greens first. The word list is a small one of common words, the large one of the package reasoning-gym, or your own.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class Wordle(MultiTurn):
     answer_tag: str | None = Field(default="guess", pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")
     """Read the guess from the last <tag>...</tag> of an answer; null: the answer is the guess."""
     instruction: str = (
-        "Find a secret word of five letters; you have {turns} guesses. After each one you are told for every letter whether it is "
-        "green (right place), yellow (elsewhere in the word) or grey (not in it). Give each guess as <guess>crane</guess>."
+        "Find a secret word of five letters; you have {turns} guesses. After each one you are told for every letter whether it "
+        "is green (right place), yellow (elsewhere in the word) or grey (not in it). Give each guess as <guess>crane</guess>."
     )
     """The user's first message; {turns} is filled in."""
     num_train: int = Field(default=10_000, ge=1)

@@ -23,7 +23,6 @@ from telescope.environments.recent import Recent
 
 log = logging.getLogger(__name__)
 
-GRADING_LIMIT_S = 5.0  # of processor time; ordinary answers take 2 to 100 ms
 TOO_HEAVY = "too_heavy"
 
 
@@ -66,6 +65,9 @@ class MathsQuestions(SingleTurn):
     """boxed: only a \\boxed{} answer counts; any: also #### 18, <answer> tags, "the answer is 18", or the last number."""
     format_reward: float = Field(default=0.0, ge=0, lt=1)
     """Share of the reward that a boxed answer gets, right or wrong; the rest is for being right."""
+    grading_limit_s: float = Field(default=5.0, gt=0, le=600)
+    """Seconds of processor time that comparing one answer may take; ordinary ones take 2 to 100 ms. Beyond it an answer is wrong
+    and has the tag too_heavy."""
     seed: int = 0
     """Names the draw of the questions held out."""
 
@@ -99,7 +101,7 @@ class MathsQuestions(SingleTurn):
         if known is None:
             known = self._verdicts.peek((wanted, given))
         if known is None:
-            known = bool(await graded(same, wanted, given, limit_s=GRADING_LIMIT_S))
+            known = bool(await graded(same, wanted, given, limit_s=self.grading_limit_s))
             self._verdicts.put((wanted, given), known)
         return known
 
