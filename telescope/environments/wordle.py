@@ -1,7 +1,7 @@
 """Wordle: find a word of five letters in six guesses; each guess is answered letter by letter. Several turns.
 
 `crane` for the secret `react` is answered `c:yellow r:yellow a:green n:grey e:yellow`. A letter is coloured as often as the
-secret has it, greens first. The word list is a small one of common words, the large one of the package reasoning-gym, or your own.
+secret has it, greens first. The word list is a small one of common words, the one of the package reasoning-gym, or your own.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Wordle(MultiTurn):
     max_turns: int = Field(default=6, ge=1, le=100)
     """Guesses that are allowed."""
     words: Literal["common", "reasoning_gym"] = "common"
-    """Where secrets come from: some 500 common words, or the 10,180 of the installed package reasoning-gym."""
+    """Where secrets come from: some 500 common words, or the 9,925 in small letters of the installed package reasoning-gym."""
     words_file: str | None = None
     """A text file of your own instead; its words of five letters count."""
     only_known_guesses: bool = False

@@ -1,4 +1,4 @@
-"""Small local copies of the published data sets, in the layout and the columns that the hub gives; all questions are made up."""
+"""Small local copies of the published data sets, in the layout and columns that the hub gives; all questions are made up."""
 
 from __future__ import annotations
 

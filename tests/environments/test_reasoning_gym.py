@@ -47,7 +47,7 @@ async def test_a_rollout_is_scored_in_a_grader_process() -> None:
             "<answer>" + "1" * 20_000 + "</answer>",
         )
         rewards = await asyncio.gather(*(task.reward(prompt, answer) for answer in answers))
-    assert [reward.total for reward in rewards][0] == 1.0
+    assert rewards[0].total == 1.0
     assert [reward.metrics["exact"] for reward in rewards] == [1.0, 0.0, 0.0, 0.0]
     assert [reward.metrics["has_answer"] for reward in rewards] == [1.0, 1.0, 0.0, 1.0]
     assert rewards[0].golden_answers == (prompt.answer,)

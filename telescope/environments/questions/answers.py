@@ -57,7 +57,7 @@ def settled(wanted: str, given: str) -> bool | None:
         return None
     if first == second:
         return True
-    near = abs(first - second) <= Fraction(1, 10**4) * max(Fraction(1), abs(first))
+    near = abs(first - second) <= Fraction(1, 10**5) * max(Fraction(1), abs(first))
     return None if near and not first.denominator == second.denominator == 1 else False
 
 

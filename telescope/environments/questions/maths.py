@@ -66,8 +66,8 @@ class MathsQuestions(SingleTurn):
     format_reward: float = Field(default=0.0, ge=0, lt=1)
     """Share of the reward that a boxed answer gets, right or wrong; the rest is for being right."""
     grading_limit_s: float = Field(default=5.0, gt=0, le=600)
-    """Seconds of processor time that comparing one answer may take; ordinary ones take 2 to 100 ms. Beyond it an answer is wrong
-    and has the tag too_heavy."""
+    """Seconds of processor time that comparing one answer may take; ordinary ones take 2 to 100 ms. Beyond it an answer is
+    wrong and has the tag too_heavy."""
     seed: int = 0
     """Names the draw of the questions held out."""
 
