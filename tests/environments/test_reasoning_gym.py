@@ -21,7 +21,7 @@ from telescope.environments.reasoning_gym import ReasoningGym, problem, score
 TASKS = (
     *("chain_sum", "basic_arithmetic", "gcd", "leg_counting", "fraction_simplification", "simple_equations", "base_conversion"),
     *("caesar_cipher", "letter_counting", "word_sorting", "spell_backward", "number_sorting", "calendar_arithmetic"),
-    *("countdown", "mini_sudoku", "n_queens", "tower_of_hanoi", "maze", "shortest_path", "largest_island"),
+    *("countdown", "mini_sudoku", "n_queens", "tower_of_hanoi", "shortest_path", "largest_island"),
     *("knights_knaves", "syllogism", "family_relationships", "circuit_logic", "number_sequence", "simple_geometry"),
 )
 

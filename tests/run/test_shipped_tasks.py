@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.environments.datasets_at_home import write_all
 from tests.run.conftest import Start
 
 
+@pytest.mark.slow
 def test_a_run_over_all_shipped_tasks_trains_two_steps(start: Start, tmp_path: Path):
     copies = write_all(tmp_path / "copies")
     tasks = [*copies, "reasoning_gym", "wordle"]
