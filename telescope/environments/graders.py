@@ -118,6 +118,7 @@ class Graders:
         self._idle: list[_Process] = []
         self._all: set[_Process] = set()
         self._waiting = 0
+        self._closed = False
         self.started = 0
         """Processes ever started."""
 
@@ -142,6 +143,7 @@ class Graders:
 
     async def close(self) -> None:
         """End all processes, busy or not."""
+        self._closed = True
         for process in self._all:
             process.kill()
         await asyncio.gather(*(process.ended() for process in self._all))
@@ -177,6 +179,10 @@ class Graders:
             self._all.discard(process)
         process = await _Process.start(self._memory_mb)
         self.started += 1
+        if self._closed:  # while it started
+            process.kill()
+            await process.ended()
+            raise GraderError("the worker is leaving")
         self._all.add(process)
         return process
 

@@ -111,6 +111,15 @@ async def test_no_process_outlives_the_block():
         await busy
 
 
+async def test_a_process_that_was_starting_at_the_end_is_ended_too():
+    async with grader_processes(1) as graders:
+        call = asyncio.create_task(graded(tasks.loop, limit_s=600))
+        await asyncio.sleep(0)
+    with pytest.raises(GraderError, match="leaving|status"):
+        await call
+    assert graders.alive == []
+
+
 async def test_without_open_processes_a_call_makes_its_own():
     assert await graded(tasks.double, 3) == 6
 
