@@ -115,7 +115,7 @@ async def test_a_process_that_was_starting_at_the_end_is_ended_too():
     async with grader_processes(1) as graders:
         call = asyncio.create_task(graded(tasks.loop, limit_s=600))
         await asyncio.sleep(0)
-    with pytest.raises(GraderError, match="leaving|status"):
+    with pytest.raises(GraderError, match=r"leaving|status"):
         await call
     assert graders.alive == []
 
