@@ -182,6 +182,9 @@ def batch_of(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, step: int) -> t
     return ids, labels
 
 
+Batches = Callable[[Recipe, PreTrainedTokenizerFast, int], tuple[torch.Tensor, torch.Tensor]]
+
+
 def rate_at(step: int, steps: int) -> float:
     """Linear warm-up, then a cosine down to a tenth."""
     if step < WARM_UP:
@@ -190,13 +193,13 @@ def rate_at(step: int, steps: int) -> float:
     return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * along))
 
 
-def train(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+def train(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, batch: Batches = batch_of) -> Qwen3ForCausalLM:
     model = make_model(recipe)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_at(step, recipe.steps))
     model.train()
     for step in range(recipe.steps):
-        ids, labels = batch_of(recipe, tokenizer, step)
+        ids, labels = batch(recipe, tokenizer, step)
         # Right padding and a causal mask: padding lies behind every token that counts.
         logits = model(input_ids=ids).logits[:, :-1]
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels[:, 1:].flatten())

@@ -17,6 +17,7 @@ from telescope.environments.off_loop import TimeLimit, called
 from telescope.settings import Settings
 
 Turn = Mapping[str, Any]  # {"role": "user", "content": "rev hhfje"}, as OpenAI writes messages
+ToolSchema = Mapping[str, Any]  # {"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}
 
 
 @dataclass(frozen=True)
@@ -42,24 +43,46 @@ class Reward:
     """What a reader of the rollout may want to know; kept as JSON in its row (cut off where it is long), never charted."""
 
 
-class Chat(Protocol):
-    """A dialogue with the policy. Records ids, masks, log-probs and versions of every token behind the environment's back."""
+class Dialogue(Protocol):
+    """One line of messages with the policy. Records ids, masks, log-probs and versions of every token behind the
+    environment's back."""
 
-    async def say(self, *turns: Turn) -> str:
+    async def say(self, *turns: Turn, tools: Sequence[ToolSchema] = (), max_tokens: int | None = None) -> str:
         """Append turns, let the policy answer, and return its text (the end-of-sequence token not included).
 
-        Raises `ContextFull` where a later turn's prompt leaves no room for an answer.
+        `tools` are put to the chat template, now and for the rest of the dialogue. `max_tokens` lowers `rollout.max_tokens` for
+        this answer. A first turn of the role "assistant" directly after an answer adds no message: it says how that answer
+        reads as one (with `tool_calls`), for templates that refuse a tool's result behind anything else.
+        Raises `ContextFull` where a later prompt leaves no room for an answer; the dialogue is then as it was.
         """
         ...
 
-    def close(self) -> None:
-        """No more will be asked: another rollout may generate while this one is scored. For rewards that take a while; `say`
-        fails afterwards."""
+    def restart(self, *turns: Turn) -> None:
+        """Forget the messages so far (all that was sampled is still trained): the next `say` begins with these turns."""
         ...
 
     @property
     def truncated(self) -> bool:
         """Whether the last answer was cut off at the token limit."""
+        ...
+
+    @property
+    def tokens_left(self) -> int:
+        """Tokens that may still be added to the dialogue before a prompt leaves no room for an answer."""
+        ...
+
+
+class Chat(Dialogue, Protocol):
+    """What a rollout talks through: one dialogue, and on demand further ones beside it."""
+
+    def dialogue(self) -> Dialogue:
+        """Another line of messages in the same rollout, for agents within it: several may `say` at once, and one reward counts
+        for all."""
+        ...
+
+    def close(self) -> None:
+        """No more will be asked: another rollout may generate while this one is scored. For rewards that take a while; `say`
+        fails afterwards."""
         ...
 
 

@@ -5,24 +5,25 @@
 
 The next turn's prompt is the exact ids so far plus what the template writes behind them. Where the template rewrites what
 was there (it strips thinking, trims an answer), the exact ids are no beginning of its render; then a new branch starts from a
-full render, in which the old answers are prompt. So each sampled token is trained exactly once, in the context it was
-sampled in.
+full render, in which the old answers are prompt. The same happens where the environment cuts its context short (`restart`)
+or talks in several dialogues. So each sampled token is trained exactly once, in the context it was sampled in.
 
 Refuses sockets and clocks beyond time stamps: a `Sampler` is handed in.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
-from telescope.environments.base import Turn
+from telescope.environments.base import ToolSchema, Turn
 from telescope.environments.failures import ContextFull, InfrastructureError
-from telescope.environments.template import ChatTemplate
+from telescope.environments.template import ChatTemplate, TemplateError
 from telescope.records import FinishReason, Trajectory
 
 _ABOVE_ZERO = 1e-3  # rounding of a log-softmax in low precision; anything more is no log-prob
@@ -55,8 +56,9 @@ class Sampled:
 
 
 class Sampler(Protocol):
-    async def sample(self, ids: np.ndarray, turn: int) -> Sampled:
-        """Answer the prompt `ids` [T] int32; `turn` counts the answers of this rollout from 0."""
+    async def sample(self, ids: np.ndarray, turn: int, max_tokens: int | None) -> Sampled:
+        """Answer the prompt `ids` [T] int32; `turn` counts the questions of this rollout from 0. `max_tokens` lowers
+        `rollout.max_tokens` for this answer; None leaves it."""
         ...
 
 
@@ -82,29 +84,16 @@ class Recording:
 
 @dataclass
 class _Branch:
-    """Runs of tokens in order; a run is either all prompt or all sampled."""
+    """Runs of tokens in order; a run is either all prompt or all sampled. The first is the branch's opening prompt."""
 
     text: str
     runs: list[tuple[np.ndarray, Sampled | None]] = field(default_factory=list)
-
-    @property
-    def was_answered(self) -> bool:
-        return any(sampled is not None for _, sampled in self.runs)
-
-    def append_prompt(self, ids: np.ndarray) -> None:
-        self.runs.append((ids, None))
-
-    def append_sampled(self, sampled: Sampled) -> None:
-        self.runs.append((sampled.ids, sampled))
 
     def ids(self) -> np.ndarray:
         ids: np.ndarray = np.concatenate([ids for ids, _ in self.runs])
         return ids.astype(np.int32, copy=False)
 
     def trajectory(self) -> Trajectory:
-        """All up to the last sampled token: a prompt that was never answered teaches nothing."""
-        while self.runs[-1][1] is None:
-            self.runs.pop()
         ids = self.ids()
         mask = np.zeros(len(ids), np.uint8)
         logprobs = np.full(len(ids), np.nan, np.float32)
@@ -119,137 +108,268 @@ class _Branch:
         return Trajectory(ids, mask, logprobs, versions)
 
 
-class TokenChat:
-    """The `Chat` an environment is given; afterwards `recording()` holds what it did.
+@dataclass(frozen=True)
+class _Question:
+    """What is about to be asked. Nothing of the dialogue has changed yet: a question that fails leaves it as it was."""
 
-    `failure` is the first error `say` raised: a rollout that had one must not be trained on, even where the environment
-    caught it and returned a reward.
-    """
+    branch: _Branch  # new and without runs, or the one that goes on
+    added: np.ndarray  # [T] what goes behind the branch's runs
+    text: str  # of the whole prompt
+    told: str  # for the transcript
+
+    def ids(self) -> np.ndarray:
+        return np.concatenate([self.branch.ids(), self.added]) if self.branch.runs else self.added
+
+
+class _Record:
+    """What all dialogues of a rollout write to: one list of branches, one count of answers, one first failure."""
 
     def __init__(
-        self, template: ChatTemplate, sampler: Sampler, max_prompt_tokens: int, closed: Callable[[], None] = lambda: None
+        self,
+        template: ChatTemplate,
+        sampler: Sampler,
+        max_prompt_tokens: int,
+        max_tokens: int | None,
+        closed: Callable[[], None],
     ) -> None:
-        self._template = template
-        self._sampler = sampler
-        self._max_prompt_tokens = max_prompt_tokens
+        self.template = template
+        self.sampler = sampler
+        self.max_prompt_tokens = max_prompt_tokens
+        self.max_tokens = max_tokens
+        self.branches: list[_Branch] = []
+        self.opening_text = ""
+        self.asked = 0
+        self.answers = 0
+        self.asking = 0
+        self.finish_reason: FinishReason = "abort"
+        self.generated_ns = 0
+        self.closed = False
+        self.tell_closed = closed
+        self.failure: BaseException | None = None
+
+    async def sample(self, prompt: np.ndarray, max_tokens: int | None) -> Sampled:
+        """Raises `PromptTooLong` or `ContextFull`, which are no failures of the rollout, and whatever the sampler raises."""
+        turn, room = self.asked, self.room(max_tokens)
+        if len(prompt) > room:
+            raise (ContextFull if self.answers else PromptTooLong)(
+                f"the prompt of turn {turn} has {len(prompt)} tokens, more than the {room} that "
+                "inference.max_model_len - rollout.max_tokens leaves: raise max_model_len, lower max_tokens or shorten prompts"
+            )
+        self.asked += 1
+        sampled = await self.sampler.sample(prompt, turn, max_tokens)
+        _check(sampled)
+        self.answers += 1
+        self.finish_reason = sampled.finish_reason
+        self.generated_ns = time.time_ns()
+        return sampled
+
+    def room(self, max_tokens: int | None) -> int:
+        """The longest prompt that leaves room for an answer."""
+        spared = self.max_tokens - max_tokens if max_tokens is not None and self.max_tokens is not None else 0
+        return self.max_prompt_tokens + max(spared, 0)
+
+
+class TokenDialogue:
+    """One line of messages and answers. A rollout has one, or several side by side that share its reward."""
+
+    def __init__(self, record: _Record, *, forgives_cancelling: bool = False) -> None:
+        self._record = record
+        self._forgives_cancelling = forgives_cancelling
         self._history: list[Turn] = []
-        self._branches: list[_Branch] = []
-        self._opening_text = ""
-        self._opening_tokens = 0
+        self._restated: dict[int, Turn] = {}
+        self._tools: tuple[ToolSchema, ...] = ()
+        self._branch: _Branch | None = None
         self._transcript: list[str] = []
         self._end_text = ""  # of the sampled end token; shown only where the dialogue goes on behind it
-        self._answers = 0
         self._finish_reason: FinishReason = "abort"
-        self._generated_ns = 0
         self._busy = False
-        self._closed = False
-        self._tell_closed = closed
-        self.failure: BaseException | None = None
 
     @property
     def truncated(self) -> bool:
-        """Whether the last answer was cut off at `rollout.max_tokens`."""
+        """Whether the last answer was cut off at its token limit."""
         return self._finish_reason == "length"
 
-    async def say(self, *turns: Turn) -> str:
+    @property
+    def tokens_left(self) -> int:
+        """Tokens that may still be added before a prompt leaves no room for an answer of `rollout.max_tokens`."""
+        used = len(self._branch.ids()) if self._branch is not None else 0
+        return self._record.max_prompt_tokens - used
+
+    @property
+    def transcript(self) -> str:
+        """All that came after the opening prompt."""
+        return "".join(self._transcript)
+
+    async def say(self, *turns: Turn, tools: Sequence[ToolSchema] = (), max_tokens: int | None = None) -> str:
         """Append turns, let the policy answer, and return its text without the end-of-sequence token.
 
-        Raises `ContextFull` where the dialogue has become too long, `ChatError` where the opening is too long or the completion
-        is unusable, and whatever the sampler raises.
+        See `Dialogue.say`. Raises `ContextFull` where the dialogue has grown too long, `ChatError` where the opening is too
+        long or the completion is unusable, and whatever the sampler raises; the dialogue is then as it was.
         """
         if self._busy:
             raise RuntimeError("say was called while the policy was still answering: a dialogue has one answer at a time")
-        if self._closed:
+        if self._record.closed:
             raise RuntimeError("say was called after close: the lane to generate in has been given away")
         if not turns and not self._history:
             raise ValueError("the first say of a dialogue needs at least one turn")
+        if max_tokens is not None and max_tokens < 1:
+            raise ValueError(f"say was called with max_tokens={max_tokens}: an answer needs room for a token")
         self._busy = True
+        self._record.asking += 1
         try:
-            return await self._say(turns)
-        except ContextFull:  # the policy's, and nothing was sampled: what there is stands
+            return await self._say(turns, tuple(tools) or self._tools, max_tokens)
+        except (PromptTooLong, ContextFull):  # nothing was asked: restart with less, or score what is there
+            raise
+        except asyncio.CancelledError as error:
+            if not self._forgives_cancelling:
+                self._record.failure = self._record.failure or error
             raise
         except BaseException as error:
-            self.failure = self.failure or error
+            self._record.failure = self._record.failure or error
             raise
         finally:
             self._busy = False
+            self._record.asking -= 1
+
+    def restart(self, *turns: Turn) -> None:
+        """Forget the messages so far; the next `say` begins a new branch with these turns before its own."""
+        if self._busy:
+            raise RuntimeError("restart was called while the policy was still answering")
+        if self._branch is not None:
+            self._transcript.append("\n[context restarted]\n")
+        self._history, self._restated, self._branch, self._end_text = list(turns), {}, None, ""
+
+    async def _say(self, turns: Sequence[Turn], tools: tuple[ToolSchema, ...], max_tokens: int | None) -> str:
+        restated = dict(self._restated)
+        answered = bool(self._history) and self._history[-1].get("role") == "assistant"
+        if turns and answered and self._branch is not None and turns[0].get("role") == "assistant":
+            restated[len(self._history) - 1], turns = turns[0], turns[1:]
+        history = [*self._history, *turns]
+        question = self._question(history, restated, turns, tools)
+        sampled = await self._record.sample(question.ids(), max_tokens)
+        self._history, self._restated, self._tools = history, restated, tools
+        return self._commit(question, sampled)
+
+    def _question(
+        self, history: Sequence[Turn], restated: Mapping[int, Turn], turns: Sequence[Turn], tools: tuple[ToolSchema, ...]
+    ) -> _Question:
+        template, branch = self._record.template, self._branch
+        if branch is None:
+            opening = template.opening(history, tools)
+            told = "" if not self._record.branches and not self._transcript else _told(turns)
+            return _Question(_Branch(opening.text), opening.ids, opening.text, told)
+        text = self._text(branch, history, restated, tools)
+        if text.startswith(branch.text):
+            added = text[len(branch.text) :]
+            return _Question(branch, template.continuation(added), text, self._end_text + added)
+        return _Question(_Branch(text), template.encode(text), text, _told(turns))
+
+    def _text(
+        self, branch: _Branch, history: Sequence[Turn], restated: Mapping[int, Turn], tools: tuple[ToolSchema, ...]
+    ) -> str:
+        """The dialogue as the template writes it: with the answers' own texts, or as they were restated where the template
+        refuses those or the restated ones alone go on from the exact tokens."""
+        template = self._record.template
+        if not restated:
+            return template.text(history, tools)
+        other = [restated.get(at, turn) for at, turn in enumerate(history)]
+        try:
+            text = template.text(history, tools)
+        except TemplateError:
+            return template.text(other, tools)
+        if text.startswith(branch.text):
+            return text
+        try:
+            return template.text(other, tools)
+        except TemplateError:
+            return text
+
+    def _commit(self, question: _Question, sampled: Sampled) -> str:
+        record, branch = self._record, question.branch
+        ids = sampled.ids.tolist()
+        ended = sampled.finish_reason == "stop" and ids[-1] in record.template.end_texts
+        answer = record.template.decode(ids[:-1] if ended else ids)
+        if not branch.runs:
+            record.opening_text = record.opening_text or question.text
+            record.branches.append(branch)
+        branch.runs += [(question.added, None), (sampled.ids, sampled)]
+        # The sampled end token is part of the exact ids: the template has to write the same one for the branch to go on.
+        self._end_text = record.template.end_texts[ids[-1]] if ended else ""
+        branch.text = question.text + answer + self._end_text
+        self._branch = branch
+        self._history.append({"role": "assistant", "content": answer})
+        self._transcript += [question.told, answer]
+        self._finish_reason = sampled.finish_reason
+        return answer
+
+
+class TokenChat(TokenDialogue):
+    """The `Chat` an environment is given; afterwards `recording()` holds what it did.
+
+    `failure` is the first error `say` raised (a prompt that was too long is none): a rollout that had one must not be trained
+    on, even where the environment caught it and returned a reward.
+    """
+
+    def __init__(
+        self,
+        template: ChatTemplate,
+        sampler: Sampler,
+        max_prompt_tokens: int,
+        closed: Callable[[], None] = lambda: None,
+        *,
+        max_tokens: int | None = None,
+    ) -> None:
+        super().__init__(_Record(template, sampler, max_prompt_tokens, max_tokens, closed))
+        self._dialogues: list[TokenDialogue] = [self]
+
+    @property
+    def failure(self) -> BaseException | None:
+        return self._record.failure
+
+    def dialogue(self) -> TokenDialogue:
+        """Another line of messages in this rollout, e.g. of a sub-agent; several may ask at once.
+
+        Its answers are trained with the rollout's reward. A `say` of it that is cancelled leaves no trace.
+        """
+        if self._record.closed:
+            raise RuntimeError("dialogue was called after close: the lane to generate in has been given away")
+        other = TokenDialogue(self._record, forgives_cancelling=True)
+        self._dialogues.append(other)
+        return other
 
     def close(self) -> None:
         """See `Chat`; a second call is none."""
-        if self._busy:
+        if self._record.asking:
             raise RuntimeError("close was called while the policy was still answering")
-        if not self._closed:
-            self._closed = True
-            self._tell_closed()
+        if not self._record.closed:
+            self._record.closed = True
+            self._record.tell_closed()
 
     def recording(self) -> Recording:
-        """The dialogue as trajectories. Raises `ChatError` where the policy was never asked or `say` failed."""
-        if self.failure is not None:
-            raise ChatError(f"a turn of the dialogue failed: {self.failure}") from self.failure
-        if self._answers == 0:
+        """The rollout as trajectories. Raises `ChatError` where the policy was never asked or `say` failed."""
+        record = self._record
+        if record.failure is not None:
+            raise ChatError(f"a turn of the dialogue failed: {record.failure}") from record.failure
+        if record.asking:
+            raise ChatError("the environment returned a reward while the policy was still answering")
+        if record.answers == 0:
             raise ChatError("the environment returned a reward without asking the policy anything")
-        branches = tuple(branch.trajectory() for branch in self._branches if branch.was_answered)
+        branches = tuple(branch.trajectory() for branch in record.branches)
         return Recording(
             branches=branches,
-            prompt_tokens=self._opening_tokens,
+            prompt_tokens=len(record.branches[0].runs[0][0]),
             completion_tokens=sum(branch.trained_tokens for branch in branches),
-            turns=self._answers,
-            finish_reason=self._finish_reason,
-            prompt_text=self._opening_text,
-            completion_text="".join(self._transcript),
-            generated_ns=self._generated_ns,
+            turns=record.answers,
+            finish_reason=record.finish_reason,
+            prompt_text=record.opening_text,
+            completion_text="".join(dialogue.transcript for dialogue in self._dialogues),
+            generated_ns=record.generated_ns,
         )
 
-    async def _say(self, turns: Sequence[Turn]) -> str:
-        self._history.extend(turns)
-        branch = self._prompt(turns)
-        prompt = branch.ids()
-        if len(prompt) > self._max_prompt_tokens:
-            raise (ContextFull if self._answers else PromptTooLong)(
-                f"the prompt of turn {self._answers} has {len(prompt)} tokens, more than the {self._max_prompt_tokens} that "
-                "inference.max_model_len - rollout.max_tokens leaves: raise max_model_len, lower max_tokens or shorten prompts"
-            )
-        sampled = await self._sampler.sample(prompt, self._answers)
-        _check(sampled)
-        return self._record(branch, sampled)
 
-    def _prompt(self, turns: Sequence[Turn]) -> _Branch:
-        """The branch to answer in, with its prompt complete."""
-        if not self._branches:
-            opening = self._template.opening(self._history)
-            self._opening_text, self._opening_tokens = opening.text, len(opening.ids)
-            return self._branch(opening.text, opening.ids)
-        text = self._template.text(self._history)
-        branch = self._branches[-1]
-        if text.startswith(branch.text):
-            added = text[len(branch.text) :]
-            branch.append_prompt(self._template.continuation(added))
-            branch.text = text
-            self._transcript.append(self._end_text + added)
-            return branch
-        self._transcript.extend(f"\n[{turn.get('role', '')}] {turn.get('content', '')}\n" for turn in turns)
-        return self._branch(text, self._template.render(self._history).ids)
-
-    def _branch(self, text: str, ids: np.ndarray) -> _Branch:
-        branch = _Branch(text)
-        branch.append_prompt(ids)
-        self._branches.append(branch)
-        return branch
-
-    def _record(self, branch: _Branch, sampled: Sampled) -> str:
-        ids = sampled.ids.tolist()
-        ended = sampled.finish_reason == "stop" and ids[-1] in self._template.end_texts
-        answer = self._template.decode(ids[:-1] if ended else ids)
-        branch.append_sampled(sampled)
-        # The sampled end token is part of the exact ids: the template has to write the same one for the branch to go on.
-        self._end_text = self._template.end_texts[ids[-1]] if ended else ""
-        branch.text += answer + self._end_text
-        self._history.append({"role": "assistant", "content": answer})
-        self._transcript.append(answer)
-        self._answers += 1
-        self._finish_reason = sampled.finish_reason
-        self._generated_ns = time.time_ns()
-        return answer
+def _told(turns: Sequence[Turn]) -> str:
+    """Messages in a transcript where the template's own text is not to be had."""
+    return "".join(f"\n[{turn.get('role', '')}] {turn.get('content', '')}\n" for turn in turns)
 
 
 def _check(sampled: Sampled) -> None:

@@ -6,23 +6,23 @@ loads one), so that environments and their tests need none.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-from telescope.environments.base import Turn
+from telescope.environments.base import ToolSchema, Turn
 from telescope.environments.recent import Recent
 
 Ids = np.ndarray  # [T] int32
-_Key = tuple[tuple[tuple[str, str], ...], ...]
 
 
 class Tokenizer(Protocol):
     """The part of a Hugging Face tokenizer that is used."""
 
-    def apply_chat_template(self, conversation: list[dict[str, str]], **options: Any) -> Any: ...
+    def apply_chat_template(self, conversation: list[dict[str, Any]], **options: Any) -> Any: ...
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str: ...
 
@@ -59,20 +59,20 @@ class ChatTemplate:
         """What each end-of-sequence token looks like in a text."""
         self._anchor = self.end_texts[eos_ids[0]]
         self._anchor_ids = self._encode(self._anchor)
-        self._remembered: Recent[_Key, Rendered] = Recent(remembered)
+        self._remembered: Recent[str, Rendered] = Recent(remembered)
 
-    def opening(self, turns: Sequence[Turn]) -> Rendered:
+    def opening(self, turns: Sequence[Turn], tools: Sequence[ToolSchema] = ()) -> Rendered:
         """A dialogue's first prompt. Remembered, because all samples of a group ask for the same one."""
-        return self._remembered.get(_key(turns), lambda: self.render(turns))
+        return self._remembered.get(_key(turns, tools), lambda: self.render(turns, tools))
 
-    def render(self, turns: Sequence[Turn]) -> Rendered:
+    def render(self, turns: Sequence[Turn], tools: Sequence[ToolSchema] = ()) -> Rendered:
         """Text and tokens of the dialogue with the header of the policy's next answer at its end."""
-        text = self.text(turns)
-        return Rendered(text, _frozen(self._encode(text)))
+        text = self.text(turns, tools)
+        return Rendered(text, self.encode(text))
 
     def remember(self, turns: Sequence[Turn], rendered: Rendered) -> None:
         """Take over what `render` made of opening turns in another thread. Call it where `opening` is called."""
-        self._remembered.get(_key(turns), lambda: rendered)
+        self._remembered.get(_key(turns, ()), lambda: rendered)
 
     def lengths(self, dialogues: Sequence[Sequence[Turn]]) -> list[int]:
         """Tokens of each dialogue as `render` makes them; many at once, in the tokenizer's own threads where it has some."""
@@ -82,11 +82,13 @@ class ChatTemplate:
             return [len(self._encode(text)) for text in texts]
         return [len(ids) for ids in batch(texts, add_special_tokens=False)["input_ids"]] if texts else []
 
-    def text(self, turns: Sequence[Turn]) -> str:
-        """The dialogue as the template writes it, the header of the policy's next answer included."""
+    def text(self, turns: Sequence[Turn], tools: Sequence[ToolSchema] = ()) -> str:
+        """The dialogue as the template writes it, the header of the policy's next answer included. `tools` go to the template
+        as its own `tools`, in OpenAI's form."""
+        options = {**self._options, "tools": [dict(tool) for tool in tools]} if tools else self._options
         try:
             text = self._tokenizer.apply_chat_template(
-                [dict(turn) for turn in turns], tokenize=False, add_generation_prompt=True, **self._options
+                [dict(turn) for turn in turns], tokenize=False, add_generation_prompt=True, **options
             )
         except (ValueError, TypeError, KeyError, LookupError) as error:
             raise TemplateError(f"the tokenizer can't render the dialogue: {error} (model.chat_template gives one)") from error
@@ -95,6 +97,10 @@ class ChatTemplate:
                 raise
             raise TemplateError(f"the chat template refuses the dialogue of {_roles(turns)}: {error}") from error
         return str(text)
+
+    def encode(self, text: str) -> Ids:
+        """Tokens of a whole prompt."""
+        return _frozen(self._encode(text))
 
     def continuation(self, text: str) -> Ids:
         """Tokens of a text that follows other tokens.
@@ -114,8 +120,8 @@ class ChatTemplate:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
 
-def _key(turns: Sequence[Turn]) -> _Key:
-    return tuple(tuple(turn.items()) for turn in turns)
+def _key(turns: Sequence[Turn], tools: Sequence[ToolSchema]) -> str:
+    return json.dumps([list(map(dict, turns)), list(map(dict, tools))], default=repr)
 
 
 def _frozen(ids: list[int]) -> Ids:
@@ -125,4 +131,4 @@ def _frozen(ids: list[int]) -> Ids:
 
 
 def _roles(turns: Sequence[Turn]) -> str:
-    return ", ".join(turn.get("role", "no role") for turn in turns)
+    return ", ".join(str(turn.get("role", "no role")) for turn in turns)

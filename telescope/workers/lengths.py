@@ -120,4 +120,4 @@ def _shortest(measure: _Measure, prompts: Sequence[Prompt]) -> int:
 
 
 def _bytes_of(prompt: Prompt) -> int:
-    return sum(len(text.encode("utf-8", "replace")) for turn in prompt.turns for text in turn.values())
+    return sum(len(str(value).encode("utf-8", "replace")) for turn in prompt.turns for value in turn.values())

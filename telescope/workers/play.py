@@ -49,15 +49,17 @@ class Turns:
         self._order = order
         self._limits = limits
         self._ask = ask
-        self.waiting = False
+        self.waiting = 0
+        """Questions without an answer."""
 
-    async def sample(self, ids: np.ndarray, turn: int) -> Sampled:
+    async def sample(self, ids: np.ndarray, turn: int, max_tokens: int | None) -> Sampled:
         limits = self._limits
         seed, kept = turn_seed(self._order.seed, turn), limits.support
-        sampling = Sampling(limits.temperature, limits.max_tokens, seed, kept.top_k, kept.top_p, kept.min_p, limits.stop)
-        self.waiting = True
+        most = limits.max_tokens if max_tokens is None else min(max_tokens, limits.max_tokens)
+        sampling = Sampling(limits.temperature, most, seed, kept.top_k, kept.top_p, kept.min_p, limits.stop)
+        self.waiting += 1
         sampled = await self._ask(self._order, turn, ids, sampling)
-        self.waiting = False  # not in a `finally`: where time ran out, it is asked for afterwards
+        self.waiting -= 1  # not in a `finally`: where time ran out, it is asked for afterwards
         return sampled
 
 
@@ -79,7 +81,7 @@ async def play(
     Raises nothing but cancellation: every failure becomes a RolloutFailed."""
     started_ns = time.time_ns()
     turns = Turns(order, limits, ask)
-    chat = TokenChat(openings.template, turns, limits.max_prompt_tokens, lambda: generated(order))
+    chat = TokenChat(openings.template, turns, limits.max_prompt_tokens, lambda: generated(order), max_tokens=limits.max_tokens)
     try:
         async with asyncio.timeout(limits.timeout_s) as clock:
             prompt = await openings.prompt(loaded, order.prompt)

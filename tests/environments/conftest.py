@@ -94,7 +94,7 @@ class Script:
         self._answers = list(answers)
         self.prompts: list[list[int]] = []
 
-    async def sample(self, ids: np.ndarray, turn: int) -> Sampled:
+    async def sample(self, ids: np.ndarray, turn: int, max_tokens: int | None) -> Sampled:
         assert turn == len(self.prompts)
         assert ids.dtype == np.int32
         self.prompts.append(ids.tolist())

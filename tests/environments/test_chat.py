@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from telescope.environments.chat import BrokenCompletion, ChatError, GenerationAborted, PromptTooLong, Sampled, TokenChat
+from telescope.environments.failures import ContextFull
 from telescope.environments.template import ChatTemplate, TemplateError
 from telescope.records import Trajectory
 from tests.environments.conftest import CHATML, THINKING, TRIMMING, Script
@@ -274,7 +275,7 @@ class Broken:
     def __init__(self, **changes: Any) -> None:
         self._changes = changes
 
-    async def sample(self, ids: np.ndarray, turn: int) -> Sampled:
+    async def sample(self, ids: np.ndarray, turn: int, max_tokens: int | None) -> Sampled:
         good: dict[str, Any] = {
             "ids": np.array([71, 1], np.int32),
             "logprobs": np.array([-0.5, -0.25], np.float32),
@@ -311,10 +312,20 @@ async def test_a_completion_that_cannot_be_trained_on_is_an_error(
 async def test_a_prompt_that_leaves_no_room_is_refused_before_it_is_sent(tiny: ChatTemplate) -> None:
     policy = Script(([71, 1], "stop"), ([71, 1], "stop"))
     chat = TokenChat(tiny, policy, 6)
+    with pytest.raises(PromptTooLong, match="the prompt of turn 0 has 7 tokens, more than the 6"):
+        await chat.say(user("aaaaa"))
+    assert policy.prompts == []
+
+
+async def test_a_dialogue_that_outgrows_the_model_is_the_policys_and_what_was_sampled_stands(tiny: ChatTemplate) -> None:
+    policy = Script(([71, 1], "stop"), ([71, 1], "stop"))
+    chat = TokenChat(tiny, policy, 6)
     await chat.say(user("aaaa"))
-    with pytest.raises(PromptTooLong, match="the prompt of turn 1 has 11 tokens, more than the 6"):
+    with pytest.raises(ContextFull, match="the prompt of turn 1 has 11 tokens, more than the 6"):
         await chat.say(user("a"))
     assert len(policy.prompts) == 1
+    (branch,) = chat.recording().branches
+    assert branch.mask.tolist() == [0] * 6 + [1, 1]
 
 
 async def test_a_dialogue_without_an_answer_is_no_rollout(tiny: ChatTemplate) -> None:

@@ -1,0 +1,166 @@
+"""Calls in the text of an answer: what is one, what is one gone wrong, and that no text takes long to read."""
+
+from __future__ import annotations
+
+import string
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from telescope.environments.tools.calls import Call, CallFormat, Malformed, how_to_call, parse_calls, without_thought
+from telescope.environments.tools.literals import BadLiteral, read_calls
+
+FORMATS: tuple[CallFormat, ...] = ("json", "function", "python", "bare")
+
+
+def reasons(answer: str, form: CallFormat = "json") -> list[str]:
+    return [each.reason for each in parse_calls(answer, form).calls if isinstance(each, Malformed)]
+
+
+def test_several_json_calls_in_one_answer_in_their_order():
+    parsed = parse_calls(
+        'I look.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n<tool_call>{"name": "stop"}</tool_call>'
+    )
+    assert parsed.calls == (Call("add", {"a": 1}), Call("stop", {}))
+    assert parsed.text == "I look."
+
+
+def test_arguments_may_be_called_parameters_or_be_a_json_text():
+    for inner in ('"parameters": {"a": 1}', '"arguments": "{\\"a\\": 1}"'):
+        assert parse_calls(f'<tool_call>{{"name": "add", {inner}}}</tool_call>').calls == (Call("add", {"a": 1}),)
+
+
+def test_an_answer_without_a_call_is_all_text():
+    assert parse_calls(" the answer is 3 < 4 ").calls == ()
+    assert parse_calls(" the answer is 3 < 4 ").text == "the answer is 3 < 4"
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ("<tool_call>{oops</tool_call>", "this is no JSON"),
+        ('<tool_call>{"name": "add"', "opened and never closed"),
+        ("done</tool_call>", "closed but was never opened"),
+        ('<tool_call>{"arguments": {}}</tool_call>', 'a call needs "name"'),
+        ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', '"arguments" must be a JSON object'),
+        ("<tool_call>[1]</tool_call>", "a call is a JSON object"),
+        ("<tool_call></tool_call>", "this is no JSON"),
+        ('{"name": "add", "arguments": {"a": 1}}', "a call must stand between <tool_call> and </tool_call>"),
+    ],
+)
+def test_a_call_gone_wrong_is_malformed_and_no_final_answer(answer: str, reason: str):
+    (said,) = reasons(answer)
+    assert said.startswith(reason) or reason in said
+
+
+def test_good_calls_beside_a_bad_one_stay():
+    parsed = parse_calls('<tool_call>{"name": "a"}</tool_call><tool_call>?</tool_call><tool_call>{"name": "b"}</tool_call>')
+    assert [type(each) for each in parsed.calls] == [Call, Malformed, Call]
+
+
+def test_the_function_format_with_and_without_outer_tags():
+    inner = "<function=move>\n<parameter=to>\nline one\nline two\n</parameter>\n<parameter=n>3</parameter>\n</function>"
+    wanted = (Call("move", {"to": "line one\nline two", "n": "3"}, textual=True),)
+    assert parse_calls(f"so <tool_call>\n{inner}\n</tool_call>", "function").calls == wanted
+    assert parse_calls(f"so {inner}", "function").calls == wanted
+    assert reasons("<function=>x</function>", "function") == ["<function=name> needs a name"]
+    assert reasons("<function=a><parameter=x>1</function>", "function")[0].startswith("between <function=name>")
+    assert reasons("<tool_call>a()</tool_call>", "function")[0].startswith("a call is <function=name>")
+
+
+def test_the_python_format_in_tags_and_as_a_bare_list():
+    body = "add(a=1, b=[-2.5, None, true], c={'k': (1,)}, d=\"it's\\n\")"
+    wanted = (Call("add", {"a": 1, "b": [-2.5, None, True], "c": {"k": [1]}, "d": "it's\n"}),)
+    assert parse_calls(f"<tool_call>{body}</tool_call>", "python").calls == wanted
+    assert parse_calls(f"[{body}]", "python").calls == wanted
+    assert parse_calls("[a(), b(x=1)]", "python").calls == (Call("a", {}), Call("b", {"x": 1}))
+    assert parse_calls("<tool_call>a()\nb()</tool_call>", "python").calls == (Call("a", {}), Call("b", {}))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("add(1)", "a name is missing at character 4"),
+        ("add(a=1, a=2)", "a is given twice"),
+        ("add(a=open)", "a value must be"),
+        ("add(a=1+1)", "a comma or \\) is missing"),
+        ("add(a=9**9)", "a comma or \\) is missing"),
+        ("add(a=" + "[" * 40, "nesting deeper than 32"),
+        ("add(a=" + "9" * 100 + ")", "more than 64 characters"),
+        ("", "there is no call"),
+        ("add", "a \\( is missing"),
+        ("[add()", "a comma or ] is missing|a name is missing"),
+    ],
+)
+def test_python_that_is_no_call_is_refused_without_being_run(text: str, reason: str):
+    with pytest.raises(BadLiteral, match=reason):
+        read_calls(text)
+
+
+def test_bare_json_as_llama_and_mistral_write_it():
+    wanted = (Call("add", {"a": 1}),)
+    assert parse_calls('{"name": "add", "parameters": {"a": 1}}', "bare").calls == wanted
+    assert parse_calls('<|python_tag|>{"name": "add", "parameters": {"a": 1}}', "bare").calls == wanted
+    assert parse_calls('[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]', "bare").calls == wanted
+    assert parse_calls('{"answer": 3}', "bare").calls == ()
+    assert reasons("[TOOL_CALLS] nonsense", "bare")[0].startswith("this is no JSON")
+
+
+def test_a_thought_holds_no_calls():
+    call = '<tool_call>{"name": "a"}</tool_call>'
+    assert parse_calls(f"<think>maybe {call}</think>{call}").calls == (Call("a", {}),)
+    assert parse_calls(f"maybe {call}</think>no").calls == ()
+    assert parse_calls(f"<think>{call}").calls == ()
+    assert without_thought("<think>a</think>b") == "b"
+    assert without_thought("a b") == "a b"
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_format_in_words_is_one_that_can_be_read(form: CallFormat):
+    (call,) = parse_calls(how_to_call(form).removeprefix("write "), form).calls
+    assert isinstance(call, Call)
+    assert call.name == "tool_name"
+    assert dict(call.arguments) == {"parameter": "value"}
+
+
+PIECES = [
+    "<tool_call>",
+    "</tool_call>",
+    "<function=",
+    "</function>",
+    "<parameter=",
+    "</parameter>",
+    ">",
+    "{",
+    "[",
+    '"',
+    "\\",
+    "(",
+    "=",
+]
+PIECES += ["<think>", "</think>", '{"name":', "a(", "b=", "-", "9", "_", ".", "e", "'''", '"""', ",", ")", "]", "}", " ", "\n"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from([*PIECES, *string.ascii_letters[:4]]), max_size=60), st.sampled_from(FORMATS))
+def test_no_text_makes_the_reader_raise(pieces: list[str], form: CallFormat):
+    for each in parse_calls("".join(pieces), form).calls:
+        assert isinstance(each, Call | Malformed)
+
+
+def _cpu_s(piece: str, wrap: str, form: CallFormat, times: int) -> float:
+    answer = wrap.format(piece * times)
+    before = time.process_time()
+    parse_calls(answer, form)
+    return time.process_time() - before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMATS)
+def test_hostile_answers_of_a_hundred_thousand_pieces_are_read_in_linear_time(form: CallFormat):
+    # Quadratic reading of 100,000 pieces would take minutes (1e10 steps); linear reading takes tenths of a second.
+    for piece in PIECES:
+        for wrap in ("{}", "<tool_call>{}</tool_call>", "<tool_call>a(x={})</tool_call>"):
+            assert _cpu_s(piece, wrap, form, 100_000) < 20
