@@ -3,9 +3,9 @@
 Its source is handed to `python3 -I -S -c`, so it imports nothing of Telescope and little of Python. Frames go both ways over
 standard input and output: 4 bytes length, a JSON header, then as many bytes as the header's `sizes` say.
 
-It does not trust what it runs: the guest gets none of its descriptors, can't look into it (not dumpable), meets its limits before
-its first instruction, and after each command nothing of it is left. Nor does the parent trust this agent: it keeps its own
-clock and counts bytes itself.
+It does not trust what it runs: the guest gets none of its descriptors, can't look into it (not dumpable), meets its limits
+before its first instruction, and after each command nothing of it is left. Nor does the parent trust this agent: it keeps its
+own clock and counts bytes itself.
 """
 
 import contextlib
@@ -17,6 +17,10 @@ import signal
 import struct
 import sys
 import time
+
+TYPE_CHECKING = False  # as type checkers read it, without the cost of importing typing
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _PR_SET_DUMPABLE = 4
 _CHUNK = 65536
@@ -36,10 +40,8 @@ class Agent:
             os.dup2(os.open(os.devnull, os.O_RDWR), fd)
         # Opened before the process turns undumpable: afterwards the file belongs to root.
         self.oom_fd = -1
-        try:
+        with contextlib.suppress(OSError):  # a kernel without it (gVisor's) has its own rule
             self.oom_fd = os.open(_FIRST, os.O_WRONLY | os.O_CLOEXEC)
-        except OSError:
-            pass  # a kernel without it (gVisor's) has its own rule
         self.wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(self.wake[1], warn_on_full_buffer=False)
@@ -63,7 +65,7 @@ class Agent:
             try:
                 self.answer(*getattr(self, "do_" + header["op"])(header, body))
             except OSError as error:
-                self.answer({"ok": False, "error": f"{type(error).__name__}: {error}", "missing": missing(error)})
+                self.answer({"ok": False, "error": f"{type(error).__name__}: {error}"})
 
     def read(self, size: int) -> bytes | None:
         parts = bytearray()
@@ -101,7 +103,7 @@ class Agent:
             return {"ok": True}, file.read(most + 1) or b""
 
     @contextlib.contextmanager
-    def as_guest(self):  # type: ignore[no-untyped-def]  # typing is slow to import
+    def as_guest(self) -> "Iterator[None]":
         if self.guest is not None:
             os.seteuid(self.guest)
         try:
@@ -145,7 +147,7 @@ class Agent:
             os.chdir(str(header["cwd"]))
             argv = list(header["argv"])  # type: ignore[call-overload]
             os.execvpe(argv[0], argv, dict(header["env"]))  # type: ignore[call-overload]
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - the edge of a process that is about to be another program
             os.write(2, f"{type(error).__name__}: {error}\n".encode())
         finally:
             os._exit(127)
@@ -226,10 +228,8 @@ def push(fd: int, feed: memoryview) -> memoryview:
 
 def exit_code(pid: int, wake: int) -> int | None:
     """As a shell tells it, or None while the command runs."""
-    try:
+    with contextlib.suppress(BlockingIOError):
         os.read(wake, _CHUNK)
-    except BlockingIOError:
-        pass
     done, status = os.waitpid(pid, os.WNOHANG)
     if not done:
         return None
@@ -252,10 +252,6 @@ def drain(fd: int, into: bytearray, most: int) -> bool:
 
 def no_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
-
-
-def missing(error: OSError) -> bool:
-    return isinstance(error, (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError))
 
 
 if __name__ == "__main__":

@@ -31,8 +31,9 @@ class SandboxUnavailable(SandboxError):
     """The provider can't be used on this machine or with these settings; the message says what to install or to set."""
 
 
-class NoSuchFile(LookupError):
-    """A download of a path at which the sandbox has no readable file: the guest's doing, not the provider's."""
+class FileRefused(LookupError):
+    """A file that can not be read or written there (missing, a folder, too large, no space left): the guest's doing, not the
+    provider's."""
 
 
 class Limits(Settings):
@@ -96,6 +97,11 @@ class Outcome:
         return lines[-1] if lines else ""
 
 
+def check_size(path: str, content: bytes, limits: Limits) -> None:
+    if len(content) > limits.transfer_mb * 2**20:
+        raise ValueError(f"{path}: {len(content)} bytes are more than sandbox.limits.transfer_mb={limits.transfer_mb}")
+
+
 class Sandbox(ABC):
     """One guest. Made by a provider, used by one rollout, deleted and never handed on."""
 
@@ -113,11 +119,13 @@ class Sandbox(ABC):
 
     @abstractmethod
     async def upload(self, path: str, content: bytes) -> None:
-        """Write a file, its folders too; a relative path is below the home folder. Raises `SandboxError`."""
+        """Write a file, its folders too; a relative path is below the home folder.
+
+        Raises `FileRefused`, `SandboxError`, and `ValueError` where the content is larger than `transfer_mb`."""
 
     @abstractmethod
     async def download(self, path: str) -> bytes:
-        """Read a file. Raises `NoSuchFile`, and `SandboxError` where it is larger than `transfer_mb`."""
+        """Read a file. Raises `FileRefused`, also where it is larger than `transfer_mb`, and `SandboxError`."""
 
     @abstractmethod
     async def delete(self) -> None:

@@ -24,8 +24,8 @@ class Bubblewrap(local.LocalProvider):
     wall = Wall.NAMESPACES
     remedy = (
         "It needs bubblewrap 0.8 or newer and user namespaces: sysctl kernel.unprivileged_userns_clone=1 (old Debian), "
-        "kernel.apparmor_restrict_unprivileged_userns=0 (Ubuntu 24.04); in Docker --security-opt seccomp=unconfined. Otherwise take "
-        "another sandbox.provider (gvisor, prime, modal, daytona, e2b)"
+        "kernel.apparmor_restrict_unprivileged_userns=0 (Ubuntu 24.04); in Docker --security-opt seccomp=unconfined. Otherwise "
+        "take another sandbox.provider (gvisor, prime, modal, daytona, e2b)"
     )
 
     def __init__(self, python: str | None = None) -> None:

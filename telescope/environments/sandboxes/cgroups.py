@@ -72,7 +72,9 @@ class Cgroups:
     _left: list[Group] = field(default_factory=list)
 
     def make(self, limits: Limits, own_processes: int = 4, own_memory_mb: int = 16) -> Group:
-        """A group with its limits set; what the sandbox itself needs comes on top. Raises `OSError`, and leaves nothing behind then."""
+        """A group with its limits set; what the sandbox itself needs comes on top.
+
+        Raises `OSError`, and leaves nothing behind then."""
         self.sweep()
         self._made += 1
         group = Group(tuple(parent / f"sandbox-{os.getpid()}-{self._made}" for parent in self.parents))

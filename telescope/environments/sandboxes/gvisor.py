@@ -1,4 +1,4 @@
-"""gVisor: a kernel of its own in user space between guest and host. Three to ten times the cost of bubblewrap, a far stronger wall.
+"""gVisor: a kernel of its own in user space between guest and host. A far stronger wall than namespaces, at a higher cost.
 
 Runs `runsc` without root or Docker, on a bundle (OCI runtime specification 1.0) that lies in the sandbox's own folder.
 """
@@ -15,8 +15,8 @@ from telescope.environments.sandboxes import local
 from telescope.environments.sandboxes.base import Limits, SandboxUnavailable, Wall
 
 MISSING = (
-    "gVisor is not installed: `apt-get install runsc` (Debian), or the binary from https://gvisor.dev/docs/user_guide/install/ on "
-    "PATH; or take another sandbox.provider (bubblewrap, prime, modal, daytona, e2b)"
+    "gVisor is not installed: `apt-get install runsc` (Debian), or the binary from https://gvisor.dev/docs/user_guide/install/ "
+    "on PATH; or take another sandbox.provider (bubblewrap, prime, modal, daytona, e2b)"
 )
 
 

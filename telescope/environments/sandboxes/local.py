@@ -28,15 +28,16 @@ from typing import Any
 from telescope.environments.sandboxes import agent, cgroups
 from telescope.environments.sandboxes.base import (
     Ending,
+    FileRefused,
     Isolation,
     Limits,
-    NoSuchFile,
     Outcome,
     Provider,
     Sandbox,
     SandboxError,
     SandboxUnavailable,
     Wall,
+    check_size,
 )
 
 START_S = 60.0
@@ -69,7 +70,9 @@ class Launch:
 
 
 class LocalSandbox(Sandbox):
-    def __init__(self, process: asyncio.subprocess.Process, launch: Launch, limits: Limits, group: cgroups.Group | None) -> None:
+    def __init__(
+        self, process: asyncio.subprocess.Process, launch: Launch, limits: Limits, group: cgroups.Group | None
+    ) -> None:
         self._process = process
         self._launch = launch
         self._limits = limits
@@ -123,19 +126,18 @@ class LocalSandbox(Sandbox):
         return outcome
 
     async def upload(self, path: str, content: bytes) -> None:
-        if len(content) > self._limits.transfer_mb * 2**20:
-            raise SandboxError(f"{path}: {len(content)} bytes are more than transfer_mb={self._limits.transfer_mb}")
+        check_size(path, content, self._limits)
         header, _ = await self._transfer({"op": "put", "path": self._path(path)}, content, 0)
         if not header.get("ok"):
-            raise SandboxError(f"upload of {path}: {header.get('error')}")
+            raise FileRefused(f"upload of {path}: {header.get('error')}")
 
     async def download(self, path: str) -> bytes:
         most = self._limits.transfer_mb * 2**20
         header, bodies = await self._transfer({"op": "get", "path": self._path(path), "most": most}, b"", 1)
         if not header.get("ok"):
-            raise (NoSuchFile if header.get("missing") else SandboxError)(f"download of {path}: {header.get('error')}")
+            raise FileRefused(f"download of {path}: {header.get('error')}")
         if len(bodies[0]) > most:
-            raise SandboxError(f"download of {path}: it is larger than transfer_mb={self._limits.transfer_mb}")
+            raise FileRefused(f"download of {path}: it is larger than transfer_mb={self._limits.transfer_mb}")
         return bodies[0]
 
     async def delete(self) -> None:
@@ -273,8 +275,8 @@ class LocalProvider(Provider):
     async def start(self, limits: Limits) -> Isolation:
         if limits.network:
             raise SandboxUnavailable(
-                f"sandbox.limits.network=true with provider={self.name}: a local sandbox would share this machine's network, with "
-                "the servers on its loopback. Take a remote provider (prime, modal, daytona, e2b), or leave it off"
+                f"sandbox.limits.network=true with provider={self.name}: a local sandbox would share this machine's network, "
+                "with the servers on its loopback. Take a remote provider (prime, modal, daytona, e2b), or leave it off"
             )
         self._folder = Path(tempfile.mkdtemp(prefix="telescope-sandboxes-"))
         self._folder.chmod(0o711)  # a sandbox's user must reach its own folder below

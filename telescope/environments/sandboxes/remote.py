@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-import math
 import shlex
 import time
 from abc import abstractmethod
@@ -19,15 +18,16 @@ from typing import ClassVar, TypeVar
 
 from telescope.environments.sandboxes.base import (
     Ending,
+    FileRefused,
     Isolation,
     Limits,
-    NoSuchFile,
     Outcome,
     Provider,
     Sandbox,
     SandboxError,
     SandboxUnavailable,
     Wall,
+    check_size,
 )
 
 T = TypeVar("T")
@@ -81,8 +81,7 @@ class RemoteSandbox(Sandbox):
         return outcome(printed, time.monotonic() - started, limit_s, self._limits.output_kb * 1024)
 
     async def upload(self, path: str, content: bytes) -> None:
-        if len(content) > self._limits.transfer_mb * 2**20:
-            raise SandboxError(f"{path}: {len(content)} bytes are more than transfer_mb={self._limits.transfer_mb}")
+        check_size(path, content, self._limits)
         await self._call("upload", self.put(_path(path), content), 0)
 
     async def download(self, path: str) -> bytes:
@@ -90,9 +89,9 @@ class RemoteSandbox(Sandbox):
         quoted, most = shlex.quote(_path(path)), self._limits.transfer_mb * 2**20
         said = await self._call("download", self.run(f"wc -c < {quoted} 2>/dev/null || echo none", CALL_S), 0)
         if not said.strip().isdigit():
-            raise NoSuchFile(f"download of {path}: there is no such file")
+            raise FileRefused(f"download of {path}: there is no such file")
         if int(said) > most:
-            raise SandboxError(f"download of {path}: it is larger than transfer_mb={self._limits.transfer_mb}")
+            raise FileRefused(f"download of {path}: it is larger than transfer_mb={self._limits.transfer_mb}")
         return await self._call("download", self.get(_path(path)), 0)
 
     async def delete(self) -> None:
@@ -109,27 +108,28 @@ async def asked(what: str, awaited: Awaitable[T], limit_s: float) -> T:
     try:
         async with asyncio.timeout(limit_s):
             return await awaited
-    except (SandboxError, NoSuchFile):
+    except (SandboxError, FileRefused):
         raise
     except TimeoutError as error:
         raise SandboxError(f"{what}: no answer within {limit_s:g} s") from error
-    except Exception as error:  # noqa: BLE001 - the edge to four SDKs with some sixty error types between them
+    except Exception as error:
         raise SandboxError(f"{what}: {type(error).__name__}: {error}") from error
 
 
-def command_line(
-    argv: Sequence[str], stdin: str, cwd: str, env: Mapping[str, str], limit_s: float, limits: Limits
-) -> str:
-    """A line for `sh -c` that prints base64(stdout), base64(stderr) and the exit code, a line each."""
-    most, pages = limits.output_kb * 1024, limits.memory_mb * 1024
-    words = ["timeout", "-k", "1", str(math.ceil(limit_s)), *([] if not env else ["env", *(f"{k}={v}" for k, v in env.items())]), *argv]
-    # A file of a stream can't grow beyond the limit by more than a block: RLIMIT_FSIZE of the files' own size.
+def command_line(argv: Sequence[str], stdin: str, cwd: str, env: Mapping[str, str], limit_s: float, limits: Limits) -> str:
+    """A line for `sh -c` that prints base64(stdout), base64(stderr) and the exit code, a line each.
+
+    Streams go to files, so that a process left behind can hold none of them open; `timeout` puts the command into a group of
+    its own, which is killed afterwards. A file grows no larger than the disk limit.
+    """
+    most, blocks = limits.output_kb * 1024 + 1, limits.disk_mb * 2048
+    words = ["timeout", "-k", "1", f"{limit_s:g}"]
+    words += ["env", *(f"{name}={value}" for name, value in env.items())] if env else []
     return (
-        f"mkdir -p {HOME} {shlex.quote(cwd)} && cd {shlex.quote(cwd)} && o=$(mktemp -d) && "
-        f"( ulimit -v {pages} 2>/dev/null; {shlex.join(words)} < {shlex.quote(stdin or '/dev/null')} "
-        f"2>\"$o/e.pipe\" >\"$o/o.pipe\" ) ; c=$?; "
-        f"head -c {most + 1} \"$o/o.pipe\" | base64 -w 0; echo; head -c {most + 1} \"$o/e.pipe\" | base64 -w 0; echo; echo $c; "
-        'rm -rf "$o"'
+        f"mkdir -p {shlex.quote(cwd)} && cd {shlex.quote(cwd)} && o=$(mktemp -d) || exit 1; "
+        f"(ulimit -c 0; ulimit -f {blocks}; exec {shlex.join([*words, *argv])}) "
+        f'< {shlex.quote(stdin or "/dev/null")} > "$o/1" 2> "$o/2" & p=$!; wait $p; c=$?; kill -9 -$p 2> /dev/null; '
+        f'for s in 1 2; do head -c {most} "$o/$s" | base64 | tr -d "\\n"; echo; done; echo $c; rm -rf "$o"'
     )
 
 
@@ -137,9 +137,15 @@ def outcome(printed: str, seconds: float, limit_s: float, most: int) -> Outcome:
     """Reads what `command_line` made a shell print. Raises `SandboxError` where it is something else."""
     lines = printed.rstrip("\n").split("\n")
     try:
-        first, second, code = base64.b64decode(lines[-3], validate=True), base64.b64decode(lines[-2], validate=True), int(lines[-1])
+        first, second, code = (
+            base64.b64decode(lines[-3], validate=True),
+            base64.b64decode(lines[-2], validate=True),
+            int(lines[-1]),
+        )
     except (IndexError, ValueError, binascii.Error) as error:
-        raise SandboxError(f"exec: the sandbox printed {printed[:200]!r}: its image needs sh, base64, head and timeout") from error
+        raise SandboxError(
+            f"exec: the sandbox printed {printed[:200]!r}: its image needs sh, base64, head and timeout"
+        ) from error
     if code == _TIMED_OUT or (code == _KILLED and seconds >= limit_s):
         return Outcome(_KILLED, first[:most], second[:most], Ending.TIMED_OUT, seconds)
     flooded = len(first) > most or len(second) > most

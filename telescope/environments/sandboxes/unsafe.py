@@ -28,7 +28,13 @@ class UnsafeSubprocess(local.LocalProvider):
 
     def isolation(self, limits: Limits) -> Isolation:
         found = super().isolation(limits)
-        lacks = ("files of this machine", "the network", "the size of all files", "processes that leave their group", *found.lacks)
+        lacks = (
+            "files of this machine",
+            "the network",
+            "the size of all files",
+            "processes that leave their group",
+            *found.lacks,
+        )
         return Isolation(found.provider, found.wall, found.holds, lacks)
 
     async def start(self, limits: Limits) -> Isolation:
