@@ -36,8 +36,10 @@ class Agent:
         self.guest = guest
         self.requests = os.fdopen(os.dup(0), "rb", buffering=0)
         self.replies = os.fdopen(os.dup(1), "wb", buffering=0)
+        nothing = os.open(os.devnull, os.O_RDWR)
         for fd in (0, 1, 2):
-            os.dup2(os.open(os.devnull, os.O_RDWR), fd)
+            os.dup2(nothing, fd)
+        os.close(nothing)
         # Opened before the process turns undumpable: afterwards the file belongs to root.
         self.oom_fd = -1
         with contextlib.suppress(OSError):  # a kernel without it (gVisor's) has its own rule

@@ -15,6 +15,7 @@ import math
 import os
 import shutil
 import signal
+import socket
 import struct
 import sys
 import tempfile
@@ -69,11 +70,22 @@ class Launch:
     """What commands find in their environment, before what `exec` adds."""
 
 
+@dataclass(frozen=True)
+class Running:
+    """A launched process and the two directions of the line to its agent.
+
+    The line is a socket and no pair of pipes: a pipe could be opened anew through /proc by a guest that may look there.
+    """
+
+    process: asyncio.subprocess.Process
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+
 class LocalSandbox(Sandbox):
-    def __init__(
-        self, process: asyncio.subprocess.Process, launch: Launch, limits: Limits, group: cgroups.Group | None
-    ) -> None:
-        self._process = process
+    def __init__(self, running: Running, launch: Launch, limits: Limits, group: cgroups.Group | None) -> None:
+        self._running = running
+        self._process = running.process
         self._launch = launch
         self._limits = limits
         self._group = group
@@ -144,8 +156,7 @@ class LocalSandbox(Sandbox):
         if self._over:
             return
         self._over = True
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+        self._running.writer.close()
         if self._group is not None:
             self._group.kill()
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -184,18 +195,15 @@ class LocalSandbox(Sandbox):
                 raise
 
     async def _write(self, frame: bytes) -> None:
-        stdin = self._process.stdin
-        assert stdin is not None
         try:
-            stdin.write(frame)
-            await stdin.drain()
+            self._running.writer.write(frame)
+            await self._running.writer.drain()
         except (BrokenPipeError, ConnectionResetError) as error:
             raise _Gone from error
 
     async def _frame(self, answers: int = 0, most: int = 0) -> tuple[dict[str, Any], list[bytes]]:
         """One answer. Raises `_Gone` where it ends early, or claims more bodies or bytes than were asked for."""
-        stdout = self._process.stdout
-        assert stdout is not None
+        stdout = self._running.reader
         try:
             (length,) = struct.unpack(">I", await stdout.readexactly(4))
             if length > _HEADER_BYTES:
@@ -321,14 +329,14 @@ class LocalProvider(Provider):
                 os.chown(folder, user, user)
             group = self._cgroups.make(limits, self.own_processes, self.own_memory_mb) if self._cgroups is not None else None
             launch = self.launch(limits, user, folder)
-            process = await self._spawn(launch, group)
+            running = await self._spawn(launch, group)
         except OSError as error:
             shutil.rmtree(folder, ignore_errors=True)
             if group is not None and self._cgroups is not None:
                 self._cgroups.forget(group)
             raise SandboxError(f"no sandbox: {error}") from error
         launch.folder = folder
-        sandbox = LocalSandbox(process, launch, limits, group)
+        sandbox = LocalSandbox(running, launch, limits, group)
         self._sandboxes.add(sandbox)
         launch.on_end = lambda: self._ended(sandbox, group)
         try:
@@ -360,33 +368,39 @@ class LocalProvider(Provider):
         self._next_user = (self._next_user + 1) % _UIDS
         return _FIRST_UID + self._next_user
 
-    async def _spawn(self, launch: Launch, group: cgroups.Group | None) -> asyncio.subprocess.Process:
+    async def _spawn(self, launch: Launch, group: cgroups.Group | None) -> Running:
         argv = launch.argv
         if group is not None:  # nothing runs before it is in its group
             argv = ["/bin/sh", "-c", 'read -r go && exec "$@"', "sh", *argv]
+        ours, theirs = socket.socketpair()
         try:
             process = await asyncio.create_subprocess_exec(
                 *argv,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
+                stdin=theirs,
+                stdout=theirs,
                 stderr=asyncio.subprocess.PIPE,
                 env={"PATH": os.environ.get("PATH", "/usr/bin:/bin")},
                 pass_fds=launch.fds,
                 start_new_session=True,
             )
+        except BaseException:
+            ours.close()
+            raise
         finally:
+            theirs.close()
             for fd in launch.fds:
                 os.close(fd)
+        reader, writer = await asyncio.open_connection(sock=ours)
         if group is not None:
-            assert process.stdin is not None
             try:
                 group.add(process.pid)
             except OSError:
+                writer.close()
                 process.kill()
                 await process.wait()
                 raise
-            process.stdin.write(b"go\n")
-        return process
+            writer.write(b"go\n")
+        return Running(process, reader, writer)
 
 
 def as_user(user: int | None) -> list[str]:
