@@ -37,7 +37,7 @@ class Agent:
         self.requests = os.fdopen(os.dup(0), "rb", buffering=0)
         self.replies = os.fdopen(os.dup(1), "wb", buffering=0)
         nothing = os.open(os.devnull, os.O_RDWR)
-        for fd in (0, 1, 2):
+        for fd in (0, 1):  # what it complains about itself, it says to the parent
             os.dup2(nothing, fd)
         os.close(nothing)
         # Opened before the process turns undumpable: afterwards the file belongs to root.
@@ -73,6 +73,9 @@ class Agent:
         parts = bytearray()
         while len(parts) < size:
             part = self.requests.read(min(_CHUNK, size - len(parts)))
+            if part is None:  # gVisor makes the line non-blocking
+                select.select([self.requests], [], [])
+                continue
             if not part:
                 return None
             parts += part
@@ -89,7 +92,11 @@ class Agent:
         for part in (struct.pack(">I", len(head)), head, *bodies):
             view = memoryview(part)
             while view:
-                view = view[self.replies.write(view) :]
+                done = self.replies.write(view)
+                if done is None:
+                    select.select([], [self.replies], [])
+                else:
+                    view = view[done:]
 
     def do_put(self, header: dict[str, object], body: bytes) -> tuple[dict[str, object]]:
         path = str(header["path"])

@@ -129,12 +129,9 @@ class LocalSandbox(Sandbox):
         try:
             header, bodies = await self._ask(request, stdin, limit_s + _GRACE_S, 2, limits.output_kb * 1024)
             outcome = _outcome(header, bodies, time.monotonic() - started)
-        except TimeoutError:  # its agent is stopped, or starved by its own guest
+        except (TimeoutError, _Gone):  # its agent is stopped, starved, killed or fooled by its own guest
             await self.delete()
-            return Outcome(137, b"", b"", Ending.DIED, time.monotonic() - started)
-        except _Gone:
-            await self.delete()
-            return Outcome(137, b"", b"", Ending.DIED, time.monotonic() - started)
+            return Outcome(137, b"", bytes(self._complaint), Ending.DIED, time.monotonic() - started)
         return outcome
 
     async def upload(self, path: str, content: bytes) -> None:
