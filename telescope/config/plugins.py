@@ -9,14 +9,18 @@ Refuses to import torch: plug-ins import it where they need it. The user's folde
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import hashlib
 import importlib
 import importlib.util
+import re
+import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import PackageNotFoundError, distribution, entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Generic, TypeVar
@@ -24,10 +28,12 @@ from typing import Generic, TypeVar
 from telescope.algorithms.base import Algorithm
 from telescope.backends.base import BackendSettings
 from telescope.config.words import did_you_mean
+from telescope.environments import compat
 from telescope.environments.base import Environment
 from telescope.settings import Settings
 
 S = TypeVar("S", bound=Settings)
+_PACKAGE_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 class PluginError(ValueError):
@@ -45,6 +51,10 @@ class Kind(Generic[S]):
     word: str
     folder: str
     base: type[S]
+    adapt: Callable[[type], type[S] | None] = lambda other: None
+    """Makes a class of the kind of one that is none by itself; None for all other classes."""
+    is_helper: Callable[[type[S]], bool] = lambda found: False
+    """Whether a class among our own files is there to be derived from."""
 
     @property
     def home(self) -> Path:
@@ -53,7 +63,9 @@ class Kind(Generic[S]):
 
 ALGORITHMS: Kind[Algorithm] = Kind("algorithm", "algorithms", Algorithm)
 BACKENDS: Kind[BackendSettings] = Kind("backend", "backends", BackendSettings)
-ENVIRONMENTS: Kind[Environment] = Kind("environment", "environments", Environment)
+ENVIRONMENTS: Kind[Environment] = Kind(
+    "environment", "environments", Environment, compat.adapted, lambda found: found.prompts is Environment.prompts
+)
 
 
 @dataclass(frozen=True)
@@ -139,17 +151,45 @@ def _class_of(kind: Kind[S], plugin: PluginFile) -> type[S]:
         value
         for value in vars(module).values()
         if isinstance(value, type)
-        and issubclass(value, kind.base)
         and f"{value.__module__}.".startswith(f"{plugin.module}.")
         and not value.__name__.startswith("_")
+        and (issubclass(value, kind.base) or kind.adapt(value) is not None)
     ]
     leaves = [value for value in own if not any(value in other.__mro__[1:] for other in own)]
+    if plugin.module.startswith(f"telescope.{kind.folder}."):
+        leaves = [value for value in leaves if not kind.is_helper(value)]
     if not leaves:
         raise NotAPlugin(f"{plugin.place} defines no class derived from {kind.base.__name__}, so it is no {kind.word}")
     if len(leaves) > 1:
         names = ", ".join(leaf.__name__ for leaf in leaves)
         raise PluginError(f"{plugin.place} defines several {kind.base.__name__} classes ({names}): keep one a file")
-    return leaves[0]
+    chosen = leaves[0]
+    found = chosen if issubclass(chosen, kind.base) else kind.adapt(chosen)
+    assert found is not None  # else it would not be among them
+    missing = _missing(getattr(found, "requires", ()))
+    if missing:
+        raise PluginError(f"{kind.word} '{plugin.name}' needs what is not installed: {_install_line(missing)}")
+    return found
+
+
+def _missing(requires: Sequence[str]) -> list[str]:
+    """Of requirements as pip takes them, those whose package is not installed in any version."""
+    return [requirement for requirement in requires if not _is_installed(_PACKAGE_NAME.match(requirement))]
+
+
+def _is_installed(name: re.Match[str] | None) -> bool:
+    if name is None:
+        return False
+    try:
+        distribution(name[0])
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def _install_line(requirements: Sequence[str]) -> str:
+    """A line for the shell: quoted where a version's comparison would redirect."""
+    return f"python -m pip install {' '.join(shlex.quote(requirement) for requirement in requirements)}"
 
 
 def _import(kind: Kind[S], plugin: PluginFile) -> ModuleType:
@@ -164,11 +204,37 @@ def _import(kind: Kind[S], plugin: PluginFile) -> ModuleType:
         return importlib.import_module(plugin.module)
     except KeyboardInterrupt:
         raise
+    except ModuleNotFoundError as error:
+        sys.modules.pop(plugin.module, None)
+        raise PluginError(_not_found(kind, plugin, error)) from error
     except BaseException as error:  # someone's own code: it may raise anything, and even leave with sys.exit
         sys.modules.pop(plugin.module, None)
         raise PluginError(
             f"{kind.word} '{plugin.name}' can't be imported: {type(error).__name__}: {error} (in {plugin.place})"
         ) from error
+
+
+def _not_found(kind: Kind[S], plugin: PluginFile, error: ModuleNotFoundError) -> str:
+    """With the line that installs what is missing: what the file itself says it requires, else the package of that name."""
+    top = (error.name or "").partition(".")[0]
+    said = f"{kind.word} '{plugin.name}' can't be imported: {type(error).__name__}: {error} (in {plugin.place})"
+    if not top or top == "telescope" or plugin.module.startswith(f"{top}."):
+        return said
+    return f"{said}. If it is a package, install it: {_install_line(_stated(plugin.file) or [top])}"
+
+
+def _stated(file: Path | None) -> list[str]:
+    """What a file that can't be imported says in `requires = (...)` or `REQUIRED_PACKAGES = [...]`, read without running it."""
+    if file is None:
+        return []
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+            continue
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        if any(isinstance(target, ast.Name) and target.id in ("requires", "REQUIRED_PACKAGES") for target in targets):
+            with contextlib.suppress(ValueError):
+                return _missing([str(each) for each in ast.literal_eval(node.value)])
+    return []
 
 
 def _import_file(file: Path, name: str) -> ModuleType:

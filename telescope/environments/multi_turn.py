@@ -34,6 +34,11 @@ class MultiTurn(Environment):
     max_turns: int = Field(default=8, ge=1, le=10_000)
     """Answers of the policy in one rollout, at most."""
 
+    @property
+    def turn_limit(self) -> int:
+        """Answers after which the dialogue is cut off."""
+        return self.max_turns
+
     def initial_state(self, prompt: Prompt) -> Any:
         """Whatever one rollout needs to remember; any object."""
         raise NotImplementedError
@@ -79,7 +84,7 @@ class MultiTurn(Environment):
     async def _dialogue(self, prompt: Prompt, state: Any, chat: Chat) -> tuple[str, ...]:
         """Talk until it is over. Gives the tags that say why it was cut off."""
         turns = self.opening(prompt, state)
-        for _ in range(self.max_turns):
+        for _ in range(self.turn_limit):
             try:
                 answer = await self.say(chat, state, turns)
             except ContextFull:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -20,23 +21,22 @@ class TimeLimit(InfrastructureError):
     """A function has not returned within its limit."""
 
 
-async def called(
-    function: Callable[..., Any], *arguments: Any, limit_s: float | None = None, in_thread: bool = True, **named: Any
-) -> Any:
+async def called(function: Callable[..., Any], *arguments: Any, limit_s: float | None = None, in_thread: bool = True) -> Any:
     """What the function returns, or raises. `in_thread=False` is for what takes microseconds and cannot hang.
 
-    `limit_s` counts from when the function begins, not from when it waits for a free thread. Raises `TimeLimit`.
+    Arguments by name go in a `functools.partial`. `limit_s` counts from when the function begins, not from when it waits for
+    a free thread. Raises `TimeLimit`.
     """
     if in_thread and not inspect.iscoroutinefunction(function):
-        result = await _in_thread(function, arguments, named, limit_s)
+        result = await _in_thread(function, arguments, limit_s)
     else:
-        result = function(*arguments, **named)
+        result = function(*arguments)
     if not inspect.isawaitable(result):
         return result
     return await _within(result, limit_s, function)
 
 
-async def _in_thread(function: Callable[..., Any], arguments: Any, named: Any, limit_s: float | None) -> Any:
+async def _in_thread(function: Callable[..., Any], arguments: Any, limit_s: float | None) -> Any:
     loop = asyncio.get_running_loop()
     begun: asyncio.Future[None] = loop.create_future()
     context = contextvars.copy_context()
@@ -45,7 +45,7 @@ async def _in_thread(function: Callable[..., Any], arguments: Any, named: Any, l
         with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits
             loop.call_soon_threadsafe(_set, begun)
         try:
-            return context.run(function, *arguments, **named)
+            return context.run(function, *arguments)
         except StopIteration as error:  # no future can carry it out of a thread: whoever waits would wait for ever
             said = f"{_name(function)} raised StopIteration {error}".rstrip()
             raise RuntimeError(said).with_traceback(error.__traceback__) from error
@@ -75,4 +75,5 @@ def _set(begun: asyncio.Future[None]) -> None:
 
 
 def _name(function: Callable[..., Any]) -> str:
-    return str(getattr(function, "__qualname__", type(function).__name__))
+    named = function.func if isinstance(function, functools.partial) else function
+    return str(getattr(named, "__qualname__", type(named).__name__))

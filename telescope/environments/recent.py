@@ -15,6 +15,15 @@ class Recent(Generic[K, V]):
         self._limit = limit
         self._entries: OrderedDict[K, V] = OrderedDict()
 
+    def peek(self, key: K) -> V | None:
+        """The remembered value; None where there is none."""
+        return self._entries.get(key)
+
+    def put(self, key: K, value: V) -> None:
+        """Remember a value in place of any other."""
+        self._entries.pop(key, None)
+        self.get(key, lambda: value)
+
     def get(self, key: K, make: Callable[[], V]) -> V:
         """The remembered value, else a new one, which is remembered unless `make` raises."""
         if key in self._entries:

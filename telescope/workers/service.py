@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from telescope.environments.chat import ChatError, Sampled
+from telescope.environments.graders import grader_processes
 from telescope.environments.template import ChatTemplate
 from telescope.records import PromptRef, RolloutOrder, Sampling
 from telescope.wire.messages import (
@@ -113,6 +114,10 @@ class Service:
 
     async def run(self) -> str:
         """The reason of the Stop. Raises what the link raises, and `WorkerHopeless`."""
+        async with grader_processes():
+            return await self._until_stopped()
+
+    async def _until_stopped(self) -> str:
         loop = asyncio.get_running_loop()
         loop.set_default_executor(self._threads)
         self._hopeless = loop.create_future()

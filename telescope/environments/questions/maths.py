@@ -1,0 +1,142 @@
+r"""One shape for all data sets of mathematical questions with a final answer: load, ask, compare.
+
+Each data set is a file of its own beside this folder that says where it lies and what its columns are called. The answer is
+read out of the policy's text (answers.py) and compared by math-verify in a grader process; most need no algebra and are
+decided at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import ClassVar
+
+from pydantic import Field, field_validator
+
+from telescope.environments.base import Prompt, Reward, SingleTurn, Turn
+from telescope.environments.draws import Draws
+from telescope.environments.graders import GraderOverrun, graded
+from telescope.environments.questions.answers import Form, final_answer, golden, same, settled
+from telescope.environments.questions.rows import NoRows, Row, Source, field
+from telescope.environments.recent import Recent
+
+log = logging.getLogger(__name__)
+
+TOO_HEAVY = "too_heavy"
+
+
+class MathsQuestions(SingleTurn):
+    """Reward 1 for the right final answer, else 0; `format_reward` sets a part aside for a boxed answer, right or wrong."""
+
+    requires: ClassVar[tuple[str, ...]] = ("math-verify",)
+    reward_min: ClassVar[float | None] = 0.0
+    reward_max: ClassVar[float | None] = 1.0
+    metrics_ranges: ClassVar[Mapping[str, tuple[float, float]]] = {"exact": (0, 1), "has_answer": (0, 1), "boxed": (0, 1)}
+
+    dataset: str
+    """Hugging Face id of the data set."""
+    subsets: tuple[str, ...] = ()
+    """Its configurations, one after another; empty: its only one."""
+    revision: str | None = None
+    """Commit or tag of the data set; null: its newest."""
+    data_dir: str | None = None
+    """A local copy instead: the folder as the hub has it, a folder written by save_to_disk, or one Parquet, JSON lines or CSV
+    file."""
+    question_field: str = "problem"
+    """Column of the question; a dotted path reaches into it, and of a list of messages the last one counts."""
+    answer_field: str = "answer"
+    """Column of the answer; of a worked solution the boxed part counts, or what stands behind ####."""
+    train_split: str = "train"
+    """The data set's split that is trained on."""
+    eval_split: str | None = None
+    """The data set's split that is held out; null: `held_out` questions of the train split."""
+    held_out: int = Field(default=256, ge=1)
+    """Questions kept from training for evaluation where there is no eval_split; drawn by `seed`."""
+    num_train: int | None = Field(default=None, ge=1)
+    """Only the first so many questions of the train split; null: all."""
+    num_eval: int | None = Field(default=None, ge=1)
+    """Only the first so many questions of the eval split; null: all."""
+    instruction: str = "{question}\n\nThink step by step, then give the final answer within \\boxed{}."
+    """The user's message; {question} is filled in."""
+    system_prompt: str | None = None
+    """A system message before it."""
+    answer_form: Form = "boxed"
+    """boxed: only a \\boxed{} answer counts; any: also #### 18, <answer> tags, "the answer is 18", or the last number."""
+    format_reward: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the reward that a boxed answer gets, right or wrong; the rest is for being right."""
+    grading_limit_s: float = Field(default=5.0, gt=0, le=600)
+    """Seconds of processor time that comparing one answer may take; ordinary ones take 2 to 100 ms. Beyond it an answer is
+    wrong and has the tag too_heavy."""
+    seed: int = 0
+    """Names the draw of the questions held out."""
+
+    @field_validator("instruction")
+    @classmethod
+    def _instruction_asks(cls, instruction: str) -> str:
+        if "{question}" not in instruction:
+            raise ValueError(f"instruction={instruction!r} must contain {{question}}")
+        return instruction
+
+    def prompts(self, split: str) -> Sequence[Prompt]:
+        prompts = self._train_and_eval[split]
+        limit = {"train": self.num_train, "eval": self.num_eval}[split]
+        return prompts if limit is None else prompts[:limit]
+
+    async def reward(self, prompt: Prompt, answer: str) -> Reward:
+        given = final_answer(answer, self.answer_form)
+        exact, tags = False, tuple[str, ...]()
+        if given is not None:
+            try:
+                exact = await self._is_right(prompt.answer, given)
+            except GraderOverrun:  # the expected answer is easy, so this one is to blame
+                tags = (TOO_HEAVY,)
+        boxed = final_answer(answer, "boxed") is not None
+        total = (1 - self.format_reward) * exact + self.format_reward * boxed
+        metrics = {"exact": float(exact), "has_answer": float(given is not None), "boxed": float(boxed)}
+        return Reward(total, metrics, golden_answers=(prompt.answer,), tags=tags, info={"parsed_answer": given})
+
+    async def _is_right(self, wanted: str, given: str) -> bool:
+        known = settled(wanted, given)
+        if known is None:
+            known = self._verdicts.peek((wanted, given))
+        if known is None:
+            known = bool(await graded(same, wanted, given, limit_s=self.grading_limit_s))
+            self._verdicts.put((wanted, given), known)
+        return known
+
+    @cached_property
+    def _verdicts(self) -> Recent[tuple[str, str], bool]:
+        """The samples of a group often give one and the same answer."""
+        return Recent(4096)
+
+    @cached_property
+    def _train_and_eval(self) -> dict[str, tuple[Prompt, ...]]:
+        train = self._prompts_of(self.train_split)
+        if self.eval_split is not None:
+            return {"train": train, "eval": train if self.eval_split == self.train_split else self._prompts_of(self.eval_split)}
+        if self.held_out >= len(train):
+            raise NoRows(f"held_out={self.held_out} of {len(train)} questions leaves none to train on: lower it")
+        order = Draws("held out", self.seed).shuffled(range(len(train)))
+        kept_back = set(order[: self.held_out])
+        return {
+            "train": tuple(prompt for at, prompt in enumerate(train) if at not in kept_back),
+            "eval": tuple(prompt for at, prompt in enumerate(train) if at in kept_back),
+        }
+
+    def _prompts_of(self, split: str) -> tuple[Prompt, ...]:
+        source = Source(self.dataset, self.subsets, self.revision, self.data_dir)
+        columns = [self.question_field.partition(".")[0], self.answer_field.partition(".")[0]]
+        rows = source.rows(split, columns)
+        prompts = tuple(prompt for row in rows if (prompt := self._prompt(row)) is not None)
+        if len(prompts) < len(rows):
+            log.warning(
+                "%s: %d of %d rows of %s have no answer: left out", self.dataset, len(rows) - len(prompts), len(rows), split
+            )
+        return prompts
+
+    def _prompt(self, row: Row) -> Prompt | None:
+        answer = golden(str(field(row, self.answer_field) or ""))
+        question = self.instruction.replace("{question}", str(field(row, self.question_field)).strip())
+        system: tuple[Turn, ...] = ({"role": "system", "content": self.system_prompt},) if self.system_prompt else ()
+        return Prompt(turns=(*system, {"role": "user", "content": question}), answer=answer) if answer else None

@@ -1,0 +1,152 @@
+"""Rows of a published data set: from a local copy by pyarrow, else from the Hugging Face hub by `datasets`.
+
+A local copy is a folder as the hub has it (`hf download --repo-type dataset …`), a folder that `save_to_disk` wrote, or one
+file; Parquet, JSON lines, JSON arrays, CSV and Arrow streams are read. Refuses to know what a row means, and to run a data
+set's own code.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+Row = Mapping[str, Any]
+_SUFFIXES = (".parquet", ".jsonl", ".json", ".jsonl.gz", ".csv", ".arrow")
+_SPLIT_WORDS = ("train", "test", "validation", "dev", "eval")
+
+
+class NoRows(ValueError):
+    """The data set cannot be had; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where rows come from: `Source("openai/gsm8k", ("main",))`."""
+
+    dataset: str
+    subsets: tuple[str, ...] = ()
+    revision: str | None = None
+    data_dir: str | None = None
+
+    def rows(self, split: str, columns: Sequence[str]) -> list[Row]:
+        """All rows of a split in their own order, the subsets one after another. Raises `NoRows`."""
+        if self.data_dir is None:
+            return _from_hub(self, split, columns)
+        return _from_folder(Path(self.data_dir).expanduser(), self.subsets, split, columns)
+
+
+def field(row: Row, path: str) -> Any:
+    """The value at a dotted path, e.g. `reward_model.ground_truth`; of a list of messages the last one's text."""
+    value: Any = row
+    for part in path.split("."):
+        value = value[part]
+    if isinstance(value, list) and value and isinstance(value[-1], Mapping) and "content" in value[-1]:
+        return value[-1]["content"]
+    return value
+
+
+def _from_hub(source: Source, split: str, columns: Sequence[str]) -> list[Row]:
+    import datasets
+
+    rows: list[Row] = []
+    for subset in source.subsets or (None,):
+        try:
+            table = datasets.load_dataset(source.dataset, subset, split=split, revision=source.revision)
+        except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+            raise NoRows(
+                f"dataset={source.dataset!r} can't be had from the Hugging Face hub: {_first_line(error)}. Where there is no "
+                f"network, fetch it elsewhere (hf download --repo-type dataset {source.dataset} --local-dir FOLDER) and set "
+                "data_dir=FOLDER; for a data set that asks for consent, give it on its page and set HF_TOKEN"
+            ) from error
+        wanted = _present(table.column_names, columns, f"dataset={source.dataset!r}")
+        rows += table.select_columns(wanted).to_list()
+    return rows
+
+
+def _from_folder(place: Path, subsets: Sequence[str], split: str, columns: Sequence[str]) -> list[Row]:
+    if not place.exists():
+        raise NoRows(f"data_dir={str(place)!r} is not there: give the folder or the file that holds the data set")
+    files = [place] if place.is_file() else sorted(path for path in place.rglob("*") if _is_data(path.relative_to(place)))
+    if not files:
+        raise NoRows(f"data_dir={str(place)!r} holds no file of {', '.join(_SUFFIXES)}")
+    rows: list[Row] = []
+    for subset in subsets or (None,):
+        for file in _of_split(_of_subset(files, place, subset), place, split):
+            table = _read(file, columns)
+            rows += table.select(_present(table.column_names, columns, f"{file}")).to_pylist()
+    return rows
+
+
+def _is_data(relative: Path) -> bool:
+    """A hidden folder is a downloader's own; `dataset_info.json` and its like tell of the data."""
+    hidden = any(part.startswith(".") for part in relative.parts)
+    about = relative.name in ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json")
+    return relative.name.endswith(_SUFFIXES) and not hidden and not about
+
+
+def _of_subset(files: list[Path], place: Path, subset: str | None) -> list[Path]:
+    """Files whose path names the subset, where there are any; a copy of one subset alone need not name it."""
+    named = [file for file in files if subset is not None and subset in _words(file, place)]
+    return named or files
+
+
+def _of_split(files: list[Path], place: Path, split: str) -> list[Path]:
+    """Files whose path names the split; all of them where no path names any split."""
+    named = [file for file in files if split in _words(file, place)]
+    if named or not any(word in _words(file, place) for file in files for word in _SPLIT_WORDS):
+        return named or files
+    raise NoRows(f"data_dir={str(place)!r} has no file of the split {split!r} among {[file.name for file in files[:6]]}")
+
+
+def _words(file: Path, place: Path) -> set[str]:
+    """`main/train-00000-of-00001.parquet` says main, train-00000-of-00001, train, 00000, of, 00001."""
+    relative = file.relative_to(place) if file != place else Path(file.name)
+    parts = [*relative.parts[:-1], relative.name.partition(".")[0]]
+    return {*parts, *(word for part in parts for word in re.split(r"[-.]", part)), *re.split(r"[-._]", parts[-1])}
+
+
+def _read(file: Path, columns: Sequence[str]) -> pa.Table:
+    """Raises `NoRows` for what is not of the kind its name says."""
+    from pyarrow import csv, ipc, json, parquet
+
+    try:
+        if file.name.endswith(".parquet"):
+            return parquet.read_table(file)
+        if file.name.endswith(".csv"):
+            as_written = csv.ConvertOptions(column_types={column: pa.string() for column in columns})
+            return csv.read_csv(file, parse_options=csv.ParseOptions(newlines_in_values=True), convert_options=as_written)
+        if file.name.endswith(".arrow"):
+            with pa.memory_map(str(file)) as mapped:
+                return ipc.open_stream(mapped).read_all()
+        if file.name.endswith(".json") and (array := _json_array(file)) is not None:
+            return pa.Table.from_pylist(array)
+        return json.read_json(file, read_options=json.ReadOptions(block_size=1 << 26))
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise NoRows(f"{file} can't be read: {_first_line(error)}") from error
+
+
+def _json_array(file: Path) -> list[Any] | None:
+    import orjson
+
+    content = file.read_bytes()
+    if not content.lstrip().startswith(b"["):
+        return None
+    array: list[Any] = orjson.loads(content)
+    return array
+
+
+def _present(have: Sequence[str], columns: Sequence[str], place: str) -> list[str]:
+    missing = [column for column in columns if column not in have]
+    if missing:
+        raise NoRows(f"{place} has no column {missing[0]!r}; it has {', '.join(have)}: set the field's name to one of these")
+    return list(dict.fromkeys(columns))
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

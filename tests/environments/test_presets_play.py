@@ -1,0 +1,138 @@
+"""Every shipped experiment plays and trains two steps with the tiny model on the CPU.
+
+The preset is composed as a user composes it, its environment loaded as a worker loads it, its rollouts played and recorded as a
+worker does it, and the FSDP trainer trains. Only the server is another: transformers' model draws the tokens. Data sets are
+local copies of made-up questions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from telescope.algorithms.grpo import GRPO
+from telescope.backends.base import Backend, Job, World
+from telescope.backends.fsdp import FSDP
+from telescope.config.models import model_source
+from telescope.config.parts import ModelSettings, TrainerSettings
+from telescope.config.run import RunConfig
+from telescope.environments.chat import Sampled
+from telescope.environments.graders import grader_processes
+from telescope.environments.template import ChatTemplate
+from telescope.records import PromptRef, RolloutOrder, Sampling, Trajectory
+from telescope.wire.messages import RolloutDone
+from telescope.workers.lengths import leave_out_too_long
+from telescope.workers.load import load_environments
+from telescope.workers.play import Limits, play
+from telescope.workers.prefetch import Openings
+from tests.config.conftest import compose_one, sentences
+from tests.environments.datasets_at_home import write_all
+from tests.learning.loop import shard
+
+EXPERIMENTS = (
+    *("gsm8k", "hendrycks_math", "dapo_math", "deepscaler", "math500", "aime_2024", "aime_2025", "gpqa_diamond"),
+    *("reasoning_gym", "wordle", "countdown", "reverse_letters"),
+)
+STEPS, PROMPTS, GROUP_SIZE, MAX_TOKENS = 2, 2, 2, 4
+
+
+class TinyServer:
+    def __init__(self) -> None:
+        source = model_source("tiny")
+        self.tokenizer = AutoTokenizer.from_pretrained(source)
+        self.model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+        self.version = 0
+
+    async def ask(self, order: RolloutOrder, turn: int, ids: np.ndarray, sampling: Sampling) -> Sampled:
+        return self._draw(ids, sampling)
+
+    @torch.inference_mode()
+    def _draw(self, ids: np.ndarray, sampling: Sampling) -> Sampled:
+        random = torch.Generator().manual_seed(sampling.seed)
+        fed, cache, tokens, logprobs = torch.from_numpy(ids.astype(np.int64))[None], None, [], []
+        while len(tokens) < sampling.max_tokens and self.tokenizer.eos_token_id not in tokens:
+            out = self.model(input_ids=fed, past_key_values=cache, use_cache=True)
+            distribution = (out.logits[0, -1] / sampling.temperature).log_softmax(-1)
+            fed, cache = distribution.exp().multinomial(1, generator=random)[None], out.past_key_values
+            tokens.append(int(fed))
+            logprobs.append(float(distribution[tokens[-1]]))
+        reason = "stop" if tokens[-1] == self.tokenizer.eos_token_id else "length"
+        versions = np.full(len(tokens), self.version, np.int32)
+        return Sampled(np.array(tokens, np.int32), np.array(logprobs, np.float32), versions, reason)
+
+
+@pytest.fixture(scope="module")
+def copies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return write_all(tmp_path_factory.mktemp("copies"))
+
+
+@pytest.fixture(scope="module")
+def server() -> TinyServer:
+    return TinyServer()
+
+
+@pytest.fixture(scope="module")
+def backend() -> Iterator[Backend]:
+    """One for all experiments: they differ in nothing that it is built from."""
+    job = Job(
+        algorithm=GRPO(),
+        model=ModelSettings(name="tiny"),
+        trainer=TrainerSettings(learning_rate=1e-4, seq_len=8192),
+        number_of_steps=STEPS * len(EXPERIMENTS),
+        temperature=1.0,
+        max_tokens=MAX_TOKENS,
+        seed=0,
+        world=World(rank=0, size=1, device="cpu"),
+    )
+    built = FSDP(mixed_precision_dtype=None, gradient_checkpointing=False).build(job)
+    yield built
+    built.close()
+
+
+def composed(experiment: str, copies: dict[str, Path]) -> RunConfig:
+    copy = copies.get(experiment)
+    data = [] if copy is None else [f"+environments.{experiment}.kwargs.data_dir={copy}"]
+    held_out = [f"+environments.{experiment}.kwargs.held_out=2"] if experiment in ("dapo_math", "deepscaler") else []
+    point = compose_one(f"experiment={experiment}", "model=tiny", f"number_of_steps={STEPS}", *data, *held_out)
+    assert point.config is not None, sentences(point)
+    return point.config
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+async def test_a_shipped_experiment_trains_two_steps(
+    experiment: str, copies: dict[str, Path], server: TinyServer, backend: Backend
+) -> None:
+    config = composed(experiment, copies)
+    template = ChatTemplate(server.tokenizer, [server.tokenizer.eos_token_id])
+    limits = Limits(config.rollout.temperature, MAX_TOKENS, 4096, timeout_s=100)
+    (loaded,) = load_environments(config).values()
+    loaded = leave_out_too_long(loaded, template, limits.max_prompt_tokens, 60)
+    openings = Openings(template)
+    start = EXPERIMENTS.index(experiment) * STEPS
+    async with grader_processes(1):
+        for step in range(1, STEPS + 1):
+            trajectories, groups, rewards = [], [], []
+            for group in range(PROMPTS):
+                for sample in range(GROUP_SIZE):
+                    reference = PromptRef(loaded.label, "train", (step - 1) * PROMPTS + group)
+                    order = RolloutOrder(group * GROUP_SIZE + sample, group, sample, 0, reference, seed=7 * group + sample)
+                    done, arrays = await play(order, loaded, openings, limits, server.ask)
+                    assert isinstance(done, RolloutDone), done
+                    ends = np.cumsum(done.branch_lengths)
+                    for branch in zip(*(np.split(array, ends[:-1]) for array in arrays), strict=True):
+                        trajectories.append(Trajectory(*branch))
+                        groups.append(group)
+                        rewards.append(done.reward)
+            assert all(0 <= reward <= 1 for reward in rewards)
+            # Few samples of a tiny model all score 0: advantages that are none would train nothing.
+            advantages = np.where(np.arange(len(rewards)) % 2, 1.0, -1.0)
+            part = shard(start + step, list(range(len(rewards))), trajectories, np.array(groups), advantages)
+            result = backend.train_step(replace(part, step=start + step))
+            assert all(np.isfinite(value) for value in result.metrics.values())
+    openings.close()
