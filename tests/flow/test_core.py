@@ -557,3 +557,64 @@ def test_an_id_used_twice_by_a_rollout_is_refused():
     assert desk.tell(turn("r0", 0)) == []
     desk.tell(seen.TurnDone("r0", 0, 3, "stop"))
     assert desk.tell(turn("r0", 0)) == [do.Refuse("r0", "a request of this id was answered before")]
+
+
+# ---- whose failure it is
+
+
+def test_a_graders_failure_costs_its_sample_and_no_second_try():
+    desk = Desk(group_size=4, max_attempts=3)
+    desk.open()
+    for rollout_id in (0, 1):
+        answer = desk.tell(seen.RolloutFailed(rollout_id, 0, "KeyError: 'gold'", "grader"))
+        assert runs(answer) == []
+    desk.done(2, 1.0)
+    trained = desk.done(3, 0.0)
+    assert do.Train(1, (0,), ((2, 3),), (), ()) in trained
+    counts = desk.core.counts()
+    assert (counts.rollouts_retried, counts.failures) == (0, {"grader": 2})
+    desk.step(1)
+    assert desk.core.counts().rollouts_failed == 2
+
+
+def test_a_group_that_the_grader_leaves_with_one_sample_fails_with_its_cause():
+    desk = Desk(group_size=2)
+    desk.open()
+    answer = desk.tell(seen.RolloutFailed(0, 0, "KeyError: 'gold'", "grader"))
+    assert [(row.state, row.reason) for row in answer if isinstance(row, do.GroupState) and row.group_id == 0] == [
+        ("failed", "KeyError: 'gold'")
+    ]
+
+
+def test_the_pause_before_another_try_doubles_and_siblings_do_not_wait():
+    desk = Desk(group_size=2, max_attempts=4, retry_backoff_s=2.0)
+    desk.open()
+    for attempt, pause_s in ((0, 2.0), (1, 4.0), (2, 8.0)):
+        assert runs(desk.failed(0, attempt)) == []
+        began = desk.now
+        desk.now = began + pause_s - 0.01
+        assert runs(desk.tell(seen.Tick())) == []
+        desk.now = began + pause_s
+        assert runs(desk.tell(seen.Tick())) == [(0, attempt + 1)]
+    assert desk.core.counts().failures == {"infrastructure": 3}
+
+
+def test_no_pause_is_longer_than_a_minute():
+    desk = Desk(group_size=2, max_attempts=9, retry_backoff_s=60.0)
+    desk.open()
+    for attempt in range(3):
+        desk.failed(0, attempt)
+        desk.now += 60.0
+        assert runs(desk.tell(seen.Tick())) == [(0, attempt + 1)]
+
+
+def test_a_retired_groups_resting_sample_is_not_woken():
+    desk = Desk(group_size=3, max_attempts=2, retry_backoff_s=5.0)
+    desk.open()
+    desk.failed(0)
+    assert desk.core.counts().rollouts_waiting == 1
+    for rollout_id in (1, 2):  # the grader leaves one sample: too few
+        desk.tell(seen.RolloutFailed(rollout_id, 0, "broken", "grader"))
+    assert desk.rows(0)[-1] == "failed"
+    desk.now = 100.0
+    assert not [rollout for rollout in runs(desk.tell(seen.Tick())) if rollout[0] < 3]

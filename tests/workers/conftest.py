@@ -74,7 +74,7 @@ class FakeLink:
 
     async def until_sent(self, kind: type, count: int = 1) -> list[Any]:
         """All bodies of the kind, once there are `count`."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while True:
                 found = [body for body, _, _ in self.sent if isinstance(body, kind)]
                 if len(found) >= count:

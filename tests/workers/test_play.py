@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ import pytest
 from telescope.environments.base import Chat, Environment, Prompt, Reward, SingleTurn
 from telescope.environments.chat import ChatError, Sampled
 from telescope.environments.countdown import Countdown
+from telescope.environments.failures import InfrastructureError, PolicyError
 from telescope.environments.template import ChatTemplate
 from telescope.records import RolloutOrder, Sampling
 from telescope.wire.messages import RolloutDone, RolloutFailed
@@ -274,3 +277,107 @@ async def test_rewards_beyond_a_million_are_refused() -> None:
     for value in (1.1e6, -1e300):
         with pytest.raises(BadReward, match=r"the reward's total is .* beyond ±1e\+06"):
             check_reward(Reward(value))
+
+
+async def failed_body(environment: Environment, template: ChatTemplate, secrets: frozenset[str] = frozenset()) -> RolloutFailed:
+    task = replace(loaded(environment), secrets=secrets)
+    body, _ = await play(order(), task, Openings(template), LIMITS, answering(template, "ba"))
+    assert isinstance(body, RolloutFailed)
+    return body
+
+
+class Raising(Task):
+    """Raises in its reward, or in its play."""
+
+    in_reward: bool = True
+    error: Any = None
+
+    async def play(self, prompt: Prompt, chat: Chat) -> Reward:
+        if self.in_reward:
+            return await super().play(prompt, chat)
+        await chat.say(*prompt.turns)
+        raise self.error
+
+    def reward(self, prompt: Prompt, answer: str) -> Reward:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "in_reward", "kind"),
+    [
+        (KeyError("gold"), True, "grader"),
+        (SystemExit(3), True, "grader"),
+        (InfrastructureError("the judge is down"), True, "infrastructure"),
+        (KeyError("state"), False, "infrastructure"),
+        (InfrastructureError("no sandbox"), False, "infrastructure"),
+    ],
+)
+async def test_a_failure_says_whose_it_is(template: ChatTemplate, error: Exception, in_reward: bool, kind: str) -> None:
+    body = await failed_body(Raising(in_reward=in_reward, error=error), template)
+    assert body.kind == kind
+    assert "test_play.py line" in body.cause
+
+
+async def test_a_reward_that_is_no_number_is_the_graders_failure(template: ChatTemplate) -> None:
+    class Odd(Task):
+        def reward(self, prompt: Prompt, answer: str) -> Reward:
+            return Reward(float("nan"))
+
+    assert (await failed_body(Odd(), template)).kind == "grader"
+
+
+async def test_what_the_policy_does_wrong_is_a_score_with_its_name(template: ChatTemplate) -> None:
+    error = PolicyError("no such tool: serch", tag="bad_call", total=-0.5, metrics={"calls": 1.0})
+    body, arrays = await play(
+        order(), loaded(Raising(in_reward=False, error=error)), Openings(template), LIMITS, answering(template, "ba")
+    )
+    assert isinstance(body, RolloutDone)
+    assert (body.reward, body.metrics, body.tags) == (-0.5, {"calls": 1.0}, ("bad_call",))
+    assert json.loads(body.info) == {"policy_error": "no such tool: serch"}
+    assert arrays[1].sum() == 3
+
+
+async def test_a_policys_fault_before_it_was_asked_is_no_score(template: ChatTemplate) -> None:
+    class Early(Task):
+        async def play(self, prompt: Prompt, chat: Chat) -> Reward:
+            raise PolicyError("it has not even answered")
+
+    assert "without asking the policy" in (await failed_body(Early(), template)).cause
+
+
+async def test_tags_and_info_travel_within_limits_and_without_secrets(template: ChatTemplate) -> None:
+    class Talkative(Task):
+        def reward(self, prompt: Prompt, answer: str) -> Reward:
+            info = {
+                "judge_api_key": "abc",
+                "said": "the key is s3cr3t-value",
+                "values": (1, float("nan"), np.float32(0.5)),
+                3: {"x"},
+            }
+            return Reward(1.0, tags=("a", "a", "b" * 300, *(f"t{n}" for n in range(50))), info=info, golden_answers=("1", "2"))
+
+    task = replace(loaded(Talkative()), secrets=frozenset({"s3cr3t-value"}))
+    body, _ = await play(order(), task, Openings(template), LIMITS, answering(template, "ba"))
+    assert isinstance(body, RolloutDone)
+    assert json.loads(body.info) == {
+        "judge_api_key": "<redacted>", "said": "the key is <redacted>", "values": [1, "nan", 0.5], "3": ["x"],
+    }  # fmt: skip
+    assert (len(body.tags), body.tags[0], len(body.tags[1]) < 300) == (32, "a", True)
+    assert body.golden_answers == ("1", "2")
+
+
+async def test_an_info_too_long_is_cut_and_stays_json(template: ChatTemplate) -> None:
+    class Long(Task):
+        def reward(self, prompt: Prompt, answer: str) -> Reward:
+            return Reward(1.0, info={"log": "x" * 1_000_000})
+
+    body, _ = await play(order(), loaded(Long()), Openings(template), LIMITS, answering(template, "ba"))
+    assert isinstance(body, RolloutDone)
+    assert len(body.info) < 51_000
+    assert json.loads(body.info)["cut"].startswith('{"log": "xxx')
+
+
+async def test_a_secret_in_an_error_is_not_told(template: ChatTemplate) -> None:
+    error = InfrastructureError("401 for key s3cr3t-value")
+    body = await failed_body(Raising(in_reward=False, error=error), template, frozenset({"s3cr3t-value"}))
+    assert "401 for key <redacted>" in body.cause

@@ -27,6 +27,7 @@ from telescope.wire.messages import (
     RunRollout,
     Stop,
 )
+from telescope.workers.load import EnvironmentBroken
 from telescope.workers.play import Limits
 from telescope.workers.service import Service, WorkerHopeless
 from tests.workers.conftest import LIMITS, FakeLink, loaded, order
@@ -307,3 +308,66 @@ async def test_a_turn_after_the_close_fails_its_rollout(template: ChatTemplate) 
         (failed,) = await link.until_sent(RolloutFailed)
         assert "RuntimeError: say was called after close: the lane to generate in has been given away" in failed.cause
         assert sum(isinstance(body, GenerationOver) for body, _, _ in link.sent) == 1
+
+
+class Staged(Task):
+    """Notes its beginning and its end."""
+
+    def notes(self) -> list[str]:
+        kept: list[str] = []
+        object.__setattr__(self, "_kept", kept)
+        return kept
+
+    async def set_up(self) -> None:
+        await asyncio.sleep(0)
+        self._kept.append("set up")
+
+    def reward(self, prompt: Prompt, answer: str) -> Reward:
+        self._kept.append("scored")
+        return Reward(1.0)
+
+    async def tear_down(self) -> None:
+        self._kept.append("torn down")
+        raise ValueError("in vain")  # logged; the worker ends all the same
+
+
+async def test_an_environment_is_set_up_before_its_first_rollout_and_torn_down_at_the_end(template: ChatTemplate) -> None:
+    task = Staged()
+    notes = task.notes()
+    async with serving(template, task) as (link, running):
+        link.deliver(RunRollout(order(1)))
+        complete(link, (await link.until_sent(Generate))[0])
+        await link.until_sent(RolloutDone)
+        link.deliver(Stop("enough"))
+        assert await asyncio.wait_for(running, 60) == "enough"
+    assert notes == ["set up", "scored", "torn down"]
+
+
+async def test_a_set_up_that_fails_ends_the_worker_with_its_name(template: ChatTemplate) -> None:
+    class Broken(Task):
+        async def set_up(self) -> None:
+            raise ConnectionError("no index server")
+
+    async with serving(template, Broken()) as (_, running):
+        with pytest.raises(EnvironmentBroken, match=r"environments.task: its set_up failed: ConnectionError: no index server"):
+            await asyncio.wait_for(running, 60)
+
+
+async def test_two_hundred_slow_environments_wait_side_by_side(template: ChatTemplate) -> None:
+    """All of them are within their slow part at one and the same time, and none holds up the loop: only then are they let go."""
+    inside, go = [0], asyncio.Event()
+
+    class Slow(Task):
+        async def reward(self, prompt: Prompt, answer: str) -> Reward:  # type: ignore[override]
+            inside[0] += 1
+            if inside[0] == 200:
+                go.set()
+            await go.wait()
+            return Reward(1.0)
+
+    async with serving(template, Slow(), Limits(1.0, 12, 200, 110.0)) as (link, _):
+        for rollout_id in range(200):
+            link.deliver(RunRollout(order(rollout_id)))
+        for request in await link.until_sent(Generate, 200):
+            complete(link, request)
+        assert len(await link.until_sent(RolloutDone, 200)) == 200

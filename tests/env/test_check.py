@@ -1,0 +1,126 @@
+"""`python -m telescope.env check`: what it shows, what it warns of, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from telescope.env.__main__ import main
+
+ODD = '''
+import os
+from telescope.environments.base import Prompt, Reward, SingleTurn
+
+class Odd(SingleTurn):
+    """Everything that is worth a warning."""
+
+    reward_min = 0.0
+    reward_max = 1.0
+    metrics_ranges = {"share": (0.0, 1.0), "never": (0.0, 1.0)}
+    splits = ("train",)
+    broken: int = -1
+    """The prompt whose reward raises."""
+    drawn: bool = False
+    """Whether prompts depend on the process."""
+
+    def prompts(self, split):
+        last = str(os.getpid()) if self.drawn else "bbbbb"
+        return [Prompt(({"role": "user", "content": "a" * n},), answer="ab") for n in (1, 2, 3, 40)] + [
+            Prompt(({"role": "user", "content": last},), answer="c")
+        ]
+
+    def reward(self, prompt, answer):
+        size = len(prompt.turns[0]["content"])
+        if size == self.broken:
+            raise KeyError("gold")
+        metrics = {"share": 2.0} if size == 1 else {"share": 0.5, "now_and_then": 1.0}
+        return Reward(float(size), metrics, tags=("long",) if size > 2 else ())
+'''
+
+
+@pytest.fixture
+def odd(tmp_path: Path) -> list[str]:
+    home = tmp_path / "plugins" / "environments"
+    home.mkdir(parents=True)
+    (home / "odd.py").write_text(ODD)
+    return ["check", "odd", "--config-dir", str(tmp_path), "rollout.max_tokens=8", "inference.max_model_len=28"]
+
+
+def test_the_right_answers_of_countdown_earn_one_and_the_tokens_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "countdown", "num_numbers=2", "--prompts", "2", "--no-second-process", "rollout.max_tokens=16"]) == 0
+    said = capsys.readouterr().out
+    assert "environments.countdown: 100,000 train, 512 eval prompts" in said
+    assert "sampled" in said
+    assert "<|assistant|>" in said
+    rows = [line.split() for line in said.splitlines() if line.strip().startswith(("0 ", "1 ", "2 ", "3 "))]
+    assert [(row[0], row[1], row[2], row[3]) for row in rows] == [
+        ("0", "0", "1", "1"),
+        ("1", "0", "1", "1"),
+        ("2", "1", "1", "1"),
+        ("3", "1", "1", "1"),
+    ]
+    assert "warning: all 4 rewards are 1" in said
+    assert "4 of 4 rollouts scored, 1 warnings" in said
+
+
+def test_each_oddity_has_its_warning(odd: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*odd, "--no-second-process", "--samples", "1"]) == 0
+    said = capsys.readouterr().out
+    for warning in (
+        "1 train prompts have more than 20 tokens and are left out",
+        "3 rewards lie outside what is stated, e.g. 2",
+        "metric share lies outside what is stated, e.g. 2",
+        "metric now_and_then is there in 3 of 4 rollouts",
+        "metric never has a stated range and never came",
+    ):
+        assert f"warning: {warning}" in said
+    assert "[long]" in said
+    assert "stated rewards: 0 to 1" in said
+
+
+def test_a_failure_is_told_with_its_kind_and_the_exit_code(odd: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*odd, "--no-second-process", "broken=2"]) == 1
+    said = capsys.readouterr().out
+    assert "failure of the grader, 2 times: environments.odd: KeyError: 'gold' (" in said
+    assert "6 of 8 rollouts scored" in said
+
+
+def test_answers_come_from_a_file_turn_by_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "answers.jsonl"
+    script.write_text(json.dumps("nonsense") + "\n" + json.dumps(["ab", "ba"]) + "\n")
+    arguments = ["check", "reverse_letters", "--answers", str(script), "--prompts", "1", "--no-second-process"]
+    assert main(arguments) == 0
+    said = capsys.readouterr().out
+    assert "'nonsense'" in said
+    assert "'ab'" in said
+    script.write_text("[1]\n")
+    assert main(arguments) == 1
+    assert "line 1 must be a text" in capsys.readouterr().err
+
+
+def test_the_tiny_model_answers_in_this_process(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["check", "countdown", "--model", "tiny", "--prompts", "2", "--samples", "4", "--no-second-process"]
+    assert main([*arguments, "rollout.max_tokens=16"]) == 0
+    first = capsys.readouterr().out
+    assert "8 of 8 rollouts scored" in first
+
+
+def test_what_cannot_be_is_refused_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "countdwn"]) == 1
+    assert "there is no environment 'countdwn'. Did you mean countdown?" in capsys.readouterr().err
+    assert main(["check", "countdown", "num_numbrs=3"]) == 1
+    assert "num_numbers" in capsys.readouterr().err
+    assert main(["check", "countdown", "nothing"]) == 2
+    assert "'nothing' is no key=value" in capsys.readouterr().err
+    assert main(["chek"]) == 2
+    assert "usage: python -m telescope.env" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("drawn", "said", "code"), [("false", "the same", 0), ("true", "OTHERS", 1)])
+def test_a_second_process_must_make_the_same_prompts(
+    odd: list[str], drawn: str, said: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*odd, f"drawn={drawn}", "--samples", "1"]) == code
+    assert f"prompts in another process: {said}" in capsys.readouterr().out
