@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from telescope.environments.parsers import CodeBlock
 from telescope.environments.sandboxes.base import Ending, Outcome, Sandbox
 
 _FENCE = "```"
@@ -84,27 +85,16 @@ class Verdict:
         return all(result is Result.PASSED for result in self.results)
 
 
-def extract_code(answer: str, language: str = "python") -> str:
-    """The last fenced block in the language, else the last fenced block, else the whole answer; `""` for an unclosed fence.
+def code_of(answer: str) -> str:
+    """The last closed Python block behind any thought; an answer without a fence as a whole; `""` where neither is there.
 
-    Leading spaces stay: a bare function body is a legal answer where a prefix comes before it.
+    Leading spaces stay: a bare function body is an answer where a prefix comes before it.
     """
-    blocks: list[tuple[str, str]] = []
-    lines: list[str] | None = None
-    tag = ""
-    for line in answer.splitlines():
-        bare = line.strip()
-        if lines is None and bare.startswith(_FENCE):
-            tag, lines = bare[len(_FENCE) :].strip().lower(), []
-        elif lines is not None and bare == _FENCE:
-            blocks.append((tag, "\n".join(lines) + "\n"))
-            lines = None
-        elif lines is not None:
-            lines.append(line)
-    if not blocks:
-        return answer if lines is None else ""
-    named = [code for tag, code in blocks if tag in {language, language[:2], f"{language}3"}]
-    return named[-1] if named else blocks[-1][1]
+    _, closed, said = answer.rpartition("</think>")
+    if not closed and "<think>" in answer:
+        return ""
+    block = CodeBlock(("python", "py", "python3")).parse(said)
+    return block + "\n" if block is not None else "" if _FENCE in said else said
 
 
 def read_tests(value: Any, entry_point: str = "") -> tuple[Test, ...]:
