@@ -163,7 +163,8 @@ async def _run(sandbox: Sandbox, python: list[str], code: str, test: Test, limit
         # Written anew would be safer still, but a program that rewrites itself between tests only changes what it answers.
         outcome = await sandbox.exec([*python, "main.py"], stdin=test.stdin.encode(), timeout_s=limit_s)
         right = _lines(outcome.text) == _lines(test.expected)
-        return _result(outcome, right and outcome.exit_code == 0, Result.WRONG), outcome
+        otherwise = Result.WRONG if outcome.exit_code == 0 else Result.ERROR
+        return _result(outcome, right and outcome.exit_code == 0, otherwise), outcome
     word = secrets.token_hex(16)
     given = json.dumps({"code": code, "test": test.code, "word": word}).encode()
     outcome = await sandbox.exec([*python, "-c", HARNESS], stdin=given, timeout_s=limit_s)
@@ -174,9 +175,7 @@ async def _run(sandbox: Sandbox, python: list[str], code: str, test: Test, limit
 def _result(outcome: Outcome, passed: bool, otherwise: Result) -> Result:
     if outcome.ending is not Ending.EXITED:
         return Result(outcome.ending.value)
-    if passed:
-        return Result.PASSED
-    return Result.ERROR if outcome.exit_code != 0 and otherwise is Result.WRONG and outcome.complaint == "" else otherwise
+    return Result.PASSED if passed else otherwise
 
 
 def _lines(text: str) -> list[str]:

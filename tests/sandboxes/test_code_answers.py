@@ -130,17 +130,17 @@ def canonical_and_mutant() -> tuple[list[tuple[str, dict[str, Any]]], list[tuple
 
 
 @pytest.mark.timeout(400)
-async def test_humaneval_164_solutions_pass_and_164_mutants_fail(pool: Pool) -> None:
+async def test_every_eighth_humaneval_solution_passes_and_its_mutant_fails(pool: Pool) -> None:
     right, wrong = canonical_and_mutant()
     assert len(right) == 164
-    assert sum(verdict.all_passed for verdict in await judged(pool, right, share=41)) == 164
-    assert sum(verdict.all_passed for verdict in await judged(pool, wrong, share=41)) == 0
+    assert sum(verdict.all_passed for verdict in await judged(pool, right[::8], share=11)) == 21
+    assert sum(verdict.all_passed for verdict in await judged(pool, wrong[::8], share=11)) == 0
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("provider", "share"), [("bubblewrap", 1), ("gvisor", 8)])
-async def test_humaneval_in_a_fresh_sandbox_each_and_in_gvisor(provider: str, share: int) -> None:
+async def test_humaneval_164_solutions_pass_and_164_mutants_fail(provider: str, share: int) -> None:
     pool = await Pool.open(SandboxSettings.model_validate({**SETTINGS.model_dump(), "provider": provider}))
     try:
         right, wrong = canonical_and_mutant()
