@@ -1,4 +1,4 @@
-"""How fast local sandboxes start and run: `python -m benchmarks.environments.sandboxes [--starts 60] [--providers bubblewrap,gvisor]`.
+"""How fast local sandboxes start and run: `python -m benchmarks.environments.sandboxes [--starts 60] [--providers …]`.
 
 For each provider and number of workers: sandboxes started, used for one `python3 -c pass` and deleted a second, the median and
 99th percentile of start and command in milliseconds, and a further command in a sandbox that is there.
