@@ -16,6 +16,7 @@ fail() { say "$*"; exit 1; }
 
 # environment WANTED: `run` or `test` (which has the developers' tools as well)
 environment() {
+    [ "$1" != test ] || programs
     export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
     if [ -n "${TELESCOPE_PYTHON:-}" ]; then
         python=$TELESCOPE_PYTHON
@@ -31,6 +32,19 @@ environment() {
         # Not `||`: that would switch `set -e` off inside `install`.
         if ! installed "$1" "$stamp"; then install "$1" "$stack" "$stamp"; fi
     ) 9> "$root/.venv.lock"
+}
+
+# What the tests of sandboxes start: programs of the system, not of Python.
+programs() {
+    local missing=()
+    command -v bwrap > /dev/null || missing+=(bubblewrap)
+    command -v runsc > /dev/null || missing+=(runsc)
+    [ ${#missing[@]} -gt 0 ] || return 0
+    if [ "$(id -u)" = 0 ] && command -v apt-get > /dev/null; then
+        say "Installing ${missing[*]} ..."
+        if { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}"; } >&2; then return 0; fi
+    fi
+    say "The tests of sandboxes need ${missing[*]}, and it could not be installed here: install it as root (on Debian: apt-get install ${missing[*]}). They will fail without it."
 }
 
 # What one command asks, the other may have brought: a `test` environment serves a run.

@@ -1,0 +1,76 @@
+"""Bubblewrap: namespaces of this machine's kernel, no root needed. The default.
+
+Every line of the command has a reason; docs/sandboxes.md lists the attacks that each of them meets.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from pathlib import Path
+
+from telescope.environments.sandboxes import local, seccomp
+from telescope.environments.sandboxes.base import Limits, SandboxUnavailable, Wall
+
+MISSING = (
+    "bubblewrap is not installed: `apt-get install bubblewrap` (Debian, Ubuntu), `dnf install bubblewrap` (Fedora, RHEL), "
+    "0.8 or newer; or take another sandbox.provider (gvisor, prime, modal, daytona, e2b)"
+)
+
+
+class Bubblewrap(local.LocalProvider):
+    name = "bubblewrap"
+    wall = Wall.NAMESPACES
+    remedy = (
+        "It needs bubblewrap 0.8 or newer and user namespaces: sysctl kernel.unprivileged_userns_clone=1 (old Debian), "
+        "kernel.apparmor_restrict_unprivileged_userns=0 (Ubuntu 24.04); in Docker --security-opt seccomp=unconfined. Otherwise "
+        "take another sandbox.provider (gvisor, prime, modal, daytona, e2b)"
+    )
+
+    def __init__(self, python: str | None = None) -> None:
+        super().__init__()
+        program = shutil.which("bwrap")
+        if program is None:
+            raise SandboxUnavailable(MISSING)
+        self._program = program
+        self._python = local.find_python(python)
+        self._filter = seccomp.program(platform.machine())
+
+    def held(self, limits: Limits) -> tuple[str, ...]:
+        filtered = ("no deep system calls (seccomp)",) if self._filter else ()
+        return ("no network", "read-only system", f"{limits.disk_mb} MB of files", *filtered)
+
+    def launch(self, limits: Limits, user: int | None, folder: Path) -> local.Launch:
+        python, disk = self._python, limits.disk_mb * 2**20
+        argv = [*local.as_user(user), self._program]
+        # --unshare-all only tries a user namespace, and --disable-userns wants it asked for.
+        argv += ["--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session"]
+        argv += ["--clearenv", "--setenv", "PATH", "/usr/bin:/bin", "--setenv", "HOME", "/tmp"]
+        argv += ["--ro-bind", "/usr", "/usr"]
+        for name in ("bin", "sbin", "lib", "lib64"):
+            if Path("/", name).is_symlink():
+                argv += ["--symlink", f"usr/{name}", f"/{name}"]
+            elif Path("/", name).is_dir():
+                argv += ["--ro-bind", f"/{name}", f"/{name}"]
+        if python.prefix is not None:
+            argv += ["--ro-bind", str(python.prefix), str(python.prefix)]
+        # Both /dev and the root are file systems in memory without a limit: nothing may be written there.
+        argv += ["--proc", "/proc", "--dev", "/dev", "--size", str(max(disk // 4, 4096)), "--tmpfs", "/dev/shm"]
+        argv += ["--remount-ro", "/dev", "--size", str(disk), "--tmpfs", "/tmp", "--chdir", "/tmp", "--remount-ro", "/"]
+        argv += ["--cap-drop", "ALL", "--uid", "65534", "--gid", "65534", "--hostname", "sandbox"]
+        fds: tuple[int, ...] = ()
+        if self._filter is not None:
+            fds = (_readable(self._filter),)
+            argv += ["--seccomp", str(fds[0])]
+        argv += [python.path, "-I", "-S", "-c", local.agent_source(), "alone"]
+        path = f"{Path(python.path).parent}:/usr/bin:/bin"
+        return local.Launch(argv, fds=fds, env={"PATH": path, "HOME": "/tmp", "LANG": "C.UTF-8"})
+
+
+def _readable(content: bytes) -> int:
+    """A descriptor from which `content` can be read; short enough for a pipe to hold."""
+    reading, writing = os.pipe()
+    os.write(writing, content)
+    os.close(writing)
+    return reading

@@ -1,0 +1,152 @@
+"""What local sandboxes do when nobody attacks, how they refuse to start, and the parts that can be looked at alone."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import struct
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from telescope.environments.sandboxes import bubblewrap, cgroups, gvisor, seccomp
+from telescope.environments.sandboxes.base import Ending, Limits, SandboxUnavailable, Wall
+from telescope.environments.sandboxes.settings import SandboxSettings, make_provider
+
+LIMITS = Limits(memory_mb=128, disk_mb=16, time_s=60.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "wall"),
+    [("bubblewrap", Wall.NAMESPACES), ("gvisor", Wall.KERNEL), ("unsafe_subprocess", Wall.NONE)],
+)
+async def test_each_local_provider_meets_the_contract(name: str, wall: Wall, caplog: pytest.LogCaptureFixture) -> None:
+    provider = make_provider(SandboxSettings.model_validate({"provider": name}))
+    with caplog.at_level(logging.WARNING):
+        isolation = await provider.start(LIMITS)
+    assert isolation.wall is wall
+    assert ("Run nothing there that a model wrote" in caplog.text) == (name == "unsafe_subprocess")
+    sandbox = await provider.create(LIMITS)
+    try:
+        await sandbox.upload("a/b.bin", bytes(range(256)))
+        assert await sandbox.download("a/b.bin") == bytes(range(256))
+        told = await sandbox.exec(
+            ["sh", "-c", 'cat; echo "$WORD" >&2; exit 3'], stdin=b"\xff\x00", env={"WORD": "a b"}, cwd="a"
+        )
+        assert (told.exit_code, told.stdout, told.stderr, told.ending) == (3, b"\xff\x00", b"a b\n", Ending.EXITED)
+        assert (await sandbox.exec(["sh", "-c", "kill -9 $$"])).exit_code == 137
+        lost = await sandbox.exec(["no-such-program"])
+        assert (lost.exit_code, lost.complaint.partition(":")[0]) == (127, "FileNotFoundError")
+        large = b"x" * 1_000_000
+        counted = await sandbox.exec(["wc", "-c"], stdin=large)
+        assert counted.text.strip() == "1000000"
+        assert (await sandbox.exec(["true"], stdin=large)).ok  # nobody reads it
+    finally:
+        await sandbox.delete()
+        await sandbox.delete()
+        await provider.close()
+
+
+def test_the_unsafe_mode_is_never_the_default() -> None:
+    assert SandboxSettings().provider == "bubblewrap"
+    with pytest.raises(ValidationError):
+        SandboxSettings.model_validate({"provider": "subprocess"})
+
+
+@pytest.mark.parametrize(("kind", "line"), [(bubblewrap.Bubblewrap, "install bubblewrap"), (gvisor.GVisor, "install runsc")])
+def test_a_missing_program_gives_the_line_that_installs_it(
+    kind: type, line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SandboxUnavailable, match=line):
+        kind()
+
+
+async def test_a_sandbox_that_can_not_be_made_is_refused_with_what_was_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program = tmp_path / "bwrap"
+    program.write_text("#!/bin/sh\necho 'bwrap: No permissions to create a new namespace' >&2\nexit 1\n")
+    program.chmod(0o755)
+    tmp_path.chmod(0o755)
+    provider = bubblewrap.Bubblewrap()
+    provider._program = str(program)
+    monkeypatch.setattr(provider, "_user", lambda: None)
+    with pytest.raises(SandboxUnavailable, match=r"No permissions to create a new namespace.*unprivileged_userns_clone"):
+        await provider.start(LIMITS)
+
+
+async def test_a_local_sandbox_gets_no_network() -> None:
+    provider = bubblewrap.Bubblewrap()
+    with pytest.raises(SandboxUnavailable, match=r"sandbox\.limits\.network=true with provider=bubblewrap"):
+        await provider.start(Limits(network=True))
+
+
+def test_version_2_groups_get_their_limits_as_files(tmp_path: Path) -> None:
+    """On a copy of the tree: the kernel's own files only exist where version 2 is mounted."""
+    tree = tmp_path / "telescope"
+    tree.mkdir()
+    made = cgroups.Cgroups(2, (tree,))
+    wanted = made._files(Path("/nothing"), LIMITS, 4, 16)
+    assert wanted == {}  # a controller that is not there is not written to
+    folder = tree / "one"
+    folder.mkdir()
+    for name in ("memory.max", "memory.swap.max", "pids.max", "cpu.max"):
+        (folder / name).touch()
+    assert made._files(folder, LIMITS, 4, 16) == {
+        "memory.max": str(144 << 20), "memory.swap.max": "0", "pids.max": "36", "cpu.max": "100000 100000"
+    }  # fmt: skip
+    (folder / "memory.events").write_text("low 0\noom 1\noom_kill 1\n")
+    assert cgroups.Group((folder,)).out_of_memory()
+
+
+def test_where_no_group_can_be_made_there_is_none(tmp_path: Path) -> None:
+    assert cgroups.find(tmp_path / "nothing") is None
+    (tmp_path / "cgroup.controllers").write_text("memory pids")
+    (tmp_path / "own").write_text("0::/here\n")
+    (tmp_path / "here").write_text("a file where a folder should be")
+    found = cgroups.find(tmp_path, tmp_path / "own")
+    assert found is not None  # the root of this tree can be written
+    assert found.parents[0].parent == tmp_path
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_the_filter_denies_what_it_lists_and_allows_the_rest(machine: str) -> None:
+    program = seccomp.program(machine)
+    assert program is not None
+    lines = [struct.unpack("<HBBI", program[at : at + 8]) for at in range(0, len(program), 8)]
+    arch = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}[machine]
+
+    def verdict(number: int, argument: int = 0, architecture: int = arch) -> int:
+        at, value = 0, 0
+        while True:
+            code, yes, no, k = lines[at]
+            at += 1
+            match code:
+                case 0x20:
+                    value = {0: number, 4: architecture, 16: argument}[k]
+                case 0x15:
+                    at += yes if value == k else no
+                case 0x35:
+                    at += yes if value >= k else no
+                case 0x45:
+                    at += yes if value & k else no
+                case _:
+                    return k
+
+    allow, eperm, enosys, kill = 0x7FFF0000, 0x50001, 0x50026, 0x80000000
+    denied = seccomp.DENIED[machine].values()
+    assert {verdict(number) for number in denied} == {eperm}
+    socket_call, clone = {"x86_64": (41, 56), "aarch64": (198, 220)}[machine]
+    assert [verdict(socket_call, family) for family in (1, 2, 10, 16, 40)] == [allow, eperm, eperm, eperm, eperm]
+    assert [verdict(clone, flags) for flags in (17, 0x10000000 | 17)] == [allow, eperm]
+    assert verdict(435) == enosys
+    assert verdict(0, architecture=0x40000003) == kill
+    others = set(range(460)) - set(denied) - {socket_call, 435}
+    assert {verdict(number) for number in others} == {allow}
+
+
+def test_no_filter_is_made_up_for_a_machine_whose_numbers_are_not_known() -> None:
+    assert seccomp.program("riscv64") is None
+    assert platform.machine() in seccomp.DENIED

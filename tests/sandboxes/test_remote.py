@@ -1,0 +1,392 @@
+"""The four remote providers, with their real SDKs imported: the same story told to each of them.
+
+Daytona and E2B speak to a server on the loopback that answers as theirs do (paths, bodies and framings as the SDKs send them);
+Prime is given a client and Modal a module that check every call against the real signatures. Behind all four, commands really
+run, in a folder of the test's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import inspect
+import json
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import daytona as daytona_sdk
+import e2b_code_interpreter
+import modal as modal_sdk
+import prime_sandboxes
+import pytest
+from aiohttp import web
+from modal.sandbox._filesystem import _SandboxFilesystem as ModalFilesystem
+
+from telescope.environments.sandboxes import remote
+from telescope.environments.sandboxes.base import Ending, FileRefused, Limits, SandboxError, SandboxUnavailable, Wall
+from telescope.environments.sandboxes.daytona import Daytona
+from telescope.environments.sandboxes.e2b import E2B
+from telescope.environments.sandboxes.modal import Modal
+from telescope.environments.sandboxes.prime import Prime
+from telescope.environments.sandboxes.remote import RemoteProvider, command_line, outcome
+
+LIMITS = Limits(cpus=2.0, memory_mb=2048, disk_mb=64, time_s=60.0, output_kb=4, transfer_mb=1)
+
+
+class Machine:
+    """What a provider has behind its interface: a folder and a shell. It remembers what it was asked."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.created: list[dict[str, Any]] = []
+        self.deleted: list[str] = []
+        self.broken = False
+
+    def here(self, text: str) -> str:
+        return text.replace(remote.HOME, str(self.home))
+
+    async def shell(self, command: str) -> str:
+        process = await asyncio.create_subprocess_exec(
+            "bash", "-c", self.here(command), stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE
+        )
+        printed, _ = await process.communicate()
+        return printed.decode()
+
+    def write(self, path: str, content: bytes) -> None:
+        place = Path(self.here(path))
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(content)
+
+    def read(self, path: str) -> bytes:
+        return Path(self.here(path)).read_bytes()
+
+
+def checked(real: Callable[..., Any], answer: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """A function that takes only what the SDK's own takes."""
+    signature = inspect.signature(real)
+
+    async def call(*arguments: Any, **named: Any) -> Any:
+        signature.bind(None, *arguments, **named)  # None stands for self
+        return await answer(*arguments, **named)
+
+    return call
+
+
+class PrimeClient:
+    """Stands in for `AsyncSandboxClient`: its own speaks protobuf to a gateway."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.policy: dict[str, list[str] | None] = {}
+        for name in ("create", "wait_for_creation", "set_network", "get_network", "execute_command", "upload_bytes",
+                     "download_file", "delete", "aclose"):  # fmt: skip
+            setattr(self, name, checked(getattr(prime_sandboxes.AsyncSandboxClient, name), getattr(self, f"_{name}")))
+
+    async def _create(self, request: prime_sandboxes.CreateSandboxRequest) -> Any:
+        if self.machine.broken:
+            raise prime_sandboxes.APIError("HTTP 503")
+        self.machine.created.append(request.model_dump(exclude_none=True))
+        return SimpleNamespace(id="sbx-1", status="PENDING")
+
+    async def _wait_for_creation(self, identity: str) -> None:
+        assert identity == "sbx-1"
+
+    async def _set_network(self, identity: str, *, deny: list[str]) -> Any:
+        self.policy[identity] = deny
+        return SimpleNamespace(applied=True)
+
+    async def _get_network(self, identity: str) -> Any:
+        return SimpleNamespace(applied=True)
+
+    async def _execute_command(self, identity: str, command: str, timeout: int) -> Any:
+        return prime_sandboxes.CommandResponse(stdout=await self.machine.shell(command), stderr="", exit_code=0)
+
+    async def _upload_bytes(self, identity: str, path: str, content: bytes, filename: str) -> None:
+        assert filename == Path(path).name
+        self.machine.write(path, content)
+
+    async def _download_file(self, identity: str, path: str, local: str) -> None:
+        Path(local).write_bytes(self.machine.read(path))
+
+    async def _delete(self, identity: str) -> None:
+        self.machine.deleted.append(identity)
+
+    async def _aclose(self) -> None:
+        pass
+
+
+def modal_module(machine: Machine) -> Any:
+    """Stands in for the module `modal`, which speaks gRPC."""
+
+    def aio(real: Any, answer: Callable[..., Awaitable[Any]]) -> Any:
+        return SimpleNamespace(aio=checked(real, answer))
+
+    async def lookup(name: str, create_if_missing: bool = False) -> str:
+        return f"app {name}"
+
+    async def create(**named: Any) -> Any:
+        if machine.broken:
+            raise modal_sdk.exception.ConnectionError("no route")
+        machine.created.append(named)
+        return SimpleNamespace(
+            exec=aio(modal_sdk.Sandbox.exec, run),
+            terminate=aio(modal_sdk.Sandbox.terminate, terminate),
+            filesystem=SimpleNamespace(
+                write_bytes=aio(ModalFilesystem.write_bytes, write), read_bytes=aio(ModalFilesystem.read_bytes, read)
+            ),
+        )
+
+    async def run(shell: str, flag: str, line: str, timeout: int) -> Any:
+        assert (shell, flag) == ("sh", "-c")
+        printed = await machine.shell(line)
+
+        async def read_all() -> str:
+            return printed
+
+        async def wait() -> int:
+            return 0
+
+        return SimpleNamespace(stdout=SimpleNamespace(read=SimpleNamespace(aio=read_all)), wait=SimpleNamespace(aio=wait))
+
+    async def terminate() -> None:
+        machine.deleted.append("sbx-1")
+
+    async def write(content: bytes, path: str) -> None:
+        machine.write(path, content)
+
+    async def read(path: str) -> bytes:
+        return machine.read(path)
+
+    return SimpleNamespace(
+        App=SimpleNamespace(lookup=SimpleNamespace(aio=lookup)),
+        Image=SimpleNamespace(from_registry=lambda tag: f"image {tag}"),
+        Sandbox=SimpleNamespace(create=SimpleNamespace(aio=lambda **named: checked_create(create, named))),
+    )
+
+
+async def checked_create(create: Callable[..., Awaitable[Any]], named: dict[str, Any]) -> Any:
+    inspect.signature(modal_sdk.Sandbox.create).bind(**named)
+    return await create(**named)
+
+
+def daytona_server(machine: Machine) -> web.Application:
+    async def create(request: web.Request) -> web.Response:
+        if machine.broken:
+            return web.json_response({"message": "no runner"}, status=400)
+        machine.created.append(await request.json())
+        return web.json_response(await described(request))
+
+    async def described(request: web.Request) -> dict[str, Any]:
+        words = dict.fromkeys(("organizationId", "name", "user", "target", "desiredState"), "x")
+        numbers = dict.fromkeys(("cpu", "gpu", "memory", "disk"), 1)
+        flags = dict.fromkeys(("public", "networkBlockAll", "kvm", "spot"), False)
+        base = f"http://{request.host}/toolbox"
+        return {**words, **numbers, **flags, "id": "sbx-1", "env": {}, "labels": {}, "state": "started",
+                "desiredState": "started", "toolboxProxyUrl": base}  # fmt: skip
+
+    async def get(request: web.Request) -> web.Response:
+        return web.json_response(await described(request))
+
+    async def execute(request: web.Request) -> web.Response:
+        asked = await request.json()
+        return web.json_response({"exitCode": 0, "result": await machine.shell(asked["command"])})
+
+    async def upload(request: web.Request) -> web.Response:
+        path, content = "", b""
+        async for part in await request.multipart():
+            if part.name.endswith("path"):
+                path = (await part.read()).decode()
+            else:
+                content = bytes(await part.read())
+        machine.write(path, content)
+        return web.json_response({})
+
+    async def download(request: web.Request) -> web.Response:
+        asked = await request.json()
+        with_boundary = "frontier"
+        path = asked["paths"][0]
+        head = f'--{with_boundary}\r\nContent-Disposition: form-data; name="file"; filename="{path}"\r\n\r\n'.encode()
+        body = head + machine.read(path) + f"\r\n--{with_boundary}--\r\n".encode()
+        return web.Response(body=body, headers={"Content-Type": f"multipart/form-data; boundary={with_boundary}"})
+
+    async def delete(request: web.Request) -> web.Response:
+        machine.deleted.append(request.match_info["id"])
+        return web.json_response(await described(request))
+
+    app = web.Application()
+    app.router.add_post("/api/sandbox", create)
+    app.router.add_get("/api/sandbox/{id}", get)
+    app.router.add_delete("/api/sandbox/{id}", delete)
+    app.router.add_post("/toolbox/{id}/process/execute", execute)
+    app.router.add_post("/toolbox/{id}/files/bulk-upload", upload)
+    app.router.add_post("/toolbox/{id}/files/bulk-download", download)
+    return app
+
+
+def e2b_server(machine: Machine) -> web.Application:
+    async def create(request: web.Request) -> web.Response:
+        if machine.broken:
+            return web.json_response({"message": "no capacity"}, status=400)
+        machine.created.append(await request.json())
+        made = {"sandboxID": "sbx-1", "templateID": "code-interpreter-v1", "envdVersion": "0.4.0", "clientID": "x"}
+        return web.json_response({**made, "envdAccessToken": "token", "alias": "x"}, status=201)
+
+    async def write(request: web.Request) -> web.Response:
+        path = request.query["path"]
+        if request.content_type == "application/octet-stream":
+            machine.write(path, await request.read())
+        else:
+            async for part in await request.multipart():
+                machine.write(path, bytes(await part.read()))
+        return web.json_response([{"name": Path(path).name, "type": "file", "path": path}])
+
+    async def read(request: web.Request) -> web.Response:
+        return web.Response(body=machine.read(request.query["path"]))
+
+    async def start(request: web.Request) -> web.StreamResponse:
+        (length,) = struct.unpack(">I", (await request.read())[1:5])
+        asked = json.loads((await request.read())[5 : 5 + length])["process"]
+        printed = await machine.shell(asked["args"][-1])
+        events = [{"start": {"pid": 7}}, {"data": {"stdout": base64.b64encode(printed.encode()).decode()}}]
+        events.append({"end": {"exited": True, "status": "exit status 0"}})
+        body = b"".join(_framed(0, {"event": event}) for event in events) + _framed(2, {})
+        return web.Response(body=body, headers={"Content-Type": "application/connect+json"})
+
+    async def kill(request: web.Request) -> web.Response:
+        machine.deleted.append(request.match_info["id"])
+        return web.Response(status=204)
+
+    app = web.Application()
+    app.router.add_post("/v2/sandboxes", create)
+    app.router.add_post("/files", write)
+    app.router.add_get("/files", read)
+    app.router.add_post("/process.Process/Start", start)
+    app.router.add_delete("/sandboxes/{id}", kill)
+    return app
+
+
+def _framed(flags: int, message: dict[str, Any]) -> bytes:
+    body = json.dumps(message).encode()
+    return struct.pack(">BI", flags, len(body)) + body
+
+
+async def served(app: web.Application) -> tuple[web.AppRunner, str]:
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    return runner, f"http://127.0.0.1:{runner.addresses[0][1]}"
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path / "home")
+
+
+@pytest.fixture(params=["prime", "modal", "daytona", "e2b"])
+async def provider(request: pytest.FixtureRequest, machine: Machine) -> AsyncIterator[RemoteProvider]:
+    runner = None
+    made: RemoteProvider
+    match request.param:
+        case "prime":
+            made = Prime("python:3.11-slim", 600.0, client=PrimeClient(machine))
+        case "modal":
+            made = Modal("python:3.11-slim", 600.0, sdk=modal_module(machine))
+        case "daytona":
+            runner, url = await served(daytona_server(machine))
+            config = daytona_sdk.DaytonaConfig(api_key="key", api_url=f"{url}/api", target="eu", use_deprecated_polling=True)
+            made = Daytona("python:3.11-slim", 600.0, client=daytona_sdk.AsyncDaytona(config))
+        case _:
+            runner, url = await served(e2b_server(machine))
+            options = {"api_key": "e2b_" + "0" * 40, "api_url": url, "sandbox_url": url}
+            made = E2B("python:3.11-slim", 600.0, options=options)
+    yield made
+    await made.close()
+    if runner is not None:
+        await runner.cleanup()
+
+
+ASKED = {
+    "prime": {"docker_image": "python:3.11-slim", "cpu_cores": 2.0, "memory_gb": 2.0, "disk_size_gb": 1.0,
+              "timeout_minutes": 10, "labels": ["telescope"]},
+    "modal": {"image": "image python:3.11-slim", "cpu": (2.0, 2.0), "memory": (2048, 2048), "timeout": 600,
+              "block_network": True, "app": "app telescope-sandboxes"},
+    "daytona": {"cpu": 2, "memory": 2, "disk": 1, "networkBlockAll": True},
+    "e2b": {"templateID": "code-interpreter-v1", "timeout": 600, "allow_internet_access": False,
+            "metadata": {"made-by": "telescope"}},
+}  # fmt: skip
+
+
+async def test_each_provider_meets_the_contract(provider: RemoteProvider, machine: Machine) -> None:
+    isolation = await provider.start(LIMITS)
+    assert isolation.wall is Wall.REMOTE
+    assert "no network" in isolation.holds
+    sandbox = await provider.create(LIMITS)
+    try:
+        await sandbox.upload("a/b.bin", bytes(range(256)))
+        assert await sandbox.download("a/b.bin") == bytes(range(256))
+        with pytest.raises(FileRefused):
+            await sandbox.download("nothing")
+        told = await sandbox.exec(
+            ["sh", "-c", 'cat; echo "$WORD" >&2; pwd; exit 3'], stdin=b"\xff\x00", env={"WORD": "a b"}, cwd="a"
+        )
+        assert (told.exit_code, told.stdout, told.stderr) == (3, b"\xff\x00" + f"{machine.home}/a\n".encode(), b"a b\n")
+        late = await sandbox.exec(["sleep", "600"], timeout_s=1.0)
+        assert (late.ending, late.exit_code) == (Ending.TIMED_OUT, 137)
+        flood = await sandbox.exec(["sh", "-c", "head -c 100000 /dev/zero"])
+        assert (flood.ending, len(flood.stdout)) == (Ending.FLOODED, 4096)
+        left = await sandbox.exec(["sh", "-c", "sleep 600 & echo started"])
+        assert left.text == "started\n"
+    finally:
+        await sandbox.delete()
+        await sandbox.delete()
+    assert machine.deleted == ["sbx-1", "sbx-1"]  # the probe's and this one, each once
+    asked = machine.created[-1]
+    assert {key: asked.get(key) for key in ASKED[provider.name]} == ASKED[provider.name]
+    if isinstance(provider, Prime):
+        assert provider._client.policy == {"sbx-1": ["*"]}
+
+
+async def test_a_provider_that_fails_is_no_outcome_but_an_error_that_names_it(
+    provider: RemoteProvider, machine: Machine
+) -> None:
+    await provider.start(LIMITS)
+    machine.broken = True
+    with pytest.raises(SandboxError, match=f"^{provider.name} create: "):
+        await provider.create(LIMITS)
+
+
+async def test_a_provider_that_does_not_work_is_refused_at_the_start(provider: RemoteProvider, machine: Machine) -> None:
+    machine.broken = True
+    with pytest.raises(SandboxUnavailable, match=f"sandbox.provider={provider.name} does not work: {provider.name} create"):
+        await provider.start(LIMITS)
+
+
+async def test_what_is_left_at_the_end_is_deleted(provider: RemoteProvider, machine: Machine) -> None:
+    await provider.start(LIMITS)
+    await provider.create(LIMITS)
+    await provider.close()
+    assert machine.deleted == ["sbx-1", "sbx-1"]
+
+
+def test_the_sdks_have_every_call_that_is_made() -> None:
+    for name in ("set_network", "get_network", "upload_bytes", "download_file", "execute_command"):
+        assert inspect.iscoroutinefunction(getattr(prime_sandboxes.AsyncSandboxClient, name))
+    assert {"allow_internet_access", "timeout", "metadata"} <= set(
+        inspect.signature(e2b_code_interpreter.AsyncSandbox.create).parameters
+    )
+    assert "network_block_all" in daytona_sdk.CreateSandboxFromImageParams.model_fields
+
+
+def test_a_line_that_prints_something_else_is_the_images_fault() -> None:
+    with pytest.raises(SandboxError, match="its image needs sh, base64, head and timeout"):
+        outcome("sh: base64: not found\n", 0.1, 1.0, 100)
+
+
+def test_words_of_a_command_are_quoted() -> None:
+    line = command_line(["echo", "a b", "$(reboot)", "'"], "", "/tmp/x y", {}, 1.5, LIMITS)
+    assert "timeout -k 1 1.5 echo 'a b' '$(reboot)' ''\"'\"''" in line
+    assert "cd '/tmp/x y'" in line
