@@ -96,7 +96,11 @@ def main(arguments: Sequence[str]) -> int:
     if asked.cfg:
         _show(points, resolved=asked.resolve)
         return OK
-    return _run_all(points, arguments, _sweep(asked) if len(points) > 1 else None)
+    sweep = _sweep(asked) if len(points) > 1 else None
+    code = _run_all(points, arguments, sweep)
+    if sweep is not None and sweep.results:
+        _say(sweep.table())
+    return code
 
 
 def _search(asked: argparse.Namespace, places: Places, arguments: Sequence[str]) -> int:
@@ -123,7 +127,9 @@ def _search(asked: argparse.Namespace, places: Places, arguments: Sequence[str])
         _say(_refusal(refused.points))
         return CONFIG_ERROR
     except Stopped:
-        return code
+        _say("The sweep ends here.")
+    if sweep.results:
+        _say(sweep.table())
     return code
 
 
@@ -175,8 +181,6 @@ def _run_all(points: Sequence[Point], arguments: Sequence[str], sweep: Sweep | N
             sweep.ended(point.overrides, folder, code)
         if code in INTERRUPTED:
             break
-    if sweep is not None:
-        _say(sweep.table())
     return failed
 
 
@@ -218,6 +222,7 @@ def _run_one(order: Order) -> int:
     """Make the run directory, write what was resolved, and let this machine's supervisor start and watch the processes."""
     from telescope._launch.node import supervise
     from telescope._launch.plan import write_plan
+    from telescope.runlog.holder import hold
     from telescope.runlog.layout import RunDirectory, RunDirectoryInUse
 
     path = Path(str(order.config.run_dir))
@@ -227,6 +232,7 @@ def _run_one(order: Order) -> int:
         directory = RunDirectory.create(path)
         write_down(directory, order)
         write_plan(order.plan, directory.plan_json)
+        hold(directory)
     except RunDirectoryInUse as error:
         _say(str(error))
         return CONFIG_ERROR
