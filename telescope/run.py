@@ -26,8 +26,10 @@ from typing import TYPE_CHECKING, NoReturn
 if TYPE_CHECKING:
     from telescope._launch.plan import Plan
     from telescope.compose.load import Point
+    from telescope.compose.options import Places
     from telescope.config.run import RunConfig
     from telescope.runlog.layout import RunDirectory
+    from telescope.sweep import Sweep
 
 OK, CONFIG_ERROR, USAGE = 0, 1, 2
 INTERRUPTED = (129, 130, 143)
@@ -59,10 +61,13 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--resolve", action="store_true")
     parser.add_argument("-cd", "--config-dir")
     parser.add_argument("-m", "--multirun", action="store_true")
+    parser.add_argument("--objective")
     parser.add_argument("overrides", nargs="*")
     parsed = parser.parse_intermixed_args(list(arguments))
     if parsed.resolve and not parsed.cfg:
         parser.error("--resolve goes with --cfg job")
+    if parsed.objective and not parsed.multirun:
+        parser.error("--objective goes with -m: it names the number of summary.json that the sweep is about")
     return parsed
 
 
@@ -70,6 +75,7 @@ def main(arguments: Sequence[str]) -> int:
     """One command line; the exit code is that of docs/configuration.md."""
     asked = _parse(arguments)
     from telescope.compose.load import UsageError, load_points, places_for
+    from telescope.compose.sweeper import wants_sweeper
 
     try:
         places = places_for(asked.config_dir)
@@ -78,6 +84,8 @@ def main(arguments: Sequence[str]) -> int:
 
             sys.stdout.write(help_text(places))
             return OK
+        if asked.multirun and wants_sweeper(asked.overrides):
+            return _search(asked, places, arguments)
         points = load_points(asked.overrides, places, os.environ, sweep=asked.multirun)
     except UsageError as error:
         _say(f"telescope.run: {error}")
@@ -88,7 +96,41 @@ def main(arguments: Sequence[str]) -> int:
     if asked.cfg:
         _show(points, resolved=asked.resolve)
         return OK
-    return _run_all(points, arguments)
+    sweep = _sweep(asked) if len(points) > 1 else None
+    code = _run_all(points, arguments, sweep)
+    if sweep is not None and sweep.results:
+        _say(sweep.table())
+    return code
+
+
+def _search(asked: argparse.Namespace, places: Places, arguments: Sequence[str]) -> int:
+    """A sweep whose points one of Hydra's sweepers chooses, batch by batch. Raises `UsageError`."""
+    from telescope.compose.load import UsageError
+    from telescope.compose.sweeper import Refused, Stopped, search
+
+    if asked.cfg:
+        raise UsageError("--cfg shows points that are known; those of hydra/sweeper are chosen while the sweep goes on")
+    sweep, code = _sweep(asked), OK
+
+    def launch(points: Sequence[Point]) -> list[float | None]:
+        nonlocal code
+        done = len(sweep.results)
+        code = _run_all(points, arguments, sweep) or code
+        results = sweep.results[done:]
+        if len(results) < len(points) or code in INTERRUPTED:
+            raise Stopped
+        return [None if result.failed else result.value for result in results]
+
+    try:
+        search(asked.overrides, places, os.environ, sweep.folder, launch)
+    except Refused as refused:
+        _say(_refusal(refused.points))
+        return CONFIG_ERROR
+    except Stopped:
+        _say("The sweep ends here.")
+    if sweep.results:
+        _say(sweep.table())
+    return code
 
 
 def _say(text: str) -> None:
@@ -113,10 +155,10 @@ def _refusal(points: Sequence[Point]) -> str:
     return "\n".join([f"{len(wrong)} of {len(points)} points are invalid; nothing was started.", *reasons])
 
 
-def _run_all(points: Sequence[Point], arguments: Sequence[str]) -> int:
+def _run_all(points: Sequence[Point], arguments: Sequence[str], sweep: Sweep | None = None) -> int:
     """One run a point, one after another; every plan is made before the first starts.
 
-    Returns the first exit code that is not 0. An interrupt ends the sweep.
+    Returns the first exit code that is not 0. An interrupt ends the sweep, which is told how each point ended.
     """
     from telescope._launch.local import this_host
     from telescope._launch.plan import PlanError, make_plan, shared_gpus
@@ -135,15 +177,24 @@ def _run_all(points: Sequence[Point], arguments: Sequence[str]) -> int:
         _say(f"{ConfigError(missing)}\nNothing was started.")
         return CONFIG_ERROR
     failed = OK
-    for index, ((config, plan), point) in enumerate(zip(planned, points, strict=True)):
-        folder = _sweep_folder(config, started, index) if len(points) > 1 else run_folder(config, started)
-        config = config.model_copy(update={"run_dir": str(folder)})
+    for (config, plan), point in zip(planned, points, strict=True):
+        folder = run_folder(config, started) if sweep is None else sweep.folder / f"{len(sweep.results):03d}_{config.name}"
+        config = config.model_copy(update={"run_dir": str(folder)} | _grouped(config, sweep))
         warnings = (*point.warnings, *filter(None, (shared_gpus(plan),)))
         code = _run_one(Order(config, plan, warnings, tuple(arguments), started))
         failed = failed or code
+        if sweep is not None:
+            sweep.ended(point.overrides, folder, code)
         if code in INTERRUPTED:
             break
     return failed
+
+
+def _grouped(config: RunConfig, sweep: Sweep | None) -> dict[str, object]:
+    """The points of a sweep are one group in W&B, unless the user has named another."""
+    if sweep is None or config.logging.wandb_group is not None:
+        return {}
+    return {"logging": config.logging.model_copy(update={"wandb_group": sweep.name})}
 
 
 def named(config: RunConfig) -> RunConfig:
@@ -163,16 +214,21 @@ def run_folder(config: RunConfig, started: datetime) -> Path:
     return next(path for name in names if not (path := Path("runs", name).absolute()).exists())
 
 
-def _sweep_folder(config: RunConfig, started: datetime, index: int) -> Path:
-    """Below run_dir, which is the whole sweep's folder, or below a new one: `runs/<date>_<time>_sweep/003_tiny-grpo`."""
-    base = Path(config.run_dir or f"runs/{started:%Y-%m-%d_%H-%M-%S}_sweep").expanduser().absolute()
-    return base / f"{index:03d}_{config.name}"
+def _sweep(asked: argparse.Namespace) -> Sweep:
+    """In the folder that `run_dir=` names, or in a new one: `runs/<date>_<time>_sweep`, with `003_tiny-grpo` below it."""
+    from telescope.compose.load import parse
+    from telescope.sweep import OBJECTIVE, Sweep
+
+    given = [override.value() for override in parse(asked.overrides) if override.key_or_group == "run_dir"]
+    base = str(given[-1]) if given and given[-1] else f"runs/{datetime.now():%Y-%m-%d_%H-%M-%S}_sweep"
+    return Sweep(Path(base).expanduser().absolute(), asked.objective or OBJECTIVE)
 
 
 def _run_one(order: Order) -> int:
     """Make the run directory, write what was resolved, and let this machine's supervisor start and watch the processes."""
     from telescope._launch.node import supervise
     from telescope._launch.plan import write_plan
+    from telescope.runlog.holder import hold
     from telescope.runlog.layout import RunDirectory, RunDirectoryInUse
 
     path = Path(str(order.config.run_dir))
@@ -182,6 +238,7 @@ def _run_one(order: Order) -> int:
         directory = RunDirectory.create(path)
         write_down(directory, order)
         write_plan(order.plan, directory.plan_json)
+        hold(directory)
     except RunDirectoryInUse as error:
         _say(str(error))
         return CONFIG_ERROR

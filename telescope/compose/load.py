@@ -58,8 +58,8 @@ def load_points(overrides: Sequence[str], places: Places, environ: Mapping[str, 
             f"{swept[0]} has several values: add -m (--multirun) to run one after another, or quote a list, [a,b], or a text "
             f"with a comma, '{swept[0]}=\"a,b\"'"
         )
-    with _hydra(places):
-        return [_point(point, places, environ) for point in _product(parsed)]
+    with composing(places):
+        return [judged_point(point, places, environ) for point in _product(parsed)]
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:
@@ -111,7 +111,8 @@ def _product(parsed: Sequence[Override]) -> Iterator[tuple[str, ...]]:
 
 
 @contextmanager
-def _hydra(places: Places) -> Iterator[None]:
+def composing(places: Places) -> Iterator[None]:
+    """Within, Hydra composes our configuration; not to be nested."""
     GlobalHydra.instance().clear()
     try:
         with registered(places), initialize_config_module("telescope._conf", version_base="1.3"):
@@ -120,7 +121,16 @@ def _hydra(places: Places) -> Iterator[None]:
         GlobalHydra.instance().clear()
 
 
-def _point(overrides: tuple[str, ...], places: Places, environ: Mapping[str, str]) -> Point:
+def forced_for_hydra(parsed: Sequence[Override], places: Places) -> list[str]:
+    """The overrides of a whole sweep as Hydra gets them, those with several values as they are: what they choose is judged
+    point by point."""
+    single, _ = _forced([override for override in parsed if not override.is_sweep_override()], places)
+    return [*single, *(str(override.input_line) for override in parsed if override.is_sweep_override())]
+
+
+def judged_point(overrides: Sequence[str], places: Places, environ: Mapping[str, str]) -> Point:
+    """One point of a command line, composed and judged. Call it within `composing`."""
+    overrides = tuple(overrides)
     problems = list(_hidden_presets(places))
     forced, choices = _forced(parse(overrides), places)
     problems += choices

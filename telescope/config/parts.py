@@ -360,6 +360,8 @@ class LoggingSettings(Settings):
     """W&B project that the run appears in."""
     wandb_run_name: str | None = None
     """null: the name of the run."""
+    wandb_group: str | None = None
+    """W&B group of the run; null: of a sweep's points the sweep's folder, else none."""
     wandb_tags: tuple[str, ...] = ("telescope",)
     """W&B tags of the run."""
     log_to_console: bool = False

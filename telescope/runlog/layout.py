@@ -96,6 +96,11 @@ class RunDirectory:
         return self.path / "exit.json"
 
     @property
+    def holder_json(self) -> Path:
+        """Which process watches the run (runlog/holder.py)."""
+        return self.path / "holder.json"
+
+    @property
     def manifest(self) -> Path:
         return self.path / "MANIFEST.jsonl"
 

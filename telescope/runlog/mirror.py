@@ -93,6 +93,7 @@ class WandbMirror:
         run = wandb.init(
             project=self._settings.wandb_project,
             name=self._settings.wandb_run_name or self._name,
+            group=self._settings.wandb_group,
             tags=list(self._settings.wandb_tags),
             config=dict(self._config),
             dir=str(self._folder),

@@ -16,8 +16,10 @@ from typing import Any
 import psutil
 import pytest
 
+from telescope.runlog.identity import read_identity
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.reader import rows
+from telescope.weights.shared_memory import default_folder, run_prefix
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,6 +31,7 @@ class WholeRun:
     directory: RunDirectory
     process: subprocess.Popen[str]
     output: Path
+    temporary: Path
     seen: set[psutil.Process] = field(default_factory=set)
 
     def remember(self) -> None:
@@ -91,9 +94,16 @@ class WholeRun:
         raise AssertionError(f"no process {name} among {[p.cmdline() for p in self.seen if p.is_running()]}")
 
     def left_after(self, limit_s: float) -> list[str]:
-        """Processes of the run that still live after at most `limit_s`."""
+        """What is left of the run after at most `limit_s`: living processes, shared memory, files for temporary use."""
         _, alive = psutil.wait_procs(self.seen, timeout=limit_s)
-        return [str(process) for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+        processes = [str(process) for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+        segments = default_folder().glob(f"{run_prefix(read_identity(self.directory).run_id)}*")
+        return [*processes, *map(str, segments), *(str(path) for path in self.temporary.iterdir() if not kept(path))]
+
+
+def kept(path: Path) -> bool:
+    """Whether a library keeps it on purpose, for later runs."""
+    return path.name.startswith(("torchinductor_", "triton", "vllm", "torch_extensions"))
 
 
 Start = Callable[..., WholeRun]
@@ -107,7 +117,16 @@ def start(tmp_path: Path) -> Iterator[Start]:
     def begin(*overrides: str, environ: dict[str, str] | None = None, cwd: Path = ROOT) -> WholeRun:
         directory = tmp_path / f"run-{len(runs)}"
         output = tmp_path / f"output-{len(runs)}.txt"
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", "LD_PRELOAD": "", **(environ or {})}
+        temporary = tmp_path / f"temporary-{len(runs)}"
+        temporary.mkdir()
+        environment = {
+            **os.environ,
+            "TMPDIR": str(temporary),
+            "OMP_NUM_THREADS": "1",
+            "WANDB_MODE": "disabled",
+            "LD_PRELOAD": "",
+            **(environ or {}),
+        }
         with output.open("w") as file:
             process = subprocess.Popen(
                 [sys.executable, "-m", "telescope.run", f"run_dir={directory}", *overrides],
@@ -119,7 +138,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
                 text=True,
                 start_new_session=True,
             )
-        runs.append(WholeRun(RunDirectory(directory), process, output))
+        runs.append(WholeRun(RunDirectory(directory), process, output, temporary))
         return runs[-1]
 
     yield begin

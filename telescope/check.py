@@ -1,0 +1,57 @@
+"""`python -m telescope.check [overrides]`: is this command line a run, or a sweep, that can start here? Starts nothing.
+
+Exit code 0 where every point is valid and fits this machine, 1 where one is not, 2 for a command line that can't be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from telescope._launch.local import this_host
+from telescope._launch.plan import PlanError, make_plan, shared_gpus
+from telescope.compose.load import Point, UsageError, load_points, places_for
+from telescope.config.run import config_hash
+from telescope.config.words import ConfigError
+
+OK, CONFIG_ERROR, USAGE = 0, 1, 2
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="telescope.check", description=__doc__, allow_abbrev=False)
+    parser.add_argument("-cd", "--config-dir", help="a folder with your own presets")
+    parser.add_argument("-m", "--multirun", action="store_true", help="overrides may have several values")
+    parser.add_argument("overrides", nargs="*", help="as for telescope.run")
+    asked = parser.parse_intermixed_args(list(arguments))
+    try:
+        points = load_points(asked.overrides, places_for(asked.config_dir), os.environ, sweep=asked.multirun)
+    except UsageError as error:
+        sys.stderr.write(f"telescope.check: {error}\n")
+        return USAGE
+    found = [(point, judged(point)) for point in points]
+    for point, (valid, said) in found:
+        (sys.stdout if valid else sys.stderr).write(f"{' '.join(point.overrides) or 'the default run'}: {said}\n")
+    wrong = sum(not valid for _, (valid, _) in found)
+    if len(points) > 1:
+        sys.stdout.write(
+            f"{wrong} of {len(points)} points are invalid.\n" if wrong else f"All {len(points)} points are valid.\n"
+        )
+    return CONFIG_ERROR if wrong else OK
+
+
+def judged(point: Point) -> tuple[bool, str]:
+    """Whether the point could start on this machine, and what is to be said of it."""
+    if point.config is None or point.problems:
+        return False, str(ConfigError(point.problems))
+    try:
+        plan = make_plan(point.config, (this_host(),))
+    except PlanError as error:
+        return False, str(error)
+    warnings = [*point.warnings, *filter(None, (shared_gpus(plan),))]
+    return True, "\n".join(["valid, hash " + config_hash(point.config), *(f"  Warning: {warning}" for warning in warnings)])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

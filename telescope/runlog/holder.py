@@ -1,0 +1,70 @@
+"""Which process watches a run: `holder.json`, so that others can tell whether the run goes on, and ask it to stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from telescope.runlog.layout import RunDirectory, write_atomically
+
+Life = Literal["alive", "gone", "elsewhere"]
+
+
+class Holder(msgspec.Struct, frozen=True):
+    """`started`: the process's start in clock ticks since boot. A later process may get the same number, not the same start."""
+
+    host: str
+    pid: int
+    started: int
+
+
+def hold(run: RunDirectory) -> None:
+    """Write down that this process watches the run."""
+    holder = Holder(socket.gethostname(), os.getpid(), _started(os.getpid()) or 0)
+    write_atomically(run.holder_json, msgspec.json.encode(holder).decode() + "\n", mode=0o600)
+
+
+def read_holder(run: RunDirectory) -> Holder | None:
+    """None where the run has none, as those that a batch system has not begun."""
+    try:
+        return msgspec.json.decode(run.holder_json.read_bytes(), type=Holder)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def life(holder: Holder) -> Life:
+    """`elsewhere`: on another host, of which nothing is known here."""
+    if holder.host != socket.gethostname():
+        return "elsewhere"
+    return "alive" if _started(holder.pid) == holder.started else "gone"
+
+
+def ask_to_stop(holder: Holder) -> bool:
+    """As Ctrl-C does. False where it is gone already. Call it on the holder's own host."""
+    try:
+        descriptor = os.pidfd_open(holder.pid)
+    except ProcessLookupError:
+        return False
+    try:
+        if _started(holder.pid) != holder.started:  # the descriptor holds the number: it can't be another's from here on
+            return False
+        signal.pidfd_send_signal(descriptor, signal.SIGINT)
+    except ProcessLookupError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _started(pid: int) -> int | None:
+    """Field 22 of /proc/<pid>/stat (proc(5)); the name before it may hold spaces and brackets."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    return int(text.rpartition(")")[2].split()[19])

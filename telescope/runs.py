@@ -1,0 +1,195 @@
+"""`python -m telescope.runs list | tail | stop`: the runs of a folder, one's log as it grows, and an end for one.
+
+Reads run directories; of all that is in them it changes nothing. `stop` asks the process that watches the run, as Ctrl-C would:
+the step under way is finished and the summary written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from telescope.runlog.holder import ask_to_stop, life, read_holder
+from telescope.runlog.layout import RunDirectory
+
+OK, FAILED = 0, 1
+DEPTH = 2
+"""A sweep's runs lie one folder deeper than others."""
+LOOK_S = 0.25
+"""Between two looks at a file that grows."""
+FRESH_S = 60.0
+"""A run on another host goes on if its status is younger than this."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How a run stands. `state`: running, done, failed, lost (its supervisor is gone and nobody wrote its end) or waiting."""
+
+    run: RunDirectory
+    state: str
+    step: int | None
+    steps: int | None
+    reward: float | None
+    reason: str
+    changed: float
+
+
+def main(arguments: Sequence[str]) -> int:
+    """0; 1 where there is no such run or it can't be stopped from here; 2 on wrong usage."""
+    asked = _parser().parse_args(list(arguments))
+    act: Callable[[argparse.Namespace], int] = asked.act
+    return act(asked)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="telescope.runs", description=__doc__, allow_abbrev=False)
+    actions = parser.add_subparsers(required=True, metavar="list|tail|stop")
+    listing = actions.add_parser("list", help="the runs below a folder, latest last")
+    listing.add_argument("folder", nargs="?", default="runs", type=Path)
+    listing.add_argument("--json", action="store_true", help="one object a line")
+    listing.set_defaults(act=_list)
+    tail = actions.add_parser("tail", help="the end of a process's log, and what follows while the run goes on")
+    tail.add_argument("run", type=Path)
+    tail.add_argument("--process", default="orchestrator", help="e.g. server-0, trainer-0, worker-0 (default: orchestrator)")
+    tail.add_argument("-n", "--lines", type=int, default=20)
+    tail.add_argument("--once", action="store_true", help="print what is there and leave")
+    tail.set_defaults(act=_tail)
+    stop = actions.add_parser("stop", help="end a run as Ctrl-C would, and wait for its end")
+    stop.add_argument("run", type=Path)
+    stop.add_argument("--timeout", type=float, default=60.0, metavar="S", help="how long to wait for its end (default: 60)")
+    stop.set_defaults(act=_stop)
+    return parser
+
+
+# ---- list
+
+
+def _list(asked: argparse.Namespace) -> int:
+    if not asked.folder.is_dir():
+        sys.stderr.write(f"{asked.folder}: there is no such folder; `list FOLDER` names another\n")
+        return FAILED
+    found = sorted((standing(run) for run in runs_below(asked.folder)), key=lambda one: one.changed)
+    if asked.json:
+        for one in found:
+            sys.stdout.write(json.dumps(_as_json(one)) + "\n")
+        return OK
+    sys.stdout.write("\n".join([f"{'state':<8} {'step':>11} {'reward':>8}  run", *map(_line, found)]) + "\n")
+    return OK
+
+
+def runs_below(folder: Path, depth: int = DEPTH) -> Iterator[RunDirectory]:
+    for path in sorted(folder.iterdir()):
+        if (path / "run.json").exists():
+            yield RunDirectory(path)
+        elif depth > 1 and path.is_dir() and not path.is_symlink():
+            yield from runs_below(path, depth - 1)
+
+
+def standing(run: RunDirectory) -> Standing:
+    status, ended, summary = (_read(path) for path in (run.status_json, run.exit_json, run.summary_json))
+    changed = max((path.stat().st_mtime for path in (run.status_json, run.run_json) if path.exists()), default=0.0)
+    code = ended.get("exit_code", ended.get("code"))
+    holder = read_holder(run)
+    if code is not None:
+        state = "done" if code == 0 else "failed"
+    elif holder is None:
+        state = "waiting"
+    else:
+        here = life(holder)
+        goes_on = here == "alive" or (here == "elsewhere" and time.time() - changed < FRESH_S)
+        state = "running" if goes_on else "lost"
+    reason = _verdict(run) if state == "failed" else ""
+    reward = summary.get("reward_mean_last", status.get("reward"))
+    return Standing(run, state, status.get("step"), status.get("steps"), reward, reason, changed)
+
+
+def _line(one: Standing) -> str:
+    step = "-" if one.step is None else f"{one.step}/{one.steps}" if one.steps else str(one.step)
+    reward = f"{one.reward:.3f}" if isinstance(one.reward, int | float) else "-"
+    return f"{one.state:<8} {step:>11} {reward:>8}  {one.run.path}{f'  ({one.reason})' if one.reason else ''}"
+
+
+def _as_json(one: Standing) -> dict[str, Any]:
+    return {
+        "run_dir": str(one.run.path),
+        "state": one.state,
+        "step": one.step,
+        "steps": one.steps,
+        "reward": one.reward,
+        "reason": one.reason,
+    }
+
+
+def _verdict(run: RunDirectory) -> str:
+    try:
+        return run.verdict.read_text(encoding="utf-8").strip()
+    except OSError:
+        return str(_read(run.summary_json).get("exit_reason", ""))
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+# ---- tail
+
+
+def _tail(asked: argparse.Namespace) -> int:
+    run = RunDirectory(asked.run)
+    log = run.log(asked.process)
+    if not log.exists():
+        there = ", ".join(sorted(path.stem for path in log.parent.glob("*.log"))) or "none yet"
+        sys.stderr.write(f"{asked.run} has no log of {asked.process}; there are: {there}\n")
+        return FAILED
+    with log.open(encoding="utf-8", errors="replace") as file:
+        sys.stdout.write("".join(file.readlines()[-asked.lines :]))
+        while not asked.once:
+            over = standing(run).state != "running"  # before the last look: what it wrote at its end is seen too
+            sys.stdout.write(file.read())
+            sys.stdout.flush()
+            if over:
+                break
+            time.sleep(LOOK_S)
+    return OK
+
+
+# ---- stop
+
+
+def _stop(asked: argparse.Namespace) -> int:
+    run = RunDirectory(asked.run)
+    holder = read_holder(run)
+    if run.exit_json.exists():
+        sys.stdout.write(f"{asked.run} has ended already.\n")
+        return OK
+    if holder is None:
+        sys.stderr.write(f"{asked.run} is not watched by any process: it never started, or this is no run directory\n")
+        return FAILED
+    if life(holder) == "elsewhere":
+        sys.stderr.write(f"{asked.run} is watched by process {holder.pid} on {holder.host}: stop it there\n")
+        return FAILED
+    if not ask_to_stop(holder):
+        sys.stderr.write(f"{asked.run}: process {holder.pid}, which watched it, is gone; its other processes went with it\n")
+        return FAILED
+    deadline = time.monotonic() + asked.timeout
+    while life(holder) == "alive":
+        if time.monotonic() >= deadline:
+            sys.stderr.write(f"{asked.run} has not ended within {asked.timeout:g} s; it was asked to, and goes on ending\n")
+            return FAILED
+        time.sleep(LOOK_S)
+    sys.stdout.write(f"{asked.run} has ended.\n")
+    return OK
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

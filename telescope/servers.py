@@ -1,0 +1,49 @@
+"""`python -m telescope.servers RUN_DIR`: where a run's inference servers listen, while they do. Never prints a key."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from telescope.runlog.layout import RunDirectory
+
+USAGE = "usage: python -m telescope.servers RUN_DIR\n"
+SHOWN = ("url", "model", "version")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """0, 1 where no server listens or this is no run directory, 2 on wrong usage."""
+    if list(arguments) in (["-h"], ["--help"]):
+        sys.stdout.write(USAGE)
+        return 0
+    if len(arguments) != 1 or arguments[0].startswith("-"):
+        sys.stderr.write(USAGE)
+        return 2
+    run = RunDirectory(Path(arguments[0]))
+    if not run.run_json.exists():
+        sys.stderr.write(f"{run.path} is no run directory: it has no run.json\n")
+        return 1
+    lines = list(listening(run))
+    if not lines:
+        sys.stderr.write(f"no server of {run.path} listens at the moment\n")
+        return 1
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 0
+
+
+def listening(run: RunDirectory) -> Iterator[str]:
+    """A line a server, e.g. `server-0  http://127.0.0.1:8100/v1  tiny`."""
+    folder = run.server("any").parent
+    for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
+        try:
+            told: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue  # it has gone, or is being written
+        yield "  ".join([path.stem, *(str(told[name]) for name in SHOWN if told.get(name) is not None)])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,119 @@
+"""The results of a sweep: one folder below which each point has its run directory, and one table of how every point ended.
+
+`sweep.json` is written anew after each point, so that a sweep that was killed has told all it knew. A point that fails stops
+nothing; every failure stands in the table with its reason. Decides nothing about what the points are.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from telescope.runlog.layout import RunDirectory, write_atomically
+
+OBJECTIVE = "reward_mean_last"
+"""The number of a run's summary that tells how good a point is, unless `--objective` names another."""
+SHOWN_REASON = 100
+
+
+@dataclass(frozen=True)
+class Result:
+    """How one point ended. `value` is the objective, None where the run has no such number; `job` is a batch system's."""
+
+    point: int
+    overrides: tuple[str, ...]
+    run_dir: str
+    exit_code: int | None
+    reason: str
+    value: float | None = None
+    first: float | None = None
+    job: str = ""
+
+    @property
+    def failed(self) -> bool:
+        return self.exit_code not in (0, None)
+
+
+class Sweep:
+    """`folder` is the sweep's own; `objective` a dotted path into summary.json, e.g. `seconds.training`."""
+
+    def __init__(self, folder: Path, objective: str = OBJECTIVE) -> None:
+        self.folder, self.objective = folder, objective
+        self.results: list[Result] = []
+
+    @property
+    def name(self) -> str:
+        """What W&B groups the points' runs by."""
+        return self.folder.name
+
+    def ended(self, overrides: Sequence[str], run_dir: Path, exit_code: int) -> Result:
+        """Take down how the next point ended, from what its run directory says."""
+        summary = _read(RunDirectory(run_dir).summary_json)
+        result = Result(
+            point=len(self.results),
+            overrides=tuple(overrides),
+            run_dir=str(run_dir),
+            exit_code=exit_code,
+            reason=_reason(RunDirectory(run_dir), summary),
+            value=_number(summary, self.objective),
+            first=_number(summary, "reward_mean_first"),
+        )
+        self._take(result)
+        return result
+
+    def submitted(self, overrides: Sequence[str], run_dir: Path, job: str) -> None:
+        """Take down a point that a batch system has got; how it ends stands in its own run directory."""
+        self._take(Result(len(self.results), tuple(overrides), str(run_dir), None, "submitted", job=job))
+
+    def table(self) -> str:
+        """Every point in a line, then the failures with their reasons, then where the results lie."""
+        lines = [f"{'point':>5}  {'exit':>4}  {self.objective:>18}  overrides"]
+        lines += [
+            f"{result.point:>5}  {_shown(result.exit_code):>4}  {_shown(result.value):>18}  {' '.join(result.overrides)}"
+            for result in self.results
+        ]
+        failures = [result for result in self.results if result.failed]
+        if failures:
+            lines.append(f"{len(failures)} of {len(self.results)} points failed:")
+            lines += [f"  {result.point}: {result.reason[:SHOWN_REASON]} ({result.run_dir})" for result in failures]
+        return "\n".join([*lines, f"Results: {self.file}"])
+
+    @property
+    def file(self) -> Path:
+        return self.folder / "sweep.json"
+
+    def _take(self, result: Result) -> None:
+        self.results.append(result)
+        told = {"objective": self.objective, "points": [asdict(result) for result in self.results]}
+        write_atomically(self.file, json.dumps(told, indent=2) + "\n", mode=0o600)
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _reason(run: RunDirectory, summary: Mapping[str, Any]) -> str:
+    """The supervisor's verdict where there is one (it names the process that failed), else what the summary says."""
+    try:
+        return run.verdict.read_text(encoding="utf-8").strip()
+    except OSError:
+        return str(summary.get("exit_reason") or summary.get("reason") or "it left no summary")
+
+
+def _number(summary: Mapping[str, Any], path: str) -> float | None:
+    found: Any = summary
+    for name in path.split("."):
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return float(found) if isinstance(found, int | float) and math.isfinite(found) else None
+
+
+def _shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"

@@ -1,0 +1,90 @@
+"""The offline bundle: cut, checked and installed without a network; a damaged part is found before anything is installed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from telescope.bundle import BundleError, Target, describe, main, make, pack, platforms, requirements
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+def test_a_host_takes_wheels_for_its_glibc_and_all_older_ones():
+    names = list(platforms("manylinux_2_17_x86_64"))
+    assert names[:3] == ["manylinux_2_17_x86_64", "manylinux2014_x86_64", "manylinux_2_16_x86_64"]
+    assert names[-2:] == ["manylinux1_x86_64", "linux_x86_64"]
+    assert "manylinux_2_18_x86_64" not in names
+    with pytest.raises(BundleError, match="write it as manylinux_2_"):
+        list(platforms("win_amd64"))
+
+
+def test_pip_is_asked_for_the_hosts_python_and_not_for_this_one():
+    asked = list(Target("3.12", "manylinux_2_28_x86_64").pip_arguments())
+    assert asked[:5] == ["--only-binary=:all:", "--python-version", "3.12", "--implementation", "cp"]
+    assert asked[5:7] == ["--abi", "cp312"]
+
+
+def test_parts_are_no_larger_than_asked_and_together_the_archive(tmp_path: Path):
+    files = []
+    for name, size in (("a.whl", 5000), ("b.whl", 70_000)):
+        files.append(tmp_path / name)
+        files[-1].write_bytes(os.urandom(size))
+    out = tmp_path / "out"
+    out.mkdir()
+    parts = pack(files, out, 20_000)
+    assert [path.stat().st_size for path in sorted(out.iterdir())[:-1]] == [20_000] * (len(parts) - 1)
+    whole = tmp_path / "whole.tar"
+    whole.write_bytes(b"".join((out / part).read_bytes() for part in parts))
+    told = subprocess.check_output(["tar", "-tf", str(whole)], text=True)
+    assert told == "wheels/a.whl\nwheels/b.whl\n"
+
+
+def test_a_damaged_part_is_found_before_anything_is_installed(tmp_path: Path):
+    wheel = tmp_path / "x.whl"
+    wheel.write_bytes(b"x" * 1000)
+    out = tmp_path / "out"
+    out.mkdir()
+    told = {"python": [HERE], "platform": ["any"], "install": ["telescope-rl"], "parts": pack([wheel], out, 4096), "wheels": []}
+    describe(out, told, frozenset())
+    part = out / told["parts"][0]
+    part.write_bytes(part.read_bytes()[:-1] + b"!")
+    ended = subprocess.run(
+        ["bash", str(out / "install.sh"), str(tmp_path / "venv")],
+        capture_output=True, text=True, env=os.environ | {"PYTHON": sys.executable}, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 1
+    assert "A part is missing or damaged: copy the bundle again." in ended.stderr
+    assert not (tmp_path / "venv").exists()
+
+
+def test_a_folder_with_something_in_it_is_refused(tmp_path: Path, capsys):
+    (tmp_path / "x").write_text("mine")
+    assert main([str(tmp_path)]) == 1
+    assert "is not empty: name a new folder" in capsys.readouterr().err
+    assert requirements(["gpu", "math"], "2.11.0", ["Torch_X"]) == (
+        ["telescope-rl[gpu,math]", "torch==2.11.0"],
+        frozenset({"torch-x"}),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_bundle_of_the_core_installs_without_a_network_and_answers(tmp_path: Path):
+    out = tmp_path / "bundle"
+    told = make(out, Target(HERE, "manylinux_2_28_x86_64"), (["telescope-rl"], frozenset()), source=ROOT, part_bytes=20 << 20)
+    assert len(told["parts"]) > 1
+    assert json.loads((out / "bundle.json").read_text()) == told
+    environ = {**os.environ, "PYTHON": sys.executable, "PIP_NO_INDEX": "1"}
+    environ.pop("PYTHONPATH", None)
+    subprocess.run(["bash", str(out / "install.sh"), str(tmp_path / "venv")], env=environ, check=True, timeout=300)
+    command = [str(tmp_path / "venv/bin/telescope"), "check", "experiment=fake"]
+    answer = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False, timeout=60)
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.startswith("experiment=fake: valid, hash ")

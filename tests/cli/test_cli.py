@@ -1,0 +1,69 @@
+"""`telescope COMMAND`: every command answers to its name, what is unknown is guessed, and completion knows what there is."""
+
+from __future__ import annotations
+
+import subprocess
+from importlib.util import find_spec
+
+import pytest
+
+from telescope import check, cli
+from telescope.completion import SCRIPTS, candidates
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_each_command_is_a_module_with_main(name: str):
+    assert find_spec(cli.COMMANDS[name].module) is not None
+
+
+def test_without_a_command_it_says_what_there_is(capsys):
+    assert cli.main([]) == 2
+    assert cli.main(["--help"]) == 0
+    assert capsys.readouterr().out.count("  replay ") == 2
+
+
+def test_an_unknown_command_is_guessed(capsys):
+    assert cli.main(["rplay"]) == 2
+    assert "telescope rplay: there is no such command. Did you mean replay?" in capsys.readouterr().err
+
+
+def test_check_says_all_that_is_wrong_and_starts_nothing(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert check.main(["trainer.learning_rat=1"]) == 1
+    assert "Did you mean trainer.learning_rate?" in capsys.readouterr().err
+    assert check.main(["-m", "algorithm=grpo,gspo", "algorithm.use_tis=true"]) == 1
+    assert "1 of 2 points are invalid." in capsys.readouterr().out
+    assert check.main(["experiment=fake"]) == 0
+    assert capsys.readouterr().out.startswith("experiment=fake: valid, hash ")
+    assert check.main(["cluster.device=gpu", "cluster.inference_num_workers=64"]) == 1
+    assert "need 65 GPUs" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("telescope re", ["replay"]),
+        ("telescope run algorithm=gr", ["algorithm=grpo"]),
+        ("telescope run seed=1 trainer.learning_r", ["trainer.learning_rate="]),
+        ("telescope plan train", ["trainer."]),
+        ("telescope runs s", ["stop"]),
+        ("telescope completion z", ["zsh"]),
+        ("telescope replay x", []),
+    ],
+)
+def test_the_last_word_is_completed(line: str, expected: list[str]):
+    assert candidates(line) == expected
+
+
+def test_every_option_of_a_group_is_offered():
+    found = candidates("telescope run algorithm=")
+    assert {"algorithm=cispo", "algorithm=grpo", "algorithm=gspo"} <= set(found)
+
+
+@pytest.mark.parametrize("shell", ["bash"])
+def test_the_shell_takes_the_script(shell: str):
+    ended = subprocess.run(
+        [shell, "-c", SCRIPTS[shell] + "\ncomplete -p telescope"], capture_output=True, text=True, check=True
+    )
+    assert "-F _telescope telescope" in ended.stdout

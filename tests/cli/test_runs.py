@@ -1,0 +1,119 @@
+"""`telescope runs`: how each run of a folder stands, the end of a log, and an end for a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+
+from telescope import runs, servers
+from telescope.runlog.holder import Holder, ask_to_stop, hold, life, read_holder
+from telescope.runlog.layout import RunDirectory
+
+WATCHING = """
+import signal, sys
+from pathlib import Path
+from telescope.runlog.holder import hold
+from telescope.runlog.layout import RunDirectory
+run = RunDirectory(Path(sys.argv[1]))
+got = []
+signal.signal(signal.SIGINT, lambda *_: got.append(1))
+hold(run)
+print("held", flush=True)
+while not got:
+    signal.pause()
+run.exit_json.write_text('{"exit_code": 130}')
+"""
+
+
+def made(path: Path, **files: object) -> RunDirectory:
+    run = RunDirectory.create(path)
+    run.run_json.write_text("{}")
+    for name, told in files.items():
+        getattr(run, name).write_text(json.dumps(told))
+    return run
+
+
+def test_runs_and_the_points_of_sweeps_are_listed_with_state_step_reward_and_reason(tmp_path: Path, capsys):
+    made(
+        tmp_path / "a", exit_json={"exit_code": 0}, status_json={"step": 3, "steps": 3}, summary_json={"reward_mean_last": 0.75}
+    )
+    failed = made(tmp_path / "sweep/000", exit_json={"exit_code": 70}, status_json={"step": 1, "steps": 3, "reward": 0.5})
+    failed.verdict.write_text("server-0 was killed by SIGKILL.\n")
+    hold(made(tmp_path / "b", status_json={"step": 2, "steps": 9, "reward": 0.1}))
+    lost = made(tmp_path / "c")
+    lost.holder_json.write_bytes(msgspec.json.encode(Holder(socket.gethostname(), os.getpid(), 1)))
+    made(tmp_path / "d")
+    (tmp_path / "other").mkdir()
+    assert runs.main(["list", str(tmp_path), "--json"]) == 0
+    found = {Path(one["run_dir"]).name: one for one in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert {name: one["state"] for name, one in found.items()} == {
+        "a": "done", "000": "failed", "b": "running", "c": "lost", "d": "waiting",
+    }  # fmt: skip
+    assert (found["a"]["reward"], found["b"]["step"]) == (0.75, 2)
+    assert found["000"]["reason"] == "server-0 was killed by SIGKILL."
+    assert runs.main(["list", str(tmp_path)]) == 0
+    assert "running          2/9    0.100  " in capsys.readouterr().out
+    assert runs.main(["list", str(tmp_path / "nowhere")]) == 1
+
+
+def test_a_log_is_shown_to_its_end_once_the_run_is_over(tmp_path: Path, capsys):
+    run = made(tmp_path / "a", exit_json={"exit_code": 0})
+    run.log("orchestrator").write_text("".join(f"line {number}\n" for number in range(50)))
+    assert runs.main(["tail", str(run.path), "-n", "2"]) == 0
+    assert capsys.readouterr().out == "line 48\nline 49\n"
+    assert runs.main(["tail", str(run.path), "--process", "server-9"]) == 1
+    assert "has no log of server-9; there are: orchestrator" in capsys.readouterr().err
+
+
+def test_stop_asks_the_process_that_watches_as_ctrl_c_would_and_waits_for_its_end(tmp_path: Path, capsys):
+    run = made(tmp_path / "a")
+    with subprocess.Popen([sys.executable, "-c", WATCHING, str(run.path)], stdout=subprocess.PIPE, text=True) as watcher:
+        assert watcher.stdout is not None
+        assert watcher.stdout.readline() == "held\n"
+        holder = read_holder(run)
+        assert holder is not None
+        assert life(holder) == "alive"
+        reaped = subprocess.Popen([sys.executable, "-m", "telescope.runs", "stop", str(run.path)])
+        assert watcher.wait(60) == 0
+        assert reaped.wait(60) == 0
+    assert json.loads(run.exit_json.read_text()) == {"exit_code": 130}
+    assert life(holder) == "gone"
+    assert ask_to_stop(holder) is False
+    assert runs.main(["stop", str(run.path)]) == 0
+    assert "has ended already" in capsys.readouterr().out
+
+
+def test_a_process_of_the_same_number_that_began_later_is_not_touched(tmp_path: Path):
+    other = Holder(socket.gethostname(), os.getpid(), 12345)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        assert life(other) == "gone"
+        assert ask_to_stop(other) is False
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_run_of_another_host_is_not_stopped_from_here(tmp_path: Path, capsys):
+    run = made(tmp_path / "a")
+    run.holder_json.write_bytes(msgspec.json.encode(Holder("elsewhere", 1, 1)))
+    assert runs.main(["stop", str(run.path)]) == 1
+    assert "is watched by process 1 on elsewhere: stop it there" in capsys.readouterr().err
+    assert runs.main(["stop", str(made(tmp_path / "b").path)]) == 1
+
+
+def test_servers_are_told_with_their_address_and_no_key(tmp_path: Path, capsys):
+    run = made(tmp_path / "a")
+    assert servers.main([str(run.path)]) == 1
+    run.server("server-0").parent.mkdir()
+    run.server("server-0").write_text(json.dumps({"url": "http://127.0.0.1:8100/v1", "model": "tiny", "api_key": "secret"}))
+    capsys.readouterr()
+    assert servers.main([str(run.path)]) == 0
+    assert capsys.readouterr().out == "server-0  http://127.0.0.1:8100/v1  tiny\n"
+    assert servers.main([]) == 2

@@ -1,0 +1,106 @@
+"""Sweeps: all points judged before one starts, whoever chooses them, and every result kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from telescope.compose.load import Point, UsageError, places_for
+from telescope.compose.sweeper import Refused, Stopped, search, wants_sweeper
+from telescope.runlog.layout import RunDirectory
+from telescope.sweep import Sweep
+from tests.config.test_command_line import telescope
+
+__all__ = ["telescope"]
+GRID = ("hydra/sweeper=basic", "algorithm=grpo,rloo", "seed=1,2")
+
+
+def ended(folder: Path, summary: dict[str, object] | None = None, verdict: str = "") -> Path:
+    run = RunDirectory.create(folder)
+    if summary is not None:
+        run.summary_json.write_text(json.dumps(summary))
+    if verdict:
+        run.verdict.write_text(verdict + "\n")
+    return folder
+
+
+def test_a_sweep_tells_every_point_and_all_failures_with_their_reasons(tmp_path: Path):
+    sweep = Sweep(tmp_path / "s")
+    sweep.ended(["seed=1"], ended(tmp_path / "s/000", {"reward_mean_first": 0.25, "reward_mean_last": 0.5}), 0)
+    sweep.ended(["seed=2"], ended(tmp_path / "s/001", verdict="server-0 was killed by SIGKILL."), 70)
+    sweep.ended(["seed=3"], ended(tmp_path / "s/002", {"exit_reason": "the disk is full"}), 1)
+    assert [(r.value, r.first, r.failed, r.reason) for r in sweep.results[1:]] == [
+        (None, None, True, "server-0 was killed by SIGKILL."),
+        (None, None, True, "the disk is full"),
+    ]
+    table = sweep.table()
+    assert "    0     0                 0.5  seed=1" in table
+    assert f"2 of 3 points failed:\n  1: server-0 was killed by SIGKILL. ({tmp_path / 's/001'})" in table
+    told = json.loads((tmp_path / "s/sweep.json").read_text())
+    assert [point["exit_code"] for point in told["points"]] == [0, 70, 1]
+    assert told["points"][0]["first"] == 0.25
+
+
+def test_the_objective_is_any_number_of_the_summary(tmp_path: Path):
+    sweep = Sweep(tmp_path, "seconds.training")
+    assert sweep.ended([], ended(tmp_path / "0", {"seconds": {"training": 12}}), 0).value == 12.0
+    assert sweep.ended([], ended(tmp_path / "1", {"seconds": 3}), 0).value is None
+
+
+def test_hydras_sweeper_gets_our_launcher_and_its_points_are_judged_as_a_batch(tmp_path: Path):
+    batches: list[list[tuple[str, int]]] = []
+
+    def launch(points: Sequence[Point]) -> list[float | None]:
+        batches.append([(point.config.algorithm_name, point.config.seed) for point in points if point.config])
+        return [1.0] * len(points)
+
+    search(GRID, places_for(None), os.environ, tmp_path, launch)
+    assert batches == [[("grpo", 1), ("grpo", 2), ("rloo", 1), ("rloo", 2)]]
+    batches.clear()
+    search([*GRID, "hydra.sweeper.max_batch_size=3"], places_for(None), os.environ, tmp_path, launch)
+    assert [len(batch) for batch in batches] == [3, 1]
+    assert "hydra_plugins.telescope" not in sys.modules
+
+
+def test_a_batch_with_an_invalid_point_starts_none_of_it(tmp_path: Path):
+    started: list[Point] = []
+
+    def launch(points: Sequence[Point]) -> list[float | None]:
+        started.extend(points)
+        return [1.0] * len(points)
+
+    with pytest.raises(Refused) as refused:
+        search(
+            ["hydra/sweeper=basic", "algorithm=grpo,gspo", "algorithm.use_tis=true"],
+            places_for(None), os.environ, tmp_path, launch,
+        )  # fmt: skip
+    assert [bool(point.problems) for point in refused.value.points] == [False, True]
+    assert started == []
+
+
+def test_a_sweep_that_is_stopped_asks_for_no_more_points(tmp_path: Path):
+    def launch(points: Sequence[Point]) -> list[float | None]:
+        raise Stopped
+
+    with pytest.raises(Stopped):
+        search(GRID, places_for(None), os.environ, tmp_path, launch)
+
+
+def test_of_hydras_settings_only_the_sweepers_are_taken(tmp_path: Path):
+    with pytest.raises(UsageError, match=r"hydra.job.chdir: of Hydra's own settings only hydra/sweeper"):
+        search([*GRID, "hydra.job.chdir=true"], places_for(None), os.environ, tmp_path, lambda points: [])
+    with pytest.raises(UsageError, match="Could not find 'hydra/sweeper/nope'"):
+        search(["hydra/sweeper=nope"], places_for(None), os.environ, tmp_path, lambda points: [])
+    assert not wants_sweeper(["algorithm=grpo,rloo"])
+
+
+def test_the_command_line_refuses_a_searched_sweep_in_the_same_words(telescope, tmp_path):
+    shown = telescope("-m", "hydra/sweeper=basic", "algorithm=grpo,gspo,sapo", "algorithm.use_tis=true")
+    assert shown.returncode == 1
+    assert shown.stderr.startswith("2 of 3 points are invalid; nothing was started.\n")
+    assert telescope("--objective", "steps", "seed=1").returncode == 2
