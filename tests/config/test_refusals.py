@@ -13,9 +13,7 @@ from telescope.runlog.layout import RunDirectory, RunDirectoryInUse
 from telescope.wire.hub_session import MAX_CAPACITY
 from tests.config.conftest import compose_one, sentences, write
 
-OPTIONS = "countdown | reverse_letters"
-
-SHIPPED = " | ".join(sorted(plugins.find(plugins.ENVIRONMENTS)))
+OPTIONS = " | ".join(sorted(plugins.find(plugins.ENVIRONMENTS)))
 
 
 @pytest.mark.parametrize(
