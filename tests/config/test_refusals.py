@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from telescope.compose.load import UsageError
+from telescope.config import plugins
 from telescope.config.checks import MOST_LANES
 from telescope.runlog.layout import RunDirectory, RunDirectoryInUse
 from telescope.wire.hub_session import MAX_CAPACITY
 from tests.config.conftest import compose_one, sentences, write
 
-OPTIONS = "countdown | reverse_letters"
+OPTIONS = " | ".join(sorted(plugins.find(plugins.ENVIRONMENTS)))
 
 
 @pytest.mark.parametrize(
