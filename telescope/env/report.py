@@ -133,7 +133,7 @@ def _warnings(stated: Stated, done: Sequence[Played]) -> Iterator[str]:
     if stated.same_prompts is False:
         yield "another process makes other prompts: draw with environments/draws.py, not with random, hash() or the clock"
     for text in list(stated.unwritable)[:3]:
-        yield f"the tokenizer can't write the scripted answer {_short(repr(text), 60)}: name the model to be trained (model.name=)"
+        yield f"the tokenizer can't write the answer {_short(repr(text), 60)}: name the model to be trained (model.name=)"
     yield from _reward_warnings(stated, done)
     yield from _metric_warnings(stated, done)
     cut = sum(each.body.finish_reason == "length" for each in done if isinstance(each.body, RolloutDone))

@@ -161,6 +161,7 @@ class Service:
     async def _receive(self) -> str:
         while True:
             delivery = await self._link.received()
+            await asyncio.sleep(0)  # a flood of orders is taken in one a turn of the loop: timers and answers come between
             body = delivery.body
             match body:
                 case RunRollout():

@@ -123,3 +123,53 @@ def test_no_plugin_and_no_part_of_the_configuration_imports_torch():
         "heavy = {'torch', 'transformers', 'vllm', 'hydra', 'zmq'} & set(sys.modules)\nassert not heavy, heavy\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=ROOT)
+
+
+SHOP = """
+from telescope.environments.base import Prompt, Reward, SingleTurn
+
+class Shop(SingleTurn):
+    fruit: str = "pear"
+
+    def prompts(self, split):
+        return [Prompt(({"role": "user", "content": self.fruit},))]
+
+    def reward(self, prompt, answer):
+        return Reward(1.0)
+"""
+
+
+def test_an_installed_package_offers_an_environment_as_an_entry_point(tmp_path):
+    write(tmp_path / "orchard" / "__init__.py", "")
+    write(tmp_path / "orchard" / "shop.py", SHOP)
+    write(tmp_path / "orchard-1.0.dist-info" / "METADATA", "Metadata-Version: 2.1\nName: orchard\nVersion: 1.0\n")
+    write(tmp_path / "orchard-1.0.dist-info" / "entry_points.txt", "[telescope.environments]\nshop = orchard.shop\n")
+    code = (
+        "from telescope.config import plugins\n"
+        "kind = plugins.load(plugins.ENVIRONMENTS, 'shop')\n"
+        "print(kind.__module__, kind().prompts('train')[0].turns[0]['content'])\n"
+        "try: plugins.load(plugins.ENVIRONMENTS, 'shopp')\n"
+        "except plugins.PluginError as error: print(error)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    said = subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=ROOT, timeout=60, check=True, capture_output=True, text=True
+    )
+    assert said.stdout == "orchard.shop pear\nthere is no environment 'shopp'. Did you mean shop?\n"
+
+
+def test_a_package_that_a_file_imports_and_is_not_there_gives_the_install_line(tmp_path):
+    write(tmp_path / "environments" / "needs.py", "import nothing_of_this_name.inner\n")
+    with pytest.raises(PluginError, match="If it is a package, install it: python -m pip install nothing_of_this_name"):
+        plugins.load(ENVIRONMENTS, "needs", (str(tmp_path),))
+    stated = "import nothing_of_this_name\nREQUIRED_PACKAGES = ['no-such-package>=2', 'numpy']\n"
+    write(tmp_path / "environments" / "states.py", stated)
+    with pytest.raises(PluginError, match="install it: python -m pip install 'no-such-package>=2'"):
+        plugins.load(ENVIRONMENTS, "states", (str(tmp_path),))
+
+
+def test_a_class_that_requires_what_is_not_installed_is_refused_with_the_install_line(tmp_path):
+    code = SHOP.replace("    fruit:", "    requires = ('pytest', 'no-such-package[all]<3')\n    fruit:")
+    write(tmp_path / "environments" / "shop.py", code)
+    with pytest.raises(PluginError, match=r"needs what is not installed: python -m pip install 'no-such-package\[all\]<3'"):
+        plugins.load(ENVIRONMENTS, "shop", (str(tmp_path),))

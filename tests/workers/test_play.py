@@ -286,20 +286,18 @@ async def failed_body(environment: Environment, template: ChatTemplate, secrets:
     return body
 
 
-class Raising(Task):
-    """Raises in its reward, or in its play."""
+def raising(error: BaseException, *, in_reward: bool) -> Environment:
+    class Raising(Task):
+        async def play(self, prompt: Prompt, chat: Chat) -> Reward:
+            if in_reward:
+                return await super().play(prompt, chat)
+            await chat.say(*prompt.turns)
+            raise error
 
-    in_reward: bool = True
-    error: Any = None
+        def reward(self, prompt: Prompt, answer: str) -> Reward:
+            raise error
 
-    async def play(self, prompt: Prompt, chat: Chat) -> Reward:
-        if self.in_reward:
-            return await super().play(prompt, chat)
-        await chat.say(*prompt.turns)
-        raise self.error
-
-    def reward(self, prompt: Prompt, answer: str) -> Reward:
-        raise self.error
+    return Raising()
 
 
 @pytest.mark.parametrize(
@@ -313,7 +311,7 @@ class Raising(Task):
     ],
 )
 async def test_a_failure_says_whose_it_is(template: ChatTemplate, error: Exception, in_reward: bool, kind: str) -> None:
-    body = await failed_body(Raising(in_reward=in_reward, error=error), template)
+    body = await failed_body(raising(error, in_reward=in_reward), template)
     assert body.kind == kind
     assert "test_play.py line" in body.cause
 
@@ -329,7 +327,7 @@ async def test_a_reward_that_is_no_number_is_the_graders_failure(template: ChatT
 async def test_what_the_policy_does_wrong_is_a_score_with_its_name(template: ChatTemplate) -> None:
     error = PolicyError("no such tool: serch", tag="bad_call", total=-0.5, metrics={"calls": 1.0})
     body, arrays = await play(
-        order(), loaded(Raising(in_reward=False, error=error)), Openings(template), LIMITS, answering(template, "ba")
+        order(), loaded(raising(error, in_reward=False)), Openings(template), LIMITS, answering(template, "ba")
     )
     assert isinstance(body, RolloutDone)
     assert (body.reward, body.metrics, body.tags) == (-0.5, {"calls": 1.0}, ("bad_call",))
@@ -379,5 +377,5 @@ async def test_an_info_too_long_is_cut_and_stays_json(template: ChatTemplate) ->
 
 async def test_a_secret_in_an_error_is_not_told(template: ChatTemplate) -> None:
     error = InfrastructureError("401 for key s3cr3t-value")
-    body = await failed_body(Raising(in_reward=False, error=error), template, frozenset({"s3cr3t-value"}))
+    body = await failed_body(raising(error, in_reward=False), template, frozenset({"s3cr3t-value"}))
     assert "401 for key <redacted>" in body.cause

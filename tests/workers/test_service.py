@@ -354,7 +354,7 @@ async def test_a_set_up_that_fails_ends_the_worker_with_its_name(template: ChatT
 
 
 async def test_two_hundred_slow_environments_wait_side_by_side(template: ChatTemplate) -> None:
-    """All of them are within their slow part at one and the same time, and none holds up the loop: only then are they let go."""
+    """All of them are within their slow part at one and the same time; only then are they let go."""
     inside, go = [0], asyncio.Event()
 
     class Slow(Task):

@@ -1,0 +1,57 @@
+"""The environments that docs/environments.md shows work as printed."""
+
+from __future__ import annotations
+
+import re
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from telescope.environments.template import ChatTemplate
+from tests.environments.playing import played
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/environments.md"
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """All names that the Python blocks of the page define, each block in a module of its own."""
+    names: dict[str, Any] = {}
+    for number, code in enumerate(re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)):
+        module = types.ModuleType(f"docs_block_{number}")
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        exec(compile(code, str(PAGE), "exec"), module.__dict__)
+        names |= module.__dict__
+    return names
+
+
+async def test_shout_is_answered_in_capitals(shown: dict[str, Any], tiny: ChatTemplate) -> None:
+    reward, _, _ = await played(tiny, shown["Shout"](words=("ab",)), "AB")
+    assert (reward.total, dict(reward.metrics)) == (1.0, {"exact": 1.0, "length": 2.0})
+    with pytest.raises(ValueError, match="word"):
+        shown["Shout"](word=("ab",))
+
+
+async def test_guess_is_told_larger_and_smaller(shown: dict[str, Any], tiny: ChatTemplate) -> None:
+    reward, answers, _ = await played(tiny, shown["Guess"](), "3", "9", "7", index=7)
+    assert reward.total == pytest.approx(1 / 3)
+    assert [prompt.rpartition("<|user|>")[2] for prompt in answers.prompts[1:]] == [
+        "larger<|assistant|>",
+        "smaller<|assistant|>",
+    ]
+
+
+async def test_retry_loses_a_tenth_a_turn(shown: dict[str, Any], tiny: ChatTemplate) -> None:
+    reward, _, _ = await played(tiny, shown["Retry"](), "ba", "ab")
+    assert reward.total == pytest.approx(0.9)
+
+
+async def test_sums_are_worth_one_and_their_form_a_fifth(shown: dict[str, Any], tiny: ChatTemplate) -> None:
+    right = "<think>4+4</think><answer>8</answer>"
+    reward, _, _ = await played(tiny, shown["Sums"](), right, index=4)
+    assert reward.total == pytest.approx(1.2)
+    assert set(reward.metrics) == {"exact", "format", "brevity"}
+    assert (await played(tiny, shown["Sums"](), "<answer>8</answer>", index=4))[0].total == 1.0
