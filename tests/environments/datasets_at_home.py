@@ -96,7 +96,22 @@ def _gpqa_diamond(folder: Path) -> None:
                 writer.writerow([f"rec{n}", f'{asked}\n({subset}, "quoted", twice)', n, n + 1, n + 2, f"{n}.50"])
 
 
+def _code_generation(folder: Path) -> None:
+    for split in ("train", "test"):
+        rows = [
+            {
+                "text": f"Write add(x), which gives x + {n}.",
+                "code": f"def add(x): return x + {n}",
+                "test_setup_code": "",
+                "test_list": [f"assert add({x}) == {x + n}" for x in range(3)],
+            }
+            for _, n in sums(split)
+        ]
+        lines(folder / f"{split}.jsonl", rows)
+
+
 WRITERS = {
+    "code_generation": _code_generation,
     "gsm8k": _gsm8k,
     "hendrycks_math": _hendrycks_math,
     "dapo_math": _dapo_math,

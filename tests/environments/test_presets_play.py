@@ -8,6 +8,7 @@ local copies of made-up questions.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,7 +38,7 @@ from tests.learning.loop import shard
 
 EXPERIMENTS = (
     *("gsm8k", "hendrycks_math", "dapo_math", "deepscaler", "math500", "aime_2024", "aime_2025", "gpqa_diamond"),
-    *("reasoning_gym", "wordle", "countdown", "reverse_letters"),
+    *("reasoning_gym", "wordle", "countdown", "reverse_letters", "code_generation"),
 )
 STEPS, PROMPTS, GROUP_SIZE, MAX_TOKENS = 2, 2, 2, 4
 
@@ -115,7 +116,9 @@ async def test_a_shipped_experiment_trains_two_steps(
     loaded = leave_out_too_long(loaded, template, limits.max_prompt_tokens, 60)
     openings = Openings(template)
     start = EXPERIMENTS.index(experiment) * STEPS
-    async with grader_processes(1):
+    async with grader_processes(1), AsyncExitStack() as stack:
+        await loaded.environment.set_up()
+        stack.push_async_callback(loaded.environment.tear_down)
         for step in range(1, STEPS + 1):
             trajectories, groups, rewards = [], [], []
             for group in range(PROMPTS):

@@ -71,4 +71,5 @@ class Daytona(RemoteProvider):
 def _load() -> ModuleType:
     import daytona
 
-    return daytona
+    module: ModuleType = daytona
+    return module

@@ -373,8 +373,8 @@ class LocalProvider(Provider):
         try:
             process = await asyncio.create_subprocess_exec(
                 *argv,
-                stdin=theirs,
-                stdout=theirs,
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
                 stderr=asyncio.subprocess.PIPE,
                 env={"PATH": os.environ.get("PATH", "/usr/bin:/bin")},
                 pass_fds=launch.fds,

@@ -64,4 +64,5 @@ class Modal(RemoteProvider):
 def _load() -> ModuleType:
     import modal
 
-    return modal
+    module: ModuleType = modal
+    return module

@@ -96,4 +96,5 @@ class Prime(RemoteProvider):
 def _load() -> ModuleType:
     import prime_sandboxes
 
-    return prime_sandboxes
+    module: ModuleType = prime_sandboxes
+    return module
