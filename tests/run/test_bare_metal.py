@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import psutil
 import pytest
 
 from telescope.runlog.layout import RunDirectory
-from tests.run.hosts import Hosts
+from tests.run.hosts import ROOT, Hosts
 
 MAKE = Callable[..., Hosts]
 FAKE = ("experiment=fake", "cluster=bare_metal", "logging.progress=false", "cluster.placement_timeout_s=120")
@@ -153,3 +155,29 @@ def test_a_host_that_is_switched_off_and_a_ctrl_c_on_another(hosts: MAKE, tmp_pa
     os.kill(pair.commands[1].pid, signal.SIGINT)
     assert (pair.wait(0), pair.wait(1)) == (130, 130), pair.everything()
     assert pair.left() == []
+
+
+@pytest.mark.slow
+def test_the_death_of_torchrun_ends_the_command_below_it(hosts: MAKE, tmp_path: Path) -> None:
+    pair = hosts(2)
+    run = RunDirectory(tmp_path / "run")
+    for host in (0, 1):
+        torchrun(pair, host, 2, "number_of_steps=100000", f"run_dir={run.path}")
+    pair.until(lambda: step(run) >= 1, "at step 1")
+    pair.remember()
+    pair.commands[1].kill()
+    assert pair.wait(0) == 1
+    assert json.loads(run.exit_json.read_text())["exit_code"] == 143
+    assert pair.left() == []
+
+
+@pytest.mark.slow
+def test_two_runs_on_one_host_at_once_do_not_meet(tmp_path: Path) -> None:
+    """Real trainer ranks and broadcasts of weights, on ports and names of their own."""
+    runs = [RunDirectory(tmp_path / name) for name in ("one", "two")]
+    command = [sys.executable, "-m", "telescope.run", "experiment=fake", "backend=fsdp", "cluster.trainer_num_workers=2"]
+    command += ["weight_sync.transport=gloo", "number_of_steps=2", "logging.progress=false"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", "LD_PRELOAD": ""}
+    started = [subprocess.Popen([*command, f"run_dir={run.path}"], cwd=ROOT, env=environment) for run in runs]
+    assert [process.wait(300) for process in started] == [0, 0]
+    assert [summary(run)["steps"] for run in runs] == [2, 2]
