@@ -27,7 +27,8 @@ class Demand:
 def place_apart(first: Demand, second: Demand, room: Sequence[int]) -> tuple[Counts, Counts] | None:
     """Places of their own for both. None if there is no placement that keeps both strategies.
 
-    `room`: free places a host. The strict one chooses before the soft one, the larger bundle before the smaller.
+    `room`: free places a host. The strict one chooses before the soft one, SPREAD before PACK, which fills what is left, and the
+    larger bundle before the smaller.
     """
     swapped = _urgency(second) < _urgency(first)
     one, two = (second, first) if swapped else (first, second)
@@ -76,7 +77,7 @@ def _next_on_cores(strategy: Strategy, cores: float, room: Sequence[float], coun
 
 
 def _urgency(demand: Demand) -> tuple[int, int]:
-    order: dict[Strategy, int] = {"STRICT_PACK": 0, "STRICT_SPREAD": 1, "PACK": 2, "SPREAD": 3}
+    order: dict[Strategy, int] = {"STRICT_PACK": 0, "STRICT_SPREAD": 1, "SPREAD": 2, "PACK": 3}
     return order[demand.strategy], -demand.size
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -20,6 +21,8 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 150.0
+PORT = 29_433
+"""In namespaces of its own nobody else has it."""
 
 
 def ip(*arguments: str) -> None:
@@ -54,8 +57,13 @@ class Hosts:
         self._switch = f"tel{os.getpid()}s"
         self.commands: dict[int, subprocess.Popen[bytes]] = {}
         self.seen: dict[int, set[psutil.Process]] = {host: set() for host in range(count)}
+        self.port = PORT
+        """For whatever has to be told one: of the first host."""
         if self.real:
             self._wire_up()
+        else:
+            with socket.create_server((self.address(0), 0)) as probe:
+                self.port = probe.getsockname()[1]
 
     def address(self, host: int) -> str:
         return f"10.77.0.{host + 1}" if self.real else f"127.0.0.{host + 1}"

@@ -20,8 +20,6 @@ from tests.run.hosts import ROOT, Hosts
 MAKE = Callable[..., Hosts]
 FAKE = ("experiment=fake", "cluster=bare_metal", "logging.progress=false", "cluster.placement_timeout_s=120")
 pytestmark = pytest.mark.timeout(400)
-PORT = 29_433
-"""In namespaces of its own nobody else has it; on loopback the address is its own too."""
 
 
 @pytest.fixture
@@ -42,7 +40,7 @@ def plain(hosts: Hosts, host: int, *settings: str) -> None:
 
 
 def torchrun(hosts: Hosts, host: int, count: int, *settings: str) -> None:
-    where = ("--master-addr", hosts.address(0), "--master-port", str(PORT))
+    where = ("--master-addr", hosts.address(0), "--master-port", str(hosts.port))
     ranks = ("--nnodes", str(count), "--node-rank", str(host), "--nproc-per-node", "1")
     command = ("-m", "telescope.run", *FAKE, *settings, *hosts.settings(host))
     hosts.start(host, "-m", "torch.distributed.run", *where, *ranks, *command)
@@ -67,7 +65,7 @@ def test_two_hosts_by_the_plain_command_and_a_key_file(hosts: MAKE, tmp_path: Pa
     key = tmp_path / "key"
     pair.start(0, "-m", "telescope.run", "--new-key", str(key))
     assert pair.wait(0) == 0
-    settings = ("cluster.nodes=2", f"cluster.head={pair.address(0)}:{PORT}", f"cluster.key_file={key}", "wire.direct=true")
+    settings = ("cluster.nodes=2", f"cluster.head={pair.address(0)}:{pair.port}", f"cluster.key_file={key}", "wire.direct=true")
     settings += ("cluster.inference_num_workers=2", "cluster.inference_placement=STRICT_SPREAD", "number_of_steps=2")
     run = disk / "run"
     for host in (1, 0):
