@@ -27,7 +27,7 @@ class Demand:
 def place_apart(first: Demand, second: Demand, room: Sequence[int]) -> tuple[Counts, Counts] | None:
     """Places of their own for both. None if there is no placement that keeps both strategies.
 
-    `room`: free places a host. The strict one chooses before the soft one, SPREAD before PACK, which fills what is left, and the
+    `room`: free places a host. The strict one chooses before the soft one, SPREAD before PACK, which fills what is left, the
     larger bundle before the smaller.
     """
     swapped = _urgency(second) < _urgency(first)
