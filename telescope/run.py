@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from telescope._launch.plan import Plan
+    from telescope._launch.standing import Standing
     from telescope.compose.load import Point
     from telescope.compose.options import Places
     from telescope.config.run import RunConfig
@@ -48,7 +49,9 @@ class Order:
     """One run, ready to be written down and started; `config` has its name and run_dir."""
 
     config: RunConfig
-    plan: Plan
+    plan: Plan | None
+    """None where the hosts have yet to meet."""
+    standing: Standing
     warnings: tuple[str, ...]
     arguments: tuple[str, ...]
     started: datetime
@@ -62,6 +65,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("-cd", "--config-dir")
     parser.add_argument("-m", "--multirun", action="store_true")
     parser.add_argument("--objective")
+    parser.add_argument("--new-key", metavar="FILE")
     parser.add_argument("overrides", nargs="*")
     parsed = parser.parse_intermixed_args(list(arguments))
     if parsed.resolve and not parsed.cfg:
@@ -74,6 +78,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str]) -> int:
     """One command line; the exit code is that of docs/configuration.md."""
     asked = _parse(arguments)
+    if asked.new_key:
+        return _new_key(Path(asked.new_key))
     from telescope.compose.load import UsageError, load_points, places_for
     from telescope.compose.sweeper import wants_sweeper
 
@@ -135,6 +141,7 @@ def _search(asked: argparse.Namespace, places: Places, arguments: Sequence[str])
 
 def _say(text: str) -> None:
     sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
 
 
 def _show(points: Sequence[Point], resolved: bool) -> None:
@@ -156,32 +163,33 @@ def _refusal(points: Sequence[Point]) -> str:
 
 
 def _run_all(points: Sequence[Point], arguments: Sequence[str], sweep: Sweep | None = None) -> int:
-    """One run a point, one after another; every plan is made before the first starts.
+    """One run a point, one after another; every plan that this host can make is made before the first starts.
 
     Returns the first exit code that is not 0. An interrupt ends the sweep, which is told how each point ended.
     """
-    from telescope._launch.local import this_host
-    from telescope._launch.plan import PlanError, make_plan, shared_gpus
+    from telescope._launch.plan import PlanError, shared_gpus
     from telescope.config.models import hub_problem
     from telescope.config.words import ConfigError
 
     started = datetime.now().astimezone()
-    host = this_host()
     try:
-        planned = [(named(point.config), make_plan(point.config, (host,))) for point in points if point.config is not None]
+        planned = [(named(point.config), *_planned(point.config)) for point in points if point.config is not None]
     except PlanError as error:
         _say(f"{error}\nNothing was started.")
         return CONFIG_ERROR
-    missing = [problem for name in sorted({config.model.name for config, _ in planned}) if (problem := hub_problem(name))]
+    missing = [problem for name in sorted({config.model.name for config, *_ in planned}) if (problem := hub_problem(name))]
     if missing:
         _say(f"{ConfigError(missing)}\nNothing was started.")
         return CONFIG_ERROR
     failed = OK
-    for (config, plan), point in zip(planned, points, strict=True):
+    for (config, standing, plan), point in zip(planned, points, strict=True):
         folder = run_folder(config, started) if sweep is None else sweep.folder / f"{len(sweep.results):03d}_{config.name}"
-        config = config.model_copy(update={"run_dir": str(folder)} | _grouped(config, sweep))
-        warnings = (*point.warnings, *filter(None, (shared_gpus(plan),)))
-        code = _run_one(Order(config, plan, warnings, tuple(arguments), started))
+        if standing.rank:
+            code = _join(config, standing, folder if config.run_dir is not None else None)
+        else:
+            config = config.model_copy(update={"run_dir": str(folder)} | _grouped(config, sweep))
+            warnings = (*point.warnings, *filter(None, (shared_gpus(plan) if plan else "",)))
+            code = _run_one(Order(config, plan, standing, warnings, tuple(arguments), started))
         failed = failed or code
         if sweep is not None:
             sweep.ended(point.overrides, folder, code)
@@ -195,6 +203,38 @@ def _grouped(config: RunConfig, sweep: Sweep | None) -> dict[str, object]:
     if sweep is None or config.logging.wandb_group is not None:
         return {}
     return {"logging": config.logging.model_copy(update={"wandb_group": sweep.name})}
+
+
+def _planned(config: RunConfig) -> tuple[Standing, Plan | None]:
+    """Where this host stands, and the plan of a run that is on it alone. Raises `PlanError`."""
+    from telescope._launch.local import this_host
+    from telescope._launch.plan import make_plan
+    from telescope._launch.standing import standing
+
+    found = standing(config.cluster, config.run_dir, os.environ)
+    return found, make_plan(config, (this_host(),)) if found.nodes == 1 else None
+
+
+def _join(config: RunConfig, standing: Standing, folder: Path | None) -> int:
+    """Be one of the nodes that are not the head."""
+    from telescope._launch.join import Invitation, join
+    from telescope.config.run import config_hash
+
+    cluster = config.cluster
+    invitation = Invitation(standing, config_hash(config), folder, cluster.interface, cluster.placement_timeout_s)
+    return join(invitation, _say)
+
+
+def _new_key(path: Path) -> int:
+    from telescope._launch.standing import write_key
+
+    try:
+        write_key(path)
+    except OSError as error:
+        _say(f"telescope.run: --new-key {path} can't be written: {error.strerror}")
+        return CONFIG_ERROR
+    _say(f"Made {path}. Copy it to every host of your runs, readable by you alone, and give cluster.key_file={path}.")
+    return OK
 
 
 def named(config: RunConfig) -> RunConfig:
@@ -237,7 +277,8 @@ def _run_one(order: Order) -> int:
     try:
         directory = RunDirectory.create(path)
         write_down(directory, order)
-        write_plan(order.plan, directory.plan_json)
+        if order.plan:
+            write_plan(order.plan, directory.plan_json)
         hold(directory)
     except RunDirectoryInUse as error:
         _say(str(error))
@@ -247,7 +288,11 @@ def _run_one(order: Order) -> int:
         return CONFIG_ERROR
     for warning in order.warnings:
         _log.warning("Warning: %s", warning)
-    return supervise(directory)
+    if order.plan:
+        return supervise(directory)
+    from telescope._launch.lead import lead
+
+    return lead(directory, order.config, order.standing, _say)
 
 
 def write_down(directory: RunDirectory, order: Order) -> None:
