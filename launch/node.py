@@ -5,7 +5,7 @@ processes end. A silent or stuck peer is the orchestrator's to notice: it asks f
 any other it exits 70, and the supervisor ends the rest.
 
 Exit codes: 0 done, 1 the orchestrator ended with an error of its own (a full disk, say), 70 a component failed, 129/130/143
-ended by SIGHUP/SIGINT/SIGTERM.
+ended by SIGHUP/SIGINT/SIGTERM, 75 stopped before its walltime.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -37,6 +38,8 @@ from telescope.wire.security import make_keys
 
 DISPLAY_S = 0.5
 ERROR = 1
+STOPPED = 75
+"""Stopped in good order before it was done, because the time was nearly up: run it again."""
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -73,28 +76,64 @@ class Phase(Enum):
     KILLING = "killing"
 
 
+@dataclass(frozen=True)
+class Surroundings:
+    """What a batch system adds to a supervisor's life; on a plain host nothing."""
+
+    carrier: Callable[[ProcessPlan], tuple[str, ...]] = lambda _: ()
+    """The command that carries a process to its node; empty: it runs here."""
+    warning: int | None = None
+    """The signal that says that the time is nearly up."""
+    warned_of: str = ""
+    """What the run's summary then gives as its reason, e.g. `walltime`."""
+    stop_s: float = 6.5
+    """What the orchestrator gets to stop after the warning."""
+
+
+@dataclass(frozen=True)
+class Conclusion:
+    """How a supervised run ended."""
+
+    code: int
+    warned: bool
+    """It was stopped because of the warning."""
+    interrupted: int | None
+    """The signal that stopped it else."""
+    carrier_lost: str
+    """The process whose carrier failed rather than itself, if that ended the run; else empty."""
+
+
 def supervise(run: RunDirectory, patience: Patience = Patience()) -> int:
     """Run the plan in `run` to its end in the foreground, and return the exit code. Call it from the main thread."""
+    return supervise_in(run, Surroundings(), patience).code
+
+
+def supervise_in(run: RunDirectory, surroundings: Surroundings, patience: Patience = Patience()) -> Conclusion:
+    """The same within a batch system."""
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("supervise() must be called from the main thread: processes die with the thread that started them")
     plan = read_plan(run.plan_json)
     console = Console(sys.stderr, sys.stdout)
     make_keys(run, plan.names)
-    with _Signals() as wakeup:
-        supervisor = Supervisor(run, plan, console, wakeup, patience)
+    with _Signals(surroundings.warning) as wakeup:
+        supervisor = Supervisor(run, plan, console, wakeup, patience, surroundings)
         code = supervisor.run()
         supervisor.conclude(code)
         late = [number for number in wakeup.arrived() if number in INTERRUPTS]
-    return 128 + late[0] if late and code == 0 else code  # the summary is whole, but a sweep has to end
+    code = 128 + late[0] if late and code == 0 else code  # the summary is whole, but a sweep has to end
+    return Conclusion(code, supervisor.warned, supervisor.interrupted, supervisor.carrier_lost)
 
 
 class _Signals:
     """While a run goes on, signals arrive through a pipe and orphans of the run come to this process."""
 
+    def __init__(self, warning: int | None = None) -> None:
+        self._numbers = INTERRUPTS if warning is None else (*INTERRUPTS, warning)
+
     def __enter__(self) -> child.Wakeup:
-        self._handlers = {number: signal.getsignal(number) for number in INTERRUPTS}
+        self._handlers = {number: signal.getsignal(number) for number in self._numbers}
         child.set_process_flag(child.PR_SET_CHILD_SUBREAPER, 1)
-        return child.Wakeup(INTERRUPTS)
+        return child.Wakeup(self._numbers)
 
     def __exit__(self, *_: object) -> None:
         signal.set_wakeup_fd(-1)
@@ -106,8 +145,18 @@ class _Signals:
 class Supervisor:
     """The life of one run's processes, as a loop over signals, reports and one deadline."""
 
-    def __init__(self, run: RunDirectory, plan: Plan, console: Console, wakeup: child.Wakeup, patience: Patience) -> None:
+    def __init__(
+        self,
+        run: RunDirectory,
+        plan: Plan,
+        console: Console,
+        wakeup: child.Wakeup,
+        patience: Patience,
+        surroundings: Surroundings = Surroundings(),
+    ) -> None:
         self.directory = run
+        self.surroundings = surroundings
+        self.warned = False
         self.plan = plan
         self.console = console
         self.wakeup = wakeup
@@ -157,7 +206,7 @@ class Supervisor:
     def begin(self, plan: ProcessPlan, extra: dict[str, str], life: int = 1) -> Cause | None:
         """Start one process and watch it. The cause if it can't be started."""
         try:
-            process = Process.start(plan, self.directory, extra, life)
+            process = Process.start(plan, self.directory, extra, life, self.surroundings.carrier(plan))
         except (OSError, SecretMissing) as error:
             return Cause(plan.name, f"{plan.name} could not be started: {error}", str(self.directory.log(plan.name, life)), ())
         self.processes[plan.name] = process
@@ -193,6 +242,16 @@ class Supervisor:
         for number in self.wakeup.arrived():
             if number in INTERRUPTS:
                 self.interrupt(number)
+            elif number == self.surroundings.warning:
+                self.warn()
+
+    def warn(self) -> None:
+        """The time is nearly up: a stop like after Ctrl-C, with more patience and another reason."""
+        if self.phase is Phase.RUNNING and not self.warned:
+            self.warned = True
+            self.console.say(f"Stopping: {self.surroundings.warned_of}.")
+            self.write(self.directory.farewell, self.surroundings.warned_of + "\n")
+            self.ask_orchestrator(self.surroundings.stop_s)
 
     def interrupt(self, number: int) -> None:
         first, self.interrupted = self.interrupted is None, self.interrupted or number
@@ -360,6 +419,14 @@ class Supervisor:
         return [name for name, ending in self.endings.items() if ending.status != 0 and not ending.ordered and name not in back]
 
     @property
+    def carrier_lost(self) -> str:
+        """The process that ended the run, where what carried it to its node failed and not the process itself."""
+        ending = self.endings.get(self.cause.process) if self.cause else None
+        process = self.processes.get(self.cause.process) if self.cause else None
+        lost = ending is not None and ending.shim_died and process is not None and self.surroundings.carrier(process.plan)
+        return self.cause.process if lost and self.cause else ""
+
+    @property
     def only_orchestrator_left(self) -> bool:
         others = (process for process in self.processes.values() if process is not self.orchestrator)
         return not self.revival.pending and all(process.ended for process in others)
@@ -374,6 +441,8 @@ class Supervisor:
         if self.cause:
             own = self.cause.process == "orchestrator" and self.orchestrator_status == ERROR
             return ERROR if own else COMPONENT_FAILED
+        if self.warned and self.orchestrator_status != 0:  # else it was done before it heard
+            return STOPPED
         return 0 if self.interrupted is None else 128 + self.interrupted
 
 
