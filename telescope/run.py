@@ -17,7 +17,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -114,30 +114,85 @@ def _refusal(points: Sequence[Point]) -> str:
 
 
 def _run_all(points: Sequence[Point], arguments: Sequence[str]) -> int:
-    """One run a point, one after another; every plan is made before the first starts.
+    """One run a point, one after another, or all in Slurm's queue; every plan is made before the first starts.
 
     Returns the first exit code that is not 0. An interrupt ends the sweep.
     """
-    from telescope._launch.local import this_host
-    from telescope._launch.plan import PlanError, make_plan, shared_gpus
+    from telescope._launch.plan import PlanError, shared_gpus
 
     started = datetime.now().astimezone()
-    host = this_host()
+    configs = [named(point.config) for point in points if point.config is not None]
     try:
-        planned = [(named(point.config), make_plan(point.config, (host,))) for point in points if point.config is not None]
+        plans = list(_plans(configs))
     except PlanError as error:
         _say(f"{error}\nNothing was started.")
         return CONFIG_ERROR
-    failed = OK
-    for index, ((config, plan), point) in enumerate(zip(planned, points, strict=True)):
+    orders = []
+    for index, (config, plan, point) in enumerate(zip(configs, plans, points, strict=True)):
         folder = _sweep_folder(config, started, index) if len(points) > 1 else run_folder(config, started)
         config = config.model_copy(update={"run_dir": str(folder)})
         warnings = (*point.warnings, *filter(None, (shared_gpus(plan),)))
-        code = _run_one(Order(config, plan, warnings, tuple(arguments), started))
+        orders.append(Order(config, plan, warnings, tuple(arguments), started))
+    if any(config.cluster.slurm is not None for config in configs):
+        return _submit(orders)
+    failed = OK
+    for order in orders:
+        code = _run_one(order)
         failed = failed or code
         if code in INTERRUPTED:
             break
     return failed
+
+
+def _plans(configs: Sequence[RunConfig]) -> Iterator[Plan]:
+    """For this machine, or for the nodes that Slurm is asked for. Raises `PlanError`."""
+    from telescope._launch.local import this_host
+    from telescope._launch.plan import make_plan
+    from telescope._launch.slurm.allocation import nominal
+    from telescope._launch.slurm.place import place
+
+    host = None
+    for config in configs:
+        if config.cluster.slurm is not None:
+            yield place(config, nominal(config.cluster.slurm))
+        else:
+            host = host or this_host()
+            yield make_plan(config, (host,))
+
+
+def _submit(orders: Sequence[Order]) -> int:
+    """Write every run directory, then hand all to Slurm: one job, or one array for points that ask for the same."""
+    from telescope._launch.slurm.submit import SubmitRefused, submit
+
+    groups: dict[str, list[tuple[Order, RunDirectory]]] = {}
+    for order in orders:
+        settings = order.config.cluster.slurm
+        if settings is None:
+            _say("Some points of the sweep go to Slurm and some do not: give all the same cluster. Nothing was submitted.")
+            return CONFIG_ERROR
+        directory = _make_directory(order)
+        if directory is None:
+            return CONFIG_ERROR
+        groups.setdefault(settings.model_dump_json(), []).append((order, directory))
+    for group in groups.values():
+        first = group[0][0].config
+        folder = Path(str(first.run_dir)) if len(orders) == 1 else Path(str(first.run_dir)).parent
+        assert first.cluster.slurm is not None  # looked at above
+        try:
+            submitted = submit(
+                [directory for _, directory in group],
+                first.cluster.slurm,
+                name=first.name,
+                folder=folder / "slurm",
+                dry_run=first.cluster.dry_run,
+            )
+        except SubmitRefused as error:
+            _say(f"{error}")
+            return CONFIG_ERROR
+        for one in submitted:
+            what = f"job {one.job_id}" if one.job_id else f"not submitted, {one.script}"
+            sys.stdout.write(f"{what}: run directory {one.directory.path}\n")
+    return OK
 
 
 def named(config: RunConfig) -> RunConfig:
@@ -166,6 +221,13 @@ def _sweep_folder(config: RunConfig, started: datetime, index: int) -> Path:
 def _run_one(order: Order) -> int:
     """Make the run directory, write what was resolved, and let this machine's supervisor start and watch the processes."""
     from telescope._launch.node import supervise
+
+    directory = _make_directory(order)
+    return CONFIG_ERROR if directory is None else supervise(directory)
+
+
+def _make_directory(order: Order) -> RunDirectory | None:
+    """The run's directory with all that was resolved; None, and a sentence for the user, where it can't be made."""
     from telescope._launch.plan import write_plan
     from telescope.runlog.layout import RunDirectory, RunDirectoryInUse
 
@@ -178,13 +240,13 @@ def _run_one(order: Order) -> int:
         write_plan(order.plan, directory.plan_json)
     except RunDirectoryInUse as error:
         _say(str(error))
-        return CONFIG_ERROR
+        return None
     except OSError as error:
         _say(f"run_dir={path} can't be written: {error.strerror} ({error.filename}); name another with run_dir=…")
-        return CONFIG_ERROR
+        return None
     for warning in order.warnings:
         _log.warning("Warning: %s", warning)
-    return supervise(directory)
+    return directory
 
 
 def write_down(directory: RunDirectory, order: Order) -> None:

@@ -1,0 +1,119 @@
+"""What a submitted job runs: one attempt of a run, on the nodes that Slurm gave.
+
+The batch process is the supervisor of all nodes. Orchestrator and workers run beside it; servers and trainer ranks, each under its
+shim, run where `srun` carries them. On `USR2` (before the walltime) the run stops in good order and the job is queued again.
+submitit calls `run` from its pickle, which holds this function's name and one path.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+
+from telescope._launch.environ import own
+from telescope._launch.node import Conclusion, Surroundings, supervise_in
+from telescope._launch.plan import PlanError, ProcessPlan, write_plan
+from telescope._launch.slurm import queue
+from telescope._launch.slurm.allocation import Allocation, Node, allocated
+from telescope._launch.slurm.place import place
+from telescope._launch.slurm.verdict import Ended, JobFacts, Verdict, judge
+from telescope.config.run import load_run
+from telescope.config.slurm import SlurmSettings
+from telescope.runlog import attempts
+from telescope.runlog.layout import RunDirectory
+
+log = logging.getLogger(__name__)
+
+CARRIED = ("server", "trainer")
+STOP_MARGIN_S = 20.0
+"""Of the time between warning and walltime: for peers to leave, files to close and the job to be queued again."""
+REQUEUE_S = 90.0
+"""From asking for another attempt, or hearing of a preemption, to the end of this one."""
+CONFIG_ERROR = 1
+
+
+def run(run_dir: str) -> None:
+    """One attempt. Ends the process with the run's exit code, or is ended by Slurm where there is another attempt."""
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", force=True)
+    directory = RunDirectory(Path(run_dir))
+    config = load_run(directory.config_json)
+    settings = config.cluster.slurm
+    if settings is None:
+        raise PlanError(f"{directory.config_json} has no cluster.slurm: the run was not made for Slurm")
+    allocation = allocated(settings, own())
+    names = tuple(node.name for node in allocation.nodes)
+    since = datetime.now().strftime("%Y-%m-%dT%H:%M:%S")
+    attempt = attempts.begin(directory, allocation.job_id, allocation.attempt, names)
+    log.info("Attempt %d of %s on %s.", attempt.number, directory.path, ", ".join(names))
+    try:
+        write_plan(place(config, allocation.nodes), directory.plan_json)
+    except PlanError as error:
+        log.error("%s", error)  # noqa: TRY400 -- a sentence for the user, no traceback
+        attempts.end(directory, attempt, "failed", CONFIG_ERROR, requeued=False)
+        raise SystemExit(CONFIG_ERROR) from None
+    concluded = supervise_in(directory, _surroundings(settings, allocation))
+    verdict = _judge(concluded, settings, allocation, since, _asked_before(directory))
+    log.info("Attempt %d ended: %s, exit code %d; %s.", attempt.number, verdict.why, concluded.code, verdict.next)
+    attempts.end(directory, attempt, verdict.why, concluded.code, requeued=verdict.next != "leave")
+    if verdict.next != "leave":
+        _go_again(allocation.job_id, at_once=verdict.next == "requeue")
+    raise SystemExit(concluded.code)
+
+
+def carrier_for(settings: SlurmSettings, allocation: Allocation) -> Callable[[ProcessPlan], tuple[str, ...]]:
+    """The srun of each process; none for what runs beside the supervisor."""
+    nodes = {node.name: node for node in allocation.nodes}
+
+    def carrier(process: ProcessPlan) -> tuple[str, ...]:
+        if process.role not in CARRIED and process.host == allocation.nodes[0].name:
+            return ()
+        return srun(settings, nodes[process.host], process.name)
+
+    return carrier
+
+
+def srun(settings: SlurmSettings, node: Node, name: str) -> tuple[str, ...]:
+    """A step sees all of its node, shared with the others: which GPU is whose is the plan's to say, and cards that are to reach
+    each other (CUDA IPC, NCCL) must be visible to both."""
+    group = () if node.het_group is None else (f"--het-group={node.het_group}",)
+    return (
+        *("srun", *group, "--nodes=1", "--ntasks=1", f"--nodelist={node.name}", "--overlap"),
+        *(f"--cpus-per-task={node.cpus}", "--cpu-bind=none", "--mpi=none", "--unbuffered", "--quiet", "--kill-on-bad-exit=0"),
+        *(f"--job-name={name}", "--export=ALL", *settings.srun),
+    )
+
+
+def _surroundings(settings: SlurmSettings, allocation: Allocation) -> Surroundings:
+    stop_s = max(settings.stop_before_s - STOP_MARGIN_S, settings.stop_before_s / 2)
+    return Surroundings(carrier_for(settings, allocation), signal.SIGUSR2, "walltime", stop_s)
+
+
+def _judge(
+    concluded: Conclusion, settings: SlurmSettings, allocation: Allocation, since: str, asked_before: int
+) -> Verdict:
+    ended = Ended(concluded.code, concluded.warned, concluded.interrupted is not None, bool(concluded.carrier_lost))
+    nodes = [node.name for node in allocation.nodes]
+    job = JobFacts() if concluded.code == 0 else queue.facts(allocation.job_id, nodes, since)
+    return judge(ended, job, requeue=settings.requeue, budget=settings.max_requeues - asked_before)
+
+
+def _asked_before(directory: RunDirectory) -> int:
+    """Requeues that the run itself has asked for: not those after a preemption."""
+    return sum(attempt.requeued and attempt.why != "preempted" for attempt in attempts.read_attempts(directory))
+
+
+def _go_again(job_id: str, *, at_once: bool) -> None:
+    """Nothing of the run is left here: be ended by Slurm. Returns only where Slurm does not do it."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
+    for asks in (at_once, True):
+        if asks:
+            try:
+                queue.requeue(job_id)
+            except queue.SlurmSilent as error:
+                log.error("the job could not be queued again: %s", error)  # noqa: TRY400
+        if signal.sigtimedwait((signal.SIGTERM,), REQUEUE_S):
+            return
