@@ -29,6 +29,7 @@ def parameters(settings: SlurmSettings, name: str, environment: Mapping[str, str
         "array_parallelism": settings.array_parallelism,
         "use_srun": False,
         "stderr_to_stdout": True,
+        "wckey": None,  # submitit's own would be refused where keys are checked
         "setup": [*_second_component(settings), *exports, *settings.setup],
         "additional_parameters": _additional(settings),
         **{option: value for option in NAMED if (value := getattr(settings, option)) is not None},
@@ -46,14 +47,14 @@ def total_nodes(settings: SlurmSettings) -> int:
 
 def _additional(settings: SlurmSettings) -> dict[str, Any]:
     """What submitit has no parameter for. Its own signal goes to every step, and only the batch process is to hear it."""
-    found: dict[str, Any] = {"signal": f"B:USR2@{settings.stop_before_s}", "wckey": None}
+    found: dict[str, Any] = {"signal": f"B:USR2@{settings.stop_before_s}"}
     found["requeue" if settings.requeue else "no-requeue"] = True
     if settings.mem is not None:
         found["mem"] = settings.mem
     for option in settings.sbatch:
         name, equals, value = option.lstrip("-").partition("=")
         found[name] = value if equals else True
-    return {name: value for name, value in found.items() if value is not None}
+    return found
 
 
 def _second_component(settings: SlurmSettings) -> Iterator[str]:
