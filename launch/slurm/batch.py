@@ -11,7 +11,6 @@ import logging
 import signal
 import sys
 from collections.abc import Callable
-from datetime import datetime
 from pathlib import Path
 
 from telescope._launch.environ import own
@@ -46,7 +45,6 @@ def run(run_dir: str) -> None:
         raise PlanError(f"{directory.config_json} has no cluster.slurm: the run was not made for Slurm")
     allocation = allocated(settings, own())
     names = tuple(node.name for node in allocation.nodes)
-    since = datetime.now().strftime("%Y-%m-%dT%H:%M:%S")
     attempt = attempts.begin(directory, allocation.job_id, allocation.attempt, names)
     log.info("Attempt %d of %s on %s.", attempt.number, directory.path, ", ".join(names))
     try:
@@ -56,7 +54,7 @@ def run(run_dir: str) -> None:
         attempts.end(directory, attempt, "failed", CONFIG_ERROR, requeued=False)
         raise SystemExit(CONFIG_ERROR) from None
     concluded = supervise_in(directory, _surroundings(settings, allocation))
-    verdict = _judge(concluded, settings, allocation, since, _asked_before(directory))
+    verdict = _judge(concluded, settings, allocation, directory)
     log.info("Attempt %d ended: %s, exit code %d; %s.", attempt.number, verdict.why, concluded.code, verdict.next)
     attempts.end(directory, attempt, verdict.why, concluded.code, requeued=verdict.next != "leave")
     if verdict.next != "leave":
@@ -92,18 +90,18 @@ def _surroundings(settings: SlurmSettings, allocation: Allocation) -> Surroundin
     return Surroundings(carrier_for(settings, allocation), signal.SIGUSR2, "walltime", stop_s)
 
 
-def _judge(
-    concluded: Conclusion, settings: SlurmSettings, allocation: Allocation, since: str, asked_before: int
-) -> Verdict:
+def _judge(concluded: Conclusion, settings: SlurmSettings, allocation: Allocation, directory: RunDirectory) -> Verdict:
     ended = Ended(concluded.code, concluded.warned, concluded.interrupted is not None, bool(concluded.carrier_lost))
     nodes = [node.name for node in allocation.nodes]
-    job = JobFacts() if concluded.code == 0 else queue.facts(allocation.job_id, nodes, since)
-    return judge(ended, job, requeue=settings.requeue, budget=settings.max_requeues - asked_before)
+    said = (path.read_text(errors="replace") for path in directory.carrier_logs())
+    job = JobFacts() if concluded.code == 0 else queue.facts(allocation.job_id, nodes, allocation.restarts, said)
+    log.info("%s; %s", ended, job)
+    return judge(ended, job, requeue=settings.requeue, budget=settings.max_requeues - _asked_before(directory))
 
 
 def _asked_before(directory: RunDirectory) -> int:
     """Requeues that the run itself has asked for: not those after a preemption."""
-    return sum(attempt.requeued and attempt.why != "preempted" for attempt in attempts.read_attempts(directory))
+    return sum(attempt.requeued and attempt.why in ("walltime", "node_failed") for attempt in attempts.read_attempts(directory))
 
 
 def _go_again(job_id: str, *, at_once: bool) -> None:

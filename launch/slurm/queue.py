@@ -6,6 +6,7 @@ A controller that does not answer is no error of the run: what is not known is s
 from __future__ import annotations
 
 import logging
+import re
 import subprocess
 from collections.abc import Iterable, Sequence
 
@@ -18,7 +19,7 @@ log = logging.getLogger(__name__)
 CLIENT_S = 60.0
 NO_TIME = ("", "None", "N/A", "Unknown")
 DOWN = ("DOWN", "FAIL", "NOT_RESPONDING", "POWERED_DOWN")
-REQUEUING = ("REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "PENDING")
+_CAUSE = re.compile(r"DUE TO ([A-Z ]+?) \*\*\*")
 
 
 class SlurmSilent(RuntimeError):
@@ -63,16 +64,19 @@ def state_of(run: RunDirectory, known: dict[str, str]) -> str:
     return state.lower() or "unknown"
 
 
-def facts(job_id: str, nodes: Sequence[str], since: str) -> JobFacts:
-    """The job at this moment. `since`: when this attempt began, local time without a zone, as Slurm writes it."""
+def facts(job_id: str, nodes: Sequence[str], restarts: int, said: Iterable[str]) -> JobFacts:
+    """The job at this moment. `restarts`: as this attempt knows them; `said`: what its step daemons had to say.
+
+    A job that is preempted or queued again counts its next restart before any of its tasks hears of it, and forgets why at once;
+    with a grace time it has a PreemptTime first. The step daemons know: `… CANCELLED AT … DUE TO PREEMPTION ***`."""
     job = _words(f"job {job_id}", "scontrol", "show", "--oneliner", "job", job_id)
-    state, preempted = job.get("JobState", ""), job.get("PreemptTime", "")
-    down = tuple(node for node in nodes if _is_down(node))
+    state = job.get("JobState", "")
+    causes = {found for text in said for found in _CAUSE.findall(text)}
     return JobFacts(
         state=state,
-        preempted=state.startswith("PREEMPTED") or (preempted not in NO_TIME and preempted >= since),
-        nodes_down=down,
-        requeuing=state.startswith(REQUEUING),
+        preempted=state.startswith("PREEMPTED") or "PREEMPTION" in causes or job.get("PreemptTime", "") not in NO_TIME,
+        requeued=int(job.get("Restarts", "0")) > restarts,
+        nodes_down=tuple(node for node in nodes if _is_down(node)),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Why = Literal["done", "walltime", "preempted", "node_failed", "cancelled", "failed"]
+Why = Literal["done", "walltime", "preempted", "requeued", "node_failed", "cancelled", "failed"]
 Next = Literal["leave", "requeue", "await"]
 """Leave for good; ask Slurm to run the job again; or wait, because Slurm does so by itself, and an exit code would end the job."""
 
@@ -29,10 +29,9 @@ class JobFacts:
 
     state: str = ""
     preempted: bool = False
-    """Since this attempt began."""
+    requeued: bool = False
+    """Slurm counts one more restart than this attempt: it runs the job again whatever comes of this one."""
     nodes_down: tuple[str, ...] = ()
-    requeuing: bool = False
-    """Somebody (`scontrol requeue`) has already asked for another attempt."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,9 @@ def judge(ended: Ended, job: JobFacts, *, requeue: bool, budget: int) -> Verdict
     again: Next = "requeue" if requeue and budget > 0 else "leave"
     if job.state.startswith("CANCELLED"):
         return Verdict("cancelled", "leave")
-    if job.preempted or job.requeuing:
+    if job.requeued:
+        return Verdict("preempted" if job.preempted else "node_failed" if job.nodes_down else "requeued", "await")
+    if job.preempted:
         return Verdict("preempted", "await" if requeue else "leave")
     if job.nodes_down or job.state == "NODE_FAIL" or ended.carrier_lost:
         return Verdict("node_failed", again)

@@ -112,6 +112,9 @@ class RunDirectory:
         """What srun says that carries a process to its node: `server-0.srun.log`."""
         return self.log(process, life).with_suffix(".srun.log")
 
+    def carrier_logs(self) -> list[Path]:
+        return sorted((self.path / "logs").glob("*.srun.log"))
+
     def failure(self, process: str) -> Path:
         """One sentence, written by a process that ends for a reason it knows."""
         return self.path / "failures" / f"{process}.txt"
