@@ -85,14 +85,18 @@ def own_sentence(run: RunDirectory, name: str) -> str:
 
 def tail(log: Path, lines: int = TAIL_LINES) -> tuple[str, ...]:
     """The last lines of a log, of which at most 32 KiB are read."""
+    return tuple(line for line in tail_text(log).splitlines() if line.strip())[-lines:]
+
+
+def tail_text(log: Path) -> str:
+    """The last 32 KiB of a log; empty where there is none."""
     try:
         with log.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - TAIL_BYTES))
-            text = file.read().decode("utf-8", errors="replace")
+            return file.read().decode("utf-8", errors="replace")
     except FileNotFoundError:
-        return ()
-    return tuple(line for line in text.splitlines() if line.strip())[-lines:]
+        return ""
 
 
 def _confessed(run: RunDirectory, names: Sequence[str]) -> str:

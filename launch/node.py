@@ -11,10 +11,7 @@ ended by SIGHUP/SIGINT/SIGTERM, 75 stopped before its walltime.
 from __future__ import annotations
 
 import contextlib
-import os
-import selectors
 import signal
-import socket
 import sys
 import threading
 import time
@@ -26,12 +23,14 @@ from pathlib import Path
 import msgspec
 
 from telescope._launch import child
+from telescope._launch.address import KeptPort
 from telescope._launch.causes import COMPONENT_FAILED, Cause, how, root_cause, tail
+from telescope._launch.household import Household
 from telescope._launch.plan import Plan, ProcessPlan, read_plan
-from telescope._launch.processes import Ending, Process
+from telescope._launch.processes import Ending, Held
 from telescope._launch.progress import Console, LogCopy, Progress, read_object, summary_table
+from telescope._launch.remote import Nodes
 from telescope._launch.revival import LOOK_S, Revival
-from telescope.config.secrets import SecretMissing
 from telescope.runlog.layout import RunDirectory, write_atomically
 from telescope.weights import shared_memory
 from telescope.wire.security import make_keys
@@ -61,6 +60,8 @@ class Patience:
     """Between SIGTERM and SIGKILL, for those who did not follow the orchestrator after all that."""
     shim_s: float = 1.0
     """Shims beyond all that, before they get `kill`, and again before they are killed themselves."""
+    node_s: float = 2.0
+    """The same for what another node is told and says, on the way."""
     fence_s: float = 2 * child.KILL_WAIT_S
     """The shim of a fenced server, to end all that it has; then the shim itself is killed and the supervisor sweeps up."""
 
@@ -103,28 +104,38 @@ class Conclusion:
     """The process whose carrier failed rather than itself, if that ended the run; else empty."""
 
 
-def supervise(run: RunDirectory, patience: Patience = Patience()) -> int:
-    """Run the plan in `run` to its end in the foreground, and return the exit code. Call it from the main thread."""
-    return supervise_in(run, Surroundings(), patience).code
+def supervise(run: RunDirectory, patience: Patience = Patience(), nodes: Nodes | None = None, port: int = 0) -> int:
+    """Run the plan in `run` to its end in the foreground, and return the exit code. Call it from the main thread.
+
+    `nodes`: the other hosts of the run, ready. `port`: kept where the trainer's rank 0 will be; 0: one of this host's.
+    """
+    return supervise_in(run, Surroundings(), patience, nodes, port).code
 
 
-def supervise_in(run: RunDirectory, surroundings: Surroundings, patience: Patience = Patience()) -> Conclusion:
+def supervise_in(
+    run: RunDirectory,
+    surroundings: Surroundings,
+    patience: Patience = Patience(),
+    nodes: Nodes | None = None,
+    port: int = 0,
+) -> Conclusion:
     """The same within a batch system."""
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("supervise() must be called from the main thread: processes die with the thread that started them")
     plan = read_plan(run.plan_json)
     console = Console(sys.stderr, sys.stdout)
-    make_keys(run, plan.names)
-    with _Signals(surroundings.warning) as wakeup:
-        supervisor = Supervisor(run, plan, console, wakeup, patience, surroundings)
-        code = supervisor.run()
+    if nodes is None:
+        make_keys(run, plan.names)
+    with Signals(surroundings.warning) as wakeup, contextlib.closing(KeptPort(plan.head_address)) as kept:
+        supervisor = Supervisor(run, plan, console, wakeup, patience, nodes, surroundings)
+        code = supervisor.run(port or kept.number)
         supervisor.conclude(code)
         late = [number for number in wakeup.arrived() if number in INTERRUPTS]
     code = 128 + late[0] if late and code == 0 else code  # the summary is whole, but a sweep has to end
     return Conclusion(code, supervisor.warned, supervisor.interrupted, supervisor.carrier_lost)
 
 
-class _Signals:
+class Signals:
     """While a run goes on, signals arrive through a pipe and orphans of the run come to this process."""
 
     def __init__(self, warning: int | None = None) -> None:
@@ -152,6 +163,7 @@ class Supervisor:
         console: Console,
         wakeup: child.Wakeup,
         patience: Patience,
+        nodes: Nodes | None = None,
         surroundings: Surroundings = Surroundings(),
     ) -> None:
         self.directory = run
@@ -161,42 +173,42 @@ class Supervisor:
         self.console = console
         self.wakeup = wakeup
         self.patience = patience
+        self.nodes = nodes
         self.phase = Phase.RUNNING
         self.deadline = float("inf")
         self.interrupted: int | None = None
         self.cause: Cause | None = None
         self.late: list[str] = []
-        self.processes: dict[str, Process] = {}
-        self.strangers = self.children()
-        self.selector = selectors.DefaultSelector()
-        self.selector.register(wakeup.reader, selectors.EVENT_READ)
+        self.processes: dict[str, Held] = {}
+        watched = (wakeup.reader, *(nodes.descriptors if nodes else ()))
+        self.home = Household(watched, console.say, surroundings.carrier)
         self.progress = Progress(run, console) if plan.progress else None
         self.log_copy = LogCopy(run, plan.names, console) if plan.log_to_console else None
         self.revival = Revival(run, plan, console.say, patience.fence_s)
 
     # ---- the loop ----------------------------------------------------------------------------------------------------
 
-    def run(self) -> int:
+    def run(self, port: int) -> int:
+        """`port`: where the trainer ranks meet, on the host of rank 0."""
         try:
-            self.start()
+            self.start({"MASTER_PORT": str(port)})
             while self.living:
                 self.wait()
                 self.notice_signals()
+                self.look_after_nodes()
                 self.look_after_servers()
                 self.notice_endings()
                 if time.monotonic() >= self.deadline:
                     self.deadline_passed()
                 self.display()
         finally:
-            for process in self.living:
-                process.lifeline.close()  # only after a defect of ours: each shim ends what it has
-            self.sweep()
+            self.home.close()
             shared_memory.sweep()  # weights whose writer was killed; those of other runs alive are locked by theirs
-            self.selector.close()
+            if self.nodes and self.living:
+                self.say_farewell(ERROR, "the head ended with a defect of its own")
         return self.exit_code
 
-    def start(self) -> None:
-        port = {"MASTER_PORT": str(free_port())}
+    def start(self, port: dict[str, str]) -> None:
         for plan in self.plan.processes:
             self.cause = self.begin(plan, port if plan.role == "trainer" else {})
             if self.cause:
@@ -205,36 +217,25 @@ class Supervisor:
 
     def begin(self, plan: ProcessPlan, extra: dict[str, str], life: int = 1) -> Cause | None:
         """Start one process and watch it. The cause if it can't be started."""
-        try:
-            process = Process.start(plan, self.directory, extra, life, self.surroundings.carrier(plan))
-        except (OSError, SecretMissing) as error:
-            return Cause(plan.name, f"{plan.name} could not be started: {error}", str(self.directory.log(plan.name, life)), ())
-        self.processes[plan.name] = process
-        self.selector.register(process.lifeline, selectors.EVENT_READ, process)
-        self.selector.register(process.pidfd, selectors.EVENT_READ, process)
+        if plan.node and self.nodes:
+            self.processes[plan.name] = self.nodes.begin(plan, extra, life)
+            return None
+        if sentence := self.home.begin(plan, self.directory, extra, life):
+            return Cause(plan.name, sentence, str(self.directory.log(plan.name, life)), ())
+        self.processes[plan.name] = self.home.processes[plan.name]
         return None
 
     def wait(self) -> None:
         display_s = DISPLAY_S if self.progress or self.log_copy else float("inf")
         look_s = LOOK_S if self.revival.watching and self.phase is Phase.RUNNING else float("inf")
-        timeout = min(display_s, look_s, max(0.0, self.deadline - time.monotonic()))
-        for key, _ in self.selector.select(None if timeout == float("inf") else timeout):
-            process = key.data
-            if process is None or process.gone:
-                continue
-            if key.fileobj is process.lifeline:
-                if not process.read_reports():
-                    self.selector.unregister(process.lifeline)
-            else:
-                self.collect(process)
-
-    def collect(self, process: Process) -> None:
-        for source in (process.lifeline, process.pidfd):
-            if source in self.selector.get_map():
-                self.selector.unregister(source)
-        process.collect()
-        if process.ending is not None and process.ending.shim_died:
-            self.sweep()  # what it held came to us
+        beat_s = float("inf")
+        if self.nodes:
+            self.nodes.pump()
+            beat_s = self.nodes.next_beat_s
+        timeout = min(display_s, look_s, beat_s, max(0.0, self.deadline - time.monotonic()))
+        self.home.wait(None if timeout == float("inf") else timeout)
+        if self.nodes:
+            self.nodes.pump()
 
     # ---- what happened -----------------------------------------------------------------------------------------------
 
@@ -263,9 +264,22 @@ class Supervisor:
         else:
             self.end_all(self.patience.follow_s)
 
+    def look_after_nodes(self) -> None:
+        """A node that is lost ends the run: nobody can start its processes again."""
+        if self.nodes is None:
+            return
+        if self.nodes.interrupted and self.interrupted is None:
+            self.interrupt(self.nodes.interrupted)
+        while lost := self.nodes.silent(time.monotonic()):
+            name, sentence = lost
+            if self.phase is Phase.RUNNING:
+                self.fail(Cause(name, sentence, str(self.directory.path), ()))
+            else:
+                self.console.say(sentence)
+
     def look_after_servers(self) -> None:
         """Fence and start again what the run can go on without for a while."""
-        if self.phase is not Phase.RUNNING or self.orchestrator.ended:
+        if self.phase is not Phase.RUNNING or self.cause or self.orchestrator.ended:
             return
         now = time.monotonic()
         try:
@@ -288,7 +302,7 @@ class Supervisor:
         if self.phase is Phase.RUNNING and self.failed:
             for process in self.living:
                 process.read_reports()  # an earlier death may lie in another lifeline
-            self.fail(root_cause(self.directory, self.plan.names, self.endings, self.revival.lives))
+            self.fail(self.located(root_cause(self.directory, self.plan.names, self.endings, self.revival.lives)))
         elif self.phase is Phase.RUNNING and self.orchestrator.ended:
             self.enter(Phase.LEAVING, self.patience.leave_s)
         elif self.phase is Phase.ASKED and self.orchestrator.ending:
@@ -326,47 +340,38 @@ class Supervisor:
         else:
             self.ask_orchestrator(self.patience.grace_s)
 
+    def located(self, cause: Cause | None) -> Cause | None:
+        """With the name of the node, where that is not the head."""
+        where = self.nodes.where(cause.process) if self.nodes and cause else ""
+        if cause is None or not where or where.partition(" ")[0] in cause.sentence:
+            return cause
+        return Cause(cause.process, f"on {where}: {cause.sentence}", cause.log, cause.last_lines)
+
+    def say_farewell(self, code: int, reason: str) -> None:
+        """Let the other nodes go."""
+        staying = self.nodes.end(code, reason) if self.nodes else []
+        if staying:
+            self.console.say(f"{', '.join(staying)} did not say that they have ended: look at their processes.")
+
     def ask_orchestrator(self, seconds: float, number: int = signal.SIGTERM) -> None:
         self.orchestrator.leave(seconds, number)
-        self.enter(Phase.ASKED, seconds + self.patience.shim_s)
+        self.enter(Phase.ASKED, seconds + self.shim_s)
 
     def end_all(self, grace_s: float) -> None:
         for process in self.living:
-            process.leave(grace_s)
-        self.enter(Phase.ENDING, grace_s + self.patience.shim_s)
+            process.leave(grace_s, signal.SIGTERM)
+        self.enter(Phase.ENDING, grace_s + self.shim_s)
 
     def kill_all(self) -> None:
         for process in self.living:
             process.kill()
-        self.enter(Phase.KILLING, self.patience.shim_s)
+        self.enter(Phase.KILLING, self.shim_s)
 
     def give_up_shims(self) -> None:
         """A shim that does not even follow `kill` (stopped, say) goes itself, and the sweep takes what it held."""
         for process in self.living:
-            child.send(process.shim.pid, signal.SIGKILL)
-        self.deadline = time.monotonic() + self.patience.shim_s
-
-    def sweep(self) -> None:
-        """End whatever of this run came to us as an orphan; what was here before the run is left alone."""
-        give_up_at = time.monotonic() + child.KILL_WAIT_S
-        while left := self.orphans():
-            seconds = give_up_at - time.monotonic()
-            if seconds <= 0:
-                self.console.say(f"Processes {', '.join(map(str, left))} of this run do not die, SIGKILL or not: look at them.")
-                return
-            for pid in left:
-                child.send(pid, signal.SIGKILL)
-            wait_for_any_end(left, seconds)
-            reap(left)
-
-    def orphans(self) -> list[int]:
-        roots = self.children() - self.strangers - {process.shim.pid for process in self.processes.values()}
-        return [*roots, *child.below(roots, child.process_table())]
-
-    @staticmethod
-    def children() -> set[int]:
-        """Direct children of this process."""
-        return {pid for pid, parent in child.process_table().items() if parent == os.getpid()}
+            process.give_up()
+        self.deadline = time.monotonic() + self.shim_s
 
     # ---- what the user sees ------------------------------------------------------------------------------------------
 
@@ -393,6 +398,7 @@ class Supervisor:
         if self.cause:
             self.console.say(f"The run failed: {self.cause.text()}")
         self.write(self.directory.exit_json, exit_record(code, self.cause, self.endings, self.revival.lives))
+        self.say_farewell(code, self.cause.sentence if self.cause else "")
         summary = read_object(self.directory.summary_json)
         self.console.result(f"run directory: {self.directory.path}")
         if summary:
@@ -401,11 +407,16 @@ class Supervisor:
     # ---- derived facts -----------------------------------------------------------------------------------------------
 
     @property
-    def living(self) -> list[Process]:
+    def shim_s(self) -> float:
+        """Orders and reports of other nodes take a moment on the way."""
+        return self.patience.shim_s + (self.patience.node_s if self.nodes else 0.0)
+
+    @property
+    def living(self) -> list[Held]:
         return [process for process in self.processes.values() if not process.gone]
 
     @property
-    def orchestrator(self) -> Process:
+    def orchestrator(self) -> Held:
         return next(process for process in self.processes.values() if process.plan.role == "orchestrator")
 
     @property
@@ -424,7 +435,7 @@ class Supervisor:
         ending = self.endings.get(self.cause.process) if self.cause else None
         process = self.processes.get(self.cause.process) if self.cause else None
         lost = ending is not None and ending.shim_died and process is not None and self.surroundings.carrier(process.plan)
-        return self.cause.process if lost and self.cause else ""
+        return process.name if lost and process else ""
 
     @property
     def only_orchestrator_left(self) -> bool:
@@ -444,31 +455,6 @@ class Supervisor:
         if self.warned and self.orchestrator_status != 0:  # else it was done before it heard
             return STOPPED
         return 0 if self.interrupted is None else 128 + self.interrupted
-
-
-def free_port() -> int:
-    """A port on loopback that was free just now, for the trainer ranks' meeting point."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def wait_for_any_end(pids: list[int], seconds: float) -> None:
-    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as opened:
-        for pid in pids:
-            try:
-                descriptor = os.pidfd_open(pid)
-            except ProcessLookupError:
-                return  # one has ended already
-            opened.callback(os.close, descriptor)
-            selector.register(descriptor, selectors.EVENT_READ)
-        selector.select(seconds)
-
-
-def reap(pids: list[int]) -> None:
-    for pid in pids:
-        with contextlib.suppress(ChildProcessError):  # somebody else's child
-            os.waitpid(pid, os.WNOHANG)
 
 
 def exit_record(code: int, cause: Cause | None, endings: dict[str, Ending], lives: dict[str, int]) -> str:

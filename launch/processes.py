@@ -14,6 +14,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import telescope._launch.child as child
 from telescope._launch.environ import added, child_environment, foreign
@@ -33,6 +34,28 @@ class Ending:
     """Its shim was killed, and it with the shim."""
     ordered: bool = False
     """After an order of the supervisor: no cause of anything."""
+
+
+class Held(Protocol):
+    """A process as whoever decides about it sees it, on this host or another."""
+
+    plan: ProcessPlan
+    life: int
+    pid: int | None
+    ending: Ending | None
+    gone: bool
+    fenced: str
+    give_up_at: float
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def ended(self) -> bool: ...
+    def leave(self, grace_s: float, number: int) -> None: ...
+    def kill(self) -> None: ...
+    def fence(self, reason: str, patience_s: float) -> None: ...
+    def give_up(self) -> None: ...
+    def read_reports(self) -> bool: ...
 
 
 class Process:
@@ -90,6 +113,10 @@ class Process:
         self.fenced = reason
         self.give_up_at = time.monotonic() + patience_s
         self.kill()
+
+    def give_up(self) -> None:
+        """Kill the shim, which does not follow; whoever watches it sweeps up what it held."""
+        child.send(self.shim.pid, signal.SIGKILL)
 
     def read_reports(self) -> bool:
         """Take in what the shim said. False where the lifeline is closed."""

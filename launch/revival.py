@@ -7,14 +7,12 @@ lasts. Before that moment a death ends the run: what cannot even start needs its
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from telescope._launch import child
 from telescope._launch.causes import how, own_sentence
 from telescope._launch.plan import Plan, ProcessPlan
-from telescope._launch.processes import Process
+from telescope._launch.processes import Held
 from telescope._launch.restarts import Restarts
 from telescope.runlog import control
 from telescope.runlog.layout import RunDirectory
@@ -44,7 +42,7 @@ class Revival:
         """Servers that are down and will be started again."""
         return frozenset(self._due)
 
-    def look(self, processes: dict[str, Process], now: float) -> tuple[str, str] | None:
+    def look(self, processes: Mapping[str, Held], now: float) -> tuple[str, str] | None:
         """Obey requests to fence, note ends, and plan further lives. `(server, sentence)` where one has none left."""
         if not self.watching or not self._run.underway.exists():
             return None
@@ -53,13 +51,13 @@ class Revival:
                 return name, sentence
         return None
 
-    def _look_at(self, process: Process, now: float) -> str:
+    def _look_at(self, process: Held, now: float) -> str:
         fence = control.take_fence(self._run, process.name)
         if fence is not None and fence.pid == process.pid and not process.fenced:
             process.fence(fence.reason, self._fence_s)
         if process.ending is None:
             if now >= process.give_up_at:
-                child.send(process.shim.pid, signal.SIGKILL)
+                process.give_up()
             return ""
         if not process.fenced and (process.ending.status == 0 or process.ending.ordered):
             return ""  # it left by itself: if the run still needs it, the orchestrator asks for the fence
@@ -74,7 +72,7 @@ class Revival:
         control.note_end(self._run, process.name, control.Ended(process.life, process.pid or 0, sentence))
         return ""
 
-    def due(self, processes: dict[str, Process], now: float) -> Iterable[tuple[ProcessPlan, int]]:
+    def due(self, processes: Mapping[str, Held], now: float) -> Iterable[tuple[ProcessPlan, int]]:
         """Servers to be started now, with the number of the life that begins; nothing of the last one is left."""
         for name in [name for name, at in self._due.items() if now >= at and processes[name].gone]:
             del self._due[name]
@@ -87,7 +85,7 @@ class Revival:
         """Where the server's present life writes."""
         return self._run.log(name, self.lives.get(name, 1))
 
-    def _put_aside(self, process: Process) -> None:
+    def _put_aside(self, process: Held) -> None:
         """The reason of a life that is over must not pass for that of a later one."""
         failure = self._run.failure(process.name)
         if failure.exists():

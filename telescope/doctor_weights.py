@@ -234,16 +234,17 @@ class Ranks:
 @contextlib.asynccontextmanager
 async def _ranks(config: RunConfig, directory: RunDirectory, identity: RunIdentity, plan: Plan) -> AsyncIterator[Ranks]:
     """The trainer's processes, met; they have ended after the block."""
+    from telescope._launch.address import KeptPort
     from telescope._launch.environ import child_environment
-    from telescope._launch.node import free_port
     from telescope.wire.hub import Hub
     from telescope.wire.security import make_keys
 
     processes = [process for process in plan.processes if process.role == "trainer"]
     names = [process.name for process in processes]
     make_keys(directory, ["orchestrator", *names])
-    port = {"MASTER_PORT": str(free_port())}
     async with contextlib.AsyncExitStack() as stack:
+        kept = stack.enter_context(contextlib.closing(KeptPort(plan.head_address)))
+        port = {"MASTER_PORT": str(kept.number)}
         opened = await Hub.open(directory, run=identity.run_id, attempt=identity.attempt, config_hash=identity.config_hash)
         hub = await stack.enter_async_context(opened)
         for process in processes:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from telescope._launch.local import this_host
-from telescope._launch.plan import Host, Plan, PlanError, make_plan, shared_gpus
+from telescope._launch.plan import Plan, PlanError, make_plan, shared_gpus
 from telescope.compose.load import UsageError, load_points, places_for
 from telescope.config.run import RunConfig, load_run
 from telescope.config.words import ConfigError
@@ -38,6 +38,7 @@ from telescope.planning.forecast import (
     splits,
     training,
 )
+from telescope.planning.hosts import BadHosts, describe_placement, hosts_of
 from telescope.planning.report import (
     describe_assumed,
     describe_calibration,
@@ -61,8 +62,11 @@ def main(arguments: Sequence[str]) -> int:
         (point,) = load_points(asked.overrides, places_for(asked.config_dir), os.environ)
         if point.config is None or point.problems:
             raise ConfigError(point.problems)
-        lines = [*describe(point.config), *_processes(point.config, point.warnings, asked), *_forecast(point.config, asked)]
-    except UsageError as error:
+        if asked.placement:
+            lines = [*describe_placement(point.config, _plan(point.config, asked)), *point.warnings]
+        else:
+            lines = [*describe(point.config), *_processes(point.config, point.warnings, asked), *_forecast(point.config, asked)]
+    except (UsageError, BadHosts) as error:
         sys.stderr.write(f"telescope.plan: {error}\n")
         return USAGE
     except (ConfigError, PlanError, Refused, Uncalibratable) as error:
@@ -78,6 +82,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--calibrate", metavar="RUN_DIR", help="take times and lengths from this run")
     parser.add_argument("--gpus", type=int, metavar="N", help="divide N GPUs between inference and training; show the splits")
     parser.add_argument("--card", choices=sorted(CARDS), help="the GPU to plan for, whatever this machine has (default: h100)")
+    parser.add_argument("--placement", action="store_true", help="show which process goes where, and nothing else")
+    parser.add_argument("--hosts", metavar="4x8", help="hosts to plan for, COUNTxGPUS or COUNTxGPUSxCORES, e.g. 1x0x16,4x8")
     parser.add_argument(
         "--completion-tokens", type=float, metavar="MEAN", help="mean length of a completion, if no run is given"
     )
@@ -90,10 +96,17 @@ def _processes(config: RunConfig, warnings: Iterable[str], asked: argparse.Names
     if asked.gpus is not None or asked.card is not None:
         yield from warnings
         return
-    host = this_host()
-    plan = make_plan(config, (host,))
-    yield from describe_processes(plan, host)
+    plan = _plan(config, asked)
+    yield from describe_processes(plan)
     yield from (*warnings, *filter(None, (shared_gpus(plan),)))
+
+
+def _plan(config: RunConfig, asked: argparse.Namespace) -> Plan:
+    """For the hosts that were named, else for as many like this one as the run has. Raises `PlanError`, `BadHosts`."""
+    here = this_host()
+    if asked.hosts is None:
+        return make_plan(config, (here,) * (config.cluster.nodes or 1))
+    return make_plan(config, hosts_of(asked.hosts, here.cpus))
 
 
 def _forecast(config: RunConfig, asked: argparse.Namespace) -> Iterator[str]:
@@ -154,7 +167,7 @@ def _card(config: RunConfig, asked: argparse.Namespace) -> Card | None:
     """The card to plan for; None on a machine, or for a run, without GPUs."""
     if asked.card is not None or asked.gpus is not None:
         return CARDS[asked.card or "h100"]
-    return CARDS["h100"] if make_plan(config, (this_host(),)).device == "gpu" else None
+    return CARDS["h100"] if _plan(config, asked).device == "gpu" else None
 
 
 def _calibration(folder: str | None) -> Calibration | None:
@@ -189,12 +202,16 @@ def describe(config: RunConfig) -> Iterator[str]:
     yield f"They are trained in packed rows of {config.trainer.seq_len} tokens, on {ranks} rank{'s' * (ranks != 1)}."
 
 
-def describe_processes(plan: Plan, host: Host) -> Iterator[str]:
-    gpus = f"{len(host.gpus)} GPU{'s' * (len(host.gpus) != 1)}" if host.gpus else "no GPU"
-    yield f"Processes on {host.name} ({host.cpus} core{'s' * (host.cpus != 1)}, {gpus}; runs on {plan.device}):"
-    for process in plan.processes:
-        where = f"GPU {', '.join(process.gpus)}" if process.gpus else f"{process.threads} thread{'s' * (process.threads != 1)}"
-        yield f"  {process.name:<14}{where}"
+def describe_processes(plan: Plan) -> Iterator[str]:
+    for node, host in enumerate(plan.hosts):
+        gpus = f"{len(host.gpus)} GPU{'s' * (len(host.gpus) != 1)}" if host.gpus else "no GPU"
+        yield f"Processes on {host.name} ({host.cpus} core{'s' * (host.cpus != 1)}, {gpus}; runs on {plan.device}):"
+        for process in plan.processes:
+            where = (
+                f"GPU {', '.join(process.gpus)}" if process.gpus else f"{process.threads} thread{'s' * (process.threads != 1)}"
+            )
+            if process.node == node:
+                yield f"  {process.name:<14}{where}"
 
 
 if __name__ == "__main__":

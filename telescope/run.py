@@ -17,7 +17,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from telescope._launch.plan import Plan
+    from telescope._launch.standing import Standing
     from telescope.compose.load import Point
     from telescope.config.run import RunConfig
     from telescope.runlog.layout import RunDirectory
@@ -46,7 +47,9 @@ class Order:
     """One run, ready to be written down and started; `config` has its name and run_dir."""
 
     config: RunConfig
-    plan: Plan
+    plan: Plan | None
+    """None where the hosts have yet to meet."""
+    standing: Standing
     warnings: tuple[str, ...]
     arguments: tuple[str, ...]
     started: datetime
@@ -59,6 +62,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--resolve", action="store_true")
     parser.add_argument("-cd", "--config-dir")
     parser.add_argument("-m", "--multirun", action="store_true")
+    parser.add_argument("--new-key", metavar="FILE")
     parser.add_argument("overrides", nargs="*")
     parsed = parser.parse_intermixed_args(list(arguments))
     if parsed.resolve and not parsed.cfg:
@@ -69,6 +73,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str]) -> int:
     """One command line; the exit code is that of docs/configuration.md."""
     asked = _parse(arguments)
+    if asked.new_key:
+        return _new_key(Path(asked.new_key))
     from telescope.compose.load import UsageError, load_points, places_for
 
     try:
@@ -93,6 +99,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _say(text: str) -> None:
     sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
 
 
 def _show(points: Sequence[Point], resolved: bool) -> None:
@@ -114,50 +121,34 @@ def _refusal(points: Sequence[Point]) -> str:
 
 
 def _run_all(points: Sequence[Point], arguments: Sequence[str]) -> int:
-    """One run a point, one after another, or all in Slurm's queue; every plan is made before the first starts.
+    """One run a point, one after another, or all in Slurm's queue; every plan that this host can make is made first.
 
     Returns the first exit code that is not 0. An interrupt ends the sweep.
     """
     from telescope._launch.plan import PlanError, shared_gpus
 
     started = datetime.now().astimezone()
-    configs = [named(point.config) for point in points if point.config is not None]
     try:
-        plans = list(_plans(configs))
+        planned = [(named(point.config), *_planned(point.config)) for point in points if point.config is not None]
     except PlanError as error:
         _say(f"{error}\nNothing was started.")
         return CONFIG_ERROR
     orders = []
-    for index, (config, plan, point) in enumerate(zip(configs, plans, points, strict=True)):
+    for index, ((config, standing, plan), point) in enumerate(zip(planned, points, strict=True)):
         folder = _sweep_folder(config, started, index) if len(points) > 1 else run_folder(config, started)
-        config = config.model_copy(update={"run_dir": str(folder)})
-        warnings = (*point.warnings, *filter(None, (shared_gpus(plan),)))
-        orders.append(Order(config, plan, warnings, tuple(arguments), started))
-    if any(config.cluster.slurm is not None for config in configs):
+        if not standing.rank or config.run_dir is not None:
+            config = config.model_copy(update={"run_dir": str(folder)})
+        warnings = (*point.warnings, *filter(None, (shared_gpus(plan) if plan else "",)))
+        orders.append(Order(config, plan, standing, warnings, tuple(arguments), started))
+    if any(order.config.cluster.slurm is not None for order in orders):
         return _submit(orders)
     failed = OK
     for order in orders:
-        code = _run_one(order)
+        code = _join(order) if order.standing.rank else _run_one(order)
         failed = failed or code
         if code in INTERRUPTED:
             break
     return failed
-
-
-def _plans(configs: Sequence[RunConfig]) -> Iterator[Plan]:
-    """For this machine, or for the nodes that Slurm is asked for. Raises `PlanError`."""
-    from telescope._launch.local import this_host
-    from telescope._launch.plan import make_plan
-    from telescope._launch.slurm.allocation import nominal
-    from telescope._launch.slurm.place import place
-
-    host = None
-    for config in configs:
-        if config.cluster.slurm is not None:
-            yield place(config, nominal(config.cluster.slurm))
-        else:
-            host = host or this_host()
-            yield make_plan(config, (host,))
 
 
 def _submit(orders: Sequence[Order]) -> int:
@@ -195,6 +186,45 @@ def _submit(orders: Sequence[Order]) -> int:
     return OK
 
 
+def _planned(config: RunConfig) -> tuple[Standing, Plan | None]:
+    """Where this host stands, and the plan of a run that is on it alone, or on the nodes that Slurm is asked for.
+
+    Raises `PlanError`."""
+    from telescope._launch.local import this_host
+    from telescope._launch.plan import make_plan
+    from telescope._launch.slurm.allocation import nominal
+    from telescope._launch.slurm.place import hosts_of
+    from telescope._launch.standing import Standing, standing
+
+    if config.cluster.slurm is not None:
+        return Standing(), make_plan(config, hosts_of(nominal(config.cluster.slurm)))
+    found = standing(config.cluster, config.run_dir, os.environ)
+    return found, make_plan(config, (this_host(),)) if found.nodes == 1 else None
+
+
+def _join(order: Order) -> int:
+    """Be one of the nodes that are not the head."""
+    from telescope._launch.join import Invitation, join
+    from telescope.config.run import config_hash
+
+    config, cluster = order.config, order.config.cluster
+    folder = None if config.run_dir is None else Path(config.run_dir)
+    invitation = Invitation(order.standing, config_hash(config), folder, cluster.interface, cluster.placement_timeout_s)
+    return join(invitation, _say)
+
+
+def _new_key(path: Path) -> int:
+    from telescope._launch.standing import write_key
+
+    try:
+        write_key(path)
+    except OSError as error:
+        _say(f"telescope.run: --new-key {path} can't be written: {error.strerror}")
+        return CONFIG_ERROR
+    _say(f"Made {path}. Copy it to every host of your runs, readable by you alone, and give cluster.key_file={path}.")
+    return OK
+
+
 def named(config: RunConfig) -> RunConfig:
     """With a name made of model and algorithm where none was given, e.g. `tiny-grpo`."""
     if config.name:
@@ -223,7 +253,13 @@ def _run_one(order: Order) -> int:
     from telescope._launch.node import supervise
 
     directory = _make_directory(order)
-    return CONFIG_ERROR if directory is None else supervise(directory)
+    if directory is None:
+        return CONFIG_ERROR
+    if order.plan:
+        return supervise(directory)
+    from telescope._launch.lead import lead
+
+    return lead(directory, order.config, order.standing, _say)
 
 
 def _make_directory(order: Order) -> RunDirectory | None:
@@ -237,7 +273,8 @@ def _make_directory(order: Order) -> RunDirectory | None:
     try:
         directory = RunDirectory.create(path)
         write_down(directory, order)
-        write_plan(order.plan, directory.plan_json)
+        if order.plan:
+            write_plan(order.plan, directory.plan_json)
     except RunDirectoryInUse as error:
         _say(str(error))
         return None

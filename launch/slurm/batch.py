@@ -10,20 +10,22 @@ from __future__ import annotations
 import logging
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from telescope._launch.environ import own
 from telescope._launch.node import Conclusion, Surroundings, supervise_in
-from telescope._launch.plan import PlanError, ProcessPlan, write_plan
+from telescope._launch.address import NoAddress, interface_of, is_own, local_address, resolved
+from telescope._launch.plan import PlanError, ProcessPlan, make_plan, write_plan
 from telescope._launch.slurm import queue
 from telescope._launch.slurm.allocation import Allocation, Node, allocated
-from telescope._launch.slurm.place import place
+from telescope._launch.slurm.place import LOOPBACK, hosts_of
 from telescope._launch.slurm.verdict import Ended, JobFacts, Verdict, judge
 from telescope.config.run import load_run
 from telescope.config.slurm import SlurmSettings
 from telescope.runlog import attempts
 from telescope.runlog.layout import RunDirectory
+from telescope.weights.choose import TransportRefused, planned
 
 log = logging.getLogger(__name__)
 
@@ -48,8 +50,10 @@ def run(run_dir: str) -> None:
     attempt = attempts.begin(directory, allocation.job_id, allocation.attempt, names)
     log.info("Attempt %d of %s on %s.", attempt.number, directory.path, ", ".join(names))
     try:
-        write_plan(place(config, allocation.nodes), directory.plan_json)
-    except PlanError as error:
+        plan = make_plan(config, hosts_of(allocation.nodes, networks(names)))
+        write_plan(plan, directory.plan_json)
+        planned(config.weight_sync.transport, directory.plan_json, adapters=config.model.lora is not None)
+    except (PlanError, NoAddress, TransportRefused) as error:
         log.error("%s", error)  # noqa: TRY400 -- a sentence for the user, no traceback
         attempts.end(directory, attempt, "failed", CONFIG_ERROR, requeued=False)
         raise SystemExit(CONFIG_ERROR) from None
@@ -60,6 +64,20 @@ def run(run_dir: str) -> None:
     if verdict.next != "leave":
         _go_again(allocation.job_id, at_once=verdict.next == "requeue")
     raise SystemExit(concluded.code)
+
+
+def networks(nodes: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Address and interface of each node, the batch node first; loopback where there is one only. Raises `NoAddress`.
+
+    Slurm's NodeAddr is the network of its daemons, on which nodes reach each other; an interface is known of this node alone,
+    elsewhere torch and NCCL find it by the address, or by `cluster.env.NCCL_SOCKET_IFNAME`."""
+    if len(nodes) == 1:
+        return {nodes[0]: LOOPBACK}
+    found = {node: resolved(queue.address(node)) for node in nodes}
+    if not is_own(found[nodes[0]]):  # reached through a name of another network
+        found[nodes[0]] = local_address(None, facing=found[nodes[1]])
+    here = interface_of(found[nodes[0]])
+    return {node: (address, here if node == nodes[0] or here == LOOPBACK[1] else "") for node, address in found.items()}
 
 
 def carrier_for(settings: SlurmSettings, allocation: Allocation) -> Callable[[ProcessPlan], tuple[str, ...]]:

@@ -31,6 +31,7 @@ def conflicts(config: RunConfig) -> list[Conflict]:
         *_rewards(config),
         *_schedule(config),
         *_processes(config),
+        *_hosts(config),
         *_weights(config),
     ]
 
@@ -153,6 +154,31 @@ def _processes(config: RunConfig) -> Iterator[Conflict]:
             "or leave it out",
         )
     yield from _inference(config)
+
+
+def _hosts(config: RunConfig) -> Iterator[Conflict]:
+    cluster = config.cluster
+    if cluster.launcher == "local":
+        for name in ("nodes", "node_rank", "head", "key_file", "interface"):
+            if (given := getattr(cluster, name)) is not None:
+                yield Conflict(
+                    (f"cluster.{name}", "cluster.launcher"),
+                    f"cluster.{name}={given} does nothing with cluster.launcher=local, which is this machine alone: leave it "
+                    "out, or set cluster=bare_metal",
+                )
+        return
+    if cluster.nodes is not None and cluster.node_rank is not None and cluster.node_rank >= cluster.nodes:
+        yield Conflict(
+            ("cluster.node_rank", "cluster.nodes"),
+            f"cluster.node_rank={cluster.node_rank} must be below cluster.nodes={cluster.nodes}: hosts are counted from 0",
+        )
+    if cluster.head is not None and cluster.key_file is None:
+        yield Conflict(
+            ("cluster.head", "cluster.key_file"),
+            f"cluster.head={cluster.head} needs cluster.key_file, without which anyone could join: make one with "
+            "`python -m telescope.run --new-key FILE`, copy it to every host, and give cluster.key_file=FILE; or leave the "
+            "head out, and the hosts meet in run_dir",
+        )
 
 
 def _inference(config: RunConfig) -> Iterator[Conflict]:

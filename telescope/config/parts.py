@@ -6,20 +6,18 @@ it.
 
 from __future__ import annotations
 
-import re
 from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from telescope.config.cluster import ClusterSettings as ClusterSettings
 from telescope.config.secrets import referenced
-from telescope.config.slurm import SlurmSettings
 from telescope.flow.curriculum import Pool, Pools
 from telescope.maths.support import Support
 from telescope.settings import Settings
 
 DEFAULT_PORT = 8100
 Dtype = Literal["float32", "float16", "bfloat16"]
-_VARIABLE = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
 
 
 class LoraSettings(Settings):
@@ -323,41 +321,6 @@ class WeightSyncSettings(Settings):
 class WireSettings(Settings):
     direct: bool = False
     """Workers bring their requests straight to the servers, with a ticket of the orchestrator, instead of through it."""
-
-
-class ClusterSettings(Settings):
-    device: Literal["auto", "cpu", "gpu"] = "auto"
-    """auto: the GPUs present, else CPU."""
-    inference_num_workers: int = Field(default=2, ge=1, le=1_024)
-    """GPUs given to inference; servers = this / inference.tensor_parallel_size."""
-    trainer_num_workers: int = Field(default=2, ge=1, le=1_024)
-    """Trainer ranks."""
-    env_num_workers: int = Field(default=1, ge=1, le=1_024)
-    """Environment worker processes."""
-    rollouts_per_env_worker: int = Field(default=1024, ge=1, le=1_000_000)
-    """Rollouts one environment worker plays at once."""
-    inference_cpus_per_worker: float = Field(default=4.0, gt=0, le=1_024)
-    """CPU cores (threads) of a server; a hint where there are fewer."""
-    trainer_cpus_per_worker: float = Field(default=4.0, gt=0, le=1_024)
-    """CPU cores (threads) of a trainer rank; a hint where there are fewer."""
-    placement_timeout_s: int = Field(default=900, ge=1, le=1_000_000)
-    """Until all processes have said hello."""
-    max_server_restarts: int = Field(default=3, ge=0, le=1_000_000)
-    """Restarts of one inference server within an hour once the run is under way; one more death ends the run. 0: none."""
-    slurm: SlurmSettings | None = None
-    """Submit the run as a Slurm job; `cluster=slurm` sets it. null: start it here."""
-    dry_run: bool = False
-    """With cluster.slurm: write the run directory and the batch file, and submit nothing."""
-    env: dict[str, str] = Field(default_factory=dict)
-    """Environment variables for every process of the run. A secret is given as a reference: `'${oc.env:HF_TOKEN}'`."""
-
-    @field_validator("env")
-    @classmethod
-    def _variables_have_names(cls, env: dict[str, str]) -> dict[str, str]:
-        wrong = [name for name in env if not _VARIABLE.match(name)]
-        if wrong:
-            raise ValueError(f"cluster.env: {', '.join(map(repr, wrong))} can't name an environment variable")
-        return env
 
 
 class LoggingSettings(Settings):

@@ -38,6 +38,8 @@ S = TypeVar("S", bound=Settings)
 FORMAT = 1
 NOT_HASHED = ("name", "run_dir")
 """Where a run lies and what it is called do not change what it computes."""
+STANDPOINT = ("node_rank", "interface", "head", "key_file")
+"""Of `cluster`: how one host of a run sees itself and the others; each has its own."""
 
 
 def settings_of(kind: plugins.Kind[S], value: Any, info: ValidationInfo) -> S:
@@ -174,8 +176,9 @@ def as_json(config: RunConfig) -> dict[str, Any]:
 
 
 def config_hash(config: RunConfig) -> str:
-    """16 hexadecimal digits over all settings but name and run_dir: equal settings, equal hash, in any process."""
+    """16 hexadecimal digits over all settings but name, run_dir and where a host stands: equal settings, equal hash."""
     kept = {key: value for key, value in as_json(config).items() if key not in NOT_HASHED}
+    kept["cluster"] = {key: value for key, value in kept["cluster"].items() if key not in STANDPOINT}
     text = json.dumps(kept, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -108,7 +108,8 @@ async def _door(place: Place) -> AsyncIterator[Hub | None]:
         yield None
         return
     identity = HubIdentity(place.identity.run_id, place.identity.attempt, config_hash(place.config))
-    door = await Hub.open_door(place.directory, place.name, identity, silent_s=place.config.orchestrator.silent_s)
+    silent_s = place.config.orchestrator.silent_s
+    door = await Hub.open_door(place.directory, place.name, identity, interface=place.address, silent_s=silent_s)
     try:
         yield door
     finally:

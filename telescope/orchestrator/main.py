@@ -187,6 +187,7 @@ async def _train(place: Place, signals: Signals, core: Core, recorder: Recorder,
         run=place.identity.run_id,
         attempt=place.identity.attempt,
         config_hash=config_hash(config),
+        interface=place.address,
         silent_s=config.orchestrator.silent_s,
         stuck_s=config.orchestrator.stuck_s,
     )

@@ -68,6 +68,11 @@ class RunDirectory:
     def hub_json(self) -> Path:
         return self.path / "wire" / "hub.json"
 
+    @property
+    def nodes_json(self) -> Path:
+        """Where the head's supervisor is, and the key to it, for nodes that see this directory."""
+        return self.path / "nodes" / "head.json"
+
     def secret_key(self, process: str) -> Path:
         return self.path / "wire" / f"{process}.key_secret"
 

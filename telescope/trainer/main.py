@@ -20,7 +20,7 @@ from telescope.config.words import ConfigError
 from telescope.trainer.placement import Misplaced, placement
 from telescope.trainer.service import OutOfOrder, SenderStuck, Service
 from telescope.weights.base import NoRoomForWeights, Publisher
-from telescope.weights.choose import Here, TransportRefused, cards, choose, make_publisher, wire_dtype
+from telescope.weights.choose import Here, TransportRefused, cards, choose, make_publisher, spread, wire_dtype
 from telescope.wire import meeting
 from telescope.wire.link import Link, LinkLost, WireRefused, WireTimeout
 from telescope.wire.process import Known, Place, Signals, run_process
@@ -70,9 +70,9 @@ def live(place: Place, signals: Signals) -> int:
 def publisher(place: Place, backend: Backend, world: World) -> Publisher:
     """This rank's end of the transport that the settings name. Raises `TransportRefused`, `NoRoomForWeights`."""
     config = place.config
-    transport = choose(
-        config.weight_sync.transport, world.device, cards(place.directory.plan_json), adapters=config.model.lora is not None
-    )
+    plan = place.directory.plan_json
+    adapters = config.model.lora is not None
+    transport = choose(config.weight_sync.transport, world.device, cards(plan), adapters=adapters, hosts=spread(plan))
     address = "127.0.0.1"
     if transport in ("nccl", "gloo"):
         from telescope.weights.rendezvous import facing

@@ -78,21 +78,40 @@ def cards(plan_json: Path) -> Cards:
     return "same" if used["server"] == used["trainer"] and len(used["server"]) == 1 else "mixed"
 
 
+def spread(plan_json: Path) -> bool:
+    """Whether a server is on another host than rank 0 of the trainer, which writes what servers read."""
+    try:
+        plan = msgspec.json.decode(plan_json.read_bytes(), type=_Plan)
+    except FileNotFoundError:
+        return False
+    writer = next((process.host for process in plan.processes if process.role == "trainer"), None)
+    return writer is not None and any(process.host != writer for process in plan.processes if process.role == "server")
+
+
 def planned(transport: str, plan_json: Path, *, adapters: bool = False) -> Transport:
     """The same for the whole run, as its plan has it. Raises `TransportRefused`."""
     try:
         device = msgspec.json.decode(plan_json.read_bytes(), type=_Plan).device
     except FileNotFoundError:
         device = "cpu"
-    return choose(transport, "cuda" if device == "gpu" else "cpu", cards(plan_json), adapters=adapters)
+    placed, hosts = cards(plan_json), spread(plan_json)
+    return choose(transport, "cuda" if device == "gpu" else "cpu", placed, adapters=adapters, hosts=hosts)
 
 
-def choose(transport: str, device: str, placed: Cards, *, adapters: bool = False) -> Transport:
+def choose(transport: str, device: str, placed: Cards, *, adapters: bool = False, hosts: bool = False) -> Transport:
     """The transport that `weight_sync.transport` means on a device. `adapters`: versions are LoRA adapters, which are small and
-    which a server reads as files. Raises `TransportRefused`."""
+    which a server reads as files. `hosts`: not all servers are on the trainer's host. Raises `TransportRefused`."""
     on_gpu = device.startswith("cuda")
     if transport == "auto" and adapters:
-        return "shared_memory"
+        return "disk" if hosts else "shared_memory"
+    if hosts and (transport == "shared_memory" or (transport == "auto" and on_gpu and placed != "apart")):
+        raise TransportRefused(
+            f"weight_sync.transport={transport} is shared memory here, which servers on other hosts do not see: set "
+            "weight_sync.transport=disk and weight_sync.dir to a folder that all hosts see, or give servers and ranks GPUs of "
+            "their own"
+        )
+    if transport == "auto" and hosts:
+        return "nccl" if on_gpu else "gloo"
     if transport == "auto":
         on_cards: dict[Cards, Transport] = {"apart": "nccl", "same": "cuda_ipc", "mixed": "shared_memory"}
         return on_cards[placed] if on_gpu else "shared_memory"

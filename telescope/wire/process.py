@@ -29,6 +29,9 @@ from telescope.wire.messages import Hello
 
 log = logging.getLogger(__name__)
 
+LOOPBACK = "127.0.0.1"
+ADDRESS = "TELESCOPE_ADDRESS"
+"""The launcher's variable for `Place.address`."""
 ERROR = 1
 COMPONENT_FAILED = 70
 
@@ -41,10 +44,13 @@ class Place:
     name: str
     config: RunConfig
     identity: RunIdentity
+    address: str = LOOPBACK
+    """Where this process's sockets bind: its host's on the run's network, loopback where the run has one host."""
 
     @classmethod
     def read(cls, directory: RunDirectory, name: str) -> Place:
-        return cls(directory, name, load_run(directory.config_json), read_identity(directory))
+        address = os.environ.get(ADDRESS, LOOPBACK)
+        return cls(directory, name, load_run(directory.config_json), read_identity(directory), address)
 
     def hello(self, role: Role, *, capacity: int, **facts: Any) -> Hello:
         """`facts`: what only this role has to say, e.g. `rank=1`."""

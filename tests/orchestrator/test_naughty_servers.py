@@ -75,7 +75,7 @@ class Fleet:
 
 class Naughty(Peer):
     def __init__(self, link: Link, fleet: Fleet) -> None:
-        super().__init__(link, 0, 0.0)
+        super().__init__(link, 0, 0.0, {})
         self.fleet, self.first = fleet, fleet.born[link.name] == 1
 
     def take(self, delivery: Delivery) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from itertools import count
 from pathlib import Path
@@ -55,16 +56,22 @@ def config() -> RunConfig:
 
 
 class Peer:
-    """One process's end of the wire. `nonsense(random)` says whether to say something wrong now."""
+    """One process's end of the wire. `nonsense()` says whether to say something wrong now, `turn` which wrong thing: each
+    in its turn, so that none is left out by chance. `playing` is shared by all peers: who plays which attempt just now."""
 
-    def __init__(self, link: Link, seed: int, share: float) -> None:
-        self.link, self.random, self.share = link, Random(seed), share
+    def __init__(self, link: Link, seed: int, share: float, playing: dict[tuple[int, int], str]) -> None:
+        self.link, self.random, self.share, self.playing = link, Random(seed), share, playing
+        self.turns: Counter[str] = Counter()
         self.version = 0
         self.waiting: dict[str, tuple[Delivery, RolloutOrder]] = {}
         self.questions = count()
 
     def nonsense(self) -> bool:
         return self.random.random() < self.share
+
+    def turn(self, kind: str, choices: Sequence[Any]) -> Any:
+        self.turns[kind] += 1
+        return choices[self.turns[kind] % len(choices)]
 
     async def live(self) -> None:
         try:
@@ -98,6 +105,7 @@ class Peer:
     # ---- a worker
 
     def ordered(self, delivery: Delivery, order: RolloutOrder) -> None:
+        self.playing[order.rollout_id, order.attempt] = self.link.name
         if self.nonsense():
             self.misanswer(delivery, order)
             return
@@ -109,38 +117,43 @@ class Peer:
             self.misask(ask)
 
     def misask(self, ask: m.Generate) -> None:
-        wrong = self.random.choice(
-            [ask, msgspec.structs.replace(ask, rollout_id=10**9), msgspec.structs.replace(ask, request_id="x" * 10**6)]
+        wrong = self.turn(
+            "ask", [ask, msgspec.structs.replace(ask, rollout_id=10**9), msgspec.structs.replace(ask, request_id="x" * 10**6)]
         )
         self.link.send(wrong, (PROMPT,))
         self.link.send(msgspec.structs.replace(ask, request_id=ask.request_id + "b", rollout_id=ask.rollout_id ^ 1), (PROMPT,))
         self.link.send(m.Abort("never heard of"))
         self.link.send(m.GenerationOver(10**9, 0))
-        self.link.send(m.GenerationOver(ask.rollout_id ^ 1, ask.attempt))  # most often the other worker's
         other = next(name for name in WORKERS if name != self.link.name)
+        for theirs, attempt in [played for played, worker in self.playing.items() if worker == other]:
+            self.link.send(m.GenerationOver(theirs, attempt))
+            stolen = msgspec.structs.replace(ask, request_id=f"{ask.request_id}/{theirs}", rollout_id=theirs, attempt=attempt)
+            self.link.send(stolen, (PROMPT,))
         for number in range(int(ask.request_id.rpartition("/")[2]) + 8):  # some of these are in flight now
             self.link.send(m.Abort(f"{other}/{number}"))
 
     def misanswer(self, delivery: Delivery, order: RolloutOrder) -> None:
-        good = done(order, self.version)
-        change: dict[str, Any] = self.random.choice(
-            [
-                {"rollout_id": order.rollout_id ^ 1}, {"rollout_id": 10**12}, {"attempt": 7}, {"reward": float("nan")},
-                {"prompt_tokens": 2**63}, {"completion_tokens": -1}, {"branch_lengths": ()}, {"branch_lengths": (3, 0)},
-            ]
-        )  # fmt: skip
-        if self.nonsense():
+        self.playing.pop((order.rollout_id, order.attempt), None)
+        if self.turn("misanswer", (False, True)):
             self.link.send(m.RolloutFailed(order.rollout_id ^ 1, order.attempt, "not mine"), answers=delivery)
-        else:
-            wrong = msgspec.structs.replace(good, **change)
-            length = sum(wrong.branch_lengths)
-            self.link.send(wrong, trajectory(self.version, self.random.choice([1, 2]))[:4] if length else EMPTY, delivery)
+            return
+        change: dict[str, Any] = self.turn(
+            "change",
+            [
+                {"rollout_id": order.rollout_id ^ 1}, {"rollout_id": 10**12}, {"attempt": 7}, {"reward": float("nan")}, {},
+                {"prompt_tokens": 2**63}, {"completion_tokens": -1}, {"branch_lengths": ()}, {"branch_lengths": (3, 0)},
+            ],
+        )  # fmt: skip
+        wrong = msgspec.structs.replace(done(order, self.version), **change)
+        mask = 1 if change else 2
+        self.link.send(wrong, trajectory(self.version, mask) if sum(wrong.branch_lengths) else EMPTY, delivery)
 
     def sampled(self, delivery: Delivery) -> None:
         asked = self.waiting.pop(delivery.body.request_id, None)
         if asked is None:
             return
         order = asked[1]
+        self.playing.pop((order.rollout_id, order.attempt), None)
         if isinstance(delivery.body, m.GenerateFailed):
             self.link.send(m.RolloutFailed(order.rollout_id, order.attempt, "no tokens"), answers=asked[0])
         else:
@@ -153,9 +166,9 @@ class Peer:
         arrays = np.array([7], np.int32), np.array([-0.5], np.float32), np.array([self.version], np.int32)
         if self.nonsense():
             self.link.send(
-                m.EngineLoad(self.random.choice([float("nan"), -0.1, 7.0, 0.99]), 1, self.random.randint(-1, 9), 2**62)
+                m.EngineLoad(self.turn("load", [float("nan"), -0.1, 7.0, 0.99]), 1, self.random.randint(-1, 9), 2**62)
             )
-            change = self.random.choice([{"request_id": "worker-0/1"}, {"request_id": "?"}, {"cached_tokens": 2**63}])
+            change = self.turn("completion", [{"request_id": "worker-0/1"}, {"request_id": "?"}, {"cached_tokens": 2**63}])
             self.link.send(msgspec.structs.replace(good, **change), arrays, delivery)
         else:
             self.link.send(good, arrays, delivery)
@@ -206,8 +219,10 @@ async def orchestrating(folder: Path) -> AsyncIterator[tuple[Orchestrator, RunDi
         journal.close()
 
 
-async def join(run: RunDirectory, name: str, seed: int, share: float, kind: type[Peer] = Peer) -> Peer:
-    return kind(await asyncio.to_thread(Link.connect, run, hello(name, name, 1), 20.0), seed, share)
+async def join(
+    run: RunDirectory, name: str, seed: int, share: float, playing: dict[tuple[int, int], str], kind: type[Peer] = Peer
+) -> Peer:
+    return kind(await asyncio.to_thread(Link.connect, run, hello(name, name, 1), 20.0), seed, share, playing)
 
 
 def hello(name: str, incarnation: str, pid: int) -> m.Hello:
@@ -222,9 +237,10 @@ def hello(name: str, incarnation: str, pid: int) -> m.Hello:
 async def play(folder: Path, share: float, trainer: type[Peer] = Peer) -> tuple[Outcome, RunDirectory, Performer]:
     async with orchestrating(folder) as (orchestrator, run, performer):
         names = (*WORKERS, *SERVERS, TRAINER)
+        playing: dict[tuple[int, int], str] = {}
         running = asyncio.create_task(orchestrator.run())
         kinds: Callable[[str], type[Peer]] = lambda name: trainer if name == TRAINER else Peer  # noqa: E731
-        peers = [await join(run, name, seed, share, kinds(name)) for seed, name in enumerate(names)]
+        peers = [await join(run, name, seed, share, playing, kinds(name)) for seed, name in enumerate(names)]
         lives = [asyncio.create_task(peer.live()) for peer in peers]
         outcome = await asyncio.wait_for(running, 60)
         for life in lives:

@@ -127,11 +127,6 @@ def test_variables_that_the_launcher_owns_are_refused() -> None:
         make_plan(config_with(env={"WORLD_SIZE": "4", "RANK": "0"}), (LAPTOP,))
 
 
-def test_one_host_only() -> None:
-    with pytest.raises(PlanError, match="one host, and 2 were given"):
-        make_plan(config_with(), (LAPTOP, EIGHT))
-
-
 def test_a_plan_survives_its_file_which_only_its_owner_reads(tmp_path: Path) -> None:
     plan = make_plan(config_with(), (LAPTOP,))
     write_plan(plan, tmp_path / "plan.json")

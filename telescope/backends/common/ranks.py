@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +31,19 @@ def join(world: World, timeout_s: float) -> None:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(name, store=store, rank=0, world_size=1, timeout=timeout)
     else:
-        dist.init_process_group(name, rank=world.rank, world_size=world.size, timeout=timeout)
+        dist.init_process_group(name, store=_store(world, timeout), rank=world.rank, world_size=world.size, timeout=timeout)
+
+
+def _store(world: World, timeout: timedelta) -> Any:
+    """Rank 0 listens on MASTER_ADDR alone; by itself torch would listen on every address of the host."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if world.rank:
+        return dist.TCPStore(address, port, world.size, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, port), family=family)
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        address, port, world.size, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
 
 
 def leave() -> None:

@@ -1,0 +1,52 @@
+"""Where nodes that see one run directory find the head: `nodes/head.json` and `nodes/key` in it, for their owner alone."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+from telescope.records import Record
+from telescope.runlog.layout import RunDirectory, write_atomically
+
+LOOK_S = 0.1
+"""Between two looks. A shared file system gives no other notice of a file."""
+
+
+class Address(Record, frozen=True):
+    endpoint: str
+    key: str
+    """In hexadecimal digits."""
+
+
+class Meeting(Record, frozen=True):
+    """Where to go, and what to prove there."""
+
+    endpoint: str
+    key: bytes
+
+    @property
+    def address(self) -> str:
+        return self.endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+
+
+def publish(run: RunDirectory, endpoint: str, key: bytes) -> None:
+    run.nodes_json.parent.mkdir(mode=0o700, exist_ok=True)
+    write_atomically(run.nodes_json, msgspec.json.encode(Address(endpoint, key.hex())).decode(), mode=0o600)
+
+
+def find(run: RunDirectory, timeout_s: float) -> Meeting:
+    """Wait until the head has said where it is. Raises `TimeoutError` with a sentence."""
+    end = time.monotonic() + timeout_s
+    while True:
+        try:
+            found = msgspec.json.decode(run.nodes_json.read_bytes(), type=Address)
+            return Meeting(found.endpoint, bytes.fromhex(found.key))
+        except FileNotFoundError:
+            pass  # the head is not there yet
+        if time.monotonic() >= end:
+            raise TimeoutError(
+                f"no head within {timeout_s:g} s at {run.nodes_json}: is {run.path} the run directory of all hosts, and did "
+                "node 0 start?"
+            )
+        time.sleep(LOOK_S)

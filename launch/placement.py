@@ -1,0 +1,144 @@
+"""How many servers and trainer ranks each host gets: pure arithmetic over counts. Knows no names of GPUs and no processes.
+
+A strategy is kept exactly where it is strict. Where GPUs are places that nobody shares, a placement is refused only if there is
+none: greedy choices come first, because they are what the soft strategies mean, and an exact search settles the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from telescope.config.cluster import Strategy
+
+Counts = tuple[int, ...]
+"""How many of a demand each host gets."""
+
+
+@dataclass(frozen=True)
+class Demand:
+    """`count` bundles of `size` places, each on one host, e.g. 2 servers of 4 GPUs."""
+
+    count: int
+    size: int
+    strategy: Strategy
+
+
+def place_apart(first: Demand, second: Demand, room: Sequence[int]) -> tuple[Counts, Counts] | None:
+    """Places of their own for both. None if there is no placement that keeps both strategies.
+
+    `room`: free places a host. The strict one chooses before the soft one, the larger bundle before the smaller.
+    """
+    swapped = _urgency(second) < _urgency(first)
+    one, two = (second, first) if swapped else (first, second)
+    for leader, follower in ((one, two), (two, one)):
+        for chosen in _candidates(leader, room):
+            rest = next(_candidates(follower, _left(room, leader, chosen)), None)
+            if rest is not None:
+                return (chosen, rest) if leader is first else (rest, chosen)
+    exact = _exact(one, two, room)
+    if exact is None:
+        return None
+    follower_counts = next(_candidates(two, _left(room, one, exact)))
+    return (follower_counts, exact) if swapped else (exact, follower_counts)
+
+
+def place_alone(demand: Demand, room: Sequence[int]) -> Counts | None:
+    """One demand as if it had the hosts for itself; None where it does not fit."""
+    return next(_candidates(demand, room), None)
+
+
+def place_on_cores(demand: Demand, cores: float, room: list[float]) -> Counts | None:
+    """On CPUs cores are a wish: what does not fit goes where there is most left. `cores`: of one bundle; `room` is used up.
+
+    None where STRICT_SPREAD has more bundles than there are hosts.
+    """
+    counts, hosts = [0] * len(room), range(len(room))
+    if demand.strategy == "STRICT_SPREAD" and demand.count > len(room):
+        return None
+    alone = max(hosts, key=lambda host: (room[host], -host))
+    for _ in range(demand.count):
+        host = alone if demand.strategy == "STRICT_PACK" else _next_on_cores(demand.strategy, cores, room, counts)
+        counts[host] += 1
+        room[host] -= cores
+    return tuple(counts)
+
+
+def _next_on_cores(strategy: Strategy, cores: float, room: Sequence[float], counts: Sequence[int]) -> int:
+    hosts = range(len(room))
+    if strategy == "PACK":
+        fitting = [host for host in hosts if room[host] >= cores]
+        begun = [host for host in fitting if counts[host]]
+        if begun or fitting:
+            return (begun or fitting)[0]
+        return max(hosts, key=lambda host: (room[host], -host))
+    return min(hosts, key=lambda host: (counts[host], -room[host], host))
+
+
+def _urgency(demand: Demand) -> tuple[int, int]:
+    order: dict[Strategy, int] = {"STRICT_PACK": 0, "STRICT_SPREAD": 1, "PACK": 2, "SPREAD": 3}
+    return order[demand.strategy], -demand.size
+
+
+def _left(room: Sequence[int], demand: Demand, counts: Counts) -> list[int]:
+    return [places - demand.size * count for places, count in zip(room, counts, strict=True)]
+
+
+def _candidates(demand: Demand, room: Sequence[int]) -> Iterator[Counts]:
+    """Placements of one demand, the best of its strategy first; for STRICT_PACK all of them."""
+    fits = [places // demand.size for places in room]
+    hosts = range(len(room))
+    if demand.strategy == "STRICT_PACK":
+        for host in sorted((host for host in hosts if fits[host] >= demand.count), key=lambda host: fits[host]):
+            yield tuple(demand.count if other == host else 0 for other in hosts)
+    elif demand.strategy == "STRICT_SPREAD":
+        for sign in (-1, 1):  # the roomiest hosts, or those that nobody else can use as well
+            chosen = sorted((host for host in hosts if fits[host]), key=lambda host: sign * room[host])[: demand.count]
+            if len(chosen) == demand.count:
+                yield tuple(int(host in chosen) for host in hosts)
+    elif sum(fits) >= demand.count:
+        yield _packed(demand.count, fits) if demand.strategy == "PACK" else _even(demand.count, fits, room)
+
+
+def _packed(count: int, fits: Sequence[int]) -> Counts:
+    """One host where one is enough, the tightest; else the roomiest first, which takes the fewest."""
+    enough = [host for host, number in enumerate(fits) if number >= count]
+    counts = [0] * len(fits)
+    if enough:
+        counts[min(enough, key=lambda host: fits[host])] = count
+        return tuple(counts)
+    for host in sorted(range(len(fits)), key=lambda host: -fits[host]):
+        counts[host] = min(fits[host], count)
+        count -= counts[host]
+    return tuple(counts)
+
+
+def _even(count: int, fits: Sequence[int], room: Sequence[int]) -> Counts:
+    counts = [0] * len(fits)
+    for _ in range(count):
+        free = (host for host in range(len(fits)) if fits[host] > counts[host])
+        counts[min(free, key=lambda host: (counts[host], -room[host], host))] += 1
+    return tuple(counts)
+
+
+def _exact(one: Demand, two: Demand, room: Sequence[int]) -> Counts | None:
+    """Counts of `one` that leave room for `two`, or None where there are none.
+
+    For each number of `one` placed on the hosts so far, the most of `two` that the rest holds. STRICT_PACK needs no search:
+    all its placements were tried.
+    """
+    if "STRICT_PACK" in (one.strategy, two.strategy):
+        return None
+    most_one = 1 if one.strategy == "STRICT_SPREAD" else one.count
+    most_two = 1 if two.strategy == "STRICT_SPREAD" else two.count
+    best: dict[int, tuple[int, Counts]] = {0: (0, ())}
+    for places in room:
+        further: dict[int, tuple[int, Counts]] = {}
+        for placed, (others, counts) in best.items():
+            for count in range(min(most_one, places // one.size, one.count - placed) + 1):
+                total = others + min(most_two, (places - count * one.size) // two.size)
+                if total > further.get(placed + count, (-1, ()))[0]:
+                    further[placed + count] = (total, (*counts, count))
+        best = further
+    total, counts = best.get(one.count, (-1, ()))
+    return counts if total >= two.count else None

@@ -1,0 +1,288 @@
+"""A head and other nodes, each a real supervisor with stand-ins for processes: deaths, silence, interrupts, strangers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from telescope._launch import meet
+from telescope._launch.plan import Host, Plan, ProcessPlan, write_plan
+from telescope._launch.standing import Standing
+from telescope._launch.talk import HeadTalk, NodeTalk, Report
+from telescope.runlog.identity import RunIdentity, write_identity
+from telescope.runlog.layout import RunDirectory
+from tests.process.conftest import stand_in
+
+HEAD = """
+import json, sys
+from pathlib import Path
+from telescope._launch import meet
+from telescope._launch.node import Patience, supervise
+from telescope._launch.plan import read_plan
+from telescope._launch.remote import Nodes, NodesMissing
+from telescope._launch.talk import HeadTalk
+from telescope.runlog.identity import read_identity
+from telescope.runlog.layout import RunDirectory
+from telescope.wire.security import make_keys
+
+run, given = RunDirectory(Path(sys.argv[1])), json.loads(sys.argv[2])
+plan = read_plan(run.plan_json)
+talk = HeadTalk("tcp://127.0.0.1:*", bytes(32), range(1, given["nodes"]))
+meet.publish(run, talk.endpoint, bytes(32))
+nodes = Nodes(talk, given["nodes"], "hash", given["silent_s"])
+try:
+    nodes.gather(given["gather_s"], print)
+except NodesMissing as error:
+    nodes.end(70, str(error))
+    sys.exit(str(error))
+make_keys(run, plan.names)
+ports = nodes.assign(run, lambda node, shared: {}, read_identity(run).run_id)
+sys.exit(supervise(run, Patience(**given["patience"]), nodes, ports[1]))
+"""
+LIMIT_S = 60.0
+SILENT_S = 8.0
+"""Long enough for a supervisor that waits for a processor, short enough to wait for."""
+
+
+class Cluster:
+    """A head and nodes on one host, in one run directory."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run = RunDirectory.create(folder / "run")
+        self.commands: list[subprocess.Popen[str]] = []
+        self.seen: set[psutil.Process] = set()
+
+    def start(self, *processes: tuple[int, ProcessPlan], nodes: int = 2, gather_s: float = LIMIT_S, restarts: int = 0) -> None:
+        plans = [ProcessPlan(**{**{f: getattr(p, f) for f in p.__struct_fields__}, "node": node}) for node, p in processes]
+        write_plan(Plan("cpu", tuple(plans), progress=False, max_server_restarts=restarts), self.run.plan_json)
+        write_identity(self.run, RunIdentity(1, "run", "attempt", "test", "", "hash", ()))
+        given = {"nodes": nodes, "silent_s": SILENT_S, "gather_s": gather_s, "patience": {"stop_s": 20.0, "grace_s": 20.0}}
+        self.command("-c", HEAD, str(self.run.path), json.dumps(given))
+
+    def join(self, node: int = 1, *more: str) -> subprocess.Popen[str]:
+        folder = str(self.run.path)
+        return self.command(
+            "-m", "telescope._launch.join", "--run-dir", folder, "--node", str(node), "--interface", "127.0.0.2", *more
+        )
+
+    def command(self, *arguments: str) -> subprocess.Popen[str]:
+        made = subprocess.Popen(
+            [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+        self.commands.append(made)
+        return made
+
+    @property
+    def head(self) -> subprocess.Popen[str]:
+        return self.commands[0]
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while not condition():
+            assert time.monotonic() < deadline, [command.poll() for command in self.commands]
+            time.sleep(0.02)
+
+    def until_up(self, *names: str) -> None:
+        self.until(lambda: all((self.run.path / "pids" / name).exists() for name in names))
+        for command in self.commands:
+            if command.poll() is None:
+                self.seen |= set(psutil.Process(command.pid).children(recursive=True))
+
+    def pid(self, name: str) -> int:
+        return int((self.run.path / "pids" / name).read_text().split()[0])
+
+    def ended(self, command: subprocess.Popen[str]) -> tuple[int, str]:
+        out, err = command.communicate(timeout=LIMIT_S)
+        return command.returncode, out + err
+
+    def left(self) -> list[str]:
+        _, alive = psutil.wait_procs(self.seen, timeout=LIMIT_S)
+        return [str(process) for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    made = Cluster(tmp_path)
+    yield made
+    for command in made.commands:
+        if command.poll() is None:
+            os.kill(command.pid, signal.SIGCONT)
+            command.kill()
+        command.communicate()
+    for process in made.seen:
+        if process.is_running():
+            process.kill()
+
+
+def forever(name: str, **environment: str) -> ProcessPlan:
+    return stand_in(name, "obey", **environment)
+
+
+def test_a_run_over_two_nodes_ends_on_both_with_its_exit_code(cluster: Cluster) -> None:
+    cluster.start(*((node, stand_in(name, "finish")) for node, name in ((0, "orchestrator"), (1, "server-0"), (1, "worker-0"))))
+    node = cluster.join()
+    assert cluster.ended(cluster.head)[0] == 0
+    assert cluster.ended(node)[0] == 0
+    assert json.loads(cluster.run.exit_json.read_text())["processes"] == {"orchestrator": 0, "server-0": 0, "worker-0": 0}
+
+
+def test_a_node_that_is_killed_ends_the_run_with_its_name_and_nothing_is_left(cluster: Cluster) -> None:
+    cluster.start((0, forever("orchestrator")), (1, forever("worker-0")))
+    node = cluster.join()
+    cluster.until_up("orchestrator", "worker-0")
+    os.kill(node.pid, signal.SIGKILL)
+    code, said = cluster.ended(cluster.head)
+    assert code == 70
+    assert "The run failed: node-1 (" in said
+    assert "it died, or its link was cut" in said
+    assert cluster.run.verdict.read_text().startswith("node-1 (")
+    assert cluster.left() == []
+
+
+@pytest.mark.slow
+def test_a_node_that_hears_no_head_ends_what_it_has(cluster: Cluster) -> None:
+    cluster.start((0, forever("orchestrator")), (1, forever("worker-0")))
+    node = cluster.join()
+    cluster.until_up("orchestrator", "worker-0")
+    os.kill(cluster.head.pid, signal.SIGKILL)
+    code, said = cluster.ended(node)
+    assert code == 70
+    assert f"the head was not heard for {SILENT_S:g} s: it died, or the link to it was cut" in said
+    assert cluster.left() == []
+
+
+@pytest.mark.slow
+def test_a_link_that_is_cut_ends_both_sides(cluster: Cluster) -> None:
+    """A supervisor that stands still says nothing and hears nothing, like one behind a cut link."""
+    cluster.start((0, forever("orchestrator")), (1, forever("worker-0")))
+    node = cluster.join()
+    cluster.until_up("orchestrator", "worker-0")
+    os.kill(node.pid, signal.SIGSTOP)
+    code, said = cluster.ended(cluster.head)
+    assert (code, "node-1" in said) == (70, True)
+    os.kill(node.pid, signal.SIGCONT)
+    assert cluster.ended(node)[0] == 70
+    assert cluster.left() == []
+
+
+def test_the_death_of_a_process_elsewhere_is_told_with_its_node(cluster: Cluster) -> None:
+    cluster.start((0, forever("orchestrator")), (1, forever("trainer-0")))
+    node = cluster.join()
+    cluster.until_up("orchestrator", "trainer-0")
+    os.kill(cluster.pid("trainer-0"), signal.SIGKILL)
+    code, said = cluster.ended(cluster.head)
+    assert code == 70
+    assert "The run failed: on node-1 (" in said
+    assert "trainer-0 was killed by signal 9 (SIGKILL)" in said
+    assert cluster.ended(node)[0] == 70
+    assert cluster.left() == []
+
+
+def test_a_process_that_can_not_be_started_elsewhere_ends_the_run(cluster: Cluster) -> None:
+    cluster.start((0, forever("orchestrator")), (1, forever("worker-0", TOKEN="${oc.env:TELESCOPE_TEST_NOT_SET}")))
+    node = cluster.join()
+    code, said = cluster.ended(cluster.head)
+    assert code == 70
+    assert "worker-0 could not be started: the environment variable TELESCOPE_TEST_NOT_SET is not set" in said
+    assert cluster.ended(node)[0] == 70
+
+
+def test_a_server_elsewhere_is_started_again(cluster: Cluster) -> None:
+    cluster.start((0, forever("orchestrator")), (1, forever("server-0")), restarts=2)
+    node = cluster.join()
+    cluster.until_up("orchestrator", "server-0")
+    cluster.run.underway.touch()
+    first = cluster.pid("server-0")
+    os.kill(first, signal.SIGKILL)
+    cluster.until(lambda: cluster.pid("server-0") != first)
+    cluster.until_up("server-0")
+    os.kill(cluster.head.pid, signal.SIGTERM)
+    assert cluster.ended(cluster.head)[0] == 143
+    assert cluster.ended(node)[0] == 143
+    assert json.loads(cluster.run.exit_json.read_text())["restarts"] == {"server-0": 1}
+    assert cluster.left() == []
+
+
+def test_an_interrupt_at_a_node_ends_the_run_everywhere(cluster: Cluster) -> None:
+    cluster.start((0, forever("orchestrator")), (1, forever("worker-0")))
+    node = cluster.join()
+    cluster.until_up("orchestrator", "worker-0")
+    os.kill(node.pid, signal.SIGINT)
+    assert cluster.ended(cluster.head)[0] == 130
+    assert cluster.ended(node)[0] == 130
+    assert cluster.left() == []
+
+
+def test_nodes_that_do_not_come_are_named(cluster: Cluster) -> None:
+    cluster.start((0, forever("orchestrator")), nodes=3, gather_s=2.0)
+    node = cluster.join(2)
+    code, said = cluster.ended(cluster.head)
+    assert code == 1
+    assert "node-1 did not come within" in said or "node-1, node-2 did not come within" in said
+    assert cluster.ended(node)[0] == 70
+
+
+def test_a_node_with_other_settings_is_refused(cluster: Cluster) -> None:
+    cluster.start((0, forever("orchestrator")))
+    found = meet.find(cluster.run, LIMIT_S)
+    talk = NodeTalk(found.endpoint, found.key, 1)
+    deadline = time.monotonic() + LIMIT_S
+    while cluster.head.poll() is None and time.monotonic() < deadline:
+        talk.say(Report(1, "a", "other", _host()))
+        time.sleep(0.05)
+    talk.close()
+    assert "node-1 (here) was started with other settings (hash other, here hash)" in cluster.ended(cluster.head)[1]
+
+
+def _host() -> Host:
+    return Host("here", 1)
+
+
+def heard(head: HeadTalk, *talks: tuple[NodeTalk, Report]) -> list[int]:
+    """Nodes that the head hears within a second after it has heard one, or within the limit if it hears none."""
+    found: list[int] = []
+    end = time.monotonic() + LIMIT_S
+    while time.monotonic() < end:
+        for talk, report in talks:
+            talk.say(report)
+        for report in head.heard():
+            if not found:
+                end = min(end, time.monotonic() + 1.0)
+            found.append(report.node)
+        time.sleep(0.02)
+    return sorted(set(found))
+
+
+def test_only_nodes_with_the_key_are_heard_and_each_only_as_itself() -> None:
+    key, other = bytes(32), bytes([1] * 32)
+    head = HeadTalk("tcp://127.0.0.1:*", key, (1, 2))
+    honest, stranger, liar = (NodeTalk(head.endpoint, k, rank) for k, rank in ((key, 1), (other, 2), (key, 1)))
+    third = NodeTalk(head.endpoint, key, 3)  # the key is right, but the run has no such node
+    host = _host()
+    talks = [
+        (stranger, Report(2, "b", "", host)),
+        (liar, Report(2, "c", "", host)),
+        (third, Report(3, "d", "", host)),
+        (honest, Report(1, "a", "", host)),
+    ]
+    assert heard(head, *talks) == [1]
+    for talk in (honest, stranger, liar, third, head):
+        talk.close()
+
+
+def test_the_key_of_a_run_directory_is_for_its_owner_alone(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "run")
+    meet.publish(run, "tcp://127.0.0.1:1", bytes(32))
+    assert run.nodes_json.stat().st_mode & 0o777 == 0o600
+    assert run.nodes_json.parent.stat().st_mode & 0o777 == 0o700
+    assert meet.find(run, 1.0).address == "127.0.0.1"
+    assert "00000" not in repr(Standing(2, 1, None, bytes(32)))
