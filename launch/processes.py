@@ -191,8 +191,8 @@ def _start_there(
     with run.carrier_log(plan.name, life).open("ab") as said:
         return subprocess.Popen(
             [*carrier, sys.executable, "-I", "-S", SHIM, child.RELAYED],
-            stdin=lifeline,
-            stdout=lifeline,
+            stdin=lifeline.fileno(),
+            stdout=lifeline.fileno(),
             stderr=said,
             start_new_session=True,
         )

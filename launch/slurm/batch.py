@@ -13,9 +13,9 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from telescope._launch.address import NoAddress, interface_of, is_own, local_address, resolved
 from telescope._launch.environ import own
 from telescope._launch.node import Conclusion, Surroundings, supervise_in
-from telescope._launch.address import NoAddress, interface_of, is_own, local_address, resolved
 from telescope._launch.plan import PlanError, ProcessPlan, make_plan, write_plan
 from telescope._launch.slurm import queue
 from telescope._launch.slurm.allocation import Allocation, Node, allocated
@@ -54,7 +54,7 @@ def run(run_dir: str) -> None:
         write_plan(plan, directory.plan_json)
         planned(config.weight_sync.transport, directory.plan_json, adapters=config.model.lora is not None)
     except (PlanError, NoAddress, TransportRefused) as error:
-        log.error("%s", error)  # noqa: TRY400 -- a sentence for the user, no traceback
+        log.error("%s", error)
         attempts.end(directory, attempt, "failed", CONFIG_ERROR, requeued=False)
         raise SystemExit(CONFIG_ERROR) from None
     concluded = supervise_in(directory, _surroundings(settings, allocation))
@@ -130,6 +130,6 @@ def _go_again(job_id: str, *, at_once: bool) -> None:
             try:
                 queue.requeue(job_id)
             except queue.SlurmSilent as error:
-                log.error("the job could not be queued again: %s", error)  # noqa: TRY400
+                log.error("the job could not be queued again: %s", error)
         if signal.sigtimedwait((signal.SIGTERM,), REQUEUE_S):
             return
