@@ -5,8 +5,8 @@ forked, gets SIGTERM, a grace, and SIGKILL. It acts on orders from the superviso
 and when the lifeline closes or its parent dies, which means that the supervisor is gone. It refuses to judge: it reports
 how its process ended and leaves.
 
-On another node of a Slurm job it is started by srun (`child.py -`): stdin and stdout are then its lifeline, and the first line on
-it says what to start (`{"command": […], "log": "…", "environment": {…}, "unset": […], "gpus": ["0"]}`), so that nothing secret
+On another node of a Slurm job it is started by srun (`child.py -`): stdin and stdout are then its lifeline, and the first line
+says what to start (`{"command": […], "log": "…", "environment": {…}, "unset": […], "gpus": ["0"]}`), so that nothing secret
 stands on a command line.
 
 Orders are lines, `leave 5.0 15` (signal 15 to the process now, SIGKILL to all after 5 s) and `kill`; reports are lines of JSON,

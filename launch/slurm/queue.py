@@ -50,8 +50,8 @@ def states(job_ids: Iterable[str]) -> dict[str, str]:
 def state_of(run: RunDirectory, known: dict[str, str]) -> str:
     """How a submitted run stands in a word: Slurm's own while it has one, else what the run wrote down last.
 
-    `known` is what `states` found. Empty for a run that was not submitted; `not submitted` after a dry run; `unknown` where a run
-    began and nobody saw its end."""
+    `known` is what `states` found. Empty for a run that was not submitted; `not submitted` after a dry run; `unknown` where a
+    run began and nobody saw its end."""
     submission = read_submission(run)
     if submission is None:
         return ""
@@ -67,8 +67,8 @@ def state_of(run: RunDirectory, known: dict[str, str]) -> str:
 def facts(job_id: str, nodes: Sequence[str], restarts: int, said: Iterable[str]) -> JobFacts:
     """The job at this moment. `restarts`: as this attempt knows them; `said`: what its step daemons had to say.
 
-    A job that is preempted or queued again counts its next restart before any of its tasks hears of it, and forgets why at once;
-    with a grace time it has a PreemptTime first. The step daemons know: `… CANCELLED AT … DUE TO PREEMPTION ***`."""
+    A job that is preempted or queued again counts its next restart before any of its tasks hears of it, and forgets why at
+    once; with a grace time it has a PreemptTime first. The step daemons know: `… CANCELLED AT … DUE TO PREEMPTION ***`."""
     job = _words(f"job {job_id}", "scontrol", "show", "--oneliner", "job", job_id)
     state = job.get("JobState", "")
     causes = {found for text in said for found in _CAUSE.findall(text)}

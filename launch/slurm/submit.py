@@ -49,8 +49,8 @@ def submit(
     `folder`: submitit's own, seen by all nodes; made 0700. Raises `SubmitRefused`."""
     if len(runs) > 1 and settings.hetjob:
         raise SubmitRefused(
-            "Slurm has no arrays of heterogeneous jobs, and a sweep is an array: set cluster.slurm.groups=allocation, or submit "
-            "each point by itself"
+            "Slurm has no arrays of heterogeneous jobs, and a sweep is an array: set cluster.slurm.groups=allocation, or "
+            "submit each point by itself"
         )
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     folder.chmod(0o700)

@@ -7,7 +7,7 @@ from typing import Literal
 
 Why = Literal["done", "walltime", "preempted", "requeued", "node_failed", "cancelled", "failed"]
 Next = Literal["leave", "requeue", "await"]
-"""Leave for good; ask Slurm to run the job again; or wait, because Slurm does so by itself, and an exit code would end the job."""
+"""Leave for good; ask Slurm to run the job again; or wait: Slurm does so by itself, and an exit code would end the job."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The attempts of one run: a batch system starts it, takes it down, and starts it again in the same directory.
 
-Owns `slurm.json` (the job), `attempts.jsonl` (one line when an attempt starts, one when it ends) and the putting aside of what an
-earlier attempt left. Refuses to decide whether there is another attempt.
+Owns `slurm.json` (the job), `attempts.jsonl` (one line when an attempt starts, one when it ends) and the putting aside of what
+an earlier attempt left. Refuses to decide whether there is another attempt.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class Attempt(Record):
     started: str
     ended: str = ""
     why: str = ""
-    """`done`, `walltime`, `preempted`, `requeued` (by somebody else), `node_failed`, `cancelled`, `failed`; empty while it runs, or where it was killed."""
+    """`done`, `walltime`, `preempted`, `requeued` (by somebody else), `node_failed`, `cancelled`, `failed`; empty while it runs,
+    or where it was killed."""
     exit_code: int | None = None
     requeued: bool = False
     """Another attempt was asked for."""

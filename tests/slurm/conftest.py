@@ -78,7 +78,7 @@ class Job:
         until(condition, what, self.told, limit_s)
 
     def processes(self) -> dict[str, psutil.Process]:
-        """The run's living processes by name, wherever they were carried; all of the host's that name its directory are noted."""
+        """The run's living processes by name, wherever they were carried; all that name its directory are noted."""
         found = {}
         for process in psutil.process_iter():
             try:
