@@ -1,7 +1,8 @@
 """What a submitted job runs: one attempt of a run, on the nodes that Slurm gave.
 
 The batch process is the supervisor of all nodes. What is on its own node and needs no GPU runs beside it; servers and trainer
-ranks, each under its shim, run where `srun` carries them. On `USR2` (before the walltime) the run stops in good order and the job is queued again.
+ranks, each under its shim, run where `srun` carries them. On `USR2` (before the walltime) the run stops in good order and the
+job is queued again.
 submitit calls `run` from its pickle, which holds this function's name and one path.
 """
 

@@ -46,8 +46,8 @@ class Attempt(Record):
     started: str
     ended: str = ""
     why: str = ""
-    """`done`, `walltime`, `preempted`, `requeued` (by somebody else), `node_failed`, `cancelled`, `failed`; empty while it runs,
-    or where it was killed."""
+    """`done`, `walltime`, `preempted`, `requeued` (by somebody else), `node_failed`, `cancelled`, `failed`; empty while it
+    runs, or where it was killed."""
     exit_code: int | None = None
     requeued: bool = False
     """Another attempt was asked for."""

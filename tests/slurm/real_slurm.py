@@ -61,7 +61,10 @@ JobAcctGatherType=jobacct_gather/none
 PartitionName=batch Nodes=ALL Default=YES PriorityTier=1 MaxTime=INFINITE State=UP OverSubscribe=NO
 PartitionName=urgent Nodes=ALL PriorityTier=10 MaxTime=INFINITE State=UP OverSubscribe=NO PreemptMode=OFF
 """
-NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={cpus} RealMemory=4000 Gres=gpu:{gpus} State=UNKNOWN"
+NODE = (
+    "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={cpus} RealMemory=4000 Gres=gpu:{gpus} "
+    "State=UNKNOWN"
+)
 
 
 class SlurmFailed(RuntimeError):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
 from telescope._launch.plan import PlanError
@@ -220,8 +222,6 @@ def test_a_run_that_does_not_fit_its_nodes_is_refused_before_it_is_submitted(tmp
 
 
 def test_the_preset_has_every_setting_with_its_default():
-    import yaml
-
     written = yaml.safe_load((ROOT / "conf" / "cluster" / "slurm.yaml").read_text())["slurm"]
-    assert SlurmSettings.model_validate_json(__import__("json").dumps(written), strict=True) == SlurmSettings()
+    assert SlurmSettings.model_validate_json(json.dumps(written), strict=True) == SlurmSettings()
     assert set(written) == set(SlurmSettings.model_fields)
