@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from telescope._launch.standing import Standing
     from telescope.compose.load import Point
     from telescope.config.run import RunConfig
+    from telescope.config.slurm import SlurmSettings
     from telescope.runlog.layout import RunDirectory
 
 OK, CONFIG_ERROR, USAGE = 0, 1, 2
@@ -153,36 +154,39 @@ def _run_all(points: Sequence[Point], arguments: Sequence[str]) -> int:
 
 def _submit(orders: Sequence[Order]) -> int:
     """Write every run directory, then hand all to Slurm: one job, or one array for points that ask for the same."""
+    from telescope._launch.slurm.submit import SubmitRefused, refuse
+
+    groups: dict[SlurmSettings | None, list[Order]] = {}
+    for order in orders:
+        groups.setdefault(order.config.cluster.slurm, []).append(order)
+    try:
+        for settings, group in groups.items():
+            if settings is None:
+                raise SubmitRefused("Some points of the sweep go to Slurm and some do not: give all the same cluster.")
+            refuse(settings, len(group), dry_run=group[0].config.cluster.dry_run)
+    except SubmitRefused as error:
+        _say(f"{error}\nNothing was submitted.")
+        return CONFIG_ERROR
+    codes = [_submit_group(settings, group, len(orders) > 1) for settings, group in groups.items() if settings is not None]
+    return max(codes)
+
+
+def _submit_group(settings: SlurmSettings, orders: Sequence[Order], sweep: bool) -> int:
     from telescope._launch.slurm.submit import SubmitRefused, submit
 
-    groups: dict[str, list[tuple[Order, RunDirectory]]] = {}
-    for order in orders:
-        settings = order.config.cluster.slurm
-        if settings is None:
-            _say("Some points of the sweep go to Slurm and some do not: give all the same cluster. Nothing was submitted.")
-            return CONFIG_ERROR
-        directory = _make_directory(order)
-        if directory is None:
-            return CONFIG_ERROR
-        groups.setdefault(settings.model_dump_json(), []).append((order, directory))
-    for group in groups.values():
-        first = group[0][0].config
-        folder = Path(str(first.run_dir)) if len(orders) == 1 else Path(str(first.run_dir)).parent
-        assert first.cluster.slurm is not None  # looked at above
-        try:
-            submitted = submit(
-                [directory for _, directory in group],
-                first.cluster.slurm,
-                name=first.name,
-                folder=folder / "slurm",
-                dry_run=first.cluster.dry_run,
-            )
-        except SubmitRefused as error:
-            _say(f"{error}")
-            return CONFIG_ERROR
-        for one in submitted:
-            what = f"job {one.job_id}" if one.job_id else f"not submitted, {one.script}"
-            sys.stdout.write(f"{what}: run directory {one.directory.path}\n")
+    directories = [directory for order in orders if (directory := _make_directory(order)) is not None]
+    if len(directories) < len(orders):
+        return CONFIG_ERROR
+    first = directories[0].path
+    folder, config = (first.parent if sweep else first) / "slurm", orders[0].config
+    try:
+        submitted = submit(directories, settings, name=config.name, folder=folder, dry_run=config.cluster.dry_run)
+    except SubmitRefused as error:
+        _say(str(error))
+        return CONFIG_ERROR
+    for one in submitted:
+        what = f"job {one.job_id}" if one.job_id else f"not submitted, {one.script}"
+        sys.stdout.write(f"{what}: run directory {one.directory.path}\n")
     return OK
 
 

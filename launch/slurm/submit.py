@@ -6,7 +6,9 @@ pickled is the name of `batch.run` and a path.
 
 from __future__ import annotations
 
+import importlib.util
 import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,11 +49,7 @@ def submit(
     `settings.array_parallelism` of them running at once.
 
     `folder`: submitit's own, seen by all nodes; made 0700. Raises `SubmitRefused`."""
-    if len(runs) > 1 and settings.hetjob:
-        raise SubmitRefused(
-            "Slurm has no arrays of heterogeneous jobs, and a sweep is an array: set cluster.slurm.groups=allocation, or "
-            "submit each point by itself"
-        )
+    refuse(settings, len(runs), dry_run=dry_run)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     folder.chmod(0o700)
     executor = _executor(settings, name, folder, dry_run)
@@ -59,6 +57,24 @@ def submit(
     for one in submitted:
         write_submission(one.directory, one.job_id, one.script)
     return submitted
+
+
+def refuse(settings: SlurmSettings, points: int, *, dry_run: bool) -> None:
+    """What can be known before any directory is made. Raises `SubmitRefused`."""
+    if points > 1 and settings.hetjob:
+        raise SubmitRefused(
+            "Slurm has no arrays of heterogeneous jobs, and a sweep is an array: set cluster.slurm.groups=allocation, or "
+            "submit each point by itself"
+        )
+    if importlib.util.find_spec("submitit") is None:
+        raise SubmitRefused(
+            "cluster=slurm submits through submitit, which is not installed: pip install 'telescope-rl[slurm]'"
+        )
+    if not dry_run and shutil.which("srun") is None:
+        raise SubmitRefused(
+            "cluster=slurm needs Slurm's clients, and there is no srun on PATH: start the run on a login node, or set "
+            "cluster.dry_run=true to write the batch file alone"
+        )
 
 
 def script_text(settings: SlurmSettings, *, name: str, folder: Path, points: int = 1) -> str:
@@ -91,12 +107,7 @@ def _text(executor: SlurmExecutor, points: int) -> str:
 
 
 def _executor(settings: SlurmSettings, name: str, folder: Path, dry_run: bool) -> SlurmExecutor:
-    try:
-        from submitit import SlurmExecutor
-    except ModuleNotFoundError as error:
-        raise SubmitRefused(
-            "cluster=slurm submits through submitit, which is not installed: pip install 'telescope-rl[slurm]'"
-        ) from error
+    from submitit import SlurmExecutor
 
     class OnPaper(SlurmExecutor):
         """For hosts without Slurm, where a batch file can be written all the same."""
@@ -107,12 +118,6 @@ def _executor(settings: SlurmSettings, name: str, folder: Path, dry_run: bool) -
 
     path = python_path()
     kind = OnPaper if dry_run else SlurmExecutor
-    try:
-        executor = kind(folder=folder, python=f"exec {shlex.quote(sys.executable)}")
-    except RuntimeError as error:
-        raise SubmitRefused(
-            "cluster=slurm needs Slurm's clients, and there is no srun on PATH: start the run on a login node, or set "
-            "cluster.dry_run=true to write the batch file alone"
-        ) from error
+    executor = kind(folder=folder, python=f"exec {shlex.quote(sys.executable)}")
     executor.update_parameters(**parameters(settings, name, {"PYTHONPATH": path} if path else {}))
     return executor

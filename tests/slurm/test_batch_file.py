@@ -221,6 +221,16 @@ def test_a_run_that_does_not_fit_its_nodes_is_refused_before_it_is_submitted(tmp
     assert not (tmp_path / "run").exists()
 
 
+def test_a_sweep_of_hetjobs_is_refused_before_any_directory_is_made(tmp_path: Path):
+    done = run(
+        *("-m", "experiment=fake", "cluster=slurm", "cluster.slurm.inference={nodes: 1}", "seed=0,1", "cluster.dry_run=true"),
+        f"run_dir={tmp_path}/sweep",
+    )
+    assert done.returncode == 1
+    assert "Slurm has no arrays of heterogeneous jobs" in done.stderr
+    assert not (tmp_path / "sweep").exists()
+
+
 def test_the_preset_has_every_setting_with_its_default():
     written = yaml.safe_load((ROOT / "conf" / "cluster" / "slurm.yaml").read_text())["slurm"]
     assert SlurmSettings.model_validate_json(json.dumps(written), strict=True) == SlurmSettings()

@@ -57,15 +57,17 @@ def test_a_sweep_of_four_points_is_one_array_of_which_two_run_at_once(slurm: Slu
     jobs = submit(slurm, "-m", *SMALL, "seed=0,1,2,3", "cluster.slurm.array_parallelism=2")
     first = jobs[0].job_id.partition("_")[0]
     assert [job.job_id for job in jobs] == [f"{first}_{point}" for point in range(4)]
-    most = 0
-    for job in jobs:
-        while not (job.attempts and job.attempts[-1].why):
-            running = slurm.client("squeue", "--array", "--noheader", "--states=RUNNING", f"--jobs={first}", check=False)
-            most = max(most, len(running.splitlines()))
-            job.until(lambda: True, "")
+    at_once: set[int] = set()
+
+    def all_ended() -> bool:
+        running = slurm.client("squeue", "--array", "--noheader", "--states=RUNNING", f"--jobs={first}", check=False)
+        at_once.add(len(running.splitlines()))
+        return all(job.attempts and job.attempts[-1].why for job in jobs)
+
+    jobs[0].until(all_ended, "all points ended")
     assert [job.until_ended().why for job in jobs] == ["done"] * 4
     assert [summary(job.directory)["steps"] for job in jobs] == [3] * 4
-    assert most <= 2
+    assert max(at_once) <= 2
     assert len({read_identity(job.directory).run_id for job in jobs}) == 4
 
 
