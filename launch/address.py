@@ -21,7 +21,7 @@ class NoAddress(OSError):
 
 def local_address(interface: str | None, facing: str | None = None) -> str:
     """The address of `interface` (itself an address, or a name such as `eth0`); else the one on the way to `facing`, an address
-    or a name of another host; else the one on the way out. Raises `NoAddress`."""
+    or a name of another host; else the one on the way out, or the only one. Raises `NoAddress`."""
     if interface is not None:
         return _of_interface(interface)
     if facing is not None:
@@ -31,7 +31,7 @@ def local_address(interface: str | None, facing: str | None = None) -> str:
             return _towards(elsewhere)
         except NoAddress:
             continue
-    raise NoAddress("this host has no way out by which other hosts could be reached: name its address with cluster.interface")
+    return _only_one()
 
 
 def own_address(host: str, interface: str | None) -> str:
@@ -100,6 +100,15 @@ def _of_interface(interface: str) -> str:
     if not is_own(address):
         raise NoAddress(f"cluster.interface={interface} is no address of this host")
     return address
+
+
+def _only_one() -> str:
+    """A host without a way out can still be on one network with the others."""
+    found = [(name, own) for name, own in _interfaces() if not ipaddress.ip_address(own).is_loopback]
+    if len({name for name, _ in found}) == 1:
+        return found[0][1]
+    names = ", ".join(sorted({name for name, _ in found})) or "none"
+    raise NoAddress(f"it is not clear by which network other hosts reach this one ({names}): name it with cluster.interface")
 
 
 def resolved(host: str) -> str:

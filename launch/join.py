@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import secrets
-import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -30,7 +29,7 @@ from telescope._launch.meet import Meeting, find
 from telescope._launch.node import INTERRUPTS, Signals
 from telescope._launch.plan import Host
 from telescope._launch.remote import BEAT_S, own_words
-from telescope._launch.standing import Standing
+from telescope._launch.standing import Standing, end_with_parent
 from telescope._launch.talk import Assign, End, GiveUp, Kill, Leave, NodeTalk, Order, Orders, Report, Start, State, Write
 from telescope.runlog.identity import read_identity
 from telescope.runlog.layout import RunDirectory, RunDirectoryInUse, write_atomically
@@ -74,6 +73,8 @@ def join(invitation: Invitation, say: Callable[[str], None]) -> int:
     say(f"{standing.name} ({host.name}, {address}) joins the run at {meeting.endpoint}.")
     talk = NodeTalk(meeting.endpoint, meeting.key, standing.rank)
     with Signals() as wakeup, contextlib.closing(KeptPort(address)) as port:
+        if standing.under_torchrun:
+            end_with_parent()
         node = _Node(invitation, host, talk, wakeup, port.number, say)
         try:
             return node.run()
@@ -322,7 +323,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if given.node < 1:
         parser.error("--node counts from 1: node 0 is the head")
-    child.set_process_flag(child.PR_SET_PDEATHSIG, signal.SIGTERM)
     standing = Standing(given.node + 1, given.node)
     invitation = Invitation(standing, "", given.run_dir.absolute(), given.interface, given.timeout_s)
     return join(invitation, _say)

@@ -18,7 +18,7 @@ from telescope._launch.local import this_host
 from telescope._launch.node import supervise
 from telescope._launch.plan import Host, Plan, PlanError, make_plan, shared_gpus, write_plan
 from telescope._launch.remote import Nodes, NodesMissing
-from telescope._launch.standing import KEY_BYTES, Standing
+from telescope._launch.standing import KEY_BYTES, Standing, end_with_parent
 from telescope._launch.talk import HeadTalk
 from telescope.config.run import RunConfig, config_hash
 from telescope.runlog.identity import read_identity
@@ -33,6 +33,8 @@ SILENT_SHARE = 0.8
 
 def lead(run: RunDirectory, config: RunConfig, standing: Standing, say: Callable[[str], None]) -> int:
     """Run on all nodes, in the foreground, from the main thread. Gives the exit code."""
+    if standing.under_torchrun:
+        end_with_parent()
     try:
         host, talk = _open(run, config, standing)
     except (NoAddress, zmq.ZMQError) as error:

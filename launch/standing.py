@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from telescope._launch import child
 from telescope._launch.plan import PlanError
 from telescope.config.cluster import split_address
 
@@ -45,6 +47,11 @@ class Standing:
         return node_name(self.rank)
 
 
+def end_with_parent() -> None:
+    """SIGTERM to this process when torchrun is gone, which would otherwise leave it running."""
+    child.set_process_flag(child.PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 def node_name(rank: int) -> str:
     return f"node-{rank}"
 
@@ -61,7 +68,7 @@ def standing(cluster: ClusterSettings, run_dir: str | None, environ: Mapping[str
         raise PlanError(f"cluster.node_rank={rank} must be below cluster.nodes={nodes}: hosts are counted from 0")
     if nodes == 1:
         return Standing(under_torchrun=bool(torchrun))
-    key = None if cluster.key_file is None else read_key(Path(cluster.key_file))
+    key = None if cluster.key_file is None else read_key(Path(cluster.key_file).expanduser())
     if key is None and run_dir is None:
         raise PlanError(
             f"{nodes} hosts without cluster.key_file meet in the run directory, and run_dir names none: set run_dir to a "

@@ -67,9 +67,7 @@ def refuse(settings: SlurmSettings, points: int, *, dry_run: bool) -> None:
             "submit each point by itself"
         )
     if importlib.util.find_spec("submitit") is None:
-        raise SubmitRefused(
-            "cluster=slurm submits through submitit, which is not installed: pip install 'telescope-rl[slurm]'"
-        )
+        raise SubmitRefused("cluster=slurm submits through submitit, which is not installed: pip install 'telescope-rl[slurm]'")
     if not dry_run and shutil.which("srun") is None:
         raise SubmitRefused(
             "cluster=slurm needs Slurm's clients, and there is no srun on PATH: start the run on a login node, or set "

@@ -95,3 +95,20 @@ def test_a_lost_rank_is_said_within_the_time_of_a_collective(tmp_path):
     last = output.strip().splitlines()[-1]
     assert last.startswith("another trainer rank was lost, or did not answer in time, while training step 1: ")
     assert int(last.rpartition("[")[2].removesuffix(" s]")) <= 20
+
+
+def test_the_meeting_place_of_the_ranks_is_at_its_one_address(tmp_path):
+    """By itself torch listens on every address of the host."""
+    code = (
+        "import os, socket; from datetime import timedelta; from telescope.backends.base import World; "
+        "from telescope.backends.common import ranks; "
+        "store = ranks._store(World(rank=0, size=2, device='cpu'), timedelta(seconds=60)); store.set('a', 'b'); "
+        "port = int(os.environ['MASTER_PORT']); socket.create_connection(('127.0.0.2', port)).close(); "
+        "socket.create_server(('127.0.0.3', port)).close(); print('alone')"
+    )
+    (port,) = free_ports(1)
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.2", "MASTER_PORT": str(port)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.stdout == "alone\n", done.stderr

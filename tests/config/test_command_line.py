@@ -154,11 +154,12 @@ def test_what_does_not_fit_the_machine_is_refused_before_the_run_directory_is_ma
 
 def order_for(*overrides: str) -> run.Order:
     from telescope._launch.plan import Host, make_plan
+    from telescope._launch.standing import Standing
 
     point = compose_one(*overrides)
     config = run.named(point.config)
     plan = make_plan(config, (Host("here", cpus=2),))
-    return run.Order(config, plan, point.warnings, ("seed=3", "name=a b"), datetime.now().astimezone())
+    return run.Order(config, plan, Standing(), point.warnings, ("seed=3", "name=a b"), datetime.now().astimezone())
 
 
 def test_the_run_directory_says_everything_about_the_run_to_its_owner_alone(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 
 from telescope.compose.load import UsageError
 from telescope.config.checks import MOST_LANES
+from telescope.config.run import config_hash
 from telescope.runlog.layout import RunDirectory, RunDirectoryInUse
 from telescope.wire.hub_session import MAX_CAPACITY
 from tests.config.conftest import compose_one, sentences, write
@@ -44,6 +45,15 @@ OPTIONS = "countdown | reverse_letters"
             "rollout.normalize_rewards=true",
             "rollout.normalize_rewards=true needs environments.countdown.reward_min and environments.countdown.reward_max: "
             "give both, or set rollout.normalize_rewards=false",
+        ),
+        (
+            "cluster.nodes=2",
+            "cluster.nodes=2 does nothing with cluster.launcher=local, which is this machine alone: leave it out, or set "
+            "cluster=bare_metal",
+        ),
+        (
+            "cluster.head=10.0.0.1",
+            "cluster.head=10.0.0.1 is no address of a host and a port, such as 10.0.0.1:29400 or [fd00::1]:29400",
         ),
         ("rollout.top_k=1", "rollout.top_k=1 must be at least 2"),
         (
@@ -141,3 +151,19 @@ def test_a_reward_range_must_rise_and_pools_must_cover_every_rate():
 def test_a_curriculum_without_settings_has_three_pools():
     point = compose_one("+environments.countdown.curriculum={}")
     assert [pool.name for pool in point.config.environments["countdown"].curriculum.pools] == ["hard", "medium", "easy"]
+
+
+def test_hosts_are_counted_from_0_and_a_head_needs_a_key_file():
+    assert sentences(compose_one("cluster=bare_metal", "cluster.nodes=2", "cluster.node_rank=2")) == (
+        "cluster.node_rank=2 must be below cluster.nodes=2: hosts are counted from 0"
+    )
+    assert "cluster.head=a:1 needs cluster.key_file, without which anyone could join: make one with" in sentences(
+        compose_one("cluster=bare_metal", "cluster.head=a:1")
+    )
+
+
+def test_where_a_host_stands_does_not_change_what_is_computed():
+    alone = compose_one("cluster=bare_metal", "cluster.nodes=2").config
+    second = compose_one("cluster=bare_metal", "cluster.nodes=2", "cluster.node_rank=1", "cluster.interface=eth1").config
+    third = compose_one("cluster=bare_metal", "cluster.nodes=3").config
+    assert config_hash(alone) == config_hash(second) != config_hash(third)

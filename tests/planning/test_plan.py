@@ -179,3 +179,33 @@ def test_memory_is_that_of_the_settings() -> None:
     assert plain.total - sgd.total == plain.moments == 8 * shape.parameters
     assert fake is None
     assert serving(config, shape, CARDS["h100"]).kv_bytes_per_token == 12_288
+
+
+def test_the_placement_names_hosts_gpus_threads_and_where_sockets_bind(say: Callable[..., tuple[int, str]]) -> None:
+    servers = ("cluster.inference_num_workers=4", "inference.tensor_parallel_size=2", "cluster.inference_placement=SPREAD")
+    code, said = say(
+        "--placement", "--hosts", "1x0x4,2x4x32", *servers, "cluster.trainer_num_workers=4", "cluster.env_num_workers=2"
+    )
+    assert code == 0
+    lines = said.splitlines()
+    assert lines[:4] == [
+        "3 hosts, on gpu; servers SPREAD, trainer ranks PACK:",
+        "node-0: host-0, 4 cores, no GPU",
+        "  orchestrator  1 thread",
+        "  worker-0      1 thread",
+    ]
+    assert "  server-1      GPU 0, 1, 1 thread" in lines
+    assert "  trainer-3     GPU 3, 1 thread" in lines
+    assert "Sockets bind to each host's own address" in said
+    assert "HTTP of servers: loopback, ports from 8100 on, the next free ones where those are taken." in said
+
+
+def test_an_impossible_placement_is_refused_with_the_numbers(say: Callable[..., tuple[int, str]]) -> None:
+    code, said = say("--placement", "--hosts", "2x2", "cluster.trainer_num_workers=3", "cluster.trainer_placement=STRICT_PACK")
+    assert code == 1
+    assert (
+        "3 trainer ranks of 1 GPU (cluster.trainer_placement=STRICT_PACK) do not fit on 2 hosts (host-0 with 2, host-1 wi"
+        in said
+    )
+    code, said = say("--placement", "--hosts", "many")
+    assert (code, "--hosts many is no list of hosts" in said) == (2, True)

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from telescope.config.parts import WeightSyncSettings
-from telescope.weights.choose import TransportRefused, cards, choose, make_receiver, wire_dtype
+from telescope.weights.choose import TransportRefused, cards, choose, make_receiver, planned, spread, wire_dtype
 
 
 def plan(tmp_path, *processes):
@@ -50,6 +50,26 @@ def test_auto_takes_the_fastest_that_works(device, placed, chosen):
 def test_what_can_not_work_is_refused_with_the_remedy(transport, device, placed):
     with pytest.raises(TransportRefused, match=rf"weight_sync.transport={transport}.*weight_sync.transport=auto"):
         choose(transport, device, placed)
+
+
+def test_servers_on_other_hosts_than_rank_0_get_weights_over_the_network(tmp_path):
+    assert not spread(tmp_path / "plan.json")
+    assert not spread(plan(tmp_path, ("server", "a", ["0"]), ("trainer", "a", ["1"]), ("trainer", "b", ["0"])))
+    path = plan(tmp_path, ("server", "a", ["0"]), ("server", "b", ["0"]), ("trainer", "a", ["1"]))
+    assert spread(path)
+    assert planned("auto", path) == "nccl"
+    assert choose("auto", "cpu", "apart", hosts=True) == "gloo"
+    assert planned("auto", path, adapters=True) == "disk"
+    assert choose("disk", "cpu", "apart", hosts=True) == "disk"
+
+
+@pytest.mark.parametrize(
+    ("transport", "device", "placed"),
+    [("shared_memory", "cpu", "apart"), ("shared_memory", "cuda:0", "apart"), ("auto", "cuda:0", "mixed")],
+)
+def test_shared_memory_is_refused_across_hosts(transport, device, placed):
+    with pytest.raises(TransportRefused, match=r"shared memory here, which servers on other hosts do not see: set weight_sync"):
+        choose(transport, device, placed, hosts=True)
 
 
 def test_on_a_gpu_weights_travel_as_what_is_served_and_on_a_cpu_as_they_are_held():
