@@ -154,7 +154,7 @@ def test_the_real_trainer_and_the_real_engine_train_in_a_job(slurm: Slurm, submi
         slurm,
         *("model=tiny", "number_of_steps=2", "orchestrator.prompts_batch_size_for_trainer=4", "rollout.group_size=4"),
         *("rollout.max_tokens=16", "inference.max_model_len=256", "trainer.seq_len=256", "logging.use_wandb=false"),
-        *("cluster.slurm.nodes=2", "cluster.slurm.cpus_per_node=4"),
+        *("cluster.slurm.cpus_per_node=4", "cluster.slurm.inference={nodes: 1}", "cluster.slurm.groups=allocation"),
         *("cluster.device=cpu", "cluster.inference_num_workers=1", "cluster.trainer_num_workers=2"),
         *("cluster.inference_cpus_per_worker=0.5", "cluster.trainer_cpus_per_worker=0.5"),
     )
