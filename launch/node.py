@@ -87,6 +87,8 @@ class Surroundings:
     """The signal that says that the time is nearly up."""
     warned_of: str = ""
     """What the run's summary then gives as its reason, e.g. `walltime`."""
+    warned_before: Callable[[], bool] = lambda: False
+    """Whether the warning came before the supervisor could hear it."""
     stop_s: float = 6.5
     """What the orchestrator gets to stop after the warning."""
 
@@ -192,6 +194,8 @@ class Supervisor:
         """`port`: where the trainer ranks meet, on the host of rank 0."""
         try:
             self.start({"MASTER_PORT": str(port)})
+            if self.surroundings.warned_before():
+                self.warn()
             while self.living:
                 self.wait()
                 self.notice_signals()

@@ -40,6 +40,8 @@ CONFIG_ERROR = 1
 
 def run(run_dir: str) -> None:
     """One attempt. Ends the process with the run's exit code, or is ended by Slurm where there is another attempt."""
+    early: list[int] = []
+    signal.signal(signal.SIGUSR2, lambda number, _: early.append(number))  # submitit's own handler would give up the job
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", force=True)
     directory = RunDirectory(Path(run_dir))
     config = load_run(directory.config_json)
@@ -58,7 +60,7 @@ def run(run_dir: str) -> None:
         log.error("%s", error)
         attempts.end(directory, attempt, "failed", CONFIG_ERROR, requeued=False)
         raise SystemExit(CONFIG_ERROR) from None
-    concluded = supervise_in(directory, _surroundings(settings, allocation))
+    concluded = supervise_in(directory, _surroundings(settings, allocation, lambda: bool(early)))
     verdict = _judge(concluded, settings, allocation, directory)
     log.info("Attempt %d ended: %s, exit code %d; %s.", attempt.number, verdict.why, concluded.code, verdict.next)
     attempts.end(directory, attempt, verdict.why, concluded.code, requeued=verdict.next != "leave")
@@ -104,9 +106,9 @@ def srun(settings: SlurmSettings, node: Node, name: str) -> tuple[str, ...]:
     )
 
 
-def _surroundings(settings: SlurmSettings, allocation: Allocation) -> Surroundings:
+def _surroundings(settings: SlurmSettings, allocation: Allocation, warned_before: Callable[[], bool]) -> Surroundings:
     stop_s = max(settings.stop_before_s - STOP_MARGIN_S, settings.stop_before_s / 2)
-    return Surroundings(carrier_for(settings, allocation), signal.SIGUSR2, "walltime", stop_s)
+    return Surroundings(carrier_for(settings, allocation), signal.SIGUSR2, "walltime", warned_before, stop_s)
 
 
 def _judge(concluded: Conclusion, settings: SlurmSettings, allocation: Allocation, directory: RunDirectory) -> Verdict:

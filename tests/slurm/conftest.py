@@ -21,7 +21,7 @@ from telescope.runlog.layout import RunDirectory
 from tests.slurm.real_slurm import POLL_S, Slurm
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 100.0
+LIMIT_S = 240.0
 MODULES = {"orchestrator": "orchestrator", "worker": "workers", "server": "inference", "trainer": "trainer"}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from datetime import UTC, datetime
@@ -22,6 +23,14 @@ from telescope.runlog.layout import RunDirectory
 
 STAND_IN = str(Path(__file__).parents[1] / "process" / "stand_in.py")
 LIMIT_S = 60.0
+SUPERVISE = """
+import signal, sys
+from pathlib import Path
+from telescope._launch.node import Surroundings, supervise_in
+from telescope.runlog.layout import RunDirectory
+around = Surroundings(warning=signal.SIGUSR2, warned_of="walltime", warned_before=lambda: sys.argv[2] == "1", stop_s=60)
+print(supervise_in(RunDirectory(Path(sys.argv[1])), around))
+"""
 
 
 @pytest.mark.parametrize(
@@ -148,6 +157,29 @@ def test_a_carrier_that_is_killed_is_told_from_its_process(run: RunDirectory):
     os.kill(process.shim.pid, signal.SIGKILL)
     process.collect()
     assert (process.ending.status, process.ending.shim_died) == (-9, True)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_the_warning_before_the_walltime_is_a_stop_with_a_reason_of_its_own(run: RunDirectory, early: bool):
+    names = ("orchestrator", "trainer-0")
+    roles = (("orchestrator", 0), ("trainer", 0))
+    processes = (
+        ProcessPlan(name, role, index, "here", (STAND_IN, "obey"), {}, (), 1)
+        for name, (role, index) in zip(names, roles, strict=True)
+    )
+    write_plan(Plan("cpu", tuple(processes), progress=False), run.plan_json)
+    supervisor = subprocess.Popen(
+        [sys.executable, "-c", SUPERVISE, str(run.path), str(int(early))], stdout=subprocess.PIPE, text=True
+    )
+    if not early:
+        deadline = time.monotonic() + LIMIT_S
+        while not all((run.path / "pids" / name).exists() for name in names):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        supervisor.send_signal(signal.SIGUSR2)
+    said, _ = supervisor.communicate(timeout=LIMIT_S)
+    assert said.splitlines()[-1] == "Conclusion(code=75, warned=True, interrupted=None, carrier_lost='')"
+    assert run.farewell.read_text() == "walltime\n"
 
 
 def until_gone(process: Process) -> None:

@@ -15,7 +15,7 @@ from telescope.runlog.layout import RunDirectory
 from tests.slurm.conftest import Submit
 from tests.slurm.real_slurm import Slurm
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 SMALL = ("experiment=fake", "cluster.slurm.cpus_per_node=4", "cluster.inference_num_workers=2", "cluster.trainer_num_workers=1")
 LONG = (*SMALL, "number_of_steps=1000000", "inference.fake_token_s=0.05")
@@ -103,14 +103,6 @@ def test_before_the_walltime_the_run_stops_in_good_order_and_is_queued_again(slu
     assert job.left() == []
 
 
-def test_the_signal_comes_before_the_walltime(slurm: Slurm, submit: Submit):
-    (job,) = submit(slurm, *LONG, "cluster.slurm.time='1'", "cluster.slurm.stop_before_s=40", "cluster.slurm.requeue=false")
-    ended = job.until_ended()
-    assert (ended.why, ended.exit_code, ended.requeued) == ("walltime", 75, False)
-    job.until_gone()
-    assert job.left() == []
-
-
 def test_a_preempted_run_comes_back(slurm: Slurm, submit: Submit):
     (job,) = submit(slurm, *LONG)
     job.until_under_way()
@@ -158,7 +150,7 @@ def test_the_real_trainer_and_the_real_engine_train_in_a_job(slurm: Slurm, submi
         *("cluster.device=cpu", "cluster.inference_num_workers=1", "cluster.trainer_num_workers=2"),
         *("cluster.inference_cpus_per_worker=0.5", "cluster.trainer_cpus_per_worker=0.5"),
     )
-    job.until(lambda: bool(job.attempts and job.attempts[0].why), "ended", limit_s=300.0)
+    job.until(lambda: bool(job.attempts and job.attempts[0].why), "ended", limit_s=500.0)
     assert job.attempts[0].why == "done", job.told()
     assert summary(job.directory)["steps"] == 2
     job.until_gone()
