@@ -25,7 +25,7 @@ def local_address(interface: str | None, facing: str | None = None) -> str:
     if interface is not None:
         return _of_interface(interface)
     if facing is not None:
-        return _towards(_resolved(facing))
+        return _towards(resolved(facing))
     for elsewhere in ELSEWHERE:
         try:
             return _towards(elsewhere)
@@ -38,7 +38,7 @@ def own_address(host: str, interface: str | None) -> str:
     """The address at which the head listens, where others know it as `host`. Raises `NoAddress` if it is not this host's."""
     if interface is not None:
         return _of_interface(interface)
-    address = _resolved(host)
+    address = resolved(host)
     if not is_own(address):
         raise NoAddress(
             f"{host} ({address}) is no address of this host, which is the head: set cluster.head to one that is, or "
@@ -111,7 +111,8 @@ def _only_one() -> str:
     raise NoAddress(f"it is not clear by which network other hosts reach this one ({names}): name it with cluster.interface")
 
 
-def _resolved(host: str) -> str:
+def resolved(host: str) -> str:
+    """The address of a host. Raises `NoAddress`."""
     try:
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:

@@ -5,6 +5,10 @@ forked, gets SIGTERM, a grace, and SIGKILL. It acts on orders from the superviso
 and when the lifeline closes or its parent dies, which means that the supervisor is gone. It refuses to judge: it reports
 how its process ended and leaves.
 
+On another node of a Slurm job it is started by srun (`child.py -`): stdin and stdout are then its lifeline, and the first line
+says what to start (`{"command": […], "log": "…", "environment": {…}, "unset": […], "gpus": ["0"]}`), so that nothing secret
+stands on a command line.
+
 Orders are lines, `leave 5.0 15` (signal 15 to the process now, SIGKILL to all after 5 s) and `kill`; reports are lines of JSON,
 `{"started": 4711, "at": 12.5}` and later `{"status": -9, "at": 99.2}` (exit code, or minus the signal; CLOCK_MONOTONIC).
 """
@@ -16,10 +20,10 @@ import json
 import os
 import select
 import signal
-import socket
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -30,6 +34,8 @@ LEFTOVER_GRACE_S = 1.0
 """What the processes that a dead process leaves behind get."""
 KILL_WAIT_S = 5.0
 """SIGKILL is final, but a process inside the kernel (a GPU driver's teardown, say) dies when it comes out."""
+RELAYED = "-"
+"""The argument of a shim whose lifeline is its stdin and stdout."""
 EXIT_ORPHANED = 3
 EXIT_NO_EXEC = 127
 
@@ -117,13 +123,31 @@ class Wakeup:
             return []
 
 
+class Lifeline:
+    """The way to the supervisor and back: one socket, or the two pipes that srun relays."""
+
+    def __init__(self, reader: int, writer: int) -> None:
+        self.reader, self._writer = reader, writer
+
+    def receive(self) -> bytes:
+        """What has come; empty where the other end is closed."""
+        try:
+            return os.read(self.reader, 4096)
+        except ConnectionError:
+            return b""  # closed with a report unread: as good as closed
+
+    def send(self, line: bytes) -> None:
+        while line:
+            line = line[os.write(self._writer, line) :]
+
+
 class Shim:
     """One process and everything below it."""
 
-    def __init__(self, lifeline: socket.socket, command: list[str], log: int) -> None:
+    def __init__(self, lifeline: Lifeline, command: list[str], log: int) -> None:
         self.lifeline = lifeline
         self.wakeup = Wakeup((signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
-        self.listening: list[int | socket.socket] = [self.wakeup.reader, lifeline]
+        self.listening = [self.wakeup.reader, lifeline.reader]
         self.status: int | None = None
         self.told = False
         self.kill_at: float | None = None
@@ -133,7 +157,7 @@ class Shim:
 
     def report(self, **facts: int) -> None:
         try:
-            self.lifeline.sendall(json.dumps(facts | {"at": time.monotonic()}).encode() + b"\n")
+            self.lifeline.send(json.dumps(facts | {"at": time.monotonic()}).encode() + b"\n")
         except OSError:
             return  # nobody listens any more
 
@@ -142,8 +166,8 @@ class Shim:
         while self.status is None:
             timeout = None if self.kill_at is None else max(0.0, self.kill_at - time.monotonic())
             ready, _, _ = select.select(self.listening, [], [], timeout)
-            if self.lifeline in ready:
-                self.obey(_received(self.lifeline))
+            if self.lifeline.reader in ready:
+                self.obey(self.lifeline.receive())
             self.notice_signals()
             if self.kill_at is not None and time.monotonic() >= self.kill_at:
                 self.end_rest(0.0)
@@ -153,7 +177,7 @@ class Shim:
 
     def obey(self, received: bytes) -> None:
         if not received:
-            self.listening.remove(self.lifeline)
+            self.listening.remove(self.lifeline.reader)
             self.ask_to_leave(ORPHAN_GRACE_S)
             return
         *lines, self.partial = (self.partial + received).split(b"\n")
@@ -202,13 +226,6 @@ class Shim:
         self.reap()
 
 
-def _received(lifeline: socket.socket) -> bytes:
-    try:
-        return lifeline.recv(4096)
-    except ConnectionError:
-        return b""  # closed with a report unread: as good as closed
-
-
 def _spawn(command: list[str], log: int) -> int:
     shim = os.getpid()
     pid = os.fork()
@@ -229,16 +246,53 @@ def _spawn(command: list[str], log: int) -> int:
     os._exit(EXIT_NO_EXEC)
 
 
+def _ordered(lifeline: Lifeline) -> dict[str, Any]:
+    """The first line of a relayed lifeline; an end of it instead is a supervisor that has gone."""
+    line = b""
+    while not line.endswith(b"\n"):  # the supervisor says nothing more before the report of the start
+        if not (received := lifeline.receive()):
+            raise EOFError
+        line += received
+    order: dict[str, Any] = json.loads(line)
+    return order
+
+
+def _visible(gpus: list[str], environment: Mapping[str, str]) -> str:
+    """CUDA_VISIBLE_DEVICES of a process that the plan gives the node's first, second, … GPU: as the step calls them."""
+    there = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return ",".join(there[int(gpu)] if int(gpu) < len(there) else gpu for gpu in gpus)
+
+
+def _relayed() -> int:
+    # Copies, which the process itself does not inherit; it gets 0, 1 and 2 anew.
+    lifeline = Lifeline(os.dup(0), os.dup(1))
+    try:
+        order = _ordered(lifeline)
+    except EOFError:
+        return EXIT_ORPHANED
+    visible = _visible(order["gpus"], os.environ)
+    for name in order["unset"]:
+        os.environ.pop(name, None)
+    os.environ.update(order["environment"])
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible
+    Shim(lifeline, order["command"], _open_log(order["log"])).run()
+    return 0
+
+
+def _open_log(path: str) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+
 def main(arguments: list[str]) -> int:
-    supervisor, lifeline, log, *command = arguments
     set_process_flag(PR_SET_PDEATHSIG, signal.SIGTERM)
     set_process_flag(PR_SET_CHILD_SUBREAPER, 1)
+    if arguments == [RELAYED]:
+        return _relayed()
+    supervisor, number, log, *command = arguments
     if os.getppid() != int(supervisor):
         return EXIT_ORPHANED  # it died before the first line took effect
-    order_socket = socket.socket(fileno=int(lifeline))
-    order_socket.set_inheritable(False)  # the process itself must not keep it open
-    log_file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    Shim(order_socket, command, log_file).run()
+    os.set_inheritable(int(number), False)  # the process itself must not keep it open
+    Shim(Lifeline(int(number), int(number)), command, _open_log(log)).run()
     return 0
 
 

@@ -31,10 +31,32 @@ def child_environment(given: Mapping[str, str]) -> dict[str, str]:
 
     Raises `SecretMissing` where `given` refers to a variable (`${oc.env:NAME}`) that is not set.
     """
-    inherited = {name: value for name, value in os.environ.items() if not _foreign(name)}
-    inherited["PYTHONPATH"] = _python_path(inherited.get("PYTHONPATH", ""))
-    inherited["PYTHONUNBUFFERED"] = "1"  # the last words of a process that dies must be in its log
-    return {name: value for name, value in inherited.items() if value or name != "PYTHONPATH"} | reveal_all(given)
+    inherited = {name: value for name, value in os.environ.items() if not _foreign(name) and name != "PYTHONPATH"}
+    return inherited | added(given)
+
+
+def added(given: Mapping[str, str]) -> dict[str, str]:
+    """What a process has beyond the inherited variables: its part of the plan with references followed, and a way to our code.
+
+    Raises `SecretMissing`."""
+    path = python_path()
+    # the last words of a process that dies must be in its log
+    return {**({"PYTHONPATH": path} if path else {}), "PYTHONUNBUFFERED": "1", **reveal_all(given)}
+
+
+def foreign() -> list[str]:
+    """Variables here that a process must not inherit."""
+    return sorted(filter(_foreign, os.environ))
+
+
+def own() -> dict[str, str]:
+    """All variables of this process."""
+    return dict(os.environ)
+
+
+def python_path() -> str:
+    """PYTHONPATH with which the processes of a run find this code; empty where they need none."""
+    return _python_path(os.environ.get("PYTHONPATH", ""))
 
 
 def visible_gpus() -> tuple[str, ...] | None:

@@ -20,11 +20,18 @@ from telescope.runlog.layout import RunDirectory
 
 
 class Household:
-    """`watched`: descriptors that end a wait too. `say` tells the user."""
+    """`watched`: descriptors that end a wait too. `say` tells the user. `carrier`: the command that takes a process elsewhere,
+    with its shim (see `Process.start`)."""
 
-    def __init__(self, watched: Sequence[int], say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        watched: Sequence[int],
+        say: Callable[[str], None],
+        carrier: Callable[[ProcessPlan], tuple[str, ...]] = lambda _: (),
+    ) -> None:
         self.processes: dict[str, Process] = {}
         self._say = say
+        self._carrier = carrier
         self._strangers = children()
         self._selector = selectors.DefaultSelector()
         for descriptor in watched:
@@ -37,7 +44,7 @@ class Household:
     def begin(self, plan: ProcessPlan, run: RunDirectory, extra: dict[str, str], life: int = 1) -> str:
         """Start one process and watch it. Gives the reason where it can't be started, else nothing."""
         try:
-            process = Process.start(plan, run, extra, life)
+            process = Process.start(plan, run, extra, life, self._carrier(plan))
         except (OSError, SecretMissing) as error:
             return f"{plan.name} could not be started: {error}"
         self.processes[plan.name] = process

@@ -5,7 +5,7 @@ processes end. A silent or stuck peer is the orchestrator's to notice: it asks f
 any other it exits 70, and the supervisor ends the rest.
 
 Exit codes: 0 done, 1 the orchestrator ended with an error of its own (a full disk, say), 70 a component failed, 129/130/143
-ended by SIGHUP/SIGINT/SIGTERM.
+ended by SIGHUP/SIGINT/SIGTERM, 75 stopped before its walltime.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -36,6 +37,8 @@ from telescope.wire.security import make_keys
 
 DISPLAY_S = 0.5
 ERROR = 1
+STOPPED = 75
+"""Stopped in good order before it was done, because the time was nearly up: run it again."""
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -74,32 +77,76 @@ class Phase(Enum):
     KILLING = "killing"
 
 
+@dataclass(frozen=True)
+class Surroundings:
+    """What a batch system adds to a supervisor's life; on a plain host nothing."""
+
+    carrier: Callable[[ProcessPlan], tuple[str, ...]] = lambda _: ()
+    """The command that carries a process to its node; empty: it runs here."""
+    warning: int | None = None
+    """The signal that says that the time is nearly up."""
+    warned_of: str = ""
+    """What the run's summary then gives as its reason, e.g. `walltime`."""
+    warned_before: Callable[[], bool] = lambda: False
+    """Whether the warning came before the supervisor could hear it."""
+    stop_s: float = 6.5
+    """What the orchestrator gets to stop after the warning."""
+
+
+@dataclass(frozen=True)
+class Conclusion:
+    """How a supervised run ended."""
+
+    code: int
+    warned: bool
+    """It was stopped because of the warning."""
+    interrupted: int | None
+    """The signal that stopped it else."""
+    carrier_lost: str
+    """The process whose carrier failed rather than itself, if that ended the run; else empty."""
+
+
 def supervise(run: RunDirectory, patience: Patience = Patience(), nodes: Nodes | None = None, port: int = 0) -> int:
     """Run the plan in `run` to its end in the foreground, and return the exit code. Call it from the main thread.
 
     `nodes`: the other hosts of the run, ready. `port`: kept where the trainer's rank 0 will be; 0: one of this host's.
     """
+    return supervise_in(run, Surroundings(), patience, nodes, port).code
+
+
+def supervise_in(
+    run: RunDirectory,
+    surroundings: Surroundings,
+    patience: Patience = Patience(),
+    nodes: Nodes | None = None,
+    port: int = 0,
+) -> Conclusion:
+    """The same within a batch system."""
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("supervise() must be called from the main thread: processes die with the thread that started them")
     plan = read_plan(run.plan_json)
     console = Console(sys.stderr, sys.stdout)
     if nodes is None:
         make_keys(run, plan.names)
-    with Signals() as wakeup, contextlib.closing(KeptPort(plan.head_address)) as kept:
-        supervisor = Supervisor(run, plan, console, wakeup, patience, nodes)
+    with Signals(surroundings.warning) as wakeup, contextlib.closing(KeptPort(plan.head_address)) as kept:
+        supervisor = Supervisor(run, plan, console, wakeup, patience, nodes, surroundings)
         code = supervisor.run(port or kept.number)
         supervisor.conclude(code)
         late = [number for number in wakeup.arrived() if number in INTERRUPTS]
-    return 128 + late[0] if late and code == 0 else code  # the summary is whole, but a sweep has to end
+    code = 128 + late[0] if late and code == 0 else code  # the summary is whole, but a sweep has to end
+    return Conclusion(code, supervisor.warned, supervisor.interrupted, supervisor.carrier_lost)
 
 
 class Signals:
     """While a run goes on, signals arrive through a pipe and orphans of the run come to this process."""
 
+    def __init__(self, warning: int | None = None) -> None:
+        self._numbers = INTERRUPTS if warning is None else (*INTERRUPTS, warning)
+
     def __enter__(self) -> child.Wakeup:
-        self._handlers = {number: signal.getsignal(number) for number in INTERRUPTS}
+        self._handlers = {number: signal.getsignal(number) for number in self._numbers}
         child.set_process_flag(child.PR_SET_CHILD_SUBREAPER, 1)
-        return child.Wakeup(INTERRUPTS)
+        return child.Wakeup(self._numbers)
 
     def __exit__(self, *_: object) -> None:
         signal.set_wakeup_fd(-1)
@@ -119,8 +166,11 @@ class Supervisor:
         wakeup: child.Wakeup,
         patience: Patience,
         nodes: Nodes | None = None,
+        surroundings: Surroundings = Surroundings(),
     ) -> None:
         self.directory = run
+        self.surroundings = surroundings
+        self.warned = False
         self.plan = plan
         self.console = console
         self.wakeup = wakeup
@@ -132,7 +182,8 @@ class Supervisor:
         self.cause: Cause | None = None
         self.late: list[str] = []
         self.processes: dict[str, Held] = {}
-        self.home = Household((wakeup.reader, *(nodes.descriptors if nodes else ())), console.say)
+        watched = (wakeup.reader, *(nodes.descriptors if nodes else ()))
+        self.home = Household(watched, console.say, surroundings.carrier)
         self.progress = Progress(run, console) if plan.progress else None
         self.log_copy = LogCopy(run, plan.names, console) if plan.log_to_console else None
         self.revival = Revival(run, plan, console.say, patience.fence_s)
@@ -143,6 +194,8 @@ class Supervisor:
         """`port`: where the trainer ranks meet, on the host of rank 0."""
         try:
             self.start({"MASTER_PORT": str(port)})
+            if self.surroundings.warned_before():
+                self.warn()
             while self.living:
                 self.wait()
                 self.notice_signals()
@@ -194,6 +247,16 @@ class Supervisor:
         for number in self.wakeup.arrived():
             if number in INTERRUPTS:
                 self.interrupt(number)
+            elif number == self.surroundings.warning:
+                self.warn()
+
+    def warn(self) -> None:
+        """The time is nearly up: a stop like after Ctrl-C, with more patience and another reason."""
+        if self.phase is Phase.RUNNING and not self.warned:
+            self.warned = True
+            self.console.say(f"Stopping: {self.surroundings.warned_of}.")
+            self.write(self.directory.farewell, self.surroundings.warned_of + "\n")
+            self.ask_orchestrator(self.surroundings.stop_s)
 
     def interrupt(self, number: int) -> None:
         first, self.interrupted = self.interrupted is None, self.interrupted or number
@@ -371,6 +434,14 @@ class Supervisor:
         return [name for name, ending in self.endings.items() if ending.status != 0 and not ending.ordered and name not in back]
 
     @property
+    def carrier_lost(self) -> str:
+        """The process that ended the run, where what carried it to its node failed and not the process itself."""
+        ending = self.endings.get(self.cause.process) if self.cause else None
+        process = self.processes.get(self.cause.process) if self.cause else None
+        lost = ending is not None and ending.shim_died and process is not None and self.surroundings.carrier(process.plan)
+        return process.name if lost and process else ""
+
+    @property
     def only_orchestrator_left(self) -> bool:
         others = (process for process in self.processes.values() if process is not self.orchestrator)
         return not self.revival.pending and all(process.ended for process in others)
@@ -385,6 +456,8 @@ class Supervisor:
         if self.cause:
             own = self.cause.process == "orchestrator" and self.orchestrator_status == ERROR
             return ERROR if own else COMPONENT_FAILED
+        if self.warned and self.orchestrator_status != 0:  # else it was done before it heard
+            return STOPPED
         return 0 if self.interrupted is None else 128 + self.interrupted
 
 

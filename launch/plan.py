@@ -63,6 +63,8 @@ class Host(Record, frozen=True):
     """On the run's network, where its sockets bind."""
     interface: str = "lo"
     """The network interface of that address; empty where it is not known."""
+    kept_for: Literal["both", "inference", "trainer"] = "both"
+    """Whose processes may come here; the head's orchestrator and the workers may always."""
 
 
 class ProcessPlan(Record, frozen=True):
@@ -164,6 +166,8 @@ def _counts(config: RunConfig, hosts: tuple[Host, ...], device: str) -> tuple[Co
     cluster, size = config.cluster, config.inference.tensor_parallel_size
     servers = Demand(config.servers, size, cluster.inference_placement)
     ranks = Demand(cluster.trainer_num_workers, 1, cluster.trainer_placement)
+    if any(host.kept_for != "both" for host in hosts):
+        return _kept(servers, hosts, device, config), _kept(ranks, hosts, device, config, part="trainer")
     if device == "cpu":
         cores = [float(host.cpus) for host in hosts]
         by_cores = (
@@ -184,6 +188,21 @@ def _counts(config: RunConfig, hosts: tuple[Host, ...], device: str) -> tuple[Co
             "fewer, or for PACK or SPREAD"
         )
     return together
+
+
+def _kept(
+    demand: Demand, hosts: tuple[Host, ...], device: str, config: RunConfig, part: Literal["inference", "trainer"] = "inference"
+) -> Counts:
+    """One side's counts where hosts are kept for it. Raises `PlanError`."""
+    cluster = config.cluster
+    own = {node: host for node, host in enumerate(hosts) if host.kept_for in ("both", part)}
+    if device == "cpu":
+        cpus = cluster.inference_cpus_per_worker * demand.size if part == "inference" else cluster.trainer_cpus_per_worker
+        counts = place_on_cores(demand, cpus, [float(host.cpus) for host in own.values()])
+    else:
+        counts = place_alone(demand, [len(host.gpus) for host in own.values()])
+    by_node = dict(zip(own, _found(demand, counts, part, tuple(own.values())), strict=True))
+    return tuple(by_node.get(node, 0) for node in range(len(hosts)))
 
 
 def _found(demand: Demand, counts: Counts | None, part: str, hosts: tuple[Host, ...]) -> Counts:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 import telescope._launch.child as child
-from telescope._launch.environ import child_environment
+from telescope._launch.environ import added, child_environment, foreign
 from telescope._launch.plan import ProcessPlan
 from telescope.runlog.layout import RunDirectory
 
@@ -59,7 +59,7 @@ class Held(Protocol):
 
 
 class Process:
-    """One process of the plan under its shim."""
+    """One process of the plan under its shim. `shim`: on another node the srun that relays it."""
 
     def __init__(self, plan: ProcessPlan, shim: subprocess.Popen[bytes], lifeline: socket.socket, life: int = 1) -> None:
         self.plan = plan
@@ -77,24 +77,19 @@ class Process:
         self._partial = b""
 
     @classmethod
-    def start(cls, plan: ProcessPlan, run: RunDirectory, extra: dict[str, str], life: int = 1) -> Process:
-        """Fork the shim, which starts the process. Call it from the main thread: the shim dies with the thread it came from."""
+    def start(
+        cls, plan: ProcessPlan, run: RunDirectory, extra: dict[str, str], life: int = 1, carrier: tuple[str, ...] = ()
+    ) -> Process:
+        """Fork the shim, which starts the process. Call it from the main thread: the shim dies with the thread it came from.
+
+        `carrier`: the command that runs another one on the process's node, e.g. `("srun", "--nodelist=n2")`; empty: here."""
         ours, theirs = socket.socketpair()
-        shim_script = str(Path(child.__file__).resolve())
-        log = str(run.log(plan.name, life))
         with theirs:
-            shim = subprocess.Popen(
-                [
-                    *(sys.executable, "-I", "-S", shim_script, str(os.getpid()), str(theirs.fileno()), log),
-                    *(sys.executable, *plan.program, "--run-dir", str(run.path), "--name", plan.name),
-                ],
-                env=child_environment(plan.environment | extra),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-            )
+            if carrier:
+                shim = _start_there(plan, run, plan.environment | extra, life, carrier, theirs)
+                ours.sendall(_order_to_start(plan, run, plan.environment | extra, life))
+            else:
+                shim = _start_here(plan, run, plan.environment | extra, life, theirs)
         ours.setblocking(False)
         return cls(plan, shim, ours, life)
 
@@ -157,3 +152,58 @@ class Process:
             self.lifeline.send(line.encode())
         except OSError:
             return  # it is on its way out
+
+
+SHIM = str(Path(child.__file__).resolve())
+
+
+def _command(plan: ProcessPlan, run: RunDirectory) -> list[str]:
+    return [sys.executable, *plan.program, "--run-dir", str(run.path), "--name", plan.name]
+
+
+def _start_here(
+    plan: ProcessPlan, run: RunDirectory, variables: dict[str, str], life: int, lifeline: socket.socket
+) -> subprocess.Popen[bytes]:
+    number = lifeline.fileno()
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-I", "-S", SHIM, str(os.getpid()), str(number), str(run.log(plan.name, life))),
+            *_command(plan, run),
+        ],
+        env=child_environment(variables),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        pass_fds=(number,),
+        start_new_session=True,
+    )
+
+
+def _start_there(
+    plan: ProcessPlan,
+    run: RunDirectory,
+    variables: dict[str, str],
+    life: int,
+    carrier: tuple[str, ...],
+    lifeline: socket.socket,
+) -> subprocess.Popen[bytes]:
+    """What the carrier itself has to say goes to a log of its own: two hosts that append to one file lose lines."""
+    with run.carrier_log(plan.name, life).open("ab") as said:
+        return subprocess.Popen(
+            [*carrier, sys.executable, "-I", "-S", SHIM, child.RELAYED],
+            stdin=lifeline.fileno(),
+            stdout=lifeline.fileno(),
+            stderr=said,
+            start_new_session=True,
+        )
+
+
+def _order_to_start(plan: ProcessPlan, run: RunDirectory, variables: dict[str, str], life: int) -> bytes:
+    order = {
+        "command": _command(plan, run),
+        "log": str(run.log(plan.name, life)),
+        "environment": added(variables),
+        "unset": foreign(),
+        "gpus": list(plan.gpus),
+    }
+    return json.dumps(order).encode() + b"\n"

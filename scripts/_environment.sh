@@ -63,8 +63,8 @@ stack_of_machine() {
 }
 
 install() {
-    local wanted=$1 stack=$2 stamp=$3 extras=$2
-    [ "$wanted" = run ] || extras=$stack,dev
+    local wanted=$1 stack=$2 stamp=$3 extras=$2,slurm
+    [ "$wanted" = run ] || extras=$stack,slurm,dev
     rm -f "$venv/telescope-run" "$venv/telescope-test"
     if ! fitting "$python"; then
         local base

@@ -19,6 +19,7 @@ from telescope.config import plugins
 from telescope.config.explain import in_words
 from telescope.config.parts import EnvironmentEntry
 from telescope.config.run import RunConfig
+from telescope.config.slurm import SlurmGroup, SlurmSettings
 from telescope.settings import Settings
 
 PAGE = ROOT / "docs" / "configuration.md"
@@ -47,6 +48,9 @@ def _sections() -> Iterator[str]:
             yield from _plugin_sections(name, name)
         else:
             yield _table(name, part, f"{name}.")
+            if name == "cluster":
+                yield _table("cluster.slurm", SlurmSettings, "cluster.slurm.")
+                yield _table("cluster.slurm.inference", SlurmGroup, "cluster.slurm.inference.")
     yield _table("environments.&lt;name&gt;", EnvironmentEntry, "environments.<name>.")
     yield from _plugin_sections("env", "environments.<name>.kwargs")
 

@@ -147,6 +147,12 @@ def _processes(config: RunConfig) -> Iterator[Conflict]:
             f"orchestrator.max_concurrent_prompts_per_server={prompts} times rollout.group_size={group_size} are "
             f"{prompts * group_size:,} requests in flight at one server, and {MOST_LANES:,} are the most: lower either",
         )
+    if config.cluster.dry_run and config.cluster.slurm is None:
+        yield Conflict(
+            ("cluster.dry_run", "cluster.slurm"),
+            "cluster.dry_run=true writes a batch file without submitting it, and this run goes to no Slurm: set cluster=slurm, "
+            "or leave it out",
+        )
     yield from _inference(config)
 
 

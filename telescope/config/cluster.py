@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
+from telescope.config.slurm import SlurmSettings
 from telescope.settings import Settings
 
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
@@ -58,6 +59,10 @@ class ClusterSettings(Settings):
     """Until all processes have said hello."""
     max_server_restarts: int = Field(default=3, ge=0, le=1_000_000)
     """Restarts of one inference server within an hour once the run is under way; one more death ends the run. 0: none."""
+    slurm: SlurmSettings | None = None
+    """Submit the run as a Slurm job; `cluster=slurm` sets it. null: start it here."""
+    dry_run: bool = False
+    """With cluster.slurm: write the run directory and the batch file, and submit nothing."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables for every process of the run. A secret is given as a reference: `'${oc.env:HF_TOKEN}'`."""
 

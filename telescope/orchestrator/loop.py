@@ -91,10 +91,11 @@ class Orchestrator:
         self._recorder.status({**self._status(self.now), **last})
         return self.outcome
 
-    def interrupt(self, number: int) -> None:
-        """A signal asks for the end; called on the event loop."""
+    def interrupt(self, number: int, reason: str = "") -> None:
+        """A signal asks for the end; called on the event loop. `reason`: in other words than the signal's."""
         self._exit_code = 128 + number
-        self._events.append(events.StopRequested(reason=f"interrupted by {signal.Signals(number).name}", ok=False))
+        reason = reason or f"interrupted by {signal.Signals(number).name}"
+        self._events.append(events.StopRequested(reason=reason, ok=False))
 
     def fault(self, sentence: str) -> None:
         """A part of the run has failed for good."""

@@ -242,6 +242,8 @@ def _told_to_stop(orchestrator: Orchestrator, run: RunDirectory, number: int) ->
     """A signal is an interrupt, unless the supervisor sends it with a sentence: another process has died."""
     if run.verdict.exists():
         orchestrator.fault(run.verdict.read_text(encoding="utf-8").strip())
+    elif run.farewell.exists():
+        orchestrator.interrupt(number, run.farewell.read_text(encoding="utf-8").strip())
     else:
         orchestrator.interrupt(number)
 

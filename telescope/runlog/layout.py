@@ -33,9 +33,14 @@ class RunDirectory:
         if path.exists() and any(path.iterdir()):
             raise RunDirectoryInUse(f"run_dir={path} exists and is not empty; a run directory is never reused: name another")
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        run = cls(path)
+        run.make_folders()
+        return run
+
+    def make_folders(self) -> None:
+        """Those that an attempt finds empty."""
         for folder in ("journal", "live", "blocks", "logs", "failures", "wire", "control"):
-            (path / folder).mkdir(mode=0o700)
-        return cls(path)
+            (self.path / folder).mkdir(mode=0o700)
 
     # resolved once, by telescope.run
     @property
@@ -113,6 +118,13 @@ class RunDirectory:
         """A process that was started again writes a log of its own, e.g. `server-0.2.log` in its second life."""
         return self.path / "logs" / (f"{process}.log" if life == 1 else f"{process}.{life}.log")
 
+    def carrier_log(self, process: str, life: int = 1) -> Path:
+        """What srun says that carries a process to its node: `server-0.srun.log`."""
+        return self.log(process, life).with_suffix(".srun.log")
+
+    def carrier_logs(self) -> list[Path]:
+        return sorted((self.path / "logs").glob("*.srun.log"))
+
     def failure(self, process: str) -> Path:
         """One sentence, written by a process that ends for a reason it knows."""
         return self.path / "failures" / f"{process}.txt"
@@ -136,6 +148,26 @@ class RunDirectory:
 
     def ended(self, process: str) -> Path:
         return self.path / "control" / f"ended-{process}.json"
+
+    @property
+    def farewell(self) -> Path:
+        """Why the run is told to stop, where that is no fault of its own; the supervisor writes it before it asks."""
+        return self.path / "control" / "farewell"
+
+    # a run in Slurm (runlog/attempts.py)
+    @property
+    def slurm_json(self) -> Path:
+        """The job that it was submitted as."""
+        return self.path / "slurm.json"
+
+    @property
+    def attempts(self) -> Path:
+        """One line when an attempt starts, one when it ends."""
+        return self.path / "attempts.jsonl"
+
+    def earlier_attempt(self, number: int) -> Path:
+        """What attempt `number` left in this directory, put aside when the next one began."""
+        return self.path / "attempts" / str(number)
 
     @property
     def verdict(self) -> Path:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from telescope import run
+from telescope import run, start
 from telescope.config.run import config_hash, load_run
 from telescope.runlog.layout import RunDirectory
 from tests.config.conftest import compose_one, write
@@ -152,20 +152,20 @@ def test_what_does_not_fit_the_machine_is_refused_before_the_run_directory_is_ma
     assert list(tmp_path.iterdir()) == []
 
 
-def order_for(*overrides: str) -> run.Order:
+def order_for(*overrides: str) -> start.Order:
     from telescope._launch.plan import Host, make_plan
     from telescope._launch.standing import Standing
 
     point = compose_one(*overrides)
-    config = run.named(point.config)
+    config = start.named(point.config)
     plan = make_plan(config, (Host("here", cpus=2),))
-    return run.Order(config, plan, Standing(), point.warnings, ("seed=3", "name=a b"), datetime.now().astimezone())
+    return start.Order(config, plan, Standing(), point.warnings, ("seed=3", "name=a b"), datetime.now().astimezone())
 
 
 def test_the_run_directory_says_everything_about_the_run_to_its_owner_alone(tmp_path):
     order = order_for("trainer.learning_rate=0")
     directory = RunDirectory.create(tmp_path / "run")
-    run.write_down(directory, order)
+    start.write_down(directory, order)
     assert load_run(directory.config_json) == order.config
     as_yaml = yaml.safe_load(directory.config_yaml.read_text())
     as_json = json.loads(directory.config_json.read_text())
@@ -180,18 +180,18 @@ def test_the_run_directory_says_everything_about_the_run_to_its_owner_alone(tmp_
 
 
 def test_a_run_is_called_after_model_and_algorithm():
-    assert run.named(compose_one("algorithm=rloo").config).name == "tiny-rloo"
-    assert run.named(compose_one("name=mine").config).name == "mine"
-    assert run.named(compose_one("model=qwen2.5-3b").config).name == "Qwen2.5-3B-grpo"
+    assert start.named(compose_one("algorithm=rloo").config).name == "tiny-rloo"
+    assert start.named(compose_one("name=mine").config).name == "mine"
+    assert start.named(compose_one("model=qwen2.5-3b").config).name == "Qwen2.5-3B-grpo"
 
 
 def test_runs_of_the_same_second_get_different_folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    config, now = run.named(compose_one().config), datetime(2030, 1, 2, 3, 4, 5)
-    first = run.run_folder(config, now)
+    config, now = start.named(compose_one().config), datetime(2030, 1, 2, 3, 4, 5)
+    first = start.run_folder(config, now)
     assert first == tmp_path / "runs" / "2030-01-02_03-04-05_tiny-grpo"
     first.mkdir(parents=True)
-    assert run.run_folder(config, now).name == "2030-01-02_03-04-05_tiny-grpo_2"
+    assert start.run_folder(config, now).name == "2030-01-02_03-04-05_tiny-grpo_2"
 
 
 def test_plan_counts_the_updates_of_a_step(capsys):

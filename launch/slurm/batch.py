@@ -1,0 +1,138 @@
+"""What a submitted job runs: one attempt of a run, on the nodes that Slurm gave.
+
+The batch process is the supervisor of all nodes. What is on its own node and needs no GPU runs beside it; servers and trainer
+ranks, each under its shim, run where `srun` carries them. On `USR2` (before the walltime) the run stops in good order and the
+job is queued again.
+submitit calls `run` from its pickle, which holds this function's name and one path.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from telescope._launch.address import NoAddress, interface_of, is_own, local_address, resolved
+from telescope._launch.environ import own
+from telescope._launch.node import Conclusion, Surroundings, supervise_in
+from telescope._launch.plan import PlanError, ProcessPlan, make_plan, write_plan
+from telescope._launch.slurm import queue
+from telescope._launch.slurm.allocation import Allocation, Node, allocated
+from telescope._launch.slurm.place import LOOPBACK, hosts_of
+from telescope._launch.slurm.verdict import Ended, JobFacts, Verdict, judge
+from telescope.config.run import load_run
+from telescope.config.slurm import SlurmSettings
+from telescope.runlog import attempts
+from telescope.runlog.layout import RunDirectory
+from telescope.weights.choose import TransportRefused, planned
+
+log = logging.getLogger(__name__)
+
+CARRIED = ("server", "trainer")
+STOP_MARGIN_S = 20.0
+"""Of the time between warning and walltime: for peers to leave, files to close and the job to be queued again."""
+REQUEUE_S = 90.0
+"""From asking for another attempt, or hearing of a preemption, to the end of this one."""
+CONFIG_ERROR = 1
+
+
+def run(run_dir: str) -> None:
+    """One attempt. Ends the process with the run's exit code, or is ended by Slurm where there is another attempt."""
+    early: list[int] = []
+    signal.signal(signal.SIGUSR2, lambda number, _: early.append(number))  # submitit's own handler would give up the job
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", force=True)
+    directory = RunDirectory(Path(run_dir))
+    config = load_run(directory.config_json)
+    settings = config.cluster.slurm
+    if settings is None:
+        raise PlanError(f"{directory.config_json} has no cluster.slurm: the run was not made for Slurm")
+    allocation = allocated(settings, own())
+    names = tuple(node.name for node in allocation.nodes)
+    attempt = attempts.begin(directory, allocation.job_id, allocation.attempt, names)
+    log.info("Attempt %d of %s on %s.", attempt.number, directory.path, ", ".join(names))
+    try:
+        plan = make_plan(config, hosts_of(allocation.nodes, networks(names)))
+        write_plan(plan, directory.plan_json)
+        planned(config.weight_sync.transport, directory.plan_json, adapters=config.model.lora is not None)
+    except (PlanError, NoAddress, TransportRefused) as error:
+        log.error("%s", error)
+        attempts.end(directory, attempt, "failed", CONFIG_ERROR, requeued=False)
+        raise SystemExit(CONFIG_ERROR) from None
+    concluded = supervise_in(directory, _surroundings(settings, allocation, lambda: bool(early)))
+    verdict = _judge(concluded, settings, allocation, directory)
+    log.info("Attempt %d ended: %s, exit code %d; %s.", attempt.number, verdict.why, concluded.code, verdict.next)
+    attempts.end(directory, attempt, verdict.why, concluded.code, requeued=verdict.next != "leave")
+    if verdict.next != "leave":
+        _go_again(allocation.job_id, at_once=verdict.next == "requeue")
+    raise SystemExit(concluded.code)
+
+
+def networks(nodes: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Address and interface of each node, the batch node first; loopback where there is one only. Raises `NoAddress`.
+
+    Slurm's NodeAddr is the network of its daemons, on which nodes reach each other; an interface is known of this node alone,
+    elsewhere torch and NCCL find it by the address, or by `cluster.env.NCCL_SOCKET_IFNAME`."""
+    if len(nodes) == 1:
+        return {nodes[0]: LOOPBACK}
+    found = {node: resolved(queue.address(node)) for node in nodes}
+    if not is_own(found[nodes[0]]):  # reached through a name of another network
+        found[nodes[0]] = local_address(None, facing=found[nodes[1]])
+    here = interface_of(found[nodes[0]])
+    return {node: (address, here if node == nodes[0] or here == LOOPBACK[1] else "") for node, address in found.items()}
+
+
+def carrier_for(settings: SlurmSettings, allocation: Allocation) -> Callable[[ProcessPlan], tuple[str, ...]]:
+    """The srun of each process; none for what runs beside the supervisor."""
+    nodes = {node.name: node for node in allocation.nodes}
+
+    def carrier(process: ProcessPlan) -> tuple[str, ...]:
+        if process.role not in CARRIED and process.host == allocation.nodes[0].name:
+            return ()
+        return srun(settings, nodes[process.host], process.name)
+
+    return carrier
+
+
+def srun(settings: SlurmSettings, node: Node, name: str) -> tuple[str, ...]:
+    """A step sees all of its node, shared with the others: which GPU is whose is the plan's to say, and cards that are to reach
+    each other (CUDA IPC, NCCL) must be visible to both."""
+    group = () if node.het_group is None else (f"--het-group={node.het_group}",)
+    return (
+        *("srun", *group, "--nodes=1", "--ntasks=1", f"--nodelist={node.name}", "--overlap"),
+        *(f"--cpus-per-task={node.cpus}", "--cpu-bind=none", "--mpi=none", "--unbuffered", "--quiet", "--kill-on-bad-exit=0"),
+        *(f"--job-name={name}", "--export=ALL", *settings.srun),
+    )
+
+
+def _surroundings(settings: SlurmSettings, allocation: Allocation, warned_before: Callable[[], bool]) -> Surroundings:
+    stop_s = max(settings.stop_before_s - STOP_MARGIN_S, settings.stop_before_s / 2)
+    return Surroundings(carrier_for(settings, allocation), signal.SIGUSR2, "walltime", warned_before, stop_s)
+
+
+def _judge(concluded: Conclusion, settings: SlurmSettings, allocation: Allocation, directory: RunDirectory) -> Verdict:
+    ended = Ended(concluded.code, concluded.warned, concluded.interrupted is not None, bool(concluded.carrier_lost))
+    nodes = [node.name for node in allocation.nodes]
+    said = (path.read_text(errors="replace") for path in directory.carrier_logs())
+    job = JobFacts() if concluded.code == 0 else queue.facts(allocation.job_id, nodes, allocation.restarts, said)
+    log.info("%s; %s", ended, job)
+    return judge(ended, job, requeue=settings.requeue, budget=settings.max_requeues - _asked_before(directory))
+
+
+def _asked_before(directory: RunDirectory) -> int:
+    """Requeues that the run itself has asked for: not those after a preemption."""
+    return sum(attempt.requeued and attempt.why in ("walltime", "node_failed") for attempt in attempts.read_attempts(directory))
+
+
+def _go_again(job_id: str, *, at_once: bool) -> None:
+    """Nothing of the run is left here: be ended by Slurm. Returns only where Slurm does not do it."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
+    for asks in (at_once, True):
+        if asks:
+            try:
+                queue.requeue(job_id)
+            except queue.SlurmSilent as error:
+                log.error("the job could not be queued again: %s", error)
+        if signal.sigtimedwait((signal.SIGTERM,), REQUEUE_S):
+            return

@@ -1,0 +1,121 @@
+"""Hands runs to Slurm through submitit: one job a run, or one array for the points of a sweep. Or writes the batch file alone.
+
+submitit pickles what a job is to call, and whoever can write its folder decides what runs: the folder is 0700, and all that is
+pickled is the name of `batch.run` and a path.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from telescope._launch.environ import python_path
+from telescope._launch.slurm import batch
+from telescope._launch.slurm.sbatch import parameters
+from telescope.config.slurm import SlurmSettings
+from telescope.runlog.attempts import write_submission
+from telescope.runlog.layout import RunDirectory, write_atomically
+
+if TYPE_CHECKING:
+    from submitit import SlurmExecutor
+
+DRY_RUN_SCRIPT = "submission.sh"
+
+
+class SubmitRefused(RuntimeError):
+    """The runs could not be submitted; the text is a sentence with the remedy."""
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """One run on its way."""
+
+    directory: RunDirectory
+    job_id: str
+    """Empty after a dry run."""
+    script: Path
+
+
+def submit(
+    runs: Sequence[RunDirectory], settings: SlurmSettings, *, name: str, folder: Path, dry_run: bool = False
+) -> list[Submitted]:
+    """Submit `runs`, whose directories are written, and note each one's job there. Several become one array, with at most
+    `settings.array_parallelism` of them running at once.
+
+    `folder`: submitit's own, seen by all nodes; made 0700. Raises `SubmitRefused`."""
+    refuse(settings, len(runs), dry_run=dry_run)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder.chmod(0o700)
+    executor = _executor(settings, name, folder, dry_run)
+    submitted = _on_paper(executor, runs, folder) if dry_run else _for_real(executor, runs, folder)
+    for one in submitted:
+        write_submission(one.directory, one.job_id, one.script)
+    return submitted
+
+
+def refuse(settings: SlurmSettings, points: int, *, dry_run: bool) -> None:
+    """What can be known before any directory is made. Raises `SubmitRefused`."""
+    if points > 1 and settings.hetjob:
+        raise SubmitRefused(
+            "Slurm has no arrays of heterogeneous jobs, and a sweep is an array: set cluster.slurm.groups=allocation, or "
+            "submit each point by itself"
+        )
+    if importlib.util.find_spec("submitit") is None:
+        raise SubmitRefused("cluster=slurm submits through submitit, which is not installed: pip install 'telescope-rl[slurm]'")
+    if not dry_run and shutil.which("srun") is None:
+        raise SubmitRefused(
+            "cluster=slurm needs Slurm's clients, and there is no srun on PATH: start the run on a login node, or set "
+            "cluster.dry_run=true to write the batch file alone"
+        )
+
+
+def script_text(settings: SlurmSettings, *, name: str, folder: Path, points: int = 1) -> str:
+    """The batch file that `submit` would write for so many points."""
+    return _text(_executor(settings, name, folder, dry_run=True), points)
+
+
+def _for_real(executor: SlurmExecutor, runs: Sequence[RunDirectory], folder: Path) -> list[Submitted]:
+    from submitit.core.utils import FailedJobError, FailedSubmissionError
+
+    try:
+        jobs = executor.map_array(batch.run, [str(run.path) for run in runs])
+    except (FailedJobError, FailedSubmissionError, OSError) as error:
+        raise SubmitRefused(f"sbatch refused the job: {error}") from error
+    script = folder / f"{jobs[0].job_id.partition('_')[0]}_submission.sh"
+    return [Submitted(run, job.job_id, script) for run, job in zip(runs, jobs, strict=True)]
+
+
+def _on_paper(executor: SlurmExecutor, runs: Sequence[RunDirectory], folder: Path) -> list[Submitted]:
+    script = folder / DRY_RUN_SCRIPT
+    write_atomically(script, _text(executor, len(runs)), mode=0o700)
+    return [Submitted(run, "", script) for run in runs]
+
+
+def _text(executor: SlurmExecutor, points: int) -> str:
+    if points > 1:
+        executor.parameters["map_count"] = points
+    text: str = executor._make_submission_file_text(executor._submitit_command_str, "dry-run")
+    return text
+
+
+def _executor(settings: SlurmSettings, name: str, folder: Path, dry_run: bool) -> SlurmExecutor:
+    from submitit import SlurmExecutor
+
+    class OnPaper(SlurmExecutor):
+        """For hosts without Slurm, where a batch file can be written all the same."""
+
+        @classmethod
+        def affinity(cls) -> int:
+            return 1
+
+    path = python_path()
+    kind = OnPaper if dry_run else SlurmExecutor
+    executor = kind(folder=folder, python=f"exec {shlex.quote(sys.executable)}")
+    executor.update_parameters(**parameters(settings, name, {"PYTHONPATH": path} if path else {}))
+    return executor

@@ -1,0 +1,126 @@
+"""The attempts of one run: a batch system starts it, takes it down, and starts it again in the same directory.
+
+Owns `slurm.json` (the job), `attempts.jsonl` (one line when an attempt starts, one when it ends) and the putting aside of what
+an earlier attempt left. Refuses to decide whether there is another attempt.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from telescope.records import Record
+from telescope.runlog.identity import read_identity, write_identity
+from telescope.runlog.layout import RunDirectory, write_atomically
+
+FORMAT = 1
+KEPT = frozenset(
+    {"config.json", "config.yaml", "cmdline.txt", "run.json", "plan.json", "slurm.json", "attempts.jsonl", "attempts", "slurm"}
+)
+"""What belongs to the run rather than to one attempt."""
+
+
+class Submission(Record, frozen=True):
+    """How a run was submitted."""
+
+    format: int
+    job_id: str
+    """What `scancel` and `scontrol` take: `12`, `12_3` of an array; empty after a dry run."""
+    script: str
+    """The batch file."""
+    submitted: str
+    """ISO 8601, UTC."""
+
+
+class Attempt(Record):
+    """One start of the run, and its end where that was written down."""
+
+    number: int
+    job_id: str
+    attempt: str
+    """The name that its processes go by, e.g. `12.1`."""
+    nodes: tuple[str, ...]
+    started: str
+    ended: str = ""
+    why: str = ""
+    """`done`, `walltime`, `preempted`, `requeued` (by somebody else), `node_failed`, `cancelled`, `failed`; empty while it
+    runs, or where it was killed."""
+    exit_code: int | None = None
+    requeued: bool = False
+    """Another attempt was asked for."""
+
+
+def write_submission(run: RunDirectory, job_id: str, script: Path) -> None:
+    record = Submission(FORMAT, job_id, str(script), _now())
+    write_atomically(run.slurm_json, msgspec.json.format(msgspec.json.encode(record)).decode() + "\n", mode=0o600)
+
+
+def read_submission(run: RunDirectory) -> Submission | None:
+    """None where the run was not submitted."""
+    try:
+        return msgspec.json.decode(run.slurm_json.read_bytes(), type=Submission)
+    except FileNotFoundError:
+        return None
+
+
+def read_attempts(run: RunDirectory) -> list[Attempt]:
+    """All attempts so far, the latest last. A torn last line is left out."""
+    try:
+        lines = run.attempts.read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return []
+    found: dict[int, Attempt] = {}
+    for line in lines:
+        attempt = msgspec.json.decode(line, type=Attempt)
+        found[attempt.number] = attempt
+    return [found[number] for number in sorted(found)]
+
+
+def begin(run: RunDirectory, job_id: str, attempt: str, nodes: tuple[str, ...]) -> Attempt:
+    """Make the directory ready for the next attempt, put the last one's files aside, and note the start.
+
+    `run.json` keeps the run's id and gets the attempt's name: its processes meet none of an earlier attempt."""
+    number = len(read_attempts(run)) + 1
+    if number > 1:
+        put_aside(run, number - 1)
+    write_identity(run, msgspec.structs.replace(read_identity(run), attempt=attempt))
+    started = Attempt(number, job_id, attempt, nodes, _now())
+    _append(run, started)
+    return started
+
+
+def end(run: RunDirectory, attempt: Attempt, why: str, exit_code: int, requeued: bool) -> None:
+    _append(run, msgspec.structs.replace(attempt, ended=_now(), why=why, exit_code=exit_code, requeued=requeued))
+
+
+def put_aside(run: RunDirectory, number: int) -> None:
+    """Move all that attempt `number` wrote to `attempts/<number>/`, logs too. Called again after a crash it goes on."""
+    folder = run.earlier_attempt(number)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for path in sorted(run.path.iterdir()):
+        if path.name not in KEPT:
+            os.replace(path, _free(folder / path.name))
+    run.make_folders()
+
+
+def _free(path: Path) -> Path:
+    """A name that nothing has: a putting aside that was cut short left some there, and perhaps empty folders here."""
+    if not path.exists():
+        return path
+    return next(other for count in range(2, 10_000) if not (other := path.with_name(f"{path.name}.{count}")).exists())
+
+
+def _append(run: RunDirectory, attempt: Attempt) -> None:
+    descriptor = os.open(run.attempts, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    try:
+        os.write(descriptor, msgspec.json.encode(attempt) + b"\n")
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

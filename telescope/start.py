@@ -1,0 +1,211 @@
+"""One run, from a judged configuration to its processes: where it lies, what is written down, and who starts it.
+
+On this host alone the supervisor of this process starts everything; over several hosts this is the head or one of the nodes; on
+Slurm a job is submitted. Heavy imports wait until they are needed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from telescope._launch.plan import Plan
+    from telescope._launch.standing import Standing
+    from telescope.config.run import RunConfig
+    from telescope.config.slurm import SlurmSettings
+    from telescope.runlog.layout import RunDirectory
+    from telescope.sweep import Sweep
+
+OK, CONFIG_ERROR = 0, 1
+_log = logging.getLogger("telescope.run")
+
+
+@dataclass(frozen=True)
+class Order:
+    """One run, ready to be written down and started; `config` has its name and run_dir."""
+
+    config: RunConfig
+    plan: Plan | None
+    """None where the hosts have yet to meet."""
+    standing: Standing
+    warnings: tuple[str, ...]
+    arguments: tuple[str, ...]
+    started: datetime
+
+
+def named(config: RunConfig) -> RunConfig:
+    """With a name made of model and algorithm where none was given, e.g. `tiny-grpo`."""
+    if config.name:
+        return config
+    model = re.sub(r"[^A-Za-z0-9._+-]", "-", Path(config.model.name).name)[:60]
+    return config.model_copy(update={"name": f"{model}-{config.algorithm_name}"})
+
+
+def run_folder(config: RunConfig, started: datetime) -> Path:
+    """The folder asked for, or a new one under runs/ that no other run of this second has."""
+    if config.run_dir is not None:
+        return Path(config.run_dir).expanduser().absolute()
+    stem = f"{started:%Y-%m-%d_%H-%M-%S}_{config.name}"
+    names = (stem if count == 1 else f"{stem}_{count}" for count in range(1, 1000))
+    return next(path for name in names if not (path := Path("runs", name).absolute()).exists())
+
+
+def planned(config: RunConfig) -> tuple[Standing, Plan | None]:
+    """Where this host stands, and the plan of a run that is on it alone, or on the nodes that Slurm is asked for.
+
+    Raises `PlanError`."""
+    from telescope._launch.local import this_host
+    from telescope._launch.plan import make_plan
+    from telescope._launch.slurm.allocation import nominal
+    from telescope._launch.slurm.place import hosts_of
+    from telescope._launch.standing import Standing, standing
+
+    if config.cluster.slurm is not None:
+        return Standing(), make_plan(config, hosts_of(nominal(config.cluster.slurm)))
+    found = standing(config.cluster, config.run_dir, os.environ)
+    return found, make_plan(config, (this_host(),)) if found.nodes == 1 else None
+
+
+def run_one(order: Order) -> int:
+    """Make the run directory, write what was resolved, and let this machine's supervisor start and watch the processes."""
+    from telescope._launch.node import supervise
+
+    directory = _make_directory(order)
+    if directory is None:
+        return CONFIG_ERROR
+    if order.plan:
+        return supervise(directory)
+    from telescope._launch.lead import lead
+
+    return lead(directory, order.config, order.standing, say)
+
+
+def join_run(order: Order) -> int:
+    """Be one of the nodes that are not the head."""
+    from telescope._launch.join import Invitation, join
+    from telescope.config.run import config_hash
+
+    config, cluster = order.config, order.config.cluster
+    folder = None if config.run_dir is None else Path(config.run_dir)
+    invitation = Invitation(order.standing, config_hash(config), folder, cluster.interface, cluster.placement_timeout_s)
+    return join(invitation, say)
+
+
+def submit_all(orders: Sequence[Order], sweep: Sweep | None = None, overrides: Sequence[Sequence[str]] = ()) -> int:
+    """Write every run directory, then hand all to Slurm: one job, or one array for points that ask for the same. The sweep is
+    told each point's job."""
+    from telescope._launch.slurm.submit import SubmitRefused, refuse
+
+    groups: dict[SlurmSettings | None, list[Order]] = {}
+    for order in orders:
+        groups.setdefault(order.config.cluster.slurm, []).append(order)
+    try:
+        for settings, group in groups.items():
+            if settings is None:
+                raise SubmitRefused("Some points of the sweep go to Slurm and some do not: give all the same cluster.")
+            refuse(settings, len(group), dry_run=group[0].config.cluster.dry_run)
+        jobs: dict[Path, str] = {}
+        for settings, group in groups.items():
+            if settings is not None:
+                jobs |= _submit_group(settings, group, sweep is not None)
+    except SubmitRefused as error:
+        say(f"{error}\nNothing was submitted.")
+        return CONFIG_ERROR
+    if sweep is not None:
+        for order, given in zip(orders, overrides, strict=True):
+            path = Path(str(order.config.run_dir))
+            sweep.submitted(given, path, jobs.get(path, ""))
+    return OK if len(jobs) == len(orders) else CONFIG_ERROR
+
+
+def _submit_group(settings: SlurmSettings, orders: Sequence[Order], sweep: bool) -> dict[Path, str]:
+    """The job of each run directory; fewer where a directory could not be made, of which the user has been told."""
+    from telescope._launch.slurm.submit import submit
+
+    directories = [directory for order in orders if (directory := _make_directory(order)) is not None]
+    if len(directories) < len(orders):
+        return {}
+    first = directories[0].path
+    folder, config = (first.parent if sweep else first) / "slurm", orders[0].config
+    submitted = submit(directories, settings, name=config.name, folder=folder, dry_run=config.cluster.dry_run)
+    for one in submitted:
+        what = f"job {one.job_id}" if one.job_id else f"not submitted, {one.script}"
+        sys.stdout.write(f"{what}: run directory {one.directory.path}\n")
+    return {one.directory.path: one.job_id for one in submitted}
+
+
+def _make_directory(order: Order) -> RunDirectory | None:
+    """The run's directory with all that was resolved; None, and a sentence for the user, where it can't be made."""
+    from telescope._launch.plan import write_plan
+    from telescope.runlog.holder import hold
+    from telescope.runlog.layout import RunDirectory, RunDirectoryInUse
+
+    path = Path(str(order.config.run_dir))
+    level = logging.DEBUG if order.config.debug else logging.INFO
+    logging.basicConfig(stream=sys.stderr, level=level, format="%(message)s", force=True)
+    try:
+        directory = RunDirectory.create(path)
+        write_down(directory, order)
+        if order.plan:
+            write_plan(order.plan, directory.plan_json)
+        if order.config.cluster.slurm is None:  # else the job will
+            hold(directory)
+    except RunDirectoryInUse as error:
+        say(str(error))
+        return None
+    except OSError as error:
+        say(f"run_dir={path} can't be written: {error.strerror} ({error.filename}); name another with run_dir=…")
+        return None
+    for warning in order.warnings:
+        _log.warning("Warning: %s", warning)
+    return directory
+
+
+def write_down(directory: RunDirectory, order: Order) -> None:
+    """Readable by its owner alone: config.json is what the processes read, config.yaml is for people."""
+    from telescope.config.run import config_hash, dump_run
+    from telescope.runlog.identity import new_identity, write_identity
+    from telescope.runlog.layout import write_atomically
+
+    config = order.config
+    identity = new_identity(config.name, order.started, config_hash(config), order.warnings)
+    command = shlex.join(["python", "-m", "telescope.run", *order.arguments])
+    write_atomically(directory.config_json, dump_run(config), mode=0o600)
+    write_atomically(directory.config_yaml, as_text(config), mode=0o600)
+    write_atomically(directory.cmdline, f"{command}\n", mode=0o600)
+    write_identity(directory, identity)
+
+
+def as_text(config: RunConfig) -> str:
+    import yaml
+
+    from telescope.config.run import as_json, config_hash
+
+    text: str = yaml.safe_dump(as_json(config), sort_keys=False, allow_unicode=True)
+    return f"# hash {config_hash(config)}\n{text}"
+
+
+def new_key(path: Path) -> int:
+    from telescope._launch.standing import write_key
+
+    try:
+        write_key(path)
+    except OSError as error:
+        say(f"telescope.run: --new-key {path} can't be written: {error.strerror}")
+        return CONFIG_ERROR
+    say(f"Made {path}. Copy it to every host of your runs, readable by you alone, and give cluster.key_file={path}.")
+    return OK
+
+
+def say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()

@@ -1,0 +1,188 @@
+"""What the end of an attempt means, what an attempt leaves to the next, and a shim at the far end of a carrier."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import psutil
+import pytest
+
+from telescope._launch.plan import Plan, ProcessPlan, write_plan
+from telescope._launch.processes import Process
+from telescope._launch.slurm.queue import state_of
+from telescope._launch.slurm.verdict import Ended, JobFacts, Next, Why, judge
+from telescope.runlog import attempts
+from telescope.runlog.identity import new_identity, read_identity, write_identity
+from telescope.runlog.layout import RunDirectory
+
+STAND_IN = str(Path(__file__).parents[1] / "process" / "stand_in.py")
+LIMIT_S = 60.0
+SUPERVISE = """
+import signal, sys
+from pathlib import Path
+from telescope._launch.node import Surroundings, supervise_in
+from telescope.runlog.layout import RunDirectory
+around = Surroundings(warning=signal.SIGUSR2, warned_of="walltime", warned_before=lambda: sys.argv[2] == "1", stop_s=60)
+print(supervise_in(RunDirectory(Path(sys.argv[1])), around))
+"""
+
+
+@pytest.mark.parametrize(
+    ("ended", "job", "why", "then"),
+    [
+        (Ended(0), JobFacts(), "done", "leave"),
+        (Ended(0, warned=True), JobFacts(), "done", "leave"),
+        (Ended(75, warned=True), JobFacts("RUNNING"), "walltime", "requeue"),
+        (Ended(70), JobFacts("RUNNING"), "failed", "leave"),
+        (Ended(70), JobFacts("COMPLETING", preempted=True, requeued=True), "preempted", "await"),
+        (Ended(70), JobFacts("RUNNING", preempted=True), "preempted", "await"),
+        (Ended(143, interrupted=True), JobFacts("COMPLETING", requeued=True), "requeued", "await"),
+        (Ended(143, interrupted=True), JobFacts("CANCELLED"), "cancelled", "leave"),
+        (Ended(143, interrupted=True), JobFacts(""), "cancelled", "leave"),
+        (Ended(70, carrier_lost=True), JobFacts("RUNNING"), "node_failed", "requeue"),
+        (Ended(70), JobFacts("RUNNING", nodes_down=("n2",)), "node_failed", "requeue"),
+        (Ended(70), JobFacts("COMPLETING", nodes_down=("n2",), requeued=True), "node_failed", "await"),
+    ],
+)
+def test_the_end_of_an_attempt_is_told_from_a_failure(ended: Ended, job: JobFacts, why: Why, then: Next):
+    verdict = judge(ended, job, requeue=True, budget=1)
+    assert (verdict.why, verdict.next) == (why, then)
+
+
+def test_no_attempt_follows_where_none_is_wanted_or_left():
+    for requeue, budget in ((False, 5), (True, 0)):
+        assert judge(Ended(75, warned=True), JobFacts(), requeue=requeue, budget=budget).next == "leave"
+    assert judge(Ended(70), JobFacts(preempted=True), requeue=False, budget=5).next == "leave"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    directory = RunDirectory.create(tmp_path / "run")
+    write_identity(directory, new_identity("x", datetime.now(UTC), "0" * 16))
+    return directory
+
+
+def test_the_second_attempt_finds_an_empty_house_and_the_first_ones_things_put_aside(run: RunDirectory):
+    run_id = read_identity(run).run_id
+    first = attempts.begin(run, "12", "12.0", ("n1", "n2"))
+    run.log("trainer-0").write_text("one")
+    run.summary_json.write_text("{}")
+    run.config_json.write_text("the same")
+    attempts.end(run, first, "walltime", 75, requeued=True)
+    second = attempts.begin(run, "12", "12.1", ("n3", "n4"))
+    assert second.number == 2
+    aside = RunDirectory(run.path / "attempts" / "1")
+    assert aside.log("trainer-0").read_text() == "one"
+    assert aside.summary_json.exists()
+    assert not run.summary_json.exists()
+    assert list((run.path / "logs").iterdir()) == []
+    assert run.config_json.read_text() == "the same"
+    assert (read_identity(run).run_id, read_identity(run).attempt) == (run_id, "12.1")
+    found = attempts.read_attempts(run)
+    assert [(attempt.attempt, attempt.why, attempt.requeued) for attempt in found] == [
+        ("12.0", "walltime", True),
+        ("12.1", "", False),
+    ]
+
+
+def test_putting_aside_goes_on_where_it_was_cut_short(run: RunDirectory):
+    attempts.begin(run, "12", "12.0", ("n1",))
+    run.log("trainer-0").write_text("one")
+    attempts.put_aside(run, 1)
+    attempts.put_aside(run, 1)
+    assert (run.path / "attempts" / "1" / "logs" / "trainer-0.log").read_text() == "one"
+    assert run.journal.parent.is_dir()
+
+
+def test_a_run_says_how_it_stands_with_and_without_slurm(run: RunDirectory, tmp_path: Path):
+    assert state_of(run, {}) == ""
+    attempts.write_submission(run, "", tmp_path / "script")
+    assert state_of(run, {}) == "not submitted"
+    attempts.write_submission(run, "12_3", tmp_path / "script")
+    assert state_of(run, {"12_3": "PENDING"}) == "pending"
+    first = attempts.begin(run, "12_3", "12_3.0", ("n1",))
+    assert state_of(run, {"12_3": "RUNNING"}) == "running"
+    assert state_of(run, {}) == "unknown"
+    attempts.end(run, first, "preempted", 70, requeued=True)
+    assert state_of(run, {"12_3": "PENDING"}) == "pending"
+    attempts.end(run, first, "failed", 70, requeued=False)
+    assert state_of(run, {"12_3": "FAILED"}) == "failed"
+
+
+def test_a_carried_process_gets_its_variables_and_its_gpus_over_the_lifeline_and_none_on_a_command_line(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("SECRET_TOKEN", "hush-hush")
+    monkeypatch.setenv("RANK", "foreign")
+    variables = {"TOKEN": "${oc.env:SECRET_TOKEN}", "CUDA_VISIBLE_DEVICES": "1"}
+    plan = ProcessPlan("server-0", "server", 0, "there", (STAND_IN, "show_environment"), variables, ("1",), 1)
+    write_plan(Plan("gpu", (plan,)), run.plan_json)
+    carrier = ("/usr/bin/env", "CUDA_VISIBLE_DEVICES=4,7", "SLURMD_NODENAME=n2")  # what srun does on the other node
+    process = Process.start(plan, run, {"EXTRA": "yes"}, carrier=carrier)
+    assert "hush-hush" not in " ".join(process.shim.args)
+    until_gone(process)
+    assert process.ending.status == 0
+    found = dict(line.split("=", 1) for line in (run.path / "environment" / "server-0").read_text().splitlines())
+    assert (found["CUDA_VISIBLE_DEVICES"], found["TOKEN"], found["EXTRA"]) == ("7", "hush-hush", "yes")
+    assert found["SLURMD_NODENAME"] == "n2"
+    assert "RANK" not in found
+
+
+def test_a_carried_process_ends_with_all_below_it_when_its_lifeline_does(run: RunDirectory):
+    plan = ProcessPlan("server-0", "server", 0, "there", (STAND_IN, "family"), {}, (), 1)
+    write_plan(Plan("cpu", (plan,)), run.plan_json)
+    process = Process.start(plan, run, {}, carrier=("/usr/bin/env",))
+    deadline = time.monotonic() + LIMIT_S
+    while not (pids := run.path / "pids" / "server-0").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    family = [psutil.Process(int(pid)) for pid in pids.read_text().split()]
+    process.lifeline.shutdown(2)  # the supervisor is gone, and srun closes the far end
+    _, alive = psutil.wait_procs(family, timeout=LIMIT_S)
+    assert alive == []
+    assert process.shim.wait(LIMIT_S) == 0
+    os.close(process.pidfd)
+    process.lifeline.close()
+
+
+def test_a_carrier_that_is_killed_is_told_from_its_process(run: RunDirectory):
+    plan = ProcessPlan("server-0", "server", 0, "there", (STAND_IN, "obey"), {}, (), 1)
+    process = Process.start(plan, run, {}, carrier=(sys.executable, "-c", "import time; time.sleep(600)"))
+    os.kill(process.shim.pid, signal.SIGKILL)
+    process.collect()
+    assert (process.ending.status, process.ending.shim_died) == (-9, True)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_the_warning_before_the_walltime_is_a_stop_with_a_reason_of_its_own(run: RunDirectory, early: bool):
+    names = ("orchestrator", "trainer-0")
+    roles = (("orchestrator", 0), ("trainer", 0))
+    processes = (
+        ProcessPlan(name, role, index, "here", (STAND_IN, "obey"), {}, (), 1)
+        for name, (role, index) in zip(names, roles, strict=True)
+    )
+    write_plan(Plan("cpu", tuple(processes), progress=False), run.plan_json)
+    supervisor = subprocess.Popen(
+        [sys.executable, "-c", SUPERVISE, str(run.path), str(int(early))], stdout=subprocess.PIPE, text=True
+    )
+    if not early:
+        deadline = time.monotonic() + LIMIT_S
+        while not all((run.path / "pids" / name).exists() for name in names):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        supervisor.send_signal(signal.SIGUSR2)
+    said, _ = supervisor.communicate(timeout=LIMIT_S)
+    assert said.splitlines()[-1] == "Conclusion(code=75, warned=True, interrupted=None, carrier_lost='')"
+    assert run.farewell.read_text() == "walltime\n"
+
+
+def until_gone(process: Process) -> None:
+    assert process.shim.wait(LIMIT_S) == 0
+    process.lifeline.settimeout(LIMIT_S)
+    process.collect()

@@ -1,0 +1,237 @@
+"""What sbatch would read, to the line; and what a job makes of the nodes that it gets. No Slurm needed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from telescope._launch.plan import PlanError
+from telescope._launch.slurm.allocation import Node, allocated, expand, nominal
+from telescope._launch.slurm.batch import srun
+from telescope._launch.slurm.place import hosts_of
+from telescope._launch.slurm.submit import SubmitRefused, script_text, submit
+from telescope.config.slurm import SlurmGroup, SlurmSettings, minutes_of
+from telescope.runlog.attempts import read_submission
+from telescope.runlog.layout import RunDirectory
+
+ROOT = Path(__file__).resolve().parents[2]
+FULL = SlurmSettings(
+    nodes=2,
+    gpus_per_node=4,
+    cpus_per_node=32,
+    mem="200G",
+    time="1-12:00:00",
+    partition="gpu",
+    account="ours",
+    qos="high",
+    constraint="h100",
+    exclude="n[3-5]",
+    stop_before_s=300,
+    array_parallelism=4,
+    setup=("module load cuda",),
+    sbatch=("--mail-type=END", "--exclusive"),
+)
+
+
+def lines(settings: SlurmSettings, folder: Path, points: int = 1) -> list[str]:
+    """The file's lines that sbatch or the shell acts on; our way to the code left out."""
+    text = script_text(settings, name="tiny-grpo", folder=folder, points=points)
+    kept = (line for line in text.splitlines() if line and not line.startswith(("# ", "export PYTHONPATH")))
+    return [line.replace(str(folder), "FOLDER").replace(sys.executable, "PYTHON") for line in kept]
+
+
+def test_a_job_asks_for_what_its_settings_say(tmp_path: Path):
+    assert lines(FULL, tmp_path) == [
+        "#!/bin/bash",
+        "#SBATCH --account=ours",
+        "#SBATCH --constraint=h100",
+        "#SBATCH --cpus-per-task=32",
+        "#SBATCH --exclude='n[3-5]'",
+        "#SBATCH --exclusive",
+        "#SBATCH --gpus-per-node=4",
+        "#SBATCH --job-name=tiny-grpo",
+        "#SBATCH --mail-type=END",
+        "#SBATCH --mem=200G",
+        "#SBATCH --nodes=2",
+        "#SBATCH --ntasks-per-node=1",
+        "#SBATCH --open-mode=append",
+        "#SBATCH --output=FOLDER/%j_0_log.out",
+        "#SBATCH --partition=gpu",
+        "#SBATCH --qos=high",
+        "#SBATCH --requeue",
+        "#SBATCH --signal=B:USR2@300",
+        "#SBATCH --time=2160",
+        "module load cuda",
+        "export SUBMITIT_EXECUTOR=slurm",
+        "exec PYTHON -u -m submitit.core._submit FOLDER",
+    ]
+
+
+def test_a_sweep_is_an_array_with_a_throttle(tmp_path: Path):
+    text = lines(FULL, tmp_path, points=12)
+    assert "#SBATCH --array=0-11%4" in text
+    assert "#SBATCH --output=FOLDER/%A_%a_0_log.out" in text
+    assert not any("--array" in line for line in lines(FULL, tmp_path))
+
+
+def test_a_second_component_opens_with_hetjob_before_any_command(tmp_path: Path):
+    group = SlurmGroup(nodes=3, gpus_per_node=8, partition="inference")
+    text = lines(FULL.model_copy(update={"inference": group}), tmp_path)
+    start = text.index("#SBATCH hetjob")
+    assert text[start : start + 12] == [
+        "#SBATCH hetjob",
+        "#SBATCH --nodes=3",
+        "#SBATCH --ntasks-per-node=1",
+        "#SBATCH --cpus-per-task=32",
+        "#SBATCH --gpus-per-node=8",
+        "#SBATCH --mem=200G",
+        "#SBATCH --time=2160",
+        "#SBATCH --partition=inference",
+        "#SBATCH --account=ours",
+        "#SBATCH --qos=high",
+        "#SBATCH --constraint=h100",
+        "#SBATCH --exclude='n[3-5]'",
+    ]
+    assert all(line.startswith("#") for line in text[:start])
+    assert "#SBATCH --nodes=2" in text[:start]
+
+
+def test_two_groups_in_one_allocation_are_one_request(tmp_path: Path):
+    text = lines(FULL.model_copy(update={"inference": SlurmGroup(nodes=3), "groups": "allocation"}), tmp_path)
+    assert "#SBATCH --nodes=5" in text
+    assert "#SBATCH hetjob" not in text
+
+
+def test_without_requeue_slurm_is_told_so(tmp_path: Path):
+    text = lines(SlurmSettings(requeue=False), tmp_path)
+    assert "#SBATCH --no-requeue" in text
+    assert "#SBATCH --requeue" not in text
+
+
+def test_an_array_of_hetjobs_is_refused_because_slurm_has_none(tmp_path: Path):
+    runs = [RunDirectory.create(tmp_path / name) for name in "ab"]
+    settings = SlurmSettings(inference=SlurmGroup())
+    with pytest.raises(SubmitRefused, match=r"cluster\.slurm\.groups=allocation"):
+        submit(runs, settings, name="x", folder=tmp_path / "slurm", dry_run=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "minutes"), [("90", 90), ("0:30", 1), ("1:30:00", 90), ("1-12", 2160), ("2-0:30", 2910), ("1-00:00:01", 1441)]
+)
+def test_times_are_read_as_slurm_reads_them(text: str, minutes: int):
+    assert minutes_of(text) == minutes
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"time": "tomorrow"}, "must be minutes"),
+        ({"time": "0"}, "no time at all"),
+        ({"time": "2", "stop_before_s": 120}, "told to stop as it starts"),
+        ({"mem": "much"}, "end in K, M, G or T"),
+        ({"sbatch": ("--array=1-3",)}, "the launcher writes itself"),
+        ({"sbatch": ("mail",)}, "must begin with a dash"),
+        ({"groups": "allocation", "inference": SlurmGroup(partition="other")}, "asks for equal nodes"),
+    ],
+)
+def test_settings_that_slurm_would_refuse_are_refused_here(wrong: dict[str, object], said: str):
+    with pytest.raises(ValidationError, match=said):
+        SlurmSettings(**wrong)
+
+
+def test_node_lists_are_spelled_out():
+    assert expand("n[1-3,7],login") == ["n1", "n2", "n3", "n7", "login"]
+    assert expand("r[0-1]c[08-10]") == ["r0c08", "r0c09", "r0c10", "r1c08", "r1c09", "r1c10"]
+
+
+def test_a_hetjobs_groups_are_its_components():
+    settings = SlurmSettings(nodes=1, gpus_per_node=2, cpus_per_node=4, inference=SlurmGroup(nodes=2, gpus_per_node=8))
+    variables = {"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST_HET_GROUP_0": "n1", "SLURM_JOB_NODELIST_HET_GROUP_1": "g[1-2]"}
+    found = allocated(settings, {**variables, "SLURM_RESTART_COUNT": "3"})
+    assert found.attempt == "12.3"
+    assert found.nodes == (
+        *(Node("n1", "trainer", 0, 4, 2), Node("g1", "inference", 1, 4, 8)),
+        Node("g2", "inference", 1, 4, 8),
+    )
+
+
+def test_in_one_allocation_inference_has_the_last_nodes():
+    settings = SlurmSettings(nodes=2, inference=SlurmGroup(nodes=1), groups="allocation")
+    variables = {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2", "SLURM_JOB_NODELIST": "n[1-3]"}
+    found = allocated(settings, variables)
+    assert (found.job_id, found.attempt) == ("7_2", "7_2.0")
+    assert [(node.name, node.group) for node in found.nodes] == [("n1", "trainer"), ("n2", "trainer"), ("n3", "inference")]
+
+
+def test_fewer_nodes_than_asked_for_are_refused_with_the_numbers():
+    with pytest.raises(PlanError, match=r"gave 1 nodes \(n1\) and the run asks for 2"):
+        allocated(SlurmSettings(nodes=2), {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n1"})
+    with pytest.raises(PlanError, match="SLURM_JOB_ID is not set"):
+        allocated(SlurmSettings(), {})
+
+
+def test_hosts_keep_their_side():
+    settings = SlurmSettings(nodes=1, gpus_per_node=2, inference=SlurmGroup(nodes=1, gpus_per_node=4))
+    hosts = hosts_of(nominal(settings), {"node-0": ("10.0.0.1", "eth0")})
+    assert [(host.kept_for, host.gpus, host.address, host.interface) for host in hosts] == [
+        ("trainer", ("0", "1"), "10.0.0.1", "eth0"),
+        ("inference", ("0", "1", "2", "3"), "127.0.0.1", "lo"),
+    ]
+
+
+def test_a_step_names_its_component_and_its_node_and_shares_it():
+    settings = SlurmSettings(srun=("--container-image=ours",))
+    command = srun(settings, Node("g1", "inference", 1, 16, 8), "server-0")
+    assert command[:6] == ("srun", "--het-group=1", "--nodes=1", "--ntasks=1", "--nodelist=g1", "--overlap")
+    assert "--cpus-per-task=16" in command
+    assert command[-1] == "--container-image=ours"
+    assert "--het-group=1" not in srun(settings, Node("n1", None, None, 16, 8), "server-0")
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "telescope.run", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_a_dry_run_writes_the_batch_file_and_submits_nothing(tmp_path: Path):
+    done = run("-m", "experiment=fake", "cluster=slurm", "cluster.dry_run=true", "seed=0,1", f"run_dir={tmp_path}/sweep")
+    assert done.returncode == 0, done.stderr
+    script = tmp_path / "sweep" / "slurm" / "submission.sh"
+    assert "#SBATCH --array=0-1%2" in script.read_text().splitlines()
+    assert script.parent.stat().st_mode & 0o777 == 0o700
+    for point in ("000_tiny-grpo", "001_tiny-grpo"):
+        directory = RunDirectory(tmp_path / "sweep" / point)
+        assert (read_submission(directory).job_id, read_submission(directory).script) == ("", str(script))
+        assert directory.plan_json.exists()
+
+
+def test_a_run_that_does_not_fit_its_nodes_is_refused_before_it_is_submitted(tmp_path: Path):
+    done = run(
+        *("experiment=fake", "cluster=slurm", "cluster.slurm.gpus_per_node=1", "cluster.slurm.inference={nodes: 1}"),
+        *("cluster.inference_num_workers=2", "cluster.trainer_num_workers=1", f"run_dir={tmp_path}/run"),
+    )
+    assert done.returncode == 1
+    assert "2 servers of 1 GPU (cluster.inference_placement=PACK) do not fit on 1 host (inference-node-0 with 1)" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_sweep_of_hetjobs_is_refused_before_any_directory_is_made(tmp_path: Path):
+    done = run(
+        *("-m", "experiment=fake", "cluster=slurm", "cluster.slurm.inference={nodes: 1}", "seed=0,1", "cluster.dry_run=true"),
+        f"run_dir={tmp_path}/sweep",
+    )
+    assert done.returncode == 1
+    assert "Slurm has no arrays of heterogeneous jobs" in done.stderr
+    assert not (tmp_path / "sweep").exists()
+
+
+def test_the_preset_has_every_setting_with_its_default():
+    written = yaml.safe_load((ROOT / "conf" / "cluster" / "slurm.yaml").read_text())["slurm"]
+    assert SlurmSettings.model_validate_json(json.dumps(written), strict=True) == SlurmSettings()
+    assert set(written) == set(SlurmSettings.model_fields)

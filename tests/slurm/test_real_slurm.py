@@ -1,0 +1,158 @@
+"""Whole runs in a real Slurm: three nodes on this machine, fake GPUs, real processes. The slow lane."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import psutil
+import pytest
+
+from telescope._launch.slurm.queue import state_of
+from telescope.runlog.attempts import read_submission
+from telescope.runlog.identity import read_identity
+from telescope.runlog.layout import RunDirectory
+from tests.slurm.conftest import Submit
+from tests.slurm.real_slurm import Slurm
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+SMALL = ("experiment=fake", "cluster.slurm.cpus_per_node=4", "cluster.inference_num_workers=2", "cluster.trainer_num_workers=1")
+LONG = (*SMALL, "number_of_steps=1000000", "inference.fake_token_s=0.05")
+"""Goes on until somebody ends it."""
+
+
+def step_daemon(process: psutil.Process) -> psutil.Process:
+    """The slurmstepd that a carried process runs under: it, its shim, the daemon."""
+    daemon = process.parents()[1]
+    assert "slurmstepd" in daemon.name(), daemon
+    return daemon
+
+
+def summary(directory: RunDirectory) -> dict[str, object]:
+    return json.loads(directory.summary_json.read_text())
+
+
+def test_a_job_of_two_node_groups_puts_servers_and_ranks_where_they_belong(slurm: Slurm, submit: Submit):
+    (job,) = submit(
+        slurm,
+        *LONG,
+        *("cluster.device=cpu", "cluster.trainer_num_workers=2"),
+        *("cluster.slurm.gpus_per_node=2", "cluster.slurm.inference={nodes: 2}", "cluster.inference_placement=SPREAD"),
+    )
+    job.until_under_way()
+    nodes = job.attempts[0].nodes
+    homes = {name: process.environ().get("SLURMD_NODENAME") for name, process in job.processes().items()}
+    beside, servers = ("orchestrator", "worker-0", "trainer-0", "trainer-1"), ("server-0", "server-1")
+    assert {homes.pop(name) for name in beside} == {nodes[0]}
+    assert {homes.pop(name) for name in servers} == set(nodes[1:])
+    assert not homes
+    assert slurm.job(str(int(job.job_id) + 1))["NodeList"]  # the second component
+    slurm.client("scancel", job.job_id)
+    job.until_gone()
+    assert job.left() == []
+
+
+def test_a_sweep_of_four_points_is_one_array_of_which_two_run_at_once(slurm: Slurm, submit: Submit):
+    jobs = submit(slurm, "-m", *SMALL, "seed=0,1,2,3", "cluster.slurm.array_parallelism=2")
+    first = jobs[0].job_id.partition("_")[0]
+    assert [job.job_id for job in jobs] == [f"{first}_{point}" for point in range(4)]
+    at_once: set[int] = set()
+
+    def all_ended() -> bool:
+        running = slurm.client("squeue", "--array", "--noheader", "--states=RUNNING", f"--jobs={first}", check=False)
+        at_once.add(len(running.splitlines()))
+        return all(job.attempts and job.attempts[-1].why for job in jobs)
+
+    jobs[0].until(all_ended, "all points ended")
+    assert [job.until_ended().why for job in jobs] == ["done"] * 4
+    assert [summary(job.directory)["steps"] for job in jobs] == [3] * 4
+    assert max(at_once) <= 2
+    assert len({read_identity(job.directory).run_id for job in jobs}) == 4
+
+
+@pytest.mark.parametrize("tracking", ["slurm", "plain_slurm"])
+def test_nothing_is_left_after_scancel(tracking: str, submit: Submit, request: pytest.FixtureRequest):
+    slurm = request.getfixturevalue(tracking)
+    (job,) = submit(slurm, *LONG, "cluster.slurm.nodes=2")
+    job.until_under_way()
+    assert set(job.processes()) == {"orchestrator", "worker-0", "server-0", "server-1", "trainer-0"}
+    slurm.client("scancel", job.job_id)
+    job.until_gone()
+    assert job.left() == []
+    assert len(job.attempts) == 1
+    assert state_of(job.directory, {job.job_id: "CANCELLED"}) == "cancelled"
+
+
+def test_before_the_walltime_the_run_stops_in_good_order_and_is_queued_again(slurm: Slurm, submit: Submit):
+    (job,) = submit(slurm, *LONG)
+    job.until_under_way()
+    run_id = read_identity(job.directory).run_id
+    slurm.client("scancel", "--batch", "--signal=USR2", job.job_id)  # what B:USR2@120 does
+    ended = job.until_ended()
+    assert (ended.why, ended.exit_code, ended.requeued) == ("walltime", 75, True)
+    job.until_under_way(attempt=2)
+    earlier = RunDirectory(job.directory.earlier_attempt(1))
+    assert summary(earlier)["exit_reason"] == "walltime"
+    assert earlier.log("trainer-0").exists()
+    assert job.directory.log("trainer-0").exists()
+    identity = read_identity(job.directory)
+    assert (identity.run_id, identity.attempt) == (run_id, f"{job.job_id}.1")
+    slurm.client("scancel", job.job_id)
+    job.until_gone()
+    assert job.left() == []
+
+
+def test_a_preempted_run_comes_back(slurm: Slurm, submit: Submit):
+    (job,) = submit(slurm, *LONG)
+    job.until_under_way()
+    urgent = slurm.client("sbatch", "--parsable", "--partition=urgent", "--nodes=3", "--exclusive", "--wrap=true").strip()
+    job.until(lambda: slurm.job(urgent).get("JobState") == "COMPLETED", "the urgent job done")
+    job.until_under_way(attempt=2)
+    assert job.attempts[0].why in ("preempted", "requeued", "")  # Slurm may have killed it before it could say so
+    assert job.attempts[1].attempt == f"{job.job_id}.1"
+    slurm.client("scancel", job.job_id)
+    job.until_gone()
+    assert job.left() == []
+
+
+def test_a_run_whose_step_is_killed_under_its_trainer_is_queued_again(slurm: Slurm, submit: Submit):
+    (job,) = submit(slurm, *LONG, "cluster.slurm.nodes=2")
+    job.until_under_way()
+    step_daemon(job.processes()["trainer-0"]).send_signal(signal.SIGKILL)
+    ended = job.until_ended()
+    assert (ended.why, ended.requeued) == ("node_failed", True)
+    job.until_under_way(attempt=2)
+    slurm.client("scancel", job.job_id)
+    job.until_gone()
+    assert job.left() == []
+
+
+def test_a_server_whose_step_is_killed_is_started_again_and_the_run_goes_on(slurm: Slurm, submit: Submit):
+    (job,) = submit(slurm, *LONG, "cluster.slurm.nodes=2")
+    job.until_under_way()
+    before = job.processes()["server-0"]
+    step_daemon(before).send_signal(signal.SIGKILL)
+    job.until(lambda: job.processes().get("server-0", before) != before, "server-0 started again")
+    assert len(job.attempts) == 1
+    assert not job.attempts[0].why
+    slurm.client("scancel", job.job_id)
+    job.until_gone()
+    assert job.left() == []
+
+
+def test_the_real_trainer_and_the_real_engine_train_in_a_job(slurm: Slurm, submit: Submit):
+    (job,) = submit(
+        slurm,
+        *("model=tiny", "number_of_steps=2", "orchestrator.prompts_batch_size_for_trainer=4", "rollout.group_size=4"),
+        *("rollout.max_tokens=16", "inference.max_model_len=256", "trainer.seq_len=256", "logging.use_wandb=false"),
+        *("cluster.slurm.cpus_per_node=4", "cluster.slurm.inference={nodes: 1}", "cluster.slurm.groups=allocation"),
+        *("cluster.device=cpu", "cluster.inference_num_workers=1", "cluster.trainer_num_workers=2"),
+        *("cluster.inference_cpus_per_worker=0.5", "cluster.trainer_cpus_per_worker=0.5"),
+    )
+    job.until(lambda: bool(job.attempts and job.attempts[0].why), "ended", limit_s=500.0)
+    assert job.attempts[0].why == "done", job.told()
+    assert summary(job.directory)["steps"] == 2
+    job.until_gone()
+    assert read_submission(job.directory).job_id == job.job_id
+    assert job.left() == []
