@@ -170,7 +170,7 @@ def _run_all(points: Sequence[Point], arguments: Sequence[str], sweep: Sweep | N
     if missing:
         say(f"{ConfigError(missing)}\nNothing was started.")
         return CONFIG_ERROR
-    orders = []
+    orders: list[Order] = []
     for (config, standing, plan), point in zip(plans, points, strict=True):
         number = len(orders) + (len(sweep.results) if sweep else 0)
         folder = run_folder(config, started) if sweep is None else sweep.folder / f"{number:03d}_{config.name}"

@@ -13,8 +13,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from telescope._launch.slurm.queue import SlurmSilent, cancel, state_of, states
+from telescope.runlog.attempts import read_submission
 from telescope.runlog.holder import ask_to_stop, life, read_holder
 from telescope.runlog.layout import RunDirectory
 
@@ -38,6 +41,8 @@ class Standing:
     reward: float | None
     reason: str
     changed: float
+    job: str = ""
+    """Of Slurm, with its state: `12_3 pending`; empty for a run that was started on a host."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -74,7 +79,9 @@ def _list(asked: argparse.Namespace) -> int:
     if not asked.folder.is_dir():
         sys.stderr.write(f"{asked.folder}: there is no such folder; `list FOLDER` names another\n")
         return FAILED
-    found = sorted((standing(run) for run in runs_below(asked.folder)), key=lambda one: one.changed)
+    runs = list(runs_below(asked.folder))
+    jobs = job_states(runs)
+    found = sorted((standing(run, jobs) for run in runs), key=lambda one: one.changed)
     if asked.json:
         for one in found:
             sys.stdout.write(json.dumps(_as_json(one)) + "\n")
@@ -91,7 +98,18 @@ def runs_below(folder: Path, depth: int = DEPTH) -> Iterator[RunDirectory]:
             yield from runs_below(path, depth - 1)
 
 
-def standing(run: RunDirectory) -> Standing:
+def job_states(runs: Sequence[RunDirectory]) -> dict[str, str]:
+    """Slurm's states of the runs' jobs; empty where none was submitted or Slurm does not answer here."""
+    submissions = [read_submission(run) for run in runs]
+    ids = [found.job_id for found in submissions if found is not None and found.job_id]
+    try:
+        return states(ids) if ids else {}
+    except SlurmSilent as error:
+        sys.stderr.write(f"the states of Slurm jobs are not shown: {error}\n")
+        return {}
+
+
+def standing(run: RunDirectory, jobs: Mapping[str, str] = MappingProxyType({})) -> Standing:
     status, ended, summary = (_read(path) for path in (run.status_json, run.exit_json, run.summary_json))
     changed = max((path.stat().st_mtime for path in (run.status_json, run.run_json) if path.exists()), default=0.0)
     code = ended.get("exit_code", ended.get("code"))
@@ -106,13 +124,20 @@ def standing(run: RunDirectory) -> Standing:
         state = "running" if goes_on else "lost"
     reason = _verdict(run) if state == "failed" else ""
     reward = summary.get("reward_mean_last", status.get("reward"))
-    return Standing(run, state, status.get("step"), status.get("steps"), reward, reason, changed)
+    submission = read_submission(run)
+    job = "" if submission is None else f"{submission.job_id} {state_of(run, dict(jobs))}".strip()
+    return Standing(run, state, status.get("step"), status.get("steps"), reward, reason, changed, job)
 
 
 def _line(one: Standing) -> str:
     step = "-" if one.step is None else f"{one.step}/{one.steps}" if one.steps else str(one.step)
     reward = f"{one.reward:.3f}" if isinstance(one.reward, int | float) else "-"
-    return f"{one.state:<8} {step:>11} {reward:>8}  {one.run.path}{f'  ({one.reason})' if one.reason else ''}"
+    more = [text for text in (f"job {one.job}" if one.job else "", one.reason) if text]
+    return f"{one.state:<8} {step:>11} {reward:>8}  {one.run.path}{_bracketed(more)}"
+
+
+def _bracketed(words: Sequence[str]) -> str:
+    return f"  ({'; '.join(words)})" if words else ""
 
 
 def _as_json(one: Standing) -> dict[str, Any]:
@@ -123,6 +148,7 @@ def _as_json(one: Standing) -> dict[str, Any]:
         "steps": one.steps,
         "reward": one.reward,
         "reason": one.reason,
+        "job": one.job,
     }
 
 
@@ -168,10 +194,12 @@ def _tail(asked: argparse.Namespace) -> int:
 
 def _stop(asked: argparse.Namespace) -> int:
     run = RunDirectory(asked.run)
-    holder = read_holder(run)
+    holder, submission = read_holder(run), read_submission(run)
     if run.exit_json.exists():
         sys.stdout.write(f"{asked.run} has ended already.\n")
         return OK
+    if submission is not None and submission.job_id:
+        return _cancel(run, submission.job_id)
     if holder is None:
         sys.stderr.write(f"{asked.run} is not watched by any process: it never started, or this is no run directory\n")
         return FAILED
@@ -188,6 +216,16 @@ def _stop(asked: argparse.Namespace) -> int:
             return FAILED
         time.sleep(LOOK_S)
     sys.stdout.write(f"{asked.run} has ended.\n")
+    return OK
+
+
+def _cancel(run: RunDirectory, job: str) -> int:
+    try:
+        cancel(job)
+    except SlurmSilent as error:
+        sys.stderr.write(f"{run.path} is Slurm's job {job}, which could not be cancelled: {error}\n")
+        return FAILED
+    sys.stdout.write(f"{run.path}: job {job} is cancelled.\n")
     return OK
 
 

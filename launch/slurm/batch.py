@@ -25,6 +25,7 @@ from telescope._launch.slurm.verdict import Ended, JobFacts, Verdict, judge
 from telescope.config.run import load_run
 from telescope.config.slurm import SlurmSettings
 from telescope.runlog import attempts
+from telescope.runlog.holder import hold
 from telescope.runlog.layout import RunDirectory
 from telescope.weights.choose import TransportRefused, planned
 
@@ -60,6 +61,7 @@ def run(run_dir: str) -> None:
         log.error("%s", error)
         attempts.end(directory, attempt, "failed", CONFIG_ERROR, requeued=False)
         raise SystemExit(CONFIG_ERROR) from None
+    hold(directory)
     concluded = supervise_in(directory, _surroundings(settings, allocation, lambda: bool(early)))
     verdict = _judge(concluded, settings, allocation, directory)
     log.info("Attempt %d ended: %s, exit code %d; %s.", attempt.number, verdict.why, concluded.code, verdict.next)
