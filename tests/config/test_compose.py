@@ -152,7 +152,7 @@ def test_a_command_line_that_can_not_be_read_is_wrong_usage(override, sentence):
 
 def test_a_group_can_not_be_taken_away():
     assert "a group can't be taken away" in sentences(compose_one("~algorithm"))
-    assert sentences(compose_one("env=null")).startswith("env needs a choice: countdown |")
+    assert sentences(compose_one("env=null")).startswith("env needs a choice: agent_program |")
 
 
 def test_plug_in_folders_follow_from_the_config_dir():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import platform
 import struct
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from telescope.environments.sandboxes import bubblewrap, cgroups, gvisor, seccomp
+from telescope.environments.sandboxes import bubblewrap, cgroups, gvisor, local, seccomp
 from telescope.environments.sandboxes.base import Ending, Limits, SandboxUnavailable, Wall
 from telescope.environments.sandboxes.settings import SandboxSettings, make_provider
 
@@ -150,3 +151,17 @@ def test_the_filter_denies_what_it_lists_and_allows_the_rest(machine: str) -> No
 def test_no_filter_is_made_up_for_a_machine_whose_numbers_are_not_known() -> None:
     assert seccomp.program("riscv64") is None
     assert platform.machine() in seccomp.DENIED
+
+
+def test_what_a_killed_worker_left_is_removed_and_nothing_of_a_living_one(tmp_path: Path) -> None:
+    gone = next(pid for pid in range(4_000_000, 1, -1) if not Path("/proc", str(pid)).exists())
+    left, kept, other = (tmp_path / f"telescope-sandboxes-{name}" for name in (f"{gone}-ab", f"{os.getpid()}-cd", "x-ef"))
+    for folder in (left, kept, other):
+        (folder / "inside").mkdir(parents=True)
+    local.sweep_folders(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted((kept.name, other.name))
+    (tmp_path / "cgroup.controllers").write_text("memory pids")
+    (tmp_path / f"telescope-{gone}" / "sandbox-1-1").mkdir(parents=True)
+    (tmp_path / "own").write_text("0::/")
+    cgroups._sweep(tmp_path)
+    assert not (tmp_path / f"telescope-{gone}").exists()

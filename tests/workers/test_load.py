@@ -133,7 +133,7 @@ def test_turns_that_the_template_refuses_are_refused_at_load(tmp_path: Path, tem
         def prompts(self, split: str) -> Sequence[Prompt]:
             return [Prompt(({"role": "user"},))]
 
-    strict = ChatTemplate(template._tokenizer, [1], chat_template="{{ raise_exception('only one user') }}")
+    strict = ChatTemplate(template.tokenizer, [1], chat_template="{{ raise_exception('only one user') }}")
     with pytest.raises(EnvironmentBroken, match=r"environments.task: its prompts can't be rendered .*only one user"):
         leave_out_too_long(loaded(Odd(lengths=(1,))), strict, 10, 60)
 
@@ -204,6 +204,6 @@ def test_a_folder_without_tokenizer_files_and_one_with_a_wrong_one_are_refused(t
 
 
 def test_prompts_of_no_tokens_are_refused(template: ChatTemplate) -> None:
-    empty = ChatTemplate(template._tokenizer, [1], chat_template="{{ '' }}")
+    empty = ChatTemplate(template.tokenizer, [1], chat_template="{{ '' }}")
     with pytest.raises(EnvironmentBroken, match=r"environments.task: a train prompt is rendered to 0 tokens"):
         leave_out_too_long(loaded(Lengths(lengths=(3,))), empty, 10, 60)

@@ -79,7 +79,7 @@ async def test_branches_follow_one_another_in_the_frames(template: ChatTemplate)
             return Reward(1.0)
 
     forgetful = ChatTemplate(
-        template._tokenizer, [1], chat_template="{% for m in messages %}<|user|>{{ m.content[-1:] }}{% endfor %}<|assistant|>"
+        template.tokenizer, [1], chat_template="{% for m in messages %}<|user|>{{ m.content[-1:] }}{% endfor %}<|assistant|>"
     )
     done, arrays = await play(order(), loaded(TwoTurns()), Openings(forgetful), LIMITS, answering(template, "ba"))
     assert isinstance(done, RolloutDone)

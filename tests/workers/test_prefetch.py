@@ -41,14 +41,14 @@ class SlowTokenizer:
     def apply_chat_template(self, *arguments: Any, **options: Any) -> Any:
         self.threads.append(threading.current_thread().name)
         if self._gate is not None:
-            self._gate.wait(5)
+            self._gate.wait(60)
         else:
             time.sleep(SLOW_S)  # the slow work itself
         return self._inner.apply_chat_template(*arguments, **options)
 
 
 def slow(template: ChatTemplate, gate: threading.Event | None = None) -> tuple[ChatTemplate, SlowTokenizer]:
-    tokenizer = SlowTokenizer(template._tokenizer, gate)
+    tokenizer = SlowTokenizer(template.tokenizer, gate)
     return ChatTemplate(tokenizer, [1]), tokenizer
 
 

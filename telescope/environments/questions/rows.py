@@ -11,9 +11,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 Row = Mapping[str, Any]
 _SUFFIXES = (".parquet", ".jsonl", ".json", ".jsonl.gz", ".csv", ".arrow")
@@ -112,6 +113,7 @@ def _words(file: Path, place: Path) -> set[str]:
 
 def _read(file: Path, columns: Sequence[str]) -> pa.Table:
     """Raises `NoRows` for what is not of the kind its name says."""
+    import pyarrow as pa
     from pyarrow import csv, ipc, json, parquet
 
     try:

@@ -15,6 +15,7 @@ from pathlib import Path
 from telescope.environments.sandboxes.base import Limits
 
 _PERIOD_US = 100_000
+_NAME = "telescope-"
 _V1 = ("memory", "pids", "cpu")
 
 
@@ -121,12 +122,13 @@ class Cgroups:
 
 def find(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> Cgroups | None:
     """A place for groups that this process may write, or None. Makes a folder `telescope-<pid>` in it."""
-    name = f"telescope-{os.getpid()}"
+    name = f"{_NAME}{os.getpid()}"
     if (root / "cgroup.controllers").is_file():
         lines = own.read_text().splitlines() if own.is_file() else []
         mine = next((line[3:].lstrip("/") for line in lines if line.startswith("0::")), "")
         for place in dict.fromkeys((root / mine, (root / mine).parent, root)):
             if place.is_relative_to(root) and _delegated(place / name):
+                _sweep(place)
                 return Cgroups(2, (place / name,))
         return None
     parents = tuple(root / kind / name for kind in _V1)
@@ -134,6 +136,7 @@ def find(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgrou
         for parent in parents:
             if not parent.parent.is_dir():
                 return None
+            _sweep(parent.parent)
             parent.mkdir(exist_ok=True)
     except OSError:
         for parent in parents:
@@ -141,6 +144,17 @@ def find(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgrou
                 parent.rmdir()
         return None
     return Cgroups(1, parents)
+
+
+def _sweep(place: Path) -> None:
+    """Remove the groups of workers that were killed: those that name a process which is no more."""
+    for folder in place.glob(f"{_NAME}*"):
+        pid = folder.name.removeprefix(_NAME)
+        if not pid.isdigit() or Path("/proc", pid).exists():
+            continue
+        for below in (*folder.glob("sandbox-*"), folder):
+            with contextlib.suppress(OSError):
+                below.rmdir()
 
 
 def _delegated(folder: Path) -> bool:

@@ -51,6 +51,9 @@ _FIRST_UID, _UIDS = 60578, 606
 """User ids that systemd's table keeps unused. Each sandbox gets the next, so that limits by user bind one sandbox alone."""
 _REFUSED = "the agent answered what it was not asked"
 
+FOLDER = "telescope-sandboxes-"
+"""Start of the name of a worker's folder of sandboxes; its process id comes behind it."""
+
 
 class _Gone(Exception):
     """The sandbox has ended by itself, or speaks nonsense: either way its guest has reached further than it may."""
@@ -283,7 +286,8 @@ class LocalProvider(Provider):
                 f"sandbox.limits.network=true with provider={self.name}: a local sandbox would share this machine's network, "
                 "with the servers on its loopback. Take a remote provider (prime, modal, daytona, e2b), or leave it off"
             )
-        self._folder = Path(tempfile.mkdtemp(prefix="telescope-sandboxes-"))
+        sweep_folders(Path(tempfile.gettempdir()))
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER}{os.getpid()}-"))
         self._folder.chmod(0o711)  # a sandbox's user must reach its own folder below
         self._cgroups = cgroups.find()
         try:
@@ -426,3 +430,12 @@ def find_python(wanted: str | None = None) -> Python:
     if wanted:
         raise SandboxUnavailable(f"sandbox.python={wanted} is not there, or is no program")
     return Python(str(Path(sys.base_prefix) / "bin" / "python3"), Path(sys.base_prefix))
+
+
+def sweep_folders(temporary: Path) -> None:
+    """Remove what workers that were killed have left: folders of this user that name a process which is no more."""
+    for folder in temporary.glob(f"{FOLDER}*"):
+        pid = folder.name.removeprefix(FOLDER).partition("-")[0]
+        with contextlib.suppress(OSError):
+            if pid.isdigit() and not Path("/proc", pid).exists() and folder.stat().st_uid == os.getuid():
+                shutil.rmtree(folder, ignore_errors=True)
