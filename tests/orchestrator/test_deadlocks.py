@@ -43,7 +43,7 @@ class Actor(Peer):
     """Well-behaved; a cancelled order is answered at once, whatever its server does."""
 
     def __init__(self, link: Link) -> None:
-        super().__init__(link, 0, 0.0)
+        super().__init__(link, 0, 0.0, {})
 
     def take(self, delivery: Delivery) -> None:
         match delivery.body:
@@ -142,6 +142,7 @@ async def play(
     shuffler = Shuffler(run, shuffle) if shuffle is not None else None
     running = asyncio.create_task(orchestrator.run())
     peers: list[Actor] = []
+    lives: list[asyncio.Task[None]] = []
     try:
         for name in names:
             link = await asyncio.to_thread(Link.connect, run, hello(name, name, 1), 60.0)

@@ -79,6 +79,7 @@ def follow(run: Path, name: str, leader: str, code: str, message: str) -> int:
     ready(run, name)
     wait_for_all(run)
     wait_for_end(run, leader)
+    time.sleep(0.5)  # a closed socket takes a moment to be noticed; two shims that report in one instant have no order
     print(message, file=sys.stderr)
     return int(code)
 
