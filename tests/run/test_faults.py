@@ -138,10 +138,20 @@ def test_rows_that_cannot_be_written_stop_no_training(start: Start):
     assert "training goes on, the rows are counted as unlogged" in log
 
 
+def put_in_the_way(path: Path) -> bool:
+    """Whether a folder lies there now; what the run has written there meanwhile goes first."""
+    try:
+        path.unlink(missing_ok=True)
+        path.mkdir()
+    except FileExistsError:
+        return False
+    return True
+
+
 def test_a_status_that_cannot_be_written_stops_no_training_and_is_said_once(start: Start):
     run = start("experiment=fake", "number_of_steps=5", "backend.step_s=0.3")
     run.until(run.directory.path.joinpath("live").is_dir, "a run directory")
-    run.directory.status_json.mkdir()
+    run.until(lambda: put_in_the_way(run.directory.status_json), "a folder in the way of status.json")
     (run.directory.status_json / "in-the-way").write_text("")
     assert run.wait() == 0
     assert run.directory.log("orchestrator").read_text().count("status.json cannot be written") == 1
