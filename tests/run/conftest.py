@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -117,8 +119,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     def begin(*overrides: str, environ: dict[str, str] | None = None, cwd: Path = ROOT) -> WholeRun:
         directory = tmp_path / f"run-{len(runs)}"
         output = tmp_path / f"output-{len(runs)}.txt"
-        temporary = tmp_path / f"temporary-{len(runs)}"
-        temporary.mkdir()
+        temporary = Path(tempfile.mkdtemp(prefix="telescope-test-"))  # short: vLLM has its sockets there
         environment = {
             **os.environ,
             "TMPDIR": str(temporary),
@@ -143,6 +144,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     yield begin
     for run in runs:
+        shutil.rmtree(run.temporary, ignore_errors=True)
         run.remember()
         if run.process.poll() is None:
             run.process.kill()
