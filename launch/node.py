@@ -31,6 +31,7 @@ from telescope._launch.processes import Ending, Held
 from telescope._launch.progress import Console, LogCopy, Progress, read_object, summary_table
 from telescope._launch.remote import Nodes
 from telescope._launch.revival import LOOK_S, Revival
+from telescope.runlog import temporary
 from telescope.runlog.layout import RunDirectory, write_atomically
 from telescope.weights import shared_memory
 from telescope.wire.security import make_keys
@@ -207,6 +208,7 @@ class Supervisor:
                 self.display()
         finally:
             self.home.close()
+            temporary.sweep()  # folders of processes that were killed
             shared_memory.sweep()  # weights whose writer was killed; those of other runs alive are locked by theirs
             if self.nodes and self.living:
                 self.say_farewell(ERROR, "the head ended with a defect of its own")

@@ -31,6 +31,7 @@ from telescope.inference.server import Server, first_of
 from telescope.inference.status import Status
 from telescope.inference.vllm_http import unknown_parsers
 from telescope.inference.vllm_options import Device, ServerPlan, vllm_environment
+from telescope.runlog import temporary
 from telescope.runlog.layout import write_atomically
 from telescope.weights.base import Receiver
 from telescope.weights.choose import make_receiver
@@ -195,6 +196,8 @@ def build_engine(config: RunConfig, run: str, device: Device, name: str = "serve
         )
     check_weights(config.model.name, folder)
     os.environ.update(vllm_environment(device, os.environ))
+    if "VLLM_RPC_BASE_PATH" not in os.environ:  # the folder of its sockets, which it leaves behind where it is killed
+        os.environ["VLLM_RPC_BASE_PATH"] = str(temporary.make())
     if sentence := unknown_parsers(settings):
         raise EngineRefused(sentence)
     plan = ServerPlan(config.model, folder, settings, device, lanes(config), config.seed, run, name)

@@ -39,10 +39,6 @@ class ServerPlan:
     """The server's name in the run, which its workers use in weight groups."""
 
 
-SOCKETS_BELOW = 60
-"""vLLM has sockets in the folder for temporary files; their paths, 37 characters longer, must stay under 107."""
-
-
 def vllm_environment(device: Device, given: Mapping[str, str]) -> dict[str, str]:
     """Variables to set; what the user has set already (`given`) is kept where it is a matter of taste, not of working at all.
 
@@ -60,8 +56,6 @@ def vllm_environment(device: Device, given: Mapping[str, str]) -> dict[str, str]
         "TOKENIZERS_PARALLELISM": "false",  # we fork
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if device == "cpu" else "1",  # on a CPU: allows the executor `uni`; not more
     }
-    if len(given.get("TMPDIR", "")) > SOCKETS_BELOW:
-        taste["VLLM_RPC_BASE_PATH"] = "/tmp"
     return needed | {key: value for key, value in taste.items() if key not in given}
 
 

@@ -126,9 +126,3 @@ def test_the_staging_buffer_is_charged_against_the_servers_share_of_the_card():
 def test_a_buffer_that_leaves_no_room_is_refused_with_the_numbers_and_the_remedy():
     with pytest.raises(NoRoom, match=r"needs 8.00 GB beside 8.00 GB of weights, and .*=0.6 gives the server 14.40 of 24.00 GB"):
         share_beside_staging(0.6, 24 * 10**9, 8 * 10**9, 8 * 10**9)
-
-
-def test_a_long_folder_for_temporary_files_is_not_vllms_for_sockets():
-    assert vllm_environment("cpu", {"TMPDIR": "/scratch/" + "x" * 80})["VLLM_RPC_BASE_PATH"] == "/tmp"
-    assert "VLLM_RPC_BASE_PATH" not in vllm_environment("cpu", {"TMPDIR": "/scratch"})
-    assert "VLLM_RPC_BASE_PATH" not in vllm_environment("cpu", {"TMPDIR": "/" + "x" * 80, "VLLM_RPC_BASE_PATH": "/run/mine"})
