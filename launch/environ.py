@@ -7,8 +7,10 @@ what some other launcher left there for this process, plus what the plan gives i
 from __future__ import annotations
 
 import os
+import re
 import site
 from collections.abc import Mapping
+from itertools import takewhile
 from pathlib import Path
 
 import telescope
@@ -24,6 +26,7 @@ FOREIGN_VARIABLES = OWNED_VARIABLES | {
     "ROLE_WORLD_SIZE",
 }
 FOREIGN_PREFIXES = ("TORCHELASTIC_",)
+_DEVICE = re.compile(r"\d+|(GPU|MIG)-\S+")
 
 
 def child_environment(given: Mapping[str, str]) -> dict[str, str]:
@@ -60,9 +63,13 @@ def python_path() -> str:
 
 
 def visible_gpus() -> tuple[str, ...] | None:
-    """What CUDA_VISIBLE_DEVICES leaves to this run; None where it is not set."""
+    """What CUDA_VISIBLE_DEVICES leaves to this run; None where it is not set. Read as CUDA does: up to the first entry
+    that names no device, e.g. -1."""
     value = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return None if value is None else tuple(part.strip() for part in value.split(",") if part.strip())
+    if value is None:
+        return None
+    names = takewhile(_DEVICE.fullmatch, (part.strip() for part in value.split(",")))
+    return tuple(dict.fromkeys(names))
 
 
 def _foreign(name: str) -> bool:

@@ -308,7 +308,8 @@ class Supervisor:
         if self.phase is Phase.RUNNING and self.failed:
             for process in self.living:
                 process.read_reports()  # an earlier death may lie in another lifeline
-            self.fail(self.located(root_cause(self.directory, self.plan.names, self.endings, self.revival.lives)))
+            told = {name: ending for name, ending in self.endings.items() if name not in self.revival.pending}
+            self.fail(self.located(root_cause(self.directory, self.plan.names, told, self.revival.lives)))
         elif self.phase is Phase.RUNNING and self.orchestrator.ended:
             self.enter(Phase.LEAVING, self.patience.leave_s)
         elif self.phase is Phase.ASKED and self.orchestrator.ending:
@@ -403,7 +404,7 @@ class Supervisor:
             self.console.say(f"After the run was done, {name} {how(self.endings[name])}; its log: {self.revival.log(name)}")
         if self.cause:
             self.console.say(f"The run failed: {self.cause.text()}")
-        self.write(self.directory.exit_json, exit_record(code, self.cause, self.endings, self.revival.lives))
+        self.write(self.directory.exit_json, exit_record(code, self.cause, self.endings, self.revival.lives, self.interrupted))
         self.say_farewell(code, self.cause.sentence if self.cause else "")
         summary = read_object(self.directory.summary_json)
         self.console.result(f"run directory: {self.directory.path}")
@@ -463,9 +464,12 @@ class Supervisor:
         return 0 if self.interrupted is None else 128 + self.interrupted
 
 
-def exit_record(code: int, cause: Cause | None, endings: dict[str, Ending], lives: dict[str, int]) -> str:
-    """What `exit.json` says: the exit code of the run, the cause, how each process ended, and which were started again."""
+def exit_record(
+    code: int, cause: Cause | None, endings: dict[str, Ending], lives: dict[str, int], interrupted: int | None
+) -> str:
+    """What `exit.json` says: the exit code of the run, the cause, how each process ended, which were started again, and the
+    signal that the supervisor got, if any."""
     ended = {name: ending.status for name, ending in endings.items()}
     restarts = {name: life - 1 for name, life in lives.items()}
-    record = {"exit_code": code, "cause": cause, "processes": ended, "restarts": restarts}
+    record = {"exit_code": code, "cause": cause, "processes": ended, "restarts": restarts, "interrupted": interrupted}
     return msgspec.json.format(msgspec.json.encode(record)).decode()

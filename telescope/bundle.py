@@ -52,6 +52,9 @@ class Target:
 def main(arguments: Sequence[str]) -> int:
     """0; 1 where pip finds no fitting wheels or OUT can't be written; 2 on wrong usage."""
     asked = _parser().parse_args(list(arguments))
+    if asked.part_mb < 1:
+        sys.stderr.write(f"telescope.bundle: --part-mb {asked.part_mb}: a part has 1 MB at least\n")
+        return 2
     try:
         told = make(
             asked.out,
@@ -142,7 +145,7 @@ def build_own(source: Path, wheels: Path) -> Path:
 
 
 def pack(files: Sequence[Path], out: Path, part_bytes: int) -> list[str]:
-    """One tar of the files, cut into `wheels.tar.000`, `.001`, … of at most `part_bytes`. Gives the names of the parts."""
+    """One tar of the files, cut into `wheels.tar.00000`, `.00001`, … of at most `part_bytes`. Gives the names of the parts."""
     writer = _Parts(out, part_bytes)
     with writer, tarfile.open(fileobj=writer, mode="w|") as archive:  # type: ignore[call-overload]
         for path in files:
@@ -176,7 +179,7 @@ class _Parts:
 
     def _next(self) -> None:
         self._file.close()
-        self.names.append(f"wheels.tar.{len(self.names):03d}")
+        self.names.append(f"wheels.tar.{len(self.names):05d}")
         self._file = (self._folder / self.names[-1]).open("wb")
         self._left = self._size
 

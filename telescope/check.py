@@ -10,11 +10,11 @@ import os
 import sys
 from collections.abc import Sequence
 
-from telescope._launch.local import this_host
-from telescope._launch.plan import PlanError, make_plan, shared_gpus
+from telescope._launch.plan import PlanError, shared_gpus
 from telescope.compose.load import Point, UsageError, load_points, places_for
 from telescope.config.run import config_hash
 from telescope.config.words import ConfigError
+from telescope.start import planned
 
 OK, CONFIG_ERROR, USAGE = 0, 1, 2
 
@@ -46,10 +46,10 @@ def judged(point: Point) -> tuple[bool, str]:
     if point.config is None or point.problems:
         return False, str(ConfigError(point.problems))
     try:
-        plan = make_plan(point.config, (this_host(),))
+        _, plan = planned(point.config)
     except PlanError as error:
         return False, str(error)
-    warnings = [*point.warnings, *filter(None, (shared_gpus(plan),))]
+    warnings = [*point.warnings, *filter(None, (shared_gpus(plan) if plan else "",))]
     return True, "\n".join(["valid, hash " + config_hash(point.config), *(f"  Warning: {warning}" for warning in warnings)])
 
 

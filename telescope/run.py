@@ -12,6 +12,7 @@ if __name__ == "__main__":
     terminal.prepare()  # before the imports below: they take a moment, in which a Ctrl-C must not be a traceback
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from telescope.runlog.layout import RunDirectory
 from telescope.start import (
     CONFIG_ERROR,
     OK,
@@ -87,6 +89,7 @@ def main(arguments: Sequence[str]) -> int:
         if asked.multirun and wants_sweeper(asked.overrides):
             return _search(asked, places, arguments)
         points = load_points(asked.overrides, places, os.environ, sweep=asked.multirun)
+        sweep = _sweep(asked) if len(points) > 1 and not asked.cfg else None
     except UsageError as error:
         say(f"telescope.run: {error}")
         return USAGE
@@ -96,7 +99,6 @@ def main(arguments: Sequence[str]) -> int:
     if asked.cfg:
         _show(points, resolved=asked.resolve)
         return OK
-    sweep = _sweep(asked) if len(points) > 1 else None
     code = _run_all(points, arguments, sweep)
     if sweep is not None and sweep.results:
         say(sweep.table())
@@ -106,7 +108,7 @@ def main(arguments: Sequence[str]) -> int:
 def _search(asked: argparse.Namespace, places: Places, arguments: Sequence[str]) -> int:
     """A sweep whose points one of Hydra's sweepers chooses, batch by batch. Raises `UsageError`."""
     from telescope.compose.load import UsageError
-    from telescope.compose.sweeper import Refused, Stopped, search
+    from telescope.compose.sweeper import PointFailed, Refused, Stopped, search
 
     if asked.cfg:
         raise UsageError("--cfg shows points that are known; those of hydra/sweeper are chosen while the sweep goes on")
@@ -114,6 +116,10 @@ def _search(asked: argparse.Namespace, places: Places, arguments: Sequence[str])
 
     def launch(points: Sequence[Point]) -> list[float | None]:
         nonlocal code
+        if any(point.config is not None and point.config.cluster.slurm is not None for point in points):
+            raise UsageError(
+                "hydra/sweeper chooses points from results, and Slurm's come when the job ends: leave one of them out"
+            )
         done = len(sweep.results)
         code = _run_all(points, arguments, sweep) or code
         results = sweep.results[done:]
@@ -126,6 +132,8 @@ def _search(asked: argparse.Namespace, places: Places, arguments: Sequence[str])
     except Refused as refused:
         say(_refusal(refused.points))
         return CONFIG_ERROR
+    except PointFailed as error:
+        say(f"{error}; this sweeper ends with it.")
     except Stopped:
         say("The sweep ends here.")
     if sweep.results:
@@ -186,9 +194,18 @@ def _run_all(points: Sequence[Point], arguments: Sequence[str], sweep: Sweep | N
         failed = failed or code
         if sweep is not None:
             sweep.ended(point.overrides, Path(str(order.config.run_dir)), code)
-        if code in INTERRUPTED:
+        if code in INTERRUPTED or _interrupted(order):
             break
     return failed
+
+
+def _interrupted(order: Order) -> bool:
+    """Whether a signal came while the run was ending by itself: then its exit code tells of that end."""
+    try:
+        told = json.loads(RunDirectory(Path(str(order.config.run_dir))).exit_json.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return told.get("interrupted") is not None
 
 
 def _grouped(config: RunConfig, sweep: Sweep | None) -> dict[str, object]:
@@ -200,12 +217,18 @@ def _grouped(config: RunConfig, sweep: Sweep | None) -> dict[str, object]:
 
 def _sweep(asked: argparse.Namespace) -> Sweep:
     """In the folder that `run_dir=` names, or in a new one: `runs/<date>_<time>_sweep`, with `003_tiny-grpo` below it."""
-    from telescope.compose.load import parse
-    from telescope.sweep import OBJECTIVE, Sweep
+    from telescope.compose.load import UsageError, parse
+    from telescope.sweep import OBJECTIVE, RESULTS, Sweep
 
+    started = datetime.now()
     given = [override.value() for override in parse(asked.overrides) if override.key_or_group == "run_dir"]
-    base = str(given[-1]) if given and given[-1] else f"runs/{datetime.now():%Y-%m-%d_%H-%M-%S}_sweep"
-    return Sweep(Path(base).expanduser().absolute(), asked.objective or OBJECTIVE)
+    stem = f"runs/{started:%Y-%m-%d_%H-%M-%S}_sweep"
+    names = [str(given[-1])] if given and given[-1] else [stem, *(f"{stem}_{count}" for count in range(2, 1000))]
+    paths = [Path(name).expanduser().absolute() for name in names]
+    folder = next((path for path in paths if not (path / RESULTS).exists()), None)
+    if folder is None:
+        raise UsageError(f"run_dir={names[0]} holds the results of a sweep already: name another")
+    return Sweep(folder, asked.objective or OBJECTIVE)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from telescope.runlog.layout import RunDirectory, write_atomically
 OBJECTIVE = "reward_mean_last"
 """The number of a run's summary that tells how good a point is, unless `--objective` names another."""
 SHOWN_REASON = 100
+RESULTS = "sweep.json"
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Sweep:
 
     @property
     def file(self) -> Path:
-        return self.folder / "sweep.json"
+        return self.folder / RESULTS
 
     def _take(self, result: Result) -> None:
         self.results.append(result)

@@ -37,6 +37,9 @@ def test_check_says_all_that_is_wrong_and_starts_nothing(capsys, tmp_path, monke
     assert capsys.readouterr().out.startswith("experiment=fake: valid, hash ")
     assert check.main(["cluster.device=gpu", "cluster.inference_num_workers=64"]) == 1
     assert "need 65 GPUs" in capsys.readouterr().err
+    assert (
+        check.main(["cluster=bare_metal", "cluster.nodes=2"]) == 1
+    )  # as telescope.run would: it does not know which host this is
     assert list(tmp_path.iterdir()) == []
 
 

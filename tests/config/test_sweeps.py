@@ -104,3 +104,19 @@ def test_the_command_line_refuses_a_searched_sweep_in_the_same_words(telescope, 
     assert shown.returncode == 1
     assert shown.stderr.startswith("2 of 3 points are invalid; nothing was started.\n")
     assert telescope("--objective", "steps", "seed=1").returncode == 2
+
+
+def test_a_sweep_never_overwrites_the_results_of_another(telescope, tmp_path):
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "sweep.json").write_text("{}")
+    shown = telescope("-m", "experiment=fake", "seed=1,2", "run_dir=old")
+    assert shown.returncode == 2
+    assert "run_dir=old holds the results of a sweep already: name another" in shown.stderr
+    assert (tmp_path / "old" / "sweep.json").read_text() == "{}"
+    assert len(list((tmp_path / "old").iterdir())) == 1
+
+
+def test_a_searched_sweep_on_slurm_is_refused(telescope, tmp_path):
+    shown = telescope("-m", "hydra/sweeper=basic", "cluster=slurm", "cluster.dry_run=true", "seed=1,2")
+    assert shown.returncode == 2
+    assert "hydra/sweeper chooses points from results" in shown.stderr

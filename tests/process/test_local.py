@@ -32,7 +32,18 @@ def test_the_host_has_what_nvidia_smi_lists() -> None:
 
 
 @pytest.mark.usefixtures("nvidia_smi")
-@pytest.mark.parametrize(("value", "left"), [("2,0", ("2", "0")), ("", ()), ("GPU-5f0,GPU-77a", ("GPU-5f0", "GPU-77a"))])
+@pytest.mark.parametrize(
+    ("value", "left"),
+    [
+        ("2,0", ("2", "0")),
+        ("", ()),
+        ("GPU-5f0,GPU-77a", ("GPU-5f0", "GPU-77a")),
+        ("-1", ()),
+        ("1,-1,0", ("1",)),
+        ("NoDevFiles", ()),
+        ("1,1", ("1",)),
+    ],
+)
 def test_cuda_visible_devices_limits_the_run(monkeypatch: pytest.MonkeyPatch, value: str, left: tuple[str, ...]) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
     assert this_host().gpus == left
