@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 from pydantic import Field, PrivateAttr, field_validator
 
 from telescope.environments.base import Chat, Environment, Prompt, Reward
+from telescope.environments.failures import InfrastructureError
 from telescope.environments.proxy.program import Outcome, run_program
 from telescope.environments.proxy.sessions import Proxy
 from telescope.environments.proxy.shapes import MODEL
@@ -42,7 +43,8 @@ class AgentProgram(Environment):
     eval_tasks: str = ""
     """Those of the eval split; empty: the train split's."""
     time_limit_s: float = Field(default=600.0, gt=0)
-    """Seconds a program may run; then it is killed and scored as it is. Keep it below `rollout.timeout_s`."""
+    """Seconds a program may run, those left out in which the policy owes it an answer; then it is killed and scored as it is.
+    Keep it below `rollout.timeout_s`, which counts all."""
     max_requests: int = Field(default=200, ge=1)
     """Requests a program may make of the policy in one rollout."""
     call_format: CallFormat = "json"
@@ -97,14 +99,27 @@ class AgentProgram(Environment):
                 stdin=self.stdin(prompt),
                 limit_s=self.time_limit_s,
                 give_up=session.failed,
+                waited_s=session.waited_s,
             )
         finally:
             await self._proxy.shut(session)
         if session.failure is not None:
             raise session.failure
+        _blame_the_wait(outcome, session.given_up)
         chat.close()
         reward = await self.scored(self.score, prompt, outcome)
         return _with_outcome(reward, outcome, session.requests)
+
+
+def _blame_the_wait(outcome: Outcome, given_up: bool) -> None:
+    """A program that failed after an answer had not come in its client's time says nothing of the policy: raise."""
+    if not given_up or outcome.exit_code == 0:
+        return
+    how = "was killed at time_limit_s" if outcome.timed_out else f"ended with the exit code {outcome.exit_code}"
+    raise InfrastructureError(
+        f"the agent program {how}, and had given up a request before the policy's answer was there: give its client a longer "
+        f"timeout, or the run more inference. Its stderr ends: {outcome.stderr[-SHOWN:].strip() or '(nothing)'}"
+    )
 
 
 def _with_outcome(reward: Reward, outcome: Outcome, requests: int) -> Reward:

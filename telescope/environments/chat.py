@@ -257,6 +257,18 @@ class TokenDialogue:
             self._busy = False
             self._record.asking -= 1
 
+    def takes(self, *turns: Turn) -> bool:
+        """Whether the chat template writes the dialogue with these turns behind it, as `say` would. Nothing is changed."""
+        history, restated, _ = self._with(turns)
+        try:
+            if self._branch is None:
+                self._record.template.text(history, self._tools)
+            else:
+                self._text(self._branch, history, restated, self._tools)
+        except TemplateError:
+            return False
+        return True
+
     def restart(self, *turns: Turn) -> None:
         """Forget the messages so far; the next `say` begins a new branch with these turns before its own."""
         if self._busy:
@@ -266,15 +278,19 @@ class TokenDialogue:
         self._history, self._restated, self._branch, self._end_text = list(turns), {}, None, ""
 
     async def _say(self, turns: Sequence[Turn], tools: tuple[ToolSchema, ...], max_tokens: int | None) -> str:
-        restated = dict(self._restated)
-        answered = bool(self._history) and self._history[-1].get("role") == "assistant"
-        if turns and answered and self._branch is not None and turns[0].get("role") == "assistant":
-            restated[len(self._history) - 1], turns = turns[0], turns[1:]
-        history = [*self._history, *turns]
+        history, restated, turns = self._with(turns)
         question = self._question(history, restated, turns, tools)
         sampled = await self._record.sample(question.ids(), max_tokens)
         self._history, self._restated, self._tools = history, restated, tools
         return self._commit(question, sampled)
+
+    def _with(self, turns: Sequence[Turn]) -> tuple[list[Turn], dict[int, Turn], Sequence[Turn]]:
+        """(messages, those that stand restated, the new ones) with `turns` behind the dialogue."""
+        restated = dict(self._restated)
+        answered = bool(self._history) and self._history[-1].get("role") == "assistant"
+        if turns and answered and self._branch is not None and turns[0].get("role") == "assistant":
+            restated[len(self._history) - 1], turns = turns[0], turns[1:]
+        return [*self._history, *turns], restated, turns
 
     def _question(
         self, history: Sequence[Turn], restated: Mapping[int, Turn], turns: Sequence[Turn], tools: tuple[ToolSchema, ...]

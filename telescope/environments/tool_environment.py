@@ -91,6 +91,13 @@ class KnowsTemplate(Protocol):
     def tokenizer(self) -> Any: ...
 
 
+@runtime_checkable
+class TriesTurns(Protocol):
+    """A chat that can say whether its template takes turns here. Of one that can't, it is expected to take them all."""
+
+    def takes(self, *turns: Turn) -> bool: ...
+
+
 class ToolEnvironment(MultiTurn):
     """Subclasses give `tools` (or `tools_for`), `prompts` and `reward`; `initial_state` where a rollout remembers something.
 
@@ -111,7 +118,8 @@ class ToolEnvironment(MultiTurn):
     """How the policy hears of its tools: from the chat template (`template`), a text in the system turn (`listing`), or the
     prompts alone (`none`); `auto` takes the template where it writes tools and `call_format` is json, else the listing."""
     result_role: Literal["auto", "tool", "user"] = "auto"
-    """Role of the turns that hold results; `auto` is `tool` where the chat template writes such turns, else `user`."""
+    """Role of the turns that hold results; `auto` is `tool` where the chat template writes such turns, else `user`. What the
+    template refuses as `tool` is said as `user` all the same."""
     vllm_tool_parser: str = ""
     """A parser of vLLM's to read calls with instead of `call_format`, e.g. `deepseek_v3`; the worker needs vLLM then."""
     vllm_reasoning_parser: str = ""
@@ -185,14 +193,14 @@ class ToolEnvironment(MultiTurn):
         if surplus:
             results.append(self._surplus(state, surplus))
         ids = [call_id(sum(state.calls.values()) + state.malformed, at) for at in range(len(results))]
-        said = restated(parsed.text, [each for each in taken if isinstance(each, Call)], ids)
+        called_for = [(each, name) for each, name in zip(taken, ids, strict=False) if isinstance(each, Call)]
+        said = restated(parsed.text, called_for)
         return [*said, *(result.turn(name) for result, name in zip(results, ids, strict=True))]
 
     async def say(self, chat: Chat, state: Any, turns: Sequence[Turn]) -> str:
         able = chat if isinstance(chat, KnowsTemplate) else None
         as_tool = (able is None or able.has_tool_role) if self.result_role == "auto" else self.result_role == "tool"
-        if not as_tool:
-            turns = as_user(turns)
+        turns = _taken(chat, turns) if as_tool else as_user(turns)
         if state.opened:
             return await chat.say(*turns)
         state.opened, state.tokenizer = True, able.tokenizer if able is not None else None
@@ -305,15 +313,47 @@ def call_id(total: int, at: int) -> str:
     return f"c{total:05d}{at:03d}"[:9]
 
 
-def restated(text: str, calls: Sequence[Call], ids: Sequence[str]) -> list[Turn]:
-    """The answer as a message with `tool_calls`, for templates that take a result behind nothing else (see `Dialogue.say`)."""
-    if not calls or len(calls) != len(ids):
-        return []
+def restated(text: str, calls: Sequence[tuple[Call, str]]) -> list[Turn]:
+    """The answer as a message with those of its calls that could be read, each with its id: for templates that take a result
+    behind nothing else (see `Dialogue.say`)."""
     written = [
         {"id": name, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
-        for call, name in zip(calls, ids, strict=True)
+        for call, name in calls
     ]
-    return [{"role": "assistant", "content": text, "tool_calls": written}]
+    return [{"role": "assistant", "content": text, "tool_calls": written}] if written else []
+
+
+def _taken(chat: Chat, turns: Sequence[Turn]) -> Sequence[Turn]:
+    """The first form of the results that the template takes: each a `tool` turn; only those of calls that stand in the answer
+    restated, the others' texts in the last of them; one `user` turn."""
+    forms = [as_tools(turns), behind_calls(turns), as_user(turns)]
+    if not any(turn.get("role") == "tool" for turn in turns) or not isinstance(chat, TriesTurns):
+        return forms[0]
+    return next((form for form in forms if form and chat.takes(*form)), forms[-1])
+
+
+def _called_for(turns: Sequence[Turn]) -> set[str]:
+    """Ids of the calls of the answer restated."""
+    return {call["id"] for turn in turns for call in turn.get("tool_calls", ())}
+
+
+def as_tools(turns: Sequence[Turn]) -> list[Turn]:
+    """A `tool` turn for each result. Where some have no call of their own, the answer stands as the policy wrote it alone."""
+    known = _called_for(turns)
+    whole = all(turn.get("tool_call_id") in known for turn in turns if turn.get("role") == "tool")
+    return [turn for turn in turns if whole or "tool_calls" not in turn]
+
+
+def behind_calls(turns: Sequence[Turn]) -> list[Turn]:
+    """`tool` turns for results of calls alone; what else there is to be said of the answer stands in the last. [] without."""
+    known = _called_for(turns)
+    others = [turn for turn in turns if turn.get("role") == "tool" and turn.get("tool_call_id") not in known]
+    kept = [turn for turn in turns if turn not in others]
+    last = max((at for at, turn in enumerate(kept) if turn.get("role") == "tool"), default=-1)
+    if last < 0:
+        return []
+    kept[last] = {**kept[last], "content": "\n".join(str(turn["content"]) for turn in (kept[last], *others))}
+    return kept
 
 
 def with_listing(turns: Sequence[Turn], schemas: Sequence[ToolSchema], how: str) -> list[Turn]:

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import re
+import shutil
 from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from telescope.environments.dapo_math import DapoMath
 from telescope.environments.gpqa_diamond import GpqaDiamond, chosen
 from telescope.environments.graders import graded, grader_processes
 from telescope.environments.gsm8k import Gsm8k
+from telescope.environments.hendrycks_math import HendrycksMath
 from telescope.environments.math500 import Math500
 from telescope.environments.questions.answers import final_answer, golden, number, same, settled, tidy
 from telescope.environments.questions.maths import MathsQuestions
@@ -93,6 +95,47 @@ def test_a_folder_of_save_to_disk_is_read_too(tmp_path: Path) -> None:
         ):
             w.write_table(table)
     assert Source("x", data_dir=str(tmp_path)).rows("test", ("problem", "answer")) == [{"problem": "1+1?", "answer": "2"}]
+
+
+def asked(folder: Path, split: str, *subsets: str) -> list[str]:
+    return [row["asked"] for row in Source("x", subsets, data_dir=str(folder)).rows(split, ("asked",))]
+
+
+def test_a_copy_with_two_of_seven_subsets_lacks_five_and_is_not_read_five_times_more(copies: dict[str, Path]) -> None:
+    folder = copies["hendrycks_math"]
+    some = folder.parent / "two_of_seven"
+    for subset in ("algebra", "geometry"):
+        shutil.copytree(folder / subset, some / subset)
+    for split in ("train", "eval"):
+        with pytest.raises(
+            NoRows,
+            match=r"has files of algebra, geometry, but none of counting_and_probability, intermediate_algebra, number_theory, "
+            r"prealgebra, precalculus among \[.*\]: fetch the whole data set, or set subsets to those that are there",
+        ):
+            HendrycksMath(data_dir=str(some)).prompts(split)
+    two = HendrycksMath(data_dir=str(some), subsets=("geometry", "algebra"))
+    train, held_out = ([prompt.turns[-1]["content"] for prompt in two.prompts(split)] for split in ("train", "eval"))
+    assert [len(train), len(set(train)), len(held_out), len(set(held_out))] == [4, 4, 4, 4]
+    assert not set(train) & set(held_out)
+
+
+def test_a_copy_that_names_no_subset_is_read_once_and_its_held_out_rows_stay_held_out(tmp_path: Path) -> None:
+    lines(tmp_path / "train.jsonl", [{"asked": "a"}, {"asked": "b"}])
+    lines(tmp_path / "test.jsonl", [{"asked": "c"}])
+    assert asked(tmp_path, "train", "one", "two", "three") == ["a", "b"]
+    assert asked(tmp_path, "test", "one", "two", "three") == ["c"]
+
+
+def test_a_file_belongs_to_the_longest_subset_it_names_and_a_subset_must_have_the_split(tmp_path: Path) -> None:
+    lines(tmp_path / "algebra_train.jsonl", [{"asked": "a"}])
+    lines(tmp_path / "more_algebra_train.jsonl", [{"asked": "b"}])
+    lines(tmp_path / "algebra_test.jsonl", [{"asked": "c"}])
+    assert asked(tmp_path, "train", "algebra", "more_algebra", "algebra") == ["a", "b"]
+    with pytest.raises(NoRows, match=r"has files of algebra, but none of more_algebra among"):
+        asked(tmp_path, "test", "algebra", "more_algebra")
+    lines(tmp_path / "geometry.jsonl", [{"asked": "d"}])  # of no split: neither trained on nor held out
+    with pytest.raises(NoRows, match="but none of geometry among"):
+        asked(tmp_path, "train", "algebra", "geometry")
 
 
 def test_what_is_missing_is_said_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

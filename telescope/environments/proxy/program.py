@@ -10,12 +10,16 @@ import contextlib
 import os
 import signal
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV", "SSL_CERT_FILE", "TMPDIR")
 """Variables of the worker that the program gets; keys of services are not among them."""
 MAX_OUTPUT_BYTES = 1024 * 1024
+FINEST_S = 0.1
+"""A program is killed at most this much behind its limit."""
 PIPES_S = 10.0
 """For what is left in the pipes once the whole group is dead."""
 
@@ -41,9 +45,11 @@ async def run_program(
     stdin: str,
     limit_s: float,
     give_up: asyncio.Event,
+    waited_s: Callable[[], float] = lambda: 0.0,
 ) -> Outcome:
     """Run it in an empty folder of its own until it ends, `limit_s` has passed or `give_up` is set.
 
+    `waited_s`: how many seconds so far were none of the program's; they do not count against `limit_s`.
     Raises OSError where it can't be started.
     """
     inherited = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
@@ -64,7 +70,7 @@ async def run_program(
         writing = asyncio.create_task(_write(process.stdin, stdin.encode("utf-8", "replace")))
         ended, stopped = asyncio.create_task(process.wait()), asyncio.create_task(give_up.wait())
         try:
-            await asyncio.wait((ended, stopped), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            await _ended_or(limit_s, waited_s, ended, stopped)
             code = ended.result() if ended.done() else None
         finally:
             _kill_group(process.pid)
@@ -77,6 +83,15 @@ async def run_program(
             await asyncio.gather(out, err, writing, stopped, return_exceptions=True)
         said = [b"" if task.cancelled() else task.result() for task in (out, err)]
         return Outcome(code, *(text.decode("utf-8", "replace") for text in said))
+
+
+async def _ended_or(limit_s: float, waited_s: Callable[[], float], *tasks: asyncio.Task[Any]) -> None:
+    """Until one of the tasks has ended, or `limit_s` have passed that `waited_s` does not count."""
+    started = time.monotonic()
+    while (left := limit_s - (time.monotonic() - started - waited_s())) > 0:
+        done, _ = await asyncio.wait(tasks, timeout=max(left, FINEST_S), return_when=asyncio.FIRST_COMPLETED)
+        if done:
+            return
 
 
 async def _head(stream: asyncio.StreamReader) -> bytes:

@@ -12,9 +12,11 @@ and OpenAI's shapes (shapes.py).
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,24 +42,41 @@ class _Line:
     tools: bytes
     known: list[bytes] = field(default_factory=list)
     busy: bool = False
+    unseen: bool = False
+    """The dialogue holds an answer that the agent has not been given: where its client left as it came, nothing goes on."""
 
 
 class Session:
     """One rollout's address. `failed` is set with the first error that the agent cannot help; it is answered no more then."""
 
-    def __init__(self, chat: Chat, *, call_format: CallFormat, max_requests: int) -> None:
+    def __init__(
+        self, chat: Chat, *, call_format: CallFormat, max_requests: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._chat, self._call_format, self._max_requests = chat, call_format, max_requests
         self._lines: list[_Line] = []
         self._own: dict[bytes, str] = {}
-        self._answering: set[asyncio.Task[Any]] = set()
+        self._answering: dict[asyncio.Task[str], bytes] = {}
+        self._given_up: set[bytes] = set()
+        self._clock, self._waited, self._since = clock, 0.0, 0.0
         self._closed = False
         self.requests = 0
         self.failure: Exception | None = None
         self.failed = asyncio.Event()
 
+    @property
+    def given_up(self) -> bool:
+        """Whether the agent left a question, or ended with it, before the answer was there, and had it answered by no other
+        try."""
+        return bool(self._given_up)
+
+    def waited_s(self) -> float:
+        """Seconds in which the policy owed one answer or several: they are not the agent's."""
+        return self._waited + (self._clock() - self._since if self._answering else 0.0)
+
     async def close(self) -> None:
         """Answer nothing any more. What is being answered is given up, and leaves no trace in the rollout."""
         self._closed = True
+        self._given_up.update(self._answering.values())
         for task in tuple(self._answering):
             task.cancel()
         await asyncio.gather(*self._answering, return_exceptions=True)
@@ -71,9 +90,9 @@ class Session:
         self.requests += 1
         line, begun = self._line(request)
         turns = self._turns(request.messages, begun)
-        task = asyncio.create_task(line.dialogue.say(*turns, tools=request.tools, max_tokens=request.max_tokens))
-        self._answering.add(task)
-        line.busy = True
+        asked = orjson.dumps([request.tools, *(_comparable(message).decode() for message in request.messages)])
+        task = asyncio.create_task(_say(line, turns, request))
+        self._begun(line, task, asked)
         try:
             text = await task
         except (PromptTooLong, ContextFull) as error:
@@ -83,14 +102,32 @@ class Session:
             self.failed.set()
             raise Refused(500, f"the policy could not answer: {error}") from error
         except asyncio.CancelledError:
+            self._left(line, task, asked)
             if self._closed:
                 raise Refused(410, "this rollout is over") from None
             raise
         finally:
-            task.cancel()
-            self._answering.discard(task)
-            line.busy = False
+            if task.done():
+                self._ended(line, task)
+        self._given_up.discard(asked)
         return self._answered(line, request, text)
+
+    def _begun(self, line: _Line, task: asyncio.Task[str], asked: bytes) -> None:
+        if not self._answering:
+            self._since = self._clock()
+        self._answering[task] = asked
+        line.busy = True
+
+    def _left(self, line: _Line, task: asyncio.Task[str], asked: bytes) -> None:
+        """The client has gone. The line is free once its task has ended: a policy that is being cancelled still holds it."""
+        self._given_up.add(asked)
+        task.cancel()
+        task.add_done_callback(functools.partial(self._ended, line))
+
+    def _ended(self, line: _Line, task: asyncio.Task[str]) -> None:
+        line.busy = False
+        if self._answering.pop(task, None) is not None and not self._answering:
+            self._waited += self._clock() - self._since
 
     def _line(self, request: ChatRequest) -> tuple[_Line, int]:
         """Where the conversation goes on, and how many of its messages are there already."""
@@ -98,7 +135,7 @@ class Session:
         begun = [
             line
             for line in self._lines
-            if not line.busy
+            if not (line.busy or line.unseen)
             and line.tools == tools
             and len(line.known) < len(asked)
             and line.known == asked[: len(line.known)]
@@ -135,7 +172,7 @@ class Session:
             prompt_tokens=line.dialogue.last_prompt_tokens,
             completion_tokens=line.dialogue.last_answer_tokens,
         )
-        said = _comparable(answer.message())
+        said, line.unseen = _comparable(answer.message()), False
         self._own[said] = text
         line.known = [*map(_comparable, request.messages), said]
         if line not in self._lines:
@@ -201,6 +238,13 @@ class Proxy:
                 return shapes.models()
             case _:
                 raise Refused(404, f"{request.method} /{route} is not served: chat/completions and models are")
+
+
+async def _say(line: _Line, turns: Sequence[Mapping[str, Any]], request: ChatRequest) -> str:
+    """Notes that the answer came: a task cancelled in its last step counts as cancelled, though its dialogue has grown."""
+    text = await line.dialogue.say(*turns, tools=request.tools, max_tokens=request.max_tokens)
+    line.unseen = True
+    return text
 
 
 def _comparable(message: Message) -> bytes:

@@ -76,10 +76,9 @@ def _from_folder(place: Path, subsets: Sequence[str], split: str, columns: Seque
     if not files:
         raise NoRows(f"data_dir={str(place)!r} holds no file of {', '.join(_SUFFIXES)}")
     rows: list[Row] = []
-    for subset in subsets or (None,):
-        for file in _of_split(_of_subset(files, place, subset), place, split):
-            table = _read(file, columns)
-            rows += table.select(_present(table.column_names, columns, f"{file}")).to_pylist()
+    for file in _of_subsets(_of_split(files, place, split), files, place, subsets):
+        table = _read(file, columns)
+        rows += table.select(_present(table.column_names, columns, f"{file}")).to_pylist()
     return rows
 
 
@@ -90,10 +89,32 @@ def _is_data(relative: Path) -> bool:
     return relative.name.endswith(_SUFFIXES) and not hidden and not about
 
 
-def _of_subset(files: list[Path], place: Path, subset: str | None) -> list[Path]:
-    """Files whose path names the subset, where there are any; a copy of one subset alone need not name it."""
-    named = [file for file in files if subset is not None and subset in _words(file, place)]
-    return named or files
+def _of_subsets(chosen: list[Path], files: list[Path], place: Path, subsets: Sequence[str]) -> list[Path]:
+    """Of the files of a split (`chosen` of `files`) those of the subsets, one subset after another and no file twice.
+
+    All of them where no path of the copy names any subset: a copy of one subset alone need not name it. Where some are named,
+    a subset without a file is missing, and no other file stands in for it.
+    """
+    if not any(_subset(file, place, subsets) for file in files):
+        return chosen
+    found = [
+        (subset, [file for file in chosen if _subset(file, place, subsets) == subset]) for subset in dict.fromkeys(subsets)
+    ]
+    missing = [subset for subset, its in found if not its]
+    if missing:
+        there = ", ".join(subset for subset, its in found if its) or "other splits alone"
+        raise NoRows(
+            f"data_dir={str(place)!r} has files of {there}, but none of {', '.join(missing)} among "
+            f"{[file.name for file in chosen[:6]]}: fetch the whole data set, or set subsets to those that are there"
+        )
+    return [file for _, its in found for file in its]
+
+
+def _subset(file: Path, place: Path, subsets: Sequence[str]) -> str:
+    """The longest subset that the path names, "" for none: `intermediate_algebra-train` is not of `algebra`."""
+    words, stem = _words(file, place), file.name.partition(".")[0]
+    named = [each for each in subsets if each in words or re.search(rf"(?:^|[-_]){re.escape(each)}(?:$|[-_])", stem)]
+    return max(named, key=len, default="")
 
 
 def _of_split(files: list[Path], place: Path, split: str) -> list[Path]:

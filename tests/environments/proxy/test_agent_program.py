@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from telescope.environments.agent_program import AgentProgram
+from telescope.environments.agent_program import AgentProgram, _blame_the_wait
 from telescope.environments.base import Prompt
 from telescope.environments.chat import ChatError, TokenChat
-from telescope.environments.proxy.program import run_program
+from telescope.environments.failures import InfrastructureError
+from telescope.environments.proxy.program import Outcome, run_program
 from telescope.environments.template import ChatTemplate
 from tests.environments.proxy.conftest import SHOWING, Policy
 
@@ -105,6 +108,50 @@ async def test_a_time_limit_ends_a_program(tmp_path: Path, policy: Policy) -> No
     code = "import time; print('cd ab', flush=True); time.sleep(1000)"
     reward = await play(program(tmp_path, sys.executable, "-S", "-c", code, time_limit_s=0.5), chat_of(policy))
     assert (reward.total, reward.tags) == (0.0, ("agent_timeout",))
+
+
+async def test_time_in_which_the_policy_owes_an_answer_does_not_count(tmp_path: Path) -> None:
+    """The program may go only after its wait has been asked for five times: four ends of its limit were none."""
+    go, started, asked = tmp_path / "go", time.monotonic(), itertools.count(1)
+
+    def waited_s() -> float:
+        if next(asked) == 5:
+            go.touch()
+        return time.monotonic() - started + 1.0
+
+    code = f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.02)\n"
+    never = asyncio.Event()
+    argv = [sys.executable, "-S", "-c", code]
+    outcome = await run_program(argv, variables={}, stdin="", limit_s=0.1, give_up=never, waited_s=waited_s)
+    assert outcome.exit_code == 0
+    assert next(asked) > 5
+
+
+async def test_a_program_that_fails_while_the_policy_owes_it_an_answer_is_not_scored(tmp_path: Path, policy: Policy) -> None:
+    policy.held = {"a<|assistant|>": asyncio.Event()}
+    there = tmp_path / "there"
+    code = (
+        "import os, socket, sys, time\n"
+        "host, _, path = os.environ['OPENAI_BASE_URL'].removeprefix('http://').partition('/')\n"
+        'body = \'{"messages": [{"role": "user", "content": "a"}]}\'\n'
+        "s = socket.create_connection(host.split(':'))\n"
+        "head = f'POST /{path}/chat/completions HTTP/1.1\\r\\nhost: a\\r\\ncontent-length: {len(body)}\\r\\n\\r\\n'\n"
+        "s.sendall((head + body).encode())\n"
+        f"while not os.path.exists({str(there)!r}): time.sleep(0.02)\n"
+        "sys.exit('it took too long')\n"
+    )
+    playing = asyncio.create_task(play(program(tmp_path, sys.executable, "-S", "-c", code), chat_of(policy)))
+    await asyncio.wait_for(policy.asked.wait(), 60)
+    there.touch()
+    with pytest.raises(InfrastructureError, match=r"exit code 1, and had given up a request .* ends: it took too long$"):
+        await asyncio.wait_for(playing, 60)
+
+
+def test_a_program_is_scored_unless_it_failed_and_had_given_up_a_request() -> None:
+    for code, given_up in ((0, True), (0, False), (1, False), (None, False)):
+        _blame_the_wait(Outcome(code, "", ""), given_up)
+    with pytest.raises(InfrastructureError, match="was killed at time_limit_s, and had given up a request"):
+        _blame_the_wait(Outcome(None, "", ""), True)
 
 
 async def test_a_server_that_fails_ends_the_program_and_the_rollout(tmp_path: Path, policy: Policy) -> None:

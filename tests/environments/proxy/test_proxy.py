@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from typing import Any
 
 import openai
 import pytest
 
+from telescope.environments.proxy.sessions import Session
+from telescope.environments.proxy.shapes import ChatRequest, Refused, read_request
 from tests.environments.proxy.conftest import Rollout
 
 LOOK: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
@@ -132,6 +135,94 @@ async def test_a_client_that_leaves_takes_its_answer_with_it(rollout: Rollout) -
     await asyncio.wait_for(rollout.policy.cancelled.wait(), 60)
     await rollout.proxy.shut(rollout.session)
     assert rollout.texts() == ["<|user|>a<|assistant|>ok<eos>"]
+
+
+def asking(*texts: str) -> ChatRequest:
+    roles = ("user", "assistant")
+    messages = [{"role": roles[at % 2], "content": text} for at, text in enumerate(texts)]
+    return read_request(json.dumps({"messages": messages}).encode())
+
+
+async def test_an_answer_that_comes_as_its_client_leaves_is_gone_on_from_by_nobody(rollout: Rollout) -> None:
+    """The policy's answer is there, and the client's task is cancelled before it has taken it."""
+    session, policy = rollout.session, rollout.policy
+    assert (await session.complete(asking("a"))).content == "ok"
+    leaving = asyncio.create_task(session.complete(asking("a", "ok", "b")))
+    policy.answer = lambda prompt: "unseen" if leaving.cancel() else "seen"
+    await asyncio.wait({leaving}, timeout=60)
+    assert leaving.cancelled()
+    assert rollout.texts() == ["<|user|>a<|assistant|>ok<eos><|user|>b<|assistant|>unseen<eos>"]
+    assert (await session.complete(asking("a", "ok", "b"))).content == "seen"
+    assert (await session.complete(asking("a", "ok", "b", "seen", "c"))).content == "seen"
+    head = "<|user|>a<|assistant|>ok<eos><|user|>b<|assistant|>"
+    assert rollout.texts()[-1] == f"{head}seen<eos><|user|>c<|assistant|>seen<eos>"
+    assert all(text.count("<|user|>b") == 1 for text in rollout.texts()[1:])
+
+
+async def test_a_policy_that_answers_although_it_is_cancelled_is_gone_on_from_by_nobody(rollout: Rollout) -> None:
+    session, policy = rollout.session, rollout.policy
+    await session.complete(asking("a"))
+    stubborn, sample = asyncio.Event(), policy.sample
+
+    async def deaf(*arguments: Any) -> Any:
+        stubborn.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        return await sample(*arguments)
+
+    policy.sample = deaf  # type: ignore[method-assign,assignment]
+    leaving = asyncio.create_task(session.complete(asking("a", "ok", "b")))
+    await asyncio.wait_for(stubborn.wait(), 60)
+    leaving.cancel()
+    await asyncio.wait({leaving}, timeout=60)
+    assert leaving.done()
+    policy.sample = sample  # type: ignore[method-assign]
+    assert (await session.complete(asking("a", "ok", "b"))).content == "ok"
+    assert rollout.texts() == ["<|user|>a<|assistant|>ok<eos><|user|>b<|assistant|>ok<eos>"] * 2
+
+
+async def test_a_question_is_given_up_until_another_try_of_it_is_answered(rollout: Rollout) -> None:
+    session, policy = rollout.session, rollout.policy
+    policy.held = {"a<|assistant|>": asyncio.Event()}
+    leaving = asyncio.create_task(session.complete(asking("a")))
+    await asyncio.wait_for(policy.asked.wait(), 60)
+    assert not session.given_up
+    leaving.cancel()
+    await asyncio.wait({leaving}, timeout=60)
+    assert session.given_up
+    policy.held = {}
+    await session.complete(asking("b"))
+    assert session.given_up
+    await session.complete(asking("a"))
+    assert not session.given_up
+    policy.held = {"c<|assistant|>": asyncio.Event()}
+    policy.asked.clear()
+    pending = asyncio.create_task(session.complete(asking("c")))
+    await asyncio.wait_for(policy.asked.wait(), 60)
+    await rollout.proxy.shut(session)
+    assert session.given_up
+    with pytest.raises(Refused, match="this rollout is over"):
+        await pending
+
+
+async def test_time_that_the_policy_takes_is_counted_once_where_questions_overlap(rollout: Rollout) -> None:
+    now, policy = [0.0], rollout.policy
+    session = Session(rollout.chat, call_format="json", max_requests=9, clock=lambda: now[0])
+    policy.held = {f"{name}<|assistant|>": asyncio.Event() for name in "ab"}
+    tasks = {}
+    for name, at in (("a", 10.0), ("b", 15.0)):
+        now[0] = at
+        policy.asked.clear()
+        tasks[name] = asyncio.create_task(session.complete(asking(name)))
+        await asyncio.wait_for(policy.asked.wait(), 60)
+    now[0] = 20.0
+    assert session.waited_s() == 10.0
+    for name, at in (("a", 30.0), ("b", 40.0)):
+        now[0] = at
+        policy.held[f"{name}<|assistant|>"].set()
+        await asyncio.wait_for(tasks[name], 60)
+    now[0] = 100.0
+    assert session.waited_s() == 30.0
 
 
 async def test_a_conversation_that_is_too_long_is_told_in_openais_words_and_fails_nothing(rollout: Rollout) -> None:

@@ -255,6 +255,13 @@ STRICT = (
     "{% elif m.role == 'tool' and messages[loop.index0 - 1].tool_calls %}[T]{{ m.content }}{% elif m.role == 'tool' %}"
     "{{ raise_exception('no') }}{% endif %}{% endfor %}[A]"
 )
+ONE_EACH = (
+    "{% set ns = namespace(due=0) %}{% for m in messages %}{% if m.role == 'tool' %}{% set ns.due = ns.due - 1 %}"
+    "{% if ns.due < 0 %}{{ raise_exception('no call') }}{% endif %}[T]{{ m.content }}{% else %}"
+    "{% if ns.due %}{{ raise_exception('no result') }}{% endif %}[{{ m.role[0] | upper }}]{{ m.content }}"
+    "{% set ns.due = m.tool_calls | default([]) | length %}{% endif %}{% endfor %}[A]"
+)
+"""Each call of a spelled-out answer has its result, and each result its call."""
 ONLY_TWO = "{% for m in messages %}{% if m.role in ('user', 'assistant') %}{{ m.content }}{% endif %}{% endfor %}"
 
 
@@ -277,6 +284,51 @@ async def test_token_by_token_results_are_prompt_and_calls_are_trained(tiny: Cha
     branch = recording.branches[0]
     assert tiny.decode(branch.ids.tolist()) == f"<|user|>2 + 3?<|assistant|>{first}<eos><|tool|>5<|assistant|>5<eos>"
     assert tiny.decode(branch.ids[branch.mask == 1].tolist()) == f"{first}<eos>5<eos>"
+
+
+BROKEN, OPEN = "<tool_call>{</tool_call>", '<tool_call>{"name": "add"'
+
+
+@pytest.mark.parametrize("role", ["auto", "tool"])
+@pytest.mark.parametrize("text", [STRICT, ONE_EACH])
+@pytest.mark.parametrize(
+    ("answer", "told", "counts"),
+    [
+        (BROKEN, ["this is no JSON"], (0, 0, 0, 1)),
+        (OPEN, ["opened and never closed"], (0, 0, 0, 1)),
+        ("so " + call("later", text="abc") + BROKEN, ["cba", "this is no JSON"], (1, 1, 0, 1)),
+        (BROKEN + call("later", text="abc") + call("add", a=2, b=5), ["this is no JSON", "cba", "7"], (2, 2, 0, 1)),
+        (call("note", text="a") * 17, ["hello: 1", "hello: 16", "1 more calls were not run"], (17, 16, 1, 0)),
+        (call("sub") * 2, ["there is no tool 'sub'"], (2, 0, 2, 0)),
+    ],
+    ids=["malformed", "truncated", "good_and_malformed", "malformed_and_two_good", "17", "two_unknown"],
+)
+async def test_a_template_that_wants_a_call_before_each_result_refuses_nothing_that_the_policy_is_told(
+    text: str, answer: str, told: list[str], counts: tuple[int, ...], role: Any
+) -> None:
+    template = template_of(text)
+    ids = lambda said: [*template.encode(said).tolist(), template.tokenizer.eos_token_id]  # type: ignore[attr-defined] # noqa: E731
+    policy = Script((ids(answer), "stop"), (ids(answer), "stop"), (ids("5"), "stop"))
+    chat = TokenChat(template, policy, 20000)
+    reward = await Desk(tool_prompt="none", result_role=role).play(QUESTION, chat)
+    assert (chat.failure, reward.total, chat.recording().turns) == (None, 1.0, 3)
+    names = ("total_tool_calls", "tool_success_count", "tool_error_count", "malformed_tool_calls")
+    assert tuple(reward.metrics[name] for name in names) == tuple(2.0 * count for count in counts)
+    said = template.decode(policy.prompts[1])
+    assert [text for text in told if text not in said] == []
+    assert said.startswith("[U]2 + 3?[A]")
+
+
+async def test_results_keep_the_tool_role_where_the_template_takes_calls_alone_before_them() -> None:
+    template = template_of(ONE_EACH)
+    ids = lambda said: [*template.encode(said).tolist(), template.tokenizer.eos_token_id]  # type: ignore[attr-defined] # noqa: E731
+    policy = Script((ids(BROKEN + call("later", text="abc") + call("add", a=2, b=5)), "stop"), (ids("5"), "stop"))
+    await Desk(tool_prompt="none").play(QUESTION, TokenChat(template, policy, 4000))
+    assert template.decode(policy.prompts[1]).startswith("[U]2 + 3?[A][T]cba[T]7\nError: this is no JSON")
+    policy = Script((ids(BROKEN), "stop"), (ids("5"), "stop"))
+    await Desk(tool_prompt="none").play(QUESTION, TokenChat(template, policy, 4000))
+    assert f"[A]{BROKEN}" in template.decode(policy.prompts[1])
+    assert "[U]<tool_response>\nError: this is no JSON" in template.decode(policy.prompts[1])
 
 
 def test_the_module_is_no_environment_of_its_own():
