@@ -140,11 +140,24 @@ async def test_a_guest_that_kills_everything_it_can_is_an_outcome_and_no_failure
     outcome = await sandbox.exec([*PYTHON, code])
     if provider.name == "bubblewrap":  # there the agent is of the guest's own user, and dies with it
         assert (outcome.ending, outcome.exit_code) == (Ending.DIED, 137)
-        with pytest.raises(SandboxError, match="its guest took it down"):
-            await sandbox.exec(["true"])
+        again = await sandbox.exec(["true"])  # no failure of the provider either: a policy would get another try for it
+        assert (again.ending, again.exit_code, again.stdout) == (Ending.DIED, 137, b"")
+        with pytest.raises(FileRefused, match="the guest took its sandbox down"):
+            await sandbox.upload("a", b"x")
+        with pytest.raises(FileRefused, match="the guest took its sandbox down"):
+            await sandbox.download("a")
     else:
         assert outcome.ending is Ending.EXITED
         assert (await sandbox.exec(["echo", "here"])).text == "here\n"
+    await sandbox.delete()
+
+
+async def test_a_sandbox_that_dies_before_any_command_is_the_providers_failure(provider: LocalProvider) -> None:
+    sandbox = await provider.create(LIMITS)
+    sandbox._process.kill()
+    await sandbox._process.wait()
+    with pytest.raises(SandboxError, match="the sandbox has died"):
+        await sandbox.upload("a", b"x")
     await sandbox.delete()
 
 
