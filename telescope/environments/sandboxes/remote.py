@@ -98,9 +98,7 @@ class RemoteSandbox(Sandbox):
             line = command_line(argv, source, _path(cwd or ""), env or {}, limit_s, self._limits)
             printed = await self._call("exec", self.run(line, limit_s + CALL_S), limit_s)
             if not self._begun and printed.strip() == NOT_BEGUN:
-                raise SandboxError(
-                    f"{self._provider} exec: no folder can be made in a new sandbox: is its image read-only?"
-                )
+                raise SandboxError(f"{self._provider} exec: no folder can be made in a new sandbox: is its image read-only?")
             self._begun = True
             told = outcome(printed, time.monotonic() - started, limit_s, self._limits.output_kb * 1024)
             self._taken_down = told.ending is Ending.DIED
