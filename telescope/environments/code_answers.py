@@ -3,8 +3,9 @@
 Two kinds of test. A `StdinTest` runs the program on an input and compares what it prints, outside the sandbox: nothing that
 the program does can make a wrong output right. An `AssertTest` runs Python code (`assert add(1, 2) == 3`) in the program's own
 process; it counts as passed only when the harness reaches its end and says so with a word that is new each time. That meets
-`sys.exit(0)` and printed claims, but a program that hunts through the interpreter's frames could still find the word: prefer
-the first kind.
+`sys.exit(0)`, printed claims, replaced built-ins and a look through the frames. It can't meet what changes the test itself from
+within (an object that equals everything, a trace function that jumps over lines) or reads the process's memory: prefer the
+first kind.
 """
 
 from __future__ import annotations
@@ -18,22 +19,27 @@ from enum import StrEnum
 from typing import Any
 
 from telescope.environments.parsers import CodeBlock
-from telescope.environments.sandboxes.base import Ending, Outcome, Sandbox
+from telescope.environments.sandboxes.base import Ending, FileRefused, Outcome, Sandbox
 
 _FENCE = "```"
 
 HARNESS = """\
-import os, sys
-def main():
-    import json
-    given = json.loads(sys.stdin.buffer.read())
-    space = {"__name__": "solution"}
-    exec(compile(given["code"], "solution.py", "exec"), space)
-    exec(compile(given["test"], "test.py", "exec"), space)
-    sys.stdout.flush()
-    os.write(1, given["word"].encode())
-main()
+import json, os, sys
+given = json.loads(sys.stdin.buffer.read())
+space = {"__name__": "solution"}
+os.write(1, (
+    given.pop("word").encode(),
+    list(map(
+        exec,
+        (compile(given.pop("code"), "solution.py", "exec"), compile(given.pop("test"), "test.py", "exec")),
+        (space, space),
+    )),
+)[0])
 os._exit(0)
+"""
+"""One expression on purpose. When the answer begins, all that is still to happen (`os.write`, the word, `exec`, the compiled
+test) has been looked up and lies on the interpreter's own stack: no name leads there, neither a module's nor a frame's, so
+there is nothing to replace and nothing to read. `os._exit` drops what was printed and not flushed: the word comes last.
 """
 
 
@@ -143,7 +149,10 @@ async def judge(
     results: list[Result] = []
     complaint = ""
     if any(isinstance(test, StdinTest) for test in tests):
-        await sandbox.upload("main.py", code.encode("utf-8", "replace"))
+        try:
+            await sandbox.upload("main.py", code.encode("utf-8", "replace"))
+        except FileRefused as error:  # an earlier program has taken the sandbox down, or filled it
+            return Verdict((Result.DIED, *[Result.NOT_RUN] * (len(tests) - 1)), str(error))
     for test in tests:
         left = deadline - time.monotonic()
         if left <= 0:

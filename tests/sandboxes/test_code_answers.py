@@ -81,11 +81,31 @@ CHEATS = {
     "ends_before_the_test": "import sys\nsys.exit(0)",
     "ends_at_once": "import os\nos._exit(0)",
     "claims_to_have_passed": "print('passed')\nimport os\nos._exit(0)",
-    "catches_every_assertion": "class AssertionError(Exception): pass",
+    "catches_every_assertion": "def f(x): return 0\nclass AssertionError(Exception): pass",
     "answers_to_anything": "def f(x): raise SystemExit(0)",
     "ends_when_asked": "def f(x):\n    import os\n    os._exit(0)",
     "kills_its_sandbox": "import os\nos.kill(-1, 9)",
-    "reads_the_test_and_waits": "import sys\nsys.stdin.read()",
+    "reads_the_test_and_waits": "def f(x): return 0\nimport sys\nsys.stdin.read()",
+    "replaces_exec": "def f(x): return 0\nimport builtins\nbuiltins.exec = lambda *a, **k: None",
+    "replaces_compile": "def f(x): return 0\nimport builtins\nbuiltins.compile = lambda *a, real=compile: real('', '', 'exec')",
+    "replaces_the_writer": "def f(x): return 0\nimport os\nreal = os._exit\nos.write = lambda *a: real(0)",
+    "reads_the_word": "import os, sys\nos.write(1, sys._getframe(1).f_locals['given']['word'].encode())\nos._exit(0)",
+    "searches_every_frame": """
+import os, sys
+def f(x):
+    frame, seen = sys._getframe(), []
+    while frame:
+        seen += [frame.f_locals, frame.f_globals]
+        frame = frame.f_back
+    for place in seen:
+        for value in list(place.values()):
+            for inner in [value, *(value.values() if isinstance(value, dict) else [])]:
+                word = inner.decode('latin1') if isinstance(inner, bytes) else inner
+                if isinstance(word, str) and len(word) == 32 and not word.strip('0123456789abcdef'):
+                    os.write(1, word.encode())
+                    os._exit(0)
+    return 0
+""",
 }
 
 

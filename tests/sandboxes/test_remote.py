@@ -44,6 +44,13 @@ class Machine:
         self.created: list[dict[str, Any]] = []
         self.deleted: list[str] = []
         self.broken = False
+        self.takes_no_files = False
+        self.failing_deletes = 0
+        self.code = 0
+        """Exit code of the last line."""
+        self.gate: asyncio.Event | None = None
+        """Where there is one, a sandbox is made only when it is set."""
+        self.asked = asyncio.Event()
 
     def here(self, text: str) -> str:
         return text.replace(remote.HOME, str(self.home))
@@ -53,9 +60,13 @@ class Machine:
             "bash", "-c", self.here(command), stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE
         )
         printed, _ = await process.communicate()
+        assert process.returncode is not None
+        self.code = process.returncode if process.returncode >= 0 else 128 - process.returncode
         return printed.decode()
 
     def write(self, path: str, content: bytes) -> None:
+        if self.takes_no_files:
+            raise OSError("the store is down")
         place = Path(self.here(path))
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_bytes(content)
@@ -93,6 +104,9 @@ class PrimeClient:
 
     async def _wait_for_creation(self, identity: str) -> None:
         assert identity == "sbx-1"
+        if self.machine.gate is not None:
+            self.machine.asked.set()
+            await self.machine.gate.wait()
 
     async def _set_network(self, identity: str, *, deny: list[str]) -> Any:
         self.policy[identity] = deny
@@ -112,6 +126,9 @@ class PrimeClient:
         Path(local).write_bytes(self.machine.read(path))
 
     async def _delete(self, identity: str) -> None:
+        if self.machine.failing_deletes:
+            self.machine.failing_deletes -= 1
+            raise prime_sandboxes.APIError("HTTP 502")
         self.machine.deleted.append(identity)
 
     async def _aclose(self) -> None:
@@ -251,7 +268,7 @@ def e2b_server(machine: Machine) -> web.Application:
         asked = json.loads((await request.read())[5 : 5 + length])["process"]
         printed = await machine.shell(asked["args"][-1])
         events = [{"start": {"pid": 7}}, {"data": {"stdout": base64.b64encode(printed.encode()).decode()}}]
-        events.append({"end": {"exited": True, "status": "exit status 0"}})
+        events.append({"end": {"exitCode": machine.code, "exited": True, "status": f"exit status {machine.code}"}})
         body = b"".join(_framed(0, {"event": event}) for event in events) + _framed(2, {})
         return web.Response(body=body, headers={"Content-Type": "application/connect+json"})
 
@@ -381,9 +398,114 @@ def test_the_sdks_have_every_call_that_is_made() -> None:
     assert "network_block_all" in daytona_sdk.CreateSandboxFromImageParams.model_fields
 
 
-def test_a_line_that_prints_something_else_is_the_images_fault() -> None:
-    with pytest.raises(SandboxError, match="its image needs sh, base64, head and timeout"):
-        outcome("sh: base64: not found\n", 0.1, 1.0, 100)
+KILL_THE_SHELL = ["sh", "-c", "read pid name state shell rest < /proc/$PPID/stat; kill -9 $shell"]
+
+
+async def test_a_guest_that_kills_its_shell_is_an_outcome_and_no_failure_of_the_provider(provider: RemoteProvider) -> None:
+    isolation = await provider.start(LIMITS)
+    assert remote.LEFT_BEHIND in isolation.lacks
+    sandbox = await provider.create(LIMITS)
+    killed = await sandbox.exec(KILL_THE_SHELL)
+    assert (killed.ending, killed.exit_code, killed.stdout) == (Ending.DIED, 137, b"")
+    assert (await sandbox.exec(["echo", "again"])).ending is Ending.DIED
+    with pytest.raises(FileRefused, match="the guest took its sandbox down"):
+        await sandbox.upload("a", b"x")
+    with pytest.raises(FileRefused, match="the guest took its sandbox down"):
+        await sandbox.download("a")
+
+
+async def test_standard_input_lies_in_no_file_that_the_command_finds(provider: RemoteProvider) -> None:
+    await provider.start(LIMITS)
+    sandbox = await provider.create(LIMITS)
+    told = await sandbox.exec(["sh", "-c", "cat; [ -p /proc/self/fd/0 ] && echo from a pipe; ls -A"], stdin=b"secret\n")
+    assert told.text == "secret\nfrom a pipe\n"
+    large = b"x" * 1_000_000
+    assert (await sandbox.exec(["wc", "-c"], stdin=large)).text.strip() == "1000000"
+    assert (await sandbox.exec(["true"], stdin=large)).ok  # nobody reads it
+
+
+@pytest.fixture
+async def prime(machine: Machine) -> AsyncIterator[Prime]:
+    made = Prime("python:3.11-slim", 600.0, client=PrimeClient(machine))
+    yield made
+    await made.close()
+
+
+async def test_what_a_guest_has_shut_or_filled_is_not_the_providers_failure(prime: Prime, machine: Machine) -> None:
+    sandbox = await prime.create(LIMITS)
+    assert (await sandbox.exec(["sh", "-c", "echo > a; mkdir b; mkfifo c"])).ok
+    for path in ("a/x", "b"):
+        with pytest.raises(FileRefused, match="the guest left no room for 1 bytes there"):
+            await sandbox.upload(path, b"x")
+    with pytest.raises(FileRefused, match="there is no such file"):
+        await sandbox.download("c")
+    machine.takes_no_files = True  # now it is the provider's
+    with pytest.raises(SandboxError, match="prime upload: OSError: the store is down"):
+        await sandbox.upload("d", b"x")
+    with pytest.raises(SandboxError, match="prime upload: OSError: the store is down"):
+        await sandbox.exec(["cat"], stdin=b"x")
+    assert (await sandbox.exec(["true"], cwd="a")).ending is Ending.DIED  # no place for its output either
+
+
+async def test_before_any_command_a_sandbox_that_takes_nothing_is_the_providers_failure(prime: Prime, machine: Machine) -> None:
+    sandbox = await prime.create(LIMITS)
+    machine.home.mkdir(parents=True)
+    (machine.home / "a").touch()
+    with pytest.raises(SandboxError, match="no folder can be made in a new sandbox"):
+        await sandbox.exec(["true"], cwd="a")
+    with pytest.raises(SandboxError, match="prime upload"):
+        await sandbox.upload("a/x", b"x")
+
+
+async def test_a_delete_that_fails_is_tried_again(prime: Prime, machine: Machine) -> None:
+    first, second = await prime.create(LIMITS), await prime.create(LIMITS)
+    machine.failing_deletes = 1
+    with pytest.raises(SandboxError, match="prime delete: APIError: HTTP 502"):
+        await first.delete()
+    await asyncio.gather(first.delete(), first.delete())
+    assert machine.deleted == ["sbx-1"]
+    assert prime._sandboxes == {second}
+    machine.failing_deletes = 1
+    with pytest.raises(SandboxError, match="HTTP 502"):
+        await second.delete()
+    await prime.close()
+    assert machine.deleted == ["sbx-1", "sbx-1"]
+
+
+@pytest.mark.parametrize("failing_deletes", [0, 1])
+async def test_a_sandbox_whose_caller_has_gone_is_deleted_when_it_is_made(
+    prime: Prime, machine: Machine, failing_deletes: int
+) -> None:
+    machine.gate, machine.failing_deletes = asyncio.Event(), failing_deletes
+    creating = asyncio.ensure_future(prime.create(LIMITS))
+    await machine.asked.wait()
+    creating.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await creating
+    assert machine.deleted == []
+    machine.gate.set()
+    await prime.close()
+    assert machine.deleted == ["sbx-1"]
+    assert prime._sandboxes == set()
+
+
+def test_an_image_without_the_tools_is_refused_at_the_start() -> None:
+    class Bare(PrimeClient):
+        async def _execute_command(self, identity: str, command: str, timeout: int) -> Any:
+            return prime_sandboxes.CommandResponse(stdout="sh: base64: not found\n", stderr="", exit_code=127)
+
+    async def start() -> None:
+        await Prime("busybox", 600.0, client=Bare(Machine(Path("/nowhere")))).start(LIMITS)
+
+    with pytest.raises(
+        SandboxUnavailable, match=r"base64: not found.*its image needs sh, base64, cat, head, mktemp, timeout and"
+    ):
+        asyncio.run(start())
+
+
+def test_a_line_that_prints_something_else_is_the_guests_doing() -> None:
+    for printed in ("", "\n\n", "a\n", "?\n?\n0\n", f"{remote.NOT_BEGUN}\n"):
+        assert outcome(printed, 0.1, 1.0, 100).ending is Ending.DIED
 
 
 def test_words_of_a_command_are_quoted() -> None:

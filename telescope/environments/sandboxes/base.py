@@ -67,7 +67,8 @@ class Ending(StrEnum):
     FLOODED = "flooded"
     """It wrote more than `output_kb`."""
     DIED = "died"
-    """It took its whole sandbox down: out of memory, or it killed what watches it. No later command can run there."""
+    """It took its whole sandbox down: out of memory, or it killed what watches it. No later command can run there: each has
+    this ending too, and `upload` and `download` raise `FileRefused`."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,8 @@ class Sandbox(ABC):
         env: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
     ) -> Outcome:
-        """Run one command to its end; one at a time. Whatever it started is killed with it. Raises `SandboxError`."""
+        """Run one command to its end; one at a time. Whatever it started is killed with it, as far as the provider's `lacks`
+        allow. Raises `SandboxError`, also where the sandbox was deleted."""
 
     @abstractmethod
     async def upload(self, path: str, content: bytes) -> None:

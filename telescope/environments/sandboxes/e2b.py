@@ -17,12 +17,17 @@ _IMAGE_DEFAULT, _TEMPLATE_DEFAULT = "python:3.11-slim", "code-interpreter-v1"
 
 
 class E2BSandbox(RemoteSandbox):
-    def __init__(self, sandbox: Any, limits: Limits) -> None:
+    def __init__(self, sandbox: Any, limits: Limits, failed: type[Exception]) -> None:
         super().__init__("e2b", limits)
         self._sandbox = sandbox
+        self._failed = failed
+        """What the SDK raises for an exit code other than 0, e.g. of a shell that its guest has killed."""
 
     async def run(self, line: str, timeout_s: float) -> str:
-        said = await self._sandbox.commands.run(line, timeout=timeout_s, request_timeout=timeout_s + 10)
+        try:
+            said = await self._sandbox.commands.run(line, timeout=timeout_s, request_timeout=timeout_s + 10)
+        except self._failed as error:
+            said = error
         return str(said.stdout)
 
     async def put(self, path: str, content: bytes) -> None:
@@ -59,7 +64,7 @@ class E2B(RemoteProvider):
             allow_internet_access=limits.network,
             **self._options,
         )
-        return E2BSandbox(sandbox, limits)
+        return E2BSandbox(sandbox, limits, self._sdk.CommandExitException)
 
 
 def _load() -> ModuleType:

@@ -96,6 +96,9 @@ class LocalSandbox(Sandbox):
         self._complaint = bytearray()
         self._draining = asyncio.ensure_future(self._drain())
         self._over = False
+        self._begun = False
+        """Whether a command was ever begun: before, whatever goes wrong is not the guest's doing."""
+        self._taken_down = False
 
     async def hello(self) -> None:
         """Wait until the agent is there. Raises `SandboxError` with what the launcher complained about."""
@@ -129,10 +132,14 @@ class LocalSandbox(Sandbox):
             "rlimits": rlimits(limits, limit_s, counted=self._group is not None),
         }
         started = time.monotonic()
+        if self._taken_down:
+            return Outcome(137, b"", b"", Ending.DIED, 0.0)
+        self._begun = True
         try:
             header, bodies = await self._ask(request, stdin, limit_s + _GRACE_S, 2, limits.output_kb * 1024)
             outcome = _outcome(header, bodies, time.monotonic() - started)
         except (TimeoutError, _Gone):  # its agent is stopped, starved, killed or fooled by its own guest
+            self._taken_down = True
             await self.delete()
             return Outcome(137, b"", bytes(self._complaint), Ending.DIED, time.monotonic() - started)
         return outcome
@@ -173,17 +180,23 @@ class LocalSandbox(Sandbox):
                 await asyncio.to_thread(shutil.rmtree, self._launch.folder, ignore_errors=True)
 
     async def _transfer(self, request: Mapping[str, Any], body: bytes, answers: int) -> tuple[dict[str, Any], list[bytes]]:
+        what = f"{request['op']} of {request['path']}"
+        if self._taken_down:
+            raise FileRefused(f"{what}: the guest took its sandbox down")
         try:
             return await self._ask(request, body, _TRANSFER_S, answers, self._limits.transfer_mb * 2**20 + 1)
         except (TimeoutError, _Gone) as error:
+            self._taken_down = self._begun
             await self.delete()
-            raise SandboxError(f"{request['op']} of {request['path']}: the sandbox has died") from error
+            if self._begun:
+                raise FileRefused(f"{what}: the guest took its sandbox down") from error
+            raise SandboxError(f"{what}: the sandbox has died") from error
 
     async def _ask(
         self, request: Mapping[str, Any], body: bytes, limit_s: float, answers: int, most: int
     ) -> tuple[dict[str, Any], list[bytes]]:
         if self._over:
-            raise SandboxError("this sandbox is over: it was deleted, or its guest took it down")
+            raise SandboxError("this sandbox is over: it was deleted")
         async with self._turn:
             try:
                 async with asyncio.timeout(limit_s):
