@@ -40,6 +40,7 @@ from telescope.environments.sandboxes.base import (
     Wall,
     check_size,
 )
+from telescope.runlog import temporary
 
 START_S = 60.0
 """How long a sandbox may take until its agent says hello; on a crowded machine gVisor has been seen to need ten seconds."""
@@ -52,7 +53,7 @@ _FIRST_UID, _UIDS = 60578, 606
 _REFUSED = "the agent answered what it was not asked"
 
 FOLDER = "telescope-sandboxes-"
-"""Start of the name of a worker's folder of sandboxes; its process id comes behind it."""
+"""Start of the name of a worker's folder of sandboxes."""
 
 
 class _Gone(Exception):
@@ -299,8 +300,7 @@ class LocalProvider(Provider):
                 f"sandbox.limits.network=true with provider={self.name}: a local sandbox would share this machine's network, "
                 "with the servers on its loopback. Take a remote provider (prime, modal, daytona, e2b), or leave it off"
             )
-        sweep_folders(Path(tempfile.gettempdir()))
-        self._folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER}{os.getpid()}-"))
+        self._folder = temporary.make(FOLDER)
         self._folder.chmod(0o711)  # a sandbox's user must reach its own folder below
         self._cgroups = cgroups.find()
         try:
@@ -443,12 +443,3 @@ def find_python(wanted: str | None = None) -> Python:
     if wanted:
         raise SandboxUnavailable(f"sandbox.python={wanted} is not there, or is no program")
     return Python(str(Path(sys.base_prefix) / "bin" / "python3"), Path(sys.base_prefix))
-
-
-def sweep_folders(temporary: Path) -> None:
-    """Remove what workers that were killed have left: folders of this user that name a process which is no more."""
-    for folder in temporary.glob(f"{FOLDER}*"):
-        pid = folder.name.removeprefix(FOLDER).partition("-")[0]
-        with contextlib.suppress(OSError):
-            if pid.isdigit() and not Path("/proc", pid).exists() and folder.stat().st_uid == os.getuid():
-                shutil.rmtree(folder, ignore_errors=True)
