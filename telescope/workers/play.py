@@ -87,13 +87,13 @@ async def play(
             prompt = await openings.prompt(loaded, order.prompt)
             reward = await _scored(loaded.environment, prompt, chat)
         recording = chat.recording()
+        return done(order, prompt, reward, recording, started_ns, loaded.secrets), _arrays(recording)
     except (asyncio.CancelledError, Interrupted):
         raise
     except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit too; it is counted by its cause
         if clock.expired():
             return failed(order, _timed_out(turns, limits)), ()
         return failed(order, _cause(loaded.label, error, chat), _kind(error, chat), loaded.secrets), ()
-    return done(order, prompt, reward, recording, started_ns, loaded.secrets), _arrays(recording)
 
 
 async def _scored(environment: Environment, prompt: Prompt, chat: TokenChat) -> Reward:
