@@ -13,8 +13,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV", "SSL_CERT_FILE", "TMPDIR")
-"""Variables of the worker that the program gets; keys of services are not among them."""
+from telescope.environments.passed_on import passed_on
+
 MAX_OUTPUT_BYTES = 1024 * 1024
 PIPES_S = 10.0
 """For what is left in the pipes once the whole group is dead."""
@@ -46,7 +46,6 @@ async def run_program(
 
     Raises OSError where it can't be started.
     """
-    inherited = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
     with tempfile.TemporaryDirectory(prefix="agent-", ignore_cleanup_errors=True) as folder:
         process = await asyncio.create_subprocess_exec(
             *argv,
@@ -54,7 +53,7 @@ async def run_program(
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             cwd=folder,
-            env={**inherited, **variables},
+            env={**passed_on(), **variables},
             start_new_session=True,
         )
         assert process.stdin is not None
