@@ -42,7 +42,7 @@ class AgentProgram(Environment):
     """JSON lines of the train split, each with `task` and `answer`."""
     eval_tasks: str = ""
     """Those of the eval split; empty: the train split's."""
-    time_limit_s: float = Field(default=600.0, gt=0)
+    time_limit_s: float = Field(default=480.0, gt=0)
     """Seconds a program may run, those left out in which the policy owes it an answer; then it is killed and scored as it is.
     Keep it below `rollout.timeout_s`, which counts all."""
     max_requests: int = Field(default=200, ge=1)

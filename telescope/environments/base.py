@@ -22,7 +22,11 @@ ToolSchema = Mapping[str, Any]  # {"type": "function", "function": {"name": ...,
 
 @dataclass(frozen=True)
 class Prompt:
-    """One task instance: the opening turns and what the environment needs to score the answer."""
+    """One task instance: the opening turns and what the environment needs to score the answer.
+
+    Read only: the same object serves every rollout of its group and every epoch. What a rollout changes belongs in its own
+    state, copied deeply where it comes from `turns` or `facts`.
+    """
 
     turns: tuple[Turn, ...]
     answer: str = ""

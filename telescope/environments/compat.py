@@ -7,6 +7,7 @@ that was usual there: a reward function that raises is a failure of the grader, 
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import sys
@@ -232,7 +233,7 @@ class _Several(_Adapter, MultiTurn):
 
     async def initial_state(self, prompt: Prompt) -> RolloutState:
         state: RolloutState = await self.called(self.source.create_initial_state, _sample(prompt))
-        state.messages = [dict(turn) for turn in prompt.turns]
+        state.messages = copy.deepcopy([dict(turn) for turn in prompt.turns])
         return state
 
     async def reply(self, state: RolloutState, answer: str) -> Sequence[Turn]:
@@ -308,8 +309,9 @@ def _hint(kind: Any) -> Any:
 
 
 def _sample(prompt: Prompt) -> Sample:
+    """One rollout's own: such classes write into `metadata`, and a prompt serves its whole group and every epoch."""
     assert isinstance(prompt, SourcePrompt)  # all prompts of an adapter are
-    return prompt.sample
+    return copy.deepcopy(prompt.sample)
 
 
 def _reward(result: Any) -> Reward:

@@ -13,6 +13,7 @@ from typing import Any
 
 from telescope.environments.compat import Messages, MultiTurnEnvironment, RolloutState, Sample
 from telescope.environments.failures import InfrastructureError, PolicyError
+from telescope.environments.hidden import told
 from telescope.environments.off_loop import called
 from telescope.environments.tools.calls import CallFormat, Malformed, how_to_call, parse_calls
 from telescope.environments.tools.schema import BadArguments, as_text, tool_of
@@ -91,7 +92,7 @@ class ToolEnvironment(MultiTurnEnvironment):
         except (InfrastructureError, PolicyError):
             raise
         except Exception as error:  # noqa: BLE001 the tool's own; the policy reads of it
-            return ToolResult(tool_call.name, self.error_formatter(error), success=False, error=type(error).__name__)
+            return ToolResult(tool_call.name, told(self.error_formatter(error)), success=False, error=type(error).__name__)
         return ToolResult(tool_call.name, as_text(result), success=True)
 
     def format_tool_result(self, result: ToolResult) -> str:

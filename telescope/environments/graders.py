@@ -4,7 +4,8 @@
                         └─ over its limit, dead or cancelled: killed; the next call gets a new one
 
 A thread can be neither stopped nor given a signal.alarm, so a symbolic comparison of what a model wrote belongs here. The
-function lives in a module, its arguments and its value are what JSON can say (a tuple arrives as a list). A worker opens
+function lives in a module, its arguments and its value are what JSON can say (a tuple arrives as a list); of the worker's
+environment variables it sees those of passed_on.py and Python's own paths, and no keys. A worker opens
 `grader_processes()` once; its processes start when they are needed. Where none are open, one is made for that call.
 Refuses to decide what an answer is worth: a call over its limits raises, and an environment that knows better catches it.
 """
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from telescope.environments.failures import GraderError
+from telescope.environments.passed_on import passed_on
 
 CLOCK_FACTOR = 10.0
 """On the clock a call may take so many times its processor time: the machine may be busy."""
@@ -32,6 +34,7 @@ MEMORY_MB = 2048
 CALLS_A_PROCESS = 2000  # then a new one: libraries cache for ever
 MAX_WAITING = 10_000
 MAX_FRAME = 1 << 24
+_FOR_PYTHON = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
 
 
 class GraderOverrun(GraderError):
@@ -210,7 +213,7 @@ class _Process:
                 *(sys.executable, "-m", "telescope.environments.grader_process", str(memory_mb)),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},  # each thread of a pool would reserve memory
+                env={**passed_on(*_FOR_PYTHON), "OMP_NUM_THREADS": "1"},  # each thread of a pool would reserve memory
             )
         )
 

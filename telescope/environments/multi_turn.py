@@ -21,6 +21,7 @@ from telescope.environments.off_loop import called
 
 OUT_OF_TURNS = "out_of_turns"
 OVERLONG = "overlong"
+END_STATE_LIMIT_S = 60.0
 
 
 class MultiTurn(Environment):
@@ -29,7 +30,8 @@ class MultiTurn(Environment):
     in_threads: ClassVar[bool] = True
     """False where all `def`s take microseconds and cannot hang."""
     call_limit_s: ClassVar[float | None] = None
-    """Seconds that one call of `initial_state`, `reply` or `is_done` may take; None: `rollout.timeout_s` alone counts."""
+    """Seconds that one call of `initial_state`, `reply` or `is_done` may take; None: `rollout.timeout_s` alone counts. Also
+    those of `end_state`, which no time-out of the rollout reaches; None: `END_STATE_LIMIT_S`."""
 
     max_turns: int = Field(default=8, ge=1, le=10_000)
     """Answers of the policy in one rollout, at most."""
@@ -60,7 +62,9 @@ class MultiTurn(Environment):
         raise NotImplementedError
 
     def end_state(self, state: Any) -> Awaitable[None] | None:
-        """Give back what the state holds (a sandbox, a file). Called once for each state, whatever has happened."""
+        """Give back what the state holds (a sandbox, a file). Called once for each state that a rollout has got, however the
+        rollout ends. Not for one that `initial_state` returns after its time, and not where the worker leaves while all
+        threads are taken: what outlives a process needs an end of its own."""
 
     async def say(self, chat: Chat, state: Any, turns: Sequence[Turn]) -> str:
         """Ask the policy; the one place where shapes on top of this one add options to `chat.say`."""
@@ -74,7 +78,9 @@ class MultiTurn(Environment):
                 chat.close()
             reward = await self.scored(self.reward, prompt, state, in_thread=self.in_threads)
         finally:
-            await self.called(self.end_state, state)
+            if type(self).end_state is not MultiTurn.end_state:  # else it would wait for a free thread for nothing
+                limit_s = END_STATE_LIMIT_S if self.call_limit_s is None else self.call_limit_s
+                await called(self.end_state, state, limit_s=limit_s, in_thread=self.in_threads)
         return replace(reward, tags=(*reward.tags, *tags)) if tags else reward
 
     async def called(self, function: Any, *arguments: Any) -> Any:

@@ -23,6 +23,7 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from telescope.environments.base import Chat, Prompt, Reward, ToolSchema, Turn
 from telescope.environments.failures import GraderError, InfrastructureError, PolicyError
+from telescope.environments.hidden import told
 from telescope.environments.multi_turn import MultiTurn
 from telescope.environments.off_loop import TimeLimit, called
 from telescope.environments.recent import Recent
@@ -228,13 +229,16 @@ class ToolEnvironment(MultiTurn):
         """The rollout's tools by name. Raises `ValueError` for two of one name."""
         made: dict[str, Tool] = {}
         for function in self.tools_for(state):
-            # The schema of a method is made once; which object it is bound to changes from rollout to rollout.
-            plain = getattr(function, "__func__", function)
-            tool = self._made.get((plain, function is plain), lambda function=function: tool_of(function))  # type: ignore[misc]
+            tool = self._tool(function)
             if tool.name in made:
                 raise ValueError(f"{type(self).__name__} has two tools called {tool.name}: rename one of them")
             made[tool.name] = replace(tool, function=function)
         return made
+
+    def _tool(self, function: ToolFunction) -> Tool:
+        """The schema of a method is made once; which object it is bound to changes from rollout to rollout."""
+        plain = getattr(function, "__func__", function)
+        return self._made.get((plain, function is plain), lambda: tool_of(function))
 
     def _bound(self, function: ToolFunction) -> ToolFunction:
         first = next(iter(inspect.signature(function).parameters), "")
@@ -278,7 +282,7 @@ class ToolEnvironment(MultiTurn):
             raise _CallFailed(str(error) or type(error).__name__) from error
 
     def _failed(self, name: str, error: str) -> Result:
-        return Result(name, self._fitted(self.format_error(name, error)))
+        return Result(name, self._fitted(self.format_error(name, told(error))))
 
     def _surplus(self, state: Any, surplus: Sequence[Call | Malformed]) -> Result:
         state.malformed += sum(isinstance(each, Malformed) for each in surplus)

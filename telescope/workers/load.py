@@ -95,10 +95,17 @@ def sampled(prompts: Sequence[Prompt]) -> Iterator[Prompt]:
 
 def describe(error: BaseException) -> str:
     """`KeyError: 'target' (my_task.py line 41)`: what was raised and the last line of a user's file that it came through."""
-    text = str(error).strip().splitlines()
+    text = _said(error).strip().splitlines()
     words = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(Path(frame.filename))]
     return f"{words} ({frames[-1].filename} line {frames[-1].lineno})" if frames else words
+
+
+def _said(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 a user's own `__str__`, in the one place that must not fail
+        return ""
 
 
 def _is_users(path: Path) -> bool:

@@ -17,6 +17,7 @@ from telescope.environments.base import Environment, Prompt, Reward
 from telescope.environments.chat import Recording, Sampled, TokenChat
 from telescope.environments.draws import Draws
 from telescope.environments.failures import GraderError, PolicyError
+from telescope.environments.hidden import hiding
 from telescope.maths.support import WHOLE, Support
 from telescope.records import FailureKind, RolloutOrder, Sampling
 from telescope.wire.messages import RolloutDone, RolloutFailed
@@ -85,15 +86,16 @@ async def play(
     try:
         async with asyncio.timeout(limits.timeout_s) as clock:
             prompt = await openings.prompt(loaded, order.prompt)
-            reward = await _scored(loaded.environment, prompt, chat)
+            with hiding(loaded.secrets):
+                reward = await _scored(loaded.environment, prompt, chat)
         recording = chat.recording()
+        return done(order, prompt, reward, recording, started_ns, loaded.secrets), _arrays(recording)
     except (asyncio.CancelledError, Interrupted):
         raise
     except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit too; it is counted by its cause
         if clock.expired():
             return failed(order, _timed_out(turns, limits)), ()
         return failed(order, _cause(loaded.label, error, chat), _kind(error, chat), loaded.secrets), ()
-    return done(order, prompt, reward, recording, started_ns, loaded.secrets), _arrays(recording)
 
 
 async def _scored(environment: Environment, prompt: Prompt, chat: TokenChat) -> Reward:

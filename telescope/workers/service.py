@@ -48,6 +48,11 @@ from telescope.workers.threads import RewardThreads
 log = logging.getLogger(__name__)
 
 TEAR_DOWN_S = 10.0
+LEAVE_S = 10.0
+"""For what rollouts do as they are cancelled; then they are cancelled again, and left behind."""
+REWARD_THREADS = 32
+LOOK_S = 5.0
+"""Between two looks for hung threads, at most."""
 
 
 class GenerationFailed(ChatError):
@@ -95,6 +100,7 @@ class Service:
         template: ChatTemplate,
         limits: Limits,
         doors: Doors | None = None,
+        threads: int = REWARD_THREADS,
     ) -> None:
         self._link = link
         self._doors = doors
@@ -103,7 +109,7 @@ class Service:
         self._labels = ", ".join(f"environments.{label}" for label in environments)
         self._openings = Openings(template)
         self._limits = limits
-        self._threads = RewardThreads(32)
+        self._threads = RewardThreads(threads)
         self._rollouts: dict[tuple[int, int], asyncio.Task[None]] = {}
         self._cancelled: dict[tuple[int, int], str] = {}
         self._answers: dict[str, asyncio.Future[Sampled]] = {}
@@ -122,23 +128,30 @@ class Service:
         loop.set_default_executor(self._threads)
         self._hopeless = loop.create_future()
         self._link.progress("waiting for orders")
-        receiving = asyncio.ensure_future(self._live())
+        receiving, watching = asyncio.ensure_future(self._live()), asyncio.ensure_future(self._watch_threads())
         try:
             await asyncio.wait((receiving, self._hopeless), return_when=asyncio.FIRST_COMPLETED)
             if self._hopeless.done():
                 self._hopeless.result()
             return receiving.result()
         finally:
-            receiving.cancel()
             self._hopeless.cancel()
             self._leaving = True
             self._openings.close()
-            for task in self._rollouts.values():
-                task.cancel()
-            await asyncio.gather(receiving, *self._rollouts.values(), return_exceptions=True)
+            await self._cancelled_all({receiving, watching, *self._rollouts.values()})
             if self._doors is not None:
                 await self._doors.close()
             await self._tear_down()
+
+    async def _cancelled_all(self, tasks: set[asyncio.Future[Any]]) -> None:
+        """Cancel, wait, and once more: what a rollout still does in its `finally` may wait for a thread that never comes."""
+        for _ in range(2):
+            for task in tasks:
+                task.cancel()
+            _, tasks = await asyncio.wait(tasks, timeout=LEAVE_S)
+            if not tasks:
+                return
+        log.warning("%d rollouts of %s did not end in %g s; left behind", len(tasks), self._labels, 2 * LEAVE_S)
 
     async def _live(self) -> str:
         await self._set_up()
@@ -309,6 +322,12 @@ class Service:
         except GenerationFailed as error:
             answer.set_exception(error)
         self._link.progress(f"playing {len(self._rollouts)} rollouts of {self._labels}")
+
+    async def _watch_threads(self) -> None:
+        """Looks on a timer too: where every rollout waits for a thread, none ends."""
+        while True:
+            await asyncio.sleep(min(LOOK_S, self._limits.timeout_s))
+            self._look_for_hung_threads()
 
     def _look_for_hung_threads(self) -> None:
         if self._threads.hung(self._limits.timeout_s) >= self._threads.size:

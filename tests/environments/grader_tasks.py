@@ -15,6 +15,10 @@ def process_id() -> int:
     return os.getpid()
 
 
+def variables() -> list[str]:
+    return sorted(os.environ)
+
+
 def tower() -> int:
     height = 9
     return 9**height**height

@@ -55,6 +55,17 @@ ADDING = '''
         async def compute_reward(self, completion: str, sample: Sample, eos_token: str = ""):
             return await self.rubric.score(completion=completion, sample=sample, extra_sample_tags={"a": sample.metadata["a"]})
 '''
+COUNTING = """
+    from telescope.environments.compat import RewardResult, Sample, SingleTurnEnvironment
+
+    class Counting(SingleTurnEnvironment):
+        def load_dataset(self, num_samples=-1, **kwargs):
+            return [Sample(prompt="1+2", answer="3", metadata={"seen": []})]
+
+        def compute_reward(self, completion, sample, eos_token=""):
+            sample.metadata["seen"].append(completion)
+            return RewardResult(float(len(sample.metadata["seen"])))
+"""
 GAME = """
     from telescope.environments.compat import MultiTurnEnvironment, RewardResult, Sample
 
@@ -169,6 +180,20 @@ async def test_what_the_old_class_raises_is_no_zero(tmp_path: Path, tiny: ChatTe
     bare = GAME.replace("return RewardResult(", "return dict(")
     with pytest.raises(GraderError, match="compute_reward returned dict, not a RewardResult"):
         await played(tiny, task(tmp_path, "bare", bare)(), "7")
+
+
+async def test_what_a_rollout_writes_into_its_sample_no_other_one_sees(tmp_path: Path, tiny: ChatTemplate) -> None:
+    single = task(tmp_path, "counting", COUNTING)()
+    (prompt,) = single.prompts("train")
+    for _ in range(3):
+        reward = await single.reward(prompt, "3")
+        assert (reward.total, prompt.facts) == (1.0, {"seen": []})
+    game = task(tmp_path, "game", GAME)()
+    (opening,) = game.prompts("train")
+    one, two = [await game.initial_state(opening) for _ in range(2)]
+    one.sample.metadata["seen"] = 1
+    one.messages[0]["content"] = "changed"
+    assert (two.sample.metadata, two.messages[0]["content"], opening.facts) == ({}, "0-9?", {})
 
 
 async def test_a_tool_class_calls_its_tools_and_counts_them(tmp_path: Path, tiny: ChatTemplate) -> None:

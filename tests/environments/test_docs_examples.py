@@ -44,6 +44,14 @@ async def test_guess_is_told_larger_and_smaller(shown: dict[str, Any], tiny: Cha
     ]
 
 
+@pytest.mark.parametrize("answer", ["²", "1" * 5000, "-3", "", "seven"])
+def test_guess_takes_what_is_no_number_for_a_wrong_guess(shown: dict[str, Any], answer: str) -> None:
+    guess = shown["Guess"]()
+    state = guess.initial_state(guess.prompts("train")[7])
+    assert guess.reply(state, answer) == [{"role": "user", "content": "larger"}]
+    assert state["guesses"] == [-1]
+
+
 async def test_retry_loses_a_tenth_a_turn(shown: dict[str, Any], tiny: ChatTemplate) -> None:
     reward, _, _ = await played(tiny, shown["Retry"](), "ba", "ab")
     assert reward.total == pytest.approx(0.9)

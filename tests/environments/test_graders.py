@@ -120,6 +120,14 @@ async def test_a_process_that_was_starting_at_the_end_is_ended_too():
     assert graders.alive == []
 
 
+async def test_a_grader_sees_no_key_of_a_service(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JUDGE_API_KEY", "s3cr3t-value")
+    monkeypatch.setenv("ANYTHING_ELSE", "1")
+    seen = set(await graded(tasks.variables, limit_s=60.0))
+    assert {"PATH", "OMP_NUM_THREADS"} <= seen
+    assert not {"JUDGE_API_KEY", "ANYTHING_ELSE"} & seen
+
+
 async def test_without_open_processes_a_call_makes_its_own():
     assert await graded(tasks.double, 3) == 6
 

@@ -141,6 +141,17 @@ async def test_a_state_is_given_back_whatever_happens(tiny: ChatTemplate) -> Non
     assert ended == ["ab"]
 
 
+async def test_giving_back_has_a_time_of_its_own(tiny: ChatTemplate) -> None:
+    class Slow(Guess):
+        call_limit_s = 0.5
+
+        async def end_state(self, state: Sought) -> None:  # type: ignore[override]
+            await asyncio.Event().wait()
+
+    with pytest.raises(TimeLimit, match=r"Slow.end_state did not return within 0\.5 s"):
+        await played(tiny, Slow(), "ab")
+
+
 async def test_a_reply_of_nothing_before_the_end_is_refused(tiny: ChatTemplate) -> None:
     class Silent(Guess):
         def reply(self, state: Sought, answer: str) -> Sequence[Turn]:

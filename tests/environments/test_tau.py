@@ -104,6 +104,17 @@ def test_prompts_are_the_splits_with_policy_and_wish(tau: Tau):
     assert not {p.facts["task"] for p in tau.prompts("train")} & {p.facts["task"] for p in tau.prompts("eval")}
 
 
+def test_a_tool_of_a_desk_is_made_once_for_all_rollouts(retail: Tau, monkeypatch: pytest.MonkeyPatch):
+    prompts = all_prompts(retail)
+    for prompt in prompts:
+        retail.after(retail.task(prompt))
+    made: list[str] = []
+    monkeypatch.setattr("telescope.environments.tool_environment.tool_of", lambda function: made.append(function.__name__))
+    for prompt in prompts:
+        retail.after(retail.task(prompt))
+    assert made == []
+
+
 def test_every_tool_has_a_description_and_describes_each_of_its_parameters():
     for desk in (RetailDesk, AirlineDesk):
         for name in desk.TOOLS:

@@ -364,6 +364,76 @@ async def test_tags_and_info_travel_within_limits_and_without_secrets(template: 
     assert body.golden_answers == ("1", "2")
 
 
+def inside_itself() -> dict[str, Any]:
+    info: dict[str, Any] = {}
+    info |= {"one": info, "two": info}
+    return info
+
+
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise Unspeakable
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ({"golden_answers": {"1", "2"}}, "golden_answers are of type set, not a tuple"),
+        ({"golden_answers": {"1": 2}}, "golden_answers are of type dict, not a tuple"),
+        ({"golden_answers": 3}, "golden_answers are of type int, not a tuple"),
+        ({"golden_answers": None}, "golden_answers are None, not a tuple"),
+        ({"golden_answers": (Unspeakable(),)}, "golden_answers can't be written down: Unspeakable"),
+        ({"tags": {"a"}}, "tags are of type set, not a tuple"),
+        ({"tags": 3}, "tags are of type int, not a tuple"),
+        ({"tags": None}, "tags are None, not a tuple"),
+        ({"info": {"a"}}, "info is of type set, not a dict"),
+        ({"info": 3}, "info is of type int, not a dict"),
+        ({"info": None}, "info is None, not a dict"),
+        ({"info": inside_itself()}, "nested more than 64 deep, or contains itself"),
+        ({"info": {"deep": nested(10_000)}}, "nested more than 64 deep, or contains itself"),
+        ({"info": {"n": 10**5000}}, "info can't be written down: ValueError"),
+        ({"metrics": None}, "metrics are None, not a dict"),
+        ({"metrics": {"n": 10**400}}, "numbers can't be written down: OverflowError"),
+    ],
+)
+async def test_a_badly_typed_part_of_a_reward_is_the_graders_failure(
+    template: ChatTemplate, parts: dict[str, Any], said: str
+) -> None:
+    class Odd(Task):
+        def reward(self, prompt: Prompt, answer: str) -> Reward:
+            return Reward(1.0, **parts)
+
+    body = await failed_body(Odd(), template)
+    assert body.kind == "grader"
+    assert said in body.cause
+
+
+async def test_an_error_that_cannot_be_told_is_a_failure_all_the_same(template: ChatTemplate) -> None:
+    assert "Unspeakable" in (await failed_body(raising(Unspeakable(), in_reward=False), template)).cause
+
+
+async def test_no_secret_is_in_what_was_said_or_in_a_metrics_name(template: ChatTemplate) -> None:
+    class Careless(Task):
+        def prompts(self, split: str) -> Sequence[Prompt]:
+            return [Prompt(({"role": "user", "content": "use hhfjehhfje"},))]
+
+        def reward(self, prompt: Prompt, answer: str) -> Reward:
+            return Reward(1.0, {"to hhfjehhfje": 1.0})
+
+    task = replace(loaded(Careless()), secrets=frozenset({"hhfjehhfje"}))
+    body, _ = await play(order(), task, Openings(template), LIMITS, answering(template, "hhfjehhfje"))
+    assert isinstance(body, RolloutDone)
+    assert (body.prompt_text, body.completion_text) == ("<|user|>use <redacted><|assistant|>", "<redacted>")
+    assert dict(body.metrics) == {"to <redacted>": 1.0}
+
+
 async def test_an_info_too_long_is_cut_and_stays_json(template: ChatTemplate) -> None:
     class Long(Task):
         def reward(self, prompt: Prompt, answer: str) -> Reward:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from telescope.environments.base import Chat, Prompt, Reward, SingleTurn
+from telescope.environments.multi_turn import MultiTurn
 from telescope.environments.template import ChatTemplate
 from telescope.wire.messages import (
     Abort,
@@ -170,6 +172,86 @@ async def test_a_worker_whose_reward_threads_all_hang_ends_with_that_reason(temp
                 await running
     finally:
         release.set()
+
+
+class Mute(MultiTurn):
+    """Its `reply` hangs until the test is over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._release, self._entered = threading.Event(), threading.Semaphore(0)
+
+    def prompts(self, split: str) -> Sequence[Prompt]:
+        return [Prompt(({"role": "user", "content": "ab"},))]
+
+    def initial_state(self, prompt: Prompt) -> Any:
+        return {}
+
+    def reply(self, state: Any, answer: str) -> Any:
+        self._entered.release()
+        self._release.wait()
+
+    def is_done(self, state: Any) -> bool:
+        return True
+
+    def reward(self, prompt: Prompt, state: Any) -> Reward:
+        return Reward(0.0)
+
+
+class MuteThatHolds(Mute):
+    def end_state(self, state: Any) -> None:
+        state["ended"] = True
+
+
+@pytest.mark.parametrize("kind", [Mute, MuteThatHolds])
+async def test_replies_that_hang_in_all_threads_end_the_worker_with_no_rollout_to_end(
+    template: ChatTemplate, kind: type[Mute], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("telescope.workers.service.LEAVE_S", 0.2)
+    task, link = kind(), FakeLink()
+    limits = Limits(1.0, 12, 200, 1.0)
+    running = asyncio.create_task(Service(link, "worker-0", {"task": loaded(task)}, template, limits, threads=4).run())
+    answered: set[str] = set()
+    entered, rollout_id = 0, 0
+    try:
+        async with asyncio.timeout(120):
+            while entered < 4 and not running.done():  # on a busy machine some run out of time before they hang
+                link.deliver(RunRollout(order(rollout_id)))
+                rollout_id += 1
+                await asyncio.wait({running}, timeout=0.1)
+                for body in [body for body, _, _ in link.sent if isinstance(body, Generate)]:
+                    if body.request_id not in answered:
+                        answered.add(body.request_id)
+                        complete(link, body)
+                entered += task._entered.acquire(blocking=False)
+            with pytest.raises(WorkerHopeless, match="all 4 threads for reward functions hang"):
+                await running
+    finally:
+        task._release.set()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_rollout_that_refuses_to_end_does_not_keep_the_worker(
+    template: ChatTemplate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("telescope.workers.service.LEAVE_S", 0.2)
+    release = asyncio.Event()
+
+    class Stubborn(Task):
+        async def play(self, prompt: Prompt, chat: Chat) -> Reward:
+            await chat.say(*prompt.turns)
+            while not release.is_set():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await release.wait()
+            return Reward(1.0)
+
+    async with serving(template, Stubborn(), replace(LIMITS, timeout_s=600.0)) as (link, running):
+        link.deliver(RunRollout(order(1)))
+        complete(link, (await link.until_sent(Generate))[0])
+        link.deliver(Stop("all steps are done"))
+        assert await asyncio.wait_for(running, 120) == "all steps are done"
+    release.set()
 
 
 class Playing(Task):

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV", "SSL_CERT_FILE", "TMPDIR")
-"""Variables of the worker that the program gets; keys of services are not among them."""
+from telescope.environments.passed_on import passed_on
+
 MAX_OUTPUT_BYTES = 1024 * 1024
 FINEST_S = 0.1
 """A program is killed at most this much behind its limit."""
@@ -52,7 +52,6 @@ async def run_program(
     `waited_s`: how many seconds so far were none of the program's; they do not count against `limit_s`.
     Raises OSError where it can't be started.
     """
-    inherited = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
     with tempfile.TemporaryDirectory(prefix="agent-", ignore_cleanup_errors=True) as folder:
         process = await asyncio.create_subprocess_exec(
             *argv,
@@ -60,7 +59,7 @@ async def run_program(
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             cwd=folder,
-            env={**inherited, **variables},
+            env={**passed_on(), **variables},
             start_new_session=True,
         )
         assert process.stdin is not None

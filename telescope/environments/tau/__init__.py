@@ -25,7 +25,7 @@ from telescope.environments.tau.records import DeskError, Tables
 from telescope.environments.tau.retail import RetailDesk
 from telescope.environments.tau.users import Endpoint, ModelUser, ScriptedUser, User, opening_of
 from telescope.environments.tool_environment import ToolEnvironment, ToolState
-from telescope.environments.tools.schema import BadArguments, ToolFunction, tool_of
+from telescope.environments.tools.schema import BadArguments, ToolFunction
 
 DESKS: Mapping[str, type[Desk]] = {"retail": RetailDesk, "airline": AirlineDesk}
 
@@ -145,9 +145,10 @@ class Tau(ToolEnvironment):
         desk = DESKS[self.domain](self._tables)
         refused = 0
         for name, arguments in task.actions:
-            tool = tool_of(getattr(desk, name))
+            method = getattr(desk, name)
+            tool = self._tool(method)
             try:
-                tool.function(**tool.arguments(arguments))
+                method(**tool.arguments(arguments))
             except (DeskError, BadArguments):
                 refused += 1
         return desk, refused

@@ -18,6 +18,7 @@ from telescope.config.plugins import ENVIRONMENTS, find
 from telescope.environments.base import Prompt, Reward
 from telescope.environments.chat import TokenChat
 from telescope.environments.failures import InfrastructureError, PolicyError
+from telescope.environments.hidden import hiding
 from telescope.environments.template import ChatTemplate
 from telescope.environments.tool_environment import ToolEnvironment, ToolState
 from tests.environments.conftest import CHATML, EMBEDDED, Script
@@ -165,6 +166,24 @@ async def test_a_tool_that_takes_too_long_is_told_to_the_policy():
     reward, talk = await played(call("hang"), "5", tool_timeout_s=0.05)
     assert talk.results(1) == ["Error: hang took longer than 0.05 s"]
     assert reward.metrics["tool_error_count"] == 1
+
+
+async def test_what_a_tool_raises_reaches_the_policy_without_secrets(monkeypatch: pytest.MonkeyPatch):
+    class Leaky(Desk):
+        def look(self, url: str) -> str:
+            raise ValueError(f"401 for {url}?key=s3cr3t-value&user=other-value")
+
+        tools: ClassVar[tuple[Any, ...]] = (look,)
+
+    asked = (call("look", url="a"), "5")
+    monkeypatch.setenv("SEARCH_API_KEY", "s3cr3t-value")
+    talk = Talk(asked)
+    await Leaky().play(QUESTION, talk)
+    assert talk.results(1) == ["Error: 401 for a?key=<redacted>&user=other-value"]
+    talk = Talk(asked)
+    with hiding({"other-value", "s3cr3t-value"}):  # as a worker says it
+        await Leaky().play(QUESTION, talk)
+    assert talk.results(1) == ["Error: 401 for a?key=<redacted>&user=<redacted>"]
 
 
 async def test_a_tool_whose_machinery_is_down_fails_the_rollout_and_a_policy_error_ends_it():
