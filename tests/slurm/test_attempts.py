@@ -112,6 +112,22 @@ def test_putting_aside_goes_on_where_it_was_cut_short(run: RunDirectory):
     assert run.journal.parent.is_dir()
 
 
+def test_a_line_that_was_cut_short_spoils_neither_the_next_nor_the_others(run: RunDirectory):
+    first = attempts.begin(run, "12", "12.0", ("n1",))
+    attempts.end(run, first, "preempted", 70, requeued=True)
+    whole = run.attempts.read_bytes()
+    run.attempts.write_bytes(whole + b'{"number":2,"job_id":"1\xc3')
+    second = attempts.begin(run, "12", "12.1", ("n1",))
+    attempts.end(run, second, "done", 0, requeued=False)
+    assert [(one.number, one.attempt, one.why) for one in attempts.read_attempts(run)] == [
+        (1, "12.0", "preempted"),
+        (2, "12.1", "done"),
+    ]
+    assert len(run.attempts.read_bytes().splitlines()) == 5
+    run.attempts.write_bytes(whole[:-1])  # whole but for its newline
+    assert attempts.read_attempts(run)[0].why == "preempted"
+
+
 def test_a_run_says_how_it_stands_with_and_without_slurm(run: RunDirectory, tmp_path: Path):
     assert state_of(run, {}) == ""
     attempts.write_submission(run, "", tmp_path / "script")
