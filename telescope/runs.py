@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from telescope._launch.slurm.queue import SlurmSilent, cancel, state_of, states
+from telescope._launch.slurm.queue import SlurmSilent, cancel, stage_of, state_of, states
 from telescope.runlog.attempts import read_submission
 from telescope.runlog.holder import ask_to_stop, life, read_holder
 from telescope.runlog.layout import RunDirectory
@@ -32,7 +32,8 @@ FRESH_S = 60.0
 
 @dataclass(frozen=True)
 class Standing:
-    """How a run stands. `state`: running, done, failed, lost (its supervisor is gone and nobody wrote its end) or waiting."""
+    """How a run stands. `state`: running, done, failed, lost (its supervisor is gone and nobody wrote its end) or waiting
+    (submitted; or queued again, between two attempts)."""
 
     run: RunDirectory
     state: str
@@ -112,21 +113,27 @@ def job_states(runs: Sequence[RunDirectory]) -> dict[str, str]:
 def standing(run: RunDirectory, jobs: Mapping[str, str] = MappingProxyType({})) -> Standing:
     status, ended, summary = (_read(path) for path in (run.status_json, run.exit_json, run.summary_json))
     changed = max((path.stat().st_mtime for path in (run.status_json, run.run_json) if path.exists()), default=0.0)
-    code = ended.get("exit_code", ended.get("code"))
-    holder = read_holder(run)
-    if code is not None:
-        state = "done" if code == 0 else "failed"
-    elif holder is None:
-        state = "waiting"
-    else:
-        here = life(holder)
-        goes_on = here == "alive" or (here == "elsewhere" and time.time() - changed < FRESH_S)
-        state = "running" if goes_on else "lost"
+    submission = read_submission(run)
+    known = jobs.get(submission.job_id, "") if submission is not None else ""
+    stage = stage_of(run, known) if known else "unknown"
+    state = stage if stage in ("waiting", "running") else _state_of_files(run, ended, changed, over=stage == "over")
     reason = _verdict(run) if state == "failed" else ""
     reward = summary.get("reward_mean_last", status.get("reward"))
-    submission = read_submission(run)
     job = "" if submission is None else f"{submission.job_id} {state_of(run, dict(jobs))}".strip()
     return Standing(run, state, status.get("step"), status.get("steps"), reward, reason, changed, job)
+
+
+def _state_of_files(run: RunDirectory, ended: Mapping[str, Any], changed: float, *, over: bool) -> str:
+    """What the run directory alone says; `over`: its job is known to be gone."""
+    code = ended.get("exit_code", ended.get("code"))
+    if code is not None:
+        return "done" if code == 0 else "failed"
+    holder = read_holder(run)
+    if holder is None:  # a job that was gone before it began never wrote an end
+        return "failed" if over else "waiting"
+    here = life(holder)
+    goes_on = not over and (here == "alive" or (here == "elsewhere" and time.time() - changed < FRESH_S))
+    return "running" if goes_on else "lost"
 
 
 def _line(one: Standing) -> str:
@@ -195,11 +202,10 @@ def _tail(asked: argparse.Namespace) -> int:
 def _stop(asked: argparse.Namespace) -> int:
     run = RunDirectory(asked.run)
     holder, submission = read_holder(run), read_submission(run)
-    if run.exit_json.exists():
-        sys.stdout.write(f"{asked.run} has ended already.\n")
-        return OK
     if submission is not None and submission.job_id:
-        return _cancel(run, submission.job_id)
+        return _stop_job(run, submission.job_id)
+    if run.exit_json.exists():
+        return _has_ended(run)
     if holder is None:
         sys.stderr.write(f"{asked.run} is not watched by any process: it never started, or this is no run directory\n")
         return FAILED
@@ -219,8 +225,17 @@ def _stop(asked: argparse.Namespace) -> int:
     return OK
 
 
-def _cancel(run: RunDirectory, job: str) -> int:
+def _has_ended(run: RunDirectory) -> int:
+    sys.stdout.write(f"{run.path} has ended already.\n")
+    return OK
+
+
+def _stop_job(run: RunDirectory, job: str) -> int:
+    """Cancel it, between two attempts too: there the run directory has the end of the last one."""
     try:
+        stage = stage_of(run, states([job]).get(job, ""))
+        if stage == "over" or (stage == "unknown" and run.exit_json.exists()):  # long gone: Slurm has forgotten it
+            return _has_ended(run)
         cancel(job)
     except SlurmSilent as error:
         sys.stderr.write(f"{run.path} is Slurm's job {job}, which could not be cancelled: {error}\n")

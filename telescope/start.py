@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -101,30 +101,46 @@ def join_run(order: Order) -> int:
 
 
 def submit_all(orders: Sequence[Order], sweep: Sweep | None = None, overrides: Sequence[Sequence[str]] = ()) -> int:
-    """Write every run directory, then hand all to Slurm: one job, or one array for points that ask for the same. The sweep is
-    told each point's job."""
+    """Write the run directories, then hand them to Slurm: one job, or one array for points that ask for the same. The sweep is
+    told each point's job, or why it has none; what Slurm has accepted stays queued where a later group is refused."""
     from telescope._launch.slurm.submit import SubmitRefused, refuse
 
-    groups: dict[SlurmSettings | None, list[Order]] = {}
-    for order in orders:
-        groups.setdefault(order.config.cluster.slurm, []).append(order)
+    groups: dict[SlurmSettings, list[Order]] = {}
     try:
-        for settings, group in groups.items():
-            if settings is None:
+        for order in orders:
+            if order.config.cluster.slurm is None:
                 raise SubmitRefused("Some points of the sweep go to Slurm and some do not: give all the same cluster.")
-            refuse(settings, len(group), dry_run=group[0].config.cluster.dry_run)
-        jobs: dict[Path, str] = {}
+            groups.setdefault(order.config.cluster.slurm, []).append(order)
         for settings, group in groups.items():
-            if settings is not None:
-                jobs |= _submit_group(settings, group, sweep is not None)
+            refuse(settings, len(group), dry_run=group[0].config.cluster.dry_run)
     except SubmitRefused as error:
         say(f"{error}\nNothing was submitted.")
         return CONFIG_ERROR
+    jobs: dict[Path, str] = {}
+    reasons = dict.fromkeys(groups, "not submitted: a run directory of its array could not be made")
+    for number, (settings, group) in enumerate(groups.items()):
+        try:
+            jobs |= _submit_group(settings, group, sweep is not None)
+        except SubmitRefused as error:
+            reasons |= dict.fromkeys(list(groups)[number:], f"not submitted: {error}")
+            say(f"{error}\n{_queued_before(jobs)}")
+            break
     if sweep is not None:
         for order, given in zip(orders, overrides, strict=True):
-            path = Path(str(order.config.run_dir))
-            sweep.submitted(given, path, jobs.get(path, ""))
+            path, asked = Path(str(order.config.run_dir)), order.config.cluster.slurm
+            if path in jobs:
+                sweep.submitted(given, path, jobs[path])
+            elif asked is not None:
+                sweep.refused(given, path, CONFIG_ERROR, reasons[asked])
     return OK if len(jobs) == len(orders) else CONFIG_ERROR
+
+
+def _queued_before(jobs: Mapping[Path, str]) -> str:
+    queued = [job for job in jobs.values() if job]
+    if not queued:
+        return "Nothing was submitted."
+    many = "1 job was" if len(queued) == 1 else f"{len(queued)} jobs were"
+    return f"{many} submitted before: {', '.join(queued)} (`scancel {' '.join(queued)}` takes back what is not wanted)."
 
 
 def _submit_group(settings: SlurmSettings, orders: Sequence[Order], sweep: bool) -> dict[Path, str]:

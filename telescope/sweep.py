@@ -67,8 +67,14 @@ class Sweep:
         return result
 
     def submitted(self, overrides: Sequence[str], run_dir: Path, job: str) -> None:
-        """Take down a point that a batch system has got; how it ends stands in its own run directory."""
-        self._take(Result(len(self.results), tuple(overrides), str(run_dir), None, "submitted", job=job))
+        """Take down a point that a batch system has got (`job`; empty where its batch file was written alone); how it ends
+        stands in its own run directory."""
+        reason = "submitted" if job else "written, not submitted"
+        self._take(Result(len(self.results), tuple(overrides), str(run_dir), None, reason, job=job))
+
+    def refused(self, overrides: Sequence[str], run_dir: Path, exit_code: int, reason: str) -> None:
+        """Take down a point that a batch system has not got."""
+        self._take(Result(len(self.results), tuple(overrides), str(run_dir), exit_code, reason))
 
     def table(self) -> str:
         """Every point in a line, then the failures with their reasons, then where the results lie."""

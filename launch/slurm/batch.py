@@ -1,8 +1,8 @@
 """What a submitted job runs: one attempt of a run, on the nodes that Slurm gave.
 
 The batch process is the supervisor of all nodes. What is on its own node and needs no GPU runs beside it; servers and trainer
-ranks, each under its shim, run where `srun` carries them. On `USR2` (before the walltime) the run stops in good order and the
-job is queued again.
+ranks, each under its shim, run where `srun` carries them. On `USR2` (before the walltime) the run stops in good order, and
+the job is queued again where `cluster.slurm.restart_after_walltime` says so.
 submitit calls `run` from its pickle, which holds this function's name and one path.
 """
 
@@ -119,7 +119,8 @@ def _judge(concluded: Conclusion, settings: SlurmSettings, allocation: Allocatio
     said = (path.read_text(errors="replace") for path in directory.carrier_logs())
     job = JobFacts() if concluded.code == 0 else queue.facts(allocation.job_id, nodes, allocation.restarts, said)
     log.info("%s; %s", ended, job)
-    return judge(ended, job, requeue=settings.requeue, budget=settings.max_requeues - _asked_before(directory))
+    budget = settings.max_requeues - _asked_before(directory)
+    return judge(ended, job, requeue=settings.requeue, restart_after_walltime=settings.restart_after_walltime, budget=budget)
 
 
 def _asked_before(directory: RunDirectory) -> int:

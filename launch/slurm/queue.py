@@ -9,6 +9,7 @@ import logging
 import re
 import subprocess
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 from telescope._launch.slurm.verdict import JobFacts
 from telescope.runlog.attempts import read_attempts, read_submission
@@ -19,6 +20,8 @@ log = logging.getLogger(__name__)
 CLIENT_S = 60.0
 NO_TIME = ("", "None", "N/A", "Unknown")
 DOWN = ("DOWN", "FAIL", "NOT_RESPONDING", "POWERED_DOWN")
+AHEAD = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD")
+AT_WORK = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT")
 _CAUSE = re.compile(r"DUE TO ([A-Z ]+?) \*\*\*")
 
 
@@ -62,6 +65,21 @@ def state_of(run: RunDirectory, known: dict[str, str]) -> str:
     if attempts and attempts[-1].why and not (attempts[-1].requeued and state):
         return attempts[-1].why
     return state.lower() or "unknown"
+
+
+def stage_of(run: RunDirectory, state: str) -> Literal["waiting", "running", "over", "unknown"]:
+    """How the job of a submitted run stands as a whole; `state` is Slurm's, empty where it has none or does not say.
+
+    Between two attempts `exit.json` is the last one's, and the run is not over: what Slurm says goes first."""
+    last = next(reversed(read_attempts(run)), None)
+    ended = last is not None and bool(last.why)
+    if state in AHEAD or (state == "COMPLETING" and last is not None and last.requeued):
+        return "waiting"
+    if state in AT_WORK:
+        return "over" if last is not None and ended and not last.requeued else "running"
+    if state:
+        return "over"
+    return "over" if last is not None and ended and not last.requeued else "unknown"
 
 
 def facts(job_id: str, nodes: Sequence[str], restarts: int, said: Iterable[str]) -> JobFacts:

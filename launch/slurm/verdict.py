@@ -40,8 +40,8 @@ class Verdict:
     next: Next
 
 
-def judge(ended: Ended, job: JobFacts, *, requeue: bool, budget: int) -> Verdict:
-    """`requeue`: the setting; `budget`: requeues that the run may still ask for.
+def judge(ended: Ended, job: JobFacts, *, requeue: bool, restart_after_walltime: bool, budget: int) -> Verdict:
+    """`requeue`, `restart_after_walltime`: the settings; `budget`: requeues that the run may still ask for.
 
     Tasks get SIGTERM before the batch process hears of a preemption, so that a failure may be one: Slurm is asked first."""
     if ended.code == 0:
@@ -56,5 +56,5 @@ def judge(ended: Ended, job: JobFacts, *, requeue: bool, budget: int) -> Verdict
     if job.nodes_down or job.state == "NODE_FAIL" or ended.carrier_lost:
         return Verdict("node_failed", again)
     if ended.warned:
-        return Verdict("walltime", again)
+        return Verdict("walltime", again if restart_after_walltime else "leave")
     return Verdict("cancelled" if ended.interrupted else "failed", "leave")

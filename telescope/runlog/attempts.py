@@ -67,14 +67,17 @@ def read_submission(run: RunDirectory) -> Submission | None:
 
 
 def read_attempts(run: RunDirectory) -> list[Attempt]:
-    """All attempts so far, the latest last. A torn last line is left out."""
+    """All attempts so far, the latest last. A line that is torn, or no attempt, is left out."""
     try:
-        lines = run.attempts.read_bytes().split(b"\n")[:-1]
+        lines = run.attempts.read_bytes().splitlines()
     except FileNotFoundError:
         return []
     found: dict[int, Attempt] = {}
     for line in lines:
-        attempt = msgspec.json.decode(line, type=Attempt)
+        try:
+            attempt = msgspec.json.decode(line, type=Attempt)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            continue
         found[attempt.number] = attempt
     return [found[number] for number in sorted(found)]
 
@@ -114,9 +117,11 @@ def _free(path: Path) -> Path:
 
 
 def _append(run: RunDirectory, attempt: Attempt) -> None:
-    descriptor = os.open(run.attempts, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    descriptor = os.open(run.attempts, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
     try:
-        os.write(descriptor, msgspec.json.encode(attempt) + b"\n")
+        size = os.fstat(descriptor).st_size
+        torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"  # a host went down, or a disk was full, in the last line
+        os.write(descriptor, (b"\n" if torn else b"") + msgspec.json.encode(attempt) + b"\n")
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -8,17 +8,22 @@ import signal
 import socket
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from telescope import runs, servers
+from telescope.runlog import attempts
 from telescope.runlog.holder import Holder, ask_to_stop, hold, life, read_holder
+from telescope.runlog.identity import new_identity, write_identity
 from telescope.runlog.layout import RunDirectory
 
 WATCHING = """
 import signal, sys
 from pathlib import Path
+from telescope.runlog import attempts
 from telescope.runlog.holder import hold
 from telescope.runlog.layout import RunDirectory
 run = RunDirectory(Path(sys.argv[1]))
@@ -117,3 +122,53 @@ def test_servers_are_told_with_their_address_and_no_key(tmp_path: Path, capsys):
     assert servers.main([str(run.path)]) == 0
     assert capsys.readouterr().out == "server-0  http://127.0.0.1:8100/v1  tiny\n"
     assert servers.main([]) == 2
+
+
+def slurm_says(folder: Path, monkeypatch: pytest.MonkeyPatch, state: str) -> Path:
+    """Clients of a Slurm that has job 12 in that state, none where it is empty; the file that scancel notes its job in."""
+    folder.mkdir(exist_ok=True)
+    cancelled = folder / "cancelled"
+    for name, does in {"squeue": f"echo '12|{state}'" if state else "true", "scancel": f"echo $1 >> {cancelled}"}.items():
+        (folder / name).write_text(f"#!/bin/sh\n{does}\n")
+        (folder / name).chmod(0o700)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return cancelled
+
+
+def submitted(path: Path, why: str, requeued: bool) -> RunDirectory:
+    """A run whose first attempt has ended with code 75, or that has none where `why` is empty."""
+    run = RunDirectory.create(path)
+    write_identity(run, new_identity("x", datetime.now(UTC), "0" * 16))
+    attempts.write_submission(run, "12", path / "script")
+    if why:
+        attempts.end(run, attempts.begin(run, "12", "12.0", ("n1",)), why, 75, requeued=requeued)
+        run.exit_json.write_text('{"exit_code": 75}')
+        hold(run)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("why", "requeued", "slurm", "state", "cancels"),
+    [
+        ("preempted", True, "PENDING", "waiting", True),
+        ("preempted", True, "COMPLETING", "waiting", True),
+        ("preempted", True, "RUNNING", "running", True),
+        ("preempted", True, "CANCELLED", "failed", False),
+        ("preempted", True, "", "failed", False),
+        ("failed", False, "COMPLETING", "failed", False),
+        ("failed", False, "PENDING", "waiting", True),  # somebody called scontrol requeue
+        ("", False, "PENDING", "waiting", True),
+        ("", False, "CANCELLED", "failed", False),
+    ],
+)
+def test_the_exit_of_an_attempt_is_not_the_end_of_a_job_that_comes_again(
+    why: str, requeued: bool, slurm: str, state: str, cancels: bool, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+):
+    cancelled = slurm_says(tmp_path / "bin", monkeypatch, slurm)
+    run = submitted(tmp_path / "runs" / "a", why, requeued)
+    assert runs.main(["list", str(tmp_path / "runs"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["state"] == state
+    assert runs.main(["stop", str(run.path)]) == 0
+    assert cancelled.exists() is cancels
+    assert ("has ended already" in capsys.readouterr().out) is not cancels
+    assert not cancels or cancelled.read_text() == "12\n"

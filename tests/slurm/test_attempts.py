@@ -17,6 +17,7 @@ from telescope._launch.plan import Plan, ProcessPlan, write_plan
 from telescope._launch.processes import Process
 from telescope._launch.slurm.queue import state_of
 from telescope._launch.slurm.verdict import Ended, JobFacts, Next, Why, judge
+from telescope.config.slurm import SlurmSettings
 from telescope.runlog import attempts
 from telescope.runlog.identity import new_identity, read_identity, write_identity
 from telescope.runlog.layout import RunDirectory
@@ -51,14 +52,25 @@ print(supervise_in(RunDirectory(Path(sys.argv[1])), around))
     ],
 )
 def test_the_end_of_an_attempt_is_told_from_a_failure(ended: Ended, job: JobFacts, why: Why, then: Next):
-    verdict = judge(ended, job, requeue=True, budget=1)
+    verdict = judge(ended, job, requeue=True, restart_after_walltime=True, budget=1)
     assert (verdict.why, verdict.next) == (why, then)
 
 
 def test_no_attempt_follows_where_none_is_wanted_or_left():
     for requeue, budget in ((False, 5), (True, 0)):
-        assert judge(Ended(75, warned=True), JobFacts(), requeue=requeue, budget=budget).next == "leave"
-    assert judge(Ended(70), JobFacts(preempted=True), requeue=False, budget=5).next == "leave"
+        verdict = judge(Ended(75, warned=True), JobFacts(), requeue=requeue, restart_after_walltime=True, budget=budget)
+        assert verdict.next == "leave"
+    preempted = JobFacts(preempted=True)
+    assert judge(Ended(70), preempted, requeue=False, restart_after_walltime=True, budget=5).next == "leave"
+
+
+def test_a_run_that_would_begin_at_step_1_again_is_not_restarted_after_its_walltime_unless_told_so():
+    ended = Ended(75, warned=True)
+    assert SlurmSettings().restart_after_walltime is False
+    verdict = judge(ended, JobFacts("RUNNING"), requeue=True, restart_after_walltime=False, budget=100)
+    assert (verdict.why, verdict.next) == ("walltime", "leave")
+    lost = judge(Ended(70, carrier_lost=True), JobFacts("RUNNING"), requeue=True, restart_after_walltime=False, budget=100)
+    assert (lost.why, lost.next) == ("node_failed", "requeue")
 
 
 @pytest.fixture
@@ -98,6 +110,22 @@ def test_putting_aside_goes_on_where_it_was_cut_short(run: RunDirectory):
     attempts.put_aside(run, 1)
     assert (run.path / "attempts" / "1" / "logs" / "trainer-0.log").read_text() == "one"
     assert run.journal.parent.is_dir()
+
+
+def test_a_line_that_was_cut_short_spoils_neither_the_next_nor_the_others(run: RunDirectory):
+    first = attempts.begin(run, "12", "12.0", ("n1",))
+    attempts.end(run, first, "preempted", 70, requeued=True)
+    whole = run.attempts.read_bytes()
+    run.attempts.write_bytes(whole + b'{"number":2,"job_id":"1\xc3')
+    second = attempts.begin(run, "12", "12.1", ("n1",))
+    attempts.end(run, second, "done", 0, requeued=False)
+    assert [(one.number, one.attempt, one.why) for one in attempts.read_attempts(run)] == [
+        (1, "12.0", "preempted"),
+        (2, "12.1", "done"),
+    ]
+    assert len(run.attempts.read_bytes().splitlines()) == 5
+    run.attempts.write_bytes(whole[:-1])  # whole but for its newline
+    assert attempts.read_attempts(run)[0].why == "preempted"
 
 
 def test_a_run_says_how_it_stands_with_and_without_slurm(run: RunDirectory, tmp_path: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -194,9 +195,10 @@ def test_a_step_names_its_component_and_its_node_and_shares_it():
     assert "--het-group=1" not in srun(settings, Node("n1", None, None, 16, 8), "server-0")
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "telescope.run", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    variables = {**os.environ, **environment}
+    return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=100, check=False)
 
 
 def test_a_dry_run_writes_the_batch_file_and_submits_nothing(tmp_path: Path):
@@ -229,6 +231,45 @@ def test_a_sweep_of_hetjobs_is_refused_before_any_directory_is_made(tmp_path: Pa
     assert done.returncode == 1
     assert "Slurm has no arrays of heterogeneous jobs" in done.stderr
     assert not (tmp_path / "sweep").exists()
+
+
+def slurm_that_accepts_once(folder: Path) -> str:
+    """PATH with an sbatch that accepts one submission as job 12 and refuses all others."""
+    folder.mkdir()
+    sbatch = f"mkdir {folder}/accepted 2>/dev/null && echo Submitted batch job 12 || {{ echo no such partition >&2; exit 1; }}"
+    for name, does in {"sbatch": sbatch, "srun": "true"}.items():
+        (folder / name).write_text(f"#!/bin/sh\n{does}\n")
+        (folder / name).chmod(0o700)
+    return f"{folder}:{os.environ['PATH']}"
+
+
+SWEEP = ("-m", "experiment=fake", "cluster=slurm", "seed=0,1", "cluster.slurm.partition=a,b")
+
+
+def told_of(sweep: Path) -> list[tuple[str, int | None, str]]:
+    points = json.loads((sweep / "sweep.json").read_text())["points"]
+    return [(point["job"], point["exit_code"], point["reason"][:13]) for point in points]
+
+
+def test_jobs_that_were_accepted_before_a_refusal_are_told(tmp_path: Path):
+    done = run(*SWEEP, f"run_dir={tmp_path}/sweep", PATH=slurm_that_accepts_once(tmp_path / "bin"))
+    assert done.returncode == 1, done.stderr
+    assert "no such partition" in done.stderr
+    assert "2 jobs were submitted before: 12_0, 12_1 (" in done.stderr
+    assert "Nothing was submitted" not in done.stderr
+    told = told_of(tmp_path / "sweep")
+    assert [told[0], told[2]] == [("12_0", None, "submitted"), ("12_1", None, "submitted")]
+    assert [told[1], told[3]] == [("", 1, "not submitted"), ("", 1, "not submitted")]
+
+
+def test_a_point_whose_directory_could_not_be_made_is_not_called_submitted(tmp_path: Path):
+    in_the_way = tmp_path / "sweep" / "001_tiny-grpo" / "something"
+    in_the_way.mkdir(parents=True)
+    done = run(*SWEEP, f"run_dir={tmp_path}/sweep", PATH=slurm_that_accepts_once(tmp_path / "bin"))
+    assert done.returncode == 1, done.stderr
+    told = told_of(tmp_path / "sweep")
+    assert [told[0], told[2]] == [("12_0", None, "submitted"), ("12_1", None, "submitted")]
+    assert [told[1], told[3]] == [("", 1, "not submitted"), ("", 1, "not submitted")]
 
 
 def test_the_preset_has_every_setting_with_its_default():

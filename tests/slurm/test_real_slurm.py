@@ -85,7 +85,7 @@ def test_nothing_is_left_after_scancel(tracking: str, submit: Submit, request: p
 
 
 def test_before_the_walltime_the_run_stops_in_good_order_and_is_queued_again(slurm: Slurm, submit: Submit):
-    (job,) = submit(slurm, *LONG)
+    (job,) = submit(slurm, *LONG, "cluster.slurm.restart_after_walltime=true")
     job.until_under_way()
     run_id = read_identity(job.directory).run_id
     slurm.client("scancel", "--batch", "--signal=USR2", job.job_id)  # what B:USR2@120 does
