@@ -184,8 +184,8 @@ class Mute(MultiTurn):
     def prompts(self, split: str) -> Sequence[Prompt]:
         return [Prompt(({"role": "user", "content": "ab"},))]
 
-    def initial_state(self, prompt: Prompt) -> Any:
-        return {}
+    async def initial_state(self, prompt: Prompt) -> Any:
+        return {}  # needs no thread: every rollout has a state to give back
 
     def reply(self, state: Any, answer: str) -> Any:
         self._entered.release()
