@@ -62,9 +62,7 @@ def nominal(settings: SlurmSettings) -> tuple[Node, ...]:
 
 def allocated(settings: SlurmSettings, environment: Mapping[str, str]) -> Allocation:
     """What Slurm gave. Raises `PlanError` where its variables say something else than what was asked for."""
-    array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
-    job_id = f"{array}_{task}" if array and task else _need(environment, "SLURM_JOB_ID")
-    restarts = int(environment.get("SLURM_RESTART_COUNT") or 0)
+    job_id, restarts = job_of(environment)
     if settings.hetjob:
         names = [expand(_need(environment, f"SLURM_JOB_NODELIST_HET_GROUP_{index}")) for index in (0, 1)]
         given = [*names[0], *names[1]]
@@ -79,6 +77,13 @@ def allocated(settings: SlurmSettings, environment: Mapping[str, str]) -> Alloca
         Node(name, node.group, node.het_group, node.cpus, node.gpus) for name, node in zip(given, wanted, strict=True)
     )
     return Allocation(job_id, restarts, nodes)
+
+
+def job_of(environment: Mapping[str, str]) -> tuple[str, int]:
+    """The job's id, `12` or `12_3` of an array, and its restarts so far. Raises `PlanError` where this is no job."""
+    array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
+    job_id = f"{array}_{task}" if array and task else _need(environment, "SLURM_JOB_ID")
+    return job_id, int(environment.get("SLURM_RESTART_COUNT") or 0)
 
 
 def expand(names: str) -> list[str]:

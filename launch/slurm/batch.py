@@ -13,20 +13,22 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from telescope._launch.address import NoAddress, interface_of, is_own, local_address, resolved
+from telescope._launch.causes import Cause
 from telescope._launch.environ import own
-from telescope._launch.node import Conclusion, Surroundings, supervise_in
+from telescope._launch.node import Conclusion, Surroundings, exit_record, supervise_in
 from telescope._launch.plan import PlanError, ProcessPlan, make_plan, write_plan
 from telescope._launch.slurm import queue
-from telescope._launch.slurm.allocation import Allocation, Node, allocated
+from telescope._launch.slurm.allocation import Allocation, Node, allocated, job_of
 from telescope._launch.slurm.place import LOOPBACK, hosts_of
 from telescope._launch.slurm.verdict import Ended, JobFacts, Verdict, judge
-from telescope.config.run import load_run
+from telescope.config.run import RunConfig, load_run
 from telescope.config.slurm import SlurmSettings
 from telescope.runlog import attempts
 from telescope.runlog.holder import hold
-from telescope.runlog.layout import RunDirectory
+from telescope.runlog.layout import RunDirectory, write_atomically
 from telescope.weights.choose import TransportRefused, planned
 
 log = logging.getLogger(__name__)
@@ -45,22 +47,24 @@ def run(run_dir: str) -> None:
     signal.signal(signal.SIGUSR2, lambda number, _: early.append(number))  # submitit's own handler would give up the job
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", force=True)
     directory = RunDirectory(Path(run_dir))
-    config = load_run(directory.config_json)
-    settings = config.cluster.slurm
-    if settings is None:
-        raise PlanError(f"{directory.config_json} has no cluster.slurm: the run was not made for Slurm")
-    allocation = allocated(settings, own())
+    if _is_done(directory):
+        log.info("%s is done: there is nothing left to do.", directory.path)
+        raise SystemExit(0)
+    job_id, restarts = job_of(own())
+    try:
+        config, settings = _configuration(directory)
+        allocation = allocated(settings, own())
+    except (PlanError, ValueError, OSError) as error:
+        _refuse(directory, attempts.begin(directory, job_id, f"{job_id}.{restarts}", ()), error)
     names = tuple(node.name for node in allocation.nodes)
-    attempt = attempts.begin(directory, allocation.job_id, allocation.attempt, names)
+    attempt = attempts.begin(directory, job_id, allocation.attempt, names)
     log.info("Attempt %d of %s on %s.", attempt.number, directory.path, ", ".join(names))
     try:
         plan = make_plan(config, hosts_of(allocation.nodes, networks(names)))
         write_plan(plan, directory.plan_json)
         planned(config.weight_sync.transport, directory.plan_json, adapters=config.model.lora is not None)
     except (PlanError, NoAddress, TransportRefused) as error:
-        log.error("%s", error)
-        attempts.end(directory, attempt, "failed", CONFIG_ERROR, requeued=False)
-        raise SystemExit(CONFIG_ERROR) from None
+        _refuse(directory, attempt, error)
     hold(directory)
     concluded = supervise_in(directory, _surroundings(settings, allocation, lambda: bool(early)))
     verdict = _judge(concluded, settings, allocation, directory)
@@ -69,6 +73,28 @@ def run(run_dir: str) -> None:
     if verdict.next != "leave":
         _go_again(allocation.job_id, at_once=verdict.next == "requeue")
     raise SystemExit(concluded.code)
+
+
+def _is_done(directory: RunDirectory) -> bool:
+    """Somebody may have the job of a run that has ended well queued again, or Slurm may, on the loss of a node at its end."""
+    return any(attempt.why == "done" for attempt in attempts.read_attempts(directory)[-1:])
+
+
+def _configuration(directory: RunDirectory) -> tuple[RunConfig, SlurmSettings]:
+    config = load_run(directory.config_json)
+    if config.cluster.slurm is None:
+        raise PlanError(f"{directory.config_json} has no cluster.slurm: the run was not made for Slurm")
+    return config, config.cluster.slurm
+
+
+def _refuse(directory: RunDirectory, attempt: attempts.Attempt, error: Exception) -> NoReturn:
+    """End an attempt whose processes were not started, and leave what a supervisor leaves, for those who ask how it ended."""
+    log.error("%s", error)
+    cause = Cause("supervisor", str(error), "", ())
+    write_atomically(directory.verdict, f"{error}\n")
+    write_atomically(directory.exit_json, exit_record(CONFIG_ERROR, cause, {}, {}))
+    attempts.end(directory, attempt, "failed", CONFIG_ERROR, requeued=False)
+    raise SystemExit(CONFIG_ERROR) from None
 
 
 def networks(nodes: Sequence[str]) -> dict[str, tuple[str, str]]:

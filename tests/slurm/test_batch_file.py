@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,10 @@ from telescope._launch.slurm.batch import srun
 from telescope._launch.slurm.place import hosts_of
 from telescope._launch.slurm.submit import SubmitRefused, script_text, submit
 from telescope.config.slurm import SlurmGroup, SlurmSettings, minutes_of
-from telescope.runlog.attempts import read_submission
+from telescope.runlog.attempts import begin, end, read_attempts, read_submission
+from telescope.runlog.identity import new_identity, write_identity
 from telescope.runlog.layout import RunDirectory
+from telescope.runs import standing
 
 ROOT = Path(__file__).resolve().parents[2]
 FULL = SlurmSettings(
@@ -270,6 +273,45 @@ def test_a_point_whose_directory_could_not_be_made_is_not_called_submitted(tmp_p
     told = told_of(tmp_path / "sweep")
     assert [told[0], told[2]] == [("12_0", None, "submitted"), ("12_1", None, "submitted")]
     assert [told[1], told[3]] == [("", 1, "not submitted"), ("", 1, "not submitted")]
+
+
+BATCH = "import sys; from telescope._launch.slurm.batch import run; run(sys.argv[1])"
+
+
+def attempted(directory: RunDirectory, **variables: str) -> subprocess.CompletedProcess[str]:
+    """What the job 12 does on node n1, or on those that `variables` say."""
+    environment = {**os.environ, "SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "n1", **variables}
+    command = [sys.executable, "-c", BATCH, str(directory.path)]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_an_attempt_that_is_refused_before_its_start_is_listed_as_failed_with_the_reason(tmp_path: Path):
+    done = run("experiment=fake", "cluster=slurm", "cluster.dry_run=true", f"run_dir={tmp_path}/run")
+    assert done.returncode == 0, done.stderr
+    directory = RunDirectory(tmp_path / "run")
+    assert attempted(directory, SLURM_JOB_NODELIST="n[1-2]").returncode == 1
+    found = standing(directory)
+    assert (found.state, found.reason) == ("failed", "Slurm gave 2 nodes (n1, n2) and the run asks for 1: submit it again")
+    directory.config_json.write_text("{}")
+    assert attempted(directory, SLURM_RESTART_COUNT="1").returncode == 1
+    found = standing(directory)
+    assert (found.state, found.reason.partition(" is not ")[2]) == ("failed", "the configuration of a run in format 1")
+    assert [(one.attempt, one.why, one.exit_code) for one in read_attempts(directory)] == [
+        ("12.0", "failed", 1),
+        ("12.1", "failed", 1),
+    ]
+    assert "Slurm gave 2 nodes" in RunDirectory(directory.earlier_attempt(1)).verdict.read_text()
+
+
+def test_the_job_of_a_run_that_is_done_does_not_begin_it_again(tmp_path: Path):
+    directory = RunDirectory.create(tmp_path / "run")
+    write_identity(directory, new_identity("x", datetime.now(UTC), "0" * 16))
+    end(directory, begin(directory, "12", "12.0", ("n1",)), "done", 0, requeued=False)
+    directory.exit_json.write_text('{"exit_code": 0}')
+    done = attempted(directory, SLURM_RESTART_COUNT="1")
+    assert done.returncode == 0, done.stderr
+    assert len(read_attempts(directory)) == 1
+    assert standing(directory).state == "done"
 
 
 def test_the_preset_has_every_setting_with_its_default():
