@@ -92,7 +92,7 @@ def _refuse(directory: RunDirectory, attempt: attempts.Attempt, error: Exception
     log.error("%s", error)
     cause = Cause("supervisor", str(error), "", ())
     write_atomically(directory.verdict, f"{error}\n")
-    write_atomically(directory.exit_json, exit_record(CONFIG_ERROR, cause, {}, {}))
+    write_atomically(directory.exit_json, exit_record(CONFIG_ERROR, cause, {}, {}, None))
     attempts.end(directory, attempt, "failed", CONFIG_ERROR, requeued=False)
     raise SystemExit(CONFIG_ERROR) from None
 
