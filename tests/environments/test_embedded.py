@@ -106,7 +106,7 @@ def turns_script(script: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_the_base_of_several_turns_half_knows_its_task(turns_script: Any) -> None:
     model = Qwen3ForCausalLM.from_pretrained(EMBEDDED / "tiny_turns").eval()
     turns_script.CHECKED = 256
-    policy = turns_script.policy(model, turns_script.tiny.make_tokenizer(), sample=True)
+    policy = turns_script.MAKER.policy(model, turns_script.tiny.make_tokenizer(), sample=True)
     found = turns_script.play(policy)
     assert 0.3 < found["exact"] < 0.5
     card = (EMBEDDED / "tiny_turns" / "MODEL_CARD.md").read_text()

@@ -42,8 +42,8 @@ def test_size_and_tokenizer() -> None:
 def test_the_base_half_knows_its_task_and_at_its_best_knows_it(script: Any) -> None:
     model, tokenizer = Qwen3ForCausalLM.from_pretrained(FOLDER).eval(), AutoTokenizer.from_pretrained(FOLDER)
     script.CHECKED = 192
-    assert 0.15 < script.play(script.policy(model, tokenizer, sample=True))["exact"] < 0.40
-    assert script.play(script.policy(model, tokenizer, sample=False))["exact"] > 0.9
+    assert 0.15 < script.play(script.MAKER.policy(model, tokenizer, sample=True))["exact"] < 0.40
+    assert script.play(script.MAKER.policy(model, tokenizer, sample=False))["exact"] > 0.9
 
 
 def test_the_card_says_what_was_measured() -> None:
