@@ -261,7 +261,8 @@ async def _ranks(config: RunConfig, directory: RunDirectory, identity: RunIdenti
 
 async def _end(child: asyncio.subprocess.Process) -> None:
     try:
-        await asyncio.wait_for(child.wait(), 5.0)
+        async with asyncio.timeout(5.0):
+            await child.wait()
     except TimeoutError:
         child.kill()
         await child.wait()

@@ -170,7 +170,8 @@ class FakeEngine:
     async def _interrupted(self, aborted: asyncio.Event) -> bool:
         if self._token_s:
             try:
-                await asyncio.wait_for(aborted.wait(), self._token_s)
+                async with asyncio.timeout(self._token_s):
+                    await aborted.wait()
             except TimeoutError:
                 return False
         return aborted.is_set()

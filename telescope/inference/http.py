@@ -100,7 +100,8 @@ async def http_beside(
     finally:
         server.should_exit = True
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(serving, CLOSE_S)
+            async with asyncio.timeout(CLOSE_S):
+                await serving
         listener.close()
 
 

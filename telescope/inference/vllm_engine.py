@@ -423,7 +423,8 @@ class VllmEngine:
 
     async def _why_dead(self) -> str:
         try:
-            return await asyncio.wait_for(self._children.first_end(), DEATH_TOLD_S)
+            async with asyncio.timeout(DEATH_TOLD_S):
+                return await self._children.first_end()
         except TimeoutError:
             return "vLLM's engine says that it is dead; its own words are further up in this log"
 

@@ -54,7 +54,8 @@ class Wire:
         return self.seq
 
     async def answer(self) -> tuple[int, Body, tuple[np.ndarray, ...]]:
-        return await asyncio.wait_for(self.answers.get(), 60)
+        async with asyncio.timeout(60):  # not wait_for, which on Python 3.11 may swallow a cancellation
+            return await self.answers.get()
 
     async def received(self) -> Delivery:
         return await self.inbox.get()

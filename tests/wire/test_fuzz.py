@@ -228,7 +228,6 @@ class DoorTraffic:
             self.trips += 1
 
 
-@pytest.mark.slow  # late in a whole fast lane it was seen to stand still for minutes; alone it takes two seconds
 async def test_a_servers_door_lives_through_the_same_flood(run: RunDirectory) -> None:
     door = await Hub.open_door(run, "server-0", HubIdentity(**IDENTITY), silent_s=15.0)
     orders = Wire()
