@@ -12,7 +12,6 @@ if __name__ == "__main__":
     terminal.prepare()  # before the imports below: they take a moment, in which a Ctrl-C must not be a traceback
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from telescope.runlog.ending import told
 from telescope.runlog.layout import RunDirectory
 from telescope.start import (
     CONFIG_ERROR,
@@ -201,11 +201,7 @@ def _run_all(points: Sequence[Point], arguments: Sequence[str], sweep: Sweep | N
 
 def _interrupted(order: Order) -> bool:
     """Whether a signal came while the run was ending by itself: then its exit code tells of that end."""
-    try:
-        told = json.loads(RunDirectory(Path(str(order.config.run_dir))).exit_json.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return told.get("interrupted") is not None
+    return told(RunDirectory(Path(str(order.config.run_dir))).exit_json).get("interrupted") is not None
 
 
 def _grouped(config: RunConfig, sweep: Sweep | None) -> dict[str, object]:

@@ -18,7 +18,9 @@ from typing import Any
 
 from telescope._launch.slurm.queue import SlurmSilent, cancel, stage_of, state_of, states
 from telescope.runlog.attempts import read_submission
-from telescope.runlog.holder import ask_to_stop, life, read_holder
+from telescope.runlog.ending import reason as reason_of
+from telescope.runlog.ending import told
+from telescope.runlog.holder import life, read_holder, stop
 from telescope.runlog.layout import RunDirectory
 
 OK, FAILED = 0, 1
@@ -66,10 +68,10 @@ def _parser() -> argparse.ArgumentParser:
     tail.add_argument("-n", "--lines", type=int, default=20)
     tail.add_argument("--once", action="store_true", help="print what is there and leave")
     tail.set_defaults(act=_tail)
-    stop = actions.add_parser("stop", help="end a run as Ctrl-C would, and wait for its end")
-    stop.add_argument("run", type=Path)
-    stop.add_argument("--timeout", type=float, default=60.0, metavar="S", help="how long to wait for its end (default: 60)")
-    stop.set_defaults(act=_stop)
+    stopping = actions.add_parser("stop", help="end a run as Ctrl-C would, and wait for its end")
+    stopping.add_argument("run", type=Path)
+    stopping.add_argument("--timeout", type=float, default=60.0, metavar="S", help="how long to wait for its end (default: 60)")
+    stopping.set_defaults(act=_stop)
     return parser
 
 
@@ -111,13 +113,13 @@ def job_states(runs: Sequence[RunDirectory]) -> dict[str, str]:
 
 
 def standing(run: RunDirectory, jobs: Mapping[str, str] = MappingProxyType({})) -> Standing:
-    status, ended, summary = (_read(path) for path in (run.status_json, run.exit_json, run.summary_json))
+    status, ended, summary = (told(path) for path in (run.status_json, run.exit_json, run.summary_json))
     changed = max((path.stat().st_mtime for path in (run.status_json, run.run_json) if path.exists()), default=0.0)
     submission = read_submission(run)
     known = jobs.get(submission.job_id, "") if submission is not None else ""
     stage = stage_of(run, known) if known else "unknown"
     state = stage if stage in ("waiting", "running") else _state_of_files(run, ended, changed, over=stage == "over")
-    reason = _verdict(run) if state == "failed" else ""
+    reason = reason_of(run) if state == "failed" else ""
     reward = summary.get("reward_mean_last", status.get("reward"))
     job = "" if submission is None else f"{submission.job_id} {state_of(run, dict(jobs))}".strip()
     return Standing(run, state, status.get("step"), status.get("steps"), reward, reason, changed, job)
@@ -159,21 +161,6 @@ def _as_json(one: Standing) -> dict[str, Any]:
     }
 
 
-def _verdict(run: RunDirectory) -> str:
-    try:
-        return run.verdict.read_text(encoding="utf-8").strip()
-    except OSError:
-        return str(_read(run.summary_json).get("exit_reason", ""))
-
-
-def _read(path: Path) -> Mapping[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 # ---- tail
 
 
@@ -212,17 +199,18 @@ def _stop(asked: argparse.Namespace) -> int:
     if life(holder) == "elsewhere":
         sys.stderr.write(f"{asked.run} is watched by process {holder.pid} on {holder.host}: stop it there\n")
         return FAILED
-    if not ask_to_stop(holder):
-        sys.stderr.write(f"{asked.run}: process {holder.pid}, which watched it, is gone; its other processes went with it\n")
-        return FAILED
-    deadline = time.monotonic() + asked.timeout
-    while life(holder) == "alive":
-        if time.monotonic() >= deadline:
+    match stop(holder, asked.timeout):
+        case "gone":
+            sys.stderr.write(
+                f"{asked.run}: process {holder.pid}, which watched it, is gone; its other processes went with it\n"
+            )
+            return FAILED
+        case "late":
             sys.stderr.write(f"{asked.run} has not ended within {asked.timeout:g} s; it was asked to, and goes on ending\n")
             return FAILED
-        time.sleep(LOOK_S)
-    sys.stdout.write(f"{asked.run} has ended.\n")
-    return OK
+        case "ended":
+            sys.stdout.write(f"{asked.run} has ended.\n")
+            return OK
 
 
 def _has_ended(run: RunDirectory) -> int:

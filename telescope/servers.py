@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
+from telescope.runlog.ending import told
 from telescope.runlog.layout import RunDirectory
 
 USAGE = "usage: python -m telescope.servers RUN_DIR\n"
@@ -38,11 +37,8 @@ def listening(run: RunDirectory) -> Iterator[str]:
     """A line a server, e.g. `server-0  http://127.0.0.1:8100/v1  tiny`."""
     folder = run.server("any").parent
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
-        try:
-            told: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue  # it has gone, or is being written
-        yield "  ".join([path.stem, *(str(told[name]) for name in SHOWN if told.get(name) is not None)])
+        if found := told(path):  # else it has gone, or is being written
+            yield "  ".join([path.stem, *(str(found[name]) for name in SHOWN if found.get(name) is not None)])
 
 
 if __name__ == "__main__":

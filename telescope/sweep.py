@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from telescope.runlog.ending import reason, told
 from telescope.runlog.layout import RunDirectory, write_atomically
 
 OBJECTIVE = "reward_mean_last"
@@ -53,13 +54,13 @@ class Sweep:
 
     def ended(self, overrides: Sequence[str], run_dir: Path, exit_code: int) -> Result:
         """Take down how the next point ended, from what its run directory says."""
-        summary = _read(RunDirectory(run_dir).summary_json)
+        summary = told(RunDirectory(run_dir).summary_json)
         result = Result(
             point=len(self.results),
             overrides=tuple(overrides),
             run_dir=str(run_dir),
             exit_code=exit_code,
-            reason=_reason(RunDirectory(run_dir), summary),
+            reason=reason(RunDirectory(run_dir)) or "it left no summary",
             value=_number(summary, self.objective),
             first=_number(summary, "reward_mean_first"),
         )
@@ -95,24 +96,8 @@ class Sweep:
 
     def _take(self, result: Result) -> None:
         self.results.append(result)
-        told = {"objective": self.objective, "points": [asdict(result) for result in self.results]}
-        write_atomically(self.file, json.dumps(told, indent=2) + "\n", mode=0o600)
-
-
-def _read(path: Path) -> Mapping[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _reason(run: RunDirectory, summary: Mapping[str, Any]) -> str:
-    """The supervisor's verdict where there is one (it names the process that failed), else what the summary says."""
-    try:
-        return run.verdict.read_text(encoding="utf-8").strip()
-    except OSError:
-        return str(summary.get("exit_reason") or summary.get("reason") or "it left no summary")
+        record = {"objective": self.objective, "points": [asdict(result) for result in self.results]}
+        write_atomically(self.file, json.dumps(record, indent=2) + "\n", mode=0o600)
 
 
 def _number(summary: Mapping[str, Any], path: str) -> float | None:

@@ -26,12 +26,15 @@ Options:
     --cfg job           print the configuration and start nothing (--resolve: with interpolations followed)
     --config-dir DIR    a folder of your own: presets in DIR/<group>/*.yaml,
                         Python files in DIR/plugins/{{algorithms,backends,environments}}/*.py
-    -m, --multirun      run every combination of values given as a,b,c, one after another;
-                        all are checked before the first starts
+    -m, --multirun      run every combination of values given as a,b,c, one after another (cluster=slurm: as an
+                        array); all are checked before the first starts. hydra/sweeper=… chooses points itself
+    --objective NAME    the number of summary.json that a sweep is about (default: reward_mean_last)
+    --new-key FILE      make the key that hosts without a shared folder know each other by (cluster.key_file)
 
 Every setting with its default and meaning: docs/configuration.md. Top level and sections:
 {sections}.
-Exit codes: 0 done · 1 wrong configuration or failed run · 2 wrong usage · 70 a part failed for good · 130, 143 interrupted
+Exit codes: 0 done · 1 wrong configuration or failed run · 2 wrong usage · 70 a part failed for good ·
+    75 stopped before its walltime, run it again · 129, 130, 143 interrupted
 """
 _DEFAULTS = {
     "algorithm": "grpo",

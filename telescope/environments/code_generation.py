@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, PrivateAttr, field_validator
+from pydantic import Field, PrivateAttr
 
 from telescope.environments.base import Prompt, Reward, SingleTurn
 from telescope.environments.code_answers import AssertTest, Result, Test, code_of, judge, read_tests
 from telescope.environments.draws import Draws
+from telescope.environments.questions.instruction import Instruction
 from telescope.environments.questions.rows import Row, Source
 from telescope.environments.sandboxes.base import SandboxError
 from telescope.environments.sandboxes.pool import Pool
@@ -59,7 +60,7 @@ class CodeGeneration(SingleTurn):
     """Column of code that goes before the answer's, e.g. HumanEval's `prompt` with its imports; null: none."""
     solution_field: str | None = "code"
     """Column of a right program, shown beside the policy's answer; null: none."""
-    instruction: str = "{question}\n\nWrite Python code that solves this. Put it into one ```python block."
+    instruction: Instruction = "{question}\n\nWrite Python code that solves this. Put it into one ```python block."
     """The user's message; {question} is filled in."""
     shown_tests: int = Field(default=1, ge=0)
     """Tests shown below the question: without one, the name of the wanted function is often unknown."""
@@ -77,13 +78,6 @@ class CodeGeneration(SingleTurn):
     """Where programs run."""
 
     _pool: Pool | None = PrivateAttr(default=None)
-
-    @field_validator("instruction")
-    @classmethod
-    def _instruction_asks(cls, instruction: str) -> str:
-        if "{question}" not in instruction:
-            raise ValueError(f"instruction={instruction!r} must contain {{question}}")
-        return instruction
 
     async def set_up(self) -> None:
         self._pool = await Pool.open(self.sandbox)

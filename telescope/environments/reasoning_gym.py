@@ -18,6 +18,7 @@ from telescope.environments.base import Prompt, Reward, SingleTurn
 from telescope.environments.draws import LazyPrompts
 from telescope.environments.graders import GraderOverrun, graded
 from telescope.environments.parsers import AnswerTags, ThinkTags, Whole
+from telescope.environments.questions.instruction import Instruction
 
 REFUSED = {
     "composite": "it is a mixture: give `environments` one entry for each of its parts",
@@ -39,7 +40,7 @@ class ReasoningGym(SingleTurn):
     """Which data set, e.g. chain_sum, countdown, sudoku, knights_knaves."""
     config: dict[str, Any] = Field(default_factory=dict)
     """That data set's own settings, e.g. {min_terms: 2, max_terms: 4}."""
-    instruction: str = "{question}\n\nGive the final answer between <answer> and </answer>."
+    instruction: Instruction = "{question}\n\nGive the final answer between <answer> and </answer>."
     """The user's message; {question} is filled in."""
     answer_tag: str | None = Field(default="answer", pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")
     """Read the answer from the last <tag>...</tag>; null: all of it behind any thought."""
@@ -56,13 +57,6 @@ class ReasoningGym(SingleTurn):
         if task in REFUSED:
             raise ValueError(f"task={task!r} can't be trained on: {REFUSED[task]}")
         return task
-
-    @field_validator("instruction")
-    @classmethod
-    def _instruction_asks(cls, instruction: str) -> str:
-        if "{question}" not in instruction:
-            raise ValueError(f"instruction={instruction!r} must contain {{question}}")
-        return instruction
 
     def prompts(self, split: str) -> Sequence[Prompt]:
         problems(self.task, self._config)  # refuses a wrong name or setting now rather than at the first rollout

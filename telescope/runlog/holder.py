@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 from pathlib import Path
@@ -13,6 +14,8 @@ import msgspec
 from telescope.runlog.layout import RunDirectory, write_atomically
 
 Life = Literal["alive", "gone", "elsewhere"]
+Stopped = Literal["ended", "late", "gone"]
+"""It ended after it was asked; it had not yet when time was up; it was no more."""
 
 
 class Holder(msgspec.Struct, frozen=True):
@@ -44,21 +47,21 @@ def life(holder: Holder) -> Life:
     return "alive" if _started(holder.pid) == holder.started else "gone"
 
 
-def ask_to_stop(holder: Holder) -> bool:
-    """As Ctrl-C does. False where it is gone already. Call it on the holder's own host."""
+def stop(holder: Holder, seconds: float) -> Stopped:
+    """Ask as Ctrl-C does, and wait for its end. Call it on the holder's own host."""
     try:
         descriptor = os.pidfd_open(holder.pid)
     except ProcessLookupError:
-        return False
+        return "gone"
     try:
         if _started(holder.pid) != holder.started:  # the descriptor holds the number: it can't be another's from here on
-            return False
+            return "gone"
         signal.pidfd_send_signal(descriptor, signal.SIGINT)
+        return "ended" if select.select([descriptor], [], [], seconds)[0] else "late"
     except ProcessLookupError:
-        return False
+        return "gone"
     finally:
         os.close(descriptor)
-    return True
 
 
 def _started(pid: int) -> int | None:

@@ -16,7 +16,7 @@ import pytest
 
 from telescope import runs, servers
 from telescope.runlog import attempts
-from telescope.runlog.holder import Holder, ask_to_stop, hold, life, read_holder
+from telescope.runlog.holder import Holder, hold, life, read_holder, stop
 from telescope.runlog.identity import new_identity, write_identity
 from telescope.runlog.layout import RunDirectory
 
@@ -90,7 +90,7 @@ def test_stop_asks_the_process_that_watches_as_ctrl_c_would_and_waits_for_its_en
         assert reaped.wait(60) == 0
     assert json.loads(run.exit_json.read_text()) == {"exit_code": 130}
     assert life(holder) == "gone"
-    assert ask_to_stop(holder) is False
+    assert stop(holder, 60) == "gone"
     assert runs.main(["stop", str(run.path)]) == 0
     assert "has ended already" in capsys.readouterr().out
 
@@ -100,7 +100,7 @@ def test_a_process_of_the_same_number_that_began_later_is_not_touched(tmp_path: 
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         assert life(other) == "gone"
-        assert ask_to_stop(other) is False
+        assert stop(other, 60) == "gone"
     finally:
         signal.signal(signal.SIGINT, before)
 

@@ -12,12 +12,13 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import ClassVar
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from telescope.environments.base import Prompt, Reward, SingleTurn, Turn
 from telescope.environments.draws import Draws
 from telescope.environments.graders import GraderOverrun, graded
 from telescope.environments.questions.answers import Form, final_answer, golden, same, settled
+from telescope.environments.questions.instruction import Instruction
 from telescope.environments.questions.rows import NoRows, Row, Source, field
 from telescope.environments.recent import Recent
 
@@ -57,7 +58,7 @@ class MathsQuestions(SingleTurn):
     """Only the first so many questions of the train split; null: all."""
     num_eval: int | None = Field(default=None, ge=1)
     """Only the first so many questions of the eval split; null: all."""
-    instruction: str = "{question}\n\nThink step by step, then give the final answer within \\boxed{}."
+    instruction: Instruction = "{question}\n\nThink step by step, then give the final answer within \\boxed{}."
     """The user's message; {question} is filled in."""
     system_prompt: str | None = None
     """A system message before it."""
@@ -70,13 +71,6 @@ class MathsQuestions(SingleTurn):
     wrong and has the tag too_heavy."""
     seed: int = 0
     """Names the draw of the questions held out."""
-
-    @field_validator("instruction")
-    @classmethod
-    def _instruction_asks(cls, instruction: str) -> str:
-        if "{question}" not in instruction:
-            raise ValueError(f"instruction={instruction!r} must contain {{question}}")
-        return instruction
 
     def prompts(self, split: str) -> Sequence[Prompt]:
         prompts = self._train_and_eval[split]
