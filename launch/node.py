@@ -15,12 +15,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-
-import msgspec
 
 from telescope._launch import child
 from telescope._launch.address import KeptPort
@@ -28,10 +24,12 @@ from telescope._launch.causes import COMPONENT_FAILED, Cause, how, root_cause, t
 from telescope._launch.household import Household
 from telescope._launch.plan import Plan, ProcessPlan, read_plan
 from telescope._launch.processes import Ending, Held
-from telescope._launch.progress import Console, LogCopy, Progress, read_object, summary_table
+from telescope._launch.progress import Console, LogCopy, Progress, summary_table
 from telescope._launch.remote import Nodes
 from telescope._launch.revival import LOOK_S, Revival
+from telescope._launch.terms import PATIENCE, PLAIN_HOST, Conclusion, Patience, Surroundings, exit_record
 from telescope.runlog import temporary
+from telescope.runlog.ending import read_object
 from telescope.runlog.layout import RunDirectory, write_atomically
 from telescope.weights import shared_memory
 from telescope.wire.security import make_keys
@@ -41,30 +39,6 @@ ERROR = 1
 STOPPED = 75
 """Stopped in good order before it was done, because the time was nearly up: run it again."""
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-@dataclass(frozen=True)
-class Patience:
-    """Seconds that processes get. Those after a failure, and those after Ctrl-C, come to less than 10 together."""
-
-    stop_s: float = 6.5
-    """The orchestrator, to finish and to tell its peers, after Ctrl-C."""
-    follow_s: float = 1.5
-    """Its peers after it, in both cases."""
-    leave_s: float = 20.0
-    """The peers, after a run that ended by itself."""
-    close_s: float = 120.0
-    """The orchestrator, to close its files and mirrors, when every peer has left."""
-    grace_s: float = 4.0
-    """The orchestrator, when another process has failed; the rest, when the orchestrator has."""
-    hurry_s: float = 0.5
-    """Between SIGTERM and SIGKILL, for those who did not follow the orchestrator after all that."""
-    shim_s: float = 1.0
-    """Shims beyond all that, before they get `kill`, and again before they are killed themselves."""
-    node_s: float = 2.0
-    """The same for what another node is told and says, on the way."""
-    fence_s: float = 2 * child.KILL_WAIT_S
-    """The shim of a fenced server, to end all that it has; then the shim itself is killed and the supervisor sweeps up."""
 
 
 class Phase(Enum):
@@ -78,47 +52,18 @@ class Phase(Enum):
     KILLING = "killing"
 
 
-@dataclass(frozen=True)
-class Surroundings:
-    """What a batch system adds to a supervisor's life; on a plain host nothing."""
-
-    carrier: Callable[[ProcessPlan], tuple[str, ...]] = lambda _: ()
-    """The command that carries a process to its node; empty: it runs here."""
-    warning: int | None = None
-    """The signal that says that the time is nearly up."""
-    warned_of: str = ""
-    """What the run's summary then gives as its reason, e.g. `walltime`."""
-    warned_before: Callable[[], bool] = lambda: False
-    """Whether the warning came before the supervisor could hear it."""
-    stop_s: float = 6.5
-    """What the orchestrator gets to stop after the warning."""
-
-
-@dataclass(frozen=True)
-class Conclusion:
-    """How a supervised run ended."""
-
-    code: int
-    warned: bool
-    """It was stopped because of the warning."""
-    interrupted: int | None
-    """The signal that stopped it else."""
-    carrier_lost: str
-    """The process whose carrier failed rather than itself, if that ended the run; else empty."""
-
-
-def supervise(run: RunDirectory, patience: Patience = Patience(), nodes: Nodes | None = None, port: int = 0) -> int:
+def supervise(run: RunDirectory, patience: Patience = PATIENCE, nodes: Nodes | None = None, port: int = 0) -> int:
     """Run the plan in `run` to its end in the foreground, and return the exit code. Call it from the main thread.
 
     `nodes`: the other hosts of the run, ready. `port`: kept where the trainer's rank 0 will be; 0: one of this host's.
     """
-    return supervise_in(run, Surroundings(), patience, nodes, port).code
+    return supervise_in(run, PLAIN_HOST, patience, nodes, port).code
 
 
 def supervise_in(
     run: RunDirectory,
     surroundings: Surroundings,
-    patience: Patience = Patience(),
+    patience: Patience = PATIENCE,
     nodes: Nodes | None = None,
     port: int = 0,
 ) -> Conclusion:
@@ -167,7 +112,7 @@ class Supervisor:
         wakeup: child.Wakeup,
         patience: Patience,
         nodes: Nodes | None = None,
-        surroundings: Surroundings = Surroundings(),
+        surroundings: Surroundings = PLAIN_HOST,
     ) -> None:
         self.directory = run
         self.surroundings = surroundings
@@ -462,14 +407,3 @@ class Supervisor:
         if self.warned and self.orchestrator_status != 0:  # else it was done before it heard
             return STOPPED
         return 0 if self.interrupted is None else 128 + self.interrupted
-
-
-def exit_record(
-    code: int, cause: Cause | None, endings: dict[str, Ending], lives: dict[str, int], interrupted: int | None
-) -> str:
-    """What `exit.json` says: the exit code of the run, the cause, how each process ended, which were started again, and the
-    signal that the supervisor got, if any."""
-    ended = {name: ending.status for name, ending in endings.items()}
-    restarts = {name: life - 1 for name, life in lives.items()}
-    record = {"exit_code": code, "cause": cause, "processes": ended, "restarts": restarts, "interrupted": interrupted}
-    return msgspec.json.format(msgspec.json.encode(record)).decode()

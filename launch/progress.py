@@ -6,13 +6,13 @@ goes: the display never ends a run, and neither does a terminal that went away.
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO, TypeGuard
 
+from telescope.runlog.ending import read_object
 from telescope.runlog.layout import RunDirectory
 
 PLAIN_EVERY_S = 1.0
@@ -111,15 +111,6 @@ class LogCopy:
         whole = chunk if last or len(chunk) == COPY_BYTES else chunk[: chunk.rfind(b"\n") + 1]
         self._offsets[name] += len(whole)
         return whole
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; empty where there is none, or no whole one."""
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def status_line(status: Mapping[str, Any]) -> str:

@@ -19,7 +19,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from telescope.runlog.ending import told
+from telescope.runlog.ending import read_object
 from telescope.runlog.layout import RunDirectory
 from telescope.start import (
     CONFIG_ERROR,
@@ -201,7 +201,7 @@ def _run_all(points: Sequence[Point], arguments: Sequence[str], sweep: Sweep | N
 
 def _interrupted(order: Order) -> bool:
     """Whether a signal came while the run was ending by itself: then its exit code tells of that end."""
-    return told(RunDirectory(Path(str(order.config.run_dir))).exit_json).get("interrupted") is not None
+    return read_object(RunDirectory(Path(str(order.config.run_dir))).exit_json).get("interrupted") is not None
 
 
 def _grouped(config: RunConfig, sweep: Sweep | None) -> dict[str, object]:

@@ -18,8 +18,8 @@ from typing import Any
 
 from telescope._launch.slurm.queue import SlurmSilent, cancel, stage_of, state_of, states
 from telescope.runlog.attempts import read_submission
+from telescope.runlog.ending import read_object
 from telescope.runlog.ending import reason as reason_of
-from telescope.runlog.ending import told
 from telescope.runlog.holder import life, read_holder, stop
 from telescope.runlog.layout import RunDirectory
 
@@ -113,7 +113,7 @@ def job_states(runs: Sequence[RunDirectory]) -> dict[str, str]:
 
 
 def standing(run: RunDirectory, jobs: Mapping[str, str] = MappingProxyType({})) -> Standing:
-    status, ended, summary = (told(path) for path in (run.status_json, run.exit_json, run.summary_json))
+    status, ended, summary = (read_object(path) for path in (run.status_json, run.exit_json, run.summary_json))
     changed = max((path.stat().st_mtime for path in (run.status_json, run.run_json) if path.exists()), default=0.0)
     submission = read_submission(run)
     known = jobs.get(submission.job_id, "") if submission is not None else ""

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from telescope.runlog.ending import told
+from telescope.runlog.ending import read_object
 from telescope.runlog.layout import RunDirectory
 
 USAGE = "usage: python -m telescope.servers RUN_DIR\n"
@@ -37,7 +37,7 @@ def listening(run: RunDirectory) -> Iterator[str]:
     """A line a server, e.g. `server-0  http://127.0.0.1:8100/v1  tiny`."""
     folder = run.server("any").parent
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
-        if found := told(path):  # else it has gone, or is being written
+        if found := read_object(path):  # else it has gone, or is being written
             yield "  ".join([path.stem, *(str(found[name]) for name in SHOWN if found.get(name) is not None)])
 
 

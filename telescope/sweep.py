@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from telescope.runlog.ending import reason, told
+from telescope.runlog.ending import read_object, reason
 from telescope.runlog.layout import RunDirectory, write_atomically
 
 OBJECTIVE = "reward_mean_last"
@@ -54,7 +54,7 @@ class Sweep:
 
     def ended(self, overrides: Sequence[str], run_dir: Path, exit_code: int) -> Result:
         """Take down how the next point ended, from what its run directory says."""
-        summary = told(RunDirectory(run_dir).summary_json)
+        summary = read_object(RunDirectory(run_dir).summary_json)
         result = Result(
             point=len(self.results),
             overrides=tuple(overrides),

@@ -18,12 +18,13 @@ from typing import NoReturn
 from telescope._launch.address import NoAddress, interface_of, is_own, local_address, resolved
 from telescope._launch.causes import Cause
 from telescope._launch.environ import own
-from telescope._launch.node import Conclusion, Surroundings, exit_record, supervise_in
+from telescope._launch.node import supervise_in
 from telescope._launch.plan import PlanError, ProcessPlan, make_plan, write_plan
 from telescope._launch.slurm import queue
 from telescope._launch.slurm.allocation import Allocation, Node, allocated, job_of
 from telescope._launch.slurm.place import LOOPBACK, hosts_of
 from telescope._launch.slurm.verdict import Ended, JobFacts, Verdict, judge
+from telescope._launch.terms import Conclusion, Surroundings, exit_record
 from telescope.config.run import RunConfig, load_run
 from telescope.config.slurm import SlurmSettings
 from telescope.runlog import attempts

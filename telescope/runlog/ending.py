@@ -10,7 +10,7 @@ from typing import Any
 from telescope.runlog.layout import RunDirectory
 
 
-def told(path: Path) -> Mapping[str, Any]:
+def read_object(path: Path) -> Mapping[str, Any]:
     """A JSON object of the run directory; empty where it is not there, or is being written, or is no object."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -24,4 +24,4 @@ def reason(run: RunDirectory) -> str:
     try:
         return run.verdict.read_text(encoding="utf-8").strip()
     except OSError:
-        return str(told(run.summary_json).get("exit_reason", ""))
+        return str(read_object(run.summary_json).get("exit_reason", ""))

@@ -20,7 +20,8 @@ from telescope.runlog.layout import RunDirectory
 
 STAND_IN = str(Path(__file__).with_name("stand_in.py"))
 START = (
-    "import json, sys; from pathlib import Path; from telescope._launch.node import Patience, supervise; "
+    "import json, sys; from pathlib import Path; from telescope._launch.node import supervise; "
+    "from telescope._launch.terms import Patience; "
     "from telescope.runlog.layout import RunDirectory; "
     "sys.exit(supervise(RunDirectory(Path(sys.argv[1])), Patience(**json.loads(sys.argv[2]))))"
 )

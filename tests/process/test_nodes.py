@@ -26,7 +26,8 @@ HEAD = """
 import json, sys
 from pathlib import Path
 from telescope._launch import meet
-from telescope._launch.node import Patience, supervise
+from telescope._launch.node import supervise
+from telescope._launch.terms import Patience
 from telescope._launch.plan import read_plan
 from telescope._launch.remote import Nodes, NodesMissing
 from telescope._launch.talk import HeadTalk

@@ -27,7 +27,8 @@ LIMIT_S = 60.0
 SUPERVISE = """
 import signal, sys
 from pathlib import Path
-from telescope._launch.node import Surroundings, supervise_in
+from telescope._launch.node import supervise_in
+from telescope._launch.terms import Surroundings
 from telescope.runlog.layout import RunDirectory
 around = Surroundings(warning=signal.SIGUSR2, warned_of="walltime", warned_before=lambda: sys.argv[2] == "1", stop_s=60)
 print(supervise_in(RunDirectory(Path(sys.argv[1])), around))
