@@ -12,7 +12,8 @@ from multiprocessing.process import BaseProcess
 
 import psutil
 
-REAPED_S = 0.1
+REAPED_S, LOOK_EVERY_S = 3.0, 0.05
+"""Another thread may have reaped a process and not written down its exit code: how long for that, and how often looked."""
 
 
 class Children:
@@ -59,16 +60,13 @@ class Children:
         return [process for process in multiprocessing.active_children() if process.pid not in self._before]
 
     def _on_end(self, descriptor: int) -> None:
-        loop = asyncio.get_running_loop()
-        loop.remove_reader(descriptor)
-        process = self._watched[descriptor]
-        if process.exitcode is None:  # vLLM's thread has just reaped it and is about to write that down
-            loop.call_later(REAPED_S, self._tell, process)
-        else:
-            self._tell(process)
+        asyncio.get_running_loop().remove_reader(descriptor)
+        self._tell(self._watched[descriptor], time.monotonic() + REAPED_S)
 
-    def _tell(self, process: BaseProcess) -> None:
-        if self._ended is not None and not self._ended.done():
+    def _tell(self, process: BaseProcess, until: float) -> None:
+        if process.exitcode is None and time.monotonic() < until:  # vLLM's thread has just reaped it
+            asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._tell, process, until)
+        elif self._ended is not None and not self._ended.done():
             how = how_it_ended(process.exitcode)
             self._ended.set_result(f"the engine's process (pid {process.pid}) {how}; nothing can be served any more")
 

@@ -23,7 +23,8 @@ from telescope.config.parts import LoraSettings, WeightSyncSettings
 from telescope.inference.adapters import Adapter, Adapters, disagreements, expected_tensors, largest_change, up_projections
 from telescope.inference.adapters import write_adapter as write
 from telescope.inference.checkpoint import checkpoint_tensors
-from telescope.inference.engine import EngineDead, Generated, WeightsRefused, WeightState
+from telescope.inference.death import tells_its_death
+from telescope.inference.engine import Generated, WeightsRefused, WeightState
 from telescope.inference.vllm_engine import VllmEngine
 from telescope.inference.vllm_options import ServerPlan, served_dtype
 from telescope.records import Sampling, WeightGroup, WeightManifest
@@ -88,9 +89,8 @@ class LoraEngine(VllmEngine):
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
+    @tells_its_death
     async def prepare(self, manifest: WeightManifest, group: WeightGroup | None = None) -> WeightState:
-        from vllm.v1.engine.exceptions import EngineDeadError
-
         async with self._weights:
             await self._forget_staged()
             self._arriving = manifest.version
@@ -102,8 +102,6 @@ class LoraEngine(VllmEngine):
                 if not self._broken_off:
                     raise
                 raise WeightsRefused(f"the adapter of version {manifest.version} was broken off") from None
-            except EngineDeadError as error:
-                raise EngineDead(await self._why_dead()) from error
             except TimeoutError as error:
                 raise WeightsRefused(
                     f"the adapter of version {manifest.version} was not loaded and probed within "
@@ -114,6 +112,7 @@ class LoraEngine(VllmEngine):
             self._state = replace(self._state, prepared=manifest.version)
             return self._state
 
+    @tells_its_death
     async def commit(self, version: int) -> WeightState:
         async with self._weights:
             staged = self._adapters.staged
@@ -129,6 +128,7 @@ class LoraEngine(VllmEngine):
             self._state = WeightState(version=version, prepared=None, checksum=staged.checksum, pause_s=0.0)
             return self._state
 
+    @tells_its_death
     async def discard(self, version: int) -> WeightState:
         if self._arriving == version:  # whoever waits in `prepare` is told
             self._broken_off = True

@@ -104,10 +104,10 @@ class Server:
             self._start(self._door.run())
         try:
             await first_of(receiving, dying, self._failed)
+            if dying.done():  # what else failed, failed for that
+                raise EngineDead(dying.result())
             if self._failed.done():
                 raise self._failed.result()
-            if dying.done():
-                raise EngineDead(dying.result())
             return receiving.result()
         finally:
             if self._telling is not None:

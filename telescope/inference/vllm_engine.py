@@ -23,6 +23,7 @@ from telescope.config.parts import WeightSyncSettings
 from telescope.inference.checkpoint import checkpoint_tensors, is_tied, version_bytes
 from telescope.inference.children import Children, how_it_ended
 from telescope.inference.core_commit import COMMIT, teach_core
+from telescope.inference.death import tells_its_death
 from telescope.inference.engine import EngineDead, EngineRefused, Generated, Load, RequestRefused, WeightsRefused, WeightState
 from telescope.inference.opening import Comparison, Opened, Opening, StageState
 from telescope.inference.steps import step_teller
@@ -36,7 +37,6 @@ BREAK_OFF_S = 20.0
 """For a version's threads to end once it is broken off: they wait for nothing longer than a transport's abort."""
 CLOSE_S = 1.0
 """The engine's farewell to its libraries takes seconds and saves nothing: after this it is killed."""
-DEATH_TOLD_S = 5.0
 WARM_UP_REQUESTS = 8
 SEED_LIMIT = 2**63
 
@@ -160,6 +160,7 @@ class VllmEngine:
 
     # ---- requests ---------------------------------------------------------------------------------------------------
 
+    @tells_its_death
     async def generate(self, request_id: str, prompt_ids: np.ndarray, sampling: Sampling, priority: int) -> Generated:
         self._check_request(request_id, prompt_ids, sampling)
         request = self._requests[request_id] = _Request()
@@ -175,6 +176,7 @@ class VllmEngine:
         """vLLM's LoRARequest for a request; lora_engine.py has some."""
         return None
 
+    @tells_its_death
     async def abort(self, request_id: str) -> None:
         request = self._requests.get(request_id)
         if request is not None and not request.aborted:
@@ -189,6 +191,7 @@ class VllmEngine:
             request.internal = internal
         return None if request is None else request.spans
 
+    @tells_its_death
     async def running(self) -> dict[str, int]:
         """Sampled tokens of each request that the engine's worker holds, by vLLM's internal id (`<ours>-<8 digits>`)."""
         answers: list[dict[str, int]] = await self._rpc("telescope_running")
@@ -231,7 +234,6 @@ class VllmEngine:
     ) -> Any:
         """vLLM's final output of the request. Aborts it in the engine if this task is cancelled."""
         from vllm.exceptions import VLLMValidationError
-        from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
             prompt = self._tokens_input(prompt_token_ids=prompt_ids.tolist())
@@ -248,8 +250,6 @@ class VllmEngine:
             if request.internal:
                 await self._llm.abort(request.internal, internal=True)
             raise
-        except EngineDeadError as error:
-            raise EngineDead(await self._why_dead()) from error
         except (ValueError, VLLMValidationError) as error:  # vLLM's own check of the request
             raise RequestRefused(str(error)) from error
         return output
@@ -281,6 +281,7 @@ class VllmEngine:
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
+    @tells_its_death
     async def prepare(self, manifest: WeightManifest, group: WeightGroup | None = None) -> WeightState:
         async with self._weights:
             self._staged = None
@@ -303,7 +304,10 @@ class VllmEngine:
             self._state = replace(self._state, prepared=manifest.version)
             return self._state
 
+    @tells_its_death
     async def commit(self, version: int) -> WeightState:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
         async with self._weights:
             if self._staged is None or self._staged.version != version:
                 held = "nothing" if self._staged is None else f"version {self._staged.version}"
@@ -312,6 +316,8 @@ class VllmEngine:
             try:
                 async with asyncio.timeout(self._sync.update_timeout_s):
                     await self._load(version)
+            except EngineDeadError:
+                raise
             except Exception as error:  # vLLM raises plain Exception; whatever it is, the model may be half new by now
                 raise EngineDead(
                     f"weights version {version} could not be loaded ({_first_line(error)}): the engine may hold a mixture "
@@ -322,6 +328,7 @@ class VllmEngine:
             self._staged = None
             return self._state
 
+    @tells_its_death
     async def discard(self, version: int) -> WeightState:
         if self._arriving == version:  # whoever waits in `prepare` is told
             await self._rpc("telescope_forget", version)
@@ -336,6 +343,7 @@ class VllmEngine:
                 self._state = replace(self._state, prepared=None)
             return self._state
 
+    @tells_its_death
     async def compare(self, version: int) -> Comparison:
         """How the served parameters compare with the staged version, over all workers. Nothing is changed."""
         answers = [msgspec.json.decode(answer, type=Comparison) for answer in await self._rpc("telescope_compare", version)]
@@ -420,13 +428,6 @@ class VllmEngine:
     async def _rpc(self, method: str, *arguments: Any) -> list[Any]:
         answers: list[Any] = await self._llm.collective_rpc(method, args=arguments)
         return answers
-
-    async def _why_dead(self) -> str:
-        try:
-            async with asyncio.timeout(DEATH_TOLD_S):
-                return await self._children.first_end()
-        except TimeoutError:
-            return "vLLM's engine says that it is dead; its own words are further up in this log"
 
 
 def _cause(states: list[StageState]) -> str:

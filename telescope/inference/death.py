@@ -1,0 +1,58 @@
+"""A call to an engine whose process is gone raises `EngineDead` with how it went, whichever call finds out first."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Coroutine
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+from telescope.inference.engine import EngineDead
+
+TOLD_S = 5.0
+"""From vLLM's word that its engine is dead to the end of the process being seen."""
+
+
+class Mortal(Protocol):
+    async def dead(self) -> str:
+        """Return when the engine's process ends, with a sentence."""
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+M = TypeVar("M", bound=Mortal)
+
+
+def tells_its_death(
+    method: Callable[Concatenate[M, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[M, P], Coroutine[Any, Any, T]]:
+    """Break the call off when the engine's process ends, which vLLM does not do for all that it has been asked, and put its
+    EngineDeadError, which knows no reason, in the words of `dead`."""
+
+    @functools.wraps(method)
+    async def call(self: M, /, *arguments: P.args, **named: P.kwargs) -> T:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        work, dying = asyncio.create_task(method(self, *arguments, **named)), asyncio.create_task(self.dead())
+        try:
+            await asyncio.wait({work, dying}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise EngineDead(dying.result())
+            return work.result()
+        except EngineDeadError as error:
+            raise EngineDead(await _why(self)) from error
+        finally:
+            dying.cancel()
+            if not work.done():
+                work.cancel()
+                await asyncio.wait({work}, timeout=TOLD_S)
+
+    return call
+
+
+async def _why(engine: Mortal) -> str:
+    try:
+        async with asyncio.timeout(TOLD_S):
+            return await engine.dead()
+    except TimeoutError:
+        return "vLLM's engine says that it is dead; its own words are further up in this log"
