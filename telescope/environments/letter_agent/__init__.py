@@ -1,4 +1,4 @@
-"""`guess_letter` played by a program of its own: an example of how an agent that speaks to an OpenAI-compatible address is trained.
+"""`guess_letter` played by a program of its own: how an agent that speaks to an OpenAI-compatible address is trained.
 
 The program is agent.py beside this file: it knows nothing of Telescope, asks the policy over HTTP, and writes down what it was
 told. Refuses to play itself: what is sampled, and what of it is trained, is agent_environment.py's.
