@@ -91,6 +91,10 @@ class EnvironmentEntry(Settings):
     """Upper end of the rewards expected of it; likewise."""
     curriculum: CurriculumSettings | None = None
     """Draw prompts by their pass rates; null: each once an epoch."""
+    set_up_timeout_s: float = Field(default=300.0, gt=0, le=1_000_000)
+    """Seconds that its `set_up` may take in a worker, which ends after them."""
+    tear_down_timeout_s: float = Field(default=10.0, gt=0, le=15)
+    """Seconds that its `tear_down` may take. No more than 15: workers still there 20 s after a run's end are killed."""
 
     @model_validator(mode="after")
     def _reward_range_is_one(self) -> Self:

@@ -14,16 +14,17 @@ import contextlib
 import hashlib
 import importlib
 import importlib.util
-import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution, entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Generic, TypeVar
+
+from packaging.requirements import InvalidRequirement, Requirement
 
 from telescope.algorithms.base import Algorithm
 from telescope.backends.base import BackendSettings
@@ -33,7 +34,6 @@ from telescope.environments.base import Environment
 from telescope.settings import Settings
 
 S = TypeVar("S", bound=Settings)
-_PACKAGE_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 class PluginError(ValueError):
@@ -166,28 +166,48 @@ def _class_of(kind: Kind[S], plugin: PluginFile) -> type[S]:
     chosen = leaves[0]
     found = chosen if issubclass(chosen, kind.base) else kind.adapt(chosen)
     assert found is not None  # else it would not be among them
-    missing = _missing(getattr(found, "requires", ()))
+    missing = lacking(getattr(found, "requires", ()), f"{kind.word} '{plugin.name}' in {plugin.place}")
     if missing:
-        raise PluginError(f"{kind.word} '{plugin.name}' needs what is not installed: {_install_line(missing)}")
+        raise PluginError(
+            f"{kind.word} '{plugin.name}' needs what is not installed: {_install_line(missing)}{_other_versions(missing)}"
+        )
     return found
 
 
-def _missing(requires: Sequence[str]) -> list[str]:
-    """Of requirements as pip takes them, those whose package is not installed in any version."""
-    return [requirement for requirement in requires if not _is_installed(_PACKAGE_NAME.match(requirement))]
+def lacking(requires: Sequence[str], place: str) -> dict[str, str]:
+    """Of requirements as pip takes them (PEP 508), those that are not met, with the version that is there instead, if any.
+
+    One whose marker does not hold here (`; python_version < "3.12"`) asks for nothing. Raises `PluginError` for one that pip
+    would not take either.
+    """
+    found: dict[str, str] = {}
+    for text in requires:
+        try:
+            requirement = Requirement(text)
+        except InvalidRequirement as error:
+            why = str(error).partition("\n")[0]
+            raise PluginError(f"{place} requires {text!r}, which is no requirement that pip takes: {why}") from error
+        if requirement.marker is not None and not requirement.marker.evaluate():
+            continue
+        there = _installed_version(requirement.name)
+        if there is None or not requirement.specifier.contains(there, prereleases=True):
+            found[text] = there or ""
+    return found
 
 
-def _is_installed(name: re.Match[str] | None) -> bool:
-    if name is None:
-        return False
+def _installed_version(package: str) -> str | None:
     try:
-        distribution(name[0])
+        return distribution(package).version
     except PackageNotFoundError:
-        return False
-    return True
+        return None
 
 
-def _install_line(requirements: Sequence[str]) -> str:
+def _other_versions(missing: Mapping[str, str]) -> str:
+    there = [f"{Requirement(text).name} {version}" for text, version in missing.items() if version]
+    return f" ({', '.join(there)} is installed)" if there else ""
+
+
+def _install_line(requirements: Iterable[str]) -> str:
     """A line for the shell: quoted where a version's comparison would redirect."""
     return f"python -m pip install {' '.join(shlex.quote(requirement) for requirement in requirements)}"
 
@@ -220,20 +240,20 @@ def _not_found(kind: Kind[S], plugin: PluginFile, error: ModuleNotFoundError) ->
     said = f"{kind.word} '{plugin.name}' can't be imported: {type(error).__name__}: {error} (in {plugin.place})"
     if not top or top == "telescope" or plugin.module.startswith(f"{top}."):
         return said
-    return f"{said}. If it is a package, install it: {_install_line(_stated(plugin.file) or [top])}"
+    return f"{said}. If it is a package, install it: {_install_line(_stated(plugin) or [top])}"
 
 
-def _stated(file: Path | None) -> list[str]:
+def _stated(plugin: PluginFile) -> list[str]:
     """What a file that can't be imported says in `requires = (...)` or `REQUIRED_PACKAGES = [...]`, read without running it."""
-    if file is None:
+    if plugin.file is None:
         return []
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(plugin.file.read_text(encoding="utf-8"))):
         if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
             continue
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         if any(isinstance(target, ast.Name) and target.id in ("requires", "REQUIRED_PACKAGES") for target in targets):
             with contextlib.suppress(ValueError):
-                return _missing([str(each) for each in ast.literal_eval(node.value)])
+                return list(lacking([str(each) for each in ast.literal_eval(node.value)], plugin.place))
     return []
 
 

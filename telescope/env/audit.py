@@ -1,20 +1,25 @@
 """`python -m telescope.env audit RUN_DIR [--step N | --rollout ID]`: a trajectory token by token, as it was trained.
 
 For each token its id and text, whether the policy sampled it, and if so the weight version and log-prob of whoever did, with
-the advantage of its rollout. A run keeps the tokens of the first groups of each step (`logging.token_groups`). Reads a run that
-is over or still goes on; writes nothing. Exit codes: 0 fine, 1 nothing to show or unreadable, 2 usage.
+the advantage of its rollout; with `--recompute` beside it the log-prob that transformers finds for the same token. A run keeps
+the tokens of the first groups of each step (`logging.token_groups`). Reads a run that is over or still goes on; writes nothing.
+Exit codes: 0 fine, 1 nothing to show or unreadable, 2 usage.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from telescope.config.models import ModelNotFound, model_folder
-from telescope.config.run import load_run
+from telescope.config.run import RunConfig, load_run
+from telescope.env.recompute import Recomputer, difference
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.reader import rows
 from telescope.workers.tokenizer import TokenizerError, load_template
@@ -22,6 +27,7 @@ from telescope.workers.tokenizer import TokenizerError, load_template
 OK, NOT_FINE = 0, 1
 WIDEST = 32
 HEAD = f"{'#':>6} {'id':>7} {'mask':>4} {'version':>7} {'log-prob':>10} {'advantage':>10}  text"
+UP_TO_LOGPROB = HEAD.index("log-prob") + len("log-prob")
 Decode = Callable[[int], str]
 
 
@@ -30,15 +36,19 @@ class NothingToShow(ValueError):
 
 
 def main(arguments: Sequence[str]) -> int:
-    asked = _parser().parse_args(list(arguments))
+    parser = _parser()
+    asked = parser.parse_args(list(arguments))
+    if (asked.weights is None) != (asked.version is None):
+        parser.error("--weights FOLDER and --version N go together: which version of the weights the folder holds")
     run = RunDirectory(Path(asked.run_directory))
     try:
         chosen = choose(rows(run, "tokens"), step=asked.step, rollout=asked.rollout, folder=asked.run_directory)
-        decode = _decoder(run)
-    except (NothingToShow, OSError, ValueError) as error:
+        config = load_run(run.config_json)
+        decode, again = _decoder(config), _recomputer(config, asked)
+    except (NothingToShow, ModelNotFound, OSError, ValueError) as error:
         sys.stderr.write(f"{error}\n")
         return NOT_FINE
-    for line in report(chosen, decode, sampled_only=asked.sampled_only):
+    for line in report(chosen, decode, sampled_only=asked.sampled_only, again=again):
         sys.stdout.write(line + "\n")
     return OK
 
@@ -50,6 +60,9 @@ def _parser() -> argparse.ArgumentParser:
     which.add_argument("--step", type=int, help="the kept rollouts of this step (default: one of the latest step)")
     which.add_argument("--rollout", type=int, help="this rollout alone")
     parser.add_argument("--sampled-only", action="store_true", help="leave the tokens of prompts out")
+    parser.add_argument("--recompute", action="store_true", help="log-probs once more, by the run's base model (version 0)")
+    parser.add_argument("--weights", metavar="FOLDER", help="… by these weights instead, a Hugging Face folder, with --version")
+    parser.add_argument("--version", type=int, metavar="N", help="the version that --weights holds")
     return parser
 
 
@@ -70,32 +83,49 @@ def choose(kept: Sequence[Mapping[str, Any]], *, step: int | None, rollout: int 
     return sorted(chosen, key=lambda row: (row["step"], row["rollout_id"], row["branch"]))
 
 
-def report(chosen: Sequence[Mapping[str, Any]], decode: Decode, *, sampled_only: bool = False) -> Iterator[str]:
+def report(
+    chosen: Sequence[Mapping[str, Any]], decode: Decode, *, sampled_only: bool = False, again: Recomputer | None = None
+) -> Iterator[str]:
     """Lines for a person."""
     for row in chosen:
+        found = None if again is None else again.logprobs(row)
         sampled = sum(row["mask"])
         why = f", left out of the loss by {', '.join(row['filtered'])}" if row.get("filtered") else ""
         yield (
             f"step {row['step']}  group {row['group_id']}  rollout {row['rollout_id']}  branch {row['branch']}: "
             f"{len(row['ids'])} tokens, {sampled} sampled, reward {row['reward']:g}, advantage {row['advantage']:+.4f}{why}"
         )
-        yield HEAD
-        yield from _tokens(row, decode, sampled_only)
+        yield (
+            HEAD
+            if found is None
+            else f"{HEAD[:UP_TO_LOGPROB]} {'version ' + str(again.version):>11} {'|diff|':>8}{HEAD[UP_TO_LOGPROB:]}"
+        )
+        yield from _tokens(row, decode, sampled_only, found)
+        if found is not None:
+            yield difference(row, found)
         yield ""
 
 
-def _tokens(row: Mapping[str, Any], decode: Decode, sampled_only: bool) -> Iterator[str]:
-    sampled = zip(row["versions"], row["logprobs"], strict=True)
+def _tokens(row: Mapping[str, Any], decode: Decode, sampled_only: bool, found: np.ndarray | None) -> Iterator[str]:
+    second = [math.nan] * len(row["logprobs"]) if found is None else found.tolist()
+    sampled = zip(row["versions"], row["logprobs"], second, strict=True)
     advantage = 0.0 if row.get("filtered") else row["advantage"]
     for at, (token, mask) in enumerate(zip(row["ids"], row["mask"], strict=True)):
         if mask:
-            version, logprob = next(sampled)
-            numbers = f"{version:>7} {logprob:>10.5f} {advantage:>+10.4f}"
+            version, logprob, other = next(sampled)
+            beside = "" if found is None else _beside(logprob, other)
+            numbers = f"{version:>7} {logprob:>10.5f}{beside} {advantage:>+10.4f}"
         elif sampled_only:
             continue
         else:
-            numbers = f"{'·':>7} {'·':>10} {'·':>10}"
+            beside = "" if found is None else _beside(math.nan, math.nan)
+            numbers = f"{'·':>7} {'·':>10}{beside} {'·':>10}"
         yield f"{at:>6} {token:>7} {mask:>4} {numbers}  {_shown(decode(token))}"
+
+
+def _beside(logprob: float, other: float) -> str:
+    """The log-prob by the other weights and its distance; points where these did not sample the token."""
+    return f" {'·':>11} {'·':>8}" if math.isnan(other) else f" {other:>11.5f} {abs(other - logprob):>8.1e}"
 
 
 def _shown(text: str) -> str:
@@ -109,9 +139,17 @@ def _listed(numbers: Sequence[int]) -> str:
     return f"{', '.join(map(str, numbers[:6]))}, …, {', '.join(map(str, numbers[-3:]))} ({len(numbers)} in all)"
 
 
-def _decoder(run: RunDirectory) -> Decode:
+def _recomputer(config: RunConfig, asked: argparse.Namespace) -> Recomputer | None:
+    """Raises `ModelNotFound` or OSError."""
+    if not asked.recompute and asked.weights is None:
+        return None
+    folder = model_folder(config.model.name) if asked.weights is None else Path(asked.weights)
+    return Recomputer.load(folder, asked.version or 0, config.rollout.temperature, config.rollout.support)
+
+
+def _decoder(config: RunConfig) -> Decode:
     """Text of a token by the run's own tokenizer; where that is not to be had (a hub model, offline), none, which is said."""
-    model = load_run(run.config_json).model
+    model = config.model
     try:
         template = load_template(model, model_folder(model.name))
     except (ModelNotFound, TokenizerError) as error:

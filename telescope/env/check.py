@@ -33,6 +33,7 @@ from telescope.env.report import Played, Stated, report
 from telescope.environments.chat import Sampled
 from telescope.environments.template import ChatTemplate
 from telescope.records import PromptRef, RolloutOrder, Sampling
+from telescope.workers.hooks import set_up, tear_down
 from telescope.workers.lengths import leave_out_too_long
 from telescope.workers.load import EnvironmentBroken, Loaded, load_environments
 from telescope.workers.play import Limits, play
@@ -41,7 +42,6 @@ from telescope.workers.threads import RewardThreads
 from telescope.workers.tokenizer import TokenizerError, load_template
 
 OK, NOT_FINE, USAGE = 0, 1, 2
-TEAR_DOWN_S = 10.0
 REFUSALS = (ConfigError, EnvironmentBroken, TokenizerError, ModelNotFound, PluginError, SecretMissing, ScriptBroken)
 
 
@@ -151,13 +151,12 @@ async def _play_all(
         for index in range(prompts)
         for sample in range(samples)
     ]
-    await loaded.environment.set_up()
+    await set_up(loaded)
     try:
         return list(await asyncio.gather(*(_play_one(order, loaded, openings, limits, policy) for order in orders)))
     finally:
         openings.close()
-        async with asyncio.timeout(TEAR_DOWN_S):
-            await loaded.environment.tear_down()
+        await tear_down(loaded)
 
 
 async def _play_one(order: RolloutOrder, loaded: Loaded, openings: Openings, limits: Limits, policy: Policy) -> Played:

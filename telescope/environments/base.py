@@ -109,7 +109,8 @@ class Environment(Settings):
     splits: ClassVar[tuple[str, ...]] = ("train", "eval")
     """The splits that `prompts` knows; "train" must be among them."""
     requires: ClassVar[tuple[str, ...]] = ()
-    """Packages it needs beyond Telescope's, as pip names them; where one is missing, the refusal gives the install line."""
+    """Packages it needs beyond Telescope's, as pip takes them (`"textarena>=0.7,<0.8"`); where one is missing or of another
+    version, the refusal gives the install line."""
     reward_min: ClassVar[float | None] = None
     """Lower end of its rewards, where the run's entry gives none."""
     reward_max: ClassVar[float | None] = None

@@ -31,7 +31,7 @@ MAX_ANSWER_CHARACTERS = 10_000
 class ReasoningGym(SingleTurn):
     """Reward as the data set's own scorer gives it: 1 for right, a small part (0.01 to 0.05) for well-formed and wrong, 0."""
 
-    requires: ClassVar[tuple[str, ...]] = ("reasoning-gym",)
+    requires: ClassVar[tuple[str, ...]] = ("reasoning-gym>=0.1.25,<0.2",)
     reward_min: ClassVar[float | None] = 0.0
     reward_max: ClassVar[float | None] = 1.0
     metrics_ranges: ClassVar[Mapping[str, tuple[float, float]]] = {"exact": (0, 1), "has_answer": (0, 1)}

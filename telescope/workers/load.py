@@ -41,6 +41,8 @@ class Loaded:
     card: EnvironmentCard
     secrets: frozenset[str] = frozenset()
     """Values that must not reach the run directory."""
+    set_up_timeout_s: float = 300.0
+    tear_down_timeout_s: float = 10.0
 
 
 def load_environments(config: RunConfig) -> dict[str, Loaded]:
@@ -62,7 +64,8 @@ def _load(config: RunConfig, label: str) -> Loaded:
         if not prompts.get("train"):
             raise ValueError("it has no prompts in its train split")
         secrets = secret_values(os.environ, entry.kwargs)
-        return Loaded(label, environment, prompts, make_card(label, environment, prompts), secrets)
+        card = make_card(label, environment, prompts)
+        return Loaded(label, environment, prompts, card, secrets, entry.set_up_timeout_s, entry.tear_down_timeout_s)
     except ValidationError as error:
         first = error.errors()[0]
         setting = ".".join(map(str, first["loc"]))
@@ -97,8 +100,15 @@ def describe(error: BaseException) -> str:
     """`KeyError: 'target' (my_task.py line 41)`: what was raised and the last line of a user's file that it came through."""
     text = _said(error).strip().splitlines()
     words = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(Path(frame.filename))]
-    return f"{words} ({frames[-1].filename} line {frames[-1].lineno})" if frames else words
+    line = users_line(error)
+    return f"{words} ({line})" if line else words
+
+
+def users_line(error: BaseException | None) -> str:
+    """`my_task.py line 41`: the last line of a user's file that it came through; empty where there is none."""
+    frames = traceback.extract_tb(error.__traceback__ if error else None)
+    own = [frame for frame in frames if _is_users(Path(frame.filename))]
+    return f"{own[-1].filename} line {own[-1].lineno}" if own else ""
 
 
 def _said(error: BaseException) -> str:

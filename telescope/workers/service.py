@@ -39,7 +39,8 @@ from telescope.wire.messages import (
     Ticket,
 )
 from telescope.workers.direct import DoorLost, Doors
-from telescope.workers.load import EnvironmentBroken, Loaded, describe
+from telescope.workers.hooks import set_up, tear_down
+from telescope.workers.load import Loaded
 from telescope.workers.play import Limits, play
 from telescope.workers.prefetch import Openings
 from telescope.workers.report import failed
@@ -47,12 +48,11 @@ from telescope.workers.threads import RewardThreads
 
 log = logging.getLogger(__name__)
 
-TEAR_DOWN_S = 10.0
 LEAVE_S = 10.0
 """For what rollouts do as they are cancelled; then they are cancelled again, and left behind."""
 REWARD_THREADS = 32
 LOOK_S = 5.0
-"""Between two looks for hung threads, at most."""
+"""Between two looks for hung threads, at most, and between two words of a set_up that goes on."""
 
 
 class GenerationFailed(ChatError):
@@ -127,7 +127,6 @@ class Service:
         loop = asyncio.get_running_loop()
         loop.set_default_executor(self._threads)
         self._hopeless = loop.create_future()
-        self._link.progress("waiting for orders")
         receiving, watching = asyncio.ensure_future(self._live()), asyncio.ensure_future(self._watch_threads())
         try:
             await asyncio.wait((receiving, self._hopeless), return_when=asyncio.FIRST_COMPLETED)
@@ -155,26 +154,26 @@ class Service:
 
     async def _live(self) -> str:
         await self._set_up()
+        self._link.progress("waiting for orders")
         return await self._receive()
 
     async def _set_up(self) -> None:
         """The environments' own beginnings, side by side. Raises `EnvironmentBroken`; orders wait meanwhile."""
 
-        async def set_up(label: str, loaded: Loaded) -> None:
-            try:
-                await loaded.environment.set_up()
-            except (Exception, SystemExit) as error:
-                raise EnvironmentBroken(f"environments.{label}: its set_up failed: {describe(error)}") from error
+        telling = asyncio.ensure_future(self._tell_of_set_up())
+        try:
+            await asyncio.gather(*(set_up(loaded) for loaded in self._environments.values()))
+        finally:
+            telling.cancel()
 
-        await asyncio.gather(*(set_up(label, loaded) for label, loaded in self._environments.items()))
+    async def _tell_of_set_up(self) -> None:
+        """It has its own deadline: a worker that is still in it is not stuck."""
+        while True:
+            self._link.progress(f"setting up {self._labels}")
+            await asyncio.sleep(LOOK_S)
 
     async def _tear_down(self) -> None:
-        for label, loaded in self._environments.items():
-            try:
-                async with asyncio.timeout(TEAR_DOWN_S):
-                    await loaded.environment.tear_down()
-            except (Exception, SystemExit) as error:  # noqa: BLE001 user code at the process's end: the others have theirs too
-                log.warning("environments.%s: its tear_down failed: %s", label, describe(error))
+        await asyncio.gather(*(tear_down(loaded) for loaded in self._environments.values()))
 
     async def _receive(self) -> str:
         while True:

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import tomllib
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -173,3 +176,40 @@ def test_a_class_that_requires_what_is_not_installed_is_refused_with_the_install
     write(tmp_path / "environments" / "shop.py", code)
     with pytest.raises(PluginError, match=r"needs what is not installed: python -m pip install 'no-such-package\[all\]<3'"):
         plugins.load(ENVIRONMENTS, "shop", (str(tmp_path),))
+
+
+def test_a_package_of_another_version_is_as_good_as_missing_and_the_refusal_says_which_is_there(tmp_path):
+    there = version("pytest")
+    code = SHOP.replace("    fruit:", "    requires = ('pytest<2', 'no-such-package')\n    fruit:")
+    write(tmp_path / "environments" / "shop.py", code)
+    said = f"python -m pip install 'pytest<2' no-such-package (pytest {there} is installed)"
+    with pytest.raises(PluginError, match=f"needs what is not installed: {re.escape(said)}$"):
+        plugins.load(ENVIRONMENTS, "shop", (str(tmp_path),))
+
+
+@pytest.mark.parametrize(
+    "met",
+    ["pytest", "PyTest>=2", "pytest>=2,!=2.5", "no-such-package; python_version < '3'", "pytest @ https://example.org/p.whl"],
+)
+def test_a_requirement_that_is_met_or_asks_for_nothing_here_is_no_obstacle(met: str):
+    assert plugins.lacking([met], "shop.py") == {}
+
+
+def test_a_requirement_that_pip_would_not_take_is_told_with_its_file(tmp_path):
+    code = SHOP.replace("    fruit:", "    requires = ('pytest=>8',)\n    fruit:")
+    file = tmp_path / "environments" / "shop.py"
+    write(file, code)
+    with pytest.raises(PluginError, match=rf"'shop' in {re.escape(str(file))} requires 'pytest=>8', which is no requirement"):
+        plugins.load(ENVIRONMENTS, "shop", (str(tmp_path),))
+
+
+def test_shipped_environments_require_the_versions_that_the_extras_install():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    asked = {
+        requirement
+        for found in plugins.find(ENVIRONMENTS).values()
+        if isinstance(found, type)
+        for requirement in found.requires
+    }
+    assert asked == {"math-verify>=0.9,<0.10", "reasoning-gym>=0.1.25,<0.2"}
+    assert asked <= {*extras["math"], *extras["reasoning-gym"]}

@@ -5,18 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from telescope.algorithms.rloo import RLOO
 from telescope.compose.load import load_points, places_for
+from telescope.config.models import EMBEDDED
 from telescope.config.run import dump_run
 from telescope.env.__main__ import main
 from telescope.env.audit import NothingToShow, choose
+from telescope.env.policies import load_model
+from telescope.env.recompute import Recomputer
 from telescope.flow.commands import Train
+from telescope.maths.support import WHOLE, Support
 from telescope.orchestrator import kept_tokens
 from telescope.orchestrator.batch import Batch, Recipe, cut
 from telescope.orchestrator.record import Recorder
 from telescope.orchestrator.shelf import Shelf
+from telescope.records import PromptRef, RolloutOrder, Sampling
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.reader import rows
 from telescope.runlog.writer import RunLog
@@ -119,3 +127,59 @@ def test_a_model_that_is_not_here_leaves_the_texts_out(run: RunDirectory, capsys
     out, err = capsys.readouterr()
     assert err.startswith("texts are left out: model.name='/nowhere'")
     assert " 71    1" in out
+
+
+def test_recomputed_log_probs_stand_beside_those_of_their_version_alone(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of `ab` → `a<eos>` the first token is of version 0, the second of version 1."""
+    assert main(["audit", str(run.path), "--rollout", "20", "--recompute"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == ["#", "id", "mask", "version", "log-prob", "version", "0", "|diff|", "advantage", "text"]
+    assert lines[2].split() == ["0", "4", "0", "·", "·", "·", "·", "·", "'<|user|>'"]
+    model = AutoModelForCausalLM.from_pretrained(EMBEDDED / "tiny", dtype=torch.float32).eval()
+    with torch.inference_mode():
+        expected = float(model(torch.tensor([[4, 71, 72, 5]])).logits[0, -1].log_softmax(-1)[71])
+    first = lines[6].split()
+    assert (first[:5], first[7:]) == (["4", "71", "1", "0", "-1.00000"], ["+1.0000", "'a'"])
+    assert float(first[5]) == pytest.approx(expected, abs=1e-5)
+    assert float(first[6]) == pytest.approx(abs(expected + 1), rel=0.05)
+    assert lines[7].split() == ["5", "1", "1", "1", "-1.01000", "·", "·", "+1.0000", "'<eos>'"]
+    assert lines[8].startswith("1 of its 2 sampled tokens recomputed: |difference| ")
+    assert lines[8].endswith(" at most")
+
+
+def test_other_weights_are_compared_with_the_tokens_of_their_version(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(EMBEDDED / "tiny")
+    assert main(["audit", str(run.path), "--rollout", "20", "--weights", folder, "--version", "10"]) == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if "of its 2" in line or "of that version" in line]
+    assert said[0] == "none of its 2 sampled tokens is of that version"
+    assert said[1].startswith("1 of its 2 sampled tokens recomputed")
+    assert main(["audit", str(run.path), "--weights", str(run.path), "--version", "10"]) == 1
+    assert str(run.path) in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main(["audit", str(run.path), "--weights", folder])
+    assert ended.value.code == 2
+
+
+async def test_what_transformers_sampled_is_recomputed_to_five_digits() -> None:
+    policy = load_model(EMBEDDED / "tiny", [1])
+    prompt = np.array([4, 71, 72, 73, 5], np.int32)
+    drawn = await policy.answer(RolloutOrder(0, 0, 0, 0, PromptRef("task", "train", 0), 3), 0, prompt, Sampling(0.7, 12, 3))
+    row = {"ids": [*prompt, *drawn.ids], "mask": [0] * 5 + [1] * len(drawn.ids), "versions": drawn.versions}
+    again = Recomputer.load(EMBEDDED / "tiny", 0, 0.7, WHOLE)
+    np.testing.assert_allclose(again.logprobs(row), drawn.logprobs, atol=1e-5)
+
+
+def test_recomputed_log_probs_are_those_among_the_tokens_that_could_be_sampled() -> None:
+    def each(support: Support) -> np.ndarray:
+        again = Recomputer.load(EMBEDDED / "tiny", 0, 1.0, support)
+        rows = ({"ids": [4, 71, 72, 5, token], "mask": [0, 0, 0, 0, 1], "versions": [0]} for token in range(128))
+        return np.concatenate([again.logprobs(row) for row in rows])
+
+    whole, cut = each(WHOLE), each(Support(top_k=5))
+    likeliest = np.argsort(whole)[-5:]
+    assert np.exp(whole).sum() == pytest.approx(1, abs=1e-5)
+    assert np.exp(cut[likeliest]).sum() == pytest.approx(1, abs=1e-5)

@@ -71,7 +71,8 @@ async def test_an_order_becomes_a_request_and_the_completion_its_answer(template
     async with serving(template) as (link, running):
         asked = link.deliver(RunRollout(order(7, attempt=1)))
         (request,) = await link.until_sent(Generate)
-        assert link.steps == ["waiting for orders", "playing 1 rollouts of environments.task"]
+        playing = "playing 1 rollouts of environments.task"
+        assert link.steps == ["setting up environments.task", "waiting for orders", playing]
         assert (request.request_id, request.rollout_id, request.attempt, request.turn) == ("worker-0/7.1.0", 7, 1, 0)
         assert link.sent[0][1][0].tolist() == [4, 71, 72, 5]
         complete(link, request)
@@ -435,6 +436,51 @@ async def test_a_set_up_that_fails_ends_the_worker_with_its_name(template: ChatT
     async with serving(template, Broken()) as (_, running):
         with pytest.raises(EnvironmentBroken, match=r"environments.task: its set_up failed: ConnectionError: no index server"):
             await asyncio.wait_for(running, 60)
+
+
+async def test_a_set_up_that_never_ends_is_given_up_and_told_with_its_name_setting_and_line(template: ChatTemplate) -> None:
+    class Waiting(Task):
+        async def set_up(self) -> None:
+            await asyncio.Event().wait()
+
+    late = replace(loaded(Waiting()), set_up_timeout_s=0.05)
+    link = FakeLink()
+    running = asyncio.create_task(Service(link, "worker-0", {"task": late}, template, LIMITS).run())
+    said = (
+        r"^environments.task: its set_up was not done within environments.task.set_up_timeout_s=0.05; "
+        r"it waited in .*test_service.py line \d+: see what for, or give it longer$"
+    )
+    with pytest.raises(EnvironmentBroken, match=said):
+        await asyncio.wait_for(running, 60)
+
+
+async def test_a_time_out_of_its_own_is_a_failed_set_up(template: ChatTemplate) -> None:
+    class Late(Task):
+        async def set_up(self) -> None:
+            raise TimeoutError("the index server is slow")
+
+    async with serving(template, Late()) as (_, running):
+        with pytest.raises(EnvironmentBroken, match=r"its set_up failed: TimeoutError: the index server is slow"):
+            await asyncio.wait_for(running, 60)
+
+
+async def test_a_tear_down_that_never_ends_keeps_neither_the_worker_nor_the_other_environments(
+    template: ChatTemplate, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Staying(Task):
+        async def tear_down(self) -> None:
+            await asyncio.Event().wait()
+
+    task = Staged()
+    notes = task.notes()
+    both = {"staying": replace(loaded(Staying(), "staying"), tear_down_timeout_s=0.05), "task": loaded(task)}
+    link = FakeLink()
+    running = asyncio.create_task(Service(link, "worker-0", both, template, LIMITS).run())
+    link.deliver(Stop("enough"))
+    assert await asyncio.wait_for(running, 60) == "enough"
+    assert notes == ["set up", "torn down"]
+    late = "environments.staying: its tear_down failed: not done within environments.staying.tear_down_timeout_s=0.05"
+    assert late in caplog.messages
 
 
 async def test_two_hundred_slow_environments_wait_side_by_side(template: ChatTemplate) -> None:

@@ -30,7 +30,7 @@ TOO_HEAVY = "too_heavy"
 class MathsQuestions(SingleTurn):
     """Reward 1 for the right final answer, else 0; `format_reward` sets a part aside for a boxed answer, right or wrong."""
 
-    requires: ClassVar[tuple[str, ...]] = ("math-verify",)
+    requires: ClassVar[tuple[str, ...]] = ("math-verify>=0.9,<0.10",)
     reward_min: ClassVar[float | None] = 0.0
     reward_max: ClassVar[float | None] = 1.0
     metrics_ranges: ClassVar[Mapping[str, tuple[float, float]]] = {"exact": (0, 1), "has_answer": (0, 1), "boxed": (0, 1)}

@@ -14,7 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from telescope.environments.agent_program import AgentProgram, _blame_the_wait
+from telescope.environments.agent_environment import _blame_the_wait
+from telescope.environments.agent_program import AgentProgram
 from telescope.environments.base import Prompt
 from telescope.environments.chat import ChatError, TokenChat
 from telescope.environments.failures import InfrastructureError
