@@ -26,7 +26,7 @@ START = (
     "sys.exit(supervise(RunDirectory(Path(sys.argv[1])), Patience(**json.loads(sys.argv[2]))))"
 )
 PROMISED_S = 10.0
-"""Within which whatever fails, is killed or interrupted is over; measured in the slow lane, where the machine has nothing else."""
+"""Within which whatever fails, is killed or interrupted is over; measured in the slow lane, on a machine of its own."""
 LIMIT_S = 60.0
 """Of each wait: a machine may be busy."""
 ROLES: dict[str, ProcessRole] = {"orchestrator": "orchestrator", "server": "server", "trainer": "trainer", "worker": "worker"}
