@@ -86,7 +86,12 @@ class SimulatedServer:
             paid = min(self._debt_s, left * self._speed)
             self._debt_s -= paid
             left -= paid / self._speed
-        self._make(self._tokens_in(left * self._speed, sequences), sequences)
+        tokens = self._tokens_in(left * self._speed, sequences)
+        made = tokens * sequences
+        self._made += tokens
+        self._reads += made
+        self._held += made
+        self.tokens += made
 
     @property
     def next_at(self) -> float:
@@ -162,12 +167,6 @@ class SimulatedServer:
     def _tokens_in(self, seconds: float, sequences: int) -> float:
         step_s, growth = self._step_s(sequences), self._times.kv_token_s * sequences
         return 2 * seconds / (step_s + sqrt(step_s * step_s + 2 * growth * seconds))
-
-    def _make(self, tokens: float, sequences: int) -> None:
-        self._made += tokens
-        self._reads += tokens * sequences
-        self._held += tokens * sequences
-        self.tokens += tokens * sequences
 
     def _admit(self) -> None:
         times = self._times
