@@ -62,16 +62,12 @@ class Placement:
         self.waiting: dict[str, Request] = {}
         """Requests no server may answer yet, in order of arrival; all are in `requests` too."""
         self._least_loaded = Ranking()
-        self._moved: dict[str, None] = {}
-        """Servers whose rank is to be told anew, before anybody asks for the first: most requests follow their siblings, and
-        nobody asks."""
         self._answered = 0
         self._answered_tokens = 0
 
     def join(self, server: str, version: int, capacity: int) -> None:
         self.servers[server] = Server(version, capacity, Share(self._settings))
-        self._rank(server)  # at once: ties go to the first that joined
-        self._count_lanes(server)
+        self._weigh(server)
 
     def lose(self, server: str) -> list[Request]:
         """Forget the server; the requests placed on it are returned in order and forgotten too."""
@@ -80,7 +76,6 @@ class Placement:
             del self.requests[request.request_id]
             request.server = None
         self._least_loaded.remove(server)
-        self._moved.pop(server, None)
         self.lanes -= self.servers.pop(server).lanes
         return lost
 
@@ -107,8 +102,7 @@ class Placement:
         server = self.servers.get(load.server)
         if server is not None:
             server.share.hear(load, server.outstanding, now)
-            self._moved[load.server] = None
-            self._count_lanes(load.server)
+            self._weigh(load.server)
 
     def next_waiting(self) -> Request | None:
         """The first waiting request that a server would take now."""
@@ -142,9 +136,6 @@ class Placement:
         known = self.servers.get(sticky) if sticky is not None and self._takes(sticky, v_start) else None
         if known is not None and not known.share.pressure:
             return sticky
-        for name in self._moved:
-            self._rank(name)
-        self._moved.clear()
         best = self._least_loaded.first_that(lambda server: self._takes(server, v_start), below=FULL)
         if known is None or best is None:
             return best
@@ -163,19 +154,15 @@ class Placement:
         server.outstanding += requests
         if server.outstanding == 0:
             server.share.idle()
-        self._moved[name] = None
-        if self._settings.adaptive:
-            self._count_lanes(name)
+        self._weigh(name)
 
-    def _rank(self, name: str) -> None:
-        """The server's place in the order, after a change."""
+    def _weigh(self, name: str) -> None:
+        """The server's place in the order, and its lanes in the sum, after a change."""
         server = self.servers[name]
         rank = server.load + server.share.pressure * PRESSED
-        self._least_loaded.put(name, rank if server.has_room else rank + FULL)
-
-    def _count_lanes(self, name: str) -> None:
-        """Its lanes in the sum, after a change."""
-        server = self.servers[name]
+        self._least_loaded.put(name, rank if server.outstanding < server.capacity else rank + FULL)
+        if not self._settings.adaptive and server.lanes:
+            return  # they never change
         lanes = server.share.lanes(server.outstanding)
         self.lanes += lanes - server.lanes
         server.lanes = lanes

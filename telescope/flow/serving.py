@@ -96,17 +96,17 @@ class SimulatedServer:
     @property
     def next_at(self) -> float:
         """When something happens if nobody comes: a sequence ends, or the KV cache is full. Infinite where nothing runs."""
-        sequences = len(self.running)
+        sequences, times, ends = len(self.running), self._times, self._ends
         if not sequences:
             return inf
-        ends = self._ends
         while ends[0][2].number != ends[0][1]:
             heappop(ends)
         tokens = ends[0][0] - self._made
-        if sequences > 1:
-            tokens = min(tokens, (self._times.kv_tokens - self._held) / sequences)
-        tokens = max(tokens, 0.0)
-        seconds = self._step_s(sequences) * tokens + self._times.kv_token_s * sequences * tokens * tokens / 2
+        if sequences > 1 and (room := (times.kv_tokens - self._held) / sequences) < tokens:
+            tokens = room
+        if tokens < 0.0:
+            tokens = 0.0
+        seconds = self._step_s(sequences) * tokens + times.kv_token_s * sequences * tokens * tokens / 2
         return self._now + self._pause_s + (self._debt_s + seconds) / self._speed
 
     def ended(self) -> list[Generation]:
