@@ -30,6 +30,8 @@ from telescope.records import RolloutOrder
 STALE = "off_policy"
 ZERO_ADVANTAGE = "zero_advantage"
 GRADER = "grader"
+_TURNS = frozenset({seen.TurnStarted, seen.TurnDone})
+"""Two of three events of a run. They move requests; no group ends by them."""
 
 
 class Core:
@@ -61,7 +63,7 @@ class Core:
         self._out = []
         self._absorb(event)
         if self._ending is None:
-            self._advance()
+            self._advance(type(event) not in _TURNS)
         if self._ending is not None:
             self._end_run(self._ending)
         return self._out
@@ -276,7 +278,7 @@ class Core:
 
     def _reach(self, group: Group, state: State) -> None:
         """The group has come to a point of its play; only the first of its samples to do so moves it."""
-        if group.playing and is_further(state, group.state):
+        if is_further(state, group.state) and group.playing:
             self._move(group, state)
 
     def _decided(self, group: Group) -> None:
@@ -364,10 +366,14 @@ class Core:
 
     # ---- what follows from any event: take, train, admit, dispatch
 
-    def _advance(self) -> None:
-        self._take()
-        self._admit()
-        self._dispatch()
+    def _advance(self, groups_moved: bool) -> None:
+        """`groups_moved`: whether the event may have completed or ended a group, or made the trainer idle; where it can't
+        have, what there was to take and to admit was taken and admitted after the event before."""
+        if groups_moved:
+            self._take()
+            self._admit()
+        if self._lanes.waiting:
+            self._dispatch()
         if self._ahead is not None and (prompts := self._ahead.hints()):
             self._out.append(do.Prefetch(prompts))
 

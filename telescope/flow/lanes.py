@@ -18,13 +18,15 @@ class Flight:
     """One attempt at a rollout, from `Run` to the worker's answer."""
 
     __slots__ = (
-        "aborted", "attempt", "ended", "generated", "group", "requests", "sample", "stopping", "tokens", "version", "worker",
+        "aborted", "attempt", "ended", "generated", "group", "key", "requests", "sample", "stopping", "tokens", "version",
+        "worker",
     )  # fmt: skip
 
     def __init__(self, group: Group, sample: Sample, worker: str, version: int) -> None:
         self.group = group
         self.sample = sample
         self.attempt = sample.attempt
+        self.key = sample.rollout_id, sample.attempt
         self.worker = worker
         self.version = version  # served at the dispatch
         self.stopping = False  # cancelled, not answered yet
@@ -33,10 +35,6 @@ class Flight:
         self.aborted = False  # an update or a lost server cut a request short: its failure is nobody's fault
         self.tokens = 0  # sampled so far
         self.requests: dict[str, None] = {}  # ids of all requests it ever made, in order
-
-    @property
-    def key(self) -> tuple[int, int]:
-        return self.sample.rollout_id, self.attempt
 
 
 class Worker:

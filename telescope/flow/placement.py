@@ -160,7 +160,9 @@ class Placement:
         """The server's place in the order, and its lanes in the sum, after a change."""
         server = self.servers[name]
         rank = server.load + server.share.pressure * PRESSED
-        self._least_loaded.put(name, rank if server.has_room else rank + FULL)
+        self._least_loaded.put(name, rank if server.outstanding < server.capacity else rank + FULL)
+        if not self._settings.adaptive and server.lanes:
+            return  # they never change
         lanes = server.share.lanes(server.outstanding)
         self.lanes += lanes - server.lanes
         server.lanes = lanes

@@ -7,33 +7,46 @@ from heapq import heapify, heappop, heappush
 
 
 class Ranking:
-    """A heap whose outdated entries are dropped when they come up; the smallest rank is first. Amortised O(log n)."""
+    """A heap whose outdated entries are dropped when they come up; the smallest rank is first. Amortised O(log n).
+
+    New ranks wait until somebody asks: most numbers change several times between two questions.
+    """
 
     def __init__(self) -> None:
+        self._moved: dict[str, int] = {}
         self._current: dict[str, tuple[int, int]] = {}
         self._heap: list[tuple[int, int, str]] = []
         self._arrivals = 0
 
     def put(self, name: str, rank: int) -> None:
         """Enter the name, or change its rank."""
-        known = self._current.get(name)
-        if known is None:
-            arrival = self._arrivals
-            self._arrivals += 1
-        elif known[0] == rank:
-            return
-        else:
-            arrival = known[1]
-        self._current[name] = (rank, arrival)
-        heappush(self._heap, (rank, arrival, name))
-        if len(self._heap) > 8 * len(self._current) + 64:
-            self._heap = [(rank, arrival, name) for name, (rank, arrival) in self._current.items()]
-            heapify(self._heap)
+        self._moved[name] = rank
+
+    def _settle(self) -> None:
+        current, heap = self._current, self._heap
+        for name, rank in self._moved.items():
+            known = current.get(name)
+            if known is None:
+                arrival = self._arrivals
+                self._arrivals += 1
+            elif known[0] == rank:
+                continue
+            else:
+                arrival = known[1]
+            current[name] = (rank, arrival)
+            heappush(heap, (rank, arrival, name))
+        self._moved.clear()
+        if len(heap) > 8 * len(current) + 64:
+            heap[:] = [(rank, arrival, name) for name, (rank, arrival) in current.items()]
+            heapify(heap)
 
     def remove(self, name: str) -> None:
         self._current.pop(name, None)
+        self._moved.pop(name, None)
 
     def first(self) -> str | None:
+        if self._moved:
+            self._settle()
         heap = self._heap
         while heap:
             rank, arrival, name = heap[0]

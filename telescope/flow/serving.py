@@ -86,22 +86,27 @@ class SimulatedServer:
             paid = min(self._debt_s, left * self._speed)
             self._debt_s -= paid
             left -= paid / self._speed
-        self._make(self._tokens_in(left * self._speed, sequences), sequences)
+        tokens = self._tokens_in(left * self._speed, sequences)
+        made = tokens * sequences
+        self._made += tokens
+        self._reads += made
+        self._held += made
+        self.tokens += made
 
     @property
     def next_at(self) -> float:
         """When something happens if nobody comes: a sequence ends, or the KV cache is full. Infinite where nothing runs."""
-        sequences = len(self.running)
+        sequences, times, ends = len(self.running), self._times, self._ends
         if not sequences:
             return inf
-        ends = self._ends
         while ends[0][2].number != ends[0][1]:
             heappop(ends)
         tokens = ends[0][0] - self._made
-        if sequences > 1:
-            tokens = min(tokens, (self._times.kv_tokens - self._held) / sequences)
-        tokens = max(tokens, 0.0)
-        seconds = self._step_s(sequences) * tokens + self._times.kv_token_s * sequences * tokens * tokens / 2
+        if sequences > 1 and (room := (times.kv_tokens - self._held) / sequences) < tokens:
+            tokens = room
+        if tokens < 0.0:
+            tokens = 0.0
+        seconds = self._step_s(sequences) * tokens + times.kv_token_s * sequences * tokens * tokens / 2
         return self._now + self._pause_s + (self._debt_s + seconds) / self._speed
 
     def ended(self) -> list[Generation]:
@@ -162,12 +167,6 @@ class SimulatedServer:
     def _tokens_in(self, seconds: float, sequences: int) -> float:
         step_s, growth = self._step_s(sequences), self._times.kv_token_s * sequences
         return 2 * seconds / (step_s + sqrt(step_s * step_s + 2 * growth * seconds))
-
-    def _make(self, tokens: float, sequences: int) -> None:
-        self._made += tokens
-        self._reads += tokens * sequences
-        self._held += tokens * sequences
-        self.tokens += tokens * sequences
 
     def _admit(self) -> None:
         times = self._times

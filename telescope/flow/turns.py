@@ -55,7 +55,8 @@ class Turns:
             else:
                 flight.aborted = False  # another server has answered what a lost one had: what fails later, fails by itself
             self._reach(flight.group, State.ENV)
-        self.place_waiting()  # it has left room
+        if self._placement.waiting:
+            self.place_waiting()  # it has left room
 
     def server_lost(self, server: str, why: str) -> None:
         """Another one answers what it had, from the start; what the rollouts have played so far is kept."""
@@ -72,6 +73,8 @@ class Turns:
 
     def withdraw(self, flight: Flight, why: str) -> None:
         """Answer what the flight still waits for; what a server has is the server's to answer."""
+        if not self._placement.waiting:
+            return
         for request_id in flight.requests:
             if self._placement.withdraw(request_id):
                 self._say(do.Refuse(request_id, why))

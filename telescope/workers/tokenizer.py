@@ -1,4 +1,8 @@
-"""Load the model's tokenizer and what ends its answers. The only file of the workers that imports transformers."""
+"""Load the model's tokenizer and what ends its answers. The only file of the workers that imports transformers.
+
+AutoTokenizer imports torch and all that generates text, 4 seconds of a processor and 300 MB in every worker, to look a class
+up. Where the folder's own files leave no doubt which class that is, it is taken at once; AutoTokenizer decides the rest.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,17 @@ from typing import Any
 from telescope.config.parts import ModelSettings
 from telescope.environments.template import ChatTemplate
 
+_PLAIN = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
+_QWEN = frozenset({"Qwen2Tokenizer", "Qwen2TokenizerFast"})
+KNOWN = {
+    **{(kind, name): "PreTrainedTokenizerFast" for kind in ("llama", "qwen3", "qwen3_moe") for name in _PLAIN},
+    **{(kind, name): "Qwen2Tokenizer" for kind in ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe") for name in _QWEN},
+}
+"""`model_type` of config.json and `tokenizer_class` of tokenizer_config.json -> the class of transformers that AutoTokenizer
+takes for the two; a test asks it for each."""
+
+_NAMING = ("config.json", "tokenizer_config.json")
+
 
 class TokenizerError(RuntimeError):
     """The tokenizer can't be loaded or used; the message names the setting."""
@@ -16,10 +31,8 @@ class TokenizerError(RuntimeError):
 
 def load_template(model: ModelSettings, folder: Path) -> ChatTemplate:
     """The chat template and tokenizer in the model's folder. Raises `TokenizerError`."""
-    from transformers import AutoTokenizer
-
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
+        tokenizer: Any = _load(folder, model.trust_remote_code)
     except Exception as error:  # the tokenizers library raises plain Exception
         raise TokenizerError(f"model.name={model.name}: its tokenizer can't be loaded: {first_line(error)}") from error
     if len(tokenizer.get_vocab()) <= len(tokenizer.all_special_ids):  # transformers makes an empty one where there are no files
@@ -36,6 +49,26 @@ def load_template(model: ModelSettings, folder: Path) -> ChatTemplate:
         chat_template=model.chat_template,
         enable_thinking=model.enable_thinking,
     )
+
+
+def _load(folder: Path, trust_remote_code: bool) -> Any:
+    import transformers
+
+    kind: Any = getattr(transformers, known_class(folder) or "AutoTokenizer")
+    return kind.from_pretrained(folder, trust_remote_code=trust_remote_code)
+
+
+def known_class(folder: Path) -> str | None:
+    """The class of transformers that the folder's files name beyond doubt, e.g. `Qwen2Tokenizer`; None where they don't."""
+    if not (folder / "tokenizer.json").is_file() or (folder / "tekken.json").exists():
+        return None
+    try:
+        config, own = (json.loads((folder / name).read_text(encoding="utf-8")) for name in _NAMING)
+    except (OSError, ValueError):  # AutoTokenizer finds words for it
+        return None
+    if not isinstance(config, dict) or not isinstance(own, dict) or "auto_map" in config or "auto_map" in own:
+        return None
+    return KNOWN.get((str(config.get("model_type")), str(own.get("tokenizer_class"))))
 
 
 def _eos_ids(own: int, folder: Path) -> list[int]:

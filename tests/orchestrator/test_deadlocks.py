@@ -114,11 +114,14 @@ async def play(
     workers: int = 2,
     group_size: int = 4,
     shuffle: int | None = None,
+    placement_timeout_s: float | None = None,
     **flow: Any,
 ) -> tuple[Outcome, list[Line]]:
-    """One run to its end, and its journal. `flow`: the core's settings that differ."""
+    """One run to its end, and its journal. `flow`: the core's settings that differ. `placement_timeout_s`: nobody comes."""
     base, run = config(), RunDirectory.create(folder / "run")
-    cluster = base.cluster.model_copy(update={"inference_num_workers": servers, "env_num_workers": workers})
+    there = {"inference_num_workers": servers, "env_num_workers": workers}
+    patience = {} if placement_timeout_s is None else {"placement_timeout_s": placement_timeout_s}
+    cluster = base.cluster.model_copy(update=there | patience)
     rollout = base.rollout.model_copy(update={"group_size": group_size, "min_group_size": min(2, group_size)})
     settings = base.model_copy(update={"cluster": cluster, "rollout": rollout})
     names = (*(f"worker-{i}" for i in range(workers)), *(f"server-{i}" for i in range(servers)), TRAINER)
@@ -144,7 +147,7 @@ async def play(
     peers: list[Actor] = []
     lives: list[asyncio.Task[None]] = []
     try:
-        for name in names:
+        for name in names if placement_timeout_s is None else ():
             link = await asyncio.to_thread(Link.connect, run, hello(name, name, 1), 60.0)
             peers.append(actors.get(name, Actor)(link))
         lives = [asyncio.create_task(peer.live()) for peer in peers]
@@ -187,6 +190,13 @@ async def test_a_run_ends_with_exactly_its_steps(tmp_path: Path, shape: str, ste
     )
     assert outcome.reason == f"all {steps} steps are trained"
     assert len(trained(lines)) == len(set(trained(lines))) == 2 * steps
+
+
+async def test_who_never_comes_is_named_with_the_setting(tmp_path: Path):
+    outcome, _ = await play(tmp_path, {}, servers=1, workers=1, placement_timeout_s=0.5)
+    assert not outcome.ok
+    assert outcome.reason.endswith(" did not say hello within cluster.placement_timeout_s=0.5 s; their logs say why")
+    assert set(outcome.reason.split(" did not ")[0].split(", ")) == {"worker-0", "server-0", TRAINER}
 
 
 async def test_a_worker_that_never_answers_anything_ends_the_run_with_its_name(tmp_path: Path):

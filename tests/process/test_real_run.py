@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import LIMIT_S, Launched
+from conftest import LIMIT_S, PROMISED_S, Launched
 
 from telescope._launch.plan import read_plan
 from telescope.runlog.layout import RunDirectory
@@ -62,20 +62,31 @@ def pid_of(launched: Launched, name: str) -> int:
 
 @pytest.mark.parametrize("victim", ["orchestrator", "trainer-0", "worker-0"])
 def test_kill_9_of_one_process_ends_a_real_run(training: Launched, victim: str) -> None:
-    started = time.monotonic()
     os.kill(pid_of(training, victim), signal.SIGKILL)
     code, _, err = training.end()
     assert code == 70
     assert f"The run failed: {victim} was killed by signal 9 (SIGKILL)." in err
     assert str(training.run.log(victim)) in err
     assert training.left_after(0) == []
-    assert time.monotonic() - started < LIMIT_S
     run_id = json.loads(training.run.run_json.read_bytes())["run_id"]
     assert list(default_folder().glob(f"{run_prefix(run_id)}*")) == []
     if victim != "orchestrator":
         summary = json.loads(training.run.summary_json.read_bytes())
         assert summary["exit_reason"] == f"{victim} was killed by signal 9 (SIGKILL)."
         assert summary["exit_code"] == 70
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["orchestrator", "trainer-0", "worker-0", "Ctrl-C"])
+def test_a_real_run_is_over_within_10_s(training: Launched, victim: str) -> None:
+    started = time.monotonic()
+    if victim == "Ctrl-C":
+        training.signal(signal.SIGINT)
+    else:
+        os.kill(pid_of(training, victim), signal.SIGKILL)
+    training.end()
+    assert training.left_after(LIMIT_S) == []
+    assert time.monotonic() - started < PROMISED_S
 
 
 def test_kill_9_of_the_supervisor_ends_a_real_run(training: Launched) -> None:
@@ -85,11 +96,9 @@ def test_kill_9_of_the_supervisor_ends_a_real_run(training: Launched) -> None:
 
 
 def test_ctrl_c_ends_a_real_run_with_a_summary(training: Launched) -> None:
-    started = time.monotonic()
     training.signal(signal.SIGINT)
     code, out, err = training.end()
     assert code == 130
-    assert time.monotonic() - started < LIMIT_S
     assert training.left_after(0) == []
     assert "Traceback" not in err
     assert "Had to be ended" not in err
@@ -106,8 +115,6 @@ def test_a_second_ctrl_c_kills_a_real_run(training: Launched) -> None:
     assert training.supervisor.stderr is not None
     while "kills at once" not in training.supervisor.stderr.readline():
         assert training.supervisor.poll() is None
-    started = time.monotonic()
     training.signal(signal.SIGINT)
     assert training.end()[0] == 130
-    assert time.monotonic() - started < 8.0
     assert training.left_after(0) == []

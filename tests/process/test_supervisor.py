@@ -9,7 +9,9 @@ import time
 
 import msgspec
 import pytest
-from conftest import LIMIT_S, Launch, stand_in
+from conftest import LIMIT_S, PROMISED_S, Launch, stand_in
+
+from telescope._launch.terms import Patience
 
 FLEET = (
     stand_in("orchestrator", "obey"),
@@ -36,18 +38,38 @@ def test_a_run_whose_orchestrator_finishes_ends_with_0_and_leaves_nothing(launch
 
 
 @pytest.mark.parametrize("victim", ["orchestrator", "server-0", "trainer-0", "trainer-1", "worker-0"])
-def test_kill_9_of_any_process_ends_the_run_within_10_s_and_names_it(launch: Launch, victim: str) -> None:
+def test_kill_9_of_any_process_ends_the_run_and_names_it(launch: Launch, victim: str) -> None:
     launched = launch(*(WITH_A_DEAF_RANK if victim == "trainer-0" else FLEET))
     launched.wait_until_up()
-    started = time.monotonic()
     os.kill(launched.pids(victim)[0], signal.SIGKILL)
     code, _, err = launched.end()
     assert code == 70
     assert f"The run failed: {victim} was killed by signal 9 (SIGKILL)." in err
     assert str(launched.run.log(victim)) in err
     assert launched.left_after(0) == []
-    assert time.monotonic() - started < LIMIT_S
     assert json.loads(launched.run.exit_json.read_bytes())["cause"]["process"] == victim
+
+
+def test_what_processes_get_after_a_failure_and_after_ctrl_c_comes_to_less_than_10_s() -> None:
+    patience = Patience()
+    shims = 2 * patience.shim_s
+    assert patience.grace_s + patience.follow_s + patience.hurry_s + shims == 8.0
+    assert patience.stop_s + patience.follow_s + patience.hurry_s + patience.shim_s == 9.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["orchestrator", "server-0", "trainer-0", "supervisor", "Ctrl-C"])
+def test_whatever_is_killed_the_run_is_over_within_10_s(launch: Launch, victim: str) -> None:
+    launched = launch(*WITH_A_DEAF_RANK)
+    launched.wait_until_up()
+    started = time.monotonic()
+    if victim in launched.plan.names:
+        os.kill(launched.pids(victim)[0], signal.SIGKILL)
+    else:
+        launched.signal(signal.SIGINT if victim == "Ctrl-C" else signal.SIGKILL)
+    launched.end()
+    assert launched.left_after(LIMIT_S) == []
+    assert time.monotonic() - started < PROMISED_S
 
 
 @pytest.mark.parametrize("victim", ["orchestrator", "server-0", "trainer-1"])
@@ -61,7 +83,7 @@ def test_kill_9_of_a_shim_takes_its_process_with_it_and_names_it(launch: Launch,
     assert launched.left_after(0) == []
 
 
-def test_kill_9_of_the_supervisor_leaves_nothing_within_10_s(launch: Launch) -> None:
+def test_kill_9_of_the_supervisor_leaves_nothing(launch: Launch) -> None:
     launched = launch(*WITH_A_DEAF_RANK)
     launched.wait_until_up()
     launched.signal(signal.SIGKILL)
@@ -147,17 +169,15 @@ def test_a_process_that_kills_its_own_group_does_not_hit_its_shim(launch: Launch
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_one_interrupt_ends_cleanly_under_10_s(launch: Launch, number: int, code: int) -> None:
+def test_one_interrupt_ends_cleanly(launch: Launch, number: int, code: int) -> None:
     launched = launch(*WITH_A_DEAF_RANK)
     launched.wait_until_up()
-    started = time.monotonic()
     launched.signal(number)
     assert launched.end()[0] == code
-    assert time.monotonic() - started < LIMIT_S
     assert launched.left_after(0) == []
 
 
-def test_an_orchestrator_that_ignores_the_interrupt_is_killed_under_10_s(launch: Launch) -> None:
+def test_an_orchestrator_that_ignores_the_interrupt_is_killed(launch: Launch) -> None:
     launched = launch(stand_in("orchestrator", "deaf"), stand_in("server-0", "family"), stand_in("worker-0", "deaf"))
     launched.wait_until_up()
     launched.signal(signal.SIGINT)
@@ -191,10 +211,8 @@ def test_a_second_interrupt_kills_at_once(launch: Launch) -> None:
     launched.signal(signal.SIGINT)
     assert launched.supervisor.stderr is not None
     assert "Ctrl-C again kills at once" in launched.supervisor.stderr.readline()
-    started = time.monotonic()
     launched.signal(signal.SIGINT)
     assert launched.end()[0] == 130
-    assert time.monotonic() - started < 7.0
     assert launched.left_after(0) == []
 
 
@@ -244,7 +262,7 @@ def test_logs_go_to_files_and_on_request_to_the_console(launch: Launch) -> None:
 
 def test_progress_is_a_line_a_step_and_the_summary_comes_last(launch: Launch) -> None:
     launched = launch(stand_in("orchestrator", "write_status"), progress=True)
-    code, out, err = launched.end(20)
+    code, out, err = launched.end()
     assert code == 0
     assert err.splitlines() == [f"step {step}/3 · reward 0.{step}00 · 5.1k tok/s" for step in (1, 2, 3)]
     assert out.splitlines() == [

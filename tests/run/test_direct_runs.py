@@ -103,6 +103,6 @@ def test_a_death_with_direct_requests_out_ends_the_run_with_its_name_and_leaves_
     run = start(*SLOW, DIRECT, "cluster.max_server_restarts=0")
     run.until(lambda: len(run.rows("turns")) > 3 if run.directory.path.is_dir() else False, "generating")
     os.kill(run.find(victim).pid, signal.SIGKILL)
-    assert run.wait(20) == 70
+    assert run.wait() == 70
     assert victim in run.summary()["exit_reason"]
     assert run.left_after(30) == []

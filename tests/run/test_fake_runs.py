@@ -7,11 +7,13 @@ import sys
 
 import pytest
 
+from telescope.flow.replay import replay
+from telescope.runlog.journal import journal_lines
 from tests.run.conftest import ROOT, Start, WholeRun
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
-def test_a_run_ends_with_exactly_the_steps_asked_for(start: Start, steps: int):
+def test_a_run_ends_with_exactly_the_steps_asked_for_and_its_journal_says_so_again(start: Start, steps: int):
     run = start("experiment=fake", f"number_of_steps={steps}", "orchestrator.max_async_rollout=2")
     assert run.wait() == 0, run.said()
     summary = run.summary()
@@ -22,6 +24,16 @@ def test_a_run_ends_with_exactly_the_steps_asked_for(start: Start, steps: int):
     assert [row["step"] for row in run.rows("step_metrics")] == list(range(1, steps + 1))
     assert run.left_after(30) == []
     assert str(run.directory.path) in run.said()
+    assert replay(journal_lines(run.directory.journal)).disagreement is None
+    if steps == 2:
+        assert_the_command_says_so(run)
+
+
+def assert_the_command_says_so(run: WholeRun) -> None:
+    command = [sys.executable, "-m", "telescope.replay", str(run.directory.path)]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
+    assert said.returncode == 0, said.stdout + said.stderr
+    assert "agree" in said.stdout
 
 
 def trained(run: WholeRun) -> list[tuple[int, list[int], list[float]]]:
@@ -35,20 +47,16 @@ def played(run: WholeRun) -> list[tuple[int, str, int, int, float, str]]:
     )
 
 
-def test_two_synchronous_runs_with_one_seed_play_and_train_the_same(start: Start):
+def test_two_synchronous_runs_with_one_seed_play_and_train_the_same_and_another_seed_plays_other_prompts(start: Start):
     runs = [start("experiment=fake", "number_of_steps=4", "orchestrator.max_async_rollout=0", "seed=11") for _ in range(2)]
     for run in runs:
         assert run.wait() == 0, run.said()
     assert played(runs[0]) == played(runs[1])
     assert len({reward for *_, reward, _ in played(runs[0])}) > 1
     assert sorted(trained(runs[0])) == sorted(trained(runs[1]))
-
-
-def test_another_seed_plays_other_prompts(start: Start):
-    runs = [start("experiment=fake", "number_of_steps=1", f"seed={seed}") for seed in (1, 2)]
-    for run in runs:
-        assert run.wait() == 0, run.said()
-    assert {row[2] for row in played(runs[0])} != {row[2] for row in played(runs[1])}
+    other = start("experiment=fake", "number_of_steps=4", "orchestrator.max_async_rollout=0", "seed=12")
+    assert other.wait() == 0, other.said()
+    assert {row[2] for row in played(other)} != {row[2] for row in played(runs[0])}
 
 
 def test_weights_are_broadcast_to_the_server_at_each_step(start: Start):
@@ -58,21 +66,6 @@ def test_weights_are_broadcast_to_the_server_at_each_step(start: Start):
     for version in (1, 2, 3):
         assert f"PrepareWeights {version}: serving {version - 1}" in log
         assert f"CommitWeights {version}: serving {version}" in log
-
-
-def test_the_core_says_the_same_again_from_the_journal(start: Start):
-    run = start("experiment=fake", "number_of_steps=3")
-    assert run.wait() == 0, run.said()
-    said = subprocess.run(
-        [sys.executable, "-m", "telescope.replay", str(run.directory.path)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=ROOT,
-        check=False,
-    )
-    assert said.returncode == 0, said.stdout + said.stderr
-    assert "agree" in said.stdout
 
 
 def test_no_token_lags_further_than_the_bound_says(start: Start):

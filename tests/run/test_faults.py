@@ -15,16 +15,15 @@ import pytest
 from tests.run.conftest import Start
 
 LONG = ("experiment=fake", "number_of_steps=100000", "backend.step_s=0.05")
-LIMIT_S = 10.0
 
 
 def test_a_process_that_stops_beating_is_named(start: Start):
-    run = start(*LONG, "orchestrator.silent_s=2")
+    run = start(*LONG, "orchestrator.silent_s=6")
     run.until_step(2)
     os.kill(run.find("worker-0").pid, signal.SIGSTOP)
-    assert run.wait(LIMIT_S + 5) == 70
-    assert "worker-0" in run.said()
-    assert "not heard" in run.said() or "silent" in run.said()
+    assert run.wait() == 70
+    assert "worker-0 (pid" in run.summary()["exit_reason"]
+    assert "was not heard for" in run.summary()["exit_reason"]
     assert run.left_after(30) == []
 
 
@@ -65,7 +64,7 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_error(start: Start, tm
 
 def test_a_missing_model_folder_gives_a_sentence_before_anything_starts(start: Start):
     run = start("experiment=fake", "model=any", "model.name=/nowhere/model")
-    assert run.wait(20) == 1
+    assert run.wait() == 1
     assert "/nowhere/model" in run.said()
     assert "Traceback" not in run.said()
     assert not run.directory.path.exists()
@@ -84,7 +83,7 @@ def test_a_run_directory_in_use_is_refused(start: Start, tmp_path: Path):
     (tmp_path / "run-0").mkdir()
     (tmp_path / "run-0" / "notes.txt").write_text("mine")
     run = start("experiment=fake")
-    assert run.wait(20) == 1
+    assert run.wait() == 1
     assert "never reused" in run.said()
 
 
@@ -185,6 +184,7 @@ def test_an_error_in_the_orchestrator_is_the_reason_in_the_summary(start: Start,
     assert "Traceback" in run.directory.log("orchestrator").read_text()
 
 
+@pytest.mark.slow
 def test_a_worker_that_never_comes_is_named_with_the_setting(start: Start, tmp_path: Path):
     folder = tmp_path / "mine" / "plugins" / "environments"
     folder.mkdir(parents=True)
@@ -198,9 +198,9 @@ def test_a_worker_that_never_comes_is_named_with_the_setting(start: Start, tmp_p
         "    def reward(self, prompt, answer):\n"
         "        return Reward(0.0)\n"
     )
-    run = start("experiment=fake", "--config-dir", str(tmp_path / "mine"), "env=hangs", "cluster.placement_timeout_s=20")
+    run = start("experiment=fake", "--config-dir", str(tmp_path / "mine"), "env=hangs", "cluster.placement_timeout_s=30")
     assert run.wait() == 70
-    sentence = "worker-0 did not say hello within cluster.placement_timeout_s=20 s; their logs say why"
+    sentence = "worker-0 did not say hello within cluster.placement_timeout_s=30 s; their logs say why"
     assert run.summary()["exit_reason"] == sentence
     assert sentence in run.said()
 
@@ -209,5 +209,5 @@ def test_a_lost_terminal_is_named_in_the_summary(start: Start):
     run = start(*LONG)
     run.until_step(1)
     os.kill(run.process.pid, signal.SIGHUP)
-    assert run.wait(LIMIT_S + 5) == 129
+    assert run.wait() == 129
     assert (run.summary()["exit_code"], run.summary()["exit_reason"]) == (129, "interrupted by SIGHUP")

@@ -21,6 +21,8 @@ BUSY = "inference.fake_token_s=0.05"
 """Requests are in flight at any time."""
 SLOW = "inference.fake_weights_s=0.5"
 """So is a weight update."""
+FEW = 14
+"""Steps of a run with slow updates: more than pass until a server that was killed is back."""
 
 
 def journal(run: WholeRun) -> list[tuple[float, Any, list[Any]]]:
@@ -29,14 +31,14 @@ def journal(run: WholeRun) -> list[tuple[float, Any, list[Any]]]:
     return [(line.now, line.event, line.commands) for line in read]
 
 
-def assert_complete(run: WholeRun, *, restarts: dict[str, int], said: str = "") -> None:
+def assert_complete(run: WholeRun, *, restarts: dict[str, int], said: str = "", steps: int = STEPS) -> None:
     """Every step was trained, every group has its end, the journal replays, and the restarts are counted and explained."""
     assert run.wait() == 0, run.said()
     summary = run.summary()
-    assert (summary["ok"], summary["steps"], summary["restarts"]) == (True, STEPS, restarts)
-    assert [row["step"] for row in run.rows("step_metrics")] == list(range(1, STEPS + 1))
+    assert (summary["ok"], summary["steps"], summary["restarts"]) == (True, steps, restarts)
+    assert [row["step"] for row in run.rows("step_metrics")] == list(range(1, steps + 1))
     trained = [group for row in run.rows("batches") for group in row["group_ids"]]
-    assert len(trained) == len(set(trained)) == STEPS * 4
+    assert len(trained) == len(set(trained)) == steps * 4
     assert (summary["rollouts"]["failed"], summary["tokens"]["lost"]) == (0, 0)
     last = {row["group_id"]: row["state"] for row in run.rows("groups")}
     assert set(last.values()) <= {"trained", "discarded", "cancelled"}
@@ -108,13 +110,13 @@ def test_requests_of_a_killed_server_go_to_the_other_at_once(start: Start):
 
 
 def test_kill_9_between_prepare_and_commit(start: Start):
-    run = start(*FAKE, SLOW, "cluster.inference_num_workers=2")
+    run = start(*FAKE, SLOW, "cluster.inference_num_workers=2", f"number_of_steps={FEW}")
     run.until_step(2)
     run.until(lambda: in_phase(run, "being prepared"), "preparing")
     os.kill(run.find("server-0").pid, signal.SIGKILL)
-    assert_complete(run, restarts={"server-0": 1})
+    assert_complete(run, restarts={"server-0": 1}, steps=FEW)
     commits = [row for row in run.rows("weights") if row["phase"] == "committed"]
-    assert {row["version"] for row in commits} == set(range(1, STEPS + 1))
+    assert {row["version"] for row in commits} == set(range(1, FEW + 1))
 
 
 @pytest.mark.slow
@@ -136,7 +138,7 @@ def test_every_server_killed_at_once(start: Start):
 
 
 def test_a_silent_server_is_fenced_and_started_again(start: Start):
-    run = start(*FAKE, BUSY, "cluster.inference_num_workers=2", "orchestrator.silent_s=2")
+    run = start(*FAKE, BUSY, "cluster.inference_num_workers=2", "orchestrator.silent_s=6")
     run.until_step(2)
     stopped = run.find("server-0")
     os.kill(stopped.pid, signal.SIGSTOP)
@@ -165,7 +167,7 @@ def test_a_server_that_dies_after_each_start_ends_the_run_with_its_reason(start:
         run.seen.clear()
         if life < 3:
             run.until(lambda life=life: run.status()["restarts"].get("server-0") == life, f"back in life {life + 1}")
-    assert run.wait(20) == 70
+    assert run.wait() == 70
     sentence = (
         "server-0 was killed by signal 9 (SIGKILL). It was started again 2 times within an hour (cluster.max_server_restarts)."
     )
@@ -178,7 +180,7 @@ def test_without_restarts_a_servers_death_ends_the_run(start: Start):
     run = start(*FAKE, "cluster.max_server_restarts=0")
     run.until_step(1)
     os.kill(run.find("server-0").pid, signal.SIGKILL)
-    assert run.wait(20) == 70
+    assert run.wait() == 70
     assert "The run failed: server-0 was killed by signal 9 (SIGKILL)." in run.said()
     assert run.summary()["exit_reason"] == "server-0 was killed by signal 9 (SIGKILL)."
 

@@ -16,7 +16,7 @@ from telescope.wire.security import make_keys
 from tests.wire.samples import hello
 
 NAMES = ("orchestrator", "worker-0", "worker-1", "server-0", "trainer-0")
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 IDENTITY = {"run": "run-1", "attempt": "attempt-1", "config_hash": "c0ffee"}
 
 

@@ -176,7 +176,7 @@ async def test_nothing_happens_within_the_timeout(hub: Hub) -> None:
     start = time.monotonic()
     assert await hub.next(0.05) is None
     assert await hub.next(0.0) is None
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < DEADLINE_S
 
 
 # ---- coming and going ------------------------------------------------------------------------------------------------
@@ -203,9 +203,7 @@ async def test_close_tells_everyone_to_stop_and_waits_for_their_goodbyes(hub: Hu
         return stop.body.reason
 
     obeying = [asyncio.create_task(obey(link)) for link in links]
-    start = time.monotonic()
-    await hub.close("60 steps are done", timeout_s=10.0)
-    assert time.monotonic() - start < 5
+    await hub.close("60 steps are done", timeout_s=DEADLINE_S)
     assert [await task for task in obeying] == ["60 steps are done"] * 2
     assert hub.peers == {}
 
@@ -214,7 +212,7 @@ async def test_close_waits_no_longer_than_its_timeout(hub: Hub, connect) -> None
     await connect("worker-0", hub)
     start = time.monotonic()
     await hub.close("done", timeout_s=0.3)
-    assert 0.25 < time.monotonic() - start < 5
+    assert 0.25 < time.monotonic() - start < DEADLINE_S
     assert hub.send("worker-0", m.CancelRollout(1, 0, "late")) == 0
 
 
@@ -398,7 +396,7 @@ async def test_a_silent_hub_ends_the_link_with_a_sentence(open_hub, connect) -> 
     hub = await open_hub(silent_s=0.6)
     worker = await connect("worker-0", hub)
     await hub.close("killed", timeout_s=0.0)
-    with pytest.raises(LinkLost, match=r"worker-0: the orchestrator was not heard for 0\.\d s \(limit silent_s=0.6\)"):
+    with pytest.raises(LinkLost, match=r"worker-0: the orchestrator was not heard for \d+\.\d s \(limit silent_s=0.6\)"):
         await asyncio.wait_for(worker.received(), DEADLINE_S)
     with pytest.raises(LinkLost):
         worker.receive(0.0)
@@ -407,7 +405,7 @@ async def test_a_silent_hub_ends_the_link_with_a_sentence(open_hub, connect) -> 
 
 
 async def test_a_busy_main_thread_is_still_heard(open_hub, connect) -> None:
-    hub = await open_hub(silent_s=0.8)
+    hub = await open_hub(silent_s=2.5)  # less would be the machine's own pauses, where it has much to do
     worker = await connect("worker-0", hub)
 
     def compute(seconds: float) -> int:
@@ -416,9 +414,9 @@ async def test_a_busy_main_thread_is_still_heard(open_hub, connect) -> None:
             count += 1
         return count
 
-    busy = asyncio.create_task(asyncio.to_thread(compute, 2.0))
-    assert await hub.next(2.2) is None
+    busy = asyncio.create_task(asyncio.to_thread(compute, 3.0))
     assert await busy
+    assert await hub.next(0.2) is None
     assert list(hub.peers) == ["worker-0"]
     await asyncio.to_thread(worker.close)
 
@@ -440,19 +438,19 @@ async def start_peer(run: RunDirectory, name: str) -> asyncio.subprocess.Process
 
 
 async def test_a_killed_process_is_lost_and_a_new_one_takes_its_name(open_hub, run: RunDirectory) -> None:
-    hub = await open_hub(silent_s=1.0)
+    hub = await open_hub(silent_s=3.0)
     first = await start_peer(run, "worker-0")
     joined = await hub.next(DEADLINE_S)
     assert isinstance(joined, PeerJoined)
     hub.send("worker-0", order(1))
     assert (await delivered(hub)).body.rollout_id == 1
-    assert await hub.next(0.5) is None  # two heartbeats, with the news of what it does
+    assert await hub.next(1.3) is None  # two heartbeats, with the news of what it does
     first.kill()
     await first.communicate()
     hub.send("worker-0", order(2))
     lost = await hub.next(DEADLINE_S)
     assert isinstance(lost, PeerLost)
-    assert lost.cause.startswith(f"worker-0 (pid {first.pid} on node-7) was not heard for 1.")
+    assert lost.cause.startswith(f"worker-0 (pid {first.pid} on node-7) was not heard for ")
     assert lost.cause.endswith("it was last doing: rollout 1")
     second = await start_peer(run, "worker-0")
     assert isinstance(await hub.next(DEADLINE_S), PeerJoined)
@@ -467,7 +465,7 @@ async def test_a_killed_process_is_lost_and_a_new_one_takes_its_name(open_hub, r
 
 
 async def test_a_process_stopped_too_long_is_lost_and_ends_itself_when_it_wakes(open_hub, run: RunDirectory) -> None:
-    hub = await open_hub(silent_s=1.0)
+    hub = await open_hub(silent_s=3.0)
     process = await start_peer(run, "worker-0")
     assert isinstance(await hub.next(DEADLINE_S), PeerJoined)
     process.send_signal(signal.SIGSTOP)
@@ -477,5 +475,5 @@ async def test_a_process_stopped_too_long_is_lost_and_ends_itself_when_it_wakes(
         process.send_signal(signal.SIGCONT)
     _, said = await asyncio.wait_for(process.communicate(), DEADLINE_S)
     assert process.returncode == 70
-    assert b"was not heard for 1." in said
+    assert b"was not heard for " in said
     assert await hub.next(0.1) is None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ from telescope.environments.draws import LazyPrompts
 from telescope.environments.template import ChatTemplate
 from telescope.workers.lengths import leave_out_too_long
 from telescope.workers.load import EnvironmentBroken, load_environments, make_card, sampled
-from telescope.workers.tokenizer import TokenizerError, load_template
+from telescope.workers.tokenizer import KNOWN, TokenizerError, known_class, load_template
 from tests.workers.conftest import loaded
 
 HEADER = "from telescope.environments.base import Prompt, Reward, SingleTurn\n"
@@ -207,3 +210,58 @@ def test_prompts_of_no_tokens_are_refused(template: ChatTemplate) -> None:
     empty = ChatTemplate(template.tokenizer, [1], chat_template="{{ '' }}")
     with pytest.raises(EnvironmentBroken, match=r"environments.task: a train prompt is rendered to 0 tokens"):
         leave_out_too_long(loaded(Lengths(lengths=(3,))), empty, 10, 60)
+
+
+FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+def folder_of(tmp_path: Path, config: dict[str, object] | None = None, own: dict[str, object] | None = None) -> Path:
+    """The embedded model's tokenizer, with other words in config.json and tokenizer_config.json."""
+    from telescope.config.models import EMBEDDED
+
+    for name, other in zip(FILES, (config, None, own, None), strict=True):
+        text = (EMBEDDED / "tiny" / name).read_text(encoding="utf-8")
+        (tmp_path / name).write_text(json.dumps(json.loads(text) | other) if other else text)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("kind", "named"), sorted(KNOWN))
+def test_a_tokenizer_whose_class_is_known_is_the_one_that_the_library_picks(tmp_path: Path, kind: str, named: str) -> None:
+    from transformers import AutoTokenizer
+
+    folder = folder_of(tmp_path, {"model_type": kind}, {"tokenizer_class": named})
+    assert known_class(folder) == KNOWN[kind, named]
+    ours, theirs = load_template(ModelSettings(name="mine"), folder).tokenizer, AutoTokenizer.from_pretrained(folder)
+    assert type(ours) is type(theirs)
+    turns = [{"role": "user", "content": "1 + 2 = 3"}]
+    assert ours.apply_chat_template(turns, tokenize=True) == theirs.apply_chat_template(turns, tokenize=True)
+    assert (ours.get_vocab(), ours.special_tokens_map) == (theirs.get_vocab(), theirs.special_tokens_map)
+
+
+@pytest.mark.parametrize(
+    ("config", "own"),
+    [
+        ({"auto_map": {"AutoConfig": "mine.Config"}}, None),
+        (None, {"auto_map": {"AutoTokenizer": [None, "mine.Tokenizer"]}}),
+        ({"model_type": "qwen2"}, None),  # the library knows that models of this kind name a wrong class
+        (None, {"tokenizer_class": "LlamaTokenizer"}),
+    ],
+)
+def test_where_a_tokenizers_files_leave_a_doubt_the_library_decides(
+    tmp_path: Path, config: dict[str, object] | None, own: dict[str, object] | None
+) -> None:
+    assert known_class(folder_of(tmp_path)) == "PreTrainedTokenizerFast"
+    assert known_class(folder_of(tmp_path, config, own)) is None
+
+
+def test_a_worker_loads_the_tokenizer_of_the_embedded_model_without_torch() -> None:
+    program = (
+        "import sys, telescope.workers.main\n"
+        "from telescope.config.models import EMBEDDED\n"
+        "from telescope.config.parts import ModelSettings\n"
+        "from telescope.workers.tokenizer import load_template\n"
+        "print(len(load_template(ModelSettings(), EMBEDDED / 'tiny').opening([{'role': 'user', 'content': '1'}]).ids))\n"
+        "print('torch' in sys.modules)\n"
+    )
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
+    assert said.stdout.split() == ["3", "False"]

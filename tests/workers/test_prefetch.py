@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -18,8 +17,6 @@ from telescope.workers.prefetch import Openings
 from tests.workers.conftest import loaded, order
 from tests.workers.test_service import complete, serving
 
-SLOW_S = 1.0
-
 
 class Words(SingleTurn):
     def prompts(self, split: str) -> Sequence[Prompt]:
@@ -30,9 +27,9 @@ class Words(SingleTurn):
 
 
 class SlowTokenizer:
-    """Takes its time over every opening, and says in which thread."""
+    """Stands still at every opening until the gate is open, and says in which thread."""
 
-    def __init__(self, inner: Any, gate: threading.Event | None = None) -> None:
+    def __init__(self, inner: Any, gate: threading.Event) -> None:
         self._inner, self._gate, self.threads = inner, gate, []
 
     def __getattr__(self, name: str) -> Any:
@@ -40,26 +37,22 @@ class SlowTokenizer:
 
     def apply_chat_template(self, *arguments: Any, **options: Any) -> Any:
         self.threads.append(threading.current_thread().name)
-        if self._gate is not None:
-            self._gate.wait(60)
-        else:
-            time.sleep(SLOW_S)  # the slow work itself
+        assert self._gate.wait(60)
         return self._inner.apply_chat_template(*arguments, **options)
 
 
-def slow(template: ChatTemplate, gate: threading.Event | None = None) -> tuple[ChatTemplate, SlowTokenizer]:
+def slow(template: ChatTemplate, gate: threading.Event) -> tuple[ChatTemplate, SlowTokenizer]:
     tokenizer = SlowTokenizer(template.tokenizer, gate)
     return ChatTemplate(tokenizer, [1]), tokenizer
 
 
-async def longest_pause(until: asyncio.Future[Any]) -> float:
-    """Seconds that the loop was blocked at most, until the future is done."""
-    longest, last = 0.0, time.monotonic()
-    while not until.done():
+async def loop_goes_on_while(held_up: Callable[[], bool]) -> None:
+    """A hundred turns of the event loop while the tokenizer stands still: were the loop behind it, none would come."""
+    while not held_up():
         await asyncio.sleep(0.005)
-        now = time.monotonic()
-        longest, last = max(longest, now - last), now
-    return longest
+    for _ in range(100):
+        await asyncio.sleep(0)
+        assert held_up()
 
 
 def refs(*indices: int) -> tuple[PromptRef, ...]:
@@ -67,18 +60,17 @@ def refs(*indices: int) -> tuple[PromptRef, ...]:
 
 
 async def test_a_slow_tokenizer_delays_neither_the_loop_nor_a_prefetched_rollout(template: ChatTemplate) -> None:
-    lazy, tokenizer = slow(template)
+    gate = threading.Event()
+    lazy, tokenizer = slow(template, gate)
     async with serving(lazy, Words()) as (link, _):
         link.deliver(PrefetchPrompts(refs(0, 1)))
+        await loop_goes_on_while(lambda: len(tokenizer.threads) == 1)
+        gate.set()
         while len(tokenizer.threads) < 2:
             await asyncio.sleep(0.01)
-        ready = asyncio.ensure_future(asyncio.sleep(2 * SLOW_S))
-        assert await longest_pause(ready) < SLOW_S / 2
-        started = time.monotonic()
         link.deliver(RunRollout(order(0, 0)))
         link.deliver(RunRollout(order(1, 1)))
         requests = await link.until_sent(Generate, 2)
-        assert time.monotonic() - started < SLOW_S / 2
         assert [len(arrays[0]) for body, arrays, _ in link.sent if isinstance(body, Generate)] == [4, 6]
         complete(link, requests[0])
         await link.until_sent(RolloutDone)
@@ -86,12 +78,14 @@ async def test_a_slow_tokenizer_delays_neither_the_loop_nor_a_prefetched_rollout
 
 
 async def test_a_prompt_that_was_not_foretold_is_made_beside_the_loop_once_for_its_group(template: ChatTemplate) -> None:
-    lazy, tokenizer = slow(template)
+    gate = threading.Event()
+    lazy, tokenizer = slow(template, gate)
     async with serving(lazy, Words()) as (link, _):
         for rollout in range(8):
             link.deliver(RunRollout(order(rollout, 5)))
-        asked = asyncio.ensure_future(link.until_sent(Generate, 8))
-        assert await longest_pause(asked) < SLOW_S / 2
+        await loop_goes_on_while(lambda: len(tokenizer.threads) == 1)
+        gate.set()
+        await link.until_sent(Generate, 8)
     assert tokenizer.threads == ["opening_0"]
 
 
