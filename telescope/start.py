@@ -156,6 +156,8 @@ def _submit_group(settings: SlurmSettings, orders: Sequence[Order], sweep: bool)
     for one in submitted:
         what = f"job {one.job_id}" if one.job_id else f"not submitted, {one.script}"
         sys.stdout.write(f"{what}: run directory {one.directory.path}\n")
+        if one.unnoted:
+            _log.warning("Warning: job %s is queued, but %s. `scancel %s` takes it back.", one.job_id, one.unnoted, one.job_id)
     return {one.directory.path: one.job_id for one in submitted}
 
 
