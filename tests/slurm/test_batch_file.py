@@ -172,6 +172,8 @@ def test_times_are_read_as_slurm_reads_them(text: str, minutes: int):
         ({"mem": "much"}, "end in K, M, G or T"),
         ({"sbatch": ("--array=1-3",)}, "the launcher writes itself"),
         ({"sbatch": ("mail",)}, "must begin with a dash"),
+        ({"sbatch": ("-o here.txt",)}, "write it in its long form"),
+        ({"sbatch": ("--output=here.txt",)}, "the launcher writes itself"),
         ({"groups": "allocation", "inference": SlurmGroup(partition="other")}, "asks for equal nodes"),
     ],
 )
