@@ -26,6 +26,9 @@ START = (
     "sys.exit(supervise(RunDirectory(Path(sys.argv[1])), Patience(**json.loads(sys.argv[2]))))"
 )
 LIMIT_S = 10.0
+"""What a run may take to end, by its own deadlines."""
+WAIT_S = 60.0
+"""For whatever has to come first, on a machine that has other work too."""
 ROLES: dict[str, ProcessRole] = {"orchestrator": "orchestrator", "server": "server", "trainer": "trainer", "worker": "worker"}
 
 
@@ -45,7 +48,7 @@ class Launched:
 
     def wait_until_up(self, *names: str) -> None:
         """Until the named stand-ins (all of them by default) have written their pids."""
-        deadline = time.monotonic() + LIMIT_S
+        deadline = time.monotonic() + WAIT_S
         for name in names or self.plan.names:
             while not (self.run.path / "pids" / name).exists():
                 assert self.supervisor.poll() is None, self.supervisor.communicate()
@@ -66,7 +69,7 @@ class Launched:
     def signal(self, number: int) -> None:
         os.kill(self.supervisor.pid, number)
 
-    def end(self, limit_s: float = LIMIT_S) -> tuple[int, str, str]:
+    def end(self, limit_s: float = WAIT_S) -> tuple[int, str, str]:
         """Exit code, stdout and stderr of the supervisor, which must end within the limit."""
         out, err = self.supervisor.communicate(timeout=limit_s)
         return self.supervisor.returncode, out, err
