@@ -191,6 +191,7 @@ def _make_directory(order: Order) -> RunDirectory | None:
 def write_down(directory: RunDirectory, order: Order) -> None:
     """Readable by its owner alone: config.json is what the processes read, config.yaml is for people."""
     from telescope.config.run import config_hash, dump_run
+    from telescope.runlog import http_key
     from telescope.runlog.identity import new_identity, write_identity
     from telescope.runlog.layout import write_atomically
 
@@ -201,6 +202,8 @@ def write_down(directory: RunDirectory, order: Order) -> None:
     write_atomically(directory.config_yaml, as_text(config), mode=0o600)
     write_atomically(directory.cmdline, f"{command}\n", mode=0o600)
     write_identity(directory, identity)
+    if config.inference.makes_http_key:
+        http_key.make(directory)
 
 
 def as_text(config: RunConfig) -> str:

@@ -190,12 +190,6 @@ def _inference(config: RunConfig) -> Iterator[Conflict]:
             f"cluster.inference_num_workers={workers}: a server has so many of these workers; ask for "
             f"{-(-workers // inference.tensor_parallel_size) * inference.tensor_parallel_size} workers, or another size",
         )
-    if inference.http and not is_loopback(inference.host) and inference.api_key is None:
-        yield Conflict(
-            ("inference.host", "inference.api_key"),
-            f"inference.host={inference.host} is open to other machines: set inference.api_key='${{oc.env:VLLM_API_KEY}}', "
-            "or leave the host out for loopback, or set inference.http=false",
-        )
     if inference.quantization is not None and config.cluster.device == "cpu":
         yield Conflict(
             ("inference.quantization", "cluster.device"),
@@ -260,11 +254,6 @@ def _weights(config: RunConfig) -> Iterator[Conflict]:
             ("weight_sync.transport", "cluster.device"),
             f"weight_sync.transport={sync.transport} needs GPUs, and cluster.device=cpu: set weight_sync.transport=auto",
         )
-
-
-def is_loopback(host: str | None) -> bool:
-    """Whether only this machine can reach `host`. A name other than localhost is taken for an open one."""
-    return host is None or host in ("localhost", "::1") or host.startswith("127.")
 
 
 def warnings(config: RunConfig) -> list[str]:
