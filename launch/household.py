@@ -68,8 +68,7 @@ class Household:
         for source in (process.lifeline, process.pidfd):
             if source in self._selector.get_map():
                 self._selector.unregister(source)
-        process.collect()
-        if process.ending is not None and process.ending.shim_died:
+        if not process.collect():
             self.sweep()  # what it held came to us
 
     def sweep(self) -> None:

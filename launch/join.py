@@ -162,9 +162,17 @@ class _Node:
         """Whether there was something to obey."""
         before = self._obeyed
         for orders in self._talk.heard():
-            self._heard_at = time.monotonic()
-            self._take(orders)
+            if self._is_ours(orders.head):
+                self._heard_at = time.monotonic()
+                self._take(orders)
         return self._obeyed != before
+
+    def _is_ours(self, head: str) -> bool:
+        """The head of the run that this node is in, or of any as long as it is in none. Another one at the same address is
+        the head of a later run: to this node its own is silent."""
+        if not self._obeyed and head != self._report.head:
+            self._report = msgspec.structs.replace(self._report, head=head)
+        return head == self._report.head
 
     def _take(self, orders: Orders) -> None:
         for number, order in enumerate(orders.orders, orders.first):

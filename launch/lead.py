@@ -41,10 +41,10 @@ def lead(run: RunDirectory, config: RunConfig, standing: Standing, say: Callable
         say(f"{error if isinstance(error, NoAddress) else _unbound(standing, error)}\nNothing was started.")
         return CONFIG_ERROR
     silent_s = SILENT_SHARE * config.orchestrator.silent_s
-    nodes = Nodes(talk, standing.nodes, config_hash(config), silent_s)
+    nodes = Nodes(talk, standing.nodes, config_hash(config), silent_s, say)
     say(f"Waiting for {standing.nodes - 1} other node{'s' * (standing.nodes > 2)} at {talk.endpoint}.")
     try:
-        hosts = (host, *nodes.gather(config.cluster.placement_timeout_s, say))
+        hosts = (host, *nodes.gather(config.cluster.placement_timeout_s))
         plan = make_plan(config, hosts)
         if shared := shared_gpus(plan):
             say(f"Warning: {shared}")
@@ -91,6 +91,7 @@ def _tell(run: RunDirectory, config: RunConfig, nodes: Nodes, plan: Plan, keyed:
         own = [process.name for process in plan.processes if process.node == node]
         paths = [run.config_json, run.run_json, run.plan_json]
         paths += [run.public_key(name) for name in plan.names] + [run.secret_key(name) for name in own]
+        paths += [run.http_key] if run.http_key.exists() else []
         return {str(path.relative_to(run.path)): path.read_text(encoding="utf-8") for path in paths}
 
     ports = nodes.assign(run, files, identity.run_id)

@@ -7,7 +7,7 @@ none: greedy choices come first, because they are what the soft strategies mean,
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from telescope.config.cluster import Strategy
 
@@ -42,6 +42,54 @@ def place_apart(first: Demand, second: Demand, room: Sequence[int]) -> tuple[Cou
         return None
     follower_counts = next(_candidates(two, _left(room, one, exact)))
     return (follower_counts, exact) if swapped else (exact, follower_counts)
+
+
+def place_sharing(first: Demand, second: Demand, room: Sequence[int]) -> tuple[Counts, Counts] | None:
+    """Where there are too few places for both: a place may have one of each kind, and as few as possible do.
+
+    The choices are those of `place_apart`, and whoever chooses last takes free places before shared ones: where neither is
+    strict and bundles are of one place no place stays idle. None where one of them does not fit by itself."""
+    swapped = _urgency(second) < _urgency(first)
+    one, two = (second, first) if swapped else (first, second)
+    found = [
+        (chosen, rest) if leader is first else (rest, chosen)
+        for leader, follower in ((one, two), (two, one))
+        for chosen in _candidates(leader, room)
+        for rest in _beside(follower, room, [leader.size * count for count in chosen])
+    ]
+    return min(found, key=lambda both: _shared(first, second, both, room), default=None)  # the first of equals
+
+
+def _shared(first: Demand, second: Demand, both: tuple[Counts, Counts], room: Sequence[int]) -> int:
+    """Places with one of each."""
+    needs = (a * first.size + b * second.size - places for a, b, places in zip(*both, room, strict=True))
+    return sum(max(0, need) for need in needs)
+
+
+def _beside(demand: Demand, room: Sequence[int], taken: Sequence[int]) -> Iterator[Counts]:
+    """Placements of one demand on hosts with `taken` places that the other kind has."""
+    free = [places - gone for places, gone in zip(room, taken, strict=True)]
+    if demand.strategy == "STRICT_PACK":
+        yield from _candidates(demand, room)
+    elif demand.strategy == "STRICT_SPREAD":
+        fitting = [host for host in range(len(room)) if room[host] >= demand.size]
+        chosen = sorted(fitting, key=lambda host: (max(0, demand.size - free[host]), -free[host]))[: demand.count]
+        if len(chosen) == demand.count:
+            yield tuple(int(host in chosen) for host in range(len(room)))
+    elif sum(places // demand.size for places in room) >= demand.count:
+        apart = min(demand.count, sum(places // demand.size for places in free))
+        counts = next(_candidates(replace(demand, count=apart), free))
+        yield _filled_up(demand, counts, room, free)
+
+
+def _filled_up(demand: Demand, counts: Counts, room: Sequence[int], free: Sequence[int]) -> Counts:
+    """Those that found no free place, each where the fewest of its places are shared."""
+    filled = list(counts)
+    for _ in range(demand.count - sum(counts)):
+        fitting = [host for host in range(len(room)) if (filled[host] + 1) * demand.size <= room[host]]
+        host = min(fitting, key=lambda host: ((filled[host] + 1) * demand.size - free[host], host))
+        filled[host] += 1
+    return tuple(filled)
 
 
 def place_alone(demand: Demand, room: Sequence[int]) -> Counts | None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from telescope._launch.placement import Counts, Demand, place_alone, place_apart, place_on_cores
+from telescope._launch.placement import Counts, Demand, place_alone, place_apart, place_on_cores, place_sharing
 from telescope.records import Record
 from telescope.runlog.layout import write_atomically
 
@@ -177,10 +177,10 @@ def _counts(config: RunConfig, hosts: tuple[Host, ...], device: str) -> tuple[Co
         return _found(servers, by_cores[0], "inference", hosts), _found(ranks, by_cores[1], "trainer", hosts)
     room = [len(host.gpus) for host in hosts]
     if sum(room) < servers.count * size + ranks.count:  # then a server and a rank share
-        return (
-            _found(servers, place_alone(servers, room), "inference", hosts),
-            _found(ranks, place_alone(ranks, room), "trainer", hosts),
-        )
+        _found(servers, place_alone(servers, room), "inference", hosts)
+        _found(ranks, place_alone(ranks, room), "trainer", hosts)
+        if sharing := place_sharing(servers, ranks, room):
+            return sharing
     together = place_apart(servers, ranks, room)
     if together is None:
         raise PlanError(
@@ -277,7 +277,9 @@ def shared_gpus(plan: Plan) -> str:
     ]
     if not shared:
         return ""
-    return f"{'; '.join(shared)}: inference.gpu_memory_utilization must leave the trainer enough memory"
+    idle = sum(len(host.gpus) for host in plan.hosts) - len(users)
+    unused = f"; {idle} GPU{'s stay' if idle > 1 else ' stays'} idle, for no whole process fits there" if idle else ""
+    return f"{'; '.join(shared)}: inference.gpu_memory_utilization must leave the trainer enough memory{unused}"
 
 
 def share_threads(

@@ -134,8 +134,9 @@ class Process:
                 self.ending = Ending(report["status"], report["at"], ordered=self.ordered)
         return bool(received)
 
-    def collect(self) -> None:
-        """The shim has ended: take its last reports and its exit code."""
+    def collect(self) -> bool:
+        """The shim has ended: take its last reports and its exit code. False where it did not end by itself: killed, perhaps
+        after its last report, it has left behind what the process held."""
         while self.read_reports():
             if self.ending is not None:
                 break
@@ -145,6 +146,7 @@ class Process:
         self.gone = True
         os.close(self.pidfd)
         self.lifeline.close()
+        return status == 0
 
     def _order(self, line: str) -> None:
         self.ordered = True

@@ -6,6 +6,7 @@ Owns gathering the nodes, what each has been ordered and has said, and when one 
 
 from __future__ import annotations
 
+import secrets
 import select
 import time
 from collections.abc import Callable, Sequence
@@ -115,17 +116,19 @@ class Node:
         del self._orders[: max(0, report.obeyed - self._obeyed)]
         self._obeyed = max(self._obeyed, report.obeyed)
 
-    @property
-    def orders(self) -> Orders:
-        return Orders(self._obeyed + 1, tuple(self._orders))
+    def orders(self, head: str) -> Orders:
+        return Orders(head, self._obeyed + 1, tuple(self._orders))
 
 
 class Nodes:
     """All other nodes of a run, at the head."""
 
-    def __init__(self, talk: HeadTalk, count: int, config_hash: str, silent_s: float) -> None:
-        """`count`: nodes, the head among them."""
+    def __init__(self, talk: HeadTalk, count: int, config_hash: str, silent_s: float, say: Callable[[str], None]) -> None:
+        """`count`: nodes, the head among them. `say` tells the user."""
         self._talk = talk
+        self._say = say
+        self._head = secrets.token_hex(8)
+        self._refused: set[tuple[int, str]] = set()
         self._config_hash = config_hash
         self._silent_s = silent_s
         self._nodes = {rank: Node(rank) for rank in range(1, count)}
@@ -151,9 +154,9 @@ class Nodes:
 
     # ---- before the run ----------------------------------------------------------------------------------------------
 
-    def gather(self, timeout_s: float, say: Callable[[str], None]) -> tuple[Host, ...]:
+    def gather(self, timeout_s: float) -> tuple[Host, ...]:
         """The hosts of nodes 1, 2, …, once all have come. Raises `NodesMissing`, with the names, after `timeout_s`."""
-        self._until(lambda: all(node.report for node in self._nodes.values()), timeout_s, say)
+        self._until(lambda: all(node.report for node in self._nodes.values()), timeout_s)
         missing = [node.title for node in self._nodes.values() if not node.report]
         if missing:
             raise NodesMissing(
@@ -172,21 +175,17 @@ class Nodes:
             shared = node.report is not None and node.report.shared
             node.order(Assign(run_id, str(run.path), self._silent_s, files(rank, shared)))
         limit_s = max(self._silent_s, 4 * BEAT_S)
-        self._until(lambda: all(node.idle for node in self._nodes.values()), limit_s, None)
+        self._until(lambda: all(node.idle for node in self._nodes.values()), limit_s)
         for node in self._nodes.values():
             if not node.idle or node.report is None:
                 raise NodesMissing(f"{node.title} came and then did not take up the run within {limit_s:g} s")
         return {rank: node.report.port for rank, node in self._nodes.items() if node.report}
 
-    def _until(self, done: Callable[[], bool], timeout_s: float, say: Callable[[str], None] | None) -> None:
+    def _until(self, done: Callable[[], bool], timeout_s: float) -> None:
         end = time.monotonic() + timeout_s
-        known: set[int] = set()
         while time.monotonic() < end:
             self.pump()
-            for rank, node in self._nodes.items():
-                if node.report and rank not in known and say:
-                    say(f"{node.title} has come.")
-                    known.add(rank)
+            for node in self._nodes.values():
                 if why := self._refusal(node):
                     raise NodesMissing(why)
             if done():
@@ -224,19 +223,37 @@ class Nodes:
         due = now >= self._beat_at
         for rank, node in self._nodes.items():
             if (due or node.dirty) and not node.lost:
-                self._talk.say(rank, node.orders)
+                self._talk.say(rank, node.orders(self._head))
                 node.dirty = False
         if due:
             self._beat_at = now + BEAT_S
-        for report in self._talk.heard():
-            self._learn(report, time.monotonic())
+        for report, way in self._talk.heard():
+            node = self._nodes[report.node]
+            if node.lost:
+                continue
+            if why := self._stranger(node, report):
+                self._refuse(report, why)
+                continue
+            self._talk.follow(report.node, way)
+            self._learn(node, report, time.monotonic())
 
-    def _learn(self, report: Report, now: float) -> None:
-        node = self._nodes[report.node]
-        if node.lost:
-            return
+    def _stranger(self, node: Node, report: Report) -> str:
+        """Why a report is not that of the run's node, though its key is right; empty where it is."""
+        if report.obeyed and report.head != self._head:
+            return "still belongs to an earlier run with this key, whose head is gone; it ends by itself when it notices"
         if node.report is not None and node.report.incarnation != report.incarnation:
-            return  # a second command with this number: it is not answered, and says so itself
+            return f"is a second command with cluster.node_rank={report.node}; the first one is in the run"
+        return ""
+
+    def _refuse(self, report: Report, why: str) -> None:
+        """Not answered, whoever it is: it hears nothing, and ends with a sentence of its own."""
+        if (report.node, report.incarnation) not in self._refused:
+            self._refused.add((report.node, report.incarnation))
+            self._say(f"{node_name(report.node)} ({report.host.name}) is not answered: it {why}.")
+
+    def _learn(self, node: Node, report: Report, now: float) -> None:
+        if node.report is None:
+            self._say(f"{node_name(report.node)} ({report.host.name}) has come.")
         node.learn(report, now)
         self.interrupted = self.interrupted or report.interrupted
         for process in self._processes:

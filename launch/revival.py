@@ -47,9 +47,17 @@ class Revival:
         if not self.watching or not self._run.underway.exists():
             return None
         for name in self._servers:
-            if name not in self._due and (sentence := self._look_at(processes[name], now)):
+            if name in self._due:
+                self._hurry(processes[name], now)
+            elif sentence := self._look_at(processes[name], now):
                 return name, sentence
         return None
+
+    def _hurry(self, process: Held, now: float) -> None:
+        """A shim may be stopped after it has said that its process ended: it too is only waited for so long."""
+        if not process.gone and now >= process.give_up_at:
+            process.give_up_at = now + self._fence_s
+            process.give_up()
 
     def _look_at(self, process: Held, now: float) -> str:
         fence = control.take_fence(self._run, process.name)
@@ -68,6 +76,7 @@ class Revival:
         if wait_s is None:
             return sentence + self._budget.used_up(process.name)
         self._due[process.name] = now + wait_s
+        process.give_up_at = now + self._fence_s
         self._say(f"{sentence} It is started again" + (f" in {wait_s:g} s." if wait_s else "."))
         control.note_end(self._run, process.name, control.Ended(process.life, process.pid or 0, sentence))
         return ""

@@ -80,6 +80,8 @@ Order = Assign | Start | Leave | Kill | GiveUp | Write | End
 class Orders(Record, frozen=True):
     """Head to node: the orders from `first` on, which the node has not said to have obeyed."""
 
+    head: str
+    """This start of the head: a later one at the same address knows nothing of these orders."""
     first: int
     orders: tuple[Order, ...]
 
@@ -109,8 +111,10 @@ class Report(Record, frozen=True):
     incarnation: str
     config_hash: str
     host: Host
+    head: str = ""
+    """Whose orders it obeys; empty before it has heard any."""
     obeyed: int = 0
-    """Orders, in all."""
+    """Orders of that head, in all."""
     port: int = 0
     """One that is kept free here, for the trainer ranks to meet."""
     shared: bool = True
@@ -232,9 +236,13 @@ class HeadTalk(Talk):
         except (zmq.Again, zmq.ZMQError):
             return  # ROUTER_MANDATORY: no such connection any more
 
-    def heard(self) -> list[Report]:
-        """What came since the last call, each from the node that it says. Call it last before a `select`."""
-        found: list[Report] = []
+    def follow(self, node: int, way: bytes) -> None:
+        """What is said to the node goes this way from now on: only who calls decides whether a report counts."""
+        self._ways[node] = way
+
+    def heard(self) -> list[tuple[Report, bytes]]:
+        """What came since the last call, each from the node that it says, and the way back. Call it last before a `select`."""
+        found: list[tuple[Report, bytes]] = []
         quiet = False
         while not quiet:
             quiet = True
@@ -245,7 +253,7 @@ class HeadTalk(Talk):
                 quiet = False
                 report = self._read(frames)
                 if report is not None:
-                    found.append(report)
+                    found.append((report, frames[0].bytes))
         return found
 
     def _read(self, frames: Sequence[Any]) -> Report | None:
@@ -254,7 +262,4 @@ class HeadTalk(Talk):
             report = msgspec.json.decode(frames[-1].bytes, type=Report)
         except msgspec.MsgspecError:
             return None
-        if report.node != node:
-            return None  # it says to be another than its key does
-        self._ways[report.node] = frames[0].bytes
-        return report
+        return report if report.node == node else None  # else it says to be another than its key does

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,6 +30,8 @@ def main(arguments: Sequence[str]) -> int:
     if not lines:
         sys.stderr.write(f"no server of {run.path} listens at the moment\n")
         return 1
+    if run.http_key.exists():
+        lines.append(f'requests need the key: curl -H "Authorization: Bearer $(cat {shlex.quote(str(run.http_key))})" URL')
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
 

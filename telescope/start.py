@@ -156,6 +156,8 @@ def _submit_group(settings: SlurmSettings, orders: Sequence[Order], sweep: bool)
     for one in submitted:
         what = f"job {one.job_id}" if one.job_id else f"not submitted, {one.script}"
         sys.stdout.write(f"{what}: run directory {one.directory.path}\n")
+        if one.unnoted:
+            _log.warning("Warning: job %s is queued, but %s. `scancel %s` takes it back.", one.job_id, one.unnoted, one.job_id)
     return {one.directory.path: one.job_id for one in submitted}
 
 
@@ -189,6 +191,7 @@ def _make_directory(order: Order) -> RunDirectory | None:
 def write_down(directory: RunDirectory, order: Order) -> None:
     """Readable by its owner alone: config.json is what the processes read, config.yaml is for people."""
     from telescope.config.run import config_hash, dump_run
+    from telescope.runlog import http_key
     from telescope.runlog.identity import new_identity, write_identity
     from telescope.runlog.layout import write_atomically
 
@@ -199,6 +202,8 @@ def write_down(directory: RunDirectory, order: Order) -> None:
     write_atomically(directory.config_yaml, as_text(config), mode=0o600)
     write_atomically(directory.cmdline, f"{command}\n", mode=0o600)
     write_identity(directory, identity)
+    if config.inference.makes_http_key:
+        http_key.make(directory)
 
 
 def as_text(config: RunConfig) -> str:

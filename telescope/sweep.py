@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -97,7 +98,10 @@ class Sweep:
     def _take(self, result: Result) -> None:
         self.results.append(result)
         record = {"objective": self.objective, "points": [asdict(result) for result in self.results]}
-        write_atomically(self.file, json.dumps(record, indent=2) + "\n", mode=0o600)
+        try:
+            write_atomically(self.file, json.dumps(record, indent=2) + "\n", mode=0o600)
+        except OSError as error:  # the points go on, or are queued already; the table at the end has them all
+            sys.stderr.write(f"{self.file} can't be written: {error.strerror or error}\n")
 
 
 def _number(summary: Mapping[str, Any], path: str) -> float | None:

@@ -23,6 +23,7 @@ from telescope._launch.plan import PlanError, ProcessPlan, make_plan, write_plan
 from telescope._launch.slurm import queue
 from telescope._launch.slurm.allocation import Allocation, Node, allocated, job_of
 from telescope._launch.slurm.place import LOOPBACK, hosts_of
+from telescope._launch.slurm.sbatch import WARNED
 from telescope._launch.slurm.verdict import Ended, JobFacts, Verdict, judge
 from telescope._launch.terms import Conclusion, Surroundings, exit_record
 from telescope.config.run import RunConfig, load_run
@@ -39,19 +40,21 @@ STOP_MARGIN_S = 20.0
 """Of the time between warning and walltime: for peers to leave, files to close and the job to be queued again."""
 REQUEUE_S = 90.0
 """From asking for another attempt, or hearing of a preemption, to the end of this one."""
+WARNED_FACTS_S = 10.0
+"""What Slurm gets to answer questions when the walltime is near: half of the margin."""
 CONFIG_ERROR = 1
 
 
 def run(run_dir: str) -> None:
     """One attempt. Ends the process with the run's exit code, or is ended by Slurm where there is another attempt."""
-    early: list[int] = []
-    signal.signal(signal.SIGUSR2, lambda number, _: early.append(number))  # submitit's own handler would give up the job
+    early = _warnings()
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", force=True)
     directory = RunDirectory(Path(run_dir))
     if _is_done(directory):
         log.info("%s is done: there is nothing left to do.", directory.path)
         raise SystemExit(0)
     job_id, restarts = job_of(own())
+    _note_job(directory, job_id)
     try:
         config, settings = _configuration(directory)
         allocation = allocated(settings, own())
@@ -74,6 +77,22 @@ def run(run_dir: str) -> None:
     if verdict.next != "leave":
         _go_again(allocation.job_id, at_once=verdict.next == "requeue")
     raise SystemExit(concluded.code)
+
+
+def _warnings() -> list[int]:
+    """Warnings before the walltime that came until now, and those that come until the supervisor listens. hold.py has kept
+    them waiting; submitit's own handler would give up the job."""
+    early = [int(signal.SIGUSR2)] * bool(own().get(WARNED))
+    signal.signal(signal.SIGUSR2, lambda number, _: early.append(number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGUSR2,))
+    return early
+
+
+def _note_job(directory: RunDirectory, job_id: str) -> None:
+    """Where whoever submitted it could not."""
+    if attempts.read_submission(directory) is None:
+        script = Path(own().get("SUBMITIT_FOLDER", ""), f"{job_id.partition('_')[0]}_submission.sh")
+        attempts.write_submission(directory, job_id, script)
 
 
 def _is_done(directory: RunDirectory) -> bool:
@@ -105,7 +124,7 @@ def networks(nodes: Sequence[str]) -> dict[str, tuple[str, str]]:
     elsewhere torch and NCCL find it by the address, or by `cluster.env.NCCL_SOCKET_IFNAME`."""
     if len(nodes) == 1:
         return {nodes[0]: LOOPBACK}
-    found = {node: resolved(queue.address(node)) for node in nodes}
+    found = {node: resolved(address) for node, address in queue.addresses(nodes).items()}
     if not is_own(found[nodes[0]]):  # reached through a name of another network
         found[nodes[0]] = local_address(None, facing=found[nodes[1]])
     here = interface_of(found[nodes[0]])
@@ -144,7 +163,8 @@ def _judge(concluded: Conclusion, settings: SlurmSettings, allocation: Allocatio
     ended = Ended(concluded.code, concluded.warned, concluded.interrupted is not None, bool(concluded.carrier_lost))
     nodes = [node.name for node in allocation.nodes]
     said = (path.read_text(errors="replace") for path in directory.carrier_logs())
-    job = JobFacts() if concluded.code == 0 else queue.facts(allocation.job_id, nodes, allocation.restarts, said)
+    within_s = WARNED_FACTS_S if concluded.warned else queue.CLIENT_S
+    job = JobFacts() if concluded.code == 0 else queue.facts(allocation.job_id, nodes, allocation.restarts, said, within_s)
     log.info("%s; %s", ended, job)
     budget = settings.max_requeues - _asked_before(directory)
     return judge(ended, job, requeue=settings.requeue, restart_after_walltime=settings.restart_after_walltime, budget=budget)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import re
 import subprocess
+import time
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
@@ -18,6 +19,7 @@ from telescope.runlog.layout import RunDirectory
 log = logging.getLogger(__name__)
 
 CLIENT_S = 60.0
+"""For one question."""
 NO_TIME = ("", "None", "N/A", "Unknown")
 DOWN = ("DOWN", "FAIL", "NOT_RESPONDING", "POWERED_DOWN")
 AHEAD = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD")
@@ -82,19 +84,21 @@ def stage_of(run: RunDirectory, state: str) -> Literal["waiting", "running", "ov
     return "over" if last is not None and ended and not last.requeued else "unknown"
 
 
-def facts(job_id: str, nodes: Sequence[str], restarts: int, said: Iterable[str]) -> JobFacts:
-    """The job at this moment. `restarts`: as this attempt knows them; `said`: what its step daemons had to say.
+def facts(job_id: str, nodes: Sequence[str], restarts: int, said: Iterable[str], within_s: float = CLIENT_S) -> JobFacts:
+    """The job at this moment. `restarts`: as this attempt knows them; `said`: what its step daemons had to say; `within_s`: for
+    all questions together, as many as the job has nodes or not.
 
     A job that is preempted or queued again counts its next restart before any of its tasks hears of it, and forgets why at
     once; with a grace time it has a PreemptTime first. The step daemons know: `… CANCELLED AT … DUE TO PREEMPTION ***`."""
-    job = _words(f"job {job_id}", "scontrol", "show", "--oneliner", "job", job_id)
+    until = time.monotonic() + within_s
+    job = next(iter(_show("job", job_id, within_s)), {})
     state = job.get("JobState", "")
     causes = {found for text in said for found in _CAUSE.findall(text)}
     return JobFacts(
         state=state,
         preempted=state.startswith("PREEMPTED") or "PREEMPTION" in causes or job.get("PreemptTime", "") not in NO_TIME,
         requeued=int(job.get("Restarts", "0")) > restarts,
-        nodes_down=tuple(node for node in nodes if _is_down(node)),
+        nodes_down=_down(nodes, max(1.0, until - time.monotonic())),
     )
 
 
@@ -103,25 +107,33 @@ def requeue(job_id: str) -> None:
     ask("scontrol", "requeue", job_id)
 
 
-def cancel(job_id: str) -> None:
+def cancel(*job_ids: str) -> None:
     """Raises `SlurmSilent`."""
-    ask("scancel", job_id)
+    ask("scancel", *job_ids)
 
 
-def address(node: str) -> str:
-    """Where a node is reached, as Slurm has it; the node's name where it does not say."""
-    return _words(f"node {node}", "scontrol", "show", "--oneliner", "node", node).get("NodeAddr", node)
+def addresses(nodes: Sequence[str]) -> dict[str, str]:
+    """Where each node is reached, as Slurm has it; the node's name where it does not say."""
+    known = {words["NodeName"]: words for words in _show("node", ",".join(nodes), CLIENT_S) if "NodeName" in words}
+    return {node: known.get(node, {}).get("NodeAddr", node) for node in nodes}
 
 
-def _is_down(node: str) -> bool:
-    state = _words(f"node {node}", "scontrol", "show", "--oneliner", "node", node).get("State", "")
+def _down(nodes: Sequence[str], within_s: float) -> tuple[str, ...]:
+    shown = _show("node", ",".join(nodes), within_s)
+    states = {words["NodeName"]: words.get("State", "") for words in shown if "NodeName" in words}
+    return tuple(node for node in nodes if _is_down(states.get(node, "")))
+
+
+def _is_down(state: str) -> bool:
     return any(word in state for word in DOWN) or state.partition("+")[0].endswith("*")
 
 
-def _words(what: str, *command: str) -> dict[str, str]:
+def _show(kind: str, names: str, within_s: float) -> list[dict[str, str]]:
+    """`scontrol show`, a mapping a line; of a word that comes twice the first counts, for later ones are in free text."""
     try:
-        text = ask(*command)
+        text = ask("scontrol", "show", "--oneliner", kind, names, timeout_s=within_s)
     except SlurmSilent as error:
-        log.warning("nothing is known of %s: %s", what, error)
-        return {}
-    return dict(word.split("=", 1) for word in text.split() if "=" in word)
+        log.warning("nothing is known of %s %s: %s", kind, names, error)
+        return []
+    pairs = ([word.split("=", 1) for word in line.split() if "=" in word] for line in text.splitlines())
+    return [dict(reversed(line)) for line in pairs if line]

@@ -13,7 +13,14 @@ from typing import Any
 
 from telescope.config.slurm import SlurmGroup, SlurmSettings
 
+WARNED = "TELESCOPE_WARNED"
+"""Set where the warning before the walltime came while the shell was still at its setup lines."""
 NAMED = ("partition", "account", "qos", "constraint", "exclude", "nodelist")
+
+NOTE_WARNING = f"trap 'export {WARNED}=1' USR2"
+"""A shell that is warned without this dies of it, and a `module load` may take its time."""
+IGNORE_WARNING = "trap '' USR2"
+"""Until hold.py, which comes next, blocks it."""
 
 
 def parameters(settings: SlurmSettings, name: str, environment: Mapping[str, str]) -> dict[str, Any]:
@@ -30,7 +37,7 @@ def parameters(settings: SlurmSettings, name: str, environment: Mapping[str, str
         "use_srun": False,
         "stderr_to_stdout": True,
         "wckey": None,  # submitit's own would be refused where keys are checked
-        "setup": [*_second_component(settings), *exports, *settings.setup],
+        "setup": [*_second_component(settings), NOTE_WARNING, *exports, *settings.setup, IGNORE_WARNING],
         "additional_parameters": _additional(settings),
         **{option: value for option in NAMED if (value := getattr(settings, option)) is not None},
     }

@@ -11,12 +11,12 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from telescope._launch.environ import python_path
-from telescope._launch.slurm import batch
+from telescope._launch.slurm import batch, hold, queue
 from telescope._launch.slurm.sbatch import parameters
 from telescope.config.slurm import SlurmSettings
 from telescope.runlog.attempts import write_submission
@@ -40,6 +40,8 @@ class Submitted:
     job_id: str
     """Empty after a dry run."""
     script: Path
+    unnoted: str = ""
+    """Why the job could not be noted in the run directory, where it could not."""
 
 
 def submit(
@@ -48,15 +50,26 @@ def submit(
     """Submit `runs`, whose directories are written, and note each one's job there. Several become one array, with at most
     `settings.array_parallelism` of them running at once.
 
-    `folder`: submitit's own, seen by all nodes; made 0700. Raises `SubmitRefused`."""
+    `folder`: submitit's own, seen by all nodes; made 0700. A job that could not be noted stays queued, and says so. Raises
+    `SubmitRefused`; then no job is left queued, or the text names it."""
     refuse(settings, len(runs), dry_run=dry_run)
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    folder.chmod(0o700)
-    executor = _executor(settings, name, folder, dry_run)
-    submitted = _on_paper(executor, runs, folder) if dry_run else _for_real(executor, runs, folder)
-    for one in submitted:
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder.chmod(0o700)
+        executor = _executor(settings, name, folder, dry_run)
+        submitted = _on_paper(executor, runs, folder) if dry_run else _for_real(executor, runs, folder)
+    except OSError as error:
+        raise SubmitRefused(f"{folder} can't be written: {error.strerror or error}") from error
+    return [_noted(one) for one in submitted]
+
+
+def _noted(one: Submitted) -> Submitted:
+    """The job itself notes it again when it begins, if it can."""
+    try:
         write_submission(one.directory, one.job_id, one.script)
-    return submitted
+    except OSError as error:
+        return replace(one, unnoted=f"{one.directory.slurm_json} can't be written: {error.strerror or error}")
+    return one
 
 
 def refuse(settings: SlurmSettings, points: int, *, dry_run: bool) -> None:
@@ -83,12 +96,32 @@ def script_text(settings: SlurmSettings, *, name: str, folder: Path, points: int
 def _for_real(executor: SlurmExecutor, runs: Sequence[RunDirectory], folder: Path) -> list[Submitted]:
     from submitit.core.utils import FailedJobError, FailedSubmissionError
 
+    before = _accepted(executor)
     try:
         jobs = executor.map_array(batch.run, [str(run.path) for run in runs])
-    except (FailedJobError, FailedSubmissionError, OSError) as error:
+    except (FailedJobError, FailedSubmissionError) as error:
         raise SubmitRefused(f"sbatch refused the job: {error}") from error
+    except OSError as error:
+        raise _half_submitted(sorted(_accepted(executor) - before), error) from error
     script = folder / f"{jobs[0].job_id.partition('_')[0]}_submission.sh"
     return [Submitted(run, job.job_id, script) for run, job in zip(runs, jobs, strict=True)]
+
+
+def _accepted(executor: SlurmExecutor) -> set[str]:
+    """Jobs that sbatch has given a number in this process, those included whose files could then not be put in place."""
+    return set(executor.job_class.watcher._registered)
+
+
+def _half_submitted(jobs: Sequence[str], error: OSError) -> SubmitRefused:
+    """A job without its files would wait for them and fail: it is taken back."""
+    if not jobs:
+        return SubmitRefused(f"sbatch could not be called: {error}")
+    accepted = f"Slurm accepted job {', '.join(jobs)}, whose files could then not be written ({error.strerror or error})"
+    try:
+        queue.cancel(*jobs)
+    except queue.SlurmSilent as silent:
+        return SubmitRefused(f"{accepted}, and which could not be taken back ({silent}): scancel {' '.join(jobs)}")
+    return SubmitRefused(f"{accepted}: it was cancelled")
 
 
 def _on_paper(executor: SlurmExecutor, runs: Sequence[RunDirectory], folder: Path) -> list[Submitted]:
@@ -116,6 +149,6 @@ def _executor(settings: SlurmSettings, name: str, folder: Path, dry_run: bool) -
 
     path = python_path()
     kind = OnPaper if dry_run else SlurmExecutor
-    executor = kind(folder=folder, python=f"exec {shlex.quote(sys.executable)}")
+    executor = kind(folder=folder, python=f"exec {shlex.join([sys.executable, '-I', '-S', hold.__file__])}")
     executor.update_parameters(**parameters(settings, name, {"PYTHONPATH": path} if path else {}))
     return executor

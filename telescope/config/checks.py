@@ -192,12 +192,6 @@ def _inference(config: RunConfig) -> Iterator[Conflict]:
             f"cluster.inference_num_workers={workers}: a server has so many of these workers; ask for "
             f"{-(-workers // inference.tensor_parallel_size) * inference.tensor_parallel_size} workers, or another size",
         )
-    if inference.http and not is_loopback(inference.host) and inference.api_key is None:
-        yield Conflict(
-            ("inference.host", "inference.api_key"),
-            f"inference.host={inference.host} is open to other machines: set inference.api_key='${{oc.env:VLLM_API_KEY}}', "
-            "or leave the host out for loopback, or set inference.http=false",
-        )
     if inference.quantization is not None and config.cluster.device == "cpu":
         yield Conflict(
             ("inference.quantization", "cluster.device"),
@@ -293,11 +287,6 @@ def _weights(config: RunConfig) -> Iterator[Conflict]:
 def _typed(value: object) -> str:
     """As it is typed on a command line."""
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def is_loopback(host: str | None) -> bool:
-    """Whether only this machine can reach `host`. A name other than localhost is taken for an open one."""
-    return host is None or host in ("localhost", "::1") or host.startswith("127.")
 
 
 def warnings(config: RunConfig) -> list[str]:

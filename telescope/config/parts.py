@@ -220,18 +220,24 @@ class TrainerSettings(Settings):
         return betas
 
 
+def is_loopback(host: str | None) -> bool:
+    """Whether only this machine can reach `host`. A name other than localhost is taken for an open one."""
+    return host is None or host in ("localhost", "::1") or host.startswith("127.")
+
+
 class InferenceSettings(Settings):
     engine: Literal["vllm", "fake"] = "vllm"
     """What generates: vLLM, or answers made up from the seed (for tests). `inference=vllm|fake` sets it."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     """Precision served; auto: bfloat16 on a GPU, model.dtype on CPU."""
     host: str | None = None
-    """Where the OpenAI-compatible HTTP binds; null = loopback. Any other address needs inference.api_key."""
+    """Where the OpenAI-compatible HTTP binds; null = loopback. At any other address requests need a key (inference.api_key)."""
     base_port: int = Field(default=DEFAULT_PORT, ge=0, le=65535)
     """HTTP port of server 0, server i gets base_port + i. 8100, the default: or the next free one, where a second run on this
     machine holds it; another port: that one or none; 0: any free port. The run directory's servers/ says which it was."""
     api_key: str | None = None
-    """What HTTP requests must give as a bearer token, as a reference: `'${oc.env:VLLM_API_KEY}'`. null: no check."""
+    """What HTTP requests must give as a bearer token, as a reference: `'${oc.env:VLLM_API_KEY}'`. null: no check on loopback,
+    elsewhere a key that the run makes, in `http.key` of its directory."""
     http: bool = True
     """Serve the OpenAI-compatible HTTP API beside the link."""
     quantization: Literal["fp8"] | None = None
@@ -272,6 +278,11 @@ class InferenceSettings(Settings):
     """Seconds that the fake engine takes to prepare a version of the weights."""
     fake_kv_tokens: int | None = Field(default=None, ge=1, le=1_000_000_000)
     """Tokens that the fake engine says its KV cache holds; null: no end of them."""
+
+    @property
+    def makes_http_key(self) -> bool:
+        """Whether the run makes the key of its HTTP: other machines can reach it, and the user gave none."""
+        return self.http and self.engine == "vllm" and self.api_key is None and not is_loopback(self.host)
 
     @field_validator("api_key")
     @classmethod

@@ -114,6 +114,8 @@ class SlurmSettings(Settings):
     @classmethod
     def _sbatch_leaves_ours_alone(cls, options: tuple[str, ...]) -> tuple[str, ...]:
         for option in options:
+            if not option.startswith("--"):
+                raise ValueError(f"cluster.slurm.sbatch has {option!r}: write it in its long form, e.g. --mail-type=END")
             name = option.lstrip("-").partition("=")[0].partition(" ")[0]
             if name in OWNED_OPTIONS:
                 raise ValueError(f"cluster.slurm.sbatch has {option!r}, which the launcher writes itself: use its setting")

@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from telescope.config.models import ModelNotFound, check_weights, model_folder
+from telescope.config.parts import InferenceSettings
 from telescope.config.plugins import PluginError
 from telescope.config.run import RunConfig, config_hash
 from telescope.config.secrets import SecretMissing, reveal
@@ -31,8 +32,8 @@ from telescope.inference.server import Server, first_of
 from telescope.inference.status import Status
 from telescope.inference.vllm_http import unknown_parsers
 from telescope.inference.vllm_options import Device, ServerPlan, vllm_environment
-from telescope.runlog import temporary
-from telescope.runlog.layout import write_atomically
+from telescope.runlog import http_key, temporary
+from telescope.runlog.layout import RunDirectory, write_atomically
 from telescope.weights.base import Receiver
 from telescope.weights.choose import make_receiver
 from telescope.weights.shared_memory import SharedMemoryReader
@@ -72,7 +73,7 @@ async def _live(place: Place, signals: Signals) -> int:
     settings = config.inference
     http = settings.http and settings.engine == "vllm"
     listener = bind(settings.host, settings.base_port, server_index(place.name)) if http else None
-    reveal(settings.api_key)  # a missing variable is told now, not after the engine's start
+    key = http_api_key(settings, place.directory)  # a missing one is told now, not after the engine's start
     deadline = Deadline(place.directory, place.name)
     scratch = place.directory.scratch(place.name)
     engine = build_engine(config, place.identity.run_id, device_of(config, os.environ), place.name, scratch)
@@ -81,7 +82,6 @@ async def _live(place: Place, signals: Signals) -> int:
         with deadline(config.cluster.placement_timeout_s, "its engine did not start within cluster.placement_timeout_s"):
             await engine.start()
         signalled = signals.watch_on_loop()
-        key = reveal(settings.api_key)
         status = Status(place.name)
         async with (
             http_beside(engine.client, listener, config.model, settings, key, status) as url,
@@ -100,6 +100,16 @@ async def _live(place: Place, signals: Signals) -> int:
         with deadline(CLOSE_S, why, code=code):
             await engine.close()
     return code
+
+
+def http_api_key(settings: InferenceSettings, run: RunDirectory) -> str | None:
+    """What HTTP requests must bring: the user's key, or the run's own where other machines can reach it; None: nothing.
+
+    Raises `SecretMissing`, `FileNotFoundError`."""
+    if settings.makes_http_key:
+        return http_key.read(run)
+    found: str | None = reveal(settings.api_key)
+    return found
 
 
 @contextlib.asynccontextmanager

@@ -72,4 +72,5 @@ def _sockets(config: RunConfig, plan: Plan) -> Iterator[str]:
     wish = {0: "any free port", DEFAULT_PORT: f"ports from {base} on, the next free ones where those are taken"}
     port = wish.get(base, f"port {base} + the server's number")
     host = config.inference.host or "loopback"
-    yield f"HTTP of servers: {host}, {port}{'; requests need the API key' if config.inference.api_key else ''}."
+    made = "; requests need the key in http.key of the run directory" if config.inference.makes_http_key else ""
+    yield f"HTTP of servers: {host}, {port}{'; requests need the API key' if config.inference.api_key else made}."

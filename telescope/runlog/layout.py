@@ -83,6 +83,11 @@ class RunDirectory:
         """Where a server's HTTP listens, while it does: `{"url": "http://127.0.0.1:8100/v1", …}`."""
         return self.path / "servers" / f"{process}.json"
 
+    @property
+    def http_key(self) -> Path:
+        """What HTTP requests must bring, where it is open to other machines and the user gave no key."""
+        return self.path / "http.key"
+
     def scratch(self, process: str) -> Path:
         """A process's own temporary files, e.g. the adapters that a server has loaded; made and removed by it."""
         return self.path / "scratch" / process

@@ -15,7 +15,10 @@ import msgspec
 import pytest
 
 from telescope import runs, servers
-from telescope.runlog import attempts
+from telescope.config.run import load_run
+from telescope.config.secrets import SecretMissing
+from telescope.inference.main import http_api_key
+from telescope.runlog import attempts, http_key
 from telescope.runlog.holder import Holder, hold, life, read_holder, stop
 from telescope.runlog.identity import new_identity, write_identity
 from telescope.runlog.layout import RunDirectory
@@ -124,6 +127,23 @@ def test_servers_are_told_with_their_address_and_no_key(tmp_path: Path, capsys):
     assert servers.main([]) == 2
 
 
+def test_servers_say_where_the_key_lies_that_the_run_has_made_and_not_what_it_is(tmp_path: Path, capsys):
+    run = made(tmp_path / "a run")
+    http_key.make(run)
+    key = http_key.read(run)
+    assert (run.http_key.stat().st_mode & 0o777, len(key)) == (0o600, 43)
+    http_key.make(run)
+    assert http_key.read(run) == key  # a later attempt keeps it
+    run.server("server-0").parent.mkdir()
+    run.server("server-0").write_text(json.dumps({"url": "http://10.0.0.1:8100/v1", "model": "tiny"}))
+    assert servers.main([str(run.path)]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[1] == (
+        f"requests need the key: curl -H \"Authorization: Bearer $(cat '{tmp_path}/a run/http.key')\" URL"
+    )
+    assert key not in out
+
+
 def slurm_says(folder: Path, monkeypatch: pytest.MonkeyPatch, state: str) -> Path:
     """Clients of a Slurm that has job 12 in that state, none where it is empty; the file that scancel notes its job in."""
     folder.mkdir(exist_ok=True)
@@ -172,3 +192,30 @@ def test_the_exit_of_an_attempt_is_not_the_end_of_a_job_that_comes_again(
     assert cancelled.exists() is cancels
     assert ("has ended already" in capsys.readouterr().out) is not cancels
     assert not cancels or cancelled.read_text() == "12\n"
+
+
+def test_a_run_that_opens_its_http_makes_a_key_that_stands_nowhere_else(tmp_path: Path):
+    command = [
+        sys.executable,
+        "-m",
+        "telescope.run",
+        "model=tiny",
+        "cluster=slurm",
+        "cluster.dry_run=true",
+        "inference.host=0.0.0.0",
+    ]
+    done = subprocess.run([*command, f"run_dir={tmp_path}/run"], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    run = RunDirectory(tmp_path / "run")
+    key = http_key.read(run)
+    settings = load_run(run.config_json).inference
+    assert http_api_key(settings, run) == key
+    others = [path for path in run.path.rglob("*") if path.is_file() and path != run.http_key]
+    assert run.config_json in others
+    assert not any(key.encode() in path.read_bytes() for path in others)
+    assert key not in done.stdout + done.stderr
+    for given in ({"host": None}, {"http": False}, {"engine": "fake"}, {"host": "127.0.0.2"}):
+        assert http_api_key(settings.model_copy(update=given), run) is None
+    given = settings.model_copy(update={"api_key": "${oc.env:TELESCOPE_TEST_KEY}"})
+    with pytest.raises(SecretMissing, match="TELESCOPE_TEST_KEY"):
+        http_api_key(given, run)

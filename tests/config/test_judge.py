@@ -154,10 +154,6 @@ def test_a_combination_with_a_broken_setting_is_not_judged(container):
             "inference.tensor_parallel_size=3 must divide cluster.inference_num_workers=2: a server has so many of these "
             "workers; ask for 3 workers",
         ),
-        (
-            {"inference": {"host": "0.0.0.0"}},
-            "inference.host=0.0.0.0 is open to other machines: set inference.api_key='${oc.env:VLLM_API_KEY}'",
-        ),
         ({"inference": {"api_key": "sk-123"}}, "inference.api_key must not stand in a configuration"),
         (
             {"inference": {"quantization": "fp8"}, "cluster": {"device": "cpu"}},

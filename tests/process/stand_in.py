@@ -147,6 +147,24 @@ def leave_orphan(run: Path, name: str) -> int:
     return 0
 
 
+def stop_shim(run: Path, name: str) -> int:
+    """Leaves a child behind that stops the shim as soon as the shim tells it to go, which it does after its report."""
+    ready_to_go, told = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getppid(), signal.SIGSTOP))
+        os.write(told, b"x")
+        time.sleep(FOREVER_S)
+        time.sleep(FOREVER_S)
+        os._exit(0)
+    os.read(ready_to_go, 1)
+    on_term(143)
+    ready(run, name, child)
+    time.sleep(FOREVER_S)
+    return 0
+
+
 def signal_group(run: Path, name: str) -> int:
     """Kills its own process group, as careless code does."""
     ready(run, name)
@@ -177,7 +195,7 @@ def write_status(run: Path, name: str) -> int:
 BEHAVIOURS = {
     function.__name__: function
     for function in (
-        obey, finish, crash, follow, confess, deaf, family, engine_owner, leave_orphan, signal_group,
+        obey, finish, crash, follow, confess, deaf, family, engine_owner, leave_orphan, stop_shim, signal_group,
         show_environment, write_status,
     )
 }  # fmt: skip

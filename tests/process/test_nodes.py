@@ -16,8 +16,9 @@ import pytest
 
 from telescope._launch import meet
 from telescope._launch.plan import Host, Plan, ProcessPlan, write_plan
+from telescope._launch.remote import Nodes
 from telescope._launch.standing import Standing
-from telescope._launch.talk import HeadTalk, NodeTalk, Report
+from telescope._launch.talk import HeadTalk, NodeTalk, Orders, Report
 from telescope.runlog.identity import RunIdentity, write_identity
 from telescope.runlog.layout import RunDirectory
 from tests.process.conftest import stand_in
@@ -39,9 +40,9 @@ run, given = RunDirectory(Path(sys.argv[1])), json.loads(sys.argv[2])
 plan = read_plan(run.plan_json)
 talk = HeadTalk("tcp://127.0.0.1:*", bytes(32), range(1, given["nodes"]))
 meet.publish(run, talk.endpoint, bytes(32))
-nodes = Nodes(talk, given["nodes"], "hash", given["silent_s"])
+nodes = Nodes(talk, given["nodes"], "hash", given["silent_s"], print)
 try:
-    nodes.gather(given["gather_s"], print)
+    nodes.gather(given["gather_s"])
 except NodesMissing as error:
     nodes.end(70, str(error))
     sys.exit(str(error))
@@ -244,6 +245,83 @@ def test_a_node_with_other_settings_is_refused(cluster: Cluster) -> None:
     assert "node-1 (here) was started with other settings (hash other, here hash)" in cluster.ended(cluster.head)[1]
 
 
+@pytest.fixture
+def talk() -> Iterator[HeadTalk]:
+    made = HeadTalk("tcp://127.0.0.1:*", bytes(32), (1,))
+    yield made
+    made.close()
+
+
+def joined_by(cluster: Cluster, talk: HeadTalk, run_id: str, said: list[str]) -> tuple[Nodes, subprocess.Popen[str]]:
+    """A head of a run of its own on `talk`, and a node that has taken part."""
+    run = RunDirectory.create(cluster.run.path.parent / run_id)
+    write_identity(run, RunIdentity(1, run_id, "attempt", "test", "", "hash", ()))
+    meet.publish(run, talk.endpoint, bytes(32))
+    nodes = Nodes(talk, 2, "hash", LIMIT_S, said.append)
+    node = cluster.command("-m", "telescope._launch.join", "--run-dir", str(run.path), "--node", "1")
+    nodes.gather(LIMIT_S)
+    nodes.assign(run, lambda *_: {}, run_id)
+    return nodes, node
+
+
+@pytest.mark.slow
+def test_a_node_of_an_earlier_run_with_the_same_key_is_not_taken_into_the_next(cluster: Cluster, talk: HeadTalk) -> None:
+    """Its head is gone, and the next one listens at the same address before the node has noticed."""
+    said: list[str] = []
+    _, old = joined_by(cluster, talk, "first", said)
+    nodes, fresh = joined_by(cluster, talk, "second", said)
+
+    def refused() -> bool:
+        nodes.pump()
+        return any("is not answered: it still belongs to an earlier run with this key" in line for line in said)
+
+    cluster.until(refused)
+    assert [line.endswith("has come.") for line in said].count(True) == 2
+    nodes.end(0, "")
+    assert cluster.ended(fresh)[0] == 0
+    assert old.poll() is None  # or this shows nothing
+
+
+def test_a_node_that_has_obeyed_nobody_yet_follows_the_next_head(talk: HeadTalk) -> None:
+    said: list[str] = []
+    nodes, node = Nodes(talk, 2, "hash", LIMIT_S, said.append), NodeTalk(talk.endpoint, bytes(32), 1)
+    deadline = time.monotonic() + LIMIT_S
+    orders: list[Orders] = []
+    while not orders and time.monotonic() < deadline:
+        node.say(Report(1, "a", "", _host(), head="one that is gone"))
+        nodes.pump()
+        time.sleep(0.02)
+        orders = node.heard()
+    assert (orders[0].first, orders[0].orders) == (1, ())
+    assert said == ["node-1 (here) has come."]
+    node.close()
+
+
+def test_a_second_command_with_the_same_number_is_told_of_and_gets_no_orders(talk: HeadTalk) -> None:
+    said: list[str] = []
+    nodes = Nodes(talk, 2, "hash", LIMIT_S, said.append)
+    first, second = (NodeTalk(talk.endpoint, bytes(32), 1) for _ in range(2))
+    got: dict[str, list[Orders]] = {"first": [], "second": []}
+    deadline = time.monotonic() + LIMIT_S
+    while len(got["first"]) < 2 and time.monotonic() < deadline:
+        first.say(Report(1, "a", "", _host()))
+        if said:
+            second.say(Report(1, "b", "", _host()))
+        if len(said) < 2:
+            got["first"].clear()  # two after the second one was heard
+        nodes.pump()
+        time.sleep(0.02)
+        got["first"] += first.heard()
+        got["second"] += second.heard()
+    assert len(got["first"]) >= 2
+    assert got["second"] == []
+    assert said[1:] == [
+        "node-1 (here) is not answered: it is a second command with cluster.node_rank=1; the first one is in the run."
+    ]
+    first.close()
+    second.close()
+
+
 def _host() -> Host:
     return Host("here", 1)
 
@@ -255,7 +333,7 @@ def heard(head: HeadTalk, *talks: tuple[NodeTalk, Report]) -> list[int]:
     while time.monotonic() < end:
         for talk, report in talks:
             talk.say(report)
-        for report in head.heard():
+        for report, _ in head.heard():
             if not found:
                 end = min(end, time.monotonic() + 1.0)
             found.append(report.node)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from telescope._launch.placement import Counts, Demand, place_alone, place_apart, place_on_cores
+from telescope._launch.placement import Counts, Demand, place_alone, place_apart, place_on_cores, place_sharing
 from telescope._launch.plan import Host, Plan, PlanError, make_plan, shared_gpus
 from telescope.config.cluster import Strategy
 from telescope.config.parts import ClusterSettings, EnvironmentEntry, InferenceSettings
@@ -84,6 +84,61 @@ def test_a_placement_is_found_exactly_where_there_is_one(first: Demand, second: 
         assert keeps(first, found[0])
         assert keeps(second, found[1])
         assert all(a * first.size + b <= places for a, b, places in zip(*found, room, strict=True))
+
+
+def shared(first: Demand, second: Demand, one: Sequence[int], two: Sequence[int], room: Sequence[int]) -> int:
+    return sum(max(0, a * first.size + b * second.size - places) for a, b, places in zip(one, two, room, strict=True))
+
+
+def fewest_shared(first: Demand, second: Demand, room: Sequence[int]) -> int | None:
+    """By trying everything; None where one of them does not fit by itself."""
+    return min(
+        (
+            shared(first, second, one, two, room)
+            for one in all_counts(first.count, len(room))
+            for two in all_counts(second.count, len(room))
+            if keeps(first, one) and keeps(second, two)
+            if all(max(a * first.size, b * second.size) <= places for a, b, places in zip(one, two, room, strict=True))
+        ),
+        default=None,
+    )
+
+
+SOFT: tuple[Strategy, ...] = ("PACK", "SPREAD")
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    first=st.builds(Demand, st.integers(1, 4), st.integers(1, 3), st.sampled_from(STRATEGIES)),
+    second=st.builds(Demand, st.integers(1, 4), st.just(1), st.sampled_from(STRATEGIES)),
+    room=st.lists(st.integers(0, 5), min_size=1, max_size=3),
+)
+def test_where_gpus_are_shared_no_more_are_than_must_be(first: Demand, second: Demand, room: list[int]) -> None:
+    found = place_sharing(first, second, room)
+    fewest = fewest_shared(first, second, room)
+    assert (found is None) == (fewest is None)
+    if found is None or fewest is None:
+        return
+    assert [sum(counts) for counts in found] == [first.count, second.count]
+    assert keeps(first, found[0])
+    assert keeps(second, found[1])
+    assert all(max(a * first.size, b) <= places for a, b, places in zip(*found, room, strict=True))
+    if second.strategy in SOFT and (first.strategy in SOFT or first.size == 1):
+        assert shared(first, second, *found, room) == fewest
+
+
+def test_ranks_go_to_the_cards_that_no_server_has_before_they_share() -> None:
+    """Both packed as if alone all ranks would share with servers on the first host, and three cards of the second stay idle."""
+    assert place_sharing(Demand(5, 1, "PACK"), Demand(4, 1, "PACK"), (4, 4)) == ((4, 1), (1, 3))
+    plan = make_plan(config_with(inference_num_workers=5, trainer_num_workers=4), gpu_hosts(4, 4))
+    assert shared_gpus(plan).startswith("server-0 and trainer-0 share GPU 0 of h0: inference.gpu_memory_utilization must")
+    assert "idle" not in shared_gpus(plan)
+    assert len({(process.node, gpu) for process in plan.processes for gpu in process.gpus}) == 8
+
+
+def test_cards_that_have_to_stay_idle_are_told() -> None:
+    config = config_with(size=2, inference_num_workers=2, trainer_num_workers=3, trainer_placement="STRICT_PACK")
+    assert shared_gpus(make_plan(config, gpu_hosts(3, 1))).endswith("; 1 GPU stays idle, for no whole process fits there")
 
 
 @pytest.mark.parametrize(
@@ -169,7 +224,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
 
 def test_a_gpu_is_shared_where_there_are_not_enough_and_the_sentence_says_where() -> None:
     plan = make_plan(config_with(inference_num_workers=2, trainer_num_workers=2, trainer_placement="SPREAD"), gpu_hosts(1, 2))
-    assert shared_gpus(plan).startswith("server-0 and trainer-1 share GPU 0 of h1: inference.gpu_memory_utilization must")
+    assert shared_gpus(plan).startswith("server-0 and trainer-0 share GPU 0 of h0: inference.gpu_memory_utilization must")
 
 
 @settings(max_examples=200, deadline=None)

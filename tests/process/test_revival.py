@@ -91,11 +91,22 @@ def test_a_stopped_shim_does_not_keep_its_server_from_a_next_life(launch: Launch
     assert interrupted(launched)[0]["restarts"] == {"server-0": 1}
 
 
+def test_a_shim_that_is_stopped_after_its_report_does_not_keep_its_server_from_a_next_life_either(launch: Launch) -> None:
+    launched = under_way(launch(ORCHESTRATOR, stand_in("server-0", "stop_shim"), WORKER, restarts=3, fence_s=0.5))
+    first, below = launched.pids("server-0")
+    os.kill(first, signal.SIGKILL)
+    next_life(launched, "server-0", first)
+    assert not psutil.pid_exists(below)
+    record, err = interrupted(launched)
+    assert record["restarts"] == {"server-0": 1}
+    assert "server-0 was killed by signal 9 (SIGKILL). It is started again." in err
+
+
 def test_a_server_whose_restarts_are_used_up_ends_the_run_with_its_own_reason(launch: Launch) -> None:
     launched = under_way(
         launch(ORCHESTRATOR, stand_in("server-0", "crash", "70", "the engine is gone", "0.2"), WORKER, restarts=2, grace_s=0.5)
     )
-    code, _, err = launched.end(2 * LIMIT_S)
+    code, _, err = launched.end()
     assert code == 70
     assert (
         "The run failed: server-0 ended with exit code 70. "

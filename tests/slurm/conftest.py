@@ -26,7 +26,15 @@ MODULES = {"orchestrator": "orchestrator", "worker": "workers", "server": "infer
 
 
 @pytest.fixture(scope="session")
-def slurm() -> Iterator[Slurm]:
+def output_elsewhere() -> Iterator[None]:
+    """A job that names no file for its output leaves one where it was submitted: here, if a test did that."""
+    before = set(ROOT.glob("slurm-*.out"))
+    yield
+    assert set(ROOT.glob("slurm-*.out")) == before
+
+
+@pytest.fixture(scope="session")
+def slurm(output_elsewhere: None) -> Iterator[Slurm]:
     """One Slurm for the session; step daemons track processes by cgroups where the machine has them."""
     with tempfile.TemporaryDirectory(prefix="slurm-") as folder:  # a short path: sockets lie in it
         cluster = Slurm(Path(folder), "cgroup" if os.access("/sys/fs/cgroup/freezer", os.W_OK) else "linuxproc")
@@ -37,7 +45,7 @@ def slurm() -> Iterator[Slurm]:
 
 
 @pytest.fixture(scope="session")
-def plain_slurm() -> Iterator[Slurm]:
+def plain_slurm(output_elsewhere: None) -> Iterator[Slurm]:
     """The same with linuxproc, which follows parents alone."""
     with tempfile.TemporaryDirectory(prefix="slurm-") as folder:
         cluster = Slurm(Path(folder))

@@ -192,6 +192,10 @@ class Slurm:
             raise SlurmFailed(f"{' '.join(command)}: {done.stderr}")
         return done.stdout
 
+    def sbatch(self, *options: str) -> str:
+        """Submit something that is no run; its number. With no file named for its output it would leave one where we stand."""
+        return self.client("sbatch", "--parsable", f"--output={self.folder}/job-%j.out", *options).strip()
+
     def job(self, job_id: str) -> dict[str, str]:
         """`scontrol show job`, as far as its `Key=value` words go."""
         words = self.client("scontrol", "show", "job", job_id, check=False).split()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -14,6 +15,7 @@ import yaml
 from pydantic import ValidationError
 
 from telescope._launch.plan import PlanError
+from telescope._launch.slurm import hold
 from telescope._launch.slurm.allocation import Node, allocated, expand, nominal
 from telescope._launch.slurm.batch import srun
 from telescope._launch.slurm.place import hosts_of
@@ -71,10 +73,39 @@ def test_a_job_asks_for_what_its_settings_say(tmp_path: Path):
         "#SBATCH --requeue",
         "#SBATCH --signal=B:USR2@300",
         "#SBATCH --time=2160",
+        "trap 'export TELESCOPE_WARNED=1' USR2",
         "module load cuda",
+        "trap '' USR2",
         "export SUBMITIT_EXECUTOR=slurm",
-        "exec PYTHON -u -m submitit.core._submit FOLDER",
+        f"exec PYTHON -I -S {hold.__file__} -u -m submitit.core._submit FOLDER",
     ]
+
+
+STARTED = """
+import json, os, signal
+blocked = signal.SIGUSR2 in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+os.kill(os.getpid(), signal.SIGUSR2)
+from telescope._launch.slurm.batch import _warnings
+print(json.dumps([blocked, "TELESCOPE_WARNED" in os.environ, _warnings()]))
+"""
+
+
+@pytest.mark.parametrize("during_setup", [False, True])
+def test_a_warning_before_there_is_anybody_to_hear_it_is_kept(tmp_path: Path, during_setup: bool):
+    """It comes while the shell is at its setup lines, and again while the interpreter imports what it needs."""
+    stand_in = tmp_path / "modules" / "submitit" / "core"
+    stand_in.mkdir(parents=True)
+    (stand_in / "_submit.py").write_text(STARTED)
+    for folder in (stand_in, stand_in.parent):
+        (folder / "__init__.py").touch()
+    settings = SlurmSettings(setup=("kill -USR2 $$",) if during_setup else ())
+    script = tmp_path / "script"
+    script.write_text(script_text(settings, name="x", folder=tmp_path / "a folder"))
+    found_first = stand_in.parent.parent
+    done = subprocess.run(["bash", script], cwd=found_first, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    number = int(signal.SIGUSR2)
+    assert json.loads(done.stdout) == [True, during_setup, [number] * (1 + during_setup)]
 
 
 def test_a_sweep_is_an_array_with_a_throttle(tmp_path: Path):
@@ -141,6 +172,8 @@ def test_times_are_read_as_slurm_reads_them(text: str, minutes: int):
         ({"mem": "much"}, "end in K, M, G or T"),
         ({"sbatch": ("--array=1-3",)}, "the launcher writes itself"),
         ({"sbatch": ("mail",)}, "must begin with a dash"),
+        ({"sbatch": ("-o here.txt",)}, "write it in its long form"),
+        ({"sbatch": ("--output=here.txt",)}, "the launcher writes itself"),
         ({"groups": "allocation", "inference": SlurmGroup(partition="other")}, "asks for equal nodes"),
     ],
 )
@@ -275,6 +308,36 @@ def test_a_point_whose_directory_could_not_be_made_is_not_called_submitted(tmp_p
     assert [told[1], told[3]] == [("", 1, "not submitted"), ("", 1, "not submitted")]
 
 
+@pytest.mark.parametrize("cancelled", [True, False])
+def test_a_job_whose_files_could_not_be_written_after_it_was_accepted_is_taken_back_by_its_number(
+    tmp_path: Path, cancelled: bool
+):
+    """sbatch has given a number, and submitit can then not put the job's pickle in its place."""
+    folder = tmp_path / "run" / "slurm"
+    path = slurm_that_accepts_once(tmp_path / "bin")
+    sbatch, scancel = tmp_path / "bin" / "sbatch", tmp_path / "bin" / "scancel"
+    sbatch.write_text(f"#!/bin/sh\nmkdir -p {folder}/12_submission.sh/in-the-way\necho Submitted batch job 12\n")
+    scancel.write_text(f"#!/bin/sh\necho $* > {tmp_path}/cancelled\nexit {int(not cancelled)}\n")
+    scancel.chmod(0o700)
+    done = run("experiment=fake", "cluster=slurm", f"run_dir={tmp_path}/run", PATH=path)
+    assert done.returncode == 1
+    assert "Slurm accepted job 12, " in done.stderr
+    assert ("it was cancelled" if cancelled else "could not be taken back") in done.stderr
+    assert cancelled or ": scancel 12\n" in done.stderr
+    assert (tmp_path / "cancelled").read_text() == "12\n"
+
+
+def test_a_job_that_can_not_be_noted_stays_queued_and_is_told(tmp_path: Path):
+    path = slurm_that_accepts_once(tmp_path / "bin")
+    with (tmp_path / "bin" / "sbatch").open("a") as sbatch:
+        sbatch.write(f"mkdir {tmp_path}/run/slurm.json\n")
+    done = run("experiment=fake", "cluster=slurm", f"run_dir={tmp_path}/run", PATH=path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"job 12: run directory {tmp_path}/run\n"
+    assert f"Warning: job 12 is queued, but {tmp_path}/run/slurm.json can't be written" in done.stderr
+    assert "`scancel 12` takes it back" in done.stderr
+
+
 BATCH = "import sys; from telescope._launch.slurm.batch import run; run(sys.argv[1])"
 
 
@@ -301,6 +364,16 @@ def test_an_attempt_that_is_refused_before_its_start_is_listed_as_failed_with_th
         ("12.1", "failed", 1),
     ]
     assert "Slurm gave 2 nodes" in RunDirectory(directory.earlier_attempt(1)).verdict.read_text()
+
+
+def test_a_job_that_was_not_noted_when_it_was_submitted_notes_itself(tmp_path: Path):
+    done = run("experiment=fake", "cluster=slurm", "cluster.dry_run=true", f"run_dir={tmp_path}/run")
+    assert done.returncode == 0, done.stderr
+    directory = RunDirectory(tmp_path / "run")
+    directory.slurm_json.unlink()
+    assert attempted(directory, SLURM_JOB_NODELIST="n[1-2]", SUBMITIT_FOLDER=str(tmp_path)).returncode == 1
+    noted = read_submission(directory)
+    assert (noted.job_id, noted.script) == ("12", str(tmp_path / "12_submission.sh"))
 
 
 def test_the_job_of_a_run_that_is_done_does_not_begin_it_again(tmp_path: Path):

@@ -106,9 +106,7 @@ def test_before_the_walltime_the_run_stops_in_good_order_and_is_queued_again(slu
 def test_a_preempted_run_comes_back(slurm: Slurm, submit: Submit):
     (job,) = submit(slurm, *LONG)
     job.until_under_way()
-    urgent = slurm.client(
-        "sbatch", "--parsable", "--partition=urgent", "--nodes=3", "--exclusive", "--output=/dev/null", "--wrap=true"
-    ).strip()
+    urgent = slurm.sbatch("--partition=urgent", "--nodes=3", "--exclusive", "--wrap=true")
     job.until(lambda: slurm.job(urgent).get("JobState") == "COMPLETED", "the urgent job done")
     job.until_under_way(attempt=2)
     assert job.attempts[0].why in ("preempted", "requeued", "")  # Slurm may have killed it before it could say so
