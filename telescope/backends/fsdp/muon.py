@@ -69,7 +69,9 @@ class Muon(torch.optim.AdamW):
         """The share's update before it is orthogonalised, by Nesterov's rule."""
         state = self.state[parameter]
         if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)  # AdamW asks each state for it when one is loaded
             state["momentum_buffer"] = torch.zeros_like(parameter)
+        state["step"] += 1
         gradient, momentum = local(parameter.grad), local(state["momentum_buffer"])  # type: ignore[arg-type]
         momentum.lerp_(gradient, 1 - MOMENTUM)
         return gradient.lerp(momentum, MOMENTUM)
