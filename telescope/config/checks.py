@@ -35,6 +35,7 @@ def conflicts(config: RunConfig) -> list[Conflict]:
         *_hosts(config),
         *_without_effect(config),
         *_weights(config),
+        *_backend(config),
     ]
 
 
@@ -287,6 +288,14 @@ def _weights(config: RunConfig) -> Iterator[Conflict]:
 def _typed(value: object) -> str:
     """As it is typed on a command line."""
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _backend(config: RunConfig) -> Iterator[Conflict]:
+    cluster = config.cluster
+    found = config.backend.run_errors(
+        ranks=cluster.trainer_num_workers, adapters=config.model.lora is not None, on_cpu=cluster.device == "cpu"
+    )
+    yield from (Conflict(paths, sentence) for paths, sentence in found)
 
 
 def warnings(config: RunConfig) -> list[str]:
