@@ -33,6 +33,7 @@ def conflicts(config: RunConfig) -> list[Conflict]:
         *_processes(config),
         *_hosts(config),
         *_weights(config),
+        *_shared_rows(config),
     ]
 
 
@@ -154,6 +155,22 @@ def _processes(config: RunConfig) -> Iterator[Conflict]:
             "or leave it out",
         )
     yield from _inference(config)
+
+
+def _shared_rows(config: RunConfig) -> Iterator[Conflict]:
+    size, ranks, padding = config.backend.ranks_a_shard, config.cluster.trainer_num_workers, config.trainer.pad_to_multiple_of
+    if ranks % size:
+        yield Conflict(
+            ("backend.context_parallel_size", "cluster.trainer_num_workers"),
+            f"backend.context_parallel_size={size} must divide cluster.trainer_num_workers={ranks}: so many ranks share each "
+            f"packed row; set cluster.trainer_num_workers={-(-ranks // size) * size}, or backend.context_parallel_size=1",
+        )
+    if padding % size:
+        yield Conflict(
+            ("trainer.pad_to_multiple_of", "backend.context_parallel_size"),
+            f"trainer.pad_to_multiple_of={padding} must be a multiple of backend.context_parallel_size={size}, as each packed "
+            f"row is cut into so many equal parts: set trainer.pad_to_multiple_of={-(-padding // size) * size}",
+        )
 
 
 def _hosts(config: RunConfig) -> Iterator[Conflict]:

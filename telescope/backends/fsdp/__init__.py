@@ -22,12 +22,19 @@ class FSDP(BackendSettings):
     """Keep only each layer's input and compute the layer again in the backward pass: less memory, about a third more time."""
     attention: Literal["auto", "flash", "sdpa", "flex"] = "auto"
     """Kernel of the attention within each packed sample. auto: flash on a GPU in half precision, else sdpa."""
+    context_parallel_size: int = Field(default=1, ge=1, le=64)
+    """Trainer ranks that share each packed row, an equal part of its tokens each: longer rows in the same memory. Must divide
+    the number of ranks, the model's attention heads and trainer.pad_to_multiple_of."""
     reshard_after_forward: bool = True
     """Free a layer's gathered weights after forward and gather them again for backward: less memory, more traffic."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     """sgd: the plain step, learning_rate times the gradient, without moments (trainer.betas mean nothing to it)."""
     collective_timeout_s: float = Field(default=600.0, gt=0)
     """Until a rank that waits for the others, at the start or in a collective, gives up with an error."""
+
+    @property
+    def ranks_a_shard(self) -> int:
+        return self.context_parallel_size
 
     def build(self, job: Job) -> Backend:
         from telescope.backends.fsdp.backend import FSDPBackend

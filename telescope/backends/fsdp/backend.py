@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from telescope.backends.base import Job, StepResult, TrainShard
-from telescope.backends.common import attention, ranks, rows, shards
+from telescope.backends.common import attention, context, ranks, rows, shards
+from telescope.backends.common.context import Context
 from telescope.backends.common.spans import Spans
 from telescope.backends.common.tally import Tally
 from telescope.backends.fsdp import gather
@@ -58,8 +59,9 @@ class FSDPBackend:
             ranks.join(job.world, settings.collective_timeout_s)
         try:
             with ranks.watched("loading the model"):
-                self._policy = _policy(settings, job, kind, computing)
-                self._reference = _frozen(job, kind, computing) if job.algorithm.needs_reference else None
+                self._context = context.meet(job.world.rank, job.world.size, settings.context_parallel_size)
+                self._policy = _policy(settings, job, kind, computing, self._context)
+                self._reference = _frozen(job, kind, computing, self._context) if job.algorithm.needs_reference else None
         except BaseException:
             ranks.leave()
             raise
@@ -71,7 +73,7 @@ class FSDPBackend:
             return self._train_step(shard)
 
     def _train_step(self, shard: TrainShard) -> StepResult:
-        spans, tally, updates = Spans(self._device), Tally(self._device), StepUpdates()
+        spans, tally, updates = Spans(self._device), self._tally(), StepUpdates()
         with spans.host_span("prepare_tensors"):
             plans = self._plan(shard)
             trajectories = shards.trajectories(shard)
@@ -120,6 +122,10 @@ class FSDPBackend:
     def close(self) -> None:
         ranks.leave()
 
+    def _tally(self) -> Tally:
+        """Ranks that share rows find the same: the first of them counts."""
+        return Tally(self._device, counts=self._context is None or self._context.rank == 0)
+
     def _plan(self, shard: TrainShard) -> list[list[packing.Row]]:
         """Rows of this rank by minibatch, each filled up to the largest count of all ranks."""
         multiple = self._job.trainer.pad_to_multiple_of
@@ -143,8 +149,9 @@ class FSDPBackend:
 
     def _on_device(self, arrays: packing.RowArrays) -> tuple[rows.DeviceRow, RowInput]:
         row = rows.to_device(arrays, self._device)
-        segments = attention.segments(self._policy.kind, arrays.boundaries, self._device)
-        return row, RowInput(row.ids, row.position_ids, segments, places=row.sampled - 1, targets=row.targets)
+        segments = attention.segments(self._policy.kind, arrays.boundaries, self._device, self._context)
+        piece = self._policy.piece(len(arrays.ids), np.flatnonzero(arrays.mask) - 1)
+        return row, RowInput(row.ids, row.position_ids, segments, row.sampled - 1, row.targets, piece)
 
     def _logprobs_of(self, policy: Policy, given: RowInput) -> Tensor:
         job = self._job
@@ -170,12 +177,12 @@ class FSDPBackend:
             self._updater.scaled(output.loss).backward()  # type: ignore[no-untyped-call]
 
 
-def _policy(settings: FSDP, job: Job, kind: attention.Kind, computing: torch.dtype) -> Policy:
+def _policy(settings: FSDP, job: Job, kind: attention.Kind, computing: torch.dtype, shared: Context | None) -> Policy:
     master = getattr(torch, job.model.dtype)
     lm = load(job.model, kind, master)
     if settings.gradient_checkpointing:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    policy = Policy(lm, kind)
+    policy = Policy(lm, kind, shared)
     mesh = init_device_mesh(job.world.device.partition(":")[0], (job.world.size,))
     uniform = all(parameter.dtype == computing for parameter in policy.parameters())  # adapters are float32 in any model
     precision = MixedPrecisionPolicy(param_dtype=None if uniform else computing, reduce_dtype=torch.float32)
@@ -193,9 +200,9 @@ def _policy(settings: FSDP, job: Job, kind: attention.Kind, computing: torch.dty
     return policy
 
 
-def _frozen(job: Job, kind: attention.Kind, computing: torch.dtype) -> Policy:
+def _frozen(job: Job, kind: attention.Kind, computing: torch.dtype, shared: Context | None) -> Policy:
     """The base model once more, in the precision of the forward pass: its weights never move, so they need no better one."""
-    policy = Policy(load(job.model, kind, computing, adapters=False).requires_grad_(False).eval(), kind)
+    policy = Policy(load(job.model, kind, computing, adapters=False).requires_grad_(False).eval(), kind, shared)
     mesh = init_device_mesh(job.world.device.partition(":")[0], (job.world.size,))
     policy.shard(mesh, MixedPrecisionPolicy(), reshard_layers=True, reshard_rest=True)
     log.info("a frozen copy of the base model, in %s, is the reference", str(computing).removeprefix("torch."))
