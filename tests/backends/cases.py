@@ -32,8 +32,14 @@ PLAIN = "plain"
 """One rank, one long row, no padding: what all other runs are compared with."""
 TWO_MINIBATCHES = {f"{name}, 2 minibatches": name for name in ("sapo token mean, TIS", "gspo, masks of sequences")}
 """Extra cases, of algorithms that look back to the log-probs before the first update."""
-WORLDS = (PLAIN, "1", "2", "3", "4", "2c2", "4c2", "4c4")
+WORLDS = (PLAIN, "1", "2", "3", "4")
+SHARED_WORLDS = ("2c2", "4c2", "4c4")
 """`4c2`: four ranks, of which pairs share each row."""
+SHARED_CASES = (
+    "grpo clipped", "rloo TIS", "reinforce_pp", "dr_grpo token_sum_norm", "cispo TIS", "gspo, masks of sequences", "sapo",
+    "grpo, penalties of all kinds", "gspo, masks of sequences, 2 minibatches",
+)  # fmt: skip
+"""What they train: every algorithm, each kind of sum over a sequence, the base model, and log-probs from before the step."""
 
 
 def ranks_of(world: str) -> tuple[int, int]:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from telescope.backends.base import World
-from tests.backends.cases import WORLDS, Case, Found, cases, job, ranks_of, share
+from tests.backends.cases import SHARED_CASES, SHARED_WORLDS, WORLDS, Case, Found, cases, job, ranks_of, share
 from tests.backends.watching import Watching, watch
 from tests.digits.batches import VARIANTS
 
@@ -28,7 +28,7 @@ def main() -> int:
     folder, model = Path(sys.argv[1]), sys.argv[2]
     rank, ports = int(os.environ["RANK"]), json.loads(os.environ["PORTS"])
     known = cases(folder / "logprobs.npy")
-    for packing in sorted(WORLDS, key=lambda world: -ranks_of(world)[0]):
+    for packing in sorted((*WORLDS, *SHARED_WORLDS), key=lambda world: -ranks_of(world)[0]):
         size = ranks_of(packing)[0]
         if rank >= size:
             continue
@@ -38,7 +38,7 @@ def main() -> int:
 
 
 def run(known: list[Case], world: World, packing: str, model: str, folder: Path) -> None:
-    """All cases in one world; rank 0 writes what it found."""
+    """All cases in one world; rank 0 writes what it found. Worlds that share rows train some cases alone."""
     shared = ranks_of(packing)[1]
     backend = watch(
         job(model, ALL_NEEDS, world, packing, 0), optimizer="sgd", collective_timeout_s=60.0, context_parallel_size=shared
@@ -47,6 +47,8 @@ def run(known: list[Case], world: World, packing: str, model: str, folder: Path)
     before = flat(dict(backend.weights()))
     found, gradients, updates = [], [], []
     for seed, case in enumerate(known):
+        if shared > 1 and case.name not in SHARED_CASES:
+            continue
         backend._job = job(model, case.algorithm, world, packing, seed)
         backend._updater._rate = lambda step, rate=case.rate: rate
         backend._reference = frozen if case.algorithm.needs_reference else None
