@@ -104,21 +104,24 @@ class FSDPBackend:
         return found
 
     def layout(self) -> Sequence[TensorKind]:
-        return gather.layout(self._policy.by_name())
+        return gather.layout(self._published())
 
     def pack(self, bucket: Bucket, out: Tensor | None) -> None:
         if self._spread.replica:
             return  # the first replica has all of it
         with ranks.watched("gathering the weights"):
             held = self._spread
-            gather.pack(self._policy.by_name(), bucket, out, held.shard, held.shards, held.group, self._device)
+            gather.pack(self._published(), bucket, out, held.shard, held.shards, held.group, self._device)
 
     def weights(self, dtype: str | None = None) -> Iterator[tuple[str, Any]]:
         if self._spread.replica:
             return
         with ranks.watched("gathering the weights"):
-            held, parameters = self._spread, self._policy.by_name()
-            yield from gather.host_tensors(parameters, self._device, held.shard, held.shards, dtype, held.group)
+            held = self._spread
+            yield from gather.host_tensors(self._published(), self._device, held.shard, held.shards, dtype, held.group)
+
+    def _published(self) -> gather.Published:
+        return self._policy.published(self._spread.shards)
 
     def close(self) -> None:
         ranks.leave()
