@@ -121,6 +121,11 @@ class BackendSettings(Settings):
         `adapters`: model.lora is given; `on_cpu`: the run was told to use no GPU."""
         yield from ()
 
+    @property
+    def ranks_a_shard(self) -> int:
+        """Neighbouring ranks that train the same trajectories together, and are all sent them; 1: each has its own."""
+        return 1
+
     def build(self, job: Job) -> Backend:
         """Make the backend on this rank; torch.distributed is set up in here, from the standard environment variables."""
         raise NotImplementedError

@@ -32,6 +32,8 @@ class Recipe:
     minibatches: int = 1
     epochs: int = 1
     seed: int = 0
+    ranks_a_shard: int = 1
+    """Neighbouring trainer ranks that train the same trajectories together."""
     rewards: RewardRanges = field(default_factory=RewardRanges)
 
     def shaped(self, rollout: Scored) -> Scored:
@@ -60,7 +62,7 @@ class Batch:
     advantages: np.ndarray  # [rollouts] float64
     filters: tuple[tuple[str, ...], ...]  # by rollout: the rules by which it left the loss
     denominators: tuple[Denominators, ...]  # one an update: the minibatches of each epoch, one epoch after another
-    shards: tuple[Shard, ...]
+    shards: tuple[Shard, ...]  # one a trainer rank; ranks that share rows have the same
 
     @property
     def trained(self) -> tuple[Scored, ...]:
@@ -121,8 +123,10 @@ def cut(command: Train, shelf: Shelf, recipe: Recipe, *, ranks: int) -> Batch:
         for part in batching.cut(_order(places, recipe.seed, command.step, epoch), recipe.minibatches)
     ]
     counts = tuple(_denominators([kept[place] for place in part]) for part in parts)
-    shares = [_shares(kept, part, ranks) for part in parts]
-    shards = tuple(_shard(command.step, kept, advantages, counts, [share[rank] for share in shares]) for rank in range(ranks))
+    different = ranks // recipe.ranks_a_shard
+    shares = [_shares(kept, part, different) for part in parts]
+    dealt = [_shard(command.step, kept, advantages, counts, [share[place] for share in shares]) for place in range(different)]
+    shards = tuple(shard for shard in dealt for _ in range(recipe.ranks_a_shard))
     largest = max(array.nbytes for shard in shards for array in shard.arrays)
     if largest > MAX_FRAME_BYTES:
         raise BatchUnusable(

@@ -205,6 +205,7 @@ async def _train(place: Place, signals: Signals, core: Core, recorder: Recorder,
             minibatches=config.trainer.number_of_minibatches,
             epochs=config.trainer.epochs_per_batch,
             seed=config.seed,
+            ranks_a_shard=config.backend.ranks_a_shard,
             rewards=recorder.rewards,
         ),
         updates=UpdateRules(

@@ -25,6 +25,9 @@ class FSDP(BackendSettings):
     everything."""
     attention: Literal["auto", "flash", "sdpa", "flex"] = "auto"
     """Kernel of the attention within each packed sample. auto: flash on a GPU in half precision, else sdpa."""
+    context_parallel_size: int = Field(default=1, ge=1, le=64)
+    """Trainer ranks that share each packed row, an equal part of its tokens each: longer rows in the same memory. Must divide
+    the number of ranks, the model's attention heads and trainer.pad_to_multiple_of."""
     reshard_after_forward: bool | int = True
     """Free a layer's gathered weights after forward and gather them again for backward: less memory, more traffic. A number n:
     keep them spread over groups of n ranks, neighbours, e.g. those of a host; n divides the ranks of a replica."""
@@ -97,6 +100,10 @@ class FSDP(BackendSettings):
                 ("backend.offload", "cluster.device"),
                 f"backend.offload={self.offload} frees the memory of a GPU, and cluster.device=cpu has none: leave it out",
             )
+
+    @property
+    def ranks_a_shard(self) -> int:
+        return self.context_parallel_size
 
     def build(self, job: Job) -> Backend:
         from telescope.backends.fsdp.backend import FSDPBackend

@@ -31,7 +31,7 @@ def trained(settings: FSDP, job: Job, kind: attention.Kind, computing: torch.dty
     recompute.enable(lm, kept)
     if settings.compile:
         compiling.compile_layers(lm, kind)
-    policy = Policy(lm, kind)
+    policy = Policy(lm, kind, spread.context)
     uniform = all(parameter.dtype == computing for parameter in policy.parameters())  # adapters are float32 in any model
     precision = MixedPrecisionPolicy(param_dtype=None if uniform else computing, reduce_dtype=torch.float32)
     offload = _offload(settings, job)
@@ -55,10 +55,8 @@ def trained(settings: FSDP, job: Job, kind: attention.Kind, computing: torch.dty
 def frozen(settings: FSDP, job: Job, kind: attention.Kind, computing: torch.dtype, spread: Spread) -> Policy:
     """The base model once more, in the precision of the forward pass: its weights never move, so they need no better one."""
     lm, checkpoint = loading.outline(job.model, kind, computing, adapters=False)
-    policy = Policy(lm.requires_grad_(False).eval(), kind)
-    policy.shard(
-        spread.mesh, MixedPrecisionPolicy(), reshard_layers=True, reshard_rest=True, offload=_offload(settings, job)
-    )
+    policy = Policy(lm.requires_grad_(False).eval(), kind, spread.context)
+    policy.shard(spread.mesh, MixedPrecisionPolicy(), reshard_layers=True, reshard_rest=True, offload=_offload(settings, job))
     loading.fill(policy, checkpoint, _home(settings, job), spread)
     log.info("a frozen copy of the base model, in %s, is the reference", str(computing).removeprefix("torch."))
     return policy

@@ -54,7 +54,7 @@ class FSDPBackend:
             ranks.join(job.world, settings.collective_timeout_s, host=settings.offload == "parameters")
         try:
             with ranks.watched("loading the model"):
-                self._spread = spread(job.world, settings.replicas)
+                self._spread = spread(job.world, settings.replicas, settings.context_parallel_size)
                 self._policy = assembly.trained(settings, job, kind, computing, self._spread)
                 needed = job.algorithm.needs_reference
                 self._reference = assembly.frozen(settings, job, kind, computing, self._spread) if needed else None
@@ -70,7 +70,7 @@ class FSDPBackend:
             return self._train_step(shard)
 
     def _train_step(self, shard: TrainShard) -> StepResult:
-        spans, tally, updates = Spans(self._device), Tally(self._device), StepUpdates()
+        spans, tally, updates = Spans(self._device), self._tally(), StepUpdates()
         with spans.host_span("prepare_tensors"):
             plans = self._plan(shard)
             trajectories = shards.trajectories(shard)
@@ -104,24 +104,32 @@ class FSDPBackend:
         return found
 
     def layout(self) -> Sequence[TensorKind]:
-        return gather.layout(self._policy.by_name())
+        return gather.layout(self._published())
 
     def pack(self, bucket: Bucket, out: Tensor | None) -> None:
         if self._spread.replica:
             return  # the first replica has all of it
         with ranks.watched("gathering the weights"):
             held = self._spread
-            gather.pack(self._policy.by_name(), bucket, out, held.shard, held.shards, held.group, self._device)
+            gather.pack(self._published(), bucket, out, held.shard, held.shards, held.group, self._device)
 
     def weights(self, dtype: str | None = None) -> Iterator[tuple[str, Any]]:
         if self._spread.replica:
             return
         with ranks.watched("gathering the weights"):
-            held, parameters = self._spread, self._policy.by_name()
-            yield from gather.host_tensors(parameters, self._device, held.shard, held.shards, dtype, held.group)
+            held = self._spread
+            yield from gather.host_tensors(self._published(), self._device, held.shard, held.shards, dtype, held.group)
+
+    def _published(self) -> gather.Published:
+        return self._policy.published(self._spread.shards)
 
     def close(self) -> None:
         ranks.leave()
+
+    def _tally(self) -> Tally:
+        """Ranks that share rows find the same: the first of them counts."""
+        shared = self._spread.context
+        return Tally(self._device, counts=shared is None or shared.rank == 0)
 
     def _plan(self, shard: TrainShard) -> list[list[packing.Row]]:
         """Rows of this rank by minibatch, each filled up to the largest count of all ranks."""
@@ -146,8 +154,9 @@ class FSDPBackend:
 
     def _on_device(self, arrays: packing.RowArrays) -> tuple[rows.DeviceRow, RowInput]:
         row = rows.to_device(arrays, self._device)
-        segments = attention.segments(self._policy.kind, arrays.boundaries, self._device)
-        return row, RowInput(row.ids, row.position_ids, segments, places=row.sampled - 1, targets=row.targets)
+        segments = attention.segments(self._policy.kind, arrays.boundaries, self._device, self._spread.context)
+        piece = self._policy.piece(len(arrays.ids), np.flatnonzero(arrays.mask) - 1)
+        return row, RowInput(row.ids, row.position_ids, segments, row.sampled - 1, row.targets, piece)
 
     def _logprobs_of(self, policy: Policy, given: RowInput) -> Tensor:
         job = self._job

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from telescope.backends.common import attention, lora
+from telescope.backends.common import attention
 from telescope.backends.fsdp.mesh import Spread
 from telescope.backends.fsdp.policy import UnfitModel, fitted, load
 from telescope.backends.fsdp.shares import local
@@ -113,7 +113,9 @@ def parameters_on_meta() -> Iterator[None]:
 @contextmanager
 def _lent_memory(lm: nn.Module) -> Iterator[None]:
     """Parameters seem to be on the CPU (one number, seen everywhere), so that adapters made beside them get memory and values."""
-    bare = [(module, name, p) for module in lm.modules() for name, p in module._parameters.items() if p is not None and p.is_meta]
+    bare = [
+        (module, name, p) for module in lm.modules() for name, p in module._parameters.items() if p is not None and p.is_meta
+    ]
     for module, name, p in bare:
         lent = torch.zeros((), dtype=p.dtype).expand(p.shape)
         module._parameters[name] = nn.Parameter(lent, requires_grad=p.requires_grad)

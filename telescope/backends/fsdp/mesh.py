@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from telescope.backends.base import World
+from telescope.backends.common.context import Context, meet
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class Spread:
     """Of this rank."""
     group: dist.ProcessGroup
     """The ranks of this rank's replica."""
+    context: Context | None = None
+    """The ranks that share each packed row with this one; None: it has rows of its own."""
 
     def rows(self, whole: int) -> tuple[int, int]:
         """First row and count of this rank's shard of a tensor with so many rows, cut as `torch.chunk` does."""
@@ -34,8 +37,8 @@ class Spread:
         return first, min(each, whole - first)
 
 
-def spread(world: World, replicas: int = 1) -> Spread:
-    """A collective. `replicas` divides the number of ranks."""
+def spread(world: World, replicas: int = 1, sharing: int = 1) -> Spread:
+    """A collective. `replicas` divides the number of ranks, and so does `sharing`, the ranks that share each packed row."""
     device, shards = world.device.partition(":")[0], world.size // replicas
     if replicas == 1:
         mesh = init_device_mesh(device, (world.size,))
@@ -43,4 +46,11 @@ def spread(world: World, replicas: int = 1) -> Spread:
     else:
         mesh = init_device_mesh(device, (replicas, shards), mesh_dim_names=("replicate", "shard"))
         group = mesh["shard"].get_group()
-    return Spread(mesh=mesh, shards=shards, shard=world.rank % shards, replica=world.rank // shards, group=group)
+    return Spread(
+        mesh=mesh,
+        shards=shards,
+        shard=world.rank % shards,
+        replica=world.rank // shards,
+        group=group,
+        context=meet(world.rank, world.size, sharing),
+    )

@@ -56,9 +56,7 @@ class StepUpdates:
 class Updater:
     """`skipped` counts the updates left out since the start."""
 
-    def __init__(
-        self, kind: optimizers.Kind, job: Job, module: nn.Module, *, scaled: bool, hosted: bool = False
-    ) -> None:
+    def __init__(self, kind: optimizers.Kind, job: Job, module: nn.Module, *, scaled: bool, hosted: bool = False) -> None:
         """`hosted`: moments lie in host memory between updates."""
         self._job = job
         self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
