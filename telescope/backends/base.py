@@ -82,6 +82,11 @@ class Job:
 class Backend(Protocol):
     """A model in training on this rank. Every method is called on all ranks in the same order (they hold collectives)."""
 
+    @property
+    def attention_length(self) -> float:
+        """Tokens of a sample whose attention costs as much as all the rest: rollouts are dealt to ranks by it."""
+        ...
+
     def train_step(self, shard: TrainShard) -> StepResult:
         """Forward, backward and an optimiser update for each minibatch of the shard and its siblings on the other ranks."""
         ...

@@ -197,10 +197,16 @@ class TrainerSettings(Settings):
     """Times that a step runs over its batch, cut into minibatches anew each time. Schedules count steps."""
     seq_len: int = Field(default=4096, ge=8, le=100_000_000)
     """Tokens of a packed row."""
+    overlong: Literal["refuse", "truncate"] = "refuse"
+    """What becomes of a sample longer than seq_len. refuse: inference.max_model_len must not be above seq_len. truncate: its
+    prompt and first sampled tokens are trained, up to seq_len, and `overlong_samples` and `truncated_tokens` count the rest."""
     pad_to_multiple_of: int = Field(default=64, ge=1, le=100_000_000)
     """Row lengths are rounded up to it, so that few shapes occur; must divide seq_len."""
     entropy_chunk_size: int = Field(default=1024, ge=1, le=100_000_000)
     """Tokens whose [chunk, vocabulary] logits exist at once when log-probs and entropy are computed."""
+    peak_flops: float | None = Field(default=None, gt=0)
+    """Operations a second that one card could do, for the metric `mfu`; null: by the card's name (docs/trainer.md lists them), and
+    on a CPU no mfu."""
 
     @property
     def updates_per_step(self) -> int:

@@ -80,6 +80,7 @@ STREAMS: dict[str, Stream] = {
                 "tokens": "int",
                 "trained_tokens": "int",
                 "filtered": "json",  # rollout id: the rules by which it left the loss
+                "truncated": "json",  # rollout id: tokens that each of its branches lost beyond trainer.seq_len
             },
         ),
         Stream(

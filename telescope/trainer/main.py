@@ -57,7 +57,7 @@ def live(place: Place, signals: Signals) -> int:
             link.progress(doing)
 
     backend = config.backend.build(job(config, world, progress))
-    hello = place.hello("trainer", capacity=CREDITS, rank=world.rank)
+    hello = place.hello("trainer", capacity=CREDITS, rank=world.rank, attention_length=backend.attention_length)
     with Link.connect(place.directory, hello, deadline_s=config.cluster.placement_timeout_s) as connected:
         link = connected
         with contextlib.closing(publisher(place, backend, world)) as weights, signals.held():

@@ -19,13 +19,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from telescope.backends.base import Job, StepResult, TrainShard
-from telescope.backends.common import attention, ranks, rows, shards
+from telescope.backends.common import attention, ranks, rows, shards, work
 from telescope.backends.common.spans import Spans
 from telescope.backends.common.tally import Tally
 from telescope.backends.fsdp import gather
 from telescope.backends.fsdp.policy import Policy, RowInput, load
 from telescope.backends.fsdp.updates import StepUpdates, Updater
-from telescope.maths import packing
+from telescope.maths import flops, packing
 from telescope.records import Denominators
 from telescope.weights.buckets import Bucket
 from telescope.weights.buckets import Tensor as TensorKind
@@ -63,7 +63,13 @@ class FSDPBackend:
         except BaseException:
             ranks.leave()
             raise
+        self._work = work.training_work(self._policy.lm)
+        self._peak = work.peak_flops(self._device, job.trainer.peak_flops)
         self._updater = Updater(settings.optimizer, job, self._policy, scaled=computing == torch.float16)
+
+    @property
+    def attention_length(self) -> float:
+        return self._work.attention_length
 
     def train_step(self, shard: TrainShard) -> StepResult:
         """An optimiser update for each minibatch. A non-finite gradient leaves its own out: `update_skipped` counts these."""
@@ -88,7 +94,20 @@ class FSDPBackend:
         metrics = tally.finish(sums, peaks, updates=len(minibatches)) | updates.metrics()
         metrics["updates_skipped_total"] = float(self._updater.skipped)
         metrics["padding_fraction"] = 1.0 - metrics["packed_tokens"] / metrics.pop("row_tokens")
-        return StepResult(metrics=metrics, timings=spans.timings())
+        timings = spans.timings()
+        return StepResult(metrics=metrics | self._speed(metrics, timings["timing_step_active"]), timings=timings)
+
+    def _speed(self, metrics: dict[str, float], seconds: float) -> dict[str, float]:
+        """Of all ranks, by the slowest one's clock; takes Σ length² out of the metrics."""
+        tokens, squares = metrics["packed_tokens"], metrics.pop("squared_tokens")
+        slowest = torch.tensor(seconds, dtype=torch.float64, device=self._device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        seconds = float(slowest)
+        speed = {"trainer_tokens_per_s": tokens / seconds}
+        if self._peak is not None:
+            operations = self._work.operations(tokens, squares)
+            speed["mfu"] = flops.utilization(operations, seconds, cards=self._job.world.size, peak=self._peak)
+        return speed
 
     def logprobs(self, shard: TrainShard) -> np.ndarray:
         found = np.full(len(shard.ids), np.nan, np.float32)
@@ -122,13 +141,20 @@ class FSDPBackend:
 
     def _plan(self, shard: TrainShard) -> list[list[packing.Row]]:
         """Rows of this rank by minibatch, each filled up to the largest count of all ranks."""
-        multiple = self._job.trainer.pad_to_multiple_of
-        plans = shards.pack(shard, seq_len=self._job.trainer.seq_len, multiple=multiple)
-        counts = torch.tensor([len(plan) for plan in plans], device=self._device)
+        trainer = self._job.trainer
+        counts = torch.tensor(shards.rows_needed(shard, seq_len=trainer.seq_len), device=self._device)
         dist.all_reduce(counts, op=dist.ReduceOp.MAX)
+        rows = [max(count, 1) for count in counts.tolist()]
+        plans = shards.pack(
+            shard,
+            seq_len=trainer.seq_len,
+            multiple=trainer.pad_to_multiple_of,
+            rows=rows,
+            attention_length=self.attention_length,
+        )
         return [
-            packing.with_filler(plan, max(count, 1), multiple=multiple)
-            for plan, count in zip(plans, counts.tolist(), strict=True)
+            packing.with_filler(plan, count, multiple=trainer.pad_to_multiple_of)
+            for plan, count in zip(plans, rows, strict=True)
         ]
 
     def _with_old(self, minibatch: Sequence[Row], step: int, spans: Spans) -> list[Row]:
