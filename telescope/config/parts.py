@@ -205,8 +205,7 @@ class TrainerSettings(Settings):
     entropy_chunk_size: int = Field(default=1024, ge=1, le=100_000_000)
     """Tokens whose [chunk, vocabulary] logits exist at once when log-probs and entropy are computed."""
     peak_flops: float | None = Field(default=None, gt=0)
-    """Operations a second that one card could do, for the metric `mfu`; null: by the card's name (docs/trainer.md lists them), and
-    on a CPU no mfu."""
+    """Operations a second that one card could do, for the metric `mfu`; null: by the card's name, and no mfu on a CPU."""
 
     @property
     def updates_per_step(self) -> int:

@@ -16,7 +16,7 @@ from telescope.records import Denominators
 T = TypeVar("T")
 
 ATTENTION_LENGTH = 24_576
-"""Tokens at which attention costs as much as all the rest of a layer, where the model does not say it: about 12 times the hidden
+"""Tokens at which attention costs as much as all the rest of a layer, where no model says it: about 12 times the hidden
 size (here 2,048)."""
 
 

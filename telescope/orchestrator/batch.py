@@ -44,7 +44,7 @@ class Recipe:
             return rollout
         if not self.truncates:
             raise BatchUnusable(
-                f"rollout {rollout.order.rollout_id} has {longest} tokens and a packed row holds trainer.seq_len={self.seq_len}: "
+                f"rollout {rollout.order.rollout_id} has {longest} tokens, and a packed row trainer.seq_len={self.seq_len}: "
                 f"raise trainer.seq_len, lower inference.max_model_len to {self.seq_len}, or set trainer.overlong=truncate"
             )
         return replace(rollout, branches=tuple(branch.first(self.seq_len) for branch in rollout.branches))
@@ -122,8 +122,8 @@ def cut(
     from the seed, and the rollouts of each minibatch to ranks by cost. What the algorithm's filters take out counts in the
     statistics alone; of what is longer than a row the beginning is trained, where the recipe says so.
 
-    Raises `BatchUnusable` where an advantage is not a finite number, a trajectory is too long, or a rank's part is more than may
-    travel.
+    Raises `BatchUnusable` where an advantage is not a finite number, a trajectory is too long, or a rank's part is more than
+    may travel.
     """
     groups = tuple(tuple(shelf[rollout] for rollout in rollouts) for rollouts in command.rollout_ids)
     whole = tuple(rollout for group in groups for rollout in group)

@@ -208,8 +208,8 @@ class Recorder:
         )
         if batch.truncated:
             sentence = (
-                f"step {batch.command.step}: of {len(batch.truncated)} rollouts longer than trainer.seq_len only the beginning is "
-                "trained; raise trainer.seq_len to train them whole"
+                f"step {batch.command.step}: of {len(batch.truncated)} rollouts longer than trainer.seq_len only the beginning "
+                "is trained; raise trainer.seq_len to train them whole"
             )
             self.alert("warning", "trainer", sentence)
         for row in token_rows(batch, self._token_groups):

@@ -26,7 +26,7 @@ def test_attention_decides_where_tokens_are_equal():
 
 
 def test_places_wait_for_their_costliest_row():
-    """Rows of 4 tokens, without attention: 4 and 4 beside 3 and 1 cost 4 + 4, beside each other 4 and 3 and 4 and 1 cost 4 + 3."""
+    """Rows of 4 tokens, without attention: 4 and 4 beside 3 and 1 cost 4 + 4; 4 and 1 beside 4 and 3 cost 4 + 3."""
     rollouts = [[4], [4], [3], [1]]
     assert dealing.step_cost(rollouts, ((0, 1), (2, 3)), seq_len=4, attention_length=1e12) == pytest.approx(8.0)
     assert dealing.step_cost(rollouts, ((0, 3), (1, 2)), seq_len=4, attention_length=1e12) == pytest.approx(7.0)

@@ -1,4 +1,4 @@
-"""What a Hugging Face model takes to be trained, from its parameters and its configuration. Owns no formula (`maths.flops` does)."""
+"""What a Hugging Face model takes to be trained, from its parameters and configuration. `maths.flops` owns the formulas."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def training_work(lm: Any) -> flops.TrainingWork:
 
 
 def peak_flops(device: str, given: float | None) -> float | None:
-    """Operations a second of one card: as given, else by its name; None on a CPU and for a card that is not known, said once."""
+    """Operations a second of one card: as given, else by its name; None on a CPU, and for an unknown card, said once."""
     if given is not None or not device.startswith("cuda"):
         return given
     name = torch.cuda.get_device_name(device)
