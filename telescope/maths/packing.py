@@ -57,9 +57,10 @@ def pack(
     rows: int = 0,
     attention_length: float = batching.ATTENTION_LENGTH,
 ) -> list[Row]:
-    """Rows of at most `seq_len` tokens, each padded to a multiple, as few as first-fit makes (or up to `rows`, if that is
-    more), and as equal in cost as two rules can make them: the costliest trajectory first, each to the cheapest row with room; or
-    where that leaves one without room, or is worse, each to the first row with room. The costliest row comes first, so that rows of one place cost about the same on all ranks, which wait for each other layer by layer.
+    """Rows of at most `seq_len` tokens, each padded to a multiple: as few as first-fit makes (or up to `rows`, where that is
+    more), as equal in cost as two rules can make them. The costliest trajectory first, each to the cheapest row with room; or
+    where that leaves one without room, or is worse, each to the first row with room. The costliest row comes first, so that
+    rows of one place cost about the same on all ranks, which wait for each other layer by layer.
 
     Deterministic. `pack([3, 7, 5, 2, 4], seq_len=10)` has rows of 7, 5 + 2 and 3 + 4 tokens. A row's size can pass `seq_len` by
     its padding only where `multiple` does not divide it.
