@@ -194,7 +194,7 @@ class TrainerSettings(Settings):
     number_of_minibatches: int = Field(default=1, ge=1, le=1_000_000)
     """Optimiser updates a step: its groups are cut into so many parts, each with its own update. Schedules count steps."""
     keep_batches: int = Field(default=4, ge=0, le=1_000_000)
-    """Latest steps with an update left out, as its gradient was no finite number, whose batches are kept in the run directory for
+    """Latest steps with an update left out, as its gradient was no finite number, whose batches are kept (`kept/`) for
     `telescope replay RUN_DIR --step N`; 0: none. A step that ends in an error is kept too."""
     keep_batches_every: int | None = Field(default=None, ge=1, le=1_000_000_000)
     """Also keep the batch of every so many steps; null: no other."""
@@ -343,7 +343,7 @@ class LoggingSettings(Settings):
     wandb_tags: tuple[str, ...] = ("telescope",)
     """W&B tags of the run."""
     track_gpu_events: bool = True
-    """Store each phase of each trainer rank's step (`spans` of the run directory); on a GPU by CUDA events, read once a step."""
+    """Store each phase of each rank's train step (`spans` of the run directory); on a GPU by CUDA events, read once a step."""
     torch_memory_sample_interval_seconds: float = Field(default=0.1, ge=0, le=3_600)
     """How often a trainer rank reads its memory, without waiting for the device (`memory` of the run directory); 0: never."""
     torch_memory_drain_interval_seconds: float = Field(default=0.5, gt=0, le=3_600)

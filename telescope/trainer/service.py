@@ -74,8 +74,8 @@ class Service:
         keeper: Keeper | None = None,
         timeline: Timeline | None = None,
     ) -> None:
-        """`check` is called between orders; it raises to end the process. `update_s`: the deadline of one `send`. `keeper` keeps
-        batches of steps that go wrong, `timeline` stores what took how long."""
+        """`check` is called between orders; it raises to end the process. `update_s`: the deadline of one `send`. `keeper`
+        keeps batches of steps that go wrong, `timeline` stores what took how long."""
         self._keeper, self._timeline = keeper, timeline
         self._link = link
         self._backend = backend
