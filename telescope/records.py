@@ -93,6 +93,10 @@ class Trajectory(msgspec.Struct, frozen=True):
     def trained_tokens(self) -> int:
         return int(self.mask.sum())
 
+    def first(self, tokens: int) -> Trajectory:
+        """Its beginning, as views: the prompt, and what was sampled first."""
+        return Trajectory(self.ids[:tokens], self.mask[:tokens], self.logprobs[:tokens], self.versions[:tokens])
+
 
 class TrainItem(Record):
     """One trajectory of a train step. `sequence` is the rollout it belongs to: its branches share it."""

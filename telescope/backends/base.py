@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
+from telescope.backends.probe import Probe
 from telescope.maths.support import WHOLE, Support
 from telescope.records import Denominators, TrainItem
 from telescope.settings import Settings
@@ -35,11 +36,24 @@ class TrainShard:
 
 
 @dataclass(frozen=True)
+class Span:
+    """A phase of this rank's work, e.g. the forward pass of row 3. `minibatch` and `row` count from 0; None: it is of none."""
+
+    name: str
+    started_ns: int
+    """Wall clock."""
+    seconds: float
+    minibatch: int | None = None
+    row: int | None = None
+
+
+@dataclass(frozen=True)
 class StepResult:
-    """`metrics` are reduced over all ranks (equal on each); `timings` are this rank's seconds by phase."""
+    """`metrics` are reduced over all ranks (equal on each); `timings` are this rank's seconds by phase, `spans` the phases."""
 
     metrics: dict[str, float]
     timings: dict[str, float]
+    spans: tuple[Span, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -77,10 +91,17 @@ class Job:
     """Tokens that the sampler can take; log-probs are normalised over them."""
     progress: Callable[[str], None] = unwatched
     """To be called with what was done, after each micro-batch: a long step is then no stuck one."""
+    probe: Probe | None = None
+    """To be told where a gradient is no finite number: only where a recorded step is run again."""
 
 
 class Backend(Protocol):
     """A model in training on this rank. Every method is called on all ranks in the same order (they hold collectives)."""
+
+    @property
+    def attention_length(self) -> float:
+        """Tokens of a sample whose attention costs as much as all the rest: rollouts are dealt to ranks by it."""
+        ...
 
     def train_step(self, shard: TrainShard) -> StepResult:
         """Forward, backward and an optimiser update for each minibatch of the shard and its siblings on the other ranks."""

@@ -17,6 +17,7 @@ from pydantic import Field
 from telescope.backends.base import Backend, BackendSettings, Job, StepResult, TrainShard
 from telescope.backends.common import shards
 from telescope.maths import metrics, packing
+from telescope.maths.batching import ATTENTION_LENGTH
 from telescope.maths.schedules import learning_rate_factor
 from telescope.weights.buckets import Bucket
 from telescope.weights.buckets import Tensor as TensorKind
@@ -41,6 +42,10 @@ class FakeBackend:
         self._job = job
         self._version = 0
 
+    @property
+    def attention_length(self) -> float:
+        return ATTENTION_LENGTH
+
     def train_step(self, shard: TrainShard) -> StepResult:
         started = time.perf_counter()
         trainer = self._job.trainer
@@ -53,6 +58,7 @@ class FakeBackend:
         self._version = shard.step
         found = metrics.finish(*shards.host_metrics(shard, plan))
         found["padding_fraction"] = 1.0 - found["packed_tokens"] / max(found.pop("row_tokens"), 1.0)
+        del found["squared_tokens"]
         return StepResult(metrics=found | self._learning(shard), timings={"timing_step_active": time.perf_counter() - started})
 
     def logprobs(self, shard: TrainShard) -> np.ndarray:

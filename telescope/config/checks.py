@@ -49,11 +49,12 @@ def _lengths(config: RunConfig) -> Iterator[Conflict]:
             f"rollout.max_tokens={max_tokens} must be below inference.max_model_len={model_len}, which holds the prompt too: "
             f"lower rollout.max_tokens, or raise inference.max_model_len",
         )
-    if model_len > seq_len:
+    if model_len > seq_len and config.trainer.overlong == "refuse":
         yield Conflict(
             ("inference.max_model_len", "trainer.seq_len"),
             f"inference.max_model_len={model_len} must not be above trainer.seq_len={seq_len}: a sequence has to fit into one "
-            f"packed row; set trainer.seq_len={model_len}, or lower inference.max_model_len",
+            f"packed row; set trainer.seq_len={model_len}, or lower inference.max_model_len, or set trainer.overlong=truncate, "
+            "which trains the beginning of a longer one",
         )
     for sentence in config.algorithm.length_errors(max_tokens=max_tokens):
         yield Conflict(("algorithm.overlong_buffer_tokens", "rollout.max_tokens"), sentence)

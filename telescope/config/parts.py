@@ -197,14 +197,24 @@ class TrainerSettings(Settings):
     """Where linear and cosine end, as a share of learning_rate."""
     number_of_minibatches: int = Field(default=1, ge=1, le=1_000_000)
     """Optimiser updates a step: its groups are cut into so many parts, each with its own update. Schedules count steps."""
+    keep_batches: int = Field(default=4, ge=0, le=1_000_000)
+    """Latest steps with an update left out, as its gradient was no finite number, whose batches are kept (`kept/`) for
+    `telescope replay RUN_DIR --step N`; 0: none. A step that ends in an error is kept too."""
+    keep_batches_every: int | None = Field(default=None, ge=1, le=1_000_000_000)
+    """Also keep the batch of every so many steps; null: no other."""
     epochs_per_batch: int = Field(default=1, ge=1, le=1_000)
     """Times that a step runs over its batch, cut into minibatches anew each time. Schedules count steps."""
     seq_len: int = Field(default=4096, ge=8, le=100_000_000)
     """Tokens of a packed row."""
+    overlong: Literal["refuse", "truncate"] = "refuse"
+    """What becomes of a sample longer than seq_len. refuse: inference.max_model_len must not be above seq_len. truncate: its
+    prompt and first sampled tokens are trained, up to seq_len, and `overlong_samples` and `truncated_tokens` count the rest."""
     pad_to_multiple_of: int = Field(default=64, ge=1, le=100_000_000)
     """Row lengths are rounded up to it, so that few shapes occur; must divide seq_len."""
     entropy_chunk_size: int = Field(default=1024, ge=1, le=100_000_000)
     """Tokens whose [chunk, vocabulary] logits exist at once when log-probs and entropy are computed."""
+    peak_flops: float | None = Field(default=None, gt=0)
+    """Operations a second that one card could do, for the metric `mfu`; null: by the card's name, and no mfu on a CPU."""
 
     @property
     def updates_per_step(self) -> int:
@@ -347,6 +357,12 @@ class LoggingSettings(Settings):
     """W&B group of the run; null: of a sweep's points the sweep's folder, else none."""
     wandb_tags: tuple[str, ...] = ("telescope",)
     """W&B tags of the run."""
+    track_gpu_events: bool = True
+    """Store each phase of each rank's train step (`spans` of the run directory); on a GPU by CUDA events, read once a step."""
+    torch_memory_sample_interval_seconds: float = Field(default=0.1, ge=0, le=3_600)
+    """How often a trainer rank reads its memory, without waiting for the device (`memory` of the run directory); 0: never."""
+    torch_memory_drain_interval_seconds: float = Field(default=0.5, gt=0, le=3_600)
+    """How often what was read is stored."""
     log_to_console: bool = False
     """Copy the components' logs to the launcher's stderr."""
     progress: bool = True

@@ -16,7 +16,8 @@ from telescope.records import Denominators
 T = TypeVar("T")
 
 ATTENTION_LENGTH = 24_576
-"""Tokens at which attention costs as much as all the rest of a layer: about 12 times the hidden size (here 2,048)."""
+"""Tokens at which attention costs as much as all the rest of a layer, where no model says it: about 12 times the hidden
+size (here 2,048)."""
 
 
 def cut(groups: Sequence[T], minibatches: int) -> tuple[Sequence[T], ...]:
@@ -35,7 +36,7 @@ def denominators(trained_tokens: Sequence[int], groups: Sequence[int]) -> Denomi
     return Denominators(tokens=int(sum(trained_tokens)), sequences=len(groups), groups=len(set(groups)))
 
 
-def cost(lengths: Sequence[int], *, attention_length: int = ATTENTION_LENGTH) -> float:
+def cost(lengths: Sequence[int], *, attention_length: float = ATTENTION_LENGTH) -> float:
     """Relative cost of training a rollout whose trajectories have these lengths: tokens, and attention's square."""
     return float(sum(length + length * length / attention_length for length in lengths))
 

@@ -8,6 +8,7 @@ in the same trajectory: the last token of one never predicts the first of the ne
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -15,6 +16,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import DTypeLike
 
+from telescope.maths import batching
 from telescope.records import TrainItem, Trajectory
 
 
@@ -47,29 +49,77 @@ class RowArrays:
     boundaries: np.ndarray  # [S + 1] int32, cumulative: segment s is boundaries[s]:boundaries[s + 1]
 
 
-def pack(lengths: Sequence[int], *, seq_len: int, multiple: int = 1) -> list[Row]:
-    """Rows of at most `seq_len` tokens, each padded to a multiple: the longest trajectory first, into the first row with room.
+def pack(
+    lengths: Sequence[int],
+    *,
+    seq_len: int,
+    multiple: int = 1,
+    rows: int = 0,
+    attention_length: float = batching.ATTENTION_LENGTH,
+) -> list[Row]:
+    """Rows of at most `seq_len` tokens, each padded to a multiple: as few as first-fit makes (or up to `rows`, where that is
+    more), as equal in cost as two rules can make them. The costliest trajectory first, each to the cheapest row with room; or
+    where that leaves one without room, or is worse, each to the first row with room. The costliest row comes first, so that
+    rows of one place cost about the same on all ranks, which wait for each other layer by layer.
 
-    Deterministic. A row's size can pass `seq_len` by its padding only where `multiple` does not divide it.
+    Deterministic. `pack([3, 7, 5, 2, 4], seq_len=10)` has rows of 7, 5 + 2 and 3 + 4 tokens. A row's size can pass `seq_len` by
+    its padding only where `multiple` does not divide it.
     """
+    order = sorted(range(len(lengths)), key=lambda item: (-lengths[item], item))
+    for item in order:
+        _check_length(item, lengths[item], seq_len)
+    costs = [batching.cost([length], attention_length=attention_length) for length in lengths]
+
+    def cost_of(row: Sequence[int]) -> float:
+        return sum(costs[item] for item in row)
+
+    full = _first_fit(order, lengths, seq_len)
+    even = _cheapest_with_room(order, lengths, costs, seq_len, min(max(rows, len(full)), len(lengths)))
+    chosen = min((way for way in (even, full) if way is not None), key=lambda way: max(map(cost_of, way), default=0.0))
+    return [_row(items, lengths, multiple) for items in sorted(map(sorted, chosen), key=lambda row: (-cost_of(row), row))]
+
+
+def rows_needed(lengths: Sequence[int], *, seq_len: int) -> int:
+    """The fewest rows that `pack` makes. Ranks take the largest of theirs, and fill up with `filler` rows."""
+    order = sorted(range(len(lengths)), key=lambda item: (-lengths[item], item))
+    for item in order:
+        _check_length(item, lengths[item], seq_len)
+    return len(_first_fit(order, lengths, seq_len))
+
+
+def _first_fit(order: Sequence[int], lengths: Sequence[int], seq_len: int) -> list[list[int]]:
     rows: list[list[int]] = []
     room: list[int] = []
-    for item in sorted(range(len(lengths)), key=lambda item: (-lengths[item], item)):
-        length = lengths[item]
-        _check_length(item, length, seq_len)
-        place = next((row for row, free in enumerate(room) if free >= length), None)
+    for item in order:
+        place = next((row for row, free in enumerate(room) if free >= lengths[item]), None)
         if place is None:
             rows.append([])
             room.append(seq_len)
             place = len(rows) - 1
         rows[place].append(item)
-        room[place] -= length
-    return [_row(sorted(items), lengths, multiple) for items in rows]
+        room[place] -= lengths[item]
+    return rows
 
 
-def rows_needed(lengths: Sequence[int], *, seq_len: int) -> int:
-    """How many rows `pack` makes. Ranks take the largest of theirs, and fill up with `filler` rows."""
-    return len(pack(lengths, seq_len=seq_len))
+def _cheapest_with_room(
+    order: Sequence[int], lengths: Sequence[int], costs: Sequence[float], seq_len: int, count: int
+) -> list[list[int]] | None:
+    """`count` rows; None where an item finds no room in any."""
+    rows: list[list[int]] = [[] for _ in range(count)]
+    room = [seq_len] * count
+    loads = [(0.0, row) for row in range(count)]
+    for item in order:
+        passed = []
+        while loads and room[loads[0][1]] < lengths[item]:
+            passed.append(heapq.heappop(loads))
+        if not loads:
+            return None
+        load, row = heapq.heappop(loads)
+        rows[row].append(item)
+        room[row] -= lengths[item]
+        for entry in (*passed, (load + costs[item], row)):
+            heapq.heappush(loads, entry)
+    return rows
 
 
 def filler(*, multiple: int = 1) -> Row:

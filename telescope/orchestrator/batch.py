@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from telescope.algorithms.base import Algorithm
 from telescope.flow.commands import Train
 from telescope.flow.draws import Permutation, keyed_hash
-from telescope.maths import batching
+from telescope.maths import batching, dealing
 from telescope.orchestrator.rewards import RewardRanges
 from telescope.orchestrator.shelf import Scored, Shelf
 from telescope.records import Denominators, TrainItem
@@ -31,10 +31,25 @@ class Recipe:
     max_tokens: int
     minibatches: int = 1
     epochs: int = 1
+    seq_len: int = 100_000_000
+    truncates: bool = False
+    """A trajectory longer than `seq_len` is trained up to there; else it makes the batch unusable."""
     seed: int = 0
     ranks_a_shard: int = 1
     """Neighbouring trainer ranks that train the same trajectories together."""
     rewards: RewardRanges = field(default_factory=RewardRanges)
+
+    def fitted(self, rollout: Scored) -> Scored:
+        """With branches of at most `seq_len` tokens. Raises `BatchUnusable` where they are longer and may not be cut."""
+        longest = max(len(branch.ids) for branch in rollout.branches)
+        if longest <= self.seq_len:
+            return rollout
+        if not self.truncates:
+            raise BatchUnusable(
+                f"rollout {rollout.order.rollout_id} has {longest} tokens, and a packed row trainer.seq_len={self.seq_len}: "
+                f"raise trainer.seq_len, lower inference.max_model_len to {self.seq_len}, or set trainer.overlong=truncate"
+            )
+        return replace(rollout, branches=tuple(branch.first(self.seq_len) for branch in rollout.branches))
 
     def shaped(self, rollout: Scored) -> Scored:
         """With its reward for training and what its length costs."""
@@ -63,6 +78,8 @@ class Batch:
     filters: tuple[tuple[str, ...], ...]  # by rollout: the rules by which it left the loss
     denominators: tuple[Denominators, ...]  # one an update: the minibatches of each epoch, one epoch after another
     shards: tuple[Shard, ...]  # one a trainer rank; ranks that share rows have the same
+    truncated: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """By rollout id: how many tokens each of its branches lost beyond trainer.seq_len, where one did."""
 
     @property
     def trained(self) -> tuple[Scored, ...]:
@@ -89,6 +106,8 @@ class Batch:
             "truncated_fraction": sum(rollout.sampled.truncated for rollout in self.rollouts) / count,
             "filtered_fraction": sum(bool(why) for why in self.filters) / count,
             **{f"{rule}_filtered_fraction": number / count for rule, number in rules.items()},
+            "overlong_samples": float(sum(lost > 0 for branches in self.truncated.values() for lost in branches)),
+            "truncated_tokens": float(sum(map(sum, self.truncated.values()))),
             "length_penalty_mean": float(np.mean([rollout.length_penalty for rollout in self.rollouts])),
         }
 
@@ -98,14 +117,19 @@ class Batch:
         return self.command.step - 1 - int(versions.min()) if len(versions) else None
 
 
-def cut(command: Train, shelf: Shelf, recipe: Recipe, *, ranks: int) -> Batch:
-    """Advantages over the batch (discarded groups count in its statistics), then whole groups to minibatches, in order, and
-    the rollouts of each minibatch to ranks by cost. What the algorithm's filters take out counts in the statistics alone.
+def cut(
+    command: Train, shelf: Shelf, recipe: Recipe, *, ranks: int, attention_length: float = batching.ATTENTION_LENGTH
+) -> Batch:
+    """Advantages over the batch (discarded groups count in its statistics), then whole groups to minibatches, in an order drawn
+    from the seed, and the rollouts of each minibatch to ranks by cost. What the algorithm's filters take out counts in the
+    statistics alone; of what is longer than a row the beginning is trained, where the recipe says so.
 
-    Raises `BatchUnusable` where an advantage is not a finite number, or a rank's part is more than may travel.
+    Raises `BatchUnusable` where an advantage is not a finite number, a trajectory is too long, or a rank's part is more than
+    may travel.
     """
     groups = tuple(tuple(shelf[rollout] for rollout in rollouts) for rollouts in command.rollout_ids)
-    kept = tuple(rollout for group in groups for rollout in group)
+    whole = tuple(rollout for group in groups for rollout in group)
+    kept = tuple(recipe.fitted(rollout) for rollout in whole)
     baseline = tuple(shelf[rollout] for rollouts in command.baseline_rollout_ids for rollout in rollouts)
     rewards = np.array([rollout.reward for rollout in kept + baseline], dtype=np.float64)
     numbers = np.array([rollout.order.group_id for rollout in kept + baseline], dtype=np.int64)
@@ -115,16 +139,16 @@ def cut(command: Train, shelf: Shelf, recipe: Recipe, *, ranks: int) -> Batch:
             f"step {command.step}: the rewards of its batch, from {rewards.min():g} to {rewards.max():g}, give advantages "
             "that are no finite numbers: keep rewards within a few thousand"
         )
-    filters = tuple(recipe.algorithm.filters_out(rollout.sampled) for rollout in kept)
+    filters = tuple(recipe.algorithm.filters_out(rollout.sampled) for rollout in whole)
     places = np.split(np.arange(len(kept)), np.cumsum([len(group) for group in groups])[:-1])
     parts = [
         [place for group in part for place in group.tolist() if not filters[place]]
         for epoch in range(recipe.epochs)
-        for part in batching.cut(_order(places, recipe.seed, command.step, epoch), recipe.minibatches)
+        for part in batching.cut(_order(places, recipe, command.step, epoch), recipe.minibatches)
     ]
     counts = tuple(_denominators([kept[place] for place in part]) for part in parts)
     different = ranks // recipe.ranks_a_shard
-    shares = [_shares(kept, part, different) for part in parts]
+    shares = [_shares(kept, part, different, recipe.seq_len, attention_length) for part in parts]
     dealt = [_shard(command.step, kept, advantages, counts, [share[place] for share in shares]) for place in range(different)]
     shards = tuple(shard for shard in dealt for _ in range(recipe.ranks_a_shard))
     largest = max(array.nbytes for shard in shards for array in shard.arrays)
@@ -134,15 +158,26 @@ def cut(command: Train, shelf: Shelf, recipe: Recipe, *, ranks: int) -> Batch:
             "that may travel: lower orchestrator.prompts_batch_size_for_trainer or "
             f"trainer.epochs_per_batch={recipe.epochs} (each epoch is sent), or raise cluster.trainer_num_workers"
         )
-    return Batch(command, kept, advantages, filters, counts, shards)
+    return Batch(command, kept, advantages, filters, counts, shards, _truncated(whole, kept))
 
 
-def _order(groups: Sequence[np.ndarray], seed: int, step: int, epoch: int) -> Sequence[np.ndarray]:
-    """The groups as an epoch takes them: the first in order of their ids, each later one shuffled by itself."""
-    if epoch == 0:
+def _order(groups: Sequence[np.ndarray], recipe: Recipe, step: int, epoch: int) -> Sequence[np.ndarray]:
+    """The groups as an epoch takes them, shuffled. In order of their ids those begun long ago, which took long because
+    they are long, would all come into the first minibatch. Lengths play no part in it."""
+    if recipe.minibatches == 1:
         return groups
-    shuffled = Permutation(len(groups), keyed_hash("minibatches", seed, step, epoch))
+    shuffled = Permutation(len(groups), keyed_hash("minibatches", recipe.seed, step, epoch))
     return [groups[shuffled[place]] for place in range(len(groups))]
+
+
+def _truncated(whole: Sequence[Scored], fitted: Sequence[Scored]) -> dict[int, tuple[int, ...]]:
+    return {
+        before.order.rollout_id: tuple(
+            len(long.ids) - len(short.ids) for long, short in zip(before.branches, after.branches, strict=True)
+        )
+        for before, after in zip(whole, fitted, strict=True)
+        if before is not after
+    }
 
 
 def _denominators(rollouts: Sequence[Scored]) -> Denominators:
@@ -151,10 +186,13 @@ def _denominators(rollouts: Sequence[Scored]) -> Denominators:
     )
 
 
-def _shares(rollouts: Sequence[Scored], part: Sequence[int], ranks: int) -> list[list[int]]:
+def _shares(
+    rollouts: Sequence[Scored], part: Sequence[int], ranks: int, seq_len: int, attention_length: float
+) -> list[list[int]]:
     """The rollouts of one minibatch that each rank gets."""
-    costs = [batching.cost([len(branch.ids) for branch in rollouts[place].branches]) for place in part]
-    return [[part[index] for index in share] for share in batching.assign(costs, ranks)]
+    lengths = [[len(branch.ids) for branch in rollouts[place].branches] for place in part]
+    shares = dealing.deal(lengths, ranks, seq_len=seq_len, attention_length=attention_length)
+    return [[part[index] for index in share] for share in shares]
 
 
 def _shard(

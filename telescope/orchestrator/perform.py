@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from telescope.flow import commands, events
+from telescope.maths.batching import ATTENTION_LENGTH
 from telescope.orchestrator.batch import BatchUnusable, Recipe, cut
 from telescope.orchestrator.complaints import Complaints
 from telescope.orchestrator.record import Recorder
@@ -265,10 +266,16 @@ class Performer:
             messages.CancelRollout(rollout_id=command.rollout_id, attempt=command.attempt, reason=command.reason),
         )
 
+    @property
+    def _attention_length(self) -> float:
+        """What the trainer says of its model."""
+        hello = self._roster.present.get(self._roster.ranks[0])
+        return hello.attention_length if hello is not None and hello.attention_length > 0 else ATTENTION_LENGTH
+
     def _train(self, command: commands.Train) -> Events:
         ranks = self._roster.ranks
         try:
-            batch = cut(command, self.shelf, self._recipe, ranks=len(ranks))
+            batch = cut(command, self.shelf, self._recipe, ranks=len(ranks), attention_length=self._attention_length)
         except BatchUnusable as error:
             return (events.StopRequested(reason=str(error), ok=False),)
         self._recorder.batch(batch)

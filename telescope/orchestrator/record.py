@@ -203,8 +203,15 @@ class Recorder:
                     for rollout, why in zip(batch.rollouts, batch.filters, strict=True)
                     if why
                 },
+                "truncated": {str(rollout_id): list(lost) for rollout_id, lost in batch.truncated.items()},
             },
         )
+        if batch.truncated:
+            sentence = (
+                f"step {batch.command.step}: of {len(batch.truncated)} rollouts longer than trainer.seq_len only the beginning "
+                "is trained; raise trainer.seq_len to train them whole"
+            )
+            self.alert("warning", "trainer", sentence)
         for row in token_rows(batch, self._token_groups):
             self._log.append("tokens", row)
 

@@ -188,6 +188,10 @@ class RunDirectory:
     def tokens(self, step: int) -> Path:
         return self.path / "tokens" / f"step={step:06d}"
 
+    def kept(self, step: int) -> Path:
+        """A train step's batch, kept to be run again (runlog/kept.py)."""
+        return self.path / "kept" / f"step_{step:08d}"
+
     @property
     def wandb(self) -> Path:
         return self.path / "wandb"

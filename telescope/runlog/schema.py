@@ -80,6 +80,7 @@ STREAMS: dict[str, Stream] = {
                 "tokens": "int",
                 "trained_tokens": "int",
                 "filtered": "json",  # rollout id: the rules by which it left the loss
+                "truncated": "json",  # rollout id: tokens that each of its branches lost beyond trainer.seq_len
             },
         ),
         Stream(
@@ -129,6 +130,33 @@ STREAMS: dict[str, Stream] = {
                 "done_ns": "int",
                 "queued_s": "float",
                 "generated_s": "float",
+            },
+            droppable=True,
+        ),
+        Stream(
+            "spans",  # a phase of a trainer rank's work (logging.track_gpu_events)
+            {
+                "step": "int",
+                "process": "str",
+                "name": "str",  # forward, backward, loss_computation, clip, optimizer, publish, …
+                "minibatch": "int",  # from 0; absent for what belongs to none
+                "row": "int",  # the micro-batch, likewise
+                "started_ns": "int",  # wall clock
+                "seconds": "float",
+            },
+            droppable=True,
+        ),
+        Stream(
+            "memory",  # of a trainer rank, every logging.torch_memory_sample_interval_seconds
+            {
+                "process": "str",
+                "step": "int",  # the last one that ended
+                "sampled_ns": "int",  # wall clock
+                "rss": "int",  # bytes of the process in host memory
+                "allocated": "int",  # bytes of tensors on its GPU; absent on a CPU, as the next three
+                "reserved": "int",  # held by PyTorch's allocator
+                "peak_allocated": "int",  # since the start
+                "retries": "int",  # of the allocator, each of which costs time
             },
             droppable=True,
         ),

@@ -77,6 +77,9 @@ class RunLog:
     writer: str
     rows_per_block: int = ROWS_PER_BLOCK
     seconds_per_block: float = SECONDS_PER_BLOCK
+    seals_at_end: bool = True
+    """False: what is unsealed when it is closed stays as it is; readers read it as well, and a process of a short run need not
+    load the library that seals."""
     counters: Counters = field(default_factory=Counters)
 
     def __post_init__(self) -> None:
@@ -153,8 +156,9 @@ class RunLog:
             self._write(batch)
             for stream in [name for name, segment in self._segments.items() if self._is_due(segment)]:
                 self._seal(stream)
-        for stream in list(self._segments):
-            self._seal(stream)
+        if self.seals_at_end:
+            for stream in list(self._segments):
+                self._seal(stream)
 
     def _drain(self) -> tuple[list[_Entry], bool]:
         """What has queued up since the last write, waiting up to FLUSH_S for the first row."""

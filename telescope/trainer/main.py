@@ -14,11 +14,14 @@ from collections.abc import Callable, Sequence
 from telescope.backends.base import Backend, Job, RankLost, World
 from telescope.config.models import ModelNotFound
 from telescope.config.plugins import PluginError
-from telescope.config.run import RunConfig
+from telescope.config.run import RunConfig, config_hash
 from telescope.config.secrets import SecretMissing
 from telescope.config.words import ConfigError
+from telescope.runlog.writer import RunLog
+from telescope.trainer.keeping import Keeper
 from telescope.trainer.placement import Misplaced, placement
 from telescope.trainer.service import OutOfOrder, SenderStuck, Service
+from telescope.trainer.timeline import Timeline
 from telescope.weights.base import NoRoomForWeights, Publisher
 from telescope.weights.choose import Here, TransportRefused, cards, choose, make_publisher, spread, wire_dtype
 from telescope.wire import meeting
@@ -57,14 +60,53 @@ def live(place: Place, signals: Signals) -> int:
             link.progress(doing)
 
     backend = config.backend.build(job(config, world, progress))
-    hello = place.hello("trainer", capacity=CREDITS, rank=world.rank)
+    hello = place.hello("trainer", capacity=CREDITS, rank=world.rank, attention_length=backend.attention_length)
     with Link.connect(place.directory, hello, deadline_s=config.cluster.placement_timeout_s) as connected:
         link = connected
-        with contextlib.closing(publisher(place, backend, world)) as weights, signals.held():
-            service = Service(connected, backend, weights, signals.check, config.weight_sync.update_timeout_s)
+        with (
+            contextlib.closing(publisher(place, backend, world)) as weights,
+            contextlib.closing(timeline(place, world)) as lines,
+            signals.held(),
+        ):
+            service = Service(
+                connected,
+                backend,
+                weights,
+                signals.check,
+                config.weight_sync.update_timeout_s,
+                keeper=keeper(place, world),
+                timeline=lines,
+            )
             log.info("stopped: %s", service.run())
         backend.close()  # not after an error: it would wait for ranks that are gone
     return 0
+
+
+def keeper(place: Place, world: World) -> Keeper:
+    """What keeps the batches of steps that go wrong."""
+    trainer = place.config.trainer
+    return Keeper(
+        place.directory,
+        config_hash(place.config),
+        world.rank,
+        world.size,
+        latest=trainer.keep_batches,
+        every=trainer.keep_batches_every,
+    )
+
+
+def timeline(place: Place, world: World) -> Timeline:
+    """What stores this rank's spans and memory, as far as the settings want them."""
+    settings = place.config.logging
+    wanted = settings.track_gpu_events or settings.torch_memory_sample_interval_seconds > 0
+    return Timeline(
+        RunLog(place.directory, place.name, seals_at_end=False) if wanted else None,
+        process=place.name,
+        device=world.device,
+        spans=settings.track_gpu_events,
+        sample_s=settings.torch_memory_sample_interval_seconds,
+        drain_s=settings.torch_memory_drain_interval_seconds,
+    )
 
 
 def publisher(place: Place, backend: Backend, world: World) -> Publisher:

@@ -14,7 +14,9 @@ from typing import Protocol
 
 import numpy as np
 
-from telescope.backends.base import Backend, TrainShard
+from telescope.backends.base import Backend, RankLost, TrainShard
+from telescope.trainer.keeping import Keeper
+from telescope.trainer.timeline import Timeline
 from telescope.weights.base import Publisher, TransferFailed
 from telescope.wire.happenings import Delivery
 from telescope.wire.messages import (
@@ -61,8 +63,20 @@ class Wire(Protocol):
 class Service:
     """Serves one link until Stop."""
 
-    def __init__(self, link: Wire, backend: Backend, publisher: Publisher, check: Callable[[], None], update_s: float) -> None:
-        """`check` is called between orders; it raises to end the process. `update_s`: the deadline of one `send`."""
+    def __init__(
+        self,
+        link: Wire,
+        backend: Backend,
+        publisher: Publisher,
+        check: Callable[[], None],
+        update_s: float,
+        *,
+        keeper: Keeper | None = None,
+        timeline: Timeline | None = None,
+    ) -> None:
+        """`check` is called between orders; it raises to end the process. `update_s`: the deadline of one `send`. `keeper`
+        keeps batches of steps that go wrong, `timeline` stores what took how long."""
+        self._keeper, self._timeline = keeper, timeline
         self._link = link
         self._backend = backend
         self._publisher = publisher
@@ -113,8 +127,17 @@ class Service:
             )
         ids, mask, logprobs, versions = arrays
         shard = TrainShard(order.step, order.items, ids, mask, logprobs, versions, order.denominators)
-        result = self._backend.train_step(shard)
+        try:
+            result = self._backend.train_step(shard)
+        except (ValueError, RuntimeError, ArithmeticError) as error:
+            if self._keeper is not None and not isinstance(error, RankLost):
+                self._keeper.broke(shard, error)
+            raise
         self._step = order.step
+        if self._keeper is not None:
+            self._keeper.trained(shard, result)
+        if self._timeline is not None:
+            self._timeline.step(order.step, result.spans)
         log.info("step %d: %d trajectories in %.3f s", order.step, len(order.items), result.timings["timing_step_active"])
         return StepDone(order.step, result.metrics, result.timings)
 
@@ -122,7 +145,7 @@ class Service:
         """From a thread of its own, which answers itself."""
         if order.version != self._step:
             raise OutOfOrder(f"told to send version {order.version}, but the weights here are version {self._step}")
-        sending = _Sending(self._publisher, order, lambda answer: self._link.send(answer, answers=delivery))
+        sending = _Sending(self._publisher, order, lambda answer: self._link.send(answer, answers=delivery), self._timeline)
         sending.start()
         return sending
 
@@ -140,21 +163,26 @@ class Service:
     def _publish(self, version: int) -> WeightsPublished:
         if version != self._step:
             raise OutOfOrder(f"told to publish version {version}, but the weights here are version {self._step}")
-        started = time.perf_counter()
+        began_ns, started = time.time_ns(), time.perf_counter()
         manifest = self._publisher.publish(version)
-        return WeightsPublished(version, manifest, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        if self._timeline is not None:
+            self._timeline.span("publish", version, began_ns, seconds)
+        return WeightsPublished(version, manifest, seconds)
 
 
 class _Sending(threading.Thread):
     """One `send` in a thread. `error`: what it ended with, where that is no answer but the end of this process."""
 
-    def __init__(self, publisher: Publisher, order: SendWeights, answer: Callable[[Body], object]) -> None:
+    def __init__(
+        self, publisher: Publisher, order: SendWeights, answer: Callable[[Body], object], timeline: Timeline | None
+    ) -> None:
         super().__init__(name=f"send-{order.version}", daemon=True)
-        self._publisher, self.order, self._answer = publisher, order, answer
+        self._publisher, self.order, self._answer, self._timeline = publisher, order, answer, timeline
         self.error: Exception | None = None
 
     def run(self) -> None:
-        started = time.perf_counter()
+        began_ns, started = time.time_ns(), time.perf_counter()
         version = self.order.version
         try:
             checksum = self._publisher.send(version, self.order.group)
@@ -166,6 +194,8 @@ class _Sending(threading.Thread):
         else:
             seconds = time.perf_counter() - started
             log.info("version %d sent in %.3f s", version, seconds)
+            if self._timeline is not None:
+                self._timeline.span("send", version, began_ns, seconds)
             self._tell(WeightsSent(version=version, checksum=checksum, seconds=seconds))
 
     def _tell(self, answer: Body) -> None:

@@ -73,6 +73,8 @@ class Hello(Message):
     """Counts this incarnation's connections; set by the link. A hello of an earlier one that comes late is passed over."""
     door: DoorAddress | None = None
     """Of a server where `wire.direct=true`."""
+    attention_length: float = 0.0
+    """Of a trainer: tokens of a sample whose attention costs as much as all the rest of its model. 0: not told."""
 
 
 class Welcome(Message):

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telescope.maths import packing
+from telescope.maths import batching, packing
 from telescope.records import TrainItem, Trajectory
 
 
@@ -26,12 +26,42 @@ def item(rollout, length, advantage=1.0, tokens=1):
     )
 
 
-def test_the_longest_goes_first_into_the_first_row_with_room():
+def test_the_costliest_goes_into_the_cheapest_row_with_room():
     rows = packing.pack([3, 7, 5, 2, 4], seq_len=10, multiple=4)
-    assert [row.items for row in rows] == [(0, 1), (2, 4), (3,)]
-    assert [row.starts for row in rows] == [(0, 3), (0, 5), (0,)]
-    assert [row.lengths for row in rows] == [(3, 7), (5, 4), (2,)]
-    assert [row.size for row in rows] == [12, 12, 4]
+    assert [row.items for row in rows] == [(1,), (2, 3), (0, 4)]
+    assert [row.starts for row in rows] == [(0,), (0, 5), (0, 3)]
+    assert [row.lengths for row in rows] == [(7,), (5, 2), (3, 4)]
+    assert [row.size for row in rows] == [8, 8, 8]
+
+
+def test_where_equal_rows_leave_one_without_room_the_first_with_room_is_taken():
+    """7 | 4 + 3 + 3 and then 3 to the 7 finds room; of 6, 5, 5, 5 the last does not."""
+    rows = packing.pack([7, 4, 3, 3, 3], seq_len=10, attention_length=1e9)
+    assert sorted(row.used for row in rows) == [10, 10]
+    assert packing._cheapest_with_room([0, 1, 2], [6, 5, 5], [6.0, 5.0, 5.0], 10, 2) == [[0], [1, 2]]
+    assert packing._cheapest_with_room([0, 1, 2, 3], [6, 5, 5, 5], [6.0, 5.0, 5.0, 5.0], 10, 2) is None
+
+
+def test_a_rank_with_little_spreads_it_over_as_many_rows_as_the_others_have():
+    assert [row.lengths for row in packing.pack([3, 3, 2], seq_len=10)] == [(3, 3, 2)]
+    assert [row.lengths for row in packing.pack([3, 3, 2], seq_len=10, rows=2)] == [(3, 2), (3,)]
+    assert [row.lengths for row in packing.pack([3, 3, 2], seq_len=10, rows=5)] == [(3,), (3,), (2,)]
+
+
+@given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=40), seq_len=st.integers(50, 200), rows=st.integers(0, 9))
+def test_no_row_costs_more_than_the_costliest_of_first_fit(lengths, seq_len, rows):
+    def costliest(plan):
+        return max(batching.cost(row, attention_length=30) for row in plan)
+
+    first_fit = [
+        [lengths[item] for item in row]
+        for row in packing._first_fit(sorted(range(len(lengths)), key=lambda item: -lengths[item]), lengths, seq_len)
+    ]
+    plan = packing.pack(lengths, seq_len=seq_len, rows=rows, attention_length=30)
+    assert costliest([row.lengths for row in plan]) <= costliest(first_fit) * (1 + 1e-9)
+    costs = [batching.cost(row.lengths, attention_length=30) for row in plan]
+    assert costs == sorted(costs, reverse=True)
+    assert len(plan) <= max(rows, len(first_fit))
 
 
 @given(

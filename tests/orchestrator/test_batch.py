@@ -17,7 +17,7 @@ from telescope.flow.commands import Train
 from telescope.orchestrator.batch import BatchUnusable, Recipe, cut
 from telescope.orchestrator.rewards import RewardRanges
 from telescope.orchestrator.shelf import Scored, Shelf, scored
-from telescope.records import Denominators
+from telescope.records import Denominators, Trajectory
 from tests.environments.conftest import Script
 from tests.orchestrator.test_shelf import make
 
@@ -122,15 +122,18 @@ def recipe(algorithm: RLOO | None = None, minibatches: int = 2) -> Recipe:
     return Recipe(algorithm or RLOO(), group_size=3, max_tokens=10, minibatches=minibatches)
 
 
-def test_minibatches_take_whole_groups_in_order_each_with_its_own_counts(shelf: Shelf):
+def test_minibatches_take_whole_groups_each_with_its_own_counts(shelf: Shelf):
     batch = cut(TRAIN, shelf, recipe(), ranks=2)
-    assert batch.denominators == (Denominators(tokens=4, sequences=2, groups=1), Denominators(tokens=6, sequences=3, groups=1))
+    counts = {0: Denominators(tokens=4, sequences=2, groups=1), 1: Denominators(tokens=6, sequences=3, groups=1)}
     for shard in batch.shards:
         assert shard.step.denominators == batch.denominators
         numbers = [item.minibatch for item in shard.step.items]
         assert numbers == sorted(numbers)
     placed = {item.rollout_id: item.minibatch for shard in batch.shards for item in shard.step.items}
-    assert placed == {20: 0, 21: 0, 50: 1, 51: 1, 52: 1}
+    assert len(placed) == 5
+    assert placed[20] == placed[21] != placed[50] == placed[51] == placed[52]
+    assert batch.denominators[placed[20]] == counts[0]
+    assert batch.denominators[placed[50]] == counts[1]
 
 
 def test_minibatches_change_no_advantage(shelf: Shelf):
@@ -142,6 +145,81 @@ def test_each_minibatch_is_shared_out_over_the_ranks_by_itself(shelf: Shelf):
     batch = cut(TRAIN, shelf, recipe(), ranks=2)
     for shard in batch.shards:
         assert sorted({item.minibatch for item in shard.step.items}) == [0, 1]
+
+
+def of_groups(lengths: dict[int, int]) -> tuple[Train, Shelf]:
+    """Groups of two rollouts, each with a prompt of two tokens and so many sampled ones."""
+    shelf = Shelf()
+    for group, sampled in lengths.items():
+        for sample in range(2):
+            shelf.put(sized(2 * group + sample, group, float(sample), sampled))
+    return Train(6, tuple(lengths), tuple((2 * group, 2 * group + 1) for group in lengths), (), ()), shelf
+
+
+def sized(rollout_id: int, group_id: int, reward: float, sampled: int) -> Scored:
+    rollout, count = make(rollout_id, group_id, reward), 2 + sampled
+    mask = np.r_[0, 0, np.ones(sampled)].astype(np.uint8)
+    logprobs = np.where(mask, -1.0, np.nan).astype(np.float32)
+    branch = Trajectory(np.arange(count, dtype=np.int32), mask, logprobs, np.where(mask, 5, -1).astype(np.int32))
+    return replace(rollout, branches=(branch,))
+
+
+def membership(command: Train, shelf: Shelf, seed: int) -> list[frozenset[int]]:
+    """Groups of each of two minibatches."""
+    batch = cut(command, shelf, replace(recipe(), group_size=2, seed=seed), ranks=3)
+    items = [item for shard in batch.shards for item in shard.step.items]
+    return [frozenset(item.group_id for item in items if item.minibatch == number) for number in range(2)]
+
+
+def test_lengths_have_no_say_in_which_minibatch_a_group_comes_to():
+    short = of_groups(dict.fromkeys(range(6), 1))
+    long = of_groups({group: 1 + 9 * group for group in range(6)})
+    found = [membership(*short, seed) for seed in range(12)]
+    assert found == [membership(*long, seed) for seed in range(12)]
+    assert len({tuple(parts) for parts in found}) > 4  # an order of the ids would put those begun first into the first always
+
+
+def test_over_all_orders_each_group_is_as_often_in_each_minibatch():
+    """So the expected sum over a minibatch is the sum over the batch divided by their number, whatever the lengths. The seeds
+    are fixed; a fair share of 400 is a half within 0.1, four standard deviations."""
+    command, shelf = of_groups({group: 1 + 9 * group for group in range(4)})
+    firsts = [membership(command, shelf, seed)[0] for seed in range(400)]
+    shares = [sum(group in first for first in firsts) / len(firsts) for group in range(4)]
+    assert shares == pytest.approx([0.5] * 4, abs=0.1)
+
+
+# ---- what is longer than a packed row
+
+
+def test_of_a_trajectory_longer_than_a_row_the_beginning_is_trained_and_the_rest_counted():
+    """12 tokens and rows of 7: prompt of 2, and the first 5 of 10 sampled ones."""
+    command, shelf = of_groups({0: 10, 1: 3})
+    rule = replace(recipe(minibatches=1), group_size=2, seq_len=7, truncates=True)
+    batch = cut(command, shelf, rule, ranks=1)
+    (shard,) = batch.shards
+    assert {item.rollout_id: (item.length, item.sequence_tokens) for item in shard.step.items} == {
+        0: (7, 5), 1: (7, 5), 2: (5, 3), 3: (5, 3),
+    }  # fmt: skip
+    assert batch.denominators == (Denominators(tokens=16, sequences=4, groups=2),)
+    assert batch.truncated == {0: (5,), 1: (5,)}
+    assert (batch.metrics()["overlong_samples"], batch.metrics()["truncated_tokens"]) == (2.0, 10.0)
+    assert batch.advantages.tolist() == [-1.0, 1.0, -1.0, 1.0]
+    ids, mask, *_ = shard.arrays
+    assert ids[:7].tolist() == [0, 1, 2, 3, 4, 5, 6]
+    assert mask[:7].tolist() == [0, 0, 1, 1, 1, 1, 1]
+
+
+def test_a_prompt_as_long_as_a_row_leaves_nothing_to_train_and_still_counts():
+    command, shelf = of_groups({0: 10, 1: 3})
+    batch = cut(command, shelf, replace(recipe(minibatches=1), group_size=2, seq_len=2, truncates=True), ranks=2)
+    assert batch.denominators == (Denominators(tokens=0, sequences=4, groups=2),)
+    assert batch.metrics()["truncated_tokens"] == 26.0
+
+
+def test_without_leave_to_cut_it_the_batch_is_refused_with_the_remedies():
+    command, shelf = of_groups({0: 10})
+    with pytest.raises(BatchUnusable, match=r"rollout 0 has 12 tokens.*seq_len=11: .* or set trainer.overlong=truncate"):
+        cut(command, shelf, replace(recipe(minibatches=1), group_size=2, seq_len=11), ranks=1)
 
 
 # ---- filters and costs of length
@@ -158,15 +236,17 @@ def test_a_filtered_rollout_leaves_loss_and_counts_and_stays_in_the_baseline():
     batch = cut(command, shelf, recipe(RLOO(overlong_filter=True)), ranks=1)
     assert batch.advantages.tolist() == [1.0, -1.0, 0.5, 0.5, -1.0]
     assert batch.filters == ((), (), (), ("overlong",), ())
-    assert batch.denominators[1] == Denominators(tokens=4, sequences=2, groups=1)
+    assert batch.denominators == (Denominators(tokens=4, sequences=2, groups=1),) * 2
     (shard,) = batch.shards
-    assert [item.rollout_id for item in shard.step.items] == [20, 21, 50, 52]
+    assert sorted(item.rollout_id for item in shard.step.items) == [20, 21, 50, 52]
     assert len(batch.lags) == 8
     assert batch.metrics() == {
         "truncated_fraction": 0.2,
         "filtered_fraction": 0.2,
         "overlong_filtered_fraction": 0.2,
         "repetition_filtered_fraction": 0.0,
+        "overlong_samples": 0.0,
+        "truncated_tokens": 0.0,
         "length_penalty_mean": 0.0,
     }
 
@@ -215,7 +295,6 @@ def test_an_epoch_takes_every_rollout_once_and_cuts_minibatches_anew():
         for item in shard.step.items:
             members.setdefault(item.minibatch, []).append(item.rollout_id)
     epochs = [[tuple(sorted(members[3 * epoch + part])) for part in range(3)] for epoch in range(4)]
-    assert epochs[0] == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)]  # the first as without epochs
     for epoch in epochs:
         assert sorted(rollout for part in epoch for rollout in part) == list(range(12))
     assert len({tuple(epoch) for epoch in epochs}) == 4

@@ -13,6 +13,7 @@ import numpy as np
 
 from telescope.backends.base import TrainShard
 from telescope.maths import packing
+from telescope.maths.batching import ATTENTION_LENGTH
 from telescope.records import Trajectory
 
 
@@ -29,20 +30,44 @@ def trajectories(shard: TrainShard) -> list[Trajectory]:
     ]
 
 
-def pack(shard: TrainShard, *, seq_len: int, multiple: int) -> list[list[packing.Row]]:
-    """Rows of the shard, minibatch by minibatch; their items count through the shard. A trajectory longer than `seq_len` is
-    refused."""
+def rows_needed(shard: TrainShard, *, seq_len: int) -> list[int]:
+    """The fewest rows of each minibatch. A trajectory longer than `seq_len` is refused."""
+    return [packing.rows_needed([shard.items[index].length for index in own], seq_len=seq_len) for own in _by_minibatch(shard)]
+
+
+def pack(
+    shard: TrainShard,
+    *,
+    seq_len: int,
+    multiple: int,
+    rows: Sequence[int] = (),
+    attention_length: float = ATTENTION_LENGTH,
+) -> list[list[packing.Row]]:
+    """Rows of the shard, minibatch by minibatch; their items count through the shard. `rows`: as many as a minibatch may be
+    spread over, where that is more than it needs. A trajectory longer than `seq_len` is refused."""
+    members = _by_minibatch(shard)
+    return [
+        [
+            replace(row, items=tuple(own[item] for item in row.items))
+            for row in packing.pack(
+                [shard.items[index].length for index in own],
+                seq_len=seq_len,
+                multiple=multiple,
+                rows=most,
+                attention_length=attention_length,
+            )
+        ]
+        for own, most in zip(members, rows or [0] * len(members), strict=True)
+    ]
+
+
+def _by_minibatch(shard: TrainShard) -> list[list[int]]:
     members: list[list[int]] = [[] for _ in shard.denominators]
     for index, item in enumerate(shard.items):
         if not 0 <= item.minibatch < len(members):
             raise ValueError(f"rollout {item.rollout_id} is of minibatch {item.minibatch}, and the step has {len(members)}")
         members[item.minibatch].append(index)
-    return [_pack([shard.items[index].length for index in own], own, seq_len, multiple) for own in members]
-
-
-def _pack(lengths: Sequence[int], indices: Sequence[int], seq_len: int, multiple: int) -> list[packing.Row]:
-    rows = packing.pack(lengths, seq_len=seq_len, multiple=multiple)
-    return [replace(row, items=tuple(indices[item] for item in row.items)) for row in rows]
+    return members
 
 
 def staleness(shard: TrainShard) -> np.ndarray:
@@ -57,6 +82,7 @@ def host_metrics(shard: TrainShard, plan: Sequence[packing.Row]) -> tuple[dict[s
     sums = {
         "trained_tokens": float(len(lags)),
         "packed_tokens": float(sum(row.used for row in plan)),
+        "squared_tokens": float(sum(length * length for row in plan for length in row.lengths)),
         "row_tokens": float(sum(row.size for row in plan)),
         "rows": float(len(plan)),
         "filler_rows": float(sum(not row.items for row in plan)),

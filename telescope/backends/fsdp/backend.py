@@ -6,6 +6,7 @@ the same number of rows: a rank with fewer adds rows of padding, which weigh not
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,14 +17,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from telescope.backends.base import Job, StepResult, TrainShard
-from telescope.backends.common import attention, ranks, rows, shards
+from telescope.backends.common import attention, ranks, rows, shards, work
 from telescope.backends.common.spans import Spans
 from telescope.backends.common.tally import Tally
-from telescope.backends.fsdp import assembly, gather
+from telescope.backends.fsdp import assembly, gather, search
 from telescope.backends.fsdp.mesh import spread
 from telescope.backends.fsdp.policy import Policy, RowInput
 from telescope.backends.fsdp.updates import StepUpdates, Updater
-from telescope.maths import packing
+from telescope.backends.probe import UpdateFinding
+from telescope.maths import flops, packing
 from telescope.records import Denominators
 from telescope.weights.buckets import Bucket
 from telescope.weights.buckets import Tensor as TensorKind
@@ -63,6 +65,12 @@ class FSDPBackend:
             raise
         scaled, hosted = computing == torch.float16, settings.offload == "optimizer"
         self._updater = Updater(settings.optimizer, job, self._policy, scaled=scaled, hosted=hosted)
+        self._work = work.training_work(self._policy.lm)
+        self._peak = work.peak_flops(self._device, job.trainer.peak_flops)
+
+    @property
+    def attention_length(self) -> float:
+        return self._work.attention_length
 
     def train_step(self, shard: TrainShard) -> StepResult:
         """An optimiser update for each minibatch. A non-finite gradient leaves its own out: `update_skipped` counts these."""
@@ -77,17 +85,39 @@ class FSDPBackend:
             minibatches = [[Row(packing.arrange(row, trajectories, shard.items)) for row in plan] for plan in plans]
         if len(minibatches) > 1 and self._job.algorithm.needs_old:
             minibatches[1:] = [self._with_old(minibatch, shard.step, spans) for minibatch in minibatches[1:]]
-        for number, (minibatch, counts) in enumerate(zip(minibatches, shard.denominators, strict=True), start=1):
-            for place, row in enumerate(minibatch, start=1):
+        self._updater.span, scale = spans.span, self._updater.loss_scale
+        for number, (minibatch, counts) in enumerate(zip(minibatches, shard.denominators, strict=True)):
+            for place, row in enumerate(minibatch):
+                spans.at(number, place)
                 self._accumulate(row, counts, spans, tally)
-                self._job.progress(f"train step {shard.step}: minibatch {number}, row {place} of {len(minibatch)}")
-            with spans.span("optimizer"):
-                updates.add(self._updater.update(shard.step, empty=counts.tokens == 0))
+                self._job.progress(f"train step {shard.step}: minibatch {number + 1}, row {place + 1} of {len(minibatch)}")
+            spans.at(number)
+            before = self._updater.loss_scale
+            bad = search.bad_parameters(self._policy, self._device) if self._job.probe is not None else ()
+            updates.add(self._updater.update(shard.step, empty=counts.tokens == 0))
+            if not math.isfinite(updates.made[-1].norm):
+                self._look_closer(shard, number, plans[number], minibatch, updates.made[-1].norm, bad, before)
         sums, peaks = shards.host_metrics(shard, [row for plan in plans for row in plan])
         metrics = tally.finish(sums, peaks, updates=len(minibatches)) | updates.metrics()
         metrics["updates_skipped_total"] = float(self._updater.skipped)
         metrics["padding_fraction"] = 1.0 - metrics["packed_tokens"] / metrics.pop("row_tokens")
-        return StepResult(metrics=metrics, timings=spans.timings())
+        if scale != 1.0:
+            metrics["loss_scale"] = scale
+        timings, phases = spans.finish()
+        metrics |= self._speed(metrics, timings["timing_step_active"])
+        return StepResult(metrics=metrics, timings=timings, spans=phases)
+
+    def _speed(self, metrics: dict[str, float], seconds: float) -> dict[str, float]:
+        """Of all ranks, by the slowest one's clock; takes Σ length² out of the metrics."""
+        tokens, squares = metrics["packed_tokens"], metrics.pop("squared_tokens")
+        slowest = torch.tensor(seconds, dtype=torch.float64, device=self._device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        seconds = float(slowest)
+        speed = {"trainer_tokens_per_s": tokens / seconds}
+        if self._peak is not None:
+            operations = self._work.operations(tokens, squares)
+            speed["mfu"] = flops.utilization(operations, seconds, cards=self._job.world.size, peak=self._peak)
+        return speed
 
     def logprobs(self, shard: TrainShard) -> np.ndarray:
         found = np.full(len(shard.ids), np.nan, np.float32)
@@ -133,19 +163,27 @@ class FSDPBackend:
 
     def _plan(self, shard: TrainShard) -> list[list[packing.Row]]:
         """Rows of this rank by minibatch, each filled up to the largest count of all ranks."""
-        multiple = self._job.trainer.pad_to_multiple_of
-        plans = shards.pack(shard, seq_len=self._job.trainer.seq_len, multiple=multiple)
-        counts = torch.tensor([len(plan) for plan in plans], device=self._device)
+        trainer = self._job.trainer
+        counts = torch.tensor(shards.rows_needed(shard, seq_len=trainer.seq_len), device=self._device)
         dist.all_reduce(counts, op=dist.ReduceOp.MAX)
+        rows = [max(count, 1) for count in counts.tolist()]
+        plans = shards.pack(
+            shard,
+            seq_len=trainer.seq_len,
+            multiple=trainer.pad_to_multiple_of,
+            rows=rows,
+            attention_length=self.attention_length,
+        )
         return [
-            packing.with_filler(plan, max(count, 1), multiple=multiple)
-            for plan, count in zip(plans, counts.tolist(), strict=True)
+            packing.with_filler(plan, count, multiple=trainer.pad_to_multiple_of)
+            for plan, count in zip(plans, rows, strict=True)
         ]
 
     def _with_old(self, minibatch: Sequence[Row], step: int, spans: Spans) -> list[Row]:
         """The rows with the log-probs of now. The first minibatch needs none: its own forward pass comes before any update."""
         known = []
         for place, row in enumerate(minibatch, start=1):
+            spans.at(row=place - 1)
             with spans.span("compute_old_logprobs"):
                 _, given = self._on_device(row.arrays)
                 known.append(Row(row.arrays, old=self._logprobs_of(self._policy, given)))
@@ -162,8 +200,37 @@ class FSDPBackend:
         job = self._job
         return policy.logprobs_only(given, job.temperature, job.trainer.entropy_chunk_size, job.support)
 
-    def _accumulate(self, row: Row, counts: Denominators, spans: Spans, tally: Tally) -> None:
-        """Add one row's share of the gradient."""
+    def _look_closer(
+        self,
+        shard: TrainShard,
+        number: int,
+        plan: Sequence[packing.Row],
+        minibatch: Sequence[Row],
+        norm: float,
+        bad: tuple[tuple[str, int], ...],
+        scale: float,
+    ) -> None:
+        """Tell the probe, if there is one, what made a gradient that is no finite number. The update was left out, so the
+        weights are those that it was taken at."""
+        job, probe = self._job, self._job.probe
+        if probe is None:
+            return
+        counts = shard.denominators[number]
+
+        def one(arrays: packing.RowArrays, old: Tensor | None) -> tuple[Tensor, Tensor]:
+            return self._accumulate(Row(arrays, old), counts, Spans(self._device), Tally(self._device))
+
+        laid = [search.Laid(row, known.arrays, known.old) for row, known in zip(plan, minibatch, strict=True)]
+        with self._updater.scaled_by(scale):
+            looking = search.Search(self._policy, job.world, job.trainer.pad_to_multiple_of, one)
+            rows = looking.rows(laid)
+            samples = looking.samples(shard, [laid[row.place] for row in rows])
+        self._policy.zero_grad(set_to_none=True)
+        trained = sum(1 for _ in search.trained(self._policy))
+        probe.found.append(UpdateFinding(number, norm, bad, trained, rows, samples))
+
+    def _accumulate(self, row: Row, counts: Denominators, spans: Spans, tally: Tally) -> tuple[Tensor, Tensor]:
+        """Add one row's share of the gradient. Gives its share of the loss, and the log-probs [n]."""
         job, reference = self._job, None
         with spans.span("data_to_device"):
             on_device, given = self._on_device(row.arrays)
@@ -180,3 +247,4 @@ class FSDPBackend:
             tally.add(output)
         with spans.span("backward"):
             self._updater.scaled(output.loss).backward()  # type: ignore[no-untyped-call]
+        return output.loss.detach(), logprob.detach()

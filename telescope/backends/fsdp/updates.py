@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -50,7 +52,13 @@ class StepUpdates:
             "learning_rate": self.made[-1].rate,
             "updates": float(len(self.made)),
             "update_skipped": float(sum(update.skipped for update in self.made)),
+            "updates_not_finite": float(sum(not math.isfinite(norm) for norm in norms)),
         }
+
+
+def unmeasured(name: str) -> AbstractContextManager[None]:
+    """Nobody asks how long it takes."""
+    return nullcontext()
 
 
 class Updater:
@@ -63,22 +71,41 @@ class Updater:
         self.optimizer = optimizers.make(kind, module, job.trainer)
         self._hosted = HostedStates(self.optimizer, job.world.device) if hosted else None
         self._scale = LossScale(enabled=scaled)
+        if job.probe is not None and scaled:
+            self._scale.scale = job.probe.loss_scale
         self.skipped = 0
+        self.span: Callable[[str], AbstractContextManager[None]] = unmeasured
+        """What measures clipping and the optimiser's step; of the step under way."""
+
+    @property
+    def loss_scale(self) -> float:
+        return self._scale.scale
 
     def scaled(self, loss: Tensor) -> Tensor:
         """What is to be run backward."""
         return self._scale.scaled(loss)
+
+    @contextmanager
+    def scaled_by(self, scale: float) -> Iterator[None]:
+        """Within, losses are scaled as they were before the last update."""
+        now, self._scale.scale = self._scale.scale, scale
+        try:
+            yield
+        finally:
+            self._scale.scale = now
 
     def update(self, step: int, *, empty: bool = False) -> Update:
         """Use up the gradient that has accumulated. `empty`: no token was trained for it, on any rank."""
         rate = self._rate(step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self._scale.unscale(self._parameters)
-        norm = _clip(self._parameters, self._job.trainer.grad_clip)
+        with self.span("clip"):
+            self._scale.unscale(self._parameters)
+            norm = _clip(self._parameters, self._job.trainer.grad_clip)
         skipped = empty or not math.isfinite(norm)
         if not skipped:
-            (self._hosted or self.optimizer).step()
+            with self.span("optimizer"):
+                (self._hosted or self.optimizer).step()
         else:
             self.skipped += 1
             why = "nothing is left to train" if empty else f"the gradient's norm is {norm}"

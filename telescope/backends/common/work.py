@@ -1,0 +1,47 @@
+"""What a Hugging Face model takes to be trained, from its parameters and configuration. `maths.flops` owns the formulas."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from telescope.maths import flops
+
+log = logging.getLogger(__name__)
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""What configurations call the number of experts of a layer."""
+
+
+def training_work(lm: Any) -> flops.TrainingWork:
+    """Of a causal language model, sharded or not. Of experts those count that a token goes through; an embedding that is only
+    looked up does not."""
+    config = lm.config.get_text_config()
+    experts = next((count for name in EXPERTS if (count := getattr(config, name, None))), 0)
+    active = getattr(config, "num_experts_per_tok", experts) / experts if experts else 1.0
+    embedding, head = lm.get_input_embeddings().weight, lm.get_output_embeddings().weight
+    trained = frozen = 0.0
+    for name, parameter in lm.named_parameters():
+        if parameter is embedding and embedding is not head:
+            continue
+        count = parameter.numel() * (active if ".experts." in name else 1.0)
+        trained += count if parameter.requires_grad else 0.0
+        frozen += 0.0 if parameter.requires_grad else count
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return flops.TrainingWork.of(
+        trained=trained, frozen=frozen, layers=config.num_hidden_layers, heads=heads, head_dim=head_dim
+    )
+
+
+def peak_flops(device: str, given: float | None) -> float | None:
+    """Operations a second of one card: as given, else by its name; None on a CPU, and for an unknown card, said once."""
+    if given is not None or not device.startswith("cuda"):
+        return given
+    name = torch.cuda.get_device_name(device)
+    known = flops.peak_of(name)
+    if known is None:
+        log.warning("the peak of a %s is not known here, so there is no mfu: set trainer.peak_flops", name)
+    return known

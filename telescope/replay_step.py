@@ -1,0 +1,219 @@
+"""One recorded train step, run again alone: its loss, its metrics, and what in it is no finite number.
+
+Reads what a run kept (`kept/step_…`), puts the ranks' shards together, builds the run's own backend in this process and trains
+the step once. Writes nothing. Under torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) each process takes its share.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from telescope.backends.base import BackendSettings, Job, StepResult, TrainShard, World
+from telescope.backends.common import shards
+from telescope.backends.probe import Probe, SampleFinding, UpdateFinding
+from telescope.config.run import RunConfig, load_run
+from telescope.maths import dealing
+from telescope.records import TrainItem
+from telescope.runlog import kept
+from telescope.runlog.layout import RunDirectory
+from telescope.trainer.main import job as job_of
+
+NAMED = 10
+"""Parameters and trajectories that are named; the others are counted."""
+SHARING = ("context_parallel_size", "replicas")
+"""Settings of a backend by which ranks share a step, and which fewer ranks may not be able to keep."""
+
+
+class CannotReplay(ValueError):
+    """The step can't be run again; the sentence says why."""
+
+
+def replay_step(run: RunDirectory, step: int, *, weights: str | None, device: str | None) -> tuple[bool, str]:
+    """Whether all of it is finite, and a report (empty on all ranks but the first). `weights`: a folder with a model in the
+    format of Hugging Face, such as an export of the run's step before; None: the model that the run began with.
+
+    Raises `kept.NothingKept`, `CannotReplay`, and what building the backend raises.
+    """
+    parts = kept.read(run, step)
+    try:
+        config = load_run(run.config_json)
+    except (OSError, ValueError) as error:
+        raise CannotReplay(f"the configuration of {run.path} can't be used: {error}") from error
+    whole = together(parts)
+    broken = list(broken_inputs(whole))
+    first = parts[0].header
+    opening = _opening(run, first, whole, weights or config.model.name)
+    if any("log-prob" in line for line in broken):
+        return False, "\n".join([*opening, *broken, "A loss without them can't be computed, so nothing was run."])
+    probe = Probe(loss_scale=first.loss_scale)
+    world = _world(device, config)
+    own = share(whole, world, config.trainer.seq_len)
+    backend = _alone(config.backend, world.size).build(_job(config, world, weights, probe))
+    try:
+        result = backend.train_step(own)
+    finally:
+        backend.close()
+    if world.rank:
+        return not probe.found, ""
+    report = [
+        *opening,
+        *broken,
+        *_outcome(result),
+        *_findings(probe, [share(whole, replace(world, rank=rank), config.trainer.seq_len) for rank in range(world.size)]),
+    ]
+    finite = not (broken or probe.found) and all(map(math.isfinite, result.metrics.values()))
+    return finite, "\n".join(report)
+
+
+def together(parts: Sequence[kept.Part]) -> TrainShard:
+    """The shards of all ranks as one, minibatch by minibatch. Ranks that trained the same trajectories count once."""
+    different: list[kept.Part] = []
+    for part in parts:
+        if not any(part.header.items and part.header.items == other.header.items for other in different):
+            different.append(part)
+    first = parts[0].header
+    items: list[TrainItem] = []
+    pieces: list[tuple[np.ndarray, ...]] = [_nothing()]
+    for minibatch in range(len(first.denominators)):
+        for part in different:
+            ends = np.cumsum([item.length for item in part.header.items])
+            for item, end in zip(part.header.items, ends, strict=True):
+                if item.minibatch == minibatch:
+                    here = slice(end - item.length, end)
+                    items.append(item)
+                    pieces.append((part.ids[here], part.mask[here], part.logprobs[here], part.versions[here]))
+    ids, mask, logprobs, versions = (np.concatenate(column) for column in zip(*pieces, strict=True))
+    return TrainShard(first.step, tuple(items), ids, mask, logprobs, versions, first.denominators)
+
+
+def _nothing() -> tuple[np.ndarray, ...]:
+    return tuple(np.zeros(0, kind) for kind in (np.int32, np.uint8, np.float32, np.int32))
+
+
+def share(whole: TrainShard, world: World, seq_len: int) -> TrainShard:
+    """What one rank trains of the step: trajectories of each minibatch by cost. All of it, where it is alone."""
+    if world.size == 1:
+        return whole
+    own: list[int] = []
+    for minibatch in range(len(whole.denominators)):
+        members = [index for index, item in enumerate(whole.items) if item.minibatch == minibatch]
+        lengths = [[whole.items[index].length] for index in members]
+        own += [members[place] for place in dealing.deal(lengths, world.size, seq_len=seq_len)[world.rank]]
+    ends = np.cumsum([item.length for item in whole.items])
+    kept_places = [np.arange(ends[index] - whole.items[index].length, ends[index]) for index in own]
+    places = np.concatenate([np.zeros(0, np.int64), *kept_places])
+    return TrainShard(
+        whole.step,
+        tuple(whole.items[index] for index in own),
+        whole.ids[places],
+        whole.mask[places],
+        whole.logprobs[places],
+        whole.versions[places],
+        whole.denominators,
+    )
+
+
+def broken_inputs(shard: TrainShard) -> Iterator[str]:
+    """What came in that is no finite number, in a sentence a trajectory."""
+    for item, trajectory in zip(shard.items, shards.trajectories(shard), strict=True):
+        places = np.flatnonzero(trajectory.mask.astype(bool) & ~np.isfinite(trajectory.logprobs))
+        if len(places):
+            value = trajectory.logprobs[places[0]]
+            yield (
+                f"{_name(item)}: the sampling log-prob of {len(places)} trained tokens is no finite number, first {value} at "
+                f"token {places[0]}"
+            )
+        if not math.isfinite(item.advantage):
+            yield f"{_name(item)}: its advantage is {item.advantage}"
+
+
+def _world(device: str | None, config: RunConfig) -> World:
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if device is None:
+        device = "cpu" if config.cluster.device == "cpu" or not _has_gpu() else "cuda"
+    if device == "cuda":
+        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    return World(rank=rank, size=size, device=device)
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _alone(backend: BackendSettings, ranks: int) -> BackendSettings:
+    """Ranks that can't share a step as the run's did each have their own trajectories, which changes no gradient."""
+    shared = math.prod(int(getattr(backend, name, 1) or 1) for name in SHARING)
+    if ranks % shared == 0:
+        return backend
+    return backend.model_copy(update={name: 1 for name in SHARING if hasattr(backend, name)})
+
+
+def _job(config: RunConfig, world: World, weights: str | None, probe: Probe) -> Job:
+    if weights is not None:
+        folder = Path(weights).expanduser()
+        if not (folder / "config.json").is_file():
+            raise CannotReplay(f"--weights {weights} is no folder with a model in it: it has no config.json")
+        config = config.model_copy(update={"model": config.model.model_copy(update={"name": str(folder)})})
+    return replace(job_of(config, world, lambda doing: None), probe=probe)
+
+
+def _opening(run: RunDirectory, header: kept.Header, whole: TrainShard, weights: str) -> list[str]:
+    return [
+        f"step {header.step} of {run.path}, trained on version {header.version} by {header.ranks} "
+        f"rank{'s' * (header.ranks != 1)}; kept because {header.why}",
+        f"{len(whole.items)} trajectories, {len(whole.ids):,} tokens, {int(whole.mask.sum()):,} of them trained, "
+        f"{len(whole.denominators)} update{'s' * (len(whole.denominators) != 1)}; weights here: {weights}",
+    ]
+
+
+def _outcome(result: StepResult) -> Iterator[str]:
+    metrics = result.metrics
+    yield f"loss {metrics['loss']:.6g}, gradient norm {metrics['grad_norm']:.6g}"
+    for name, value in sorted(metrics.items()):
+        yield f"  {name} {value:.6g}"
+
+
+def _findings(probe: Probe, shares: Sequence[TrainShard]) -> Iterator[str]:
+    if not probe.found:
+        yield "Every gradient is finite."
+    for update in probe.found:
+        yield f"update {update.minibatch}: its gradient is no finite number (norm {update.norm})"
+        yield f"  in {len(update.parameters)} of {update.of} parameters: {_parameters(update)}"
+        if not update.rows:
+            yield "  no row alone gives one: it is their sum that overflows"
+        for row in update.rows:
+            yield (
+                f"  row {row.place}: {row.trajectories} trajectories, loss {row.loss:.6g}, gradient "
+                f"{'finite' if row.gradient else 'not finite'}"
+            )
+        for sample in update.samples[:NAMED]:
+            yield f"    {_sample(sample, shares)}"
+        if len(update.samples) > NAMED:
+            yield f"    and {len(update.samples) - NAMED} more trajectories"
+
+
+def _parameters(update: UpdateFinding) -> str:
+    named = ", ".join(f"{name} ({count:,})" for name, count in update.parameters[:NAMED])
+    return named + (", …" if len(update.parameters) > NAMED else "")
+
+
+def _sample(sample: SampleFinding, shares: Sequence[TrainShard]) -> str:
+    name = _name(shares[sample.rank].items[sample.item])
+    said = [f"loss {sample.loss:.6g}"]
+    if sample.logprobs:
+        said.append(f"{sample.logprobs} log-probs of the trainer are not finite, first at token {sample.first}")
+    if not sample.gradient:
+        said.append("gradient not finite")
+    return f"{name}: {', '.join(said)}"
+
+
+def _name(item: TrainItem) -> str:
+    return f"rollout {item.rollout_id} of group {item.group_id} ({item.length} tokens)"

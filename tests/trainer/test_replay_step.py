@@ -1,0 +1,178 @@
+"""A step that went wrong is kept, and run again alone it says what in it is no finite number: by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from telescope.algorithms.grpo import GRPO
+from telescope.backends.base import StepResult, TrainShard, World
+from telescope.backends.fsdp import FSDP
+from telescope.config.parts import EnvironmentEntry, TrainerSettings
+from telescope.config.run import RunConfig, config_hash, dump_run
+from telescope.replay import main
+from telescope.replay_step import share, together
+from telescope.runlog import kept
+from telescope.runlog.layout import RunDirectory
+from telescope.trainer.keeping import Keeper
+from telescope.trainer.main import job
+from tests.backends.shards import in_minibatches, make_shard, part
+
+
+def kept_run(folder: Path, **backend: object) -> tuple[RunDirectory, RunConfig]:
+    run = RunDirectory.create(folder / "run")
+    config = RunConfig(
+        environments={"countdown": EnvironmentEntry(name="countdown")},
+        algorithm=GRPO(use_tis=True),
+        backend=FSDP(**{"mixed_precision_dtype": None, "gradient_checkpointing": False, **backend}),
+        trainer=TrainerSettings(learning_rate=1e-3, seq_len=4096, pad_to_multiple_of=8, keep_batches=2),
+    )
+    run.config_json.write_text(dump_run(config))
+    return run, config
+
+
+def keeper(run: RunDirectory, config: RunConfig, rank: int = 0, ranks: int = 1, **changes: object) -> Keeper:
+    return Keeper(run, config_hash(config), rank, ranks, **{"latest": 2, **changes})
+
+
+def wrong(left_out: float = 1.0, **metrics: float) -> StepResult:
+    return StepResult({"updates_not_finite": left_out, **metrics}, {})
+
+
+def train_and_keep(run: RunDirectory, config: RunConfig, shard: TrainShard) -> StepResult:
+    backend = config.backend.build(job(config, World(0, 1, "cpu"), lambda doing: None))
+    try:
+        result = backend.train_step(shard)
+        keeper(run, config).trained(shard, result)
+    finally:
+        backend.close()
+    return result
+
+
+def with_advantage(shard: TrainShard, index: int, advantage: float) -> TrainShard:
+    items = list(shard.items)
+    items[index] = msgspec.structs.replace(items[index], advantage=advantage)
+    return replace(shard, items=tuple(items))
+
+
+def test_a_gradient_that_overflows_in_float16_is_traced_to_its_trajectory(tmp_path, capsys):
+    """The rollout's own loss is finite; its gradient is beyond 65,504. The second minibatch is at fault, with `old` in its loss."""
+    run, config = kept_run(tmp_path, mixed_precision_dtype="float16")
+    shard = in_minibatches(with_advantage(make_shard(3), 5, 1e5), (4, 4))
+    result = train_and_keep(run, config, shard)
+    assert (result.metrics["updates_not_finite"], result.metrics["update_skipped"]) == (1.0, 1.0)
+    assert result.metrics["loss_scale"] == 65_536.0
+    assert main([str(run.path), "--step", "3", "--device", "cpu"]) == 1
+    said = capsys.readouterr().out
+    assert "step 3 of" in said
+    assert "trained on version 2 by 1 rank; kept because 1 of its updates had a gradient that was no finite number" in said
+    assert "8 trajectories, 143 tokens, 111 of them trained, 2 updates; weights here: tiny" in said
+    assert "update 1: its gradient is no finite number" in said
+    assert "update 0:" not in said
+    assert " of 24 parameters: model." in said
+    assert "row 0: 4 trajectories" in said
+    named = [line for line in said.splitlines() if "rollout " in line]
+    assert named == [line for line in named if "rollout 105 of group 2 (18 tokens)" in line]
+    assert len(named) == 1
+    assert "gradient not finite" in named[0]
+
+
+def test_an_advantage_that_is_no_number_is_named_with_what_it_does(tmp_path, capsys):
+    run, config = kept_run(tmp_path)
+    train_and_keep(run, config, with_advantage(make_shard(4), 2, float("nan")))
+    assert main([str(run.path), "--step", "4"]) == 1
+    said = capsys.readouterr().out
+    assert "rollout 102 of group 1 (11 tokens): its advantage is nan" in said
+    assert "in 24 of 24 parameters: " in said
+    assert "rollout 102 of group 1 (11 tokens): loss nan, gradient not finite" in said
+
+
+def test_a_missing_log_prob_is_named_and_nothing_is_run(tmp_path, capsys):
+    run, config = kept_run(tmp_path)
+    shard = make_shard(2)
+    logprobs = shard.logprobs.copy()
+    logprobs[5 + 4 + 3] = np.inf  # the second trajectory's fourth sampled token
+    shard = replace(shard, logprobs=logprobs)
+    with pytest.raises(ValueError, match="rollout 101 lacks"):
+        train_and_keep(run, config, shard)
+    keeper(run, config).broke(shard, ValueError("rollout 101 lacks the sampling log-prob of 1 trained tokens"))
+    assert main([str(run.path), "--step", "2"]) == 1
+    said = capsys.readouterr().out
+    assert "kept because it ended with ValueError: rollout 101 lacks" in said
+    assert (
+        "rollout 101 of group 0 (23 tokens): the sampling log-prob of 1 trained tokens is no finite number, first inf at"
+        in said
+    )
+
+
+def test_a_sound_step_gives_the_loss_and_norm_of_the_run_whatever_ranks_trained_it(tmp_path, capsys):
+    """Two ranks' shards, kept because every third step is; run again by one process."""
+    run, config = kept_run(tmp_path)
+    shard = in_minibatches(make_shard(3), (4, 4))
+    for rank, indices in enumerate(([0, 3, 4, 6], [1, 2, 5, 7])):
+        two = keeper(run, config, rank, 2, every=3)
+        two.trained(part(shard, indices), wrong(0.0))
+        two.trained(replace(part(shard, indices), step=4), wrong(0.0))
+    assert kept.steps(run) == [3]
+    assert main([str(run.path), "--step", "3"]) == 0
+    said = capsys.readouterr().out
+    assert "by 2 ranks; kept because trainer.keep_batches_every=3" in said
+    assert "Every gradient is finite." in said
+    backend = config.backend.build(job(config, World(0, 1, "cpu"), lambda doing: None))
+    result = backend.train_step(shard)
+    backend.close()
+    assert f"loss {result.metrics['loss']:.4g}"[:-1] in said
+    assert f"gradient norm {result.metrics['grad_norm']:.4g}"[:-1] in said
+
+
+def test_shards_of_all_ranks_become_one_and_shared_ones_count_once():
+    shard = in_minibatches(make_shard(3), (4, 4))
+    header = kept.Header(step=3, rank=0, ranks=4, config_hash="", why="", items=(), denominators=shard.denominators)
+    parts = []
+    for indices in ([0, 5], [0, 5], [1, 2, 3, 4, 6, 7], [1, 2, 3, 4, 6, 7]):
+        own = part(shard, indices)
+        parts.append(kept.Part(msgspec.structs.replace(header, items=own.items), own.ids, own.mask, own.logprobs, own.versions))
+    whole = together(parts)
+    assert [item.rollout_id for item in whole.items] == [100, 101, 102, 103, 105, 104, 106, 107]
+    again = part(whole, [0, 1, 2, 3, 5, 4, 6, 7])
+    assert again.ids.tolist() == shard.ids.tolist()
+    np.testing.assert_array_equal(again.logprobs, shard.logprobs)
+    shares = [share(whole, World(rank, 3, "cpu"), 256) for rank in range(3)]
+    assert sorted(item.rollout_id for one in shares for item in one.items) == list(range(100, 108))
+    assert [item.minibatch for item in shares[0].items] == sorted(item.minibatch for item in shares[0].items)
+
+
+def test_only_the_latest_steps_that_went_wrong_are_kept(tmp_path):
+    run, config = kept_run(tmp_path)
+    keeping = keeper(run, config)
+    for step in range(1, 6):
+        keeping.trained(make_shard(step), wrong(float(step != 3)))
+    assert kept.steps(run) == [4, 5]
+    keeper(run, config, latest=0).trained(make_shard(9), wrong())
+    assert kept.steps(run) == [4, 5]
+
+
+def test_a_folder_that_takes_nothing_stops_no_training(tmp_path, caplog):
+    run, config = kept_run(tmp_path)
+    (run.path / "kept").write_text("a file where the folder should be")
+    keeper(run, config).trained(make_shard(1), wrong())
+    assert "the batch of step 1 can't be kept" in caplog.text
+
+
+def test_what_was_not_kept_or_not_wholly_is_refused_in_words(tmp_path, capsys):
+    run, config = kept_run(tmp_path)
+    keeper(run, config, 0, 2).trained(make_shard(3), wrong())
+    for step, words in ((7, "step 7 of .* was not kept (kept are: 3). trainer.keep_batches"), (3, "lacks rank_1.npz")):
+        assert main([str(run.path), "--step", str(step)]) == 1
+        assert words.partition(" of .* ")[2] or words in capsys.readouterr().err
+    (run.kept(3) / "rank_1.npz").write_bytes(b"PK no such thing")
+    assert main([str(run.path), "--step", "3"]) == 1
+    assert "rank_1.npz can't be read" in capsys.readouterr().err
+    keeper(run, config).trained(make_shard(4), wrong())
+    assert main([str(run.path), "--step", "4", "--weights", str(tmp_path)]) == 1
+    assert "is no folder with a model in it" in capsys.readouterr().err
+    assert main([str(run.path), "--weights", str(tmp_path)]) == 2
