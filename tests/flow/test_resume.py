@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -18,7 +19,7 @@ from telescope.flow.curriculum import Pool, Pools
 from telescope.flow.replay import replay
 from telescope.flow.snapshot import Snapshot
 from tests.flow.cases import any_manners, any_settings
-from tests.flow.harness import Manners, World, settings, sometimes_equal
+from tests.flow.harness import Manners, World, mixed, settings, sometimes_equal
 from tests.flow.rules import FINAL
 
 POOLS = Pools((Pool("hard", 0.3, 1.0), Pool("rest", 1.0, 1.0)))
@@ -43,24 +44,21 @@ def kill_and_resume(case: Any, manners: Manners, seed: int, most_kills: int = 6)
             kept = kept + counted
 
 
-def any_case(seed: int) -> tuple[Any, Manners]:
+def any_case(seed: int, largest_batch: int = 32) -> tuple[Any, Manners]:
     chance = Random(seed)
     case = any_settings(chance.choice)
     case = msgspec.structs.replace(
         case,
+        groups_per_batch=min(case.groups_per_batch, largest_batch),
         checkpoint_every=chance.choice([1, 1, 2, 3]),
-        number_of_steps=case.number_of_steps + chance.choice([2, 6]),
+        number_of_steps=min(case.number_of_steps, 80 // case.groups_per_batch + 1) + chance.choice([2, 6]),
         prefetch=chance.choice([0, 3]),
         curricula=chance.choice([{}, {"countdown": POOLS}]),
     )
     manners = any_manners(chance.choice)
-    return case, msgspec_replace(manners, save_s=chance.choice([0.0, 1.0, 30.0]), save_failure_share=chance.choice([0.0, 0.2]))
-
-
-def msgspec_replace(manners: Manners, **changes: Any) -> Manners:
-    from dataclasses import replace
-
-    return replace(manners, **changes)
+    reward = chance.choice([mixed, sometimes_equal, sometimes_equal])
+    saves = {"save_s": chance.choice([0.0, 1.0, 30.0]), "save_failure_share": chance.choice([0.0, 0.2])}
+    return case, replace(manners, reward=reward, **saves)
 
 
 def prompts(case: Any, commands: list[Any]) -> dict[int, Any]:
@@ -103,10 +101,10 @@ def assert_each_prompt_once_an_epoch(case: Any, manners: Manners, commands: list
             assert len(set(epoch)) == len(epoch)
 
 
-def many(first: int, count: int) -> Iterator[tuple[Any, list[World], list[Any]]]:
+def many(first: int, count: int, largest_batch: int = 32) -> Iterator[tuple[Any, list[World], list[Any]]]:
     for seed in range(first, first + count):
-        case, manners = any_case(seed)
-        attempts, commands = kill_and_resume(case, manners, seed)
+        case, manners = any_case(seed, largest_batch)
+        attempts, commands = kill_and_resume(case, manners, seed, most_kills=4)
         assert_nothing_lost_or_twice(case, manners, commands, attempts[-1].stop.ok)
         for world in attempts:
             found = replay(world.lines)
@@ -116,20 +114,31 @@ def many(first: int, count: int) -> Iterator[tuple[Any, list[World], list[Any]]]
 
 def test_runs_killed_at_random_instants_train_each_group_once_and_lose_none():
     """The rules (staleness, slots, seeds, shelf) are checked within each attempt, from its first event on."""
-    seen_all = list(many(0, 60))
+    seen_all = list(many(0, 20, largest_batch=3))
     resumed = [world for _, attempts, _ in seen_all for world in attempts if world.resumed is not None]
-    assert len(resumed) > 40
-    assert sum(bool(world.resumed.playing) for world in resumed) > 15
-    assert sum(bool(world.resumed.kept or world.resumed.forming) for world in resumed) > 15
-    assert sum(bool(world.resumed.discarded or world.resumed.baseline) for world in resumed) > 3
-    assert sum(attempts[-1].stop.ok for _, attempts, _ in seen_all) > 20
-    assert {world.settings.take_order for world in resumed} == {"completion", "admission"}
+    made_of = what_was_resumed(resumed)
+    assert min(made_of.values()) > 2, made_of
+    assert sum(attempts[-1].stop.ok for _, attempts, _ in seen_all) > 5
+
+
+def what_was_resumed(worlds: list[World]) -> Counter[str]:
+    """What the snapshots held, so that tame ones cannot pass for a proof."""
+    made_of = Counter({world.settings.take_order: 0 for world in worlds})
+    for world in worlds:
+        again = world.resumed
+        made_of["playing"] += bool(again.playing)
+        made_of["waiting"] += bool(again.kept or again.forming)
+        made_of["discarded"] += bool(again.baseline or again.discarded)
+        made_of[world.settings.take_order] += 1
+    return made_of
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_hundreds_of_runs_killed_at_random_instants():
-    assert sum(len(attempts) - 1 for _, attempts, _ in many(10_000, 400)) > 500
+def test_many_larger_runs_killed_at_random_instants():
+    """Of all sizes of batches."""
+    resumed = [world for _, attempts, _ in many(10_000, 80) for world in attempts if world.resumed is not None]
+    assert min(what_was_resumed(resumed).values()) > 10
 
 
 def test_a_synchronous_run_goes_on_with_the_same_prompts_and_batches():
