@@ -18,7 +18,10 @@ from telescope.runlog.layout import RunDirectory, write_atomically
 
 FORMAT = 1
 KEPT = frozenset(
-    {"config.json", "config.yaml", "cmdline.txt", "run.json", "plan.json", "slurm.json", "attempts.jsonl", "attempts", "slurm"}
+    {
+        *("config.json", "config.yaml", "cmdline.txt", "run.json", "plan.json", "slurm.json", "attempts.jsonl"),
+        *("attempts", "slurm", "checkpoints"),
+    }
 )
 """What belongs to the run rather than to one attempt."""
 
