@@ -99,7 +99,7 @@ def partial_folder(directory: Path, step: int, attempt: str) -> Path:
 
 
 def begin(directory: Path, step: int, attempt: str) -> Path:
-    """An empty partial folder with a place for each part. What an earlier try of this attempt left there goes. Raises OSError."""
+    """An empty partial folder with a place for each part; what an earlier try left there goes. Raises OSError."""
     folder = partial_folder(directory, step, attempt)
     if folder.exists():
         shutil.rmtree(folder)
@@ -196,7 +196,7 @@ def read(folder: Path) -> Complete:
         ) from error
     if found.format != FORMAT:
         raise CheckpointUnreadable(
-            f"{file} is of format {found.format}, and this Telescope reads format {FORMAT}: resume with the version that wrote it"
+            f"{file} is of format {found.format}, and this Telescope reads format {FORMAT}: resume with the one that wrote it"
         )
     return found
 

@@ -7,8 +7,9 @@ the same number of rows: a rank with fewer adds rows of padding, which weigh not
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,11 +19,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from telescope.backends.base import Job, StepResult, TrainShard
+from telescope.backends.base import Job, Outcome, StepResult, TrainShard
 from telescope.backends.common import attention, ranks, rows, shards
+from telescope.backends.common.saving import Saver
 from telescope.backends.common.spans import Spans
 from telescope.backends.common.tally import Tally
-from telescope.backends.fsdp import gather
+from telescope.backends.fsdp import gather, state
 from telescope.backends.fsdp.policy import Policy, RowInput, load
 from telescope.backends.fsdp.updates import StepUpdates, Updater
 from telescope.maths import packing
@@ -64,6 +66,9 @@ class FSDPBackend:
             ranks.leave()
             raise
         self._updater = Updater(settings.optimizer, job, self._policy, scaled=computing == torch.float16)
+        self._saver = Saver(job.world.rank, self._device, job.saving)
+        if job.resume is not None:
+            state.put_back(job.resume, self._policy, self._updater, job.world)
 
     def train_step(self, shard: TrainShard) -> StepResult:
         """An optimiser update for each minibatch. A non-finite gradient leaves its own out: `update_skipped` counts these."""
@@ -117,7 +122,13 @@ class FSDPBackend:
                 self._policy.by_name(), self._device, self._job.world.rank, self._job.world.size, dtype
             )
 
+    def save(self, step: int, folder: Path, done: Callable[[Outcome], None]) -> None:
+        job = self._job
+        tensors = state.gathered(self._policy, self._updater, job.world, training_state=job.saving.training_state)
+        self._saver.save(tensors, folder, done)
+
     def close(self) -> None:
+        self._saver.settle()
         ranks.leave()
 
     def _plan(self, shard: TrainShard) -> list[list[packing.Row]]:
