@@ -115,6 +115,4 @@ class Stop(Command, frozen=True):
     """Step of the complete checkpoint that holds all that was trained; 0: there is none."""
 
 
-AnyCommand = (
-    Run | Cancel | Prefetch | Place | Refuse | GroupState | Train | Ignore | Forget | Update | Checkpoint | Warn | Stop
-)
+AnyCommand = Run | Cancel | Prefetch | Place | Refuse | GroupState | Train | Ignore | Forget | Update | Checkpoint | Warn | Stop

@@ -174,7 +174,9 @@ class Core:
                 return
             changed = [label for label, digest in self._presence.digests.items() if resumed.digests.get(label) != digest]
             if changed:
-                self._out.append(do.Warn(f"environments.{', '.join(changed)}: prompts or settings are not those of the checkpoint"))
+                self._out.append(
+                    do.Warn(f"environments.{', '.join(changed)}: prompts or settings are not those of the checkpoint")
+                )
             draws.restore(resumed.position)
             for group in resumed.playing:
                 draws.resumed(group.prompt)

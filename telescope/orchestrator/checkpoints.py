@@ -91,7 +91,9 @@ class CheckpointDesk:
     def answer(self, delivery: Delivery, body: Answer) -> None:
         save = self._save
         if save is None or body.step != save.step or delivery.peer not in save.waiting:
-            self._complaints.note(delivery.peer, f"its {type(body).__name__} of step {body.step} is of no save under way; ignored")
+            self._complaints.note(
+                delivery.peer, f"its {type(body).__name__} of step {body.step} is of no save under way; ignored"
+            )
             return
         match body:
             case CheckpointStaged(stall_s=stall_s):

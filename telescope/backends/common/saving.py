@@ -142,7 +142,7 @@ def _written(tensors: dict[str, Tensor], folder: Path, rank: int) -> Outcome:
             )
         nbytes = sum(file.stat().st_size for file in folder.glob(f"shard-{rank + 1:05d}-*"))
         _sync(folder)
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         log.debug("the checkpoint %s can't be written", folder, exc_info=True)
         return NotSaved(f"{folder} can't be written: {_first_line(_cause(error))}")
     return Saved(nbytes, time.perf_counter() - started)
