@@ -65,8 +65,8 @@ def refuse_living(run: RunDirectory) -> None:
             raise CannotResume(f"{run.path} is still watched by process {found.pid}: `telescope runs stop {run.path}` ends it")
         case "elsewhere":
             raise CannotResume(
-                f"{run.path} was watched by process {found.pid} on {found.host}, which wrote no end of it: see that it is gone, "
-                f"then remove {run.holder_json}"
+                f"{run.path} was watched by process {found.pid} on {found.host}, which wrote no end of it: see that it is "
+                f"gone, then remove {run.holder_json}"
             )
         case "gone":
             return
