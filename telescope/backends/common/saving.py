@@ -1,7 +1,8 @@
 """One rank's tensors to files and back with torch.distributed.checkpoint, as safetensors: nothing is pickled.
 
-Owns the copy to host memory, the thread that writes from it, and reading by a world of any size. Each rank writes its own shards
-without a word to the others: one whose disk is full fails alone, and nobody waits for it. Refuses to know what the tensors mean.
+Owns the copy to host memory, the thread that writes from it, and reading by a world of any size. Each rank writes its own
+shards without a word to the others: one whose disk is full fails alone, and nobody waits for it. Refuses to know what the
+tensors mean.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import logging
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -134,6 +136,7 @@ def _written(tensors: dict[str, Tensor], folder: Path, rank: int) -> Outcome:
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if tensors:
+            _be_quiet()
             dcp_save(
                 tensors,
                 storage_writer=_RankWriter(folder, rank, _files(tensors)),
@@ -142,7 +145,7 @@ def _written(tensors: dict[str, Tensor], folder: Path, rank: int) -> Outcome:
             )
         nbytes = sum(file.stat().st_size for file in folder.glob(f"shard-{rank + 1:05d}-*"))
         _sync(folder)
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         log.debug("the checkpoint %s can't be written", folder, exc_info=True)
         return NotSaved(f"{folder} can't be written: {_first_line(_cause(error))}")
     return Saved(nbytes, time.perf_counter() - started)
@@ -185,6 +188,7 @@ class Reader:
         wanted: dict[str, Any] = {name: tensor.detach() for name, tensor in tensors.items() if _local(tensor).numel()}
         if not wanted:
             return
+        _be_quiet()
         try:
             dcp_load(
                 wanted,
@@ -202,6 +206,11 @@ class Reader:
         tensor = torch.empty(self.shapes[name], dtype=dtype)
         self.read_into({name: tensor})
         return tensor
+
+
+def _be_quiet() -> None:
+    """torch warns that it takes us for a single process, which is what is meant. Not for a block: filters are the process's."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 def _damaged(folder: Path, error: Exception) -> str:
