@@ -145,7 +145,7 @@ def _written(tensors: dict[str, Tensor], folder: Path, rank: int) -> Outcome:
             )
         nbytes = sum(file.stat().st_size for file in folder.glob(f"shard-{rank + 1:05d}-*"))
         _sync(folder)
-    except Exception as error:
+    except (Exception, CheckpointException) as error:
         log.debug("the checkpoint %s can't be written", folder, exc_info=True)
         return NotSaved(f"{folder} can't be written: {_first_line(_cause(error))}")
     return Saved(nbytes, time.perf_counter() - started)
@@ -171,7 +171,7 @@ class Reader:
             if not any(folder.glob("*.safetensors")):
                 raise FileNotFoundError("there is no *.safetensors file in it")
             found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-        except Exception as error:
+        except (Exception, CheckpointException) as error:
             raise CheckpointUnfit(_damaged(folder, error)) from error
         self.shapes = {name: tuple(entry.size) for name, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
 
@@ -196,7 +196,7 @@ class Reader:
                 planner=DefaultLoadPlanner(),
                 no_dist=True,
             )
-        except Exception as error:
+        except (Exception, CheckpointException) as error:
             raise CheckpointUnfit(_damaged(self._folder, error)) from error
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
@@ -213,7 +213,7 @@ def _be_quiet() -> None:
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
-def _damaged(folder: Path, error: Exception) -> str:
+def _damaged(folder: Path, error: BaseException) -> str:
     return (
         f"the checkpoint {folder} can't be read: {_first_line(_cause(error))}; remove its step's folder and resume from an "
         "earlier step"
@@ -221,7 +221,7 @@ def _damaged(folder: Path, error: Exception) -> str:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """torch wraps what happened."""
+    """torch wraps what happened, in a class that is no `Exception`."""
     if isinstance(error, CheckpointException) and error.failures:
         return next(iter(error.failures.values()))[0]
     return error
