@@ -209,8 +209,8 @@ def _check_names(reader: Reader, expected: set[str]) -> None:
     if not expected or there != expected:
         odd = sorted(there ^ expected)
         raise ExportRefused(
-            f"the checkpoint's weights are not those of the run's model ({odd[0].removeprefix(MODEL) if odd else 'none at all'}): "
-            "was model.name replaced, or model.lora changed, since the run?"
+            f"the checkpoint's weights are not those of the run's model ({odd[0].removeprefix(MODEL) if odd else 'none at all'}):"
+            " was model.name replaced, or model.lora changed, since the run?"
         )
 
 
