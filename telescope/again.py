@@ -5,7 +5,6 @@ Composes nothing: what was resolved once is read back, changed where asked, judg
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -68,7 +67,5 @@ def _put(settings: dict[str, Any], place: str, value: Any) -> None:
     for name in path:
         here = here.get(name) if isinstance(here, dict) else None
     if not isinstance(here, dict) or last not in here or isinstance(here[last], dict):
-        raise WrongOverride(
-            f"{place} is no setting of {os.fspath(settings.get('name') or 'this run')}; docs/configuration.md has all"
-        )
+        raise WrongOverride(f"{place} is no setting of this run; docs/configuration.md has all")
     here[last] = value

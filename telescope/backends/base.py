@@ -142,8 +142,8 @@ class Backend(Protocol):
         ...
 
     def save(self, step: int, folder: Path, done: Callable[[Outcome], None]) -> None:
-        """Write this rank's state after `step` to `folder`, on the disk when done. Returns as soon as training may go on; `done`
-        is called exactly once, from here or from another thread. A save under way is waited for first. No collective."""
+        """Write this rank's state after `step` to `folder`, down to the disk. Returns as soon as training may go on; `done` is
+        called exactly once, from here or from another thread. A save under way is waited for first. No collective."""
         ...
 
     def close(self) -> None:

@@ -109,8 +109,8 @@ def sizes_refusal(snapshot: Snapshot, sizes: Mapping[str, int]) -> str:
     for label, size in snapshot.split_sizes.items():
         if sizes.get(label) != size:
             return (
-                f"environments.{label} has {sizes.get(label)} prompts and had {size} at the checkpoint of step {snapshot.step}: "
-                "the position in the data would be another one; give it the same data and settings"
+                f"environments.{label} has {sizes.get(label)} prompts and had {size} at the checkpoint of step "
+                f"{snapshot.step}: the position in the data would be another one; give it the same data and settings"
             )
     return ""
 

@@ -42,9 +42,9 @@ class SavedRollout(Record):
 class Counters(Record):
     """What the summary adds up over a run. `tallied`: rollouts of the shelf that were scored since the last batch closed."""
 
-    tokens: dict[str, int] = {}
-    seconds: dict[str, float] = {}
-    out_of_range: dict[str, int] = {}
+    tokens: dict[str, int] = msgspec.field(default_factory=dict)
+    seconds: dict[str, float] = msgspec.field(default_factory=dict)
+    out_of_range: dict[str, int] = msgspec.field(default_factory=dict)
     updates_skipped: int = 0
     tallied: tuple[int, ...] = ()
 
@@ -92,8 +92,8 @@ def read(folder: Path) -> tuple[State, list[Scored]]:
         data = (place / SHELF).read_bytes()
     except OSError as error:
         raise CheckpointUnreadable(
-            f"{error.filename} can't be read ({error.strerror}): a checkpoint of weights alone has no such file, and no run can "
-            "go on from one; resume from another step"
+            f"{error.filename} can't be read ({error.strerror}): a checkpoint of weights alone has no such file, and no run "
+            "can go on from one; resume from another step"
         ) from error
     except (msgspec.DecodeError, ValueError) as error:
         raise _damaged(place / STATE, str(error)) from error

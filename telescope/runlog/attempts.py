@@ -54,8 +54,8 @@ class Attempt(Record):
     started: str
     ended: str = ""
     why: str = ""
-    """`done`, `walltime`, `preempted`, `requeued` (by somebody else), `node_failed`, `cancelled`, `stopped` (by a signal, outside
-    a batch system), `failed`; empty while it runs, or where it was killed."""
+    """`done`, `walltime`, `preempted`, `requeued` (by somebody else), `node_failed`, `cancelled`, `stopped` (by a signal,
+    outside a batch system), `failed`; empty while it runs, or where it was killed."""
     exit_code: int | None = None
     requeued: bool = False
     """Another attempt was asked for."""

@@ -1,8 +1,8 @@
 """Which rows of which attempt count, where a run has gone on from checkpoints.
 
-An attempt that dies has written rows of steps that the next one trains anew. So each checkpoint says how far the rows had come
-(`orchestrator/rows.json`), whoever starts an attempt from it puts that into the run directory (`lineage.json`), and readers take
-of each earlier attempt what was written up to there. Owns these two files; refuses to read rows.
+An attempt that dies has written rows of steps that the next one trains anew. So each checkpoint says how far the rows had
+come (`orchestrator/rows.json`), whoever starts an attempt from it puts that into the run directory (`lineage.json`), and
+readers take of each earlier attempt what was written up to there. Owns these two files; refuses to read rows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a trainer rank does with each message: train a step, publish or send a version, save, stop. One order at a time, in order.
+"""What a trainer rank does with each message: train, publish or send a version, save, stop. One order at a time, in order.
 
 Owns the check that steps and versions go up one by one, and the thread that sends: while it waits for servers, this rank still
 hears that it is to break off. Refuses to know how training is done and how weights travel.

@@ -1,7 +1,8 @@
 """One rank's tensors to files and back with torch.distributed.checkpoint, as safetensors: nothing is pickled.
 
-Owns the copy to host memory, the thread that writes from it, and reading by a world of any size. Each rank writes its own shards
-without a word to the others: one whose disk is full fails alone, and nobody waits for it. Refuses to know what the tensors mean.
+Owns the copy to host memory, the thread that writes from it, and reading by a world of any size. Each rank writes its own
+shards without a word to the others: one whose disk is full fails alone, and nobody waits for it. Refuses to know what the
+tensors mean.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import logging
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -134,6 +136,7 @@ def _written(tensors: dict[str, Tensor], folder: Path, rank: int) -> Outcome:
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if tensors:
+            _be_quiet()
             dcp_save(
                 tensors,
                 storage_writer=_RankWriter(folder, rank, _files(tensors)),
@@ -142,7 +145,7 @@ def _written(tensors: dict[str, Tensor], folder: Path, rank: int) -> Outcome:
             )
         nbytes = sum(file.stat().st_size for file in folder.glob(f"shard-{rank + 1:05d}-*"))
         _sync(folder)
-    except Exception as error:
+    except (Exception, CheckpointException) as error:
         log.debug("the checkpoint %s can't be written", folder, exc_info=True)
         return NotSaved(f"{folder} can't be written: {_first_line(_cause(error))}")
     return Saved(nbytes, time.perf_counter() - started)
@@ -168,7 +171,7 @@ class Reader:
             if not any(folder.glob("*.safetensors")):
                 raise FileNotFoundError("there is no *.safetensors file in it")
             found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-        except Exception as error:
+        except (Exception, CheckpointException) as error:
             raise CheckpointUnfit(_damaged(folder, error)) from error
         self.shapes = {name: tuple(entry.size) for name, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
 
@@ -185,6 +188,7 @@ class Reader:
         wanted: dict[str, Any] = {name: tensor.detach() for name, tensor in tensors.items() if _local(tensor).numel()}
         if not wanted:
             return
+        _be_quiet()
         try:
             dcp_load(
                 wanted,
@@ -192,7 +196,7 @@ class Reader:
                 planner=DefaultLoadPlanner(),
                 no_dist=True,
             )
-        except Exception as error:
+        except (Exception, CheckpointException) as error:
             raise CheckpointUnfit(_damaged(self._folder, error)) from error
 
     def read(self, name: str, dtype: torch.dtype) -> Tensor:
@@ -204,7 +208,12 @@ class Reader:
         return tensor
 
 
-def _damaged(folder: Path, error: Exception) -> str:
+def _be_quiet() -> None:
+    """torch warns that it takes us for a single process, which is what is meant. Not for a block: filters are the process's."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+
+def _damaged(folder: Path, error: BaseException) -> str:
     return (
         f"the checkpoint {folder} can't be read: {_first_line(_cause(error))}; remove its step's folder and resume from an "
         "earlier step"
@@ -212,7 +221,7 @@ def _damaged(folder: Path, error: Exception) -> str:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """torch wraps what happened."""
+    """torch wraps what happened, in a class that is no `Exception`."""
     if isinstance(error, CheckpointException) and error.failures:
         return next(iter(error.failures.values()))[0]
     return error

@@ -62,13 +62,13 @@ class FSDPBackend:
             with ranks.watched("loading the model"):
                 self._policy = _policy(settings, job, kind, computing)
                 self._reference = _frozen(job, kind, computing) if job.algorithm.needs_reference else None
+            self._updater = Updater(settings.optimizer, job, self._policy, scaled=computing == torch.float16)
+            if job.resume is not None:
+                state.put_back(job.resume, self._policy, self._updater, job.world)
         except BaseException:
             ranks.leave()
             raise
-        self._updater = Updater(settings.optimizer, job, self._policy, scaled=computing == torch.float16)
         self._saver = Saver(job.world.rank, self._device, job.saving)
-        if job.resume is not None:
-            state.put_back(job.resume, self._policy, self._updater, job.world)
 
     def train_step(self, shard: TrainShard) -> StepResult:
         """An optimiser update for each minibatch. A non-finite gradient leaves its own out: `update_skipped` counts these."""

@@ -1,7 +1,7 @@
 """All that a rank must keep to go on as if it had never stopped, as named tensors; and putting it back in place.
 
-`model.<published name>` (adapters alone, where these are trained), `optimizer.<name>.<kind>`, `trainer.counters` (JSON), and for
-each rank `rank_<r>.random`. The learning rate follows from the step and needs no state.
+`model.<published name>` (adapters alone, where these are trained), `optimizer.<name>.<kind>`, `trainer.counters` (JSON), and
+for each rank `rank_<r>.random`. The learning rate follows from the step and needs no state.
 """
 
 from __future__ import annotations

@@ -94,8 +94,8 @@ class Updater:
         self._scale.restore(float(counters["scale"]), int(counters["good"]))
 
     def make_state(self) -> None:
-        """Let the optimiser make its state, which it does at its first step, so that it can be read into: a step with a rate and
-        gradients of 0, which leaves the weights as they are."""
+        """Let the optimiser make its state, which it does at its first step, so that it can be read into: a step with a rate
+        and gradients of 0, which leaves the weights as they are."""
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0
         for parameter in self._parameters:
