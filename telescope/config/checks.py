@@ -276,7 +276,8 @@ def _checkpoints(config: RunConfig) -> Iterator[Conflict]:
             if (given := getattr(checkpoint, name)) is not None:
                 yield Conflict(
                     (f"checkpoint.{name}", "checkpoint.every"),
-                    f"checkpoint.{name}={given} does nothing without checkpoints: set checkpoint.every=10, say, or leave it out",
+                    f"checkpoint.{name}={given} does nothing without checkpoints: set checkpoint.every=10, say, or leave it "
+                    "out",
                 )
 
 
