@@ -70,7 +70,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.path == "/graphql":
             self._answer({"data": self._graphql(json.loads(body))})
         else:
-            self._stream(json.loads(body) if body else {})  # /files/<entity>/<project>/<run>/file_stream
+            if self.path.endswith("/file_stream"):  # /files/<entity>/<project>/<run>/file_stream; else the client's telemetry
+                self._stream(json.loads(body) if body else {})
             self._answer({})
 
     def _graphql(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -80,7 +81,8 @@ class _Handler(BaseHTTPRequestHandler):
         if "upsertBucket" in query:
             return {"upsertBucket": {"bucket": RUN | {"name": name}, "inserted": name not in self.server.of_run}}
         if "missingOk" in query and name in self.server.of_run:  # what a client asks that wants to go on with a run
-            return {"model": {"id": "UHJvamVjdDox", "name": "telescope", "bucket": self._bucket(name)}}
+            project: dict[str, Any] = RUN["project"]
+            return {"model": project | {"bucket": self._bucket(name)}}
         if "createRunFiles" in query:
             return {"createRunFiles": {"runID": RUN["id"], "uploadHeaders": [], "files": []}}
         if "serverInfo" in query or "ServerFeatures" in query:
@@ -102,7 +104,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _bucket(self, name: str) -> dict[str, Any]:
         rows = self.server.of_run[name]
         tail = [json.dumps(row) for row in rows[-1:]]
-        return RUN | {"name": name, "historyLineCount": len(rows), "historyTail": json.dumps(tail)}
+        begun = {"wandbConfig": '{"t": 1}'}  # without it the client takes the run for one that never began
+        return RUN | begun | {"name": name, "historyLineCount": len(rows), "historyTail": json.dumps(tail)}
 
     def _body(self) -> str:
         text = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode("utf-8", "replace")
