@@ -207,10 +207,10 @@ def _read(reader: Reader, names: Sequence[str], dtype: Any) -> Iterator[tuple[st
 def _check_names(reader: Reader, expected: set[str]) -> None:
     there = {name for name in reader.shapes if name.startswith(MODEL)}
     if not expected or there != expected:
-        odd = sorted(there ^ expected)
+        odd = next(iter(sorted(there ^ expected)), "it has none").removeprefix(MODEL)
         raise ExportRefused(
-            f"the checkpoint's weights are not those of the run's model ({odd[0].removeprefix(MODEL) if odd else 'none at all'}):"
-            " was model.name replaced, or model.lora changed, since the run?"
+            f"the checkpoint's weights are not those of the run's model ({odd}): was model.name replaced, or model.lora "
+            "changed, since the run?"
         )
 
 
