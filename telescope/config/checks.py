@@ -38,6 +38,7 @@ def conflicts(config: RunConfig) -> list[Conflict]:
         *_weights(config),
         *_backend(config),
         *_shared_rows(config),
+        *_checkpoints(config),
     ]
 
 
@@ -323,6 +324,24 @@ def _backend(config: RunConfig) -> Iterator[Conflict]:
         ranks=cluster.trainer_num_workers, adapters=config.model.lora is not None, on_cpu=cluster.device == "cpu"
     )
     yield from (Conflict(paths, sentence) for paths, sentence in found)
+
+
+def _checkpoints(config: RunConfig) -> Iterator[Conflict]:
+    checkpoint = config.checkpoint
+    if checkpoint.resume is not False and config.run_dir is None:
+        yield Conflict(
+            ("checkpoint.resume", "run_dir"),
+            f"checkpoint.resume={str(checkpoint.resume).lower()} goes on in the directory of an earlier run: name it with "
+            "run_dir=…, or leave checkpoint.resume out",
+        )
+    if not checkpoint.on:
+        for name in ("keep_last", "keep_every"):
+            if (given := getattr(checkpoint, name)) is not None:
+                yield Conflict(
+                    (f"checkpoint.{name}", "checkpoint.every"),
+                    f"checkpoint.{name}={given} does nothing without checkpoints: set checkpoint.every=10, say, or leave it "
+                    "out",
+                )
 
 
 def warnings(config: RunConfig) -> list[str]:
