@@ -49,22 +49,10 @@ class Enclosed:
     @classmethod
     @asynccontextmanager
     async def open(cls) -> AsyncIterator[Enclosed]:
-        carry_out = (
-            f'sleep {cls.SERVICE} & while IFS= read -r -d "" line; do bash -c "$line" < /dev/null | base64 -w 0; echo; done'
-        )
-        command = [
-            "bwrap",
-            "--dev-bind",
-            "/",
-            "/",
-            "--unshare-pid",
-            "--proc",
-            "/proc",
-            "--die-with-parent",
-            "bash",
-            "-c",
-            carry_out,
-        ]
+        # What carries the output on starts when the line is over: nothing of it can be taken for something of the guest's.
+        each = 'while IFS= read -r -d "" line; do said=$(bash -c "$line" < /dev/null); base64 -w 0 <<< "$said"; echo; done'
+        alone = ["bwrap", "--dev-bind", "/", "/", "--unshare-pid", "--proc", "/proc", "--die-with-parent"]
+        command = [*alone, "bash", "-c", f"sleep {cls.SERVICE} & {each}"]
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=2**22)
         try:

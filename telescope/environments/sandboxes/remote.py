@@ -174,8 +174,9 @@ def command_line(argv: Sequence[str], stdin: str, cwd: str, env: Mapping[str, st
     """A line for `sh -c` that prints base64(stdout), base64(stderr) and the exit code, a line each; or `NOT_BEGUN`.
 
     Streams go to files, so that a process left behind can hold none of them open; `timeout` puts the command into a group of
-    its own, which is killed afterwards, and then whatever else was not there before the command (`_sweep`). A file grows no larger than the disk limit. The file with the standard input is opened,
-    removed and then fed through a pipe: the command finds it under no name, and reads it once.
+    its own, which is killed afterwards, and then whatever else was not there before the command (`_sweep`). A file grows no
+    larger than the disk limit. The file with the standard input is opened, removed and then fed through a pipe: the command
+    finds it under no name, and reads it once.
     """
     most, blocks = limits.output_kb * 1024 + 1, limits.disk_mb * 2048
     words = ["timeout", "-k", "1", f"{limit_s:g}"]
@@ -211,7 +212,7 @@ def _sweep(never: str) -> str:
 
 
 def here() -> str:
-    """This machine and its table of processes, as `_sweep` asks for them; a name that none has where that is not to be known."""
+    """This machine and its table of processes, as `_sweep` asks for them; a name that no machine has where nothing is known."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
