@@ -95,15 +95,18 @@ def report(
             f"step {row['step']}  group {row['group_id']}  rollout {row['rollout_id']}  branch {row['branch']}: "
             f"{len(row['ids'])} tokens, {sampled} sampled, reward {row['reward']:g}, advantage {row['advantage']:+.4f}{why}"
         )
-        yield (
-            HEAD
-            if found is None
-            else f"{HEAD[:UP_TO_LOGPROB]} {'version ' + str(again.version):>11} {'|diff|':>8}{HEAD[UP_TO_LOGPROB:]}"
-        )
+        yield _head(again)
         yield from _tokens(row, decode, sampled_only, found)
         if found is not None:
             yield difference(row, found)
         yield ""
+
+
+def _head(again: Recomputer | None) -> str:
+    if again is None:
+        return HEAD
+    beside = f"version {again.version}"
+    return f"{HEAD[:UP_TO_LOGPROB]} {beside:>11} {'|diff|':>8}{HEAD[UP_TO_LOGPROB:]}"
 
 
 def _tokens(row: Mapping[str, Any], decode: Decode, sampled_only: bool, found: np.ndarray | None) -> Iterator[str]:

@@ -170,6 +170,10 @@ class ToolEnvironment(MultiTurn):
         """What the policy reads where a call failed."""
         return f"Error: {error}"
 
+    def time_limit_of(self, tool: str) -> float | None:
+        """Seconds that a call of this tool may take; None for one that holds a limit of its own."""
+        return self.tool_timeout_s
+
     def parse(self, state: Any, answer: str) -> Parsed:
         """What the answer calls; override it for a format of your own."""
         if not self.vllm_tool_parser:
@@ -271,9 +275,9 @@ class ToolEnvironment(MultiTurn):
             arguments = tool.arguments(call.arguments, textual=call.textual)
             hidden = dict.fromkeys(tool.hidden, state)
             run = functools.partial(tool.function, **arguments, **hidden)
-            return as_text(await called(run, limit_s=self.tool_timeout_s, in_thread=self.in_threads))
+            return as_text(await called(run, limit_s=self.time_limit_of(tool.name), in_thread=self.in_threads))
         except TimeLimit as error:
-            raise _CallFailed(f"{tool.name} took longer than {self.tool_timeout_s:g} s") from error
+            raise _CallFailed(f"{tool.name} took longer than {self.time_limit_of(tool.name):g} s") from error
         except (InfrastructureError, PolicyError, GraderError):
             raise
         except BadArguments as error:

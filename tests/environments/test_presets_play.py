@@ -1,8 +1,10 @@
-"""Every shipped experiment plays and trains two steps with the tiny model on the CPU.
+"""Every shipped experiment plays and trains two steps with the tiny model on the CPU, and says what it can learn from them.
 
 The preset is composed as a user composes it, its environment loaded as a worker loads it, its rollouts played and recorded as a
 worker does it, and the FSDP trainer trains. Only the server is another: transformers' model draws the tokens. Data sets are
-local copies of made-up questions.
+local copies of made-up questions. The first step is as a run without `discard_group_zero_advantage` has it: with the preset's
+algorithm's own advantages of the rewards that there were. A tiny model scores 0 nearly everywhere, so these are 0, and such a
+batch must have no gradient. The second step has made-up advantages, so that the tokens of every experiment are trained.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from tests.learning.loop import shard
 
 EXPERIMENTS = (
     *("gsm8k", "hendrycks_math", "dapo_math", "deepscaler", "math500", "aime_2024", "aime_2025", "gpqa_diamond"),
-    *("reasoning_gym", "wordle", "countdown", "reverse_letters", "code_generation"),
+    *("reasoning_gym", "wordle", "countdown", "reverse_letters", "code_generation", "guess_letter", "letter_agent"),
 )
 STEPS, PROMPTS, GROUP_SIZE, MAX_TOKENS = 2, 2, 2, 4
 
@@ -105,6 +107,11 @@ def composed(experiment: str, copies: dict[str, Path]) -> RunConfig:
     return point.config
 
 
+def advantages_of(config: RunConfig, rewards: list[float]) -> np.ndarray:
+    groups = np.repeat(np.arange(PROMPTS), GROUP_SIZE)
+    return config.algorithm.advantages(np.array(rewards), groups, group_size=GROUP_SIZE)
+
+
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 async def test_a_shipped_experiment_trains_two_steps(
     experiment: str, copies: dict[str, Path], server: TinyServer, backend: Backend
@@ -120,7 +127,7 @@ async def test_a_shipped_experiment_trains_two_steps(
         await loaded.environment.set_up()
         stack.push_async_callback(loaded.environment.tear_down)
         for step in range(1, STEPS + 1):
-            trajectories, groups, rewards = [], [], []
+            trajectories, groups, belongs, scored = [], [], [], list[float]()
             for group in range(PROMPTS):
                 for sample in range(GROUP_SIZE):
                     reference = PromptRef(loaded.label, "train", (step - 1) * PROMPTS + group)
@@ -131,11 +138,16 @@ async def test_a_shipped_experiment_trains_two_steps(
                     for branch in zip(*(np.split(array, ends[:-1]) for array in arrays), strict=True):
                         trajectories.append(Trajectory(*branch))
                         groups.append(group)
-                        rewards.append(done.reward)
-            assert all(0 <= reward <= 1 for reward in rewards)
-            # Few samples of a tiny model all score 0: advantages that are none would train nothing.
-            advantages = np.where(np.arange(len(rewards)) % 2, 1.0, -1.0)
-            part = shard(start + step, list(range(len(rewards))), trajectories, np.array(groups), advantages)
+                        belongs.append(len(scored))
+                    scored.append(done.reward)
+            assert all(0 <= reward <= 1 for reward in scored)
+            honest = advantages_of(config, scored)
+            alike = not honest.any()
+            assert alike == all(len({scored[at] for at in part}) == 1 for part in np.split(np.arange(len(scored)), PROMPTS))
+            made_up = np.where(np.arange(len(scored)) % 2, 1.0, -1.0)
+            chosen = (honest if step == 1 else made_up)[belongs]
+            part = shard(start + step, list(range(len(belongs))), trajectories, np.array(groups), chosen)
             result = backend.train_step(replace(part, step=start + step))
             assert all(np.isfinite(value) for value in result.metrics.values())
+            assert (result.metrics["grad_norm"] == 0) is (step == 1 and alike)
     openings.close()

@@ -1,14 +1,13 @@
-"""Whole runs with an agent program: real workers start it, and what it asked for is trained in the very tokens that were sampled."""
+"""Whole runs with an agent program: real workers start it, and it is trained on the very tokens that it was answered with."""
 
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 
 import pytest
 
-from tests.run.conftest import ROOT, Start, WholeRun
+from telescope.env.__main__ import main as audit
+from tests.run.conftest import Start, WholeRun
 
 QUIET = ("logging.use_wandb=false", "orchestrator.discard_group_zero_advantage=false", "logging.token_groups=100")
 SMALL = ("orchestrator.prompts_batch_size_for_trainer=2", "rollout.group_size=2", "number_of_steps=2")
@@ -38,12 +37,13 @@ def test_a_run_trains_an_agent_program_on_what_it_asked_for(start: Start):
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.timeout(400)
-def test_with_a_real_engine_its_tokens_have_the_log_probs_that_the_model_gives_them(start: Start):
+def test_with_a_real_engine_its_tokens_have_the_log_probs_that_the_model_gives_them(
+    start: Start, capsys: pytest.CaptureFixture[str]
+):
     run = start("experiment=letter_agent", "inference.http=false", *QUIET, *SMALL, "environments.letter_agent.kwargs.sdk=true")
     assert run.wait(350) == 0, run.said()[-4000:]
     trained_as_sampled(run)
-    audit = [sys.executable, "-m", "telescope.env", "audit", str(run.directory.path), "--step", "1", "--recompute"]
-    said = subprocess.run(audit, capture_output=True, text=True, timeout=100, check=True, cwd=ROOT).stdout
-    apart = [float(found) for found in re.findall(r"recomputed: .* ([0-9.e+-]+) at most", said)]
+    assert audit(["audit", str(run.directory.path), "--step", "1", "--recompute"]) == 0
+    apart = [float(found) for found in re.findall(r"recomputed: .* ([0-9.e+-]+) at most", capsys.readouterr().out)]
     assert len(apart) == 4  # all four rollouts of step 1 were sampled by version 0
     assert max(apart) < 1e-3

@@ -13,6 +13,7 @@ import inspect
 import json
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,8 +33,39 @@ from telescope.environments.sandboxes.e2b import E2B
 from telescope.environments.sandboxes.modal import Modal
 from telescope.environments.sandboxes.prime import Prime
 from telescope.environments.sandboxes.remote import RemoteProvider, command_line, outcome
+from tests.sandboxes.conftest import works
 
 LIMITS = Limits(cpus=2.0, memory_mb=2048, disk_mb=64, time_s=60.0, output_kb=4, transfer_mb=1)
+
+
+class Enclosed:
+    """A shell with a table of processes of its own, in which a provider's service runs beside what a guest does."""
+
+    SERVICE = "600.25"
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls) -> AsyncIterator[Enclosed]:
+        # What carries the output on starts when the line is over: nothing of it can be taken for something of the guest's.
+        each = 'while IFS= read -r -d "" line; do said=$(bash -c "$line" < /dev/null); base64 -w 0 <<< "$said"; echo; done'
+        alone = ["bwrap", "--dev-bind", "/", "/", "--unshare-pid", "--proc", "/proc", "--die-with-parent"]
+        command = [*alone, "bash", "-c", f"sleep {cls.SERVICE} & {each}"]
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=2**22)
+        try:
+            yield cls(process)
+        finally:
+            process.kill()
+            await process.wait()
+
+    async def shell(self, line: str) -> str:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(line.encode() + b"\0")
+        return base64.b64decode(await self._process.stdout.readline()).decode()
 
 
 class Machine:
@@ -51,11 +83,15 @@ class Machine:
         self.gate: asyncio.Event | None = None
         """Where there is one, a sandbox is made only when it is set."""
         self.asked = asyncio.Event()
+        self.enclosed: Enclosed | None = None
+        """Where its lines run, if not among the processes of this machine."""
 
     def here(self, text: str) -> str:
         return text.replace(remote.HOME, str(self.home))
 
     async def shell(self, command: str) -> str:
+        if self.enclosed is not None:
+            return await self.enclosed.shell(self.here(command))
         process = await asyncio.create_subprocess_exec(
             "bash", "-c", self.here(command), stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE
         )
@@ -402,8 +438,7 @@ KILL_THE_SHELL = ["sh", "-c", "read pid name state shell rest < /proc/$PPID/stat
 
 
 async def test_a_guest_that_kills_its_shell_is_an_outcome_and_no_failure_of_the_provider(provider: RemoteProvider) -> None:
-    isolation = await provider.start(LIMITS)
-    assert remote.LEFT_BEHIND in isolation.lacks
+    await provider.start(LIMITS)
     sandbox = await provider.create(LIMITS)
     killed = await sandbox.exec(KILL_THE_SHELL)
     assert (killed.ending, killed.exit_code, killed.stdout) == (Ending.DIED, 137, b"")
@@ -412,6 +447,41 @@ async def test_a_guest_that_kills_its_shell_is_an_outcome_and_no_failure_of_the_
         await sandbox.upload("a", b"x")
     with pytest.raises(FileRefused, match="the guest took its sandbox down"):
         await sandbox.download("a")
+
+
+SLEEPERS = "for f in /proc/[0-9]*/cmdline; do tr '\\0' ' ' < $f; echo; done | grep -o '^sleep.*[0-9]'"
+RUNS_ON = (
+    "for s in 601 602; do setsid env -i sleep $s & done; (sleep 603 &); nohup sleep 604 > /dev/null 2>&1 & "
+    "exec 1>&- 2>&-; setsid sh -c 'trap \"\" TERM HUP INT; sleep 605 & exec sleep 606' & exit 3"
+)
+
+
+async def test_what_a_command_leaves_running_is_ended_with_it_and_the_providers_own_is_not(
+    provider: RemoteProvider, machine: Machine
+) -> None:
+    if not works("bubblewrap"):
+        pytest.skip("bwrap cannot run on this host: there is no table of processes to be alone in")
+    async with Enclosed.open() as machine.enclosed:
+        await provider.start(LIMITS)
+        sandbox = await provider.create(LIMITS)
+        told = await sandbox.exec(["bash", "-c", RUNS_ON])
+        assert (told.ending, told.exit_code) == (Ending.EXITED, 3)
+        assert (await machine.enclosed.shell(SLEEPERS)).splitlines() == [f"sleep {Enclosed.SERVICE}"]
+        assert (await sandbox.exec(["echo", "again"])).text == "again\n"
+
+
+@pytest.mark.parametrize(("same", "tried"), [(True, False), (False, True)])
+async def test_on_the_workers_own_machine_nothing_is_swept(machine: Machine, same: bool, tried: bool) -> None:
+    """A fake of a provider has no sandbox: other people's processes begin there at any time. Here `kill` only says so."""
+    machine.home.mkdir()
+    line = remote._sweep(remote.here() if same else "another machine")
+    printed = await machine.shell(f'kill() {{ n=200; echo tried; }}; b=" "; {line}')
+    assert ("tried" in printed) is tried
+
+
+def test_who_cannot_be_ended_has_taken_the_sandbox_down() -> None:
+    assert outcome(f"\n\n{remote.LEFT}\n", 1.0, 60.0, 4096).ending is Ending.DIED
+    assert outcome("\n\n0\n", 1.0, 60.0, 4096).ending is Ending.EXITED
 
 
 async def test_standard_input_lies_in_no_file_that_the_command_finds(provider: RemoteProvider) -> None:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from telescope.environments.base import Prompt, Reward, SingleTurn, Turn
+from telescope.environments.base import Chat, Prompt, Reward, SingleTurn, Turn
 from telescope.environments.draws import Draws
 from telescope.environments.graders import GraderOverrun, graded
+from telescope.environments.python_tool import PythonTool
 from telescope.environments.questions.answers import Form, final_answer, golden, same, settled
 from telescope.environments.questions.instruction import Instruction
 from telescope.environments.questions.rows import NoRows, Row, Source, field
@@ -71,6 +72,25 @@ class MathsQuestions(SingleTurn):
     wrong and has the tag too_heavy."""
     seed: int = 0
     """Names the draw of the questions held out."""
+    tools: tuple[Literal["python"], ...] = ()
+    """`[python]`: the policy may run programs before it answers (docs/tools.md); empty: one question, one answer."""
+    with_tools: PythonTool = PythonTool()
+    """The dialogue then: turns, call format, the sandbox of the programs and their limits."""
+
+    async def set_up(self) -> None:
+        if self.tools:
+            await self._dialogue.set_up()
+
+    async def tear_down(self) -> None:
+        if self.tools:
+            await self._dialogue.tear_down()
+
+    async def play(self, prompt: Prompt, chat: Chat) -> Reward:
+        return await (self._dialogue.play(prompt, chat) if self.tools else super().play(prompt, chat))
+
+    @cached_property
+    def _dialogue(self) -> PythonTool:
+        return self.with_tools.answering(self.reward)
 
     def prompts(self, split: str) -> Sequence[Prompt]:
         prompts = self._train_and_eval[split]

@@ -17,6 +17,7 @@ import shlex
 import time
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import ClassVar, TypeVar
 
 from telescope.environments.sandboxes.base import (
@@ -41,7 +42,8 @@ CALL_S = 120.0
 HOME = "/tmp/telescope"
 NOT_BEGUN = "telescope-not-begun"
 """What the line prints where it can't make its folders."""
-LEFT_BEHIND = "what a command leaves running in a session of its own (until the sandbox is deleted)"
+LEFT = "left"
+"""What the line prints for an exit code where something that the command started could not be ended."""
 _TIMED_OUT, _KILLED = 124, 137
 
 
@@ -172,8 +174,9 @@ def command_line(argv: Sequence[str], stdin: str, cwd: str, env: Mapping[str, st
     """A line for `sh -c` that prints base64(stdout), base64(stderr) and the exit code, a line each; or `NOT_BEGUN`.
 
     Streams go to files, so that a process left behind can hold none of them open; `timeout` puts the command into a group of
-    its own, which is killed afterwards. A file grows no larger than the disk limit. The file with the standard input is opened,
-    removed and then fed through a pipe: the command finds it under no name, and reads it once.
+    its own, which is killed afterwards, and then whatever else was not there before the command (`_sweep`). A file grows no
+    larger than the disk limit. The file with the standard input is opened, removed and then fed through a pipe: the command
+    finds it under no name, and reads it once.
     """
     most, blocks = limits.output_kb * 1024 + 1, limits.disk_mb * 2048
     words = ["timeout", "-k", "1", f"{limit_s:g}"]
@@ -182,14 +185,43 @@ def command_line(argv: Sequence[str], stdin: str, cwd: str, env: Mapping[str, st
     feed = f"(exec < {quoted}; rm -f {quoted}; exec cat 2> /dev/null) | " if stdin else ""
     return (
         f"mkdir -p {shlex.quote(cwd)} && cd {shlex.quote(cwd)} && o=$(mktemp -d) || {{ echo {NOT_BEGUN}; exit 0; }}; "
-        f"{feed}(ulimit -c 0; ulimit -f {blocks}; exec {shlex.join([*words, *argv])}) "
+        f"{_SEEN}{feed}(ulimit -c 0; ulimit -f {blocks}; exec {shlex.join([*words, *argv])}) "
         f'{"" if stdin else "< /dev/null "}> "$o/1" 2> "$o/2" & p=$!; wait $p; c=$?; kill -9 -$p 2> /dev/null; '
-        f'for s in 1 2; do head -c {most} "$o/$s" | base64 | tr -d "\n"; echo; done; echo $c; rm -rf "$o"'
+        f"{_sweep(here())}"
+        f'for s in 1 2; do head -c {most} "$o/$s" | base64 | tr -d "\n"; echo; done; echo ${{k:-$c}}; rm -rf "$o"'
     )
 
 
+_SEEN = 'set -- /proc/[0-9]*; b=" $* "; '
+"""Notes the processes that are there; the shell itself is among them, and no other process of this line is."""
+
+
+def _sweep(never: str) -> str:
+    """Kills every process that was not there when `_SEEN` looked, over and over, as new ones may come; `k` is `LEFT` at the end
+    where some are there still. The shell's own commands do all but the waiting: where no process can be started, it works.
+
+    `never` names a machine on which nothing is done: it is the worker's, whose other processes are none of a guest's.
+    """
+    return (
+        'k=; n=0; h="$(cat /proc/sys/kernel/random/boot_id 2> /dev/null) $(readlink /proc/self/ns/pid 2> /dev/null)"; '
+        f'[ "$h" = {shlex.quote(never)} ] || k={LEFT}; while [ -n "$k" ] && [ $n -lt 200 ]; do k=; n=$((n + 1)); '
+        'for d in /proc/[0-9]*; do case "$b" in *" $d "*) continue;; esac; read -r t 2> /dev/null < "$d/stat" || continue; '
+        f'case "${{t##*) }}" in [ZX]*) continue;; esac; kill -9 "${{d#/proc/}}" 2> /dev/null; k={LEFT}; done; '
+        '[ -z "$k" ] || [ $n -lt 20 ] || sleep 0.05; done; '
+    )
+
+
+def here() -> str:
+    """This machine and its table of processes, as `_sweep` asks for them; a name that no machine has where nothing is known."""
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return "no Linux"
+
+
 def outcome(printed: str, seconds: float, limit_s: float, most: int) -> Outcome:
-    """Reads what `command_line` made a shell print. Where it is something else, the guest has got at the shell: `DIED`."""
+    """Reads what `command_line` made a shell print. Where it is something else, the guest has got at the shell, or runs on
+    and can't be ended: `DIED`."""
     lines = printed.rstrip("\n").split("\n")
     try:
         first, second, code = (
@@ -252,7 +284,7 @@ class RemoteProvider(Provider):
             await self.close()
             raise SandboxUnavailable(f"sandbox.provider={self.name} does not work: {error}") from error
         holds = [*([] if limits.network else ["no network"]), f"{limits.time_s:g} s a command", *self.holds]
-        return Isolation(self.name, Wall.REMOTE, tuple(holds), (*self.lacks, LEFT_BEHIND))
+        return Isolation(self.name, Wall.REMOTE, tuple(holds), self.lacks)
 
     async def create(self, limits: Limits) -> Sandbox:
         making = asyncio.ensure_future(self.make(limits))
