@@ -32,8 +32,8 @@ from telescope.records import RolloutOrder
 STALE = "off_policy"
 ZERO_ADVANTAGE = "zero_advantage"
 GRADER = "grader"
-_TURNS = frozenset({seen.TurnStarted, seen.TurnDone})
-"""Two of three events of a run. They move requests; no group ends by them."""
+_PLAY = frozenset({seen.TurnStarted, seen.TurnDone, seen.GenerationOver, seen.RolloutDone})
+"""Nearly all events of a run. Unless a group moves by one of them, there is nothing to take and nothing to admit after it."""
 
 
 class Core:
@@ -59,6 +59,7 @@ class Core:
         self._draws: Draws | None = None
         self._ahead: Ahead | None = None
         self._now = 0.0
+        self._groups_moved = False  # since what follows from the event before was done
         self._ending: do.Stop | None = None
         self._out: list[do.AnyCommand] = []
 
@@ -82,7 +83,7 @@ class Core:
         if self._ending is None:
             self._save_or_leave()
         if self._ending is None:
-            self._advance(type(event) not in _TURNS)
+            self._advance(type(event) not in _PLAY)
         if self._ending is not None:
             self._end_run(self._ending)
         return self._out
@@ -318,6 +319,7 @@ class Core:
     # ---- groups
 
     def _move(self, group: Group, state: State, reason: str = "") -> None:
+        self._groups_moved = True
         self._tally.moved(group.state, transition(group.state, state))
         group.state = state
         self._out.append(do.GroupState(group.group_id, str(state), reason, group.v_start))
@@ -476,16 +478,17 @@ class Core:
 
     # ---- what follows from any event: take, train, admit, dispatch
 
-    def _advance(self, groups_moved: bool) -> None:
-        """`groups_moved`: whether the event may have completed or ended a group, or made the trainer idle; where it can't
-        have, what there was to take and to admit was taken and admitted after the event before."""
+    def _advance(self, more_than_play: bool) -> None:
+        """What there was to take and to admit was taken and admitted after the event before, so that there can only be more
+        where a group has moved, or where the event was about more than a rollout's play."""
         if self._saving.leaving is not None or not self._opened:
             return  # it ends when its step is saved; or the servers have yet to get the weights that it goes on from
-        if groups_moved:
+        if more_than_play or self._groups_moved:
             self._take()
             self._admit()
         if self._lanes.waiting:
             self._dispatch()
+        self._groups_moved = False
         if self._ahead is not None and (prompts := self._ahead.hints()):
             self._out.append(do.Prefetch(prompts))
 

@@ -106,7 +106,8 @@ class SimulatedServer:
             tokens = room
         if tokens < 0.0:
             tokens = 0.0
-        seconds = self._step_s(sequences) * tokens + times.kv_token_s * sequences * tokens * tokens / 2
+        step_s = times.step_s + times.sequence_s * sequences + times.kv_token_s * self._reads
+        seconds = step_s * tokens + times.kv_token_s * sequences * tokens * tokens / 2
         return self._now + self._pause_s + (self._debt_s + seconds) / self._speed
 
     def ended(self) -> list[Generation]:

@@ -76,7 +76,7 @@ class Sender:
 
     def send(self, version: int, group: WeightGroup) -> str:
         self.begun.set()
-        assert self.may_end.wait(20)
+        assert self.may_end.wait(60)
         if self.aborted:
             raise TransferFailed(f"the group of epoch {group.epoch} was broken off")
         if self.fails_with is not None:
@@ -123,7 +123,7 @@ class Bench:
 def test_a_send_is_answered_when_it_is_over_with_the_checksum():
     bench = Bench()
     number = bench.orders.tell(SendWeights(0, GROUP))
-    assert bench.sender.begun.wait(20)
+    assert bench.sender.begun.wait(60)
     assert bench.orders.heard.empty()
     bench.sender.may_end.set()
     answer, answers = bench.answer()
@@ -134,7 +134,7 @@ def test_a_send_is_answered_when_it_is_over_with_the_checksum():
 def test_a_send_under_way_is_broken_off_and_both_orders_are_answered():
     bench = Bench()
     sent = bench.orders.tell(SendWeights(0, GROUP))
-    assert bench.sender.begun.wait(20)
+    assert bench.sender.begun.wait(60)
     aborted = bench.orders.tell(AbortWeights(0, "server-0 was lost"))
     assert bench.answer() == (WeightsFailed(0, "the group of epoch 4 was broken off", False), sent)
     assert bench.answer() == (WeightsReady(0, None, "", 0.0), aborted)
@@ -151,7 +151,7 @@ def test_an_abort_with_nothing_under_way_is_answered_at_once():
 def test_a_later_order_waits_for_the_send_before_it():
     bench = Bench()
     sent = bench.orders.tell(SendWeights(0, GROUP))
-    assert bench.sender.begun.wait(20)
+    assert bench.sender.begun.wait(60)
     published = bench.orders.tell(PublishWeights(0))
     bench.sender.may_end.set()
     assert [bench.answer()[1], bench.answer()[1]] == [sent, published]
@@ -177,7 +177,7 @@ def test_a_sender_that_does_not_end_when_told_ends_the_rank(monkeypatch):
     bench = Bench()
     monkeypatch.setattr(bench.sender, "abort", lambda epoch: None)
     bench.orders.tell(SendWeights(0, GROUP))
-    assert bench.sender.begun.wait(20)
+    assert bench.sender.begun.wait(60)
     bench.orders.tell(AbortWeights(0, "late"))
     ended = bench.ended.get(timeout=60)
     assert isinstance(ended, SenderStuck)
@@ -187,7 +187,7 @@ def test_a_sender_that_does_not_end_when_told_ends_the_rank(monkeypatch):
 def test_stop_does_not_wait_for_a_send():
     bench = Bench()
     bench.orders.tell(SendWeights(0, GROUP))
-    assert bench.sender.begun.wait(20)
+    assert bench.sender.begun.wait(60)
     bench.orders.tell(Stop("done"))
     assert bench.ended.get(timeout=60) == "done"
     bench.sender.may_end.set()

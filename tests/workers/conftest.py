@@ -19,7 +19,7 @@ from telescope.wire.codec import RawArrays, encode
 from telescope.workers.load import Loaded, make_card
 from telescope.workers.play import Limits
 
-LIMITS = Limits(temperature=0.7, max_tokens=12, max_prompt_tokens=200, timeout_s=5.0)
+LIMITS = Limits(temperature=0.7, max_tokens=12, max_prompt_tokens=200, timeout_s=60.0)
 
 
 @pytest.fixture(scope="session")
