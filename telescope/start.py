@@ -170,6 +170,9 @@ def _make_directory(order: Order) -> RunDirectory | None:
     path = Path(str(order.config.run_dir))
     level = logging.DEBUG if order.config.debug else logging.INFO
     logging.basicConfig(stream=sys.stderr, level=level, format="%(message)s", force=True)
+    if refusal := _unreadable(path):
+        say(refusal)
+        return None
     try:
         directory = RunDirectory.create(path)
         write_down(directory, order)
@@ -186,6 +189,19 @@ def _make_directory(order: Order) -> RunDirectory | None:
     for warning in order.warnings:
         _log.warning("Warning: %s", warning)
     return directory
+
+
+def _unreadable(path: Path) -> str:
+    """A sentence where the path has bytes that are no text here: no file of ours, in UTF-8 all, could name it."""
+    try:
+        str(path).encode("utf-8")
+    except UnicodeEncodeError:
+        shown = str(path).encode("utf-8", "backslashreplace").decode()
+        return (
+            f"run_dir={shown} is no text in this locale (encoding {sys.getfilesystemencoding()}): set LC_ALL=C.UTF-8, or name "
+            "another with run_dir=…"
+        )
+    return ""
 
 
 def write_down(directory: RunDirectory, order: Order) -> None:
