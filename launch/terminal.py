@@ -36,7 +36,7 @@ def _fill_closed_streams() -> None:
 
 
 def _say_anything() -> None:
-    """In a locale without UTF-8 a sentence of ours, or a path, has characters that stdout can't write: escaped, as on stderr."""
+    """In a locale without UTF-8 stdout can't write all that a sentence or a path has: the rest is escaped, as on stderr."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
