@@ -6,6 +6,7 @@ minds.
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ INTERRUPTED = 128 + signal.SIGINT
 def prepare() -> None:
     """Call it once, first of all, in the process that is the command; `supervise` takes signals over while a run goes on."""
     _fill_closed_streams()
+    _say_anything()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell's background job ignores it, and goes on to
         signal.signal(signal.SIGINT, _leave)
 
@@ -31,6 +33,12 @@ def _fill_closed_streams() -> None:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 -- for the life of the process
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+
+
+def _say_anything() -> None:
+    """In a locale without UTF-8 stdout can't write all that a sentence or a path has: the rest is escaped, as on stderr."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _leave(*_: object) -> None:

@@ -21,6 +21,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from telescope._launch import terminal
+
 SDIST_ONLY = ("antlr4-python3-runtime==4.9.3",)
 """Requirements without any wheel on PyPI, made into one here; both are pure Python."""
 OLDEST_GLIBC = 5
@@ -243,4 +245,5 @@ def _pip(*arguments: str) -> None:
 
 
 if __name__ == "__main__":
+    terminal.prepare()
     sys.exit(main(sys.argv[1:]))

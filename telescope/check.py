@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from telescope._launch import terminal
 from telescope._launch.plan import PlanError, shared_gpus
 from telescope.compose.load import Point, UsageError, load_points, places_for
 from telescope.config.run import config_hash
@@ -54,4 +55,5 @@ def judged(point: Point) -> tuple[bool, str]:
 
 
 if __name__ == "__main__":
+    terminal.prepare()
     sys.exit(main(sys.argv[1:]))

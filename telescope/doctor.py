@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from telescope._launch import terminal
+
 if TYPE_CHECKING:
     from telescope.backends.base import TrainShard
     from telescope.config.run import RunConfig
@@ -215,4 +217,5 @@ def _spread(mask: np.ndarray, fill: float, values: Sequence[np.ndarray], dtype: 
 
 
 if __name__ == "__main__":
+    terminal.prepare()
     sys.exit(main(sys.argv[1:]))

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from telescope._launch import terminal
 from telescope._launch.local import this_host
 from telescope._launch.plan import Plan, PlanError, make_plan, shared_gpus
 from telescope.compose.load import UsageError, load_points, places_for
@@ -222,4 +223,5 @@ def describe_processes(plan: Plan) -> Iterator[str]:
 
 
 if __name__ == "__main__":
+    terminal.prepare()
     sys.exit(main(sys.argv[1:]))

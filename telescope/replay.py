@@ -11,6 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from telescope._launch import terminal
 from telescope.flow.replay import JournalDamaged, Replay, replay
 from telescope.runlog.journal import journal_lines
 from telescope.runlog.layout import RunDirectory
@@ -93,4 +94,5 @@ def is_torn(journal: Path) -> bool:
 
 
 if __name__ == "__main__":
+    terminal.prepare()
     sys.exit(main(sys.argv[1:]))

@@ -174,6 +174,12 @@ def _run_all(points: Sequence[Point], arguments: Sequence[str], sweep: Sweep | N
     except PlanError as error:
         say(f"{error}\nNothing was started.")
         return CONFIG_ERROR
+    if sweep is not None and (nodes := max(standing.nodes for _, standing, _ in plans)) > 1:
+        say(
+            f"A sweep (-m) over {nodes} hosts is not possible: they would have to agree when each point begins and ends. Give "
+            "the command once a point on every host, or cluster=slurm, which makes an array of them.\nNothing was started."
+        )
+        return CONFIG_ERROR
     missing = [problem for name in sorted({config.model.name for config, *_ in plans}) if (problem := hub_problem(name))]
     if missing:
         say(f"{ConfigError(missing)}\nNothing was started.")

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from telescope._launch import terminal
 from telescope._launch.slurm.queue import SlurmSilent, cancel, stage_of, state_of, states
 from telescope.runlog.attempts import read_submission
 from telescope.runlog.ending import read_object
@@ -252,4 +253,5 @@ def _stop_job(run: RunDirectory, job: str) -> int:
 
 
 if __name__ == "__main__":
+    terminal.prepare()
     sys.exit(main(sys.argv[1:]))

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from telescope._launch import terminal
 from telescope.runlog.ending import read_object
 from telescope.runlog.layout import RunDirectory
 
@@ -45,4 +46,5 @@ def listening(run: RunDirectory) -> Iterator[str]:
 
 
 if __name__ == "__main__":
+    terminal.prepare()
     sys.exit(main(sys.argv[1:]))

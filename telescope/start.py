@@ -180,6 +180,9 @@ def _make_directory(order: Order) -> RunDirectory | None:
     level = logging.DEBUG if order.config.debug else logging.INFO
     logging.basicConfig(stream=sys.stderr, level=level, format="%(message)s", force=True)
     again = order.config.checkpoint.resume is not False
+    if refusal := _unreadable(path):
+        say(refusal)
+        return None
     try:
         directory = _resume_directory(path, order) if again else RunDirectory.create(path)
         if not again:
@@ -229,6 +232,19 @@ def _resume_directory(path: Path, order: Order) -> RunDirectory:
     resuming.begin_at(directory, config, source, number)
     _log.info("Going on after step %d, in attempt %d of %s.", source.step, number, path)
     return directory
+
+
+def _unreadable(path: Path) -> str:
+    """A sentence where the path has bytes that are no text here: no file of ours, in UTF-8 all, could name it."""
+    try:
+        str(path).encode("utf-8")
+    except UnicodeEncodeError:
+        shown = str(path).encode("utf-8", "backslashreplace").decode()
+        return (
+            f"run_dir={shown} is no text in this locale (encoding {sys.getfilesystemencoding()}): set LC_ALL=C.UTF-8, or name "
+            "another with run_dir=…"
+        )
+    return ""
 
 
 def write_down(directory: RunDirectory, order: Order) -> None:

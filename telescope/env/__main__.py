@@ -6,6 +6,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from telescope._launch import terminal
+
 SUBCOMMANDS = {
     "check": ("telescope.env.check", "play samples of an environment and print what training would see"),
     "audit": ("telescope.env.audit", "print trajectories of a run token by token: text, mask, version, log-prob, advantage"),
@@ -28,4 +30,5 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    terminal.prepare()
     sys.exit(main(sys.argv[1:]))

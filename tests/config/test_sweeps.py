@@ -120,3 +120,13 @@ def test_a_searched_sweep_on_slurm_is_refused(telescope, tmp_path):
     shown = telescope("-m", "hydra/sweeper=basic", "cluster=slurm", "cluster.dry_run=true", "seed=1,2")
     assert shown.returncode == 2
     assert "hydra/sweeper chooses points from results" in shown.stderr
+
+
+@pytest.mark.parametrize(("rank", "points"), [(0, ("seed=0,1",)), (1, ("hydra/sweeper=basic", "seed=0,1"))])
+def test_a_sweep_over_several_hosts_is_refused_on_each_before_anything_starts(telescope, tmp_path, rank, points):
+    shared = ("cluster=bare_metal", "cluster.nodes=2", f"cluster.node_rank={rank}", f"run_dir={tmp_path}/sweep")
+    shown = telescope("-m", "experiment=fake", *shared, *points)
+    assert shown.returncode == 1
+    assert "A sweep (-m) over 2 hosts is not possible" in shown.stderr
+    assert "Nothing was started." in shown.stderr
+    assert not list(tmp_path.rglob("run.json"))

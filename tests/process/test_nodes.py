@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,14 +12,17 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
+from telescope import plan as plan_command
 from telescope._launch import meet
-from telescope._launch.plan import Host, Plan, ProcessPlan, write_plan
+from telescope._launch.plan import Host, Plan, ProcessPlan, make_plan, write_plan
 from telescope._launch.remote import Nodes
 from telescope._launch.standing import Standing
 from telescope._launch.talk import HeadTalk, NodeTalk, Orders, Report
+from telescope.compose.load import load_points, places_for
 from telescope.runlog.identity import RunIdentity, write_identity
 from telescope.runlog.layout import RunDirectory
 from tests.process.conftest import stand_in
@@ -212,6 +216,42 @@ def test_a_server_elsewhere_is_started_again(cluster: Cluster) -> None:
     assert cluster.ended(node)[0] == 143
     assert json.loads(cluster.run.exit_json.read_text())["restarts"] == {"server-0": 1}
     assert cluster.left() == []
+
+
+SHARED_CARDS = (
+    *("experiment=fake", "cluster=bare_metal", "cluster.device=gpu", "cluster.inference_num_workers=6"),
+    *("inference.tensor_parallel_size=2", "inference.gpu_memory_utilization=0.45", "cluster.trainer_num_workers=3"),
+    *("cluster.trainer_placement=SPREAD", "cluster.env_num_workers=3"),
+)
+
+
+@pytest.mark.slow
+def test_what_plan_prints_is_what_processes_on_three_hosts_get(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hosts with 0, 4 and 4 GPUs; each stand-in writes down the variables that it has."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")  # of the shell in which the run is started: not for its processes
+    assert plan_command.main(["--placement", "--hosts", "1x0x16,2x4x64", *SHARED_CARDS]) == 0
+    printed = re.findall(r"^  (\S+) +(?:GPU ([\d, ]+), )?(\d+) threads?$", capsys.readouterr().out, re.MULTILINE)
+    (point,) = load_points(list(SHARED_CARDS), places_for(None), os.environ, sweep=False)
+    assert point.config is not None
+    plan = make_plan(point.config, (Host("host-0", 16), *(Host(f"host-{node}", 64, tuple("0123")) for node in (1, 2))))
+    behaviour = {name: (*stand_in(name, "show_environment").program,) for name in plan.names}
+    behaviour["orchestrator"] = stand_in("orchestrator", "finish").program
+    cluster.start(
+        *((process.node, msgspec.structs.replace(process, program=behaviour[process.name])) for process in plan.processes),
+        nodes=3,
+    )
+    nodes = [cluster.join(node) for node in (1, 2)]
+    assert [cluster.ended(command)[0] for command in (cluster.head, *nodes)] == [0, 0, 0]
+    got = []
+    for name in plan.names[1:]:
+        text = (cluster.run.path / "environment" / name).read_text()
+        seen = dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
+        got.append((name, seen["CUDA_VISIBLE_DEVICES"].replace(",", ", "), seen["OMP_NUM_THREADS"]))
+    assert sorted(got) == sorted(printed[1:])
+    assert {name: gpus for name, gpus, _ in got}["trainer-2"] == "0"  # of the last host, with a server
+    assert sorted(gpus for name, gpus, _ in got if name.startswith("server")) == ["0, 1", "0, 1", "2, 3"]
 
 
 def test_an_interrupt_at_a_node_ends_the_run_everywhere(cluster: Cluster) -> None:

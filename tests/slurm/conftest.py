@@ -131,7 +131,7 @@ def submit(tmp_path: Path) -> Iterator[Submit]:
     def hand_over(slurm: Slurm, *overrides: str) -> list[Job]:
         environment = {**slurm.environment, "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", "LD_PRELOAD": ""}
         done = subprocess.run(
-            [sys.executable, "-m", "telescope.run", f"run_dir={tmp_path}/run", "cluster=slurm", *overrides],
+            [sys.executable, "-m", "telescope.run", f'run_dir="{tmp_path}/a run"', "cluster=slurm", *overrides],
             env=environment,
             cwd=ROOT,
             capture_output=True,
