@@ -23,7 +23,9 @@ class Small(nn.Module):
         super().__init__()
         torch.manual_seed(5)
         self.embed = nn.Embedding(96, 48)
-        layer = nn.ModuleDict({"up": nn.Linear(48, 200, bias=False), "down": nn.Linear(300, 48, bias=False), "norm": nn.LayerNorm(48)})
+        layer = nn.ModuleDict(
+            {"up": nn.Linear(48, 200, bias=False), "down": nn.Linear(300, 48, bias=False), "norm": nn.LayerNorm(48)}
+        )
         self.model = nn.ModuleDict({"layers": nn.ModuleList([layer])})
         self.experts = nn.Parameter(torch.randn(3, 20, 30))
 
@@ -197,4 +199,3 @@ def test_loaded_moments_go_home():
     moments = [value for state in other.state.values() for value in state.values() if value.ndim]
     assert len(moments) == 12
     assert all(value.data_ptr() in homes for value in moments)
-

@@ -56,9 +56,7 @@ def frozen(settings: FSDP, job: Job, kind: attention.Kind, computing: torch.dtyp
     """The base model once more, in the precision of the forward pass: its weights never move, so they need no better one."""
     lm, checkpoint = loading.outline(job.model, kind, computing, adapters=False)
     policy = Policy(lm.requires_grad_(False).eval(), kind)
-    policy.shard(
-        spread.mesh, MixedPrecisionPolicy(), reshard_layers=True, reshard_rest=True, offload=_offload(settings, job)
-    )
+    policy.shard(spread.mesh, MixedPrecisionPolicy(), reshard_layers=True, reshard_rest=True, offload=_offload(settings, job))
     loading.fill(policy, checkpoint, _home(settings, job), spread)
     log.info("a frozen copy of the base model, in %s, is the reference", str(computing).removeprefix("torch."))
     return policy

@@ -1,7 +1,7 @@
 """From an accumulated gradient to new weights: learning rate, loss scale, clipping, the optimiser's step.
 
-Owns the order of an update and the schedule. A gradient that is not finite, or that nothing was trained for, moves no weight: with a
-gradient of 0 the moments of AdamW would move them.
+Owns the order of an update and the schedule. A gradient that is not finite, or that nothing was trained for, moves no weight: with
+a gradient of 0 the moments of AdamW would move them.
 """
 
 from __future__ import annotations
@@ -56,9 +56,7 @@ class StepUpdates:
 class Updater:
     """`skipped` counts the updates left out since the start."""
 
-    def __init__(
-        self, kind: optimizers.Kind, job: Job, module: nn.Module, *, scaled: bool, hosted: bool = False
-    ) -> None:
+    def __init__(self, kind: optimizers.Kind, job: Job, module: nn.Module, *, scaled: bool, hosted: bool = False) -> None:
         """`hosted`: moments lie in host memory between updates."""
         self._job = job
         self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
