@@ -12,7 +12,7 @@ from telescope.backends.fsdp import FSDP
     ("settings", "sentence"),
     [
         ({"reshard_after_forward": 1}, "backend.reshard_after_forward=1 is no group of ranks: set true, false, or 2 or more"),
-        ({"offload": "optimizer", "optimizer": "sgd"}, "which keeps no moments: leave it out"),
+        ({"offload": "optimizer", "optimizer": "sgd"}, "which has no moments: leave it out"),
         (
             {"offload": "parameters", "optimizer": "muon"},
             "backend.optimizer=muon does: set offload=optimizer, or optimizer=adamw",

@@ -55,7 +55,7 @@ class FSDP(BackendSettings):
         if not isinstance(group, bool) and group < 2:
             yield f"backend.reshard_after_forward={group} is no group of ranks: set true, false, or 2 or more"
         if self.offload == "optimizer" and self.optimizer == "sgd":
-            yield "backend.offload=optimizer has nothing to move with backend.optimizer=sgd, which keeps no moments: leave it out"
+            yield "backend.offload=optimizer has nothing to move with backend.optimizer=sgd, which has no moments: leave it out"
         if self.offload == "parameters" and self.optimizer in ("adamw_8bit", "muon"):
             yield (
                 f"backend.offload=parameters leaves the update to the host's processors, which are slow at what "
