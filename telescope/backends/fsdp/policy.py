@@ -209,8 +209,8 @@ def load(model: ModelSettings, kind: attention.Kind, dtype: torch.dtype, *, adap
         raise UnfitModel(f"model.name={model.name}: it can't be loaded: {said}") from error
     if absent := sorted(facts["missing_keys"]):
         raise UnfitModel(
-            f"model.name={model.name}: its files lack {len(absent)} of the model's tensors, {', '.join(absent[:3])} first, which "
-            "would be random numbers: complete the folder"
+            f"model.name={model.name}: its files lack {len(absent)} of the model's tensors, {', '.join(absent[:3])} first, "
+            "which would be random numbers: complete the folder"
         )
     return fitted(lm, model, adapters=adapters)
 
