@@ -35,6 +35,7 @@ def conflicts(config: RunConfig) -> list[Conflict]:
         *_hosts(config),
         *_weights(config),
         *_shared_rows(config),
+        *_backend(config),
     ]
 
 
@@ -286,6 +287,14 @@ def _weights(config: RunConfig) -> Iterator[Conflict]:
             ("weight_sync.transport", "cluster.device"),
             f"weight_sync.transport={sync.transport} needs GPUs, and cluster.device=cpu: set weight_sync.transport=auto",
         )
+
+
+def _backend(config: RunConfig) -> Iterator[Conflict]:
+    cluster = config.cluster
+    found = config.backend.run_errors(
+        ranks=cluster.trainer_num_workers, adapters=config.model.lora is not None, on_cpu=cluster.device == "cpu"
+    )
+    yield from (Conflict(paths, sentence) for paths, sentence in found)
 
 
 def is_loopback(host: str | None) -> bool:

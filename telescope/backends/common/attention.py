@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from telescope.backends.common.context import Context
-from telescope.backends.common.kernels import Kind, Lengths, by_lengths
+from telescope.backends.common.kernels import Kind as Kind
+from telescope.backends.common.kernels import Lengths, by_lengths
 
 NAMES: dict[Kind, str] = {
     "flash3": "telescope_lengths_3", "flash2": "telescope_lengths_2", "varlen": "telescope_lengths",
@@ -61,6 +62,8 @@ def register(kind: Kind) -> str:
     """Make the kind known to transformers and return its name there, for `attn_implementation`. May be called again."""
     from transformers import AttentionInterface
 
+    if NAMES[kind] in AttentionInterface():
+        return NAMES[kind]  # whoever has wrapped it means it to stay so
     plain: dict[Kind, Function] = {"sdpa": _sdpa, "flex": _flex}
     function = plain[kind] if kind in plain else _flash(by_lengths(kind))
     AttentionInterface.register(NAMES[kind], _over_ranks(function))
@@ -232,8 +235,8 @@ def _flex_attention(compiled: bool) -> Callable[..., Any]:
     """On a CPU it can't be trained, and is not worth compiling."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    attend: Callable[..., Any] = torch.compile(flex_attention, dynamic=True) if compiled else flex_attention
-    return attend
+    attend: Any = flex_attention
+    return torch.compile(attend, dynamic=True) if compiled else attend  # type: ignore[no-any-return]
 
 
 def _flex(

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from telescope.backends.base import Job
 from telescope.backends.common import kernels
-from telescope.backends.fsdp import loading, recompute
+from telescope.backends.fsdp import compiling, loading, recompute
 from telescope.backends.fsdp.mesh import Spread
 from telescope.backends.fsdp.policy import Policy
 
@@ -29,6 +29,8 @@ def trained(settings: FSDP, job: Job, kind: kernels.Kind, computing: torch.dtype
     lm, checkpoint = loading.outline(job.model, kind, master)
     kept = recompute.mode(settings.gradient_checkpointing)
     recompute.enable(lm, kept)
+    if settings.compile:
+        compiling.compile_layers(lm, kind)
     policy = Policy(lm, kind, spread.context)
     uniform = all(parameter.dtype == computing for parameter in policy.parameters())  # adapters are float32 in any model
     precision = MixedPrecisionPolicy(param_dtype=None if uniform else computing, reduce_dtype=torch.float32)
@@ -37,7 +39,7 @@ def trained(settings: FSDP, job: Job, kind: kernels.Kind, computing: torch.dtype
     loading.fill(policy, checkpoint, _home(settings, job), spread)
     policy.verify(job.world.device, job.temperature, tolerance=1e-3 if computing == torch.float32 else 0.5)
     log.info(
-        "%s: %.2fM weights in %s, %.2fM of them trained, computing in %s, attention %s, checkpointing %s",
+        "%s: %.2fM weights in %s, %.2fM of them trained, computing in %s, attention %s, checkpointing %s%s",
         type(lm).__name__,
         sum(parameter.numel() for parameter in policy.parameters()) / 1e6,
         job.model.dtype,
@@ -45,6 +47,7 @@ def trained(settings: FSDP, job: Job, kind: kernels.Kind, computing: torch.dtype
         str(computing).removeprefix("torch."),
         kernels.WORDS[kind],
         kept,
+        ", layers compiled" if settings.compile else "",
     )
     return policy
 

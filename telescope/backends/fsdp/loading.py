@@ -53,7 +53,9 @@ def outline(model: ModelSettings, kind: Kind, dtype: torch.dtype, *, adapters: b
     lm, checkpoint = _outline(model, kind, dtype)
     if checkpoint is None:
         return load(model, kind, dtype, adapters=adapters), None
-    return fitted(lm, model, adapters=adapters), checkpoint
+    with _lent_memory(lm):
+        fitted(lm, model, adapters=adapters)
+    return lm, checkpoint
 
 
 def _outline(model: ModelSettings, kind: Kind, dtype: torch.dtype) -> tuple[Any, Checkpoint | None]:
@@ -105,6 +107,23 @@ def parameters_on_meta() -> Iterator[None]:
         yield
     finally:
         hook.remove()
+
+
+@contextmanager
+def _lent_memory(lm: nn.Module) -> Iterator[None]:
+    """Parameters seem to be on the CPU (one number, seen everywhere), so that adapters made beside them get memory and values."""
+    bare = [
+        (module, name, p) for module in lm.modules() for name, p in module._parameters.items() if p is not None and p.is_meta
+    ]
+    for module, name, p in bare:
+        lent = torch.zeros((), dtype=p.dtype).expand(p.shape)
+        module._parameters[name] = nn.Parameter(lent, requires_grad=p.requires_grad)
+    try:
+        yield
+    finally:
+        for module, name, p in bare:
+            p.requires_grad_(module._parameters[name].requires_grad)  # type: ignore[union-attr]
+            module._parameters[name] = p
 
 
 def fill(policy: Policy, checkpoint: Checkpoint | None, device: torch.device, spread: Spread) -> None:
