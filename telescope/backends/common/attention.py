@@ -236,7 +236,7 @@ def _flex_attention(compiled: bool) -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
     attend: Any = flex_attention
-    return torch.compile(attend, dynamic=True) if compiled else attend  # type: ignore[no-any-return]
+    return torch.compile(attend, dynamic=True) if compiled else attend
 
 
 def _flex(
