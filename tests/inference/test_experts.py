@@ -65,7 +65,7 @@ async def test_an_update_of_experts_and_router_is_what_the_engine_computes_with(
         run=RUN,
     )
     engine = VllmEngine(plan, WeightSyncSettings(update_timeout_s=120.0))
-    publisher = SharedMemoryPublisher(RUN, tmp_path / "segments")
+    publisher = SharedMemoryPublisher(RUN, tmp_path)
     await engine.start()
     try:
         prompt = np.arange(2, 14, dtype=np.int32)
