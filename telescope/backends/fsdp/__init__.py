@@ -23,8 +23,9 @@ class FSDP(BackendSettings):
     """true, full: keep only each layer's input and compute the layer again in the backward pass: least memory, about a third
     more time. selective: keep the results of matrix products and attention too, and compute again what is between them. false:
     keep everything."""
-    attention: Literal["auto", "flash", "sdpa", "flex"] = "auto"
-    """Kernel of the attention within each packed sample. auto: flash on a GPU in half precision, else sdpa."""
+    attention: Literal["auto", "flash", "flash3", "flash2", "varlen", "flex", "sdpa"] = "auto"
+    """Kernel of the attention within each packed sample. auto: the first of flash3, flash2, varlen, flex and sdpa that works
+    here; flash: the first of the first three, which compute in half precision on a GPU."""
     context_parallel_size: int = Field(default=1, ge=1, le=64)
     """Trainer ranks that share each packed row, an equal part of its tokens each: longer rows in the same memory. Must divide
     the number of ranks, the model's attention heads and trainer.pad_to_multiple_of."""
@@ -46,6 +47,10 @@ class FSDP(BackendSettings):
     Needs a C++ compiler on the host."""
     collective_timeout_s: float = Field(default=600.0, gt=0)
     """Until a rank that waits for the others, at the start or in a collective, gives up with an error."""
+
+    @property
+    def ranks_a_shard(self) -> int:
+        return self.context_parallel_size
 
     @model_validator(mode="after")
     def _options_go_together(self) -> FSDP:
@@ -100,10 +105,6 @@ class FSDP(BackendSettings):
                 ("backend.offload", "cluster.device"),
                 f"backend.offload={self.offload} frees the memory of a GPU, and cluster.device=cpu has none: leave it out",
             )
-
-    @property
-    def ranks_a_shard(self) -> int:
-        return self.context_parallel_size
 
     def build(self, job: Job) -> Backend:
         from telescope.backends.fsdp.backend import FSDPBackend

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from telescope.backends.base import Job
-from telescope.backends.common import attention
+from telescope.backends.common import kernels
 from telescope.backends.fsdp import compiling, loading, recompute
 from telescope.backends.fsdp.mesh import Spread
 from telescope.backends.fsdp.policy import Policy
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def trained(settings: FSDP, job: Job, kind: attention.Kind, computing: torch.dtype, spread: Spread) -> Policy:
+def trained(settings: FSDP, job: Job, kind: kernels.Kind, computing: torch.dtype, spread: Spread) -> Policy:
     """The policy, ready for its first step. A collective."""
     master = getattr(torch, job.model.dtype)
     lm, checkpoint = loading.outline(job.model, kind, master)
@@ -45,14 +45,14 @@ def trained(settings: FSDP, job: Job, kind: attention.Kind, computing: torch.dty
         job.model.dtype,
         sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad) / 1e6,
         str(computing).removeprefix("torch."),
-        f"flash ({attention.flash_name()})" if kind == "flash" else kind,
+        kernels.WORDS[kind],
         kept,
         ", layers compiled" if settings.compile else "",
     )
     return policy
 
 
-def frozen(settings: FSDP, job: Job, kind: attention.Kind, computing: torch.dtype, spread: Spread) -> Policy:
+def frozen(settings: FSDP, job: Job, kind: kernels.Kind, computing: torch.dtype, spread: Spread) -> Policy:
     """The base model once more, in the precision of the forward pass: its weights never move, so they need no better one."""
     lm, checkpoint = loading.outline(job.model, kind, computing, adapters=False)
     policy = Policy(lm.requires_grad_(False).eval(), kind, spread.context)

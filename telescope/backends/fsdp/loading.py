@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from telescope.backends.common import attention
+from telescope.backends.common.kernels import Kind
 from telescope.backends.fsdp.mesh import Spread
 from telescope.backends.fsdp.policy import UnfitModel, fitted, load
 from telescope.backends.fsdp.shares import local
@@ -43,9 +44,7 @@ class Checkpoint:
     files: Mapping[str, Path]
 
 
-def outline(
-    model: ModelSettings, kind: attention.Kind, dtype: torch.dtype, *, adapters: bool = True
-) -> tuple[Any, Checkpoint | None]:
+def outline(model: ModelSettings, kind: Kind, dtype: torch.dtype, *, adapters: bool = True) -> tuple[Any, Checkpoint | None]:
     """The model without its weights, and where they are; adapters, buffers and all else are there.
 
     None: the files are not the model's own tensors one by one, and the model has its weights already. Raises `UnfitModel`, and
@@ -59,7 +58,7 @@ def outline(
     return lm, checkpoint
 
 
-def _outline(model: ModelSettings, kind: attention.Kind, dtype: torch.dtype) -> tuple[Any, Checkpoint | None]:
+def _outline(model: ModelSettings, kind: Kind, dtype: torch.dtype) -> tuple[Any, Checkpoint | None]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
