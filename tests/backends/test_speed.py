@@ -35,7 +35,7 @@ def test_an_embedding_that_is_only_looked_up_does_not_count(build, tmp_path):
 
 def test_every_phase_of_every_row_is_a_span_in_its_place(build):
     """Two minibatches of which the second needs the log-probs from before, a reference, clipping and the optimiser's step."""
-    job = make_job(algorithm=GRPO(use_tis=True, kl_ref_coef=0.1), seq_len=96)
+    job = make_job(algorithm=GRPO(use_tis=True, kl_ref_coef=0.1), seq_len=64)
     result = build(job).train_step(in_minibatches(make_shard(), (6, 2)))
     rows = {0: 2, 1: 1}
     phases = ("data_to_device", "compute_kl", "forward", "loss_computation", "backward")

@@ -60,7 +60,7 @@ def with_advantage(shard: TrainShard, index: int, advantage: float) -> TrainShar
 
 
 def test_a_gradient_that_overflows_in_float16_is_traced_to_its_trajectory(tmp_path, capsys):
-    """The rollout's own loss is finite; its gradient is beyond 65,504. The second minibatch is at fault, with `old` in its loss."""
+    """Its own loss is finite, its gradient beyond 65,504. The second minibatch is at fault, with `old` in its loss."""
     run, config = kept_run(tmp_path, mixed_precision_dtype="float16")
     shard = in_minibatches(with_advantage(make_shard(3), 5, 1e5), (4, 4))
     result = train_and_keep(run, config, shard)

@@ -81,7 +81,7 @@ def test_samples_are_handed_on_while_the_run_goes_on(tmp_path):
 
 
 def test_a_log_that_has_failed_is_done_without(tmp_path, caplog):
-    run, timeline = opened(tmp_path)
+    _, timeline = opened(tmp_path)
     log = timeline._rows
     assert log is not None
     log.close()
