@@ -27,7 +27,7 @@ from telescope.trainer.main import job as job_of
 NAMED = 10
 """Parameters and trajectories that are named; the others are counted."""
 SHARING = ("context_parallel_size", "replicas")
-"""Settings of a backend by which ranks share a step, and which fewer ranks may not be able to keep."""
+"""Settings of a backend by which ranks share trajectories or keep copies of the weights."""
 
 
 class CannotReplay(ValueError):
@@ -54,7 +54,7 @@ def replay_step(run: RunDirectory, step: int, *, weights: str | None, device: st
     probe = Probe(loss_scale=first.loss_scale)
     world = _world(device, config)
     own = share(whole, world, config.trainer.seq_len)
-    backend = _alone(config.backend, world.size).build(_job(config, world, weights, probe))
+    backend = _alone(config.backend).build(_job(config, world, weights, probe))
     try:
         result = backend.train_step(own)
     finally:
@@ -148,11 +148,8 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def _alone(backend: BackendSettings, ranks: int) -> BackendSettings:
-    """Ranks that can't share a step as the run's did each have their own trajectories, which changes no gradient."""
-    shared = math.prod(int(getattr(backend, name, 1) or 1) for name in SHARING)
-    if ranks % shared == 0:
-        return backend
+def _alone(backend: BackendSettings) -> BackendSettings:
+    """Each process has trajectories of its own, however the run's ranks shared them, which changes no gradient."""
     return backend.model_copy(update={name: 1 for name in SHARING if hasattr(backend, name)})
 
 

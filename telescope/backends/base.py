@@ -137,6 +137,11 @@ class BackendSettings(Settings):
     trains_adapters: ClassVar[bool] = False
     """Whether it knows model.lora."""
 
+    @property
+    def ranks_a_shard(self) -> int:
+        """Neighbouring ranks that train the same trajectories together, and are all sent them; 1: each has its own."""
+        return 1
+
     def build(self, job: Job) -> Backend:
         """Make the backend on this rank; torch.distributed is set up in here, from the standard environment variables."""
         raise NotImplementedError

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from telescope.config.models import attention_heads
 from telescope.config.run import RunConfig
 
 MOST_LANES = 1_000_000
@@ -33,6 +34,7 @@ def conflicts(config: RunConfig) -> list[Conflict]:
         *_processes(config),
         *_hosts(config),
         *_weights(config),
+        *_shared_rows(config),
     ]
 
 
@@ -155,6 +157,30 @@ def _processes(config: RunConfig) -> Iterator[Conflict]:
             "or leave it out",
         )
     yield from _inference(config)
+
+
+def _shared_rows(config: RunConfig) -> Iterator[Conflict]:
+    size, ranks, padding = config.backend.ranks_a_shard, config.cluster.trainer_num_workers, config.trainer.pad_to_multiple_of
+    if ranks % size:
+        yield Conflict(
+            ("backend.context_parallel_size", "cluster.trainer_num_workers"),
+            f"backend.context_parallel_size={size} must divide cluster.trainer_num_workers={ranks}: so many ranks share each "
+            f"packed row; set cluster.trainer_num_workers={-(-ranks // size) * size}, or backend.context_parallel_size=1",
+        )
+    if padding % size:
+        yield Conflict(
+            ("trainer.pad_to_multiple_of", "backend.context_parallel_size"),
+            f"trainer.pad_to_multiple_of={padding} must be a multiple of backend.context_parallel_size={size}, as each packed "
+            f"row is cut into so many equal parts: set trainer.pad_to_multiple_of={-(-padding // size) * size}",
+        )
+    heads = attention_heads(config.model.name) if size > 1 else None
+    if heads is not None and heads % size:
+        fits = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
+        yield Conflict(
+            ("backend.context_parallel_size", "model.name"),
+            f"backend.context_parallel_size={size} must divide the {heads} attention heads of model.name={config.model.name}: "
+            f"set it to one of {fits}",
+        )
 
 
 def _hosts(config: RunConfig) -> Iterator[Conflict]:

@@ -173,3 +173,15 @@ def end_ids(folder: Path) -> tuple[int, ...]:
         if given is not None:
             return tuple(given) if isinstance(given, list) else (given,)
     return ()
+
+
+def attention_heads(name: str) -> int | None:
+    """Query heads of an embedded or local model by its config.json; None where that can't be told here."""
+    folder = model_path(name)
+    if folder is None:
+        return None
+    try:
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))["num_attention_heads"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # whoever loads the model says what is wrong with its files
+    return found if isinstance(found, int) and found > 0 else None

@@ -35,6 +35,8 @@ class Recipe:
     truncates: bool = False
     """A trajectory longer than `seq_len` is trained up to there; else it makes the batch unusable."""
     seed: int = 0
+    ranks_a_shard: int = 1
+    """Neighbouring trainer ranks that train the same trajectories together."""
     rewards: RewardRanges = field(default_factory=RewardRanges)
 
     def fitted(self, rollout: Scored) -> Scored:
@@ -75,7 +77,7 @@ class Batch:
     advantages: np.ndarray  # [rollouts] float64
     filters: tuple[tuple[str, ...], ...]  # by rollout: the rules by which it left the loss
     denominators: tuple[Denominators, ...]  # one an update: the minibatches of each epoch, one epoch after another
-    shards: tuple[Shard, ...]
+    shards: tuple[Shard, ...]  # one a trainer rank; ranks that share rows have the same
     truncated: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """By rollout id: how many tokens each of its branches lost beyond trainer.seq_len, where one did."""
 
@@ -145,8 +147,10 @@ def cut(
         for part in batching.cut(_order(places, recipe, command.step, epoch), recipe.minibatches)
     ]
     counts = tuple(_denominators([kept[place] for place in part]) for part in parts)
-    shares = [_shares(kept, part, ranks, recipe.seq_len, attention_length) for part in parts]
-    shards = tuple(_shard(command.step, kept, advantages, counts, [share[rank] for share in shares]) for rank in range(ranks))
+    different = ranks // recipe.ranks_a_shard
+    shares = [_shares(kept, part, different, recipe.seq_len, attention_length) for part in parts]
+    dealt = [_shard(command.step, kept, advantages, counts, [share[place] for share in shares]) for place in range(different)]
+    shards = tuple(shard for shard in dealt for _ in range(recipe.ranks_a_shard))
     largest = max(array.nbytes for shard in shards for array in shard.arrays)
     if largest > MAX_FRAME_BYTES:
         raise BatchUnusable(

@@ -207,6 +207,7 @@ async def _train(place: Place, signals: Signals, core: Core, recorder: Recorder,
             seq_len=config.trainer.seq_len,
             truncates=config.trainer.overlong == "truncate",
             seed=config.seed,
+            ranks_a_shard=config.backend.ranks_a_shard,
             rewards=recorder.rewards,
         ),
         updates=UpdateRules(

@@ -94,7 +94,7 @@ def training(config: RunConfig, shape: ModelShape, ranks: int | None = None) -> 
     return trainer_memory(
         shape,
         ranks=ranks or config.cluster.trainer_num_workers,
-        row_tokens=trainer.seq_len,
+        row_tokens=trainer.seq_len // backend.ranks_a_shard,
         chunk=trainer.entropy_chunk_size,
         weight_bytes=BYTES[config.model.dtype],
         compute_bytes=BYTES[backend.mixed_precision_dtype or config.model.dtype],
@@ -122,7 +122,7 @@ def check_memory(config: RunConfig, shape: ModelShape, card: Card) -> None:
             f"A trainer rank needs about {_gib(rank.total)}, and an {card.name} has {_gib(card.memory)}: weights, gradients "
             f"and moments {_gib(rank.weights + rank.gradients + rank.moments)} on cluster.trainer_num_workers={ranks}, "
             f"activations {_gib(rank.kept)} at trainer.seq_len={config.trainer.seq_len:,}. Give it more "
-            "ranks, shorter rows, or backend.gradient_checkpointing=true."
+            "ranks, shorter rows (or parts of rows: backend.context_parallel_size), or backend.gradient_checkpointing=true."
         )
 
 
@@ -136,7 +136,7 @@ def assumed_load(config: RunConfig, shape: ModelShape, card: Card, completion_to
         shape=shape,
         completion_tokens=lognormal(mean, SIGMA, most),
         prompt_tokens=lognormal(min(PROMPT_TOKENS, config.inference.max_model_len / 4), 0.3, config.inference.max_model_len),
-        row_tokens=config.trainer.seq_len,
+        row_tokens=config.trainer.seq_len // config.backend.ranks_a_shard,
         ranks=config.cluster.trainer_num_workers,
         kv_tokens=kv_tokens(config, shape, card),
         max_seqs=max_seqs(config, "gpu"),
@@ -193,7 +193,7 @@ def processor_step_s(config: RunConfig, costs: Costs, outcome: Outcome) -> float
 
 
 def rows_a_rank(config: RunConfig, load: Load) -> int:
-    """Packed rows of the fullest rank for a batch of lengths drawn evenly from the load."""
+    """Packed rows of the fullest rank for a batch of lengths drawn evenly from the load; ranks that share rows are one."""
     count = config.orchestrator.prompts_batch_size_for_trainer * config.rollout.group_size
     most = config.trainer.seq_len
     shown = min(count, 2048)
@@ -201,7 +201,7 @@ def rows_a_rank(config: RunConfig, load: Load) -> int:
         min(most, max(1, round(load.prompt_tokens.mean + load.completion_tokens.at((place + 0.5) / shown))))
         for place in range(shown)
     ]
-    ranks = config.cluster.trainer_num_workers
+    ranks = config.cluster.trainer_num_workers // config.backend.ranks_a_shard
     if count > shown:
         return -(-count * round(sum(lengths) / shown) // (ranks * most))
     shares = assign([float(length) for length in lengths], ranks)
@@ -225,7 +225,8 @@ def splits(config: RunConfig, gpus: int, load_of: Callable[[RunConfig], Load]) -
     if len(counts) > MOST_SPLITS:
         counts = sorted({max(1, round(gpus * part / (MOST_SPLITS + 1))) for part in range(1, MOST_SPLITS + 1)})
     cards = config.inference.tensor_parallel_size
-    for servers in (count for count in counts if count % cards == 0):
+    shared = config.backend.ranks_a_shard
+    for servers in (count for count in counts if count % cards == 0 and (gpus - count) % shared == 0):
         divided = divided_as(config, servers, gpus - servers)
         try:
             yield Split(servers, gpus - servers, forecast(divided, load_of(divided)))

@@ -33,6 +33,19 @@ PLAIN = "plain"
 TWO_MINIBATCHES = {f"{name}, 2 minibatches": name for name in ("sapo token mean, TIS", "gspo, masks of sequences")}
 """Extra cases, of algorithms that look back to the log-probs before the first update."""
 WORLDS = (PLAIN, "1", "2", "3", "4")
+SHARED_WORLDS = ("2c2", "4c2", "4c4")
+"""`4c2`: four ranks, of which pairs share each row."""
+SHARED_CASES = (
+    "grpo clipped", "rloo TIS", "reinforce_pp", "dr_grpo token_sum_norm", "cispo TIS", "gspo, masks of sequences", "sapo",
+    "grpo, penalties of all kinds", "gspo, masks of sequences, 2 minibatches",
+)  # fmt: skip
+"""What they train: every algorithm, each kind of sum over a sequence, the base model, and log-probs from before the step."""
+
+
+def ranks_of(world: str) -> tuple[int, int]:
+    """Its ranks, and how many of them share a row."""
+    size, _, shared = ("1" if world == PLAIN else world).partition("c")
+    return int(size), int(shared or 1)
 
 
 @dataclass(frozen=True)
@@ -104,6 +117,8 @@ def job(model: str, algorithm: Algorithm, world: World, packing: str, seed: int)
     rows = {"seq_len": 512, "pad_to_multiple_of": 1}
     if packing != PLAIN:
         rows = {"seq_len": int(random.choice([32, 48, 80])), "pad_to_multiple_of": int(random.choice([1, 8]))}
+    if ranks_of(packing)[1] > 1:
+        rows["pad_to_multiple_of"] = int(random.choice([4, 8]))
     return Job(
         algorithm=algorithm,
         model=ModelSettings(name=model),
@@ -116,8 +131,13 @@ def job(model: str, algorithm: Algorithm, world: World, packing: str, seed: int)
     )
 
 
-def share(case: Case, world: int, rank: int, seed: int) -> TrainShard:
-    """A rank's trajectories in any order; branches of one rollout may go to different ranks, and a rank may get nothing."""
+def share(case: Case, packing: str, rank: int, seed: int) -> TrainShard:
+    """A rank's trajectories in any order; branches of one rollout may go to different ranks, and a rank may get nothing.
+
+    Ranks that share rows get the same.
+    """
+    size, shared = ranks_of(packing)
+    world, rank = size // shared, rank // shared
     random = np.random.default_rng((seed, world))
     order = random.permutation(len(case.shard.items))
     owners = random.integers(0, world, len(order))

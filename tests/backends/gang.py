@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from telescope.backends.base import World
-from tests.backends.cases import PLAIN, WORLDS, Case, Found, cases, job, share
+from tests.backends.cases import SHARED_CASES, SHARED_WORLDS, WORLDS, Case, Found, cases, job, ranks_of, share
 from tests.backends.watching import Watching, watch
 from tests.digits.batches import VARIANTS
 
@@ -28,26 +28,31 @@ def main() -> int:
     folder, model = Path(sys.argv[1]), sys.argv[2]
     rank, ports = int(os.environ["RANK"]), json.loads(os.environ["PORTS"])
     known = cases(folder / "logprobs.npy")
-    for packing in reversed(WORLDS):
-        size = 1 if packing == PLAIN else int(packing)
+    for packing in sorted((*WORLDS, *SHARED_WORLDS), key=lambda world: -ranks_of(world)[0]):
+        size = ranks_of(packing)[0]
         if rank >= size:
-            return 0
+            continue
         os.environ |= {"WORLD_SIZE": str(size), "MASTER_PORT": str(ports[packing])}
         run(known, World(rank, size, "cpu"), packing, model, folder)
     return 0
 
 
 def run(known: list[Case], world: World, packing: str, model: str, folder: Path) -> None:
-    """All cases in one world; rank 0 writes what it found."""
-    backend = watch(job(model, ALL_NEEDS, world, packing, 0), optimizer="sgd", collective_timeout_s=60.0)
+    """All cases in one world; rank 0 writes what it found. Worlds that share rows train some cases alone."""
+    shared = ranks_of(packing)[1]
+    backend = watch(
+        job(model, ALL_NEEDS, world, packing, 0), optimizer="sgd", collective_timeout_s=60.0, context_parallel_size=shared
+    )
     frozen, start = backend._reference, [p.detach().to_local().clone() for p in backend._policy.parameters()]
     before = flat(dict(backend.weights()))
     found, gradients, updates = [], [], []
     for seed, case in enumerate(known):
+        if shared > 1 and case.name not in SHARED_CASES:
+            continue
         backend._job = job(model, case.algorithm, world, packing, seed)
         backend._updater._rate = lambda step, rate=case.rate: rate
         backend._reference = frozen if case.algorithm.needs_reference else None
-        result = backend.train_step(share(case, world.size, world.rank, seed))
+        result = backend.train_step(share(case, packing, world.rank, seed))
         found.append(Found(case.name, result.metrics))
         gradients.append(flat(backend.gradients))
         after = dict(backend.weights())

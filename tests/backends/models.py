@@ -18,3 +18,22 @@ def random_model(folder: Path, **changes: object) -> str:
     }  # fmt: skip
     Qwen3ForCausalLM(Qwen3Config(**{**sizes, **changes})).save_pretrained(folder)
     return str(folder)
+
+
+def random_experts(folder: Path, kind: str = "qwen3_moe", **changes: object) -> str:
+    """A small model whose layers have four experts, of which a token takes two; its files have a matrix for each."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(2)
+    sizes = {
+        "vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "initializer_range": 0.2,
+        "num_experts_per_tok": 2, "tie_word_embeddings": False, "eos_token_id": 2,
+    }  # fmt: skip
+    own = {
+        "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 24, "norm_topk_prob": True},
+        "mixtral": {"num_local_experts": 4},
+    }
+    config = AutoConfig.for_model(kind, **{**sizes, **own[kind], **changes})
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return str(folder)

@@ -25,22 +25,23 @@ def main() -> int:
         return lose(models[0])
     for number, model in enumerate(models):
         os.environ["MASTER_PORT"] = os.environ["PORTS"].split(",")[number]
-        train(model, folder / str(number))
+        train(model, folder / str(number), sharing=2 if "shared" in Path(model).name else 1)
     return 0
 
 
-def build(model: str, timeout_s: float, checkpointing: bool = True):
+def build(model: str, timeout_s: float, checkpointing: bool = True, sharing: int = 1):
     job = make_job(model=model, seq_len=96, pad_to_multiple_of=16, world=World(int(os.environ["RANK"]), 2, "cpu"))
-    return watch(job, collective_timeout_s=timeout_s, gradient_checkpointing=checkpointing)
+    return watch(job, collective_timeout_s=timeout_s, gradient_checkpointing=checkpointing, context_parallel_size=sharing)
 
 
-def train(model: str, folder: Path) -> None:
-    """Two steps; gradients of the first, metrics and weights of the second."""
+def train(model: str, folder: Path, sharing: int) -> None:
+    """Two steps; gradients of the first, metrics and weights of the second. Ranks that share rows get all trajectories."""
     rank = int(os.environ["RANK"])
-    backend = build(model, timeout_s=60.0)
+    backend = build(model, timeout_s=60.0, sharing=sharing)
+    own = SHARES[rank] if sharing == 1 else sorted(SHARES[0] + SHARES[1])
     folder.mkdir(exist_ok=True)
     for step in (1, 2):
-        result = backend.train_step(part(make_shard(step, seed=step), SHARES[rank]))
+        result = backend.train_step(part(make_shard(step, seed=step), own))
         if step == 1:
             torch.save(backend.gradients, folder / f"gradients-{rank}.pt")
     torch.save(dict(backend.weights()), folder / f"weights-{rank}.pt")

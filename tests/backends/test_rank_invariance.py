@@ -27,6 +27,8 @@ from telescope.maths import metrics, packing
 from telescope.records import Trajectory
 from tests.backends.cases import (
     PLAIN,
+    SHARED_CASES,
+    SHARED_WORLDS,
     STEEP,
     STEP,
     TWO_MINIBATCHES,
@@ -42,7 +44,9 @@ from tests.backends.models import random_model
 from tests.digits.batches import MAX_TOKENS, VARIANTS
 
 SLIGHT = 1e-6
-LIMIT_S = 300.0
+LIMIT_S = 1200.0
+"""Of a machine that does much else at the time; alone it is done within two minutes."""
+ALL_WORLDS = (*WORLDS, *SHARED_WORLDS)
 
 
 @dataclass(frozen=True)
@@ -66,9 +70,9 @@ def runs(tmp_path_factory) -> Runs:
     return Runs(
         model=model,
         cases={case.name: case for case in cases(folder / "logprobs.npy")},
-        found={world: read(folder / f"{world}.json") for world in WORLDS},
-        gradients={world: np.load(folder / f"{world}-gradients.npy") for world in WORLDS},
-        updates={world: np.load(folder / f"{world}-updates.npy") for world in WORLDS},
+        found={world: read(folder / f"{world}.json") for world in ALL_WORLDS},
+        gradients={world: np.load(folder / f"{world}-gradients.npy") for world in ALL_WORLDS},
+        updates={world: np.load(folder / f"{world}-updates.npy") for world in ALL_WORLDS},
     )
 
 
@@ -82,7 +86,7 @@ def read(file: Path) -> dict[str, Found]:
 
 def start_gang(folder: Path, model: str) -> None:
     with ExitStack() as held:
-        free = {world: held.enter_context(socket.socket()) for world in WORLDS}
+        free = {world: held.enter_context(socket.socket()) for world in ALL_WORLDS}
         for each in free.values():
             each.bind(("127.0.0.1", 0))
         ports = {world: each.getsockname()[1] for world, each in free.items()}
@@ -105,7 +109,7 @@ def start_gang(folder: Path, model: str) -> None:
             process.kill()
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1300)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_any_number_of_ranks_and_any_packing_makes_the_same_update(runs: Runs, name: str):
     """The loss relative to its largest terms, which cancel in it: advantages of STEEP times log-probs."""
@@ -121,7 +125,7 @@ def test_any_number_of_ranks_and_any_packing_makes_the_same_update(runs: Runs, n
         assert np.abs(runs.updates[world][number] - update).max() <= SLIGHT * np.abs(update).max(), world
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1300)
 @pytest.mark.parametrize("name", TWO_MINIBATCHES)
 def test_two_minibatches_are_the_same_two_updates_on_any_number_of_ranks(runs: Runs, name: str):
     """The second update's gradient, and what both have moved: rounding of the weights counts 100 times, as the rate is 0.01."""
@@ -133,6 +137,26 @@ def test_two_minibatches_are_the_same_two_updates_on_any_number_of_ranks(runs: R
         assert np.abs(runs.updates[world][number] - update).max() <= 40 * SLIGHT * np.abs(update).max(), world
 
 
+@pytest.mark.timeout(1300)
+@pytest.mark.parametrize("name", SHARED_CASES)
+def test_ranks_that_share_rows_make_the_same_update_and_metrics(runs: Runs, name: str):
+    """Two ranks or four share each row, or two pairs of ranks have rows of their own: sums over sequences cross their parts."""
+    two_updates = name in TWO_MINIBATCHES
+    number = list(runs.cases).index(name)
+    place = [case for case in runs.cases if case in SHARED_CASES].index(name)
+    gradient, update = runs.gradients[PLAIN][number], runs.updates[PLAIN][number]
+    expected = runs.found[PLAIN][name].metrics
+    packing_tells = {"rows", "filler_rows", "packed_tokens", "padding_fraction"}
+    for world in SHARED_WORLDS:
+        found = runs.found[world][name].metrics
+        limits = (10 * SLIGHT, 40 * SLIGHT) if two_updates else (SLIGHT, SLIGHT)
+        assert np.abs(runs.gradients[world][place] - gradient).max() <= limits[0] * np.abs(gradient).max(), world
+        assert np.abs(runs.updates[world][place] - update).max() <= limits[1] * np.abs(update).max(), world
+        same = {key: value for key, value in expected.items() if key not in packing_tells}
+        assert {key: found[key] for key in same} == pytest.approx(same, rel=1e-4, abs=1e-5), world
+        assert found["packed_tokens"] == expected["packed_tokens"], world
+
+
 def test_the_worlds_really_packed_and_shared_in_different_ways(runs: Runs):
     found = {world: [runs.found[world][name] for name in VARIANTS] for world in WORLDS}
     rows = {world: [each.metrics["rows"] for each in found[world]] for world in WORLDS}
@@ -142,7 +166,7 @@ def test_the_worlds_really_packed_and_shared_in_different_ways(runs: Runs):
     assert all(each.metrics["updates"] == 1.0 for world in WORLDS for each in found[world])
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1300)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_metrics_of_two_ranks_are_those_of_a_direct_computation(runs: Runs, name: str):
     case, found = runs.cases[name], runs.found["2"][name].metrics

@@ -179,6 +179,24 @@ def test_a_combination_with_a_broken_setting_is_not_judged(container):
             {"model": {"lora": {}}, "backend": {"name": "fake"}},
             "backend=fake trains no adapters: set model.lora=null, or backend=fsdp",
         ),
+        (
+            {"backend": {"name": "fsdp", "context_parallel_size": 4}, "cluster": {"trainer_num_workers": 6}},
+            "backend.context_parallel_size=4 must divide cluster.trainer_num_workers=6: so many ranks share each packed "
+            "row; set cluster.trainer_num_workers=8",
+        ),
+        (
+            {"backend": {"name": "fsdp", "context_parallel_size": 2}, "trainer": {"pad_to_multiple_of": 1}},
+            "trainer.pad_to_multiple_of=1 must be a multiple of backend.context_parallel_size=2, as each packed row is cut "
+            "into so many equal parts: set trainer.pad_to_multiple_of=2",
+        ),
+        (
+            {
+                "backend": {"name": "fsdp", "context_parallel_size": 8},
+                "cluster": {"trainer_num_workers": 8},
+                "model": {"name": "tiny"},
+            },
+            "backend.context_parallel_size=8 must divide the 4 attention heads of model.name=tiny: set it to one of 1, 2, 4",
+        ),
         ({"cluster": {"env": {"A=B": "x"}}}, "cluster.env: 'A=B' can't name an environment variable"),
     ],
 )

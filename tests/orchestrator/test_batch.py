@@ -93,6 +93,16 @@ def test_every_rollout_goes_to_exactly_one_rank_with_its_arrays(shelf: Shelf):
         assert [array.dtype.name for array in shard.arrays] == ["int32", "uint8", "float32", "int32"]
 
 
+def test_ranks_that_share_rows_get_the_same_trajectories(shelf: Shelf):
+    """Four ranks in pairs: what two ranks would get, twice each."""
+    two = cut(TRAIN, shelf, Recipe(RLOO(), group_size=3, max_tokens=10), ranks=2)
+    paired = cut(TRAIN, shelf, Recipe(RLOO(), group_size=3, max_tokens=10, ranks_a_shard=2), ranks=4)
+    assert [[item.rollout_id for item in shard.step.items] for shard in paired.shards] == [
+        [item.rollout_id for item in two.shards[pair].step.items] for pair in (0, 0, 1, 1)
+    ]
+    assert paired.shards[2].step.denominators == (Denominators(tokens=10, sequences=5, groups=2),)
+
+
 def test_a_rank_without_work_gets_an_empty_shard_of_the_right_types(shelf: Shelf):
     batch = cut(TRAIN, shelf, Recipe(RLOO(), group_size=3, max_tokens=10), ranks=7)
     empty = [shard for shard in batch.shards if not shard.step.items]

@@ -142,6 +142,28 @@ def test_rows_are_packed_for_the_fullest_rank() -> None:
     assert rows_a_rank(divided_as(config, 1, 3), even) == 1  # 6, 5 and 5
 
 
+def test_ranks_that_share_rows_hold_parts_of_them_and_pack_together() -> None:
+    """Four ranks in pairs: half the activations each, the rows of two ranks, and no division into an odd number of ranks."""
+    config = composed(*SMALL, "cluster.trainer_num_workers=4", "orchestrator.prompts_batch_size_for_trainer=4")
+    paired = composed(
+        *SMALL,
+        "cluster.trainer_num_workers=4",
+        "orchestrator.prompts_batch_size_for_trainer=4",
+        "backend.context_parallel_size=2",
+    )
+    shape = shape_of("Qwen/Qwen2.5-0.5B")
+    alone, together = training(config, shape), training(paired, shape)
+    assert alone is not None
+    assert together is not None
+    assert (2 * together.kept, 2 * together.at_work) == (alone.kept, alone.at_work)
+    assert together.weights == alone.weights
+    load = assumed_load(paired, shape, CARDS["h100"])
+    assert load.train_token_s > assumed_load(config, shape, CARDS["h100"]).train_token_s
+    assert rows_a_rank(paired, load) == rows_a_rank(divided_as(config, 1, 2), load)
+    ranks = [split.ranks for split in splits(paired, 6, lambda divided: assumed_load(divided, shape, CARDS["h100"]))]
+    assert ranks == [4, 2]
+
+
 def test_weights_take_their_transports_time() -> None:
     """3B in bfloat16 over NCCL took 73 ms until all was in, and 6 ms to commit (benchmarks/results/updates)."""
     shape, card = shape_of("Qwen/Qwen2.5-3B"), CARDS["h200"]

@@ -22,6 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from telescope.backends.common.context import Context
+
 Kind = Literal["sdpa", "flash", "flex"]
 NAMES: dict[Kind, str] = {"sdpa": "telescope_stacks", "flash": "telescope_lengths", "flex": "telescope_blocks"}
 """Not the kernels' own words: transformers takes a name with `flash` in it for one of its packages, and looks for that."""
@@ -50,6 +52,8 @@ class Segments:
     """Of sdpa alone."""
     block_mask: Any = None
     """Of flex alone."""
+    context: Context | None = None
+    """The ranks that share the row; None: this rank has all of it."""
 
 
 def choose(device: str, dtype: torch.dtype) -> Kind:
@@ -71,18 +75,18 @@ def register(kind: Kind) -> str:
     from transformers import AttentionInterface
 
     function = {"sdpa": _sdpa, "flash": _flash, "flex": _flex}[kind]
-    AttentionInterface.register(NAMES[kind], function)
+    AttentionInterface.register(NAMES[kind], _over_ranks(function))
     return NAMES[kind]
 
 
-def segments(kind: Kind, boundaries: np.ndarray, device: str) -> Segments:
+def segments(kind: Kind, boundaries: np.ndarray, device: str, context: Context | None = None) -> Segments:
     """Prepare one row. boundaries [S + 1]: segment s is tokens boundaries[s] to boundaries[s + 1]; empty ones are left out."""
     kept = np.unique(boundaries)
     lengths = np.diff(kept)
     on_device = torch.from_numpy(kept.astype(np.int32)).to(device, non_blocking=True)
     stacks = _stacks(kept[:-1], lengths, device) if kind == "sdpa" else None
     mask = _block_mask(kept, lengths, device) if kind == "flex" else None
-    return Segments(boundaries=on_device, longest=int(lengths.max()), stacks=stacks, block_mask=mask)
+    return Segments(boundaries=on_device, longest=int(lengths.max()), stacks=stacks, block_mask=mask, context=context)
 
 
 def _stacks(starts: np.ndarray, lengths: np.ndarray, device: str) -> Stacks:
@@ -130,6 +134,25 @@ class _Unstack(torch.autograd.Function):
 
 
 Result = tuple[Tensor, None]
+Function = Callable[..., Result]
+
+
+def _over_ranks(function: Function) -> Function:
+    """The same where ranks share the row: all tokens are here inside attention, of a share of the heads."""
+
+    def attend(
+        module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
+        row: Segments, **kwargs: Any,
+    ) -> Result:  # fmt: skip
+        """query [1, Hq, T / C, D], key and value [1, Hkv, T / C, D] -> [1, T / C, Hq, D]."""
+        context = row.context
+        if context is None:
+            return function(module, query, key, value, attention_mask, row=row, **kwargs)
+        query, key, value = (context.by_heads(tensor) for tensor in (query, context.shared_out(key), context.shared_out(value)))
+        out, _ = function(module, query, key, value, attention_mask, row=row, **kwargs)
+        return context.by_tokens(out), None
+
+    return attend
 
 
 def _refuse_unknown(kwargs: dict[str, Any]) -> None:

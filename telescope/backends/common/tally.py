@@ -16,10 +16,14 @@ from telescope.maths import metrics
 
 
 class Tally:
-    """Of one step on one rank. Every rank must add the same names."""
+    """Of one step on one rank. Every rank must add the same names.
 
-    def __init__(self, device: str) -> None:
+    `counts`: whether its sums are added to those of the other ranks; not where another rank adds up the same rows.
+    """
+
+    def __init__(self, device: str, *, counts: bool = True) -> None:
         self._device = device
+        self._counts = counts
         self._sums: dict[str, Tensor] = {}
         self._peaks: dict[str, Tensor] = {}
 
@@ -45,5 +49,7 @@ class Tally:
     ) -> dict[str, float]:
         host = torch.tensor(list(on_host.values()), dtype=torch.float64, device=self._device)
         values = torch.cat([torch.stack(list(on_device.values())), host])
+        if how == dist.ReduceOp.SUM and not self._counts:
+            values = torch.zeros_like(values)
         dist.all_reduce(values, op=how)
         return dict(zip([*on_device, *on_host], values.tolist(), strict=True))

@@ -6,7 +6,6 @@ the same number of rows: a rank with fewer adds rows of padding, which weigh not
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,15 +15,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from telescope.backends.base import Job, StepResult, TrainShard
 from telescope.backends.common import attention, ranks, rows, shards, work
 from telescope.backends.common.spans import Spans
 from telescope.backends.common.tally import Tally
-from telescope.backends.fsdp import gather, search
-from telescope.backends.fsdp.policy import Policy, RowInput, load
+from telescope.backends.fsdp import assembly, gather, search
+from telescope.backends.fsdp.mesh import spread
+from telescope.backends.fsdp.policy import Policy, RowInput
 from telescope.backends.fsdp.updates import StepUpdates, Updater
 from telescope.backends.probe import UpdateFinding
 from telescope.maths import flops, packing
@@ -34,8 +32,6 @@ from telescope.weights.buckets import Tensor as TensorKind
 
 if TYPE_CHECKING:
     from telescope.backends.fsdp import FSDP
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -57,17 +53,20 @@ class FSDPBackend:
         attention.check(kind, self._device, computing)
         torch.manual_seed(job.seed)
         with ranks.watched("meeting the other ranks"):
-            ranks.join(job.world, settings.collective_timeout_s)
+            ranks.join(job.world, settings.collective_timeout_s, host=settings.offload == "parameters")
         try:
             with ranks.watched("loading the model"):
-                self._policy = _policy(settings, job, kind, computing)
-                self._reference = _frozen(job, kind, computing) if job.algorithm.needs_reference else None
+                self._spread = spread(job.world, settings.replicas, settings.context_parallel_size)
+                self._policy = assembly.trained(settings, job, kind, computing, self._spread)
+                needed = job.algorithm.needs_reference
+                self._reference = assembly.frozen(settings, job, kind, computing, self._spread) if needed else None
         except BaseException:
             ranks.leave()
             raise
         self._work = work.training_work(self._policy.lm)
         self._peak = work.peak_flops(self._device, job.trainer.peak_flops)
-        self._updater = Updater(settings.optimizer, job, self._policy, scaled=computing == torch.float16)
+        scaled, hosted = computing == torch.float16, settings.offload == "optimizer"
+        self._updater = Updater(settings.optimizer, job, self._policy, scaled=scaled, hosted=hosted)
 
     @property
     def attention_length(self) -> float:
@@ -79,7 +78,7 @@ class FSDPBackend:
             return self._train_step(shard)
 
     def _train_step(self, shard: TrainShard) -> StepResult:
-        spans, tally, updates = Spans(self._device), Tally(self._device), StepUpdates()
+        spans, tally, updates = Spans(self._device), self._tally(), StepUpdates()
         with spans.host_span("prepare_tensors"):
             plans = self._plan(shard)
             trajectories = shards.trajectories(shard)
@@ -135,20 +134,32 @@ class FSDPBackend:
         return found
 
     def layout(self) -> Sequence[TensorKind]:
-        return gather.layout(self._policy.by_name())
+        return gather.layout(self._published())
 
     def pack(self, bucket: Bucket, out: Tensor | None) -> None:
+        if self._spread.replica:
+            return  # the first replica has all of it
         with ranks.watched("gathering the weights"):
-            gather.pack(self._policy.by_name(), bucket, out, self._job.world.rank, self._job.world.size)
+            held = self._spread
+            gather.pack(self._published(), bucket, out, held.shard, held.shards, held.group, self._device)
 
     def weights(self, dtype: str | None = None) -> Iterator[tuple[str, Any]]:
+        if self._spread.replica:
+            return
         with ranks.watched("gathering the weights"):
-            yield from gather.host_tensors(
-                self._policy.by_name(), self._device, self._job.world.rank, self._job.world.size, dtype
-            )
+            held = self._spread
+            yield from gather.host_tensors(self._published(), self._device, held.shard, held.shards, dtype, held.group)
+
+    def _published(self) -> gather.Published:
+        return self._policy.published(self._spread.shards)
 
     def close(self) -> None:
         ranks.leave()
+
+    def _tally(self) -> Tally:
+        """Ranks that share rows find the same: the first of them counts."""
+        shared = self._spread.context
+        return Tally(self._device, counts=shared is None or shared.rank == 0)
 
     def _plan(self, shard: TrainShard) -> list[list[packing.Row]]:
         """Rows of this rank by minibatch, each filled up to the largest count of all ranks."""
@@ -181,8 +192,9 @@ class FSDPBackend:
 
     def _on_device(self, arrays: packing.RowArrays) -> tuple[rows.DeviceRow, RowInput]:
         row = rows.to_device(arrays, self._device)
-        segments = attention.segments(self._policy.kind, arrays.boundaries, self._device)
-        return row, RowInput(row.ids, row.position_ids, segments, places=row.sampled - 1, targets=row.targets)
+        segments = attention.segments(self._policy.kind, arrays.boundaries, self._device, self._spread.context)
+        piece = self._policy.piece(len(arrays.ids), np.flatnonzero(arrays.mask) - 1)
+        return row, RowInput(row.ids, row.position_ids, segments, row.sampled - 1, row.targets, piece)
 
     def _logprobs_of(self, policy: Policy, given: RowInput) -> Tensor:
         job = self._job
@@ -236,35 +248,3 @@ class FSDPBackend:
         with spans.span("backward"):
             self._updater.scaled(output.loss).backward()  # type: ignore[no-untyped-call]
         return output.loss.detach(), logprob.detach()
-
-
-def _policy(settings: FSDP, job: Job, kind: attention.Kind, computing: torch.dtype) -> Policy:
-    master = getattr(torch, job.model.dtype)
-    lm = load(job.model, kind, master)
-    if settings.gradient_checkpointing:
-        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    policy = Policy(lm, kind)
-    mesh = init_device_mesh(job.world.device.partition(":")[0], (job.world.size,))
-    uniform = all(parameter.dtype == computing for parameter in policy.parameters())  # adapters are float32 in any model
-    precision = MixedPrecisionPolicy(param_dtype=None if uniform else computing, reduce_dtype=torch.float32)
-    policy.shard(mesh, precision, reshard_layers=settings.reshard_after_forward)
-    policy.verify(job.world.device, job.temperature, tolerance=1e-3 if computing == torch.float32 else 0.5)
-    log.info(
-        "%s: %.2fM weights in %s, %.2fM of them trained, computing in %s, attention %s",
-        type(lm).__name__,
-        sum(parameter.numel() for parameter in policy.parameters()) / 1e6,
-        job.model.dtype,
-        sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad) / 1e6,
-        str(computing).removeprefix("torch."),
-        f"flash ({attention.flash_name()})" if kind == "flash" else kind,
-    )
-    return policy
-
-
-def _frozen(job: Job, kind: attention.Kind, computing: torch.dtype) -> Policy:
-    """The base model once more, in the precision of the forward pass: its weights never move, so they need no better one."""
-    policy = Policy(load(job.model, kind, computing, adapters=False).requires_grad_(False).eval(), kind)
-    mesh = init_device_mesh(job.world.device.partition(":")[0], (job.world.size,))
-    policy.shard(mesh, MixedPrecisionPolicy(), reshard_layers=True, reshard_rest=True)
-    log.info("a frozen copy of the base model, in %s, is the reference", str(computing).removeprefix("torch."))
-    return policy

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from telescope.records import TensorSpec
 from telescope.weights.buckets import ITEM_BYTES, Bucket, aligned, buckets, lay_out
@@ -27,98 +27,143 @@ def dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def layout(parameters: Mapping[str, Tensor]) -> tuple[TensorKind, ...]:
+@dataclass(frozen=True)
+class Part:
+    """A tensor to be published: all of a parameter, or rows of it, see `telescope.backends.common.names.Rows`."""
+
+    parameter: Tensor
+    shape: tuple[int, ...]
+    start: int = 0
+    depth: int = 1
+
+    @property
+    def rows(self) -> int:
+        return self.shape[0] if self.shape else 1
+
+    def held(self, rank: int, size: int) -> tuple[int, int, int]:
+        """(first row of the tensor, count, their place among the rank's own rows): what of it a rank of `size` has, whose
+        share of the first axis is as `torch.chunk` cuts it; the last ranks may have none."""
+        whole, inner = self.parameter.shape[0], self.parameter.shape[1] if self.depth == 2 else 1
+        each = -(-whole // size)
+        begin, end = (min(place * each, whole) * inner for place in (rank, rank + 1))
+        first, last = max(begin, self.start), min(end, self.start + self.rows)
+        return (first - self.start, last - first, first - begin) if last > first else (0, 0, 0)
+
+    def local(self) -> Tensor:
+        """Its rows that lie here, [rows, ...], and those of its neighbours in the parameter."""
+        here = _local(self.parameter)
+        return here.flatten(0, 1) if self.depth == 2 else here
+
+    def whole(self) -> Tensor:
+        """Where the parameter is here as a whole."""
+        return self.local()[self.start :][: self.rows] if self.shape else self.local()
+
+
+Published = Mapping[str, Tensor | Part]
+"""By name; a tensor stands for all of itself."""
+
+
+def _part(published: Tensor | Part) -> Part:
+    return published if isinstance(published, Part) else Part(published, tuple(published.shape))
+
+
+def layout(published: Published) -> tuple[TensorKind, ...]:
     """The whole tensors, though only shards may be here."""
-    return tuple(TensorKind(name, dtype_name(tensor), tuple(tensor.shape)) for name, tensor in parameters.items())
+    parts = {name: _part(each) for name, each in published.items()}
+    return tuple(TensorKind(name, dtype_name(part.parameter), part.shape) for name, part in parts.items())
 
 
 @dataclass(frozen=True)
 class _Share:
-    """One tensor's rows in every rank's message: bytes `start` to `start + nbytes` of it, the first `rows` of them in use."""
+    """One rank's rows of a tensor in its message, from byte `start` on: `count` of them, row `first` of the tensor at first."""
 
     spec: TensorSpec
     start: int
-    rows_a_rank: int
-    row_bytes: int
+    first: int
+    count: int
+    place: int
+    """Of the first among the rank's own rows of the parameter."""
 
-    def rows(self, rank: int) -> tuple[int, int]:
-        """First row and count of a rank; a tensor with few rows leaves the last ranks none."""
-        whole = self.spec.shape[0]
-        first = min(rank * self.rows_a_rank, whole)
-        return first, min(self.rows_a_rank, whole - first)
+    @property
+    def row_bytes(self) -> int:
+        return math.prod(self.spec.shape[1:]) * ITEM_BYTES[self.spec.dtype]
 
 
 @torch.no_grad()
-def pack(parameters: Mapping[str, Tensor], bucket: Bucket, out: Tensor | None, rank: int, size: int) -> None:
-    """See `telescope.weights.base.Source.pack`."""
-    sharded = [spec for spec in bucket.specs if size > 1 and _is_sharded(parameters[spec.name])]
+def pack(
+    published: Published, bucket: Bucket, out: Tensor | None, rank: int, size: int,
+    group: dist.ProcessGroup | None = None, device: str | None = None,
+) -> None:  # fmt: skip
+    """See `telescope.weights.base.Source.pack`. `rank` and `size` are those in `group`, the ranks that hold the model together
+    with rank 0 (none: all); `device`: where they gather, if parameters lie elsewhere."""
+    parts = {spec.name: _part(published[spec.name]) for spec in bucket.specs}
+    sharded = [spec for spec in bucket.specs if size > 1 and _is_sharded(parts[spec.name].parameter)]
     if sharded:
-        _gather(parameters, sharded, bucket.start, out, rank, size)
+        here = torch.device(device) if device is not None else parts[sharded[0].name].local().device
+        shares, nbytes = _shares(parts, sharded, size)
+        mine = _mine(parts, shares[rank], nbytes, here)
+        found = [torch.empty_like(mine) for _ in range(size)] if out is not None else None
+        dist.gather(mine, found, dst=0, group=group)
+        if out is not None and found is not None:
+            _join(found, shares, bucket.start, out)
     if out is not None:
         whole = [spec for spec in bucket.specs if spec not in sharded] if sharded else bucket.specs
-        _copy([_local(parameters[spec.name]) for spec in whole], [_view(out, bucket.start, spec) for spec in whole])
+        _copy([parts[spec.name].whole() for spec in whole], [_view(out, bucket.start, spec) for spec in whole])
 
 
 def host_tensors(
-    parameters: Mapping[str, Tensor], device: str, rank: int, size: int, dtype: str | None
+    published: Published, device: str, rank: int, size: int, dtype: str | None, group: dist.ProcessGroup | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Whole tensors in host memory, bucket by bucket, on rank 0; the others run along and yield nothing."""
-    specs, _ = lay_out(layout(parameters), dtype)
+    specs, _ = lay_out(layout(published), dtype)
     for bucket in buckets(specs, HOST_BUCKET_BYTES):
         out = torch.empty(bucket.nbytes, dtype=torch.uint8, device=device) if rank == 0 else None
-        pack(parameters, bucket, out, rank, size)
+        pack(published, bucket, out, rank, size, group, device)
         if out is not None:
             here = out.cpu()
             yield from ((spec.name, _view(here, bucket.start, spec)) for spec in bucket.specs)
 
 
-def _gather(
-    parameters: Mapping[str, Tensor], specs: Sequence[TensorSpec], start: int, out: Tensor | None, rank: int, size: int
-) -> None:
-    shares, nbytes = _shares(specs, size)
-    device = _local(parameters[specs[0].name]).device
+def _mine(parts: Mapping[str, Part], shares: Sequence[_Share], nbytes: int, device: torch.device) -> Tensor:
+    """What this rank sends."""
     mine = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    places, rows = [], []
-    for share in shares:
-        local = _local(parameters[share.spec.name])
-        count = share.rows(rank)[1]
-        if count:
-            rows.append(local[:count])
-            places.append(_rows_of(mine, share, count))
-    _copy(rows, places)
-    parts = [torch.empty_like(mine) for _ in range(size)] if out is not None else None
-    dist.gather(mine, parts, dst=0)
-    if out is not None and parts is not None:
-        _join(parts, shares, start, out)
+    rows = [parts[share.spec.name].local()[share.place :][: share.count] for share in shares]
+    _copy(rows, [_rows_of(mine, share) for share in shares])
+    return mine
 
 
-def _join(parts: Sequence[Tensor], shares: Sequence[_Share], start: int, out: Tensor) -> None:
+def _join(messages: Sequence[Tensor], shares: Sequence[Sequence[_Share]], start: int, out: Tensor) -> None:
     sources, targets = [], []
-    for rank, part in enumerate(parts):
-        for share in shares:
-            first, count = share.rows(rank)
-            if count:
-                offset = share.spec.offset - start + first * share.row_bytes
-                sources.append(part[share.start :][: count * share.row_bytes])
-                targets.append(out[offset:][: count * share.row_bytes])
+    for message, own in zip(messages, shares, strict=True):
+        for share in own:
+            offset, nbytes = share.spec.offset - start + share.first * share.row_bytes, share.count * share.row_bytes
+            sources.append(message[share.start :][:nbytes])
+            targets.append(out[offset:][:nbytes])
     _copy(sources, targets)
 
 
-def _shares(specs: Sequence[TensorSpec], size: int) -> tuple[list[_Share], int]:
-    """The same on every rank: each message has room for the largest share, which is rank 0's."""
-    shares, end = [], 0
-    for spec in specs:
-        rows = -(-spec.shape[0] // size)
-        row_bytes = math.prod(spec.shape[1:]) * ITEM_BYTES[spec.dtype]
-        shares.append(_Share(spec, end, rows, row_bytes))
-        end = aligned(end + rows * row_bytes)
-    return shares, end
+def _shares(parts: Mapping[str, Part], specs: Sequence[TensorSpec], size: int) -> tuple[list[list[_Share]], int]:
+    """What each rank sends, and the bytes of the longest message, which is the length of all. The same on every rank."""
+    shares: list[list[_Share]] = []
+    longest = 0
+    for rank in range(size):
+        own, end = [], 0
+        for spec in specs:
+            first, count, place = parts[spec.name].held(rank, size)
+            if count:
+                share = _Share(spec, end, first, count, place)
+                own.append(share)
+                end = aligned(end + count * share.row_bytes)
+        shares.append(own)
+        longest = max(longest, end)
+    return shares, longest
 
 
 def _is_sharded(parameter: Tensor) -> bool:
     if not isinstance(parameter, DTensor):
         return False
-    if parameter.placements != (Shard(0),):
+    *copies, spread = parameter.placements
+    if spread != Shard(0) or any(copy != Replicate() for copy in copies):
         raise ValueError(
             f"a parameter is placed {parameter.placements}, and only shards of the first dimension can be gathered"
         )
@@ -135,9 +180,9 @@ def _view(flat: Tensor, start: int, spec: TensorSpec) -> Tensor:
     return flat[spec.offset - start :][: spec.nbytes].view(getattr(torch, spec.dtype)).view(spec.shape)
 
 
-def _rows_of(message: Tensor, share: _Share, count: int) -> Tensor:
-    piece = message[share.start :][: count * share.row_bytes]
-    return piece.view(getattr(torch, share.spec.dtype)).view(count, *share.spec.shape[1:])
+def _rows_of(message: Tensor, share: _Share) -> Tensor:
+    piece = message[share.start :][: share.count * share.row_bytes]
+    return piece.view(getattr(torch, share.spec.dtype)).view(share.count, *share.spec.shape[1:])
 
 
 def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:

@@ -6,17 +6,19 @@ optimisers and steps.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from telescope.backends.common import attention, lora
+from telescope.backends.common import attention, lora, names
+from telescope.backends.common.context import Context, Piece
 from telescope.backends.common.logprobs import logprobs
+from telescope.backends.fsdp.gather import Part
 from telescope.config.models import check_files, check_weights, model_path, model_problem, model_source
 from telescope.maths.support import WHOLE, Support
 
@@ -37,20 +39,46 @@ class RowInput:
     segments: attention.Segments
     places: Tensor  # [n] int64, the tokens before the sampled ones
     targets: Tensor  # [n] int64, the sampled tokens
+    piece: Piece | None = None
+    """What of it is this rank's, where ranks share rows."""
 
 
 class Policy(nn.Module):
     """The root that FSDP wraps: the head's weight is used inside its forward pass, so it is whole there, tied or not."""
 
-    def __init__(self, lm: Any, kind: attention.Kind) -> None:
+    def __init__(self, lm: Any, kind: attention.Kind, context: Context | None = None) -> None:
         super().__init__()
+        if context is not None:
+            _check_heads(lm, context.size)
         self.lm = lm
         self.kind: attention.Kind = kind
+        self.context = context
+        self._rows: dict[str, names.Rows] | None = None
 
     def forward(
         self, row: RowInput, temperature: float, chunk: int, whole_logits: bool = False, support: Support = WHOLE
     ) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies [n] of the sampled tokens, float32. `whole_logits`: by the model's own head, for checks."""
+        """Log-probs and entropies [n] of the sampled tokens, float32. `whole_logits`: by the model's own head, for checks.
+
+        Where ranks share the row each runs its own tokens, and all get all results.
+        """
+        context, piece = self.context, row.piece
+        if context is None or piece is None:
+            return self._run(row, temperature, chunk, whole_logits, support)
+        own = replace(
+            row,
+            ids=row.ids[:, piece.tokens],
+            position_ids=row.position_ids[:, piece.tokens],
+            places=row.places[piece.sampled] - piece.tokens.start,
+            targets=row.targets[piece.sampled],
+        )
+        logprob, entropy = self._run(own, temperature, chunk, whole_logits, support)
+        count = len(row.places)
+        return context.joined(logprob, piece, count), context.joined(entropy, piece, count)
+
+    def _run(
+        self, row: RowInput, temperature: float, chunk: int, whole_logits: bool, support: Support
+    ) -> tuple[Tensor, Tensor]:
         kwargs = {"input_ids": row.ids, "position_ids": row.position_ids, "use_cache": False, "row": row.segments}
         if whole_logits:
             logp = (self.lm(**kwargs).logits[0, row.places].float() / temperature).log_softmax(-1)
@@ -67,13 +95,15 @@ class Policy(nn.Module):
         return logprob
 
     def shard(
-        self, mesh: DeviceMesh, precision: MixedPrecisionPolicy, *, reshard_layers: bool, reshard_rest: bool = False
-    ) -> None:
+        self, mesh: DeviceMesh, precision: MixedPrecisionPolicy, *,
+        reshard_layers: bool | int, reshard_rest: bool = False, offload: OffloadPolicy | None = None,
+    ) -> None:  # fmt: skip
         """Spread weights over the ranks, a layer at a time. Gradients are summed over ranks, not averaged: the
-        denominators of the loss count all ranks already."""
+        denominators of the loss count all ranks already. `offload`: where shards lie while they are not at work."""
+        kept: dict[str, Any] = {"mesh": mesh, "mp_policy": precision, "offload_policy": offload or OffloadPolicy()}
         for layer in self.lm.get_decoder().layers:
-            fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_layers)
-        fully_shard(self, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_rest)
+            fully_shard(layer, reshard_after_forward=reshard_layers, **kept)
+        fully_shard(self, reshard_after_forward=reshard_rest, **kept)
         for module in self.fsdp_modules():
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -86,14 +116,31 @@ class Policy(nn.Module):
         """Whether adapters are trained rather than the weights themselves; a version then consists of them alone."""
         return any(not parameter.requires_grad for parameter in self.parameters())
 
+    @property
+    def experts(self) -> bool:
+        """Whether layers have experts: stacks of matrices, of which a token meets some."""
+        return any(parameter.ndim == 3 for parameter in self.parameters())
+
     def by_name(self) -> dict[str, Tensor]:
         """What a version consists of, as it lies here, whole or sharded, by its published name, tied ones once."""
         return {name: parameter.detach() for name, parameter in lora.published(self, "lm.", adapters=self.adapters)}
 
+    def published(self, shards: int) -> dict[str, Part]:
+        """What a version consists of by the names of the model's own files, spread over `shards` ranks or not.
+
+        The matrices of a layer's experts come from all ranks in turn, so that what is gathered at once is gathered evenly.
+        """
+        parameters = self.by_name()
+        if self._rows is None:
+            where = names.table(self.lm, parameters) if not self.adapters else names.as_they_are(parameters)
+            self._rows = names.in_turn(where, parameters, shards)
+        return {name: Part(parameters[rows.name], rows.shape, rows.start, rows.depth) for name, rows in self._rows.items()}
+
     @torch.no_grad()
     def verify(self, device: str, temperature: float, tolerance: float) -> None:
         """Raise `UnfitModel` unless a packed sample's log-probs are those of the sample alone by the model's own head,
-        and are the same, to the bit, whatever is packed before it."""
+        and are the same, to the bit, whatever is packed before it; within the tolerance where there are experts, as how many
+        tokens of a row an expert gets decides how its products are rounded."""
         vocabulary = self.lm.get_input_embeddings().weight.shape[0]
         first, second, other = np.random.default_rng(0).integers(0, vocabulary, (3, 9))
         rows = [self._sample_row([first, second], device), self._sample_row([other, second], device)]
@@ -102,7 +149,8 @@ class Policy(nn.Module):
         for module in self.fsdp_modules():
             module.reshard()
         name = type(self.lm).__name__
-        if not torch.equal(together, beside_other):
+        moved = (together - beside_other).abs().max().item()
+        if not moved <= (tolerance if self.experts else 0.0):
             raise UnfitModel(
                 f"{name} lets a packed sample see its neighbour: its layers do not use the attention they are given"
             )
@@ -114,14 +162,25 @@ class Policy(nn.Module):
             )
 
     def _sample_row(self, samples: list[np.ndarray], device: str) -> RowInput:
+        """All tokens but each sample's first as sampled ones; padded where ranks share it, so that it can be cut."""
+        total = sum(len(sample) for sample in samples)
+        padding = 0 if self.context is None else -total % self.context.size
+        if padding:
+            samples = [*samples, np.zeros(padding, np.int64)]
         lengths = [len(sample) for sample in samples]
         ids = np.concatenate(samples)
         positions = np.concatenate([np.arange(length) for length in lengths])
-        places = np.flatnonzero(np.append(positions[1:], 0) != 0)
+        places = np.flatnonzero(np.append(positions[1:], 0)[:total] != 0)
+        places = places[places < total - 1]
         arrays = (ids[None], positions[None], places, ids[places + 1])
         ids_, positions_, places_, targets_ = (torch.from_numpy(array).to(device) for array in arrays)
         boundaries = np.cumsum([0, *lengths])
-        return RowInput(ids_, positions_, attention.segments(self.kind, boundaries, device), places_, targets_)
+        segments = attention.segments(self.kind, boundaries, device, self.context)
+        return RowInput(ids_, positions_, segments, places_, targets_, self.piece(len(ids), places))
+
+    def piece(self, tokens: int, places: np.ndarray) -> Piece | None:
+        """What of a row of `tokens` tokens, with log-probs wanted at `places`, this rank runs; None: all."""
+        return None if self.context is None else self.context.piece(tokens, places)
 
 
 def load(model: ModelSettings, kind: attention.Kind, dtype: torch.dtype, *, adapters: bool = True) -> Any:
@@ -138,15 +197,26 @@ def load(model: ModelSettings, kind: attention.Kind, dtype: torch.dtype, *, adap
         check_files(model.name, folder)
         check_weights(model.name, folder)
     try:
-        lm = AutoModelForCausalLM.from_pretrained(
+        lm, facts = AutoModelForCausalLM.from_pretrained(
             model_source(model.name),
             dtype=dtype,
             attn_implementation=attention.register(kind),
             trust_remote_code=model.trust_remote_code,
+            output_loading_info=True,
         )
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         said = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UnfitModel(f"model.name={model.name}: it can't be loaded: {said}") from error
+    if absent := sorted(facts["missing_keys"]):
+        raise UnfitModel(
+            f"model.name={model.name}: its files lack {len(absent)} of the model's tensors, {', '.join(absent[:3])} first, which "
+            "would be random numbers: complete the folder"
+        )
+    return fitted(lm, model, adapters=adapters)
+
+
+def fitted(lm: Any, model: ModelSettings, *, adapters: bool) -> Any:
+    """The model as it is trained: without dropout, with its adapters. Raises `UnfitModel`."""
     _check(lm)
     _no_dropout(lm)
     if adapters and model.lora is not None:
@@ -167,6 +237,17 @@ def _check(lm: Any) -> None:
     if not isinstance(getattr(lm.get_decoder(), "layers", None), nn.ModuleList):
         raise UnfitModel(
             f"{name} keeps its layers elsewhere than in its decoder's `layers`, so they can't be sharded one by one"
+        )
+
+
+def _check_heads(lm: Any, size: int) -> None:
+    """Each rank of a context computes the attention of as many heads."""
+    heads = lm.config.get_text_config().num_attention_heads
+    if heads % size:
+        fits = [number for number in range(1, heads + 1) if heads % number == 0]
+        raise UnfitModel(
+            f"backend.context_parallel_size={size} must divide the {heads} attention heads of {type(lm).__name__}: set it to "
+            f"one of {', '.join(map(str, fits))}"
         )
 
 
