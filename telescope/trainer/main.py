@@ -10,13 +10,15 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
-from telescope.backends.base import Backend, Job, RankLost, World
+from telescope.backends.base import Backend, CheckpointUnfit, Job, RankLost, SaveSettings, World
 from telescope.config.models import ModelNotFound
 from telescope.config.plugins import PluginError
 from telescope.config.run import RunConfig, config_hash
 from telescope.config.secrets import SecretMissing
 from telescope.config.words import ConfigError
+from telescope.runlog.checkpoints import CheckpointUnreadable, Resume, read_resume, trainer_part
 from telescope.runlog.writer import RunLog
 from telescope.trainer.keeping import Keeper
 from telescope.trainer.placement import Misplaced, placement
@@ -34,6 +36,7 @@ log = logging.getLogger(__name__)
 KNOWN = Known(
     errors=(
         *(OutOfOrder, Misplaced, NoRoomForWeights, TransportRefused, ModelNotFound, ConfigError, PluginError, SecretMissing),
+        *(CheckpointUnfit, CheckpointUnreadable),
         *(WireRefused, WireTimeout, BadKeys),
     ),
     gone=(LinkLost, RankLost, SenderStuck),
@@ -59,7 +62,8 @@ def live(place: Place, signals: Signals) -> int:
         if link is not None:
             link.progress(doing)
 
-    backend = config.backend.build(job(config, world, progress))
+    resume = read_resume(place.directory)
+    backend = config.backend.build(job(config, world, progress, resume))
     hello = place.hello("trainer", capacity=CREDITS, rank=world.rank, attention_length=backend.attention_length)
     with Link.connect(place.directory, hello, deadline_s=config.cluster.placement_timeout_s) as connected:
         link = connected
@@ -74,6 +78,7 @@ def live(place: Place, signals: Signals) -> int:
                 weights,
                 signals.check,
                 config.weight_sync.update_timeout_s,
+                0 if resume is None else resume.step,
                 keeper=keeper(place, world),
                 timeline=lines,
             )
@@ -126,7 +131,7 @@ def publisher(place: Place, backend: Backend, world: World) -> Publisher:
     return make_publisher(transport, backend, here, config.weight_sync, dtype)
 
 
-def job(config: RunConfig, world: World, progress: Callable[[str], None]) -> Job:
+def job(config: RunConfig, world: World, progress: Callable[[str], None], resume: Resume | None = None) -> Job:
     """What a backend is told of the run."""
     return Job(
         algorithm=config.algorithm,
@@ -139,4 +144,10 @@ def job(config: RunConfig, world: World, progress: Callable[[str], None]) -> Job
         seed=config.seed,
         world=world,
         progress=progress,
+        resume=None if resume is None else trainer_part(Path(resume.folder)),
+        saving=SaveSettings(
+            training_state=config.checkpoint.save_training_state,
+            background=config.checkpoint.async_save,
+            timeout_s=config.checkpoint.timeout_s,
+        ),
     )

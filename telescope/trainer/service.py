@@ -1,4 +1,4 @@
-"""What a trainer rank does with each message: train a step, publish or send a version, stop. One order at a time, in order.
+"""What a trainer rank does with each message: train, publish or send a version, save, stop. One order at a time, in order.
 
 Owns the check that steps and versions go up one by one, and the thread that sends: while it waits for servers, this rank still
 hears that it is to break off. Refuses to know how training is done and how weights travel.
@@ -10,11 +10,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
-from telescope.backends.base import Backend, RankLost, TrainShard
+from telescope.backends.base import Backend, NotSaved, Outcome, RankLost, Saved, TrainShard
+from telescope.runlog.checkpoints import trainer_part
 from telescope.trainer.keeping import Keeper
 from telescope.trainer.timeline import Timeline
 from telescope.weights.base import Publisher, TransferFailed
@@ -22,7 +24,11 @@ from telescope.wire.happenings import Delivery
 from telescope.wire.messages import (
     AbortWeights,
     Body,
+    CheckpointFailed,
+    CheckpointStaged,
+    CheckpointWritten,
     PublishWeights,
+    SaveCheckpoint,
     SendWeights,
     StepDone,
     Stop,
@@ -70,12 +76,14 @@ class Service:
         publisher: Publisher,
         check: Callable[[], None],
         update_s: float,
+        step: int = 0,
         *,
         keeper: Keeper | None = None,
         timeline: Timeline | None = None,
     ) -> None:
-        """`check` is called between orders; it raises to end the process. `update_s`: the deadline of one `send`. `keeper`
-        keeps batches of steps that go wrong, `timeline` stores what took how long."""
+        """`check` is called between orders; it raises to end the process. `update_s`: the deadline of one `send`. `step`: the
+        last one trained, of the checkpoint that the backend began with. `keeper` keeps batches of steps that go wrong,
+        `timeline` stores what took how long."""
         self._keeper, self._timeline = keeper, timeline
         self._link = link
         self._backend = backend
@@ -83,7 +91,8 @@ class Service:
         self._check = check
         self._update_s = update_s
         self._sending: _Sending | None = None
-        self._step = 0
+        self._step = step
+        self._stall_s = 0.0
 
     def run(self) -> str:
         """Returns Stop's reason. Raises what the backend, the publisher or the link raises, and `OutOfOrder`."""
@@ -113,6 +122,11 @@ class Service:
                 case PublishWeights() as order:
                     self._link.progress(f"publish version {order.version}")
                     answer = self._publish(order.version)
+                case SaveCheckpoint() as order:
+                    self._link.progress(f"save the checkpoint of step {order.step}")
+                    self._save(order, delivery)
+                    self._link.progress("waiting for orders")
+                    continue
                 case Stop() as order:
                     return order.reason
                 case other:
@@ -139,7 +153,33 @@ class Service:
         if self._timeline is not None:
             self._timeline.step(order.step, result.spans)
         log.info("step %d: %d trajectories in %.3f s", order.step, len(order.items), result.timings["timing_step_active"])
-        return StepDone(order.step, result.metrics, result.timings)
+        stall, self._stall_s = self._stall_s, 0.0
+        waited = {"timing_checkpoint_stall": stall} if stall else {}
+        return StepDone(order.step, result.metrics, result.timings | waited)
+
+    def _save(self, order: SaveCheckpoint, delivery: Delivery) -> None:
+        """Holds training up until the state is copied off; the answer comes when it is written, from another thread."""
+        if order.step != self._step:
+            raise OutOfOrder(f"told to save step {order.step}, but the weights here are those of step {self._step}")
+        started = time.perf_counter()
+        folder = trainer_part(Path(order.folder))
+        self._backend.save(order.step, folder, lambda outcome: self._saved(order.step, outcome, delivery))
+        stall = time.perf_counter() - started
+        self._stall_s += stall
+        self._link.send(CheckpointStaged(order.step, stall))
+
+    def _saved(self, step: int, outcome: Outcome, delivery: Delivery) -> None:
+        match outcome:
+            case Saved(nbytes, seconds):
+                log.info("step %d: its checkpoint's part, %.3f GB, is written in %.3f s", step, nbytes / 1e9, seconds)
+                answer: Body = CheckpointWritten(step, nbytes, seconds)
+            case NotSaved(cause):
+                log.warning("step %d is not saved: %s", step, cause)
+                answer = CheckpointFailed(step, cause)
+        try:
+            self._link.send(answer, answers=delivery)
+        except ConnectionError:  # the link is over, which whoever receives on it is told too
+            log.debug("nobody hears what became of the checkpoint", exc_info=True)
 
     def _send(self, order: SendWeights, delivery: Delivery) -> _Sending:
         """From a thread of its own, which answers itself."""

@@ -7,8 +7,9 @@ the same number of rows: a rank with fewer adds rows of padding, which weigh not
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,11 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from telescope.backends.base import Job, StepResult, TrainShard
+from telescope.backends.base import Job, Outcome, StepResult, TrainShard
 from telescope.backends.common import attention, ranks, rows, shards, work
+from telescope.backends.common.saving import Saver
 from telescope.backends.common.spans import Spans
 from telescope.backends.common.tally import Tally
-from telescope.backends.fsdp import assembly, gather, search
+from telescope.backends.fsdp import assembly, gather, search, state
 from telescope.backends.fsdp.mesh import spread
 from telescope.backends.fsdp.policy import Policy, RowInput
 from telescope.backends.fsdp.updates import StepUpdates, Updater
@@ -60,13 +62,16 @@ class FSDPBackend:
                 self._policy = assembly.trained(settings, job, kind, computing, self._spread)
                 needed = job.algorithm.needs_reference
                 self._reference = assembly.frozen(settings, job, kind, computing, self._spread) if needed else None
+            scaled, hosted = computing == torch.float16, settings.offload == "optimizer"
+            self._updater = Updater(settings.optimizer, job, self._policy, scaled=scaled, hosted=hosted)
+            if job.resume is not None:
+                state.put_back(job.resume, self._policy, self._updater, job.world)
         except BaseException:
             ranks.leave()
             raise
         self._work = work.training_work(self._policy.lm)
         self._peak = work.peak_flops(self._device, job.trainer.peak_flops)
-        scaled, hosted = computing == torch.float16, settings.offload == "optimizer"
-        self._updater = Updater(settings.optimizer, job, self._policy, scaled=scaled, hosted=hosted)
+        self._saver = Saver(job.world.rank, self._device, job.saving)
 
     @property
     def attention_length(self) -> float:
@@ -153,7 +158,13 @@ class FSDPBackend:
     def _published(self) -> gather.Published:
         return self._policy.published(self._spread.shards)
 
+    def save(self, step: int, folder: Path, done: Callable[[Outcome], None]) -> None:
+        job = self._job
+        tensors = state.gathered(self._policy, self._updater, job.world, training_state=job.saving.training_state)
+        self._saver.save(tensors, folder, done)
+
     def close(self) -> None:
+        self._saver.settle()
         ranks.leave()
 
     def _tally(self) -> Tally:
