@@ -20,7 +20,7 @@ from telescope.backends.probe import Probe, SampleFinding, UpdateFinding
 from telescope.config.run import RunConfig, load_run
 from telescope.maths import dealing
 from telescope.records import TrainItem
-from telescope.runlog import kept
+from telescope.runlog import checkpoints, kept
 from telescope.runlog.layout import RunDirectory
 from telescope.trainer.main import job as job_of
 
@@ -35,8 +35,8 @@ class CannotReplay(ValueError):
 
 
 def replay_step(run: RunDirectory, step: int, *, weights: str | None, device: str | None) -> tuple[bool, str]:
-    """Whether all of it is finite, and a report (empty on all ranks but the first). `weights`: a folder with a model in the
-    format of Hugging Face, such as an export of the run's step before; None: the model that the run began with.
+    """Whether all of it is finite, and a report (empty on all ranks but the first). `weights`: a folder with a checkpoint, or with
+    a model in the format of Hugging Face; None: the run's own checkpoint of the step before, or else the model that it began with.
 
     Raises `kept.NothingKept`, `CannotReplay`, and what building the backend raises.
     """
@@ -48,7 +48,8 @@ def replay_step(run: RunDirectory, step: int, *, weights: str | None, device: st
     whole = together(parts)
     broken = list(broken_inputs(whole))
     first = parts[0].header
-    opening = _opening(run, first, whole, weights or config.model.name)
+    weights = weights or _checkpoint(run, config, step - 1)
+    opening = _opening(run, first, whole, weights or f"{config.model.name}, as the run began")
     if any("log-prob" in line for line in broken):
         return False, "\n".join([*opening, *broken, "A loss without them can't be computed, so nothing was run."])
     probe = Probe(loss_scale=first.loss_scale)
@@ -153,11 +154,23 @@ def _alone(backend: BackendSettings) -> BackendSettings:
     return backend.model_copy(update={name: 1 for name in SHARING if hasattr(backend, name)})
 
 
+def _checkpoint(run: RunDirectory, config: RunConfig, step: int) -> str | None:
+    """The run's own of this step, if there is one."""
+    folder = checkpoints.root(run, config.checkpoint.dir)
+    return str(checkpoints.complete_folder(folder, step)) if step in checkpoints.steps(folder) else None
+
+
 def _job(config: RunConfig, world: World, weights: str | None, probe: Probe) -> Job:
     if weights is not None:
         folder = Path(weights).expanduser()
+        if (folder / checkpoints.COMPLETE).is_file():
+            made = job_of(config, world, lambda doing: None)
+            return replace(made, probe=probe, resume=checkpoints.trainer_part(folder))
         if not (folder / "config.json").is_file():
-            raise CannotReplay(f"--weights {weights} is no folder with a model in it: it has no config.json")
+            raise CannotReplay(
+                f"--weights {weights} is no folder with a model in it, as it has no config.json, and no checkpoint, as it has no "
+                f"{checkpoints.COMPLETE}"
+            )
         config = config.model_copy(update={"model": config.model.model_copy(update={"name": str(folder)})})
     return replace(job_of(config, world, lambda doing: None), probe=probe)
 

@@ -146,7 +146,7 @@ def test_ranks_that_share_rows_make_the_same_update_and_metrics(runs: Runs, name
     place = [case for case in runs.cases if case in SHARED_CASES].index(name)
     gradient, update = runs.gradients[PLAIN][number], runs.updates[PLAIN][number]
     expected = runs.found[PLAIN][name].metrics
-    packing_tells = {"rows", "filler_rows", "packed_tokens", "padding_fraction"}
+    packing_tells = {"rows", "filler_rows", "packed_tokens", "padding_fraction", "trainer_tokens_per_s"}
     for world in SHARED_WORLDS:
         found = runs.found[world][name].metrics
         limits = (10 * SLIGHT, 40 * SLIGHT) if two_updates else (SLIGHT, SLIGHT)
@@ -173,8 +173,8 @@ def test_metrics_of_two_ranks_are_those_of_a_direct_computation(runs: Runs, name
     expected = loss_metrics(case, runs.model) | host_metrics(case)
     expected["grad_norm"] = expected["grad_norm_max"] = float(np.linalg.norm(runs.gradients["2"][list(runs.cases).index(name)]))
     assert {key: found[key] for key in expected} == pytest.approx(expected, rel=1e-4, abs=1e-5)
-    told = {"rows", "filler_rows", "packed_tokens", "padding_fraction", "learning_rate"}
-    told |= {"updates", "update_skipped", "updates_skipped_total"}
+    told = {"rows", "filler_rows", "packed_tokens", "padding_fraction", "learning_rate", "trainer_tokens_per_s"}
+    told |= {"updates", "update_skipped", "updates_skipped_total", "updates_not_finite"}
     assert set(found) == set(expected) | told
 
 
