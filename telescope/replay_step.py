@@ -35,8 +35,9 @@ class CannotReplay(ValueError):
 
 
 def replay_step(run: RunDirectory, step: int, *, weights: str | None, device: str | None) -> tuple[bool, str]:
-    """Whether all of it is finite, and a report (empty on all ranks but the first). `weights`: a folder with a checkpoint, or with
-    a model in the format of Hugging Face; None: the run's own checkpoint of the step before, or else the model that it began with.
+    """Whether all of it is finite, and a report (empty on all ranks but the first). `weights`: a folder with a checkpoint, or
+    with a model in the format of Hugging Face; None: the run's own checkpoint of the step before, or else the model that it
+    began with.
 
     Raises `kept.NothingKept`, `CannotReplay`, and what building the backend raises.
     """
@@ -168,8 +169,8 @@ def _job(config: RunConfig, world: World, weights: str | None, probe: Probe) -> 
             return replace(made, probe=probe, resume=checkpoints.trainer_part(folder))
         if not (folder / "config.json").is_file():
             raise CannotReplay(
-                f"--weights {weights} is no folder with a model in it, as it has no config.json, and no checkpoint, as it has no "
-                f"{checkpoints.COMPLETE}"
+                f"--weights {weights} is no folder with a model in it, as it has no config.json, and no checkpoint, as it "
+                f"has no {checkpoints.COMPLETE}"
             )
         config = config.model_copy(update={"model": config.model.model_copy(update={"name": str(folder)})})
     return replace(job_of(config, world, lambda doing: None), probe=probe)
