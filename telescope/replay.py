@@ -40,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
     parser.add_argument("--step", type=int, metavar="N", help="run this train step again, alone, if the run kept it")
-    parser.add_argument("--weights", metavar="FOLDER", help="with --step: a model's folder; else the run's first weights")
+    parser.add_argument("--weights", metavar="FOLDER", help="with --step: a checkpoint's or model's folder")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="with --step: where; else a GPU if there is one")
     return parser
 

@@ -20,14 +20,14 @@ from telescope.backends.probe import Probe, SampleFinding, UpdateFinding
 from telescope.config.run import RunConfig, load_run
 from telescope.maths import dealing
 from telescope.records import TrainItem
-from telescope.runlog import kept
+from telescope.runlog import checkpoints, kept
 from telescope.runlog.layout import RunDirectory
 from telescope.trainer.main import job as job_of
 
 NAMED = 10
 """Parameters and trajectories that are named; the others are counted."""
 SHARING = ("context_parallel_size", "replicas")
-"""Settings of a backend by which ranks share a step, and which fewer ranks may not be able to keep."""
+"""Settings of a backend by which ranks share trajectories or keep copies of the weights."""
 
 
 class CannotReplay(ValueError):
@@ -35,8 +35,9 @@ class CannotReplay(ValueError):
 
 
 def replay_step(run: RunDirectory, step: int, *, weights: str | None, device: str | None) -> tuple[bool, str]:
-    """Whether all of it is finite, and a report (empty on all ranks but the first). `weights`: a folder with a model in the
-    format of Hugging Face, such as an export of the run's step before; None: the model that the run began with.
+    """Whether all of it is finite, and a report (empty on all ranks but the first). `weights`: a folder with a checkpoint, or
+    with a model in the format of Hugging Face; None: the run's own checkpoint of the step before, or else the model that it
+    began with.
 
     Raises `kept.NothingKept`, `CannotReplay`, and what building the backend raises.
     """
@@ -48,13 +49,14 @@ def replay_step(run: RunDirectory, step: int, *, weights: str | None, device: st
     whole = together(parts)
     broken = list(broken_inputs(whole))
     first = parts[0].header
-    opening = _opening(run, first, whole, weights or config.model.name)
+    weights = weights or _checkpoint(run, config, step - 1)
+    opening = _opening(run, first, whole, weights or f"{config.model.name}, as the run began")
     if any("log-prob" in line for line in broken):
         return False, "\n".join([*opening, *broken, "A loss without them can't be computed, so nothing was run."])
     probe = Probe(loss_scale=first.loss_scale)
     world = _world(device, config)
     own = share(whole, world, config.trainer.seq_len)
-    backend = _alone(config.backend, world.size).build(_job(config, world, weights, probe))
+    backend = _alone(config.backend).build(_job(config, world, weights, probe))
     try:
         result = backend.train_step(own)
     finally:
@@ -148,19 +150,28 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def _alone(backend: BackendSettings, ranks: int) -> BackendSettings:
-    """Ranks that can't share a step as the run's did each have their own trajectories, which changes no gradient."""
-    shared = math.prod(int(getattr(backend, name, 1) or 1) for name in SHARING)
-    if ranks % shared == 0:
-        return backend
+def _alone(backend: BackendSettings) -> BackendSettings:
+    """Each process has trajectories of its own, however the run's ranks shared them, which changes no gradient."""
     return backend.model_copy(update={name: 1 for name in SHARING if hasattr(backend, name)})
+
+
+def _checkpoint(run: RunDirectory, config: RunConfig, step: int) -> str | None:
+    """The run's own of this step, if there is one."""
+    folder = checkpoints.root(run, config.checkpoint.dir)
+    return str(checkpoints.complete_folder(folder, step)) if step in checkpoints.steps(folder) else None
 
 
 def _job(config: RunConfig, world: World, weights: str | None, probe: Probe) -> Job:
     if weights is not None:
         folder = Path(weights).expanduser()
+        if (folder / checkpoints.COMPLETE).is_file():
+            made = job_of(config, world, lambda doing: None)
+            return replace(made, probe=probe, resume=checkpoints.trainer_part(folder))
         if not (folder / "config.json").is_file():
-            raise CannotReplay(f"--weights {weights} is no folder with a model in it: it has no config.json")
+            raise CannotReplay(
+                f"--weights {weights} is no folder with a model in it, as it has no config.json, and no checkpoint, as it "
+                f"has no {checkpoints.COMPLETE}"
+            )
         config = config.model_copy(update={"model": config.model.model_copy(update={"name": str(folder)})})
     return replace(job_of(config, world, lambda doing: None), probe=probe)
 

@@ -173,8 +173,8 @@ def test_metrics_of_two_ranks_are_those_of_a_direct_computation(runs: Runs, name
     expected = loss_metrics(case, runs.model) | host_metrics(case)
     expected["grad_norm"] = expected["grad_norm_max"] = float(np.linalg.norm(runs.gradients["2"][list(runs.cases).index(name)]))
     assert {key: found[key] for key in expected} == pytest.approx(expected, rel=1e-4, abs=1e-5)
-    told = {"rows", "filler_rows", "packed_tokens", "padding_fraction", "learning_rate"}
-    told |= {"updates", "update_skipped", "updates_skipped_total"}
+    told = {"rows", "filler_rows", "packed_tokens", "padding_fraction", "learning_rate", "trainer_tokens_per_s"}
+    told |= {"updates", "update_skipped", "updates_skipped_total", "updates_not_finite"}
     assert set(found) == set(expected) | told
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from telescope.algorithms.grpo import GRPO
 from telescope.backends.common.work import peak_flops, training_work
 from tests.backends.models import random_model
-from tests.backends.shards import LENGTHS, make_job, make_shard
+from tests.backends.shards import LENGTHS, in_minibatches, make_job, make_shard
 
 
 def test_a_cpu_has_no_mfu_unless_its_peak_is_given(build):
@@ -30,3 +31,26 @@ def test_an_embedding_that_is_only_looked_up_does_not_count(build, tmp_path):
     everything = sum(parameter.numel() for parameter in lm.parameters())
     looked_up = lm.get_input_embeddings().weight.numel()
     assert training_work(lm).token == 6.0 * (everything - looked_up)
+
+
+def test_every_phase_of_every_row_is_a_span_in_its_place(build):
+    """Two minibatches of which the second needs the log-probs from before, a reference, clipping and the optimiser's step."""
+    job = make_job(algorithm=GRPO(use_tis=True, kl_ref_coef=0.1), seq_len=64)
+    result = build(job).train_step(in_minibatches(make_shard(), (6, 2)))
+    rows = {0: 2, 1: 1}
+    phases = ("data_to_device", "compute_kl", "forward", "loss_computation", "backward")
+    for minibatch, count in rows.items():
+        for row in range(count):
+            names = [span.name for span in result.spans if (span.minibatch, span.row) == (minibatch, row)]
+            assert names == list(phases)
+        names = [span.name for span in result.spans if (span.minibatch, span.row) == (minibatch, None)]
+        assert names == ["clip", "optimizer"]
+    rest = [(span.name, span.row) for span in result.spans if span.minibatch is None]
+    assert rest == [("prepare_tensors", None), ("compute_old_logprobs", 0)]
+    starts = [span.started_ns for span in result.spans]
+    assert starts == sorted(starts)
+    for name in (*phases, "clip", "optimizer"):
+        total = sum(span.seconds for span in result.spans if span.name == name)
+        assert result.timings[f"timing_{name}_total"] == pytest.approx(total)
+    assert result.timings["timing_forward_microbatch_mean"] == pytest.approx(result.timings["timing_forward_total"] / 3)
+    assert sum(span.seconds for span in result.spans) <= result.timings["timing_step_active"]

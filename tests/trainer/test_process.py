@@ -25,6 +25,7 @@ from telescope.config.run import RunConfig, config_hash, dump_run
 from telescope.runlog.checkpoints import Resume, trainer_part, write_resume
 from telescope.runlog.identity import new_identity, write_identity
 from telescope.runlog.layout import RunDirectory
+from telescope.runlog.reader import rows
 from telescope.weights.shared_memory import SharedMemoryReader, default_folder, run_prefix
 from telescope.wire.happenings import Delivery, PeerJoined, PeerLeft, PeerLost
 from telescope.wire.hub import Hub
@@ -148,6 +149,9 @@ async def test_the_tiny_model_trains_publishes_and_stops(tmp_path):
         assert code == 0, last
         assert last.endswith("stopped: all steps are done")
         assert here.segments() == []
+        spans = [(row["step"], row["name"]) for row in rows(here.directory, "spans")]
+        assert {(0, "publish"), (1, "forward"), (1, "backward"), (1, "clip"), (1, "optimizer"), (1, "publish")} <= set(spans)
+        assert {row["process"] for row in rows(here.directory, "memory")} == {"trainer-0"}
 
 
 async def test_the_fake_backend_needs_no_torch_and_repeats_itself(tmp_path):

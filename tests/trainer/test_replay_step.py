@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import queue
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,13 +12,13 @@ import numpy as np
 import pytest
 
 from telescope.algorithms.grpo import GRPO
-from telescope.backends.base import StepResult, TrainShard, World
+from telescope.backends.base import Saved, StepResult, TrainShard, World
 from telescope.backends.fsdp import FSDP
 from telescope.config.parts import EnvironmentEntry, TrainerSettings
 from telescope.config.run import RunConfig, config_hash, dump_run
 from telescope.replay import main
 from telescope.replay_step import share, together
-from telescope.runlog import kept
+from telescope.runlog import checkpoints, kept
 from telescope.runlog.layout import RunDirectory
 from telescope.trainer.keeping import Keeper
 from telescope.trainer.main import job
@@ -60,7 +62,7 @@ def with_advantage(shard: TrainShard, index: int, advantage: float) -> TrainShar
 
 
 def test_a_gradient_that_overflows_in_float16_is_traced_to_its_trajectory(tmp_path, capsys):
-    """The rollout's own loss is finite; its gradient is beyond 65,504. The second minibatch is at fault, with `old` in its loss."""
+    """Its own loss is finite, its gradient beyond 65,504. The second minibatch is at fault, with `old` in its loss."""
     run, config = kept_run(tmp_path, mixed_precision_dtype="float16")
     shard = in_minibatches(with_advantage(make_shard(3), 5, 1e5), (4, 4))
     result = train_and_keep(run, config, shard)
@@ -70,7 +72,7 @@ def test_a_gradient_that_overflows_in_float16_is_traced_to_its_trajectory(tmp_pa
     said = capsys.readouterr().out
     assert "step 3 of" in said
     assert "trained on version 2 by 1 rank; kept because 1 of its updates had a gradient that was no finite number" in said
-    assert "8 trajectories, 143 tokens, 111 of them trained, 2 updates; weights here: tiny" in said
+    assert "8 trajectories, 143 tokens, 111 of them trained, 2 updates; weights here: tiny, as the run began" in said
     assert "update 1: its gradient is no finite number" in said
     assert "update 0:" not in said
     assert " of 24 parameters: model." in said
@@ -127,6 +129,27 @@ def test_a_sound_step_gives_the_loss_and_norm_of_the_run_whatever_ranks_trained_
     backend.close()
     assert f"loss {result.metrics['loss']:.4g}"[:-1] in said
     assert f"gradient norm {result.metrics['grad_norm']:.4g}"[:-1] in said
+
+
+def test_the_runs_own_checkpoint_of_the_step_before_is_taken(tmp_path, capsys):
+    """After two steps the loss of the third is another than that of the model at the start."""
+    run, config = kept_run(tmp_path)
+    backend = config.backend.build(job(config, World(0, 1, "cpu"), lambda doing: None))
+    for step in (1, 2):
+        backend.train_step(make_shard(step, seed=step))
+    outcomes: queue.Queue[object] = queue.Queue()
+    folder = checkpoints.begin(run.checkpoints, 2, "a")
+    backend.save(2, checkpoints.trainer_part(folder), outcomes.put)
+    assert isinstance(outcomes.get(timeout=60), Saved)
+    os.rename(folder, checkpoints.complete_folder(run.checkpoints, 2))
+    (checkpoints.complete_folder(run.checkpoints, 2) / checkpoints.COMPLETE).write_text("{}")
+    result = backend.train_step(make_shard(3, seed=3))
+    backend.close()
+    keeper(run, config, every=3).trained(make_shard(3, seed=3), result)
+    assert main([str(run.path), "--step", "3"]) == 0
+    said = capsys.readouterr().out
+    assert f"weights here: {checkpoints.complete_folder(run.checkpoints, 2)}" in said
+    assert f"loss {result.metrics['loss']:.6g}, gradient norm {result.metrics['grad_norm']:.6g}" in said
 
 
 def test_shards_of_all_ranks_become_one_and_shared_ones_count_once():

@@ -68,9 +68,9 @@ class FSDPBackend:
         except BaseException:
             ranks.leave()
             raise
-        self._saver = Saver(job.world.rank, self._device, job.saving)
         self._work = work.training_work(self._policy.lm)
         self._peak = work.peak_flops(self._device, job.trainer.peak_flops)
+        self._saver = Saver(job.world.rank, self._device, job.saving)
 
     @property
     def attention_length(self) -> float:

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from telescope.backends.common import attention
+from telescope.backends.common.kernels import Kind
 
 
-def compile_layers(lm: Any, kind: attention.Kind) -> None:
+def compile_layers(lm: Any, kind: Kind) -> None:
     """Before sharding, so that the collectives of FSDP stay outside. Compilation itself happens in the first pass."""
     from transformers import AttentionInterface
 
