@@ -33,6 +33,7 @@ def conflicts(config: RunConfig) -> list[Conflict]:
         *_processes(config),
         *_hosts(config),
         *_weights(config),
+        *_checkpoints(config),
     ]
 
 
@@ -260,6 +261,24 @@ def _weights(config: RunConfig) -> Iterator[Conflict]:
             ("weight_sync.transport", "cluster.device"),
             f"weight_sync.transport={sync.transport} needs GPUs, and cluster.device=cpu: set weight_sync.transport=auto",
         )
+
+
+def _checkpoints(config: RunConfig) -> Iterator[Conflict]:
+    checkpoint = config.checkpoint
+    if checkpoint.resume is not False and config.run_dir is None:
+        yield Conflict(
+            ("checkpoint.resume", "run_dir"),
+            f"checkpoint.resume={str(checkpoint.resume).lower()} goes on in the directory of an earlier run: name it with "
+            "run_dir=…, or leave checkpoint.resume out",
+        )
+    if not checkpoint.on:
+        for name in ("keep_last", "keep_every"):
+            if (given := getattr(checkpoint, name)) is not None:
+                yield Conflict(
+                    (f"checkpoint.{name}", "checkpoint.every"),
+                    f"checkpoint.{name}={given} does nothing without checkpoints: set checkpoint.every=10, say, or leave it "
+                    "out",
+                )
 
 
 def is_loopback(host: str | None) -> bool:

@@ -189,6 +189,11 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     @property
+    def lineage_json(self) -> Path:
+        """Which rows of earlier attempts count (runlog/lineage.py)."""
+        return self.path / "lineage.json"
+
+    @property
     def resume_json(self) -> Path:
         """Where this attempt begins, if not at step 1."""
         return self.path / "resume.json"
