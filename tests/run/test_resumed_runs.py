@@ -94,6 +94,18 @@ def test_sigterm_trains_the_step_to_its_end_saves_it_and_another_attempt_finishe
     assert_whole(again, number_of_steps=12)
 
 
+@pytest.mark.slow
+def test_a_run_whose_trainer_is_killed_goes_on_by_itself_from_its_last_checkpoint(start: Start):
+    run = start(*FAKE, "number_of_steps=15", "checkpoint.every=1", "backend.step_s=0.3")
+    run.until(lambda: bool(complete_steps(run.directory.checkpoints)), "saved a step")
+    os.kill(run.find("trainer-0").pid, signal.SIGKILL)
+    assert run.wait() == 0, run.said()
+    assert "The run failed: trainer-0 was killed by signal 9 (SIGKILL)." in run.said()
+    assert "it goes on from its latest checkpoint (checkpoint.max_restarts)" in run.said()
+    assert read_lineage(run.directory).attempt == 2
+    assert_whole(run, 15)
+
+
 def assert_whole(run: WholeRun, number_of_steps: int) -> None:
     """All steps, each group trained once, none lost, no token older than the bound, over all attempts that count."""
     assert [row["step"] for row in run.rows("step_metrics")] == list(range(1, number_of_steps + 1))
