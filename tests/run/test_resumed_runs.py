@@ -125,6 +125,33 @@ def assert_whole(run: WholeRun, number_of_steps: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+def test_real_servers_get_the_checkpoints_weights_and_play_the_same_prompts(start: Start):
+    """What vLLM samples may differ in the last bit of a logit with the company of a request, so that prompts and seeds are
+    compared, and the distance of the servers' weights from the trainer's: with the base model's it would be wide."""
+    whole = start(
+        "experiment=reverse_letters", SYNCHRONOUS, "number_of_steps=3", "checkpoint.every=2", "inference.http=false",
+        "trainer.learning_rate=0.003", "orchestrator.discard_group_zero_advantage=false",
+    )  # fmt: skip
+    assert whole.wait(280) == 0, whole.said()
+    again = start("checkpoint.resume=2", resume=whole)
+    assert again.wait(280) == 0, again.said()
+    first = RunDirectory(whole.directory.earlier_attempt(1))
+    one, two = (
+        {(row["rollout_id"], row["index"], row["seed"]) for row in rows_of_attempt(place, "rollouts")}
+        for place in (first, again.directory)
+    )
+    assert two
+    assert two < one
+    (anew,) = rows_of_attempt(again.directory, "step_metrics")
+    assert anew["step"] == 3
+    assert abs(anew["metrics"]["kl_divergence_inference"]) < 1e-3
+    commits = [row["version"] for row in rows_of_attempt(again.directory, "weights") if row["phase"] == "committed"]
+    assert commits == [2, 3]
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_that_is_killed_over_and_over_ends_with_every_step_and_no_prompt_twice(start: Start):
     chance, steps = random.Random(3), 30
