@@ -368,6 +368,9 @@ class CheckpointSettings(Settings):
     stop_timeout_s: float = Field(default=120.0, gt=0, le=1_000_000)
     """A run that is told to stop (Ctrl-C, SIGTERM) waits no longer than this for its step and its checkpoint. With
     cluster.slurm the time before the walltime is the limit there."""
+    max_restarts: int = Field(default=3, ge=0, le=1_000_000)
+    """On one host: attempts that begin by themselves after a part of the run has died (a trainer rank, a worker), each from a
+    newer checkpoint than the last one did; 0: none."""
 
     @field_validator("dir")
     @classmethod
