@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from telescope.backends.common import attention
 from telescope.backends.common.kernels import Kind
 
 
@@ -18,7 +19,7 @@ def compile_layers(lm: Any, kind: Kind) -> None:
     """Before sharding, so that the collectives of FSDP stay outside. Compilation itself happens in the first pass."""
     from transformers import AttentionInterface
 
-    name = attention.NAMES[kind]
+    name = attention.register(kind)
     AttentionInterface.register(name, torch.compiler.disable(AttentionInterface()[name]))  # type: ignore[no-untyped-call]
     for layer in lm.get_decoder().layers:
         layer.forward = torch.compile(layer.forward, dynamic=True)

@@ -1,9 +1,9 @@
 """Memory and time of log-probs and entropies, forward and backward: ours in chunks, and what else could do it.
 
-    python -m benchmarks.trainer.logprobs_memory [--device cuda] [--tokens 16384] [--hidden 128] [--others compiled liger]
+    python -m benchmarks.training.logprobs [--device cuda] [--tokens 16384] [--hidden 128] [--others compiled liger]
 
 The others are plain PyTorch's whole [T, V]; `compiled`, plain PyTorch's chunks of 1,024 through torch.compile, each computed
-again in the backward pass; and `liger`, the fused Triton kernel of liger-kernel where that is installed (GPU; it gives log-probs
+again in the backward pass; and `liger`, the fused Triton kernel of liger-kernel where installed (GPU; it gives log-probs
 alone: no entropy, no temperature, no top-k, and is no dependency of the project).
 
 Each measurement runs in a process of its own, so that its peak is its own: on a CPU the highest resident size that Linux has
@@ -83,7 +83,7 @@ def alone(method: str, given: argparse.Namespace, tokens: int) -> Measured:
     """In a process of its own."""
     sizes = ("--vocabulary", str(given.vocabulary), "--hidden", str(given.hidden), "--dtype", given.dtype)
     bonus = ("--bonus",) if given.bonus else ()
-    command = [sys.executable, "-m", "benchmarks.trainer.logprobs_memory", "--one", method, "--tokens", str(tokens), *sizes]
+    command = [sys.executable, "-m", "benchmarks.training.logprobs", "--one", method, "--tokens", str(tokens), *sizes]
     said = subprocess.run(
         [*command, *bonus, "--device", given.device], check=True, capture_output=True, text=True, timeout=3600
     )
