@@ -157,6 +157,11 @@ class BackendSettings(Settings):
     trains_adapters: ClassVar[bool] = False
     """Whether it knows model.lora."""
 
+    def run_errors(self, *, ranks: int, adapters: bool, on_cpu: bool) -> Iterator[tuple[tuple[str, ...], str]]:
+        """What of these settings can't be in a run of so many ranks: paths of these settings, and a sentence with the remedy.
+        `adapters`: model.lora is given; `on_cpu`: the run was told to use no GPU."""
+        yield from ()
+
     def build(self, job: Job) -> Backend:
         """Make the backend on this rank; torch.distributed is set up in here, from the standard environment variables."""
         raise NotImplementedError

@@ -18,14 +18,15 @@ SIGNS = ("gloo", "nccl", "connection closed by peer", "connection reset by peer"
 """What torch's plain RuntimeErrors of a collective say, in lower case; it has no class of its own for gloo's."""
 
 
-def join(world: World, timeout_s: float) -> None:
-    """Meet the other ranks, by MASTER_ADDR and MASTER_PORT; alone, no port is opened. Raises after `timeout_s`."""
+def join(world: World, timeout_s: float, *, host: bool = False) -> None:
+    """Meet the other ranks, by MASTER_ADDR and MASTER_PORT; alone, no port is opened. Raises after `timeout_s`. `host`: ranks
+    with GPUs also exchange tensors that lie in host memory."""
     name = "gloo"
     if world.device.startswith("cuda"):
         torch.cuda.set_device(world.device)
         if world.memory_share < 1:  # running out is then this rank's own error, and not the server's beside it
             torch.cuda.set_per_process_memory_fraction(world.memory_share)
-        name = "nccl"
+        name = "cpu:gloo,cuda:nccl" if host else "nccl"
     timeout = timedelta(seconds=timeout_s)
     if world.size == 1:
         store = dist.HashStore()  # type: ignore[attr-defined]

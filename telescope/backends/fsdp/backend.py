@@ -6,7 +6,6 @@ the same number of rows: a rank with fewer adds rows of padding, which weigh not
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,16 +15,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from telescope.backends.base import Job, Outcome, StepResult, TrainShard
 from telescope.backends.common import attention, ranks, rows, shards
 from telescope.backends.common.saving import Saver
 from telescope.backends.common.spans import Spans
 from telescope.backends.common.tally import Tally
-from telescope.backends.fsdp import gather, state
-from telescope.backends.fsdp.policy import Policy, RowInput, load
+from telescope.backends.fsdp import assembly, gather, state
+from telescope.backends.fsdp.mesh import spread
+from telescope.backends.fsdp.policy import Policy, RowInput
 from telescope.backends.fsdp.updates import StepUpdates, Updater
 from telescope.maths import packing
 from telescope.records import Denominators
@@ -34,8 +32,6 @@ from telescope.weights.buckets import Tensor as TensorKind
 
 if TYPE_CHECKING:
     from telescope.backends.fsdp import FSDP
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -57,12 +53,15 @@ class FSDPBackend:
         attention.check(kind, self._device, computing)
         torch.manual_seed(job.seed)
         with ranks.watched("meeting the other ranks"):
-            ranks.join(job.world, settings.collective_timeout_s)
+            ranks.join(job.world, settings.collective_timeout_s, host=settings.offload == "parameters")
         try:
             with ranks.watched("loading the model"):
-                self._policy = _policy(settings, job, kind, computing)
-                self._reference = _frozen(job, kind, computing) if job.algorithm.needs_reference else None
-            self._updater = Updater(settings.optimizer, job, self._policy, scaled=computing == torch.float16)
+                self._spread = spread(job.world, settings.replicas)
+                self._policy = assembly.trained(settings, job, kind, computing, self._spread)
+                needed = job.algorithm.needs_reference
+                self._reference = assembly.frozen(settings, job, kind, computing, self._spread) if needed else None
+            scaled, hosted = computing == torch.float16, settings.offload == "optimizer"
+            self._updater = Updater(settings.optimizer, job, self._policy, scaled=scaled, hosted=hosted)
             if job.resume is not None:
                 state.put_back(job.resume, self._policy, self._updater, job.world)
         except BaseException:
@@ -113,14 +112,18 @@ class FSDPBackend:
         return gather.layout(self._policy.by_name())
 
     def pack(self, bucket: Bucket, out: Tensor | None) -> None:
+        if self._spread.replica:
+            return  # the first replica has all of it
         with ranks.watched("gathering the weights"):
-            gather.pack(self._policy.by_name(), bucket, out, self._job.world.rank, self._job.world.size)
+            held = self._spread
+            gather.pack(self._policy.by_name(), bucket, out, held.shard, held.shards, held.group, self._device)
 
     def weights(self, dtype: str | None = None) -> Iterator[tuple[str, Any]]:
+        if self._spread.replica:
+            return
         with ranks.watched("gathering the weights"):
-            yield from gather.host_tensors(
-                self._policy.by_name(), self._device, self._job.world.rank, self._job.world.size, dtype
-            )
+            held, parameters = self._spread, self._policy.by_name()
+            yield from gather.host_tensors(parameters, self._device, held.shard, held.shards, dtype, held.group)
 
     def save(self, step: int, folder: Path, done: Callable[[Outcome], None]) -> None:
         job = self._job
@@ -179,35 +182,3 @@ class FSDPBackend:
             tally.add(output)
         with spans.span("backward"):
             self._updater.scaled(output.loss).backward()  # type: ignore[no-untyped-call]
-
-
-def _policy(settings: FSDP, job: Job, kind: attention.Kind, computing: torch.dtype) -> Policy:
-    master = getattr(torch, job.model.dtype)
-    lm = load(job.model, kind, master)
-    if settings.gradient_checkpointing:
-        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    policy = Policy(lm, kind)
-    mesh = init_device_mesh(job.world.device.partition(":")[0], (job.world.size,))
-    uniform = all(parameter.dtype == computing for parameter in policy.parameters())  # adapters are float32 in any model
-    precision = MixedPrecisionPolicy(param_dtype=None if uniform else computing, reduce_dtype=torch.float32)
-    policy.shard(mesh, precision, reshard_layers=settings.reshard_after_forward)
-    policy.verify(job.world.device, job.temperature, tolerance=1e-3 if computing == torch.float32 else 0.5)
-    log.info(
-        "%s: %.2fM weights in %s, %.2fM of them trained, computing in %s, attention %s",
-        type(lm).__name__,
-        sum(parameter.numel() for parameter in policy.parameters()) / 1e6,
-        job.model.dtype,
-        sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad) / 1e6,
-        str(computing).removeprefix("torch."),
-        f"flash ({attention.flash_name()})" if kind == "flash" else kind,
-    )
-    return policy
-
-
-def _frozen(job: Job, kind: attention.Kind, computing: torch.dtype) -> Policy:
-    """The base model once more, in the precision of the forward pass: its weights never move, so they need no better one."""
-    policy = Policy(load(job.model, kind, computing, adapters=False).requires_grad_(False).eval(), kind)
-    mesh = init_device_mesh(job.world.device.partition(":")[0], (job.world.size,))
-    policy.shard(mesh, MixedPrecisionPolicy(), reshard_layers=True, reshard_rest=True)
-    log.info("a frozen copy of the base model, in %s, is the reference", str(computing).removeprefix("torch."))
-    return policy

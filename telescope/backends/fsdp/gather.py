@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from telescope.records import TensorSpec
 from telescope.weights.buckets import ITEM_BYTES, Bucket, aligned, buckets, lay_out
@@ -49,34 +49,44 @@ class _Share:
 
 
 @torch.no_grad()
-def pack(parameters: Mapping[str, Tensor], bucket: Bucket, out: Tensor | None, rank: int, size: int) -> None:
-    """See `telescope.weights.base.Source.pack`."""
+def pack(
+    parameters: Mapping[str, Tensor], bucket: Bucket, out: Tensor | None, rank: int, size: int,
+    group: dist.ProcessGroup | None = None, device: str | None = None,
+) -> None:  # fmt: skip
+    """See `telescope.weights.base.Source.pack`. `rank` and `size` are those in `group`, the ranks that hold the model together
+    with rank 0 (none: all); `device`: where they gather, if parameters lie elsewhere."""
     sharded = [spec for spec in bucket.specs if size > 1 and _is_sharded(parameters[spec.name])]
     if sharded:
-        _gather(parameters, sharded, bucket.start, out, rank, size)
+        here = torch.device(device) if device is not None else _local(parameters[sharded[0].name]).device
+        mine, shares = _mine(parameters, sharded, rank, size, here)
+        parts = [torch.empty_like(mine) for _ in range(size)] if out is not None else None
+        dist.gather(mine, parts, dst=0, group=group)
+        if out is not None and parts is not None:
+            _join(parts, shares, bucket.start, out)
     if out is not None:
         whole = [spec for spec in bucket.specs if spec not in sharded] if sharded else bucket.specs
         _copy([_local(parameters[spec.name]) for spec in whole], [_view(out, bucket.start, spec) for spec in whole])
 
 
 def host_tensors(
-    parameters: Mapping[str, Tensor], device: str, rank: int, size: int, dtype: str | None
-) -> Iterator[tuple[str, Tensor]]:
+    parameters: Mapping[str, Tensor], device: str, rank: int, size: int, dtype: str | None,
+    group: dist.ProcessGroup | None = None,
+) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
     """Whole tensors in host memory, bucket by bucket, on rank 0; the others run along and yield nothing."""
     specs, _ = lay_out(layout(parameters), dtype)
     for bucket in buckets(specs, HOST_BUCKET_BYTES):
         out = torch.empty(bucket.nbytes, dtype=torch.uint8, device=device) if rank == 0 else None
-        pack(parameters, bucket, out, rank, size)
+        pack(parameters, bucket, out, rank, size, group, device)
         if out is not None:
             here = out.cpu()
             yield from ((spec.name, _view(here, bucket.start, spec)) for spec in bucket.specs)
 
 
-def _gather(
-    parameters: Mapping[str, Tensor], specs: Sequence[TensorSpec], start: int, out: Tensor | None, rank: int, size: int
-) -> None:
+def _mine(
+    parameters: Mapping[str, Tensor], specs: Sequence[TensorSpec], rank: int, size: int, device: torch.device
+) -> tuple[Tensor, list[_Share]]:
+    """What this rank sends, and how the messages of all are laid out."""
     shares, nbytes = _shares(specs, size)
-    device = _local(parameters[specs[0].name]).device
     mine = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     places, rows = [], []
     for share in shares:
@@ -86,10 +96,7 @@ def _gather(
             rows.append(local[:count])
             places.append(_rows_of(mine, share, count))
     _copy(rows, places)
-    parts = [torch.empty_like(mine) for _ in range(size)] if out is not None else None
-    dist.gather(mine, parts, dst=0)
-    if out is not None and parts is not None:
-        _join(parts, shares, start, out)
+    return mine, shares
 
 
 def _join(parts: Sequence[Tensor], shares: Sequence[_Share], start: int, out: Tensor) -> None:
@@ -118,7 +125,8 @@ def _shares(specs: Sequence[TensorSpec], size: int) -> tuple[list[_Share], int]:
 def _is_sharded(parameter: Tensor) -> bool:
     if not isinstance(parameter, DTensor):
         return False
-    if parameter.placements != (Shard(0),):
+    *copies, spread = parameter.placements
+    if spread != Shard(0) or any(copy != Replicate() for copy in copies):
         raise ValueError(
             f"a parameter is placed {parameter.placements}, and only shards of the first dimension can be gathered"
         )

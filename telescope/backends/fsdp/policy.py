@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from telescope.backends.common import attention, lora
 from telescope.backends.common.logprobs import logprobs
@@ -67,13 +67,15 @@ class Policy(nn.Module):
         return logprob
 
     def shard(
-        self, mesh: DeviceMesh, precision: MixedPrecisionPolicy, *, reshard_layers: bool, reshard_rest: bool = False
-    ) -> None:
+        self, mesh: DeviceMesh, precision: MixedPrecisionPolicy, *,
+        reshard_layers: bool | int, reshard_rest: bool = False, offload: OffloadPolicy | None = None,
+    ) -> None:  # fmt: skip
         """Spread weights over the ranks, a layer at a time. Gradients are summed over ranks, not averaged: the
-        denominators of the loss count all ranks already."""
+        denominators of the loss count all ranks already. `offload`: where shards lie while they are not at work."""
+        kept: dict[str, Any] = {"mesh": mesh, "mp_policy": precision, "offload_policy": offload or OffloadPolicy()}
         for layer in self.lm.get_decoder().layers:
-            fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_layers)
-        fully_shard(self, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard_rest)
+            fully_shard(layer, reshard_after_forward=reshard_layers, **kept)
+        fully_shard(self, reshard_after_forward=reshard_rest, **kept)
         for module in self.fsdp_modules():
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -138,15 +140,26 @@ def load(model: ModelSettings, kind: attention.Kind, dtype: torch.dtype, *, adap
         check_files(model.name, folder)
         check_weights(model.name, folder)
     try:
-        lm = AutoModelForCausalLM.from_pretrained(
+        lm, facts = AutoModelForCausalLM.from_pretrained(
             model_source(model.name),
             dtype=dtype,
             attn_implementation=attention.register(kind),
             trust_remote_code=model.trust_remote_code,
+            output_loading_info=True,
         )
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         said = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UnfitModel(f"model.name={model.name}: it can't be loaded: {said}") from error
+    if absent := sorted(facts["missing_keys"]):
+        raise UnfitModel(
+            f"model.name={model.name}: its files lack {len(absent)} of the model's tensors, {', '.join(absent[:3])} first, "
+            "which would be random numbers: complete the folder"
+        )
+    return fitted(lm, model, adapters=adapters)
+
+
+def fitted(lm: Any, model: ModelSettings, *, adapters: bool) -> Any:
+    """The model as it is trained: without dropout, with its adapters. Raises `UnfitModel`."""
     _check(lm)
     _no_dropout(lm)
     if adapters and model.lora is not None:

@@ -1,7 +1,7 @@
 """From an accumulated gradient to new weights: learning rate, loss scale, clipping, the optimiser's step.
 
-Owns the optimiser and the schedule. A gradient that is not finite, or that nothing was trained for, moves no weight: with a
-gradient of 0 the moments of AdamW would move them.
+Owns the order of an update and the schedule. A gradient that is not finite, or that nothing was trained for, moves no weight:
+with a gradient of 0 the moments of AdamW would move them.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from telescope.backends.base import Job
+from telescope.backends.fsdp import optimizers
+from telescope.backends.fsdp.offload import HostedStates
 from telescope.backends.fsdp.scaling import LossScale
 from telescope.maths.schedules import learning_rate_factor
 
@@ -56,10 +58,12 @@ class StepUpdates:
 class Updater:
     """`skipped` counts the updates left out since the start."""
 
-    def __init__(self, kind: Literal["adamw", "sgd"], job: Job, module: nn.Module, *, scaled: bool) -> None:
+    def __init__(self, kind: optimizers.Kind, job: Job, module: nn.Module, *, scaled: bool, hosted: bool = False) -> None:
+        """`hosted`: moments lie in host memory between updates."""
         self._job = job
         self._parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        self.optimizer = _optimizer(kind, self._parameters, job)
+        self.optimizer = optimizers.make(kind, module, job.trainer)
+        self._hosted = HostedStates(self.optimizer, job.world.device) if hosted else None
         self._scale = LossScale(enabled=scaled)
         self.skipped = 0
 
@@ -76,7 +80,7 @@ class Updater:
         norm = _clip(self._parameters, self._job.trainer.grad_clip)
         skipped = empty or not math.isfinite(norm)
         if not skipped:
-            self.optimizer.step()
+            (self._hosted or self.optimizer).step()
         else:
             self.skipped += 1
             why = "nothing is left to train" if empty else f"the gradient's norm is {norm}"
@@ -100,7 +104,7 @@ class Updater:
             group["lr"] = 0.0
         for parameter in self._parameters:
             parameter.grad = torch.zeros_like(parameter)
-        self.optimizer.step()
+        (self._hosted or self.optimizer).step()
         self.optimizer.zero_grad(set_to_none=True)
 
     def _rate(self, step: int) -> float:
@@ -112,19 +116,6 @@ class Updater:
             warmup_steps=trainer.warmup_steps,
             min_ratio=trainer.min_lr_ratio,
         )
-
-
-def _optimizer(kind: Literal["adamw", "sgd"], parameters: list[nn.Parameter], job: Job) -> torch.optim.Optimizer:
-    """Weight decay on matrices alone, as norms and biases have no business near zero."""
-    trainer = job.trainer
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": trainer.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
-    if kind == "sgd":
-        return torch.optim.SGD(groups, lr=trainer.learning_rate, foreach=True)
-    return torch.optim.AdamW(groups, lr=trainer.learning_rate, betas=trainer.betas, fused=True)
 
 
 def _clip(parameters: list[nn.Parameter], largest: float) -> float:

@@ -1,0 +1,73 @@
+"""From settings to a model in training: loaded, its layers checkpointed and compiled, spread over the ranks, looked at.
+
+Owns the order of these. Refuses steps and weights' way to servers: backend.py and gather.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+from telescope.backends.base import Job
+from telescope.backends.common import attention
+from telescope.backends.fsdp import compiling, loading, recompute
+from telescope.backends.fsdp.mesh import Spread
+from telescope.backends.fsdp.policy import Policy
+
+if TYPE_CHECKING:
+    from telescope.backends.fsdp import FSDP
+
+log = logging.getLogger(__name__)
+
+
+def trained(settings: FSDP, job: Job, kind: attention.Kind, computing: torch.dtype, spread: Spread) -> Policy:
+    """The policy, ready for its first step. A collective."""
+    master = getattr(torch, job.model.dtype)
+    lm, checkpoint = loading.outline(job.model, kind, master)
+    kept = recompute.mode(settings.gradient_checkpointing)
+    recompute.enable(lm, kept)
+    if settings.compile:
+        compiling.compile_layers(lm, kind)
+    policy = Policy(lm, kind)
+    uniform = all(parameter.dtype == computing for parameter in policy.parameters())  # adapters are float32 in any model
+    precision = MixedPrecisionPolicy(param_dtype=None if uniform else computing, reduce_dtype=torch.float32)
+    offload = _offload(settings, job)
+    policy.shard(spread.mesh, precision, reshard_layers=settings.reshard_after_forward, offload=offload)
+    loading.fill(policy, checkpoint, _home(settings, job), spread)
+    policy.verify(job.world.device, job.temperature, tolerance=1e-3 if computing == torch.float32 else 0.5)
+    log.info(
+        "%s: %.2fM weights in %s, %.2fM of them trained, computing in %s, attention %s, checkpointing %s%s",
+        type(lm).__name__,
+        sum(parameter.numel() for parameter in policy.parameters()) / 1e6,
+        job.model.dtype,
+        sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad) / 1e6,
+        str(computing).removeprefix("torch."),
+        f"flash ({attention.flash_name()})" if kind == "flash" else kind,
+        kept,
+        ", layers compiled" if settings.compile else "",
+    )
+    return policy
+
+
+def frozen(settings: FSDP, job: Job, kind: attention.Kind, computing: torch.dtype, spread: Spread) -> Policy:
+    """The base model once more, in the precision of the forward pass: its weights never move, so they need no better one."""
+    lm, checkpoint = loading.outline(job.model, kind, computing, adapters=False)
+    policy = Policy(lm.requires_grad_(False).eval(), kind)
+    policy.shard(spread.mesh, MixedPrecisionPolicy(), reshard_layers=True, reshard_rest=True, offload=_offload(settings, job))
+    loading.fill(policy, checkpoint, _home(settings, job), spread)
+    log.info("a frozen copy of the base model, in %s, is the reference", str(computing).removeprefix("torch."))
+    return policy
+
+
+def _offload(settings: FSDP, job: Job) -> OffloadPolicy:
+    if settings.offload != "parameters":
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=job.world.device.startswith("cuda"))
+
+
+def _home(settings: FSDP, job: Job) -> Any:
+    """Where shards lie between their uses."""
+    return torch.device("cpu" if settings.offload == "parameters" else job.world.device)

@@ -1,0 +1,205 @@
+"""A model's weights from its safetensors files to the ranks, each rank reading the rows of its own shards and no others.
+
+Owns the outline of a model (its modules without weights) and what fills it. Refuses files whose tensors are not the model's
+own, one by one: those that transformers has to convert (experts fused, names of former days, other formats) are loaded whole.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from telescope.backends.common import attention
+from telescope.backends.fsdp.mesh import Spread
+from telescope.backends.fsdp.policy import UnfitModel, fitted, load
+from telescope.backends.fsdp.shares import local
+from telescope.config.models import ModelBroken, ModelNotFound, check_weights, model_folder
+
+if TYPE_CHECKING:
+    from telescope.backends.fsdp.policy import Policy
+    from telescope.config.parts import ModelSettings
+
+log = logging.getLogger(__name__)
+
+BASE = ".base_layer."
+"""In the names of matrices that have an adapter."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Which file of a folder has which tensor."""
+
+    name: str
+    """model.name, for sentences."""
+    files: Mapping[str, Path]
+
+
+def outline(
+    model: ModelSettings, kind: attention.Kind, dtype: torch.dtype, *, adapters: bool = True
+) -> tuple[Any, Checkpoint | None]:
+    """The model without its weights, and where they are; adapters, buffers and all else are there.
+
+    None: the files are not the model's own tensors one by one, and the model has its weights already. Raises `UnfitModel`, and
+    what `telescope.config.models` raises on broken folders.
+    """
+    lm, checkpoint = _outline(model, kind, dtype)
+    if checkpoint is None:
+        return load(model, kind, dtype, adapters=adapters), None
+    with _lent_memory(lm):
+        fitted(lm, model, adapters=adapters)
+    return lm, checkpoint
+
+
+def _outline(model: ModelSettings, kind: attention.Kind, dtype: torch.dtype) -> tuple[Any, Checkpoint | None]:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        folder = model_folder(model.name)
+    except ModelBroken:
+        raise
+    except ModelNotFound as error:
+        raise UnfitModel(str(error)) from error
+    check_weights(model.name, folder)
+    files = _files(folder)
+    if not files:
+        return None, None
+    try:
+        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=model.trust_remote_code)
+        with parameters_on_meta():
+            lm = AutoModelForCausalLM.from_config(
+                config,
+                dtype=dtype,
+                attn_implementation=attention.register(kind),
+                trust_remote_code=model.trust_remote_code,
+            )
+    except (OSError, ValueError, KeyError) as error:
+        log.debug("no outline of %s, so transformers loads it whole", model.name, exc_info=error)
+        return None, None
+    wanted = {name: tensor.shape for name, tensor in _stored(lm)}
+    absent = [name for name in wanted if name not in files]
+    if absent:
+        log.info("%s: %s is not in its files under this name, so transformers loads it whole", model.name, absent[0])
+        return None, None
+    if extra := sorted(set(files) - set(lm.state_dict())):
+        log.warning("%s: its files have %d tensors that the model has no use for, %s first", model.name, len(extra), extra[0])
+    return lm, Checkpoint(model.name, files)
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Modules made in here have parameters with a shape and no memory; their buffers are real, computed as always."""
+
+    def bare(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.is_meta:
+            return None  # one that is shared with another module stays one
+        return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+
+    hook = register_module_parameter_registration_hook(bare)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def _lent_memory(lm: nn.Module) -> Iterator[None]:
+    """Parameters seem to be on the CPU (one number, seen everywhere): adapters made beside them then get memory and values."""
+    bare = [
+        (module, name, p) for module in lm.modules() for name, p in module._parameters.items() if p is not None and p.is_meta
+    ]
+    for module, name, p in bare:
+        lent = torch.zeros((), dtype=p.dtype).expand(p.shape)
+        module._parameters[name] = nn.Parameter(lent, requires_grad=p.requires_grad)
+    try:
+        yield
+    finally:
+        for module, name, p in bare:
+            p.requires_grad_(module._parameters[name].requires_grad)  # type: ignore[union-attr]
+            module._parameters[name] = p
+
+
+def fill(policy: Policy, checkpoint: Checkpoint | None, device: torch.device, spread: Spread) -> None:
+    """Give a spread policy its weights, on `device`. None: it has them."""
+    if checkpoint is None:
+        return
+    policy._apply(  # type: ignore[no-untyped-call]
+        lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+    )
+    with Reader(checkpoint) as reader:
+        for name, tensor in _stored(policy.lm):
+            if BASE not in name and name not in checkpoint.files:
+                continue  # an adapter
+            reader.fill(name.replace(BASE, "."), tensor, spread)
+
+
+class Reader:
+    """Rows of tensors, from files that are mapped and not read. `read_bytes`: of the rows so far."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._open: dict[Path, Any] = {}
+        self.read_bytes = 0
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.clear()
+
+    @torch.no_grad()
+    def fill(self, name: str, target: Tensor, spread: Spread) -> None:
+        """This rank's rows of one tensor, cast to the target's dtype."""
+        source = self._slice(name)
+        shape = tuple(source.get_shape())
+        if shape != tuple(target.shape):
+            raise UnfitModel(
+                f"model.name={self._checkpoint.name}: {name} has the shape {list(shape)} in {self._checkpoint.files[name]}, "
+                f"and {list(target.shape)} by its config.json: the files do not belong together"
+            )
+        part = local(target)
+        if target is part or not shape:  # a buffer, which every rank has whole
+            rows = source[:]
+        else:
+            first, count = spread.rows(shape[0])
+            if not count:
+                return
+            rows = source[first : first + count]
+        self.read_bytes += rows.nbytes
+        part.copy_(rows)
+
+    def _slice(self, name: str) -> Any:
+        from safetensors import safe_open
+
+        file = self._checkpoint.files[name]
+        if file not in self._open:
+            self._open[file] = safe_open(str(file), framework="pt")
+        return self._open[file].get_slice(name)
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """Every tensor of the folder's model.safetensors, one file or several; empty where it has none."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.is_file():
+        listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return {name: folder / part for name, part in listed.items()}
+    if not single.is_file():
+        return {}
+    with single.open("rb") as stream:
+        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+    return {name: single for name in header if name != "__metadata__"}
+
+
+def _stored(lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What a checkpoint has of it: parameters, tied ones once, and buffers that are saved."""
+    yield from lm.named_parameters()
+    saved = set(lm.state_dict())
+    yield from ((name, buffer) for name, buffer in lm.named_buffers() if name in saved)
