@@ -44,8 +44,16 @@ LORA = ModelSettings(name="tiny", lora=LoraSettings(rank=2, alpha=4))
 
 @pytest.mark.parametrize(
     ("model", "settings"),
-    [(None, {}), (None, {"optimizer": "sgd"}), (LORA, {}), (None, {"mixed_precision_dtype": "float16"})],
-    ids=["adamw", "sgd", "lora", "float16"],
+    [
+        (None, {}),
+        (None, {"optimizer": "sgd"}),
+        (LORA, {}),
+        (None, {"mixed_precision_dtype": "float16"}),
+        (None, {"optimizer": "adamw_8bit"}),
+        (None, {"optimizer": "muon"}),
+        (None, {"offload": "optimizer"}),
+    ],
+    ids=["adamw", "sgd", "lora", "float16", "adamw 8bit", "muon", "offload"],
 )
 def test_two_steps_a_checkpoint_and_two_more_are_four_steps_to_the_bit(build, tmp_path, model, settings):
     job = make_job(lr_scheduler="linear", warmup_steps=1)

@@ -130,7 +130,7 @@ class Updater:
             group["lr"] = 0.0
         for parameter in self._parameters:
             parameter.grad = torch.zeros_like(parameter)
-        self.optimizer.step()
+        (self._hosted or self.optimizer).step()
         self.optimizer.zero_grad(set_to_none=True)
 
     def _rate(self, step: int) -> float:
