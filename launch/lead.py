@@ -90,6 +90,7 @@ def _tell(run: RunDirectory, config: RunConfig, nodes: Nodes, plan: Plan, keyed:
             return {}
         own = [process.name for process in plan.processes if process.node == node]
         paths = [run.config_json, run.run_json, run.plan_json]
+        paths += [run.resume_json] if run.resume_json.exists() else []
         paths += [run.public_key(name) for name in plan.names] + [run.secret_key(name) for name in own]
         return {str(path.relative_to(run.path)): path.read_text(encoding="utf-8") for path in paths}
 

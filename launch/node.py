@@ -5,7 +5,8 @@ processes end. A silent or stuck peer is the orchestrator's to notice: it asks f
 any other it exits 70, and the supervisor ends the rest.
 
 Exit codes: 0 done, 1 the orchestrator ended with an error of its own (a full disk, say), 70 a component failed, 129/130/143
-ended by SIGHUP/SIGINT/SIGTERM, 75 stopped before its walltime.
+ended by SIGHUP/SIGINT/SIGTERM, 75 stopped before its walltime, or by one of these signals with all that was trained in a
+checkpoint: run it again.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from telescope.wire.security import make_keys
 DISPLAY_S = 0.5
 ERROR = 1
 STOPPED = 75
-"""Stopped in good order before it was done, because the time was nearly up: run it again."""
+"""Stopped in good order before it was done, because the time was nearly up or with all in a checkpoint: run it again."""
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -210,8 +211,10 @@ class Supervisor:
         if not first or self.phase in (Phase.ENDING, Phase.KILLING):
             self.kill_all()
         elif self.phase is Phase.RUNNING:
-            self.console.say("Stopping: the orchestrator finishes and tells the others. Ctrl-C again kills at once.")
-            self.ask_orchestrator(self.patience.stop_s, number)  # the same signal, so that its summary names it
+            saves = " the step under way, saves it" if self.plan.save_s else ""
+            self.console.say(f"Stopping: the orchestrator finishes{saves} and tells the others. Ctrl-C again kills at once.")
+            # the same signal, so that its summary names it
+            self.ask_orchestrator(self.patience.stop_s + self.plan.save_s, number)
         else:
             self.end_all(self.patience.follow_s)
 
@@ -404,6 +407,6 @@ class Supervisor:
         if self.cause:
             own = self.cause.process == "orchestrator" and self.orchestrator_status == ERROR
             return ERROR if own else COMPONENT_FAILED
-        if self.warned and self.orchestrator_status != 0:  # else it was done before it heard
-            return STOPPED
+        if (self.warned and self.orchestrator_status != 0) or self.orchestrator_status == STOPPED:
+            return STOPPED  # warned and 0: it was done before it heard
         return 0 if self.interrupted is None else 128 + self.interrupted

@@ -94,6 +94,8 @@ class Plan(Record, frozen=True):
     """Of one server within an hour; one more death of it ends the run."""
     hosts: tuple[Host, ...] = ()
     """By node; the first is the head."""
+    save_s: float = 0.0
+    """What the run gets to train and save the step under way when it is told to stop; 0: it makes no checkpoints."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -132,7 +134,9 @@ def make_plan(config: RunConfig, hosts: tuple[Host, ...]) -> Plan:
             _process("worker", index, seats[index % len(seats)], _network(seats[index % len(seats)].host) | cluster.env)
         )
     logging = config.logging
-    return Plan(device, tuple(processes), logging.progress, logging.log_to_console, cluster.max_server_restarts, hosts)
+    save_s = config.checkpoint.stop_timeout_s if config.checkpoint.on else 0.0
+    restarts = cluster.max_server_restarts
+    return Plan(device, tuple(processes), logging.progress, logging.log_to_console, restarts, hosts, save_s)
 
 
 def told_apart(hosts: tuple[Host, ...]) -> tuple[Host, ...]:

@@ -30,6 +30,7 @@ COMMANDS = {
     "env": Command("telescope.env", "try an environment; print a trajectory token by token"),
     "doctor": Command("telescope.doctor", "compare trainer and server: log-probs, weights"),
     "replay": Command("telescope.replay", "does today's core decide as the run's journal says"),
+    "export": Command("telescope.export", "a checkpoint's weights as a model that transformers and vLLM load"),
     "bundle": Command("telescope.bundle", "wheels and an install script for hosts without a registry"),
     "completion": Command("telescope.completion", "print the shell's completion script"),
 }

@@ -1,7 +1,8 @@
-"""`python -m telescope.runs list | tail | stop`: the runs of a folder, one's log as it grows, and an end for one.
+"""`python -m telescope.runs list | tail | stop | resume`: the runs of a folder, one's log as it grows, an end for one, and a
+further attempt.
 
-Reads run directories; of all that is in them it changes nothing. `stop` asks the process that watches the run, as Ctrl-C would:
-the step under way is finished and the summary written.
+Reads run directories; all but `resume` change nothing in them. `stop` asks the process that watches the run, as Ctrl-C would:
+the step under way is finished and, where the run makes checkpoints, saved, and the summary written.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from telescope.runlog.ending import reason as reason_of
 from telescope.runlog.holder import life, read_holder, stop
 from telescope.runlog.layout import RunDirectory
 
-OK, FAILED = 0, 1
+OK, FAILED, USAGE = 0, 1, 2
 DEPTH = 2
 """A sweep's runs lie one folder deeper than others."""
 LOOK_S = 0.25
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="telescope.runs", description=__doc__, allow_abbrev=False)
-    actions = parser.add_subparsers(required=True, metavar="list|tail|stop")
+    actions = parser.add_subparsers(required=True, metavar="list|tail|stop|resume")
     listing = actions.add_parser("list", help="the runs below a folder, latest last")
     listing.add_argument("folder", nargs="?", default="runs", type=Path)
     listing.add_argument("--json", action="store_true", help="one object a line")
@@ -72,6 +73,10 @@ def _parser() -> argparse.ArgumentParser:
     stopping.add_argument("run", type=Path)
     stopping.add_argument("--timeout", type=float, default=60.0, metavar="S", help="how long to wait for its end (default: 60)")
     stopping.set_defaults(act=_stop)
+    resuming = actions.add_parser("resume", help="go on from the latest checkpoint, in the same directory, with its settings")
+    resuming.add_argument("run", type=Path)
+    resuming.add_argument("overrides", nargs="*", help="settings to change, e.g. number_of_steps=600 checkpoint.resume=40")
+    resuming.set_defaults(act=_resume)
     return parser
 
 
@@ -211,6 +216,20 @@ def _stop(asked: argparse.Namespace) -> int:
         case "ended":
             sys.stdout.write(f"{asked.run} has ended.\n")
             return OK
+
+
+# ---- resume
+
+
+def _resume(asked: argparse.Namespace) -> int:
+    """The settings are those of the run's config.json, so that no command line has to be found again."""
+    from telescope.again import WrongOverride, go_on
+
+    try:
+        return go_on(asked.run, asked.overrides)
+    except WrongOverride as error:
+        sys.stderr.write(f"telescope runs resume: {error}\n")
+        return USAGE
 
 
 def _has_ended(run: RunDirectory) -> int:

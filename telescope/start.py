@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import secrets
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import msgspec
 
 if TYPE_CHECKING:
     from telescope._launch.plan import Plan
@@ -83,10 +86,15 @@ def run_one(order: Order) -> int:
     if directory is None:
         return CONFIG_ERROR
     if order.plan:
-        return supervise(directory)
-    from telescope._launch.lead import lead
+        code = supervise(directory)
+    else:
+        from telescope._launch.lead import lead
 
-    return lead(directory, order.config, order.standing, say)
+        code = lead(directory, order.config, order.standing, say)
+    from telescope.runlog.attempts import note_end
+
+    note_end(directory, code)
+    return code
 
 
 def join_run(order: Order) -> int:
@@ -162,21 +170,24 @@ def _submit_group(settings: SlurmSettings, orders: Sequence[Order], sweep: bool)
 def _make_directory(order: Order) -> RunDirectory | None:
     """The run's directory with all that was resolved; None, and a sentence for the user, where it can't be made."""
     from telescope._launch.plan import write_plan
+    from telescope._launch.resuming import CannotResume
     from telescope.runlog.holder import hold
     from telescope.runlog.layout import RunDirectory, RunDirectoryInUse
 
     path = Path(str(order.config.run_dir))
     level = logging.DEBUG if order.config.debug else logging.INFO
     logging.basicConfig(stream=sys.stderr, level=level, format="%(message)s", force=True)
+    again = order.config.checkpoint.resume is not False
     try:
-        directory = RunDirectory.create(path)
-        write_down(directory, order)
+        directory = _resume_directory(path, order) if again else RunDirectory.create(path)
+        if not again:
+            write_down(directory, order)
         if order.plan:
             write_plan(order.plan, directory.plan_json)
         if order.config.cluster.slurm is None:  # else the job will
             hold(directory)
-    except RunDirectoryInUse as error:
-        say(str(error))
+    except (RunDirectoryInUse, CannotResume) as error:
+        say(f"{error}\nNothing was started." if again else str(error))
         return None
     except OSError as error:
         say(f"run_dir={path} can't be written: {error.strerror} ({error.filename}); name another with run_dir=…")
@@ -186,19 +197,55 @@ def _make_directory(order: Order) -> RunDirectory | None:
     return directory
 
 
+def _resume_directory(path: Path, order: Order) -> RunDirectory:
+    """The directory of an earlier run, ready for another attempt that begins at a checkpoint. On Slurm the job itself sees to
+    that, when it starts. Raises `CannotResume` and OSError."""
+    from telescope._launch import resuming
+    from telescope.config.continuing import refusals
+    from telescope.config.run import as_json, config_hash
+    from telescope.runlog.ending import read_object
+    from telescope.runlog.identity import read_identity, write_identity
+    from telescope.runlog.layout import RunDirectory
+
+    config, directory, asked = order.config, RunDirectory(path), order.config.checkpoint.resume
+    if not directory.run_json.exists():
+        raise resuming.CannotResume(f"run_dir={path} is no run directory, and checkpoint.resume goes on in one: name another")
+    problems = refusals(read_object(directory.config_json), as_json(config))
+    if problems:
+        raise resuming.CannotResume("\n".join(problems))
+    resuming.refuse_living(directory)
+    on_slurm = config.cluster.slurm is not None
+    if on_slurm and asked is not True:
+        raise resuming.CannotResume(f"checkpoint.resume={asked}: a job takes the latest checkpoint; set checkpoint.resume=true")
+    source = resuming.origin(directory, config, None if asked is True else asked)
+    if on_slurm:
+        write_identity(directory, msgspec.structs.replace(read_identity(directory), config_hash=config_hash(config)))
+        _write_settings(directory, order)
+        return directory
+    number = resuming.next_attempt(directory, config_hash(config), secrets.token_hex(4))
+    _write_settings(directory, order)
+    resuming.begin_at(directory, config, source, number)
+    _log.info("Going on after step %d, in attempt %d of %s.", source.step, number, path)
+    return directory
+
+
 def write_down(directory: RunDirectory, order: Order) -> None:
     """Readable by its owner alone: config.json is what the processes read, config.yaml is for people."""
-    from telescope.config.run import config_hash, dump_run
+    from telescope.config.run import config_hash
     from telescope.runlog.identity import new_identity, write_identity
+
+    _write_settings(directory, order)
+    write_identity(directory, new_identity(order.config.name, order.started, config_hash(order.config), order.warnings))
+
+
+def _write_settings(directory: RunDirectory, order: Order) -> None:
+    from telescope.config.run import dump_run
     from telescope.runlog.layout import write_atomically
 
-    config = order.config
-    identity = new_identity(config.name, order.started, config_hash(config), order.warnings)
     command = shlex.join(["python", "-m", "telescope.run", *order.arguments])
-    write_atomically(directory.config_json, dump_run(config), mode=0o600)
-    write_atomically(directory.config_yaml, as_text(config), mode=0o600)
+    write_atomically(directory.config_json, dump_run(order.config), mode=0o600)
+    write_atomically(directory.config_yaml, as_text(order.config), mode=0o600)
     write_atomically(directory.cmdline, f"{command}\n", mode=0o600)
-    write_identity(directory, identity)
 
 
 def as_text(config: RunConfig) -> str:

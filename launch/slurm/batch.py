@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from telescope._launch import resuming
 from telescope._launch.address import NoAddress, interface_of, is_own, local_address, resolved
 from telescope._launch.causes import Cause
 from telescope._launch.environ import own
@@ -67,8 +68,9 @@ def run(run_dir: str) -> None:
     except (PlanError, NoAddress, TransportRefused) as error:
         _refuse(directory, attempt, error)
     hold(directory)
+    _go_on(directory, config, attempt)
     concluded = supervise_in(directory, _surroundings(settings, allocation, lambda: bool(early)))
-    verdict = _judge(concluded, settings, allocation, directory)
+    verdict = _judge(concluded, config, settings, allocation, directory)
     log.info("Attempt %d ended: %s, exit code %d; %s.", attempt.number, verdict.why, concluded.code, verdict.next)
     attempts.end(directory, attempt, verdict.why, concluded.code, requeued=verdict.next != "leave")
     if verdict.next != "leave":
@@ -140,14 +142,31 @@ def _surroundings(settings: SlurmSettings, allocation: Allocation, warned_before
     return Surroundings(carrier_for(settings, allocation), signal.SIGUSR2, "walltime", warned_before, stop_s)
 
 
-def _judge(concluded: Conclusion, settings: SlurmSettings, allocation: Allocation, directory: RunDirectory) -> Verdict:
+def _go_on(directory: RunDirectory, config: RunConfig, attempt: attempts.Attempt) -> None:
+    """Begin at the latest complete checkpoint, if this is not the first attempt and there is one."""
+    if attempt.number == 1 or not config.checkpoint.on:
+        return
+    try:
+        source = resuming.origin(directory, config)
+        resuming.begin_at(directory, config, source, attempt.number)
+    except resuming.CannotResume as error:
+        log.warning("This attempt begins at step 1: %s", error)
+    else:
+        log.info("This attempt goes on after step %d.", source.step)
+
+
+def _judge(
+    concluded: Conclusion, config: RunConfig, settings: SlurmSettings, allocation: Allocation, directory: RunDirectory
+) -> Verdict:
     ended = Ended(concluded.code, concluded.warned, concluded.interrupted is not None, bool(concluded.carrier_lost))
     nodes = [node.name for node in allocation.nodes]
     said = (path.read_text(errors="replace") for path in directory.carrier_logs())
     job = JobFacts() if concluded.code == 0 else queue.facts(allocation.job_id, nodes, allocation.restarts, said)
     log.info("%s; %s", ended, job)
     budget = settings.max_requeues - _asked_before(directory)
-    return judge(ended, job, requeue=settings.requeue, restart_after_walltime=settings.restart_after_walltime, budget=budget)
+    asked = settings.restart_after_walltime
+    again = config.checkpoint.on if asked is None else asked
+    return judge(ended, job, requeue=settings.requeue, restart_after_walltime=again, budget=budget)
 
 
 def _asked_before(directory: RunDirectory) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
@@ -57,6 +58,36 @@ class RankLost(RuntimeError):
     """A collective failed because another rank is gone or silent: look for the cause there."""
 
 
+class CheckpointUnfit(ValueError):
+    """A checkpoint can't be read, or is of another model or other settings."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """This rank's part of a checkpoint is on the disk."""
+
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class NotSaved:
+    cause: str
+
+
+Outcome = Saved | NotSaved
+
+
+@dataclass(frozen=True)
+class SaveSettings:
+    """`training_state`: not the weights alone. `background`: written while training goes on, from a copy in host memory.
+    `timeout_s`: how long a save may take."""
+
+    training_state: bool = True
+    background: bool = True
+    timeout_s: float = 1800.0
+
+
 def unwatched(doing: str) -> None:
     """Progress that nobody looks at."""
 
@@ -77,6 +108,9 @@ class Job:
     """Tokens that the sampler can take; log-probs are normalised over them."""
     progress: Callable[[str], None] = unwatched
     """To be called with what was done, after each micro-batch: a long step is then no stuck one."""
+    resume: Path | None = None
+    """The trainer's folder of the checkpoint to begin with; None: the model as it is."""
+    saving: SaveSettings = SaveSettings()
 
 
 class Backend(Protocol):
@@ -107,7 +141,14 @@ class Backend(Protocol):
         """
         ...
 
-    def close(self) -> None: ...
+    def save(self, step: int, folder: Path, done: Callable[[Outcome], None]) -> None:
+        """Write this rank's state after `step` to `folder`, down to the disk. Returns as soon as training may go on; `done` is
+        called exactly once, from here or from another thread. A save under way is waited for first. No collective."""
+        ...
+
+    def close(self) -> None:
+        """Waits for a save under way."""
+        ...
 
 
 class BackendSettings(Settings):

@@ -6,18 +6,31 @@ step and the seed alone.
 
 from __future__ import annotations
 
+import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from pydantic import Field
 
-from telescope.backends.base import Backend, BackendSettings, Job, StepResult, TrainShard
+from telescope.backends.base import (
+    Backend,
+    BackendSettings,
+    CheckpointUnfit,
+    Job,
+    NotSaved,
+    Outcome,
+    Saved,
+    StepResult,
+    TrainShard,
+)
 from telescope.backends.common import shards
 from telescope.maths import metrics, packing
 from telescope.maths.schedules import learning_rate_factor
+from telescope.runlog.layout import write_atomically
 from telescope.weights.buckets import Bucket
 from telescope.weights.buckets import Tensor as TensorKind
 
@@ -39,7 +52,7 @@ class FakeBackend:
     def __init__(self, step_s: float, job: Job) -> None:
         self._step_s = step_s
         self._job = job
-        self._version = 0
+        self._version = 0 if job.resume is None else _read_version(job.resume, job.world.rank)
 
     def train_step(self, shard: TrainShard) -> StepResult:
         started = time.perf_counter()
@@ -81,6 +94,18 @@ class FakeBackend:
             place = out[spec.offset - bucket.start :][: spec.nbytes]
             place.view(held[spec.name].dtype).view(spec.shape).copy_(held[spec.name])
 
+    def save(self, step: int, folder: Path, done: Callable[[Outcome], None]) -> None:
+        """All of it: `rank-0.json`."""
+        started = time.perf_counter()
+        file = folder / f"rank-{self._job.world.rank}.json"
+        text = json.dumps({"version": self._version, "seed": self._job.seed}) + "\n"
+        try:
+            write_atomically(file, text)
+        except OSError as error:
+            done(NotSaved(f"{file} can't be written: {error.strerror}"))
+        else:
+            done(Saved(len(text), time.perf_counter() - started))
+
     def close(self) -> None: ...
 
     def _learning(self, shard: TrainShard) -> dict[str, float]:
@@ -103,3 +128,15 @@ class FakeBackend:
             "update_skipped": 0.0,
             "updates_skipped_total": 0.0,
         }
+
+
+def _read_version(folder: Path, rank: int) -> int:
+    """Of any number of ranks: a rank that was not there takes rank 0's."""
+    own = folder / f"rank-{rank}.json"
+    file = own if own.exists() else folder / "rank-0.json"
+    try:
+        return int(json.loads(file.read_text(encoding="utf-8"))["version"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointUnfit(
+            f"the checkpoint {folder} can't be read ({type(error).__name__}: {error}): resume from an earlier step"
+        ) from error

@@ -34,6 +34,7 @@ def conflicts(config: RunConfig) -> list[Conflict]:
         *_hosts(config),
         *_weights(config),
         *_backend(config),
+        *_checkpoints(config),
     ]
 
 
@@ -269,6 +270,30 @@ def _backend(config: RunConfig) -> Iterator[Conflict]:
         ranks=cluster.trainer_num_workers, adapters=config.model.lora is not None, on_cpu=cluster.device == "cpu"
     )
     yield from (Conflict(paths, sentence) for paths, sentence in found)
+
+
+def _checkpoints(config: RunConfig) -> Iterator[Conflict]:
+    checkpoint = config.checkpoint
+    if checkpoint.resume is not False and config.run_dir is None:
+        yield Conflict(
+            ("checkpoint.resume", "run_dir"),
+            f"checkpoint.resume={str(checkpoint.resume).lower()} goes on in the directory of an earlier run: name it with "
+            "run_dir=…, or leave checkpoint.resume out",
+        )
+    if checkpoint.keep_every is not None and checkpoint.keep_last is None:
+        yield Conflict(
+            ("checkpoint.keep_every", "checkpoint.keep_last"),
+            f"checkpoint.keep_every={checkpoint.keep_every} does nothing where checkpoint.keep_last is not set, as all are "
+            "kept then: set checkpoint.keep_last=2, say, or leave it out",
+        )
+    if not checkpoint.on:
+        for name in ("keep_last", "keep_every"):
+            if (given := getattr(checkpoint, name)) is not None:
+                yield Conflict(
+                    (f"checkpoint.{name}", "checkpoint.every"),
+                    f"checkpoint.{name}={given} does nothing without checkpoints: set checkpoint.every=10, say, or leave it "
+                    "out",
+                )
 
 
 def is_loopback(host: str | None) -> bool:

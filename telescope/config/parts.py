@@ -6,9 +6,9 @@ it.
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from telescope.config.cluster import ClusterSettings as ClusterSettings
 from telescope.config.secrets import referenced
@@ -314,6 +314,49 @@ class WeightSyncSettings(Settings):
     staging: Literal["full", "host", "none"] = "full"
     """Where a server keeps a new version until it is served: full (a buffer on its GPU as large as the model, taken from
     inference.gpu_memory_utilization), host (pinned memory; longer pause), none (received in place while paused)."""
+
+
+def _zero_if_false(value: Any) -> Any:
+    return 0 if value is False else value
+
+
+class CheckpointSettings(Settings):
+    every: Annotated[int, BeforeValidator(_zero_if_false)] = Field(default=0, ge=0, le=1_000_000_000)
+    """Save a checkpoint after each so many steps, after the last one, and when the run is asked to stop; false or 0: never."""
+    save_training_state: bool = True
+    """Save optimiser, random states and the orchestrator's part too, so that a run can be resumed exactly; false: weights
+    alone, for export."""
+    resume: bool | Annotated[int, Field(ge=1, le=1_000_000_000)] = False
+    """Go on in the run directory of an earlier run: from its latest complete checkpoint (true), or that of a step."""
+    dir: str | None = None
+    """Folder of the checkpoints, an absolute path, seen by all trainer hosts and used by this run alone; null: `checkpoints` in
+    the run directory."""
+    keep_last: int | None = Field(default=None, ge=1, le=1_000_000_000)
+    """Delete older checkpoints than the last so many, once a newer one is complete; null: keep all."""
+    keep_every: int | None = Field(default=None, ge=1, le=1_000_000_000)
+    """With keep_last: checkpoints whose step it divides are never deleted."""
+    async_save: bool = True
+    """Training goes on as soon as the state is copied to host memory, while it is written from there; false: it waits until
+    all is written, and no second copy is held."""
+    timeout_s: float = Field(default=1800.0, gt=0, le=1_000_000)
+    """Deadline of a save, from the order until all is written; one that takes longer has failed, and the run goes on."""
+    stop_timeout_s: float = Field(default=120.0, gt=0, le=1_000_000)
+    """A run that is told to stop (Ctrl-C, SIGTERM) waits no longer than this for its step and its checkpoint. With
+    cluster.slurm the time before the walltime is the limit there."""
+
+    @field_validator("dir")
+    @classmethod
+    def _dir_is_absolute(cls, directory: str | None) -> str | None:
+        if directory is not None and not directory.startswith("/"):
+            raise ValueError(
+                f"checkpoint.dir={directory!r} must be an absolute path, as every host and every attempt must find the same "
+                "folder; or leave it out for the run directory's"
+            )
+        return directory
+
+    @property
+    def on(self) -> bool:
+        return bool(self.every)
 
 
 class WireSettings(Settings):

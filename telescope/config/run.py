@@ -18,6 +18,7 @@ from telescope.algorithms.base import Algorithm
 from telescope.backends.base import BackendSettings
 from telescope.config import plugins
 from telescope.config.parts import (
+    CheckpointSettings,
     ClusterSettings,
     EnvironmentEntry,
     InferenceSettings,
@@ -104,6 +105,7 @@ class RunConfig(Settings):
     backend: Annotated[BackendSettings, PlainValidator(_backend), PlainSerializer(_with_name)]
     inference: InferenceSettings = Field(default_factory=InferenceSettings)
     weight_sync: WeightSyncSettings = Field(default_factory=WeightSyncSettings)
+    checkpoint: CheckpointSettings = Field(default_factory=CheckpointSettings)
     wire: WireSettings = Field(default_factory=WireSettings)
     cluster: ClusterSettings = Field(default_factory=ClusterSettings)
     logging: LoggingSettings = Field(default_factory=LoggingSettings)

@@ -23,6 +23,11 @@ class Slots:
         alive = len(self.alive)
         return alive < self._limit and self._trained + alive < self._needed
 
+    def restore(self, trained: int, alive: list[Group]) -> None:
+        """`alive`: in order of their ids."""
+        self._trained = trained
+        self.alive = {group.group_id: group for group in alive}
+
     def hold(self, group: Group) -> None:
         self.alive[group.group_id] = group
 

@@ -22,8 +22,8 @@ class Ahead:
         self._scout = draws.scout()
         self._admitted: dict[int, PromptRef] = {}  # not sent out yet, by group id
         self._foretold: dict[int, PromptRef | None] = {}  # not admitted yet; None: it hangs on results to come
-        self._sent = -1
-        self._next = 0  # the first group whose prompt was not named
+        self._sent = draws.next_group - 1  # -1 at the start of a run
+        self._next = draws.next_group  # the first group whose prompt was not named
         self._named: dict[PromptRef, None] = {}
         self._out: list[PromptRef] = []
 

@@ -47,6 +47,29 @@ class Batches:
         already full."""
         self._discarded.append(group)
 
+    @property
+    def waiting(self) -> list[Group]:
+        """Kept groups that have no place in the forming batch, in order of their ids."""
+        groups = (group for _, group in self._kept) if not self._in_order else self._unretired
+        return sorted((group for group in groups if group.state is State.KEPT), key=lambda group: group.group_id)
+
+    @property
+    def forming(self) -> Batch:
+        return self._forming
+
+    @property
+    def discards(self) -> list[Group]:
+        """Those that count in the statistics of the next batch that fills up."""
+        return list(self._discarded)
+
+    def restore(self, line: list[Group], forming: Batch, discards: list[Group]) -> None:
+        """`line`: all groups alive that are not in the forming batch, in order of their ids."""
+        for group in line:
+            self.admitted(group)
+            if group.state is State.KEPT:
+                self.kept(group)
+        self._forming, self._discarded = forming, discards
+
     def enter(self) -> Group | None:
         """Let the next group into the forming batch; None if it is full or nobody may enter."""
         group = None if self.is_full else self._next()

@@ -93,6 +93,13 @@ class Update(Command, frozen=True):
     version: int
 
 
+class Checkpoint(Command, frozen=True):
+    """Save the step: the trainer's state (it has no batch), and the core's own, which `Core.saved` holds. Answered by
+    CheckpointDone or CheckpointFailed; no other comes before that."""
+
+    step: int
+
+
 class Warn(Command, frozen=True):
     """Something the user should see now; the run goes on."""
 
@@ -104,6 +111,8 @@ class Stop(Command, frozen=True):
 
     reason: str
     ok: bool
+    checkpoint: int = 0
+    """Step of the complete checkpoint that holds all that was trained; 0: there is none."""
 
 
-AnyCommand = Run | Cancel | Prefetch | Place | Refuse | GroupState | Train | Ignore | Forget | Update | Warn | Stop
+AnyCommand = Run | Cancel | Prefetch | Place | Refuse | GroupState | Train | Ignore | Forget | Update | Checkpoint | Warn | Stop

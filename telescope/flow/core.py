@@ -22,7 +22,10 @@ from telescope.flow.lanes import Flight, Lanes
 from telescope.flow.patience import Patience
 from telescope.flow.placement import Placement
 from telescope.flow.presence import Presence
+from telescope.flow.resuming import Parts, draw_on, put_back, take
+from telescope.flow.saving import Saving
 from telescope.flow.settings import LONGEST_BACKOFF_S, FlowSettings
+from telescope.flow.snapshot import Snapshot, digests_warning, refusal, sizes_refusal
 from telescope.flow.turns import Turns
 from telescope.flow.updates import Updates
 from telescope.records import RolloutOrder
@@ -47,11 +50,26 @@ class Core:
         self._presence = Presence(settings)
         self._patience = Patience(settings)
         self._tally = Tally()
+        self._saving = Saving(settings)
+        self.saved: Snapshot | None = None
+        """The core at the latest `Checkpoint`, or where this one went on from."""
+        self._resumed: Snapshot | None = None
+        self._opened = True
         self._draws: Draws | None = None
         self._ahead: Ahead | None = None
         self._now = 0.0
         self._ending: do.Stop | None = None
         self._out: list[do.AnyCommand] = []
+
+    @classmethod
+    def restore(cls, settings: FlowSettings, snapshot: Snapshot) -> Core:
+        """A core that goes on from a snapshot. It trains, admits and sends nothing before the servers serve the snapshot's
+        version. Raises ValueError with a sentence where the settings can't go on from it."""
+        if complaint := refusal(snapshot, settings):
+            raise ValueError(complaint)
+        core = cls(settings)
+        core._go_on_from(snapshot)
+        return core
 
     def handle(self, event: seen.AnyEvent, now: float) -> list[do.AnyCommand]:
         """What is to be done now that `event` has happened at `now` (seconds since the run's start, never going back)."""
@@ -60,6 +78,8 @@ class Core:
         self._now = now
         self._out = []
         self._absorb(event)
+        if self._ending is None:
+            self._save_or_leave()
         if self._ending is None:
             self._advance()
         if self._ending is not None:
@@ -124,8 +144,16 @@ class Core:
                 self._server_lost(server, cause)
             case seen.TrainerReady():
                 self._updates.ready = True
-            case seen.StopRequested(reason=reason, ok=ok):
-                self._stop(reason, ok)
+                self._send_weights()
+            case seen.CheckpointDone(step=step):
+                self._saving.ended(step)
+            case seen.CheckpointFailed(step=step, cause=cause):
+                self._saving.ended(step, cause)
+            case seen.StopRequested(reason=reason, ok=ok, save=save):
+                if save and self._saving.on and not ok:
+                    self._leave(do.Stop(reason, ok))
+                else:
+                    self._stop(reason, ok)
 
     def _worker_joined(self, event: seen.WorkerJoined) -> None:
         complaint = self._presence.complaint(event)
@@ -135,10 +163,20 @@ class Core:
         self._worker_lost(event.worker, "it was started again")
         self._lanes.join(event.worker, event.capacity)
         if self._draws is None:
-            settings = self.settings
-            sizes = self._presence.split_sizes
-            self._draws = Draws(settings.seed, settings.environments, settings.split, sizes, settings.curricula)
-            self._ahead = Ahead(self._draws, settings.prefetch) if settings.prefetch else None
+            self._open_the_data()
+
+    def _open_the_data(self) -> None:
+        settings, presence, resumed = self.settings, self._presence, self._resumed
+        draws = Draws(settings.seed, settings.environments, settings.split, presence.split_sizes, settings.curricula)
+        if resumed is not None:
+            if complaint := sizes_refusal(resumed, presence.split_sizes):
+                self._stop(complaint, ok=False)
+                return
+            if warning := digests_warning(resumed, presence.digests):
+                self._out.append(do.Warn(warning))
+            draw_on(draws, resumed)
+        self._draws = draws
+        self._ahead = Ahead(draws, settings.prefetch) if settings.prefetch else None
 
     def _worker_lost(self, worker: str, cause: str) -> None:
         if worker not in self._lanes.workers:
@@ -199,6 +237,7 @@ class Core:
         for server in updates.reached:
             self._placement.serve(server, version)
         batch = updates.commit(version)
+        self._opened = True
         if batch is not None:
             self._commit(batch)
         self._send_weights()
@@ -224,6 +263,8 @@ class Core:
         )
         if complaint:
             self._stop(complaint, ok=False)
+        if late := self._saving.overdue(self._now, self.version):
+            self._ending = self._ending or late
 
     # ---- one attempt at a rollout
 
@@ -343,9 +384,11 @@ class Core:
             forgotten.extend(group.survivor_ids)
         self._out.append(do.Forget(tuple(forgotten)))
         if self.version == self.settings.number_of_steps:
-            self._stop(f"all {self.version} steps are trained", ok=True)
+            self._leave(do.Stop(f"all {self.version} steps are trained", ok=True))
         else:
             self._retire_stale()
+        if sentence := self._saving.committed(self.version):
+            self._out.append(do.Warn(sentence))
 
     def _retire_stale(self) -> None:
         """Rule 5: an incomplete group whose first dispatch is D versions old goes, whole. Finished siblings go with it: to
@@ -362,9 +405,47 @@ class Core:
         if version is not None:
             self._out.append(do.Update(version))
 
+    # ---- checkpoints, and ends that wait for one
+
+    def _save_or_leave(self) -> None:
+        saving, training = self._saving, self._updates.batch is not None
+        if saving.owed and saving.under_way is None and not training:
+            saving.begin(self.version)
+            self.saved = self.snapshot()
+            self._out.append(do.Checkpoint(self.version))
+        if stop := saving.gone(version=self.version, training=training):
+            self._ending = stop
+
+    def _leave(self, stop: do.Stop) -> None:
+        """End the run when the step under way is trained and, where checkpoints are on, saved."""
+        if self._saving.on and self._saving.leaving is None:
+            self._saving.leave(stop, version=self.version, training=self._updates.batch is not None, now=self._now)
+        elif not self._saving.on:
+            self._stop(stop.reason, stop.ok)
+
+    def snapshot(self) -> Snapshot:
+        """This core, to go on from. Raises ValueError while a batch is in training, and before a worker has come."""
+        if self._updates.batch is not None or self._draws is None:
+            raise ValueError("a core can be saved between two steps, once it knows its prompts")
+        return take(self._parts, self._draws, self.version)
+
+    @property
+    def _parts(self) -> Parts:
+        return Parts(
+            self.settings, self._slots, self._batches, self._lanes, self._updates, self._presence, self._tally, self._patience
+        )
+
+    def _go_on_from(self, snapshot: Snapshot) -> None:
+        put_back(self._parts, snapshot)
+        self._saving = Saving(self.settings, snapshot.step)
+        self._resumed = self.saved = snapshot
+        self._opened = False
+
     # ---- what follows from any event: take, train, admit, dispatch
 
     def _advance(self) -> None:
+        if self._saving.leaving is not None or not self._opened:
+            return  # it ends when its step is saved; or the servers have yet to get the weights that it goes on from
         self._take()
         self._admit()
         self._dispatch()
@@ -376,7 +457,7 @@ class Core:
         while True:
             while (group := batches.enter()) is not None:
                 self._move(group, State.BATCHED, f"step {updates.step + (updates.batch is not None)}")
-            if not (batches.is_full and updates.idle):
+            if self._saving.owed or not (batches.is_full and updates.idle):
                 return
             self._train(batches.close())
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import msgspec
 
 from telescope.flow.groups import Group, State
@@ -55,6 +58,26 @@ class Counts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 REASONS_KEPT = 100
 
 
+class TallyState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """All of a tally, for a checkpoint."""
+
+    admitted: int
+    states: dict[str, int]
+    reasons: dict[str, int]
+    generated: int
+    trained: int
+    discarded: int
+    cancelled: int
+    failed: int
+    retried: int
+    ignored: int
+    tokens_trained: int
+    tokens_discarded: int
+    tokens_lost: int
+    ages: dict[int, int]
+    failures: dict[str, int]
+
+
 class Tally:
     """The counters that are not derived from other state."""
 
@@ -74,6 +97,23 @@ class Tally:
         self.tokens_lost = 0
         self.ages: dict[int, int] = {}
         self.failures: dict[str, int] = {}
+
+    def state(self, playing: Sequence[Group], tokens_under_way: int) -> TallyState:
+        """As of a run that goes on from here: groups that play start anew, and what they have sampled is lost."""
+        states = dict(self.states)
+        for group in playing:
+            states[group.state] -= 1
+            states[State.PENDING] = states.get(State.PENDING, 0) + 1
+        lost = tokens_under_way + sum(sample.tokens for group in playing for sample in group.survivors)
+        fields: dict[str, Any] = {name: getattr(self, name) for name in TallyState.__struct_fields__}
+        fields |= {"states": {str(state): number for state, number in states.items()}, "ages": dict(self.ages)}
+        fields |= {"reasons": dict(self.reasons), "failures": dict(self.failures), "tokens_lost": self.tokens_lost + lost}
+        return TallyState(**fields)
+
+    def restore(self, state: TallyState) -> None:
+        for name in TallyState.__struct_fields__:
+            value = getattr(state, name)
+            setattr(self, name, dict(value) if isinstance(value, dict) else value)
 
     def failed_attempt(self, kind: str) -> None:
         self.failures[kind] = self.failures.get(kind, 0) + 1

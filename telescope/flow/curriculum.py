@@ -94,6 +94,10 @@ class Curriculum(Protocol):
         """A group of the prompt ended without a result."""
         ...
 
+    def resumed(self, index: int) -> None:
+        """A group of the prompt was in play when the state was saved, and is again. In order of their draws."""
+        ...
+
     @property
     def state(self) -> CurriculumState: ...
 
@@ -143,6 +147,11 @@ class PassRatePools:
 
     def came_back(self, index: int) -> None:
         self._leave_play(index)
+
+    def resumed(self, index: int) -> None:
+        for pool in (self._again, *self._pools):
+            pool.pop(index, None)
+        self._in_play[index] = self._in_play.get(index, 0) + 1
 
     def _drawn(self, point: float, fresh: Callable[[], int | None]) -> int:
         shares = [self._settings.new_share, *(pool.share for pool in self._settings.pools)]

@@ -195,6 +195,11 @@ class Draws:
         if prompt.environment in self._curricula:
             self._curricula[prompt.environment].played(prompt.index, rewards)
 
+    def resumed(self, prompt: PromptRef) -> None:
+        """A group of the prompt is in play again after `restore`. In order of the groups' ids."""
+        if prompt.environment in self._curricula:
+            self._curricula[prompt.environment].resumed(prompt.index)
+
     def _by_curriculum(self, label: str, group_id: int) -> int:
         point = _unit(keyed_hash(f"pool of {label}", self._seed, group_id))
         return self._curricula[label].draw(point, lambda: self._unseen(label))

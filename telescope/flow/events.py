@@ -131,11 +131,26 @@ class UpdateFailed(Event, frozen=True):
     cause: str
 
 
+class CheckpointDone(Event, frozen=True):
+    """The checkpoint of the step is complete: it outlives a power loss from here on."""
+
+    step: int
+
+
+class CheckpointFailed(Event, frozen=True):
+    """There will be none of this step; the run goes on."""
+
+    step: int
+    cause: str
+
+
 class StopRequested(Event, frozen=True):
     """A signal or a fault outside the core asks for the end."""
 
     reason: str
     ok: bool
+    save: bool = False
+    """Whether there is time to train the step under way to its end, and to save it where checkpoints are on."""
 
 
 class Tick(Event, frozen=True):
@@ -144,5 +159,6 @@ class Tick(Event, frozen=True):
 
 AnyEvent = (
     WorkerJoined | WorkerLost | ServerJoined | ServerLost | TrainerReady | TurnStarted | TurnDone
-    | GenerationOver | ServerLoad | RolloutDone | RolloutFailed | StepDone | UpdateDone | UpdateFailed | StopRequested | Tick
+    | GenerationOver | ServerLoad | RolloutDone | RolloutFailed | StepDone | UpdateDone | UpdateFailed | CheckpointDone
+    | CheckpointFailed | StopRequested | Tick
 )  # fmt: skip

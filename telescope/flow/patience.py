@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from telescope.flow.settings import FlowSettings
 
 WARNINGS = 5
 """Of a row of discards that ends the run, this many parts are announced."""
+
+
+class PatienceState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The rows under way, for a checkpoint."""
+
+    failed: dict[str, int]
+    discarded: int
 
 
 class Patience:
@@ -16,6 +25,14 @@ class Patience:
         self._discarded = 0
         self._failed_limit = settings.failed_batches_limit * settings.groups_per_batch
         self._discarded_limit = settings.discarded_batches_limit * settings.groups_per_batch
+
+    @property
+    def state(self) -> PatienceState:
+        return PatienceState(dict(self._failed), self._discarded)
+
+    def restore(self, state: PatienceState) -> None:
+        self._failed |= state.failed
+        self._discarded = state.discarded
 
     def completed(self, label: str) -> None:
         self._failed[label] = 0

@@ -23,6 +23,11 @@ class Presence:
         cards = self._first[1] if self._first else {}
         return {label: card.split_sizes[self._split] for label, card in cards.items()}
 
+    @property
+    def digests(self) -> dict[str, str]:
+        cards = self._first[1] if self._first else {}
+        return {label: card.digest for label, card in cards.items()}
+
     def complaint(self, event: seen.WorkerJoined) -> str:
         """Why this worker cannot take part, in a sentence; empty if it can."""
         cards = {card.name: card for card in event.environments}

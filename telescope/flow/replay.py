@@ -13,8 +13,11 @@ from telescope.flow.commands import AnyCommand
 from telescope.flow.core import Core
 from telescope.flow.events import AnyEvent
 from telescope.flow.settings import FlowSettings
+from telescope.flow.snapshot import Snapshot
 
-FORMAT = 2
+FORMAT = 3
+READABLE = (2, 3)
+"""2 knew no snapshot: each of its journals is of a run that began at step 1."""
 
 
 class Opening(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -23,6 +26,12 @@ class Opening(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     journal: int
     """Version of the format."""
     settings: FlowSettings
+    snapshot: Snapshot | None = None
+    """What the run goes on from; None: it begins."""
+
+    def core(self) -> Core:
+        """As it was before the first event."""
+        return Core(self.settings) if self.snapshot is None else Core.restore(self.settings, self.snapshot)
 
 
 class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -63,9 +72,9 @@ _openings = msgspec.json.Decoder(Opening)
 _lines = msgspec.json.Decoder(Line)
 
 
-def encode_opening(settings: FlowSettings) -> bytes:
+def encode_opening(settings: FlowSettings, snapshot: Snapshot | None = None) -> bytes:
     """The first line, without its newline."""
-    return _encoder.encode(Opening(FORMAT, settings))
+    return _encoder.encode(Opening(FORMAT, settings, snapshot))
 
 
 def encode_line(now: float, event: AnyEvent, commands: list[AnyCommand]) -> bytes:
@@ -74,16 +83,22 @@ def encode_line(now: float, event: AnyEvent, commands: list[AnyCommand]) -> byte
 
 
 def decode_opening(line: bytes) -> FlowSettings:
+    """The settings of the first line; see `opening`."""
+    return opening(line).settings
+
+
+def opening(line: bytes) -> Opening:
     """Raises JournalDamaged where the line does not open a journal of this format."""
     try:
-        opening = _openings.decode(line)
+        found = _openings.decode(line)
     except msgspec.MsgspecError as error:
         raise JournalDamaged(f"line 1 does not open a journal: {error}") from error
-    if opening.journal != FORMAT:
+    if found.journal not in READABLE:
         raise JournalDamaged(
-            f"the journal has format {opening.journal}, this program reads {FORMAT}: use the version that wrote it"
+            f"the journal has format {found.journal}, this program reads {' and '.join(map(str, READABLE))}: use the version "
+            "that wrote it"
         )
-    return opening.settings
+    return found
 
 
 def decode_line(line: bytes, number: int) -> Line:
@@ -102,10 +117,10 @@ def replay(lines: Iterable[bytes]) -> Replay:
     """
     events = commands = 0
     rest = iter(lines)
-    opening = next(rest, None)
-    if opening is None:
+    first = next(rest, None)
+    if first is None:
         raise JournalDamaged("the journal is empty: the run ended before it decided anything")
-    core = Core(decode_opening(opening))
+    core = opening(first).core()
     for number, text in enumerate(rest, start=2):
         line = decode_line(text, number)
         answer = core.handle(line.event, line.now)

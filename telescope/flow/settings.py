@@ -72,17 +72,23 @@ class FlowSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """This many batches' worth of one environment's groups failing in a row, none complete between, ends the run."""
     discarded_batches_limit: int = 50
     """This many batches' worth of groups discarded for equal rewards in a row, none kept between, ends the run."""
+    checkpoint_every: int = 0
+    """A checkpoint each so many steps, at the last one, and before a stop that leaves time for it; 0: none."""
+    stop_deadline_s: float = 120.0
+    """A run that is to stop waits no longer than this for its step and its checkpoint."""
 
     def __post_init__(self) -> None:
         for name in ("number_of_steps", "groups_per_batch", "group_size", "max_off_policy_steps", "min_group_size",
                      "max_attempts", "prompts_per_server", "failed_batches_limit", "discarded_batches_limit"):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("rollout_deadline_s", "cancel_deadline_s", "absence_deadline_s"):
+        for name in ("rollout_deadline_s", "cancel_deadline_s", "absence_deadline_s", "stop_deadline_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0")
         if not 0 <= self.retry_backoff_s < float("inf"):
             raise ValueError(f"retry_backoff_s={self.retry_backoff_s} must be 0 (at once) or more")
+        if self.checkpoint_every < 0:
+            raise ValueError(f"checkpoint_every={self.checkpoint_every} must be 0 (off) or more")
         if self.prefetch < 0:
             raise ValueError(f"prefetch={self.prefetch} must be 0 (off) or more")
         if self.max_async < 0:

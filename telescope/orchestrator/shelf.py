@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,6 +66,10 @@ class Shelf:
 
     def __getitem__(self, rollout_id: int) -> Scored:
         return self._scored[rollout_id]
+
+    def of(self, rollout_ids: Iterable[int]) -> tuple[Scored, ...]:
+        """Those rollouts, in order of their ids."""
+        return tuple(self._scored[rollout_id] for rollout_id in sorted(rollout_ids))
 
     def put(self, scored: Scored) -> None:
         self._scored[scored.order.rollout_id] = scored

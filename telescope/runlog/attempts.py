@@ -7,6 +7,7 @@ an earlier attempt left. Refuses to decide whether there is another attempt.
 from __future__ import annotations
 
 import os
+import socket
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -18,9 +19,16 @@ from telescope.runlog.layout import RunDirectory, write_atomically
 
 FORMAT = 1
 KEPT = frozenset(
-    {"config.json", "config.yaml", "cmdline.txt", "run.json", "plan.json", "slurm.json", "attempts.jsonl", "attempts", "slurm"}
+    {
+        *("config.json", "config.yaml", "cmdline.txt", "run.json", "plan.json", "slurm.json", "attempts.jsonl"),
+        *("attempts", "slurm", "checkpoints"),
+    }
 )
 """What belongs to the run rather than to one attempt."""
+
+
+STOPPED = (75, 129, 130, 143)
+"""Exit codes of a run that somebody has stopped."""
 
 
 class Submission(Record, frozen=True):
@@ -46,8 +54,8 @@ class Attempt(Record):
     started: str
     ended: str = ""
     why: str = ""
-    """`done`, `walltime`, `preempted`, `requeued` (by somebody else), `node_failed`, `cancelled`, `failed`; empty while it
-    runs, or where it was killed."""
+    """`done`, `walltime`, `preempted`, `requeued` (by somebody else), `node_failed`, `cancelled`, `stopped` (by a signal,
+    outside a batch system), `failed`; empty while it runs, or where it was killed."""
     exit_code: int | None = None
     requeued: bool = False
     """Another attempt was asked for."""
@@ -93,6 +101,27 @@ def begin(run: RunDirectory, job_id: str, attempt: str, nodes: tuple[str, ...]) 
     started = Attempt(number, job_id, attempt, nodes, _now())
     _append(run, started)
     return started
+
+
+def note_first(run: RunDirectory) -> None:
+    """A run outside a batch system writes no line of its first attempt; the second one does it for it."""
+    if not read_attempts(run):
+        first = read_identity(run)
+        _append(run, Attempt(1, "", first.attempt, (), first.created))
+
+
+def note_start(run: RunDirectory, number: int, name: str) -> Attempt:
+    started = Attempt(number, "", name, (socket.gethostname(),), _now())
+    _append(run, started)
+    return started
+
+
+def note_end(run: RunDirectory, exit_code: int) -> None:
+    """Of the latest attempt, where attempts are written down at all."""
+    known = read_attempts(run)
+    if known and not known[-1].job_id:
+        why = "done" if exit_code == 0 else "stopped" if exit_code in STOPPED else "failed"
+        end(run, known[-1], why, exit_code, requeued=False)
 
 
 def end(run: RunDirectory, attempt: Attempt, why: str, exit_code: int, requeued: bool) -> None:

@@ -184,6 +184,21 @@ class RunDirectory:
         return self.path / "tokens" / f"step={step:06d}"
 
     @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints lie unless `checkpoint.dir` names another folder (runlog/checkpoints.py)."""
+        return self.path / "checkpoints"
+
+    @property
+    def lineage_json(self) -> Path:
+        """Which rows of earlier attempts count (runlog/lineage.py)."""
+        return self.path / "lineage.json"
+
+    @property
+    def resume_json(self) -> Path:
+        """Where this attempt begins, if not at step 1."""
+        return self.path / "resume.json"
+
+    @property
     def wandb(self) -> Path:
         return self.path / "wandb"
 

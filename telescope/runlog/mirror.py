@@ -47,10 +47,14 @@ class WandbMirror:
     """Queue of step metrics in front of one W&B run.
 
     `config` is the resolved configuration, in which secrets are references only. `folder` holds the client's own files.
+    `run_id`: W&B's name for the run, which goes on where it is there already. A step that W&B has is not overwritten: what an
+    attempt trains anew, after the checkpoint that it began from, stands there once, as the first one had it.
     """
 
-    def __init__(self, settings: LoggingSettings, *, name: str, folder: Path, config: Mapping[str, Any]) -> None:
-        self._settings, self._name, self._folder, self._config = settings, name, folder, config
+    def __init__(
+        self, settings: LoggingSettings, *, name: str, folder: Path, config: Mapping[str, Any], run_id: str | None = None
+    ) -> None:
+        self._settings, self._name, self._folder, self._config, self._id = settings, name, folder, config, run_id
         self._queue: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(QUEUE_STEPS)
         self.dropped = 0
         self.failure = ""
@@ -97,6 +101,8 @@ class WandbMirror:
             tags=list(self._settings.wandb_tags),
             config=dict(self._config),
             dir=str(self._folder),
+            id=self._id,
+            resume="allow" if self._id else None,
             settings=wandb.Settings(init_timeout=INIT_TIMEOUT_S, silent=True, console="off", disable_git=True),
         )
         log.info("W&B mirrors this run: %s", run.url or f"offline in {self._folder}")
@@ -106,8 +112,10 @@ class WandbMirror:
         run.finish()
 
 
-def mirror_for(settings: LoggingSettings, *, name: str, folder: Path, config: Mapping[str, Any]) -> WandbMirror | None:
+def mirror_for(
+    settings: LoggingSettings, *, name: str, folder: Path, config: Mapping[str, Any], run_id: str | None = None
+) -> WandbMirror | None:
     """The mirror, if one is wanted and the client is installed."""
     if not wanted(settings, os.environ):
         return None
-    return WandbMirror(settings, name=name, folder=folder, config=config)
+    return WandbMirror(settings, name=name, folder=folder, config=config, run_id=run_id)

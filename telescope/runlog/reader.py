@@ -9,12 +9,24 @@ from typing import Any
 import orjson
 
 from telescope.runlog.layout import RunDirectory
+from telescope.runlog.lineage import read_lineage
 from telescope.runlog.schema import COMMON, STREAMS
 from telescope.runlog.sealing import segment_rows
 
 
 def rows(run: RunDirectory, stream: str) -> list[dict[str, Any]]:
-    """All rows of a stream, by writer and `seq`. Safe while the run writes; a row sealed and still live counts once."""
+    """All rows of a stream that count, by attempt, writer and `seq`. Safe while the run writes; a row sealed and still live
+    counts once. Of a run that has gone on from a checkpoint, rows of an earlier attempt count up to that."""
+    lineage = read_lineage(run)
+    found: list[dict[str, Any]] = []
+    for part in lineage.before:
+        found += (row for row in rows_of_attempt(RunDirectory(run.earlier_attempt(part.attempt)), stream)
+                  if row["seq"] <= part.last_row)  # fmt: skip
+    return found + rows_of_attempt(run, stream)
+
+
+def rows_of_attempt(run: RunDirectory, stream: str) -> list[dict[str, Any]]:
+    """What lies in the directory itself, all of it: rows of one attempt."""
     found: dict[tuple[str, int], dict[str, Any]] = {}
     for writer, row in _all_rows(run, stream):
         found[writer, row["seq"]] = row

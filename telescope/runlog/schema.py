@@ -132,6 +132,17 @@ STREAMS: dict[str, Stream] = {
             },
             droppable=True,
         ),
+        Stream(
+            "checkpoints",
+            {
+                "step": "int",
+                "state": "str",  # complete | failed
+                "nbytes": "int",
+                "seconds": "float",  # from the order to the last byte
+                "stall_s": "float",  # that training stood still, of the slowest rank
+                "cause": "str",
+            },
+        ),
         Stream("alerts", {"level": "str", "source": "str", "message": "str"}),
     )
 }

@@ -90,6 +90,11 @@ class RunLog:
         self._thread = threading.Thread(target=self._work, name=f"runlog-{self.writer}", daemon=True)
         self._thread.start()
 
+    @property
+    def last_row(self) -> int:
+        """`seq` of the row appended last."""
+        return self._seq
+
     def append(self, stream: str, row: Mapping[str, Any], written: Written | None = None) -> None:
         """Queue a row. `written` is called from the writer's thread once the row is safe (or counted as unlogged).
 

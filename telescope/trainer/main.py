@@ -10,13 +10,15 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
-from telescope.backends.base import Backend, Job, RankLost, World
+from telescope.backends.base import Backend, CheckpointUnfit, Job, RankLost, SaveSettings, World
 from telescope.config.models import ModelNotFound
 from telescope.config.plugins import PluginError
 from telescope.config.run import RunConfig
 from telescope.config.secrets import SecretMissing
 from telescope.config.words import ConfigError
+from telescope.runlog.checkpoints import CheckpointUnreadable, Resume, read_resume, trainer_part
 from telescope.trainer.placement import Misplaced, placement
 from telescope.trainer.service import OutOfOrder, SenderStuck, Service
 from telescope.weights.base import NoRoomForWeights, Publisher
@@ -31,6 +33,7 @@ log = logging.getLogger(__name__)
 KNOWN = Known(
     errors=(
         *(OutOfOrder, Misplaced, NoRoomForWeights, TransportRefused, ModelNotFound, ConfigError, PluginError, SecretMissing),
+        *(CheckpointUnfit, CheckpointUnreadable),
         *(WireRefused, WireTimeout, BadKeys),
     ),
     gone=(LinkLost, RankLost, SenderStuck),
@@ -56,12 +59,14 @@ def live(place: Place, signals: Signals) -> int:
         if link is not None:
             link.progress(doing)
 
-    backend = config.backend.build(job(config, world, progress))
+    resume = read_resume(place.directory)
+    backend = config.backend.build(job(config, world, progress, resume))
     hello = place.hello("trainer", capacity=CREDITS, rank=world.rank)
     with Link.connect(place.directory, hello, deadline_s=config.cluster.placement_timeout_s) as connected:
         link = connected
         with contextlib.closing(publisher(place, backend, world)) as weights, signals.held():
-            service = Service(connected, backend, weights, signals.check, config.weight_sync.update_timeout_s)
+            step = 0 if resume is None else resume.step
+            service = Service(connected, backend, weights, signals.check, config.weight_sync.update_timeout_s, step)
             log.info("stopped: %s", service.run())
         backend.close()  # not after an error: it would wait for ranks that are gone
     return 0
@@ -84,7 +89,7 @@ def publisher(place: Place, backend: Backend, world: World) -> Publisher:
     return make_publisher(transport, backend, here, config.weight_sync, dtype)
 
 
-def job(config: RunConfig, world: World, progress: Callable[[str], None]) -> Job:
+def job(config: RunConfig, world: World, progress: Callable[[str], None], resume: Resume | None = None) -> Job:
     """What a backend is told of the run."""
     return Job(
         algorithm=config.algorithm,
@@ -97,4 +102,10 @@ def job(config: RunConfig, world: World, progress: Callable[[str], None]) -> Job
         seed=config.seed,
         world=world,
         progress=progress,
+        resume=None if resume is None else trainer_part(Path(resume.folder)),
+        saving=SaveSettings(
+            training_state=config.checkpoint.save_training_state,
+            background=config.checkpoint.async_save,
+            timeout_s=config.checkpoint.timeout_s,
+        ),
     )

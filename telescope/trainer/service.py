@@ -1,4 +1,4 @@
-"""What a trainer rank does with each message: train a step, publish or send a version, stop. One order at a time, in order.
+"""What a trainer rank does with each message: train, publish or send a version, save, stop. One order at a time, in order.
 
 Owns the check that steps and versions go up one by one, and the thread that sends: while it waits for servers, this rank still
 hears that it is to break off. Refuses to know how training is done and how weights travel.
@@ -10,17 +10,23 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
-from telescope.backends.base import Backend, TrainShard
+from telescope.backends.base import Backend, NotSaved, Outcome, Saved, TrainShard
+from telescope.runlog.checkpoints import trainer_part
 from telescope.weights.base import Publisher, TransferFailed
 from telescope.wire.happenings import Delivery
 from telescope.wire.messages import (
     AbortWeights,
     Body,
+    CheckpointFailed,
+    CheckpointStaged,
+    CheckpointWritten,
     PublishWeights,
+    SaveCheckpoint,
     SendWeights,
     StepDone,
     Stop,
@@ -61,15 +67,25 @@ class Wire(Protocol):
 class Service:
     """Serves one link until Stop."""
 
-    def __init__(self, link: Wire, backend: Backend, publisher: Publisher, check: Callable[[], None], update_s: float) -> None:
-        """`check` is called between orders; it raises to end the process. `update_s`: the deadline of one `send`."""
+    def __init__(
+        self,
+        link: Wire,
+        backend: Backend,
+        publisher: Publisher,
+        check: Callable[[], None],
+        update_s: float,
+        step: int = 0,
+    ) -> None:
+        """`check` is called between orders; it raises to end the process. `update_s`: the deadline of one `send`. `step`: the
+        last one trained, of the checkpoint that the backend began with."""
         self._link = link
         self._backend = backend
         self._publisher = publisher
         self._check = check
         self._update_s = update_s
         self._sending: _Sending | None = None
-        self._step = 0
+        self._step = step
+        self._stall_s = 0.0
 
     def run(self) -> str:
         """Returns Stop's reason. Raises what the backend, the publisher or the link raises, and `OutOfOrder`."""
@@ -99,6 +115,11 @@ class Service:
                 case PublishWeights() as order:
                     self._link.progress(f"publish version {order.version}")
                     answer = self._publish(order.version)
+                case SaveCheckpoint() as order:
+                    self._link.progress(f"save the checkpoint of step {order.step}")
+                    self._save(order, delivery)
+                    self._link.progress("waiting for orders")
+                    continue
                 case Stop() as order:
                     return order.reason
                 case other:
@@ -116,7 +137,19 @@ class Service:
         result = self._backend.train_step(shard)
         self._step = order.step
         log.info("step %d: %d trajectories in %.3f s", order.step, len(order.items), result.timings["timing_step_active"])
-        return StepDone(order.step, result.metrics, result.timings)
+        stall, self._stall_s = self._stall_s, 0.0
+        waited = {"timing_checkpoint_stall": stall} if stall else {}
+        return StepDone(order.step, result.metrics, result.timings | waited)
+
+    def _save(self, order: SaveCheckpoint, delivery: Delivery) -> None:
+        """Holds training up until the state is copied off; the answer comes when it is written, from another thread."""
+        if order.step != self._step:
+            raise OutOfOrder(f"told to save step {order.step}, but the weights here are those of step {self._step}")
+        saving, started = _Saving(self._link, order.step, delivery), time.perf_counter()
+        self._backend.save(order.step, trainer_part(Path(order.folder)), saving.ended)
+        stall = time.perf_counter() - started
+        self._stall_s += stall
+        saving.staged(stall)
 
     def _send(self, order: SendWeights, delivery: Delivery) -> _Sending:
         """From a thread of its own, which answers itself."""
@@ -143,6 +176,41 @@ class Service:
         started = time.perf_counter()
         manifest = self._publisher.publish(version)
         return WeightsPublished(version, manifest, time.perf_counter() - started)
+
+
+class _Saving:
+    """What is told of one save, in order: that training goes on, then what became of it, which may be known first."""
+
+    def __init__(self, link: Wire, step: int, delivery: Delivery) -> None:
+        self._link, self._step, self._delivery = link, step, delivery
+        self._lock = threading.Lock()
+        self._staged = False
+        self._answer: Body | None = None
+
+    def staged(self, stall_s: float) -> None:
+        with self._lock:
+            self._link.send(CheckpointStaged(self._step, stall_s))
+            self._staged = True
+            if self._answer is not None:
+                self._link.send(self._answer, answers=self._delivery)
+
+    def ended(self, outcome: Outcome) -> None:
+        """From any thread."""
+        match outcome:
+            case Saved(nbytes, seconds):
+                log.info("step %d: its checkpoint's part, %.3f GB, is written in %.3f s", self._step, nbytes / 1e9, seconds)
+                answer: Body = CheckpointWritten(self._step, nbytes, seconds)
+            case NotSaved(cause):
+                log.warning("step %d is not saved: %s", self._step, cause)
+                answer = CheckpointFailed(self._step, cause)
+        with self._lock:
+            if not self._staged:
+                self._answer = answer
+                return
+        try:
+            self._link.send(answer, answers=self._delivery)
+        except ConnectionError:  # the link is over, which whoever receives on it is told too
+            log.debug("nobody hears what became of the checkpoint", exc_info=True)
 
 
 class _Sending(threading.Thread):

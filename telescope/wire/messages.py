@@ -357,6 +357,39 @@ class WeightsFailed(Message):
     fatal: bool
 
 
+# ---- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+class SaveCheckpoint(Message):
+    """To every trainer rank, after step `step` and before the next: write your part below `folder`, a partial one."""
+
+    step: int
+    folder: str
+
+
+class CheckpointStaged(Message):
+    """The rank's state is copied off and training may go on. `stall_s`: how long it could not."""
+
+    step: int
+    stall_s: float
+
+
+class CheckpointWritten(Message):
+    """All of the rank's part is on the disk."""
+
+    step: int
+    nbytes: int
+    seconds: float
+    """Of the writing alone, after the state was copied off."""
+
+
+class CheckpointFailed(Message):
+    """The rank's part can't be written; the rank goes on training."""
+
+    step: int
+    cause: str
+
+
 Body = (
     Hello | Welcome | Reject | Heartbeat | Ack | Stop | Goodbye
     | RunRollout | CancelRollout | PrefetchPrompts | GenerationOver | RolloutDone | RolloutFailed
@@ -364,6 +397,7 @@ Body = (
     | AskPlace | Ticket | Expect | Served | Revoke
     | TrainStep | StepDone | PublishWeights | WeightsPublished | SendWeights | WeightsSent
     | PrepareWeights | CommitWeights | AbortWeights | WeightsReady | WeightsFailed
+    | SaveCheckpoint | CheckpointStaged | CheckpointWritten | CheckpointFailed
 )  # fmt: skip
 
 

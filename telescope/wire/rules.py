@@ -15,6 +15,9 @@ from telescope.wire.messages import (
     Ack,
     AskPlace,
     CancelRollout,
+    CheckpointFailed,
+    CheckpointStaged,
+    CheckpointWritten,
     CommitWeights,
     Completion,
     EngineLoad,
@@ -34,6 +37,7 @@ from telescope.wire.messages import (
     RolloutDone,
     RolloutFailed,
     RunRollout,
+    SaveCheckpoint,
     SendWeights,
     Served,
     StepDone,
@@ -56,12 +60,17 @@ SESSION_OF_HUB: frozenset[Kind] = frozenset({Welcome, Reject, Heartbeat, Ack, Go
 FROM_PEER: dict[Role, frozenset[Kind]] = {
     "worker": frozenset({Generate, AskPlace, Abort, GenerationOver, RolloutDone, RolloutFailed}),
     "server": frozenset({Completion, GenerateFailed, Served, EngineLoad, WeightsReady, WeightsFailed}),
-    "trainer": frozenset({StepDone, WeightsPublished, WeightsSent, WeightsReady, WeightsFailed}),
+    "trainer": frozenset(
+        {
+            *(StepDone, WeightsPublished, WeightsSent, WeightsReady, WeightsFailed),
+            *(CheckpointStaged, CheckpointWritten, CheckpointFailed),
+        }
+    ),
 }
 FROM_HUB: dict[Role, frozenset[Kind]] = {
     "worker": frozenset({RunRollout, CancelRollout, PrefetchPrompts, Completion, GenerateFailed, Ticket, Revoke, Stop}),
     "server": frozenset({Generate, Expect, Abort, PrepareWeights, CommitWeights, AbortWeights, Stop}),
-    "trainer": frozenset({TrainStep, PublishWeights, SendWeights, AbortWeights, Stop}),
+    "trainer": frozenset({TrainStep, PublishWeights, SendWeights, AbortWeights, SaveCheckpoint, Stop}),
 }
 
 
@@ -90,11 +99,12 @@ ANSWERED_BY: dict[Kind, frozenset[Kind]] = {
     PrepareWeights: frozenset({WeightsReady, WeightsFailed}),
     CommitWeights: frozenset({WeightsReady, WeightsFailed}),
     AbortWeights: frozenset({WeightsReady, WeightsFailed}),
+    SaveCheckpoint: frozenset({CheckpointWritten, CheckpointFailed}),
 }
 """Kept until one of these comes back with its number in `answers`."""
 ANSWERS: frozenset[Kind] = frozenset().union(*ANSWERED_BY.values())
 
-ACKNOWLEDGED: frozenset[Kind] = ANSWERS | {Stop, Revoke}
+ACKNOWLEDGED: frozenset[Kind] = ANSWERS | {Stop, Revoke, CheckpointStaged}
 """Kept until an Ack names them."""
 SAFE_BY_APPLICATION: frozenset[Kind] = frozenset({RolloutDone})
 """Acknowledged when the application says so (it is on disk); the others when they have arrived."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from telescope.backends.base import RankLost, World
+from telescope.backends.base import Outcome, RankLost, Saved, World
 from tests.backends.shards import make_job, make_shard, part
 from tests.backends.watching import watch
 
@@ -25,13 +28,16 @@ def main() -> int:
         return lose(models[0])
     for number, model in enumerate(models):
         os.environ["MASTER_PORT"] = os.environ["PORTS"].split(",")[number]
+        if mode == "resume":
+            resume(model, folder, ("two", "two-as-two", "one-as-two")[number])
+            continue
         train(model, folder / str(number))
     return 0
 
 
-def build(model: str, timeout_s: float, checkpointing: bool = True):
+def build(model: str, timeout_s: float, checkpointing: bool = True, resume: Path | None = None):
     job = make_job(model=model, seq_len=96, pad_to_multiple_of=16, world=World(int(os.environ["RANK"]), 2, "cpu"))
-    return watch(job, collective_timeout_s=timeout_s, gradient_checkpointing=checkpointing)
+    return watch(replace(job, resume=resume), collective_timeout_s=timeout_s, gradient_checkpointing=checkpointing)
 
 
 def train(model: str, folder: Path) -> None:
@@ -45,6 +51,22 @@ def train(model: str, folder: Path) -> None:
             torch.save(backend.gradients, folder / f"gradients-{rank}.pt")
     torch.save(dict(backend.weights()), folder / f"weights-{rank}.pt")
     (folder / f"metrics-{rank}.json").write_text(json.dumps(result.metrics))
+    backend.close()
+
+
+def resume(model: str, folder: Path, name: str) -> None:
+    """Step 2: after step 1 and a save, after that checkpoint, and after that of a single rank."""
+    rank = int(os.environ["RANK"])
+    begin = {"two": None, "two-as-two": folder / "by-two", "one-as-two": folder / "by-one"}[name]
+    backend = build(model, timeout_s=60.0, resume=begin)
+    if begin is None:
+        backend.train_step(part(make_shard(1, seed=1), SHARES[rank]))
+        outcomes: queue.Queue[Outcome] = queue.Queue()
+        backend.save(1, folder / "by-two", outcomes.put)
+        assert isinstance(outcomes.get(timeout=60), Saved)
+    metrics = backend.train_step(part(make_shard(2, seed=2), SHARES[rank])).metrics
+    if rank == 0:
+        np.save(folder / f"{name}.npy", [metrics["loss"], metrics["grad_norm"]])
     backend.close()
 
 

@@ -9,11 +9,14 @@ from itertools import count
 from random import Random
 from typing import Any
 
+import msgspec
+
 from telescope.flow import commands as do
 from telescope.flow import events as seen
 from telescope.flow.core import Core
 from telescope.flow.replay import encode_line, encode_opening
 from telescope.flow.settings import FlowSettings
+from telescope.flow.snapshot import Snapshot
 from telescope.records import EnvironmentCard, FinishReason, RolloutOrder
 from tests.flow.rules import Rules
 
@@ -81,6 +84,8 @@ class Manners:
     load_every_s: float = 0.25
     load_lost_share: float = 0.0
     """Reports of load that are lost."""
+    save_s: float = 1.0
+    save_failure_share: float = 0.0
     tick_s: float = 5.0
     reward: Reward = mixed
 
@@ -96,6 +101,19 @@ class Play:
     """The answer is on its way, or never comes."""
 
 
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint: what the core was, and how many commands had come by then."""
+
+    step: int
+    blob: bytes
+    commands: int
+
+    @property
+    def snapshot(self) -> Snapshot:
+        return msgspec.msgpack.decode(self.blob, type=Snapshot)
+
+
 @dataclass
 class World:
     settings: FlowSettings
@@ -104,14 +122,21 @@ class World:
     core_class: type[Core] = Core
     journal: bool = False
     check: bool = True
+    resumed: Snapshot | None = None
+    """What the run goes on from."""
 
     def __post_init__(self) -> None:
-        self.core = self.core_class(self.settings)
-        self.rules = Rules(self.settings)
+        again = self.resumed
+        self.core = self.core_class(self.settings) if again is None else self.core_class.restore(self.settings, again)
+        self.rules = Rules(self.settings, again)
+        self.said: list[Any] = []
+        """Every command, in order."""
+        self.checkpoints: list[Saved] = []
+        """Those that are complete."""
         self.random = Random(self.seed)
         self.now = 0.0
         self.events = 0
-        self.lines: list[bytes] = [encode_opening(self.settings)] if self.journal else []
+        self.lines: list[bytes] = [encode_opening(self.settings, again)] if self.journal else []
         self.stop: do.Stop | None = None
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
@@ -135,10 +160,12 @@ class World:
     def some(self, mean_s: float) -> float:
         return self.random.expovariate(1 / mean_s) if mean_s > 0 else 0.0
 
-    def run(self, most_events: int = 200_000) -> World:
-        """Play until Stop. Fails if the run has not ended after so many events."""
+    def run(self, most_events: int = 200_000, killed_after: float = float("inf")) -> World:
+        """Play until Stop, or so many events. Fails if the run has not ended after `most_events`."""
         self._open()
         while self.stop is None and self._agenda:
+            if self.events >= killed_after:
+                return self
             self.now, _, action = heappop(self._agenda)
             action()
             assert self.events < most_events, f"no end after {self.events} events: {self.core.counts()}"
@@ -168,6 +195,7 @@ class World:
         if self.check:
             self.rules.saw(event, commands)
         for command in commands:
+            self.said.append(command)
             self._perform(command)
         if self.random.random() < self.manners.repeat_share and isinstance(event, REPEATABLE):
             self.after(self.some(self.manners.generate_s), lambda: self.tell(event))
@@ -188,8 +216,18 @@ class World:
                 self.after(self.some(self.manners.step_s), lambda: self.tell(seen.StepDone(command.step)))
             case do.Update():
                 self._update(command)
+            case do.Checkpoint(step=step):
+                saved = Saved(step, msgspec.msgpack.encode(self.core.saved), len(self.said))
+                self.after(self.some(self.manners.save_s), lambda: self._saved(saved))
             case do.Stop():
                 self.stop = command
+
+    def _saved(self, saved: Saved) -> None:
+        if self.random.random() < self.manners.save_failure_share:
+            self.tell(seen.CheckpointFailed(saved.step, "the disk is full"))
+            return
+        self.checkpoints.append(saved)
+        self.tell(seen.CheckpointDone(saved.step))
 
     # ---- workers
 

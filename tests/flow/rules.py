@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from telescope.flow import commands as do
 from telescope.flow import events as seen
 from telescope.flow.settings import FlowSettings
+from telescope.flow.snapshot import Snapshot
 from telescope.records import PromptRef
 
 PLAYING = ("pending", "queued", "generating", "env", "scoring")
@@ -61,13 +62,19 @@ class Known:
     trained: bool = False
     baseline: bool = False
     holds_slot: bool = True
+    restored: bool = False
 
 
 class Rules:
     """Fed each event with the commands it gave; raises `Broken` at the first broken rule."""
 
-    def __init__(self, settings: FlowSettings) -> None:
+    def __init__(self, settings: FlowSettings, resumed: Snapshot | None = None) -> None:
         self.settings = settings
+        self.saving: int | None = None
+        self.next_group = 0
+        self.begun_at = 0
+        self.opened = resumed is None
+        """Servers serve what the run goes on from."""
         self.version = 0
         self.workers: dict[str, int] = {}
         self.servers: dict[str, int] = {}
@@ -100,6 +107,20 @@ class Rules:
         self.stop: do.Stop | None = None
         self.alive_most = 0
         self.warnings: list[str] = []
+        if resumed is not None:
+            self._go_on_from(resumed)
+
+    def _go_on_from(self, resumed: Snapshot) -> None:
+        self.version = self.trained_step = self.begun_at = resumed.step
+        self.next_group = resumed.position.next_group
+        states = {"pending": resumed.playing, "kept": resumed.kept, "batched": resumed.forming,
+                  "discarded": (*resumed.baseline, *resumed.discarded)}  # fmt: skip
+        for state, groups in states.items():
+            for group in groups:
+                rewards = {sample.rollout_id: sample.reward for sample in group.survivors}
+                self.groups[group.group_id] = Known(
+                    state, group.v_start, group.prompt, rewards=rewards, holds_slot=state != "discarded", restored=True
+                )
 
     def saw(self, event: seen.AnyEvent, commands: list[do.AnyCommand]) -> None:
         if self.stop is not None:
@@ -166,6 +187,8 @@ class Rules:
                     self.trained_step = event.step
             case seen.UpdateDone():
                 self._committed(event.version)
+            case seen.CheckpointDone() | seen.CheckpointFailed():
+                self.saving = None if event.step == self.saving else self.saving
         return False
 
     def _calm(self, server: str) -> None:
@@ -206,6 +229,7 @@ class Rules:
         for server in self.travelling[1]:
             self.servers[server] = version
         self.travelling = None
+        self.opened = True
         if version == self.version + 1:
             self.version = version
             self.training = None
@@ -261,6 +285,10 @@ class Rules:
                     self.settings.weights_while_training or not busy, f"{command} while the trainer is at step {self.training}"
                 )
                 self.travelling = (command.version, tuple(self.servers))
+            case do.Checkpoint():
+                keep(self.saving is None, f"{command} while that of step {self.saving} is written")
+                keep(self.training is None and command.step == self.version > 0, f"{command} at version {self.version}")
+                self.saving = command.step
             case do.Warn():
                 self.warnings.append(command.sentence)
             case do.Stop():
@@ -270,6 +298,7 @@ class Rules:
         order, settings = command.order, self.settings
         key = (order.rollout_id, order.attempt)
         group = self.groups[order.group_id]
+        keep(self.opened, f"{command} before any server serves version {self.version}")
         keep(order.rollout_id == order.group_id * settings.group_size + order.sample, f"{order} has the wrong id")
         keep(group.state in PLAYING, f"{command} is about a group that is {group.state}")
         keep(order.rollout_id not in group.rewards, f"{command}: it has its reward")
@@ -327,7 +356,9 @@ class Rules:
 
     def _group_state(self, command: do.GroupState) -> None:
         if command.state == "pending":
-            keep(command.group_id == len(self.groups), f"{command}: indices must count up")
+            keep(command.group_id == self.next_group, f"{command}: indices must count up")
+            keep(self.opened, f"{command} before any server serves version {self.version}")
+            self.next_group += 1
             self.groups[command.group_id] = Known()
             done = self.version * self.settings.groups_per_batch
             keep(self.alive <= self.settings.slots, f"{self.alive} groups are alive in {self.settings.slots} slots")
@@ -351,6 +382,7 @@ class Rules:
     def _train(self, command: do.Train) -> None:
         settings = self.settings
         keep(self.training is None, f"{command} while step {self.training} is in training")
+        keep(self.opened, f"{command} before any server serves version {self.version}")
         keep(settings.weights_while_training or self.travelling is None, f"{command} while the trainer sends")
         keep(command.step == self.version + 1, f"{command} after version {self.version}")
         keep(len(command.group_ids) == settings.groups_per_batch, f"{command} has the wrong number of groups")
@@ -385,7 +417,7 @@ class Rules:
         keep(len(rollout_ids) >= least, f"group {group_id} has {len(rollout_ids)} survivors, of {least} needed")
         keep(not set(rollout_ids) & self.forgotten, f"group {group_id} is asked for after it was forgotten")
         for rollout_id in range(group_id * size, (group_id + 1) * size):
-            if rollout_id not in group.rewards:
+            if rollout_id not in group.rewards and not (group.restored and not group.attempts):
                 tries = group.attempts.get(rollout_id, -1) + 1
                 keep(tries >= self.settings.max_attempts, f"rollout {rollout_id} was given up after {tries} tries")
 
@@ -395,6 +427,7 @@ class Rules:
         keep(not left, f"groups were lost at the end: {left}")
         if command.ok:
             keep(self.version == self.settings.number_of_steps, f"{command} at version {self.version}")
-            keep(len(self.steps) == self.settings.number_of_steps, f"{len(self.steps)} Train commands")
+            steps = self.settings.number_of_steps - self.begun_at
+            keep(len(self.steps) == steps, f"{len(self.steps)} Train commands")
             for group in self.groups.values():
                 keep(group.trained == (group.state == "trained"), f"a trained group ended as {group.state}")

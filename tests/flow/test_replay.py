@@ -68,8 +68,8 @@ def test_a_journal_without_opening_and_a_damaged_line_are_refused_in_words():
         replay(lines[1:])
     with pytest.raises(JournalDamaged, match="line 5 is damaged"):
         replay([*lines[:4], lines[4][:-3], *lines[5:]])
-    with pytest.raises(JournalDamaged, match="format 3, this program reads 2"):
-        replay([lines[0].replace(b'"journal":2', b'"journal":3'), *lines[1:]])
+    with pytest.raises(JournalDamaged, match="format 4, this program reads 2 and 3"):
+        replay([lines[0].replace(b'"journal":3', b'"journal":4'), *lines[1:]])
 
 
 def written(folder: Path, lines: list[bytes]) -> RunDirectory:

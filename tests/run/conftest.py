@@ -113,11 +113,15 @@ Start = Callable[..., WholeRun]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """`start("experiment=fake", "number_of_steps=2")`: a run with a directory of its own."""
+    """`start("experiment=fake", "number_of_steps=2")`: a run with a directory of its own. `start(resume=run)`: another attempt
+    of one that has ended."""
     runs: list[WholeRun] = []
 
-    def begin(*overrides: str, environ: dict[str, str] | None = None, cwd: Path = ROOT) -> WholeRun:
-        directory = tmp_path / f"run-{len(runs)}"
+    def begin(
+        *overrides: str, environ: dict[str, str] | None = None, cwd: Path = ROOT, resume: WholeRun | None = None
+    ) -> WholeRun:
+        directory = tmp_path / f"run-{len(runs)}" if resume is None else resume.directory.path
+        first = ("telescope.run", f"run_dir={directory}") if resume is None else ("telescope.runs", "resume", str(directory))
         output = tmp_path / f"output-{len(runs)}.txt"
         temporary = Path(tempfile.mkdtemp(prefix="telescope-test-"))  # short: vLLM has its sockets there
         environment = {
@@ -130,7 +134,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         }
         with output.open("w") as file:
             process = subprocess.Popen(
-                [sys.executable, "-m", "telescope.run", f"run_dir={directory}", *overrides],
+                [sys.executable, "-m", *first, *overrides],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,

@@ -27,13 +27,15 @@ RUN = {
 
 
 class FakeWandb(ThreadingHTTPServer):
-    """`history`: rows of all file-stream posts; `queries`: the GraphQL operations; `failing` makes each answer a 500."""
+    """`history`: rows of all file-stream posts, `of_run`: by the run's id; `queries`: the GraphQL operations; `failing` makes
+    each answer a 500."""
 
     daemon_threads = True
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.history: list[dict[str, Any]] = []
+        self.of_run: dict[str, list[dict[str, Any]]] = {}
         self.queries: list[str] = []
         self.bodies: list[str] = []
         self.authorizations: set[str] = set()
@@ -68,14 +70,19 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.path == "/graphql":
             self._answer({"data": self._graphql(json.loads(body))})
         else:
-            self._stream(json.loads(body) if body else {})
+            if self.path.endswith("/file_stream"):  # /files/<entity>/<project>/<run>/file_stream; else the client's telemetry
+                self._stream(json.loads(body) if body else {})
             self._answer({})
 
     def _graphql(self, request: dict[str, Any]) -> dict[str, Any]:
         query = request["query"]
         self.server.queries.append(query)
+        name = (request.get("variables") or {}).get("name") or RUN["name"]
         if "upsertBucket" in query:
-            return {"upsertBucket": {"bucket": RUN, "inserted": True}}
+            return {"upsertBucket": {"bucket": RUN | {"name": name}, "inserted": name not in self.server.of_run}}
+        if "missingOk" in query and name in self.server.of_run:  # what a client asks that wants to go on with a run
+            project: dict[str, Any] = RUN["project"]
+            return {"model": project | {"bucket": self._bucket(name)}}
         if "createRunFiles" in query:
             return {"createRunFiles": {"runID": RUN["id"], "uploadHeaders": [], "files": []}}
         if "serverInfo" in query or "ServerFeatures" in query:
@@ -90,7 +97,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _stream(self, post: dict[str, Any]) -> None:
         lines = post.get("files", {}).get("wandb-history.jsonl", {}).get("content", [])
-        self.server.history += [json.loads(line) for line in lines]
+        found = [json.loads(line) for line in lines]
+        self.server.history += found
+        self.server.of_run.setdefault(self.path.split("/")[-2], []).extend(found)
+
+    def _bucket(self, name: str) -> dict[str, Any]:
+        rows = self.server.of_run[name]
+        tail = [json.dumps(row) for row in rows[-1:]]
+        begun = {"wandbConfig": '{"t": 1}'}  # without it the client takes the run for one that never began
+        return RUN | begun | {"name": name, "historyLineCount": len(rows), "historyTail": json.dumps(tail)}
 
     def _body(self) -> str:
         text = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode("utf-8", "replace")

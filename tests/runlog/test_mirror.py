@@ -18,9 +18,10 @@ SCRIPT = """
 import os, sys, time, pathlib
 from telescope.config.parts import LoggingSettings
 from telescope.runlog.mirror import WandbMirror
-mirror = WandbMirror(LoggingSettings(), name="a-run", folder=pathlib.Path(sys.argv[1]), config={"seed": 7})
+run_id, first, last = os.environ.get("RUN"), int(os.environ.get("FIRST", "1")), int(os.environ.get("LAST", "5"))
+mirror = WandbMirror(LoggingSettings(), name="a-run", folder=pathlib.Path(sys.argv[1]), config={"seed": 7}, run_id=run_id)
 longest = 0.0
-for step in range(1, 6):
+for step in range(first, last + 1):
     begun = time.perf_counter()
     mirror.log(step, {"reward/mean": step / 10})
     longest = max(longest, time.perf_counter() - begun)
@@ -52,6 +53,18 @@ def test_the_real_client_sends_each_step_once(tmp_path: Path):
     assert [(row["_step"], row["reward/mean"]) for row in server.history] == [(s, s / 10) for s in range(1, 6)]
     assert any("upsertBucket" in query for query in server.queries)
     assert not any(KEY in body for body in server.bodies)  # the key travels as a header, never as data
+
+
+def test_another_attempt_goes_on_with_the_same_run_and_a_step_trained_anew_stands_there_once(tmp_path: Path):
+    server = FakeWandb()
+    environ = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY, "RUN": "0a1b2c3d4e5f6071"}
+    for first, last in (("1", "3"), ("3", "5")):  # the checkpoint was that of step 2
+        folder = tmp_path / first
+        folder.mkdir()
+        assert run_mirror(folder, 60, **environ, FIRST=first, LAST=last).endswith("dropped=0 failure=")
+    server.shutdown()
+    assert list(server.of_run) == ["0a1b2c3d4e5f6071"]
+    assert [row["_step"] for row in server.of_run["0a1b2c3d4e5f6071"]] == [1, 2, 3, 4, 5]
 
 
 def test_offline_leaves_a_file_to_sync(tmp_path: Path):

@@ -67,7 +67,7 @@ def test_no_attempt_follows_where_none_is_wanted_or_left():
 
 def test_a_run_that_would_begin_at_step_1_again_is_not_restarted_after_its_walltime_unless_told_so():
     ended = Ended(75, warned=True)
-    assert SlurmSettings().restart_after_walltime is False
+    assert SlurmSettings().restart_after_walltime is None  # where it makes checkpoints
     verdict = judge(ended, JobFacts("RUNNING"), requeue=True, restart_after_walltime=False, budget=100)
     assert (verdict.why, verdict.next) == ("walltime", "leave")
     lost = judge(Ended(70, carrier_lost=True), JobFacts("RUNNING"), requeue=True, restart_after_walltime=False, budget=100)

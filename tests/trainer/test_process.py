@@ -22,12 +22,23 @@ from telescope.backends.fake import Fake
 from telescope.backends.fsdp import FSDP
 from telescope.config.parts import ClusterSettings, EnvironmentEntry, ModelSettings, TrainerSettings
 from telescope.config.run import RunConfig, config_hash, dump_run
+from telescope.runlog.checkpoints import Resume, trainer_part, write_resume
 from telescope.runlog.identity import new_identity, write_identity
 from telescope.runlog.layout import RunDirectory
 from telescope.weights.shared_memory import SharedMemoryReader, default_folder, run_prefix
 from telescope.wire.happenings import Delivery, PeerJoined, PeerLeft, PeerLost
 from telescope.wire.hub import Hub
-from telescope.wire.messages import Message, PublishWeights, StepDone, TrainStep, WeightsPublished
+from telescope.wire.messages import (
+    CheckpointFailed,
+    CheckpointStaged,
+    CheckpointWritten,
+    Message,
+    PublishWeights,
+    SaveCheckpoint,
+    StepDone,
+    TrainStep,
+    WeightsPublished,
+)
 from telescope.wire.security import make_keys
 from tests.backends.shards import make_shard
 
@@ -75,7 +86,9 @@ class Bench:
 
 
 @asynccontextmanager
-async def bench(folder: Path, backend: BackendSettings, **changes: object) -> AsyncIterator[Bench]:
+async def bench(
+    folder: Path, backend: BackendSettings, resume: Resume | None = None, **changes: object
+) -> AsyncIterator[Bench]:
     config = RunConfig(
         environments={"countdown": EnvironmentEntry(name="countdown")},
         algorithm=GRPO(),
@@ -86,6 +99,8 @@ async def bench(folder: Path, backend: BackendSettings, **changes: object) -> As
     )
     directory = RunDirectory.create(folder / f"run-{os.getpid()}-{folder.name}")
     directory.config_json.write_text(dump_run(config))
+    if resume is not None:
+        write_resume(directory, resume)
     identity = new_identity("test", datetime.now(UTC), config_hash(config))
     write_identity(directory, identity)
     make_keys(directory, ["orchestrator", "trainer-0"])
@@ -152,6 +167,48 @@ async def test_the_fake_backend_needs_no_torch_and_repeats_itself(tmp_path):
             expected = np.random.default_rng((0, step)).standard_normal((4, 8), np.float32)
             assert bytes(found["fake.embedding"]) == expected.tobytes()
         assert len(here.segments()) == 2
+
+
+async def save(here: Bench, step: int, folder: Path) -> Message:
+    """What becomes of the save, after the word that training may go on."""
+    number = here.hub.send("trainer-0", SaveCheckpoint(step, str(folder)))
+    staged, ended = await here.next(), await here.next()
+    assert isinstance(staged, Delivery)
+    assert isinstance(ended, Delivery)
+    assert isinstance(staged.body, CheckpointStaged)
+    assert (staged.body.step, staged.answers, ended.answers) == (step, 0, number)
+    return ended.body
+
+
+async def test_a_rank_saves_and_another_process_begins_there(tmp_path):
+    (tmp_path / "first").mkdir(), (tmp_path / "second").mkdir()
+    folder = tmp_path / "step_00000001"
+    async with bench(tmp_path / "first", Fake()) as here:
+        await joined(here)
+        await here.train(make_shard(1))
+        written = await save(here, 1, folder)
+        assert isinstance(written, CheckpointWritten)
+        assert written.nbytes == (trainer_part(folder) / "rank-0.json").stat().st_size
+        (tmp_path / "a file").write_text("")
+        failed = await save(here, 1, tmp_path / "a file")
+        assert isinstance(failed, CheckpointFailed)
+        assert "can't be written" in failed.cause
+        assert isinstance(await here.train(make_shard(2)), StepDone)
+    async with bench(tmp_path / "second", Fake(), Resume(1, 1, str(folder))) as here:
+        await joined(here)
+        published = await here.ask(PublishWeights(1))
+        assert isinstance(published, WeightsPublished)
+        found = {spec.name: view for spec, view in SharedMemoryReader(here.run_id).read(published.manifest)}
+        assert list(found["fake.version"].cast("f")) == [1.0, 0.0]
+        assert isinstance(await here.train(make_shard(2)), StepDone)
+
+
+async def test_a_rank_whose_checkpoint_is_gone_says_so_with_the_remedy(tmp_path):
+    async with bench(tmp_path, Fake(), Resume(1, 1, str(tmp_path / "gone"))) as here:
+        code, last = await here.ended()
+        assert code == 1
+        assert f"the checkpoint {tmp_path}/gone/trainer can't be read" in last
+        assert last.endswith("resume from an earlier step")
 
 
 async def test_a_step_out_of_order_ends_the_rank_with_a_sentence(tmp_path):

@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from telescope.backends.base import NotSaved, Outcome, Saved, StepResult, TrainShard
 from telescope.records import WeightGroup, WeightManifest
 from telescope.trainer.service import OutOfOrder, SenderStuck, Service
 from telescope.weights.base import TransferFailed
+from telescope.wire.codec import RawArrays
 from telescope.wire.happenings import Delivery
 from telescope.wire.messages import (
     AbortWeights,
     Body,
+    CheckpointFailed,
+    CheckpointStaged,
+    CheckpointWritten,
     PublishWeights,
+    SaveCheckpoint,
     SendWeights,
+    StepDone,
     Stop,
+    TrainStep,
     WeightsFailed,
     WeightsReady,
     WeightsSent,
@@ -45,8 +56,8 @@ class Orders:
             return None
 
     def send(self, body: Body, arrays: Sequence[Any] = (), answers: Delivery | None = None) -> int:
-        assert answers is not None
-        self.heard.put((body, answers.seq))
+        assert answers is not None or isinstance(body, CheckpointStaged)
+        self.heard.put((body, 0 if answers is None else answers.seq))
         return 0
 
     def progress(self, doing: str) -> None: ...
@@ -79,10 +90,23 @@ class Sender:
     def close(self) -> None: ...
 
 
+class Trainer:
+    """A backend that trains nothing, and whose saves end when they are told to."""
+
+    def __init__(self) -> None:
+        self.saves: queue.Queue[tuple[int, Path, Callable[[Outcome], None]]] = queue.Queue()
+
+    def train_step(self, shard: TrainShard) -> StepResult:
+        return StepResult({}, {"timing_step_active": 0.0})
+
+    def save(self, step: int, folder: Path, done: Callable[[Outcome], None]) -> None:
+        self.saves.put((step, folder, done))
+
+
 class Bench:
-    def __init__(self, update_s: float = 20.0) -> None:
-        self.orders, self.sender = Orders(), Sender()
-        self.service = Service(self.orders, None, self.sender, lambda: None, update_s)  # type: ignore[arg-type]
+    def __init__(self, update_s: float = 20.0, step: int = 0) -> None:
+        self.orders, self.sender, self.trainer = Orders(), Sender(), Trainer()
+        self.service = Service(self.orders, self.trainer, self.sender, lambda: None, update_s, step)  # type: ignore[arg-type]
         self.ended: queue.Queue[object] = queue.Queue()
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -167,3 +191,64 @@ def test_stop_does_not_wait_for_a_send():
     bench.orders.tell(Stop("done"))
     assert bench.ended.get(timeout=60) == "done"
     bench.sender.may_end.set()
+
+
+def train(bench: Bench, step: int) -> StepDone:
+    nothing = (np.zeros(0, np.int32), np.zeros(0, np.uint8), np.zeros(0, np.float32), np.zeros(0, np.int32))
+    bench.orders.numbers += 1
+    bench.orders.coming.put(Delivery("hub", bench.orders.numbers, TrainStep(step, (), ()), RawArrays.of(nothing)))
+    answer, _ = bench.answer()
+    assert isinstance(answer, StepDone)
+    return answer
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_its_stall_is_told_once():
+    bench = Bench()
+    assert train(bench, 1).timings == {"timing_step_active": 0.0}
+    number = bench.orders.tell(SaveCheckpoint(1, "/run/checkpoints/step_00000001.partial-a"))
+    staged, answers = bench.answer()
+    assert isinstance(staged, CheckpointStaged)
+    assert (staged.step, answers) == (1, 0)
+    step, folder, done = bench.trainer.saves.get(timeout=60)
+    assert (step, folder) == (1, Path("/run/checkpoints/step_00000001.partial-a/trainer"))
+    assert train(bench, 2).timings == {"timing_step_active": 0.0, "timing_checkpoint_stall": staged.stall_s}
+    done(Saved(1024, 0.5))
+    assert bench.answer() == (CheckpointWritten(1, 1024, 0.5), number)
+    assert train(bench, 3).timings == {"timing_step_active": 0.0}
+
+
+def test_a_failed_save_is_answered_with_its_cause_and_the_rank_goes_on():
+    bench = Bench()
+    train(bench, 1)
+    number = bench.orders.tell(SaveCheckpoint(1, "/full"))
+    bench.answer()
+    bench.trainer.saves.get(timeout=60)[2](NotSaved("No space left on device"))
+    assert bench.answer() == (CheckpointFailed(1, "No space left on device"), number)
+    assert train(bench, 2).step == 2
+
+
+def test_a_save_of_a_step_that_is_not_the_last_trained_ends_the_rank():
+    bench = Bench()
+    bench.orders.tell(SaveCheckpoint(1, "/early"))
+    ended = bench.ended.get(timeout=60)
+    assert isinstance(ended, OutOfOrder)
+    assert str(ended) == "told to save step 1, but the weights here are those of step 0"
+
+
+def test_a_rank_that_begins_with_a_checkpoint_publishes_its_version_and_trains_the_next_step():
+    bench = Bench(step=10)
+    bench.orders.tell(PublishWeights(10))
+    published, _ = bench.answer()
+    assert published.manifest.version == 10
+    assert train(bench, 11).step == 11
+
+
+def test_that_training_goes_on_is_told_before_what_became_of_the_save():
+    """A backend that writes at once has its answer before the order's call returns."""
+    bench = Bench()
+    train(bench, 1)
+    bench.trainer.save = lambda step, folder, done: done(Saved(8, 0.0))  # type: ignore[method-assign]
+    number = bench.orders.tell(SaveCheckpoint(1, "/run"))
+    staged, _ = bench.answer()
+    assert isinstance(staged, CheckpointStaged)
+    assert bench.answer() == (CheckpointWritten(1, 8, 0.0), number)

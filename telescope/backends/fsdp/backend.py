@@ -6,8 +6,9 @@ the same number of rows: a rank with fewer adds rows of padding, which weigh not
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,11 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from telescope.backends.base import Job, StepResult, TrainShard
+from telescope.backends.base import Job, Outcome, StepResult, TrainShard
 from telescope.backends.common import attention, ranks, rows, shards
+from telescope.backends.common.saving import Saver
 from telescope.backends.common.spans import Spans
 from telescope.backends.common.tally import Tally
-from telescope.backends.fsdp import assembly, gather
+from telescope.backends.fsdp import assembly, gather, state
 from telescope.backends.fsdp.mesh import spread
 from telescope.backends.fsdp.policy import Policy, RowInput
 from telescope.backends.fsdp.updates import StepUpdates, Updater
@@ -58,11 +60,14 @@ class FSDPBackend:
                 self._policy = assembly.trained(settings, job, kind, computing, self._spread)
                 needed = job.algorithm.needs_reference
                 self._reference = assembly.frozen(settings, job, kind, computing, self._spread) if needed else None
+            scaled, hosted = computing == torch.float16, settings.offload == "optimizer"
+            self._updater = Updater(settings.optimizer, job, self._policy, scaled=scaled, hosted=hosted)
+            if job.resume is not None:
+                state.put_back(job.resume, self._policy, self._updater, job.world)
         except BaseException:
             ranks.leave()
             raise
-        scaled, hosted = computing == torch.float16, settings.offload == "optimizer"
-        self._updater = Updater(settings.optimizer, job, self._policy, scaled=scaled, hosted=hosted)
+        self._saver = Saver(job.world.rank, self._device, job.saving)
 
     def train_step(self, shard: TrainShard) -> StepResult:
         """An optimiser update for each minibatch. A non-finite gradient leaves its own out: `update_skipped` counts these."""
@@ -120,7 +125,13 @@ class FSDPBackend:
             held, parameters = self._spread, self._policy.by_name()
             yield from gather.host_tensors(parameters, self._device, held.shard, held.shards, dtype, held.group)
 
+    def save(self, step: int, folder: Path, done: Callable[[Outcome], None]) -> None:
+        job = self._job
+        tensors = state.gathered(self._policy, self._updater, job.world, training_state=job.saving.training_state)
+        self._saver.save(tensors, folder, done)
+
     def close(self) -> None:
+        self._saver.settle()
         ranks.leave()
 
     def _plan(self, shard: TrainShard) -> list[list[packing.Row]]:

@@ -16,7 +16,7 @@ class LossScale:
     def __init__(self, enabled: bool) -> None:
         self._enabled = enabled
         self.scale = FIRST if enabled else 1.0
-        self._good = 0
+        self.good = 0
 
     def scaled(self, loss: Tensor) -> Tensor:
         return loss * self.scale if self._enabled else loss
@@ -29,11 +29,16 @@ class LossScale:
             if parameter.grad is not None:
                 parameter.grad.mul_(1.0 / self.scale)
 
+    def restore(self, scale: float, good: int) -> None:
+        """As they were after a checkpoint's step; a scale of another precision means nothing here."""
+        if self._enabled:
+            self.scale, self.good = scale, good
+
     def adapt(self, finite: bool) -> None:
         if not self._enabled:
             return
-        self._good = self._good + 1 if finite else 0
+        self.good = self.good + 1 if finite else 0
         if not finite:
             self.scale = max(self.scale / 2, 1.0)
-        elif self._good % GROW_AFTER == 0:
+        elif self.good % GROW_AFTER == 0:
             self.scale *= 2

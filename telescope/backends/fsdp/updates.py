@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -86,6 +88,24 @@ class Updater:
         self._scale.adapt(math.isfinite(norm))
         self.optimizer.zero_grad(set_to_none=True)
         return Update(norm, rate, skipped)
+
+    def counters(self) -> dict[str, float]:
+        """What is kept beside the optimiser's own state."""
+        return {"skipped": self.skipped, "scale": self._scale.scale, "good": self._scale.good}
+
+    def set_counters(self, counters: Mapping[str, Any]) -> None:
+        self.skipped = int(counters["skipped"])
+        self._scale.restore(float(counters["scale"]), int(counters["good"]))
+
+    def make_state(self) -> None:
+        """Let the optimiser make its state, which it does at its first step, so that it can be read into: a step with a rate
+        and gradients of 0, which leaves the weights as they are."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.0
+        for parameter in self._parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        (self._hosted or self.optimizer).step()
+        self.optimizer.zero_grad(set_to_none=True)
 
     def _rate(self, step: int) -> float:
         trainer = self._job.trainer

@@ -1,0 +1,104 @@
+"""How an attempt of a run is made to begin at a checkpoint: which one, and what is put into the run directory for it.
+
+Owns `resume.json` and `lineage.json` of an attempt; the processes read them. Refuses to start anything, and to judge settings
+(telescope/config/continuing.py).
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from telescope.config.run import RunConfig
+from telescope.runlog import attempts, checkpoints, holder
+from telescope.runlog.identity import read_identity, write_identity
+from telescope.runlog.layout import RunDirectory
+from telescope.runlog.lineage import Lineage, read_rows, write_lineage
+
+ROWS = "rows.json"
+
+
+class CannotResume(ValueError):
+    """The text says why, and what to do."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A complete checkpoint that a run can go on from."""
+
+    step: int
+    folder: Path
+
+
+def origin(run: RunDirectory, config: RunConfig, step: int | None = None) -> Origin:
+    """The checkpoint of `step`, or the latest one. Raises `CannotResume`."""
+    try:
+        folder = checkpoints.find(checkpoints.root(run, config.checkpoint.dir), step)
+        facts = checkpoints.read(folder)
+    except checkpoints.CheckpointUnreadable as error:
+        raise CannotResume(str(error)) from error
+    run_id = read_identity(run).run_id
+    if facts.run_id != run_id:
+        raise CannotResume(f"{folder} is of another run ({facts.run_id}, this one is {run_id}): mend checkpoint.dir")
+    if not facts.training_state:
+        raise CannotResume(
+            f"{folder} holds weights alone (checkpoint.save_training_state=false): a run can't go on from it; export it, and "
+            "begin a new run with the exported model"
+        )
+    if facts.step >= config.number_of_steps:
+        raise CannotResume(
+            f"{run.path} has trained its number_of_steps={config.number_of_steps}: give a larger number_of_steps to train on"
+        )
+    return Origin(facts.step, folder)
+
+
+def refuse_living(run: RunDirectory) -> None:
+    """Raises `CannotResume` while the run may still be going on."""
+    found = holder.read_holder(run)
+    if found is None or run.exit_json.exists():
+        return
+    match holder.life(found):
+        case "alive":
+            raise CannotResume(f"{run.path} is still watched by process {found.pid}: `telescope runs stop {run.path}` ends it")
+        case "elsewhere":
+            raise CannotResume(
+                f"{run.path} was watched by process {found.pid} on {found.host}, which wrote no end of it: see that it is "
+                f"gone, then remove {run.holder_json}"
+            )
+        case "gone":
+            return
+
+
+def next_attempt(run: RunDirectory, config_hash: str, name: str) -> int:
+    """Put what the last attempt wrote aside, its configuration too, and give the next one its name. Gives its number."""
+    attempts.note_first(run)
+    number = len(attempts.read_attempts(run)) + 1
+    attempts.put_aside(run, number - 1)
+    earlier = RunDirectory(run.earlier_attempt(number - 1))
+    for path in (run.config_json, run.config_yaml, run.plan_json, run.cmdline):
+        if path.exists() and not (earlier.path / path.name).exists():
+            shutil.copy2(path, earlier.path / path.name)
+    write_identity(run, msgspec.structs.replace(read_identity(run), attempt=name, config_hash=config_hash))
+    attempts.note_start(run, number, name)
+    return number
+
+
+def begin_at(run: RunDirectory, config: RunConfig, source: Origin, number: int) -> None:
+    """Have attempt `number`, which has the directory to itself, begin at the checkpoint. Raises `CannotResume`."""
+    attempt = read_identity(run).attempt
+    rows = checkpoints.orchestrator_part(source.folder) / ROWS
+    try:
+        before = read_rows(rows)
+    except (OSError, msgspec.DecodeError) as error:
+        raise CannotResume(
+            f"{rows} can't be read ({error}): remove the folder {source.folder} and resume from an earlier step"
+        ) from error
+    root = checkpoints.root(run, config.checkpoint.dir)
+    checkpoints.sweep(root)
+    checkpoints.set_later_aside(root, source.step, attempt)
+    write_lineage(run, Lineage(number, source.step, before))
+    resume = checkpoints.Resume(checkpoints.FORMAT, source.step, str(source.folder.absolute()))
+    checkpoints.write_resume(run, resume)

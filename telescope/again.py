@@ -1,0 +1,71 @@
+"""`telescope runs resume RUN_DIR [overrides]`: another attempt of a run, with the settings that its directory holds.
+
+Composes nothing: what was resolved once is read back, changed where asked, judged again, and started as any run is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from telescope.runlog.ending import read_object
+from telescope.runlog.layout import RunDirectory
+from telescope.start import CONFIG_ERROR, Order, planned, run_one, say, submit_all
+
+
+class WrongOverride(ValueError):
+    """It can't be read, or names no setting."""
+
+
+def go_on(path: Path, overrides: Sequence[str]) -> int:
+    """The run's exit code; 1 where it can't go on. Raises `WrongOverride`."""
+    from telescope._launch.plan import PlanError
+    from telescope.config.judge import judge
+    from telescope.config.words import ConfigError
+
+    run = RunDirectory(path.absolute())
+    settings = dict(read_object(run.config_json))
+    if not settings:
+        say(f"{path} has no config.json that can be read: it is no run directory")
+        return CONFIG_ERROR
+    for name in ("format", "config_hash"):
+        settings.pop(name, None)
+    settings["checkpoint"] = {**settings.get("checkpoint", {}), "resume": True}
+    for place, value in _changes(overrides):
+        _put(settings, place, value)
+    settings["run_dir"] = str(run.path)
+    config, problems = judge(settings)
+    if config is None:
+        say(f"{ConfigError(problems)}\nNothing was started.")
+        return CONFIG_ERROR
+    try:
+        standing, plan = planned(config)
+    except PlanError as error:
+        say(f"{error}\nNothing was started.")
+        return CONFIG_ERROR
+    arguments = (f"run_dir={run.path}", "checkpoint.resume=true", *overrides)
+    order = Order(config, plan, standing, (), arguments, datetime.now().astimezone())
+    if config.cluster.slurm is not None:
+        return submit_all([order])
+    return run_one(order)
+
+
+def _changes(overrides: Sequence[str]) -> list[tuple[str, Any]]:
+    from telescope.compose.load import UsageError, parse
+
+    try:
+        return [(override.key_or_group, override.value()) for override in parse(overrides)]
+    except UsageError as error:
+        raise WrongOverride(str(error)) from error
+
+
+def _put(settings: dict[str, Any], place: str, value: Any) -> None:
+    *path, last = place.split(".")
+    here: Any = settings
+    for name in path:
+        here = here.get(name) if isinstance(here, dict) else None
+    if not isinstance(here, dict) or last not in here or isinstance(here[last], dict):
+        raise WrongOverride(f"{place} is no setting of this run; docs/configuration.md has all")
+    here[last] = value

@@ -1,0 +1,239 @@
+"""One rank's tensors to files and back with torch.distributed.checkpoint, as safetensors: nothing is pickled.
+
+Owns the copy to host memory, the thread that writes from it, and reading by a world of any size. Each rank writes its own
+shards without a word to the others: one whose disk is full fails alone, and nobody waits for it. Refuses to know what the
+tensors mean.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.tensor import DTensor
+
+from telescope.backends.base import CheckpointUnfit, NotSaved, Outcome, Saved, SaveSettings
+
+log = logging.getLogger(__name__)
+
+FILE_BYTES = 1 << 30
+"""Tensors of about so many bytes go into one file: torch builds a file in memory before it writes it."""
+
+
+class Saver:
+    """Of one rank; one save at a time."""
+
+    def __init__(self, rank: int, device: str, settings: SaveSettings) -> None:
+        self._rank, self._settings = rank, settings
+        gpu = device.startswith("cuda")
+        self._options = StagingOptions(
+            use_pinned_memory=gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=gpu
+        )
+        self._stager: DefaultStager | None = None
+        self._writing: threading.Thread | None = None
+
+    def save(self, tensors: Mapping[str, Tensor], folder: Path, done: Callable[[Outcome], None]) -> None:
+        """Returns when the tensors may change again. `done` is called once, from another thread or from here.
+
+        A save under way is waited for first. Of sharded tensors each rank gives its shard; of others rank 0 writes its own.
+        """
+        if self._writing is not None and self._writing.is_alive():
+            log.info("the checkpoint before is still being written: %s waits for it", folder.parent.name)
+        if not self.settle():
+            done(
+                NotSaved(f"the checkpoint before was not written within {self._settings.timeout_s:g} s (checkpoint.timeout_s)")
+            )
+            return
+        own = {name: tensor.detach() for name, tensor in tensors.items() if _is_written_by(self._rank, name, tensor)}
+        if not self._settings.background:
+            done(_written(own, folder, self._rank))
+            return
+        try:
+            staged = self._staged(own)
+        except (RuntimeError, MemoryError) as error:
+            done(NotSaved(f"the state can't be copied to host memory: {_first_line(error)}"))
+            return
+        self._writing = threading.Thread(
+            target=lambda: done(_written(staged, folder, self._rank)), name=f"save-{folder.parent.name}", daemon=True
+        )
+        self._writing.start()
+
+    def settle(self) -> bool:
+        """Wait until nothing is being written; False where that takes longer than a save may."""
+        if self._writing is None:
+            return True
+        self._writing.join(self._settings.timeout_s)
+        return not self._writing.is_alive()
+
+    def _staged(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        if self._stager is None:
+            self._stager = DefaultStager(self._options)  # keeps its host memory from save to save
+        staged: dict[str, Tensor] = self._stager.stage(tensors)  # type: ignore[assignment]
+        return staged
+
+
+def own_key(rank: int, name: str) -> str:
+    """Of a tensor that every rank has for itself, e.g. `rank_1.random.torch`."""
+    return f"rank_{rank}.{name}"
+
+
+def _is_written_by(rank: int, name: str, tensor: Tensor) -> bool:
+    if isinstance(tensor, DTensor):
+        coordinate = tensor.device_mesh.get_coordinate()
+        if coordinate is None or not tensor.to_local().numel():
+            return False
+        return all(place == 0 or not kind.is_replicate() for place, kind in zip(coordinate, tensor.placements, strict=True))
+    return rank == 0 or name.startswith(own_key(rank, ""))
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+class _OwnPart(DefaultSavePlanner):
+    """Plans this rank's part alone: what the others write is their affair, and the files say themselves what is in them."""
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        self.global_plan, self.metadata = all_plans, Metadata(state_dict_metadata={})
+        return self.global_plan, self.metadata
+
+
+class _RankWriter(HuggingFaceStorageWriter):
+    """Files named by the rank: without a common plan each would call itself the first."""
+
+    def __init__(self, path: Path, rank: int, files: dict[str, int]) -> None:
+        super().__init__(str(path), fqn_to_index_mapping=files, save_distributed=True)
+        self._of = rank
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        (plan,) = super().prepare_global_plan(plans)
+        plan.storage_data["shard_index"] = self._of + 1
+        return [plan]
+
+
+def _written(tensors: dict[str, Tensor], folder: Path, rank: int) -> Outcome:
+    """Write and force to the disk. The edge of a thread: every error becomes the cause of a `NotSaved`."""
+    started = time.perf_counter()
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if tensors:
+            _be_quiet()
+            dcp_save(
+                tensors,
+                storage_writer=_RankWriter(folder, rank, _files(tensors)),
+                planner=_OwnPart(),
+                no_dist=True,
+            )
+        nbytes = sum(file.stat().st_size for file in folder.glob(f"shard-{rank + 1:05d}-*"))
+        _sync(folder)
+    except (Exception, CheckpointException) as error:
+        log.debug("the checkpoint %s can't be written", folder, exc_info=True)
+        return NotSaved(f"{folder} can't be written: {_first_line(_cause(error))}")
+    return Saved(nbytes, time.perf_counter() - started)
+
+
+def _files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Which file, from 1, each tensor goes to."""
+    places, number, filled = {}, 1, 0
+    for name, tensor in tensors.items():
+        nbytes = _local(tensor).nbytes
+        if filled and filled + nbytes > FILE_BYTES:
+            number, filled = number + 1, 0
+        places[name], filled = number, filled + nbytes
+    return places
+
+
+class Reader:
+    """What a folder holds. Raises `CheckpointUnfit` where it can't be read."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        try:
+            if not any(folder.glob("*.safetensors")):
+                raise FileNotFoundError("there is no *.safetensors file in it")
+            found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+        except (Exception, CheckpointException) as error:
+            raise CheckpointUnfit(_damaged(folder, error)) from error
+        self.shapes = {name: tuple(entry.size) for name, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
+
+    def read_into(self, tensors: Mapping[str, Tensor]) -> None:
+        """Fill the tensors in place, whoever wrote which part of them; of sharded ones this rank's shard."""
+        for name, tensor in tensors.items():
+            if name not in self.shapes:
+                raise CheckpointUnfit(f"{self._folder} has no {name}: it was written with another model or other settings")
+            if self.shapes[name] != tuple(tensor.shape):
+                raise CheckpointUnfit(
+                    f"{self._folder}: {name} has shape {list(self.shapes[name])}, and here it has {list(tensor.shape)}: it was "
+                    "written with another model or other settings"
+                )
+        wanted: dict[str, Any] = {name: tensor.detach() for name, tensor in tensors.items() if _local(tensor).numel()}
+        if not wanted:
+            return
+        _be_quiet()
+        try:
+            dcp_load(
+                wanted,
+                storage_reader=HuggingFaceStorageReader(str(self._folder)),
+                planner=DefaultLoadPlanner(),
+                no_dist=True,
+            )
+        except (Exception, CheckpointException) as error:
+            raise CheckpointUnfit(_damaged(self._folder, error)) from error
+
+    def read(self, name: str, dtype: torch.dtype) -> Tensor:
+        """A whole tensor on the CPU."""
+        if name not in self.shapes:
+            raise CheckpointUnfit(f"{self._folder} has no {name}: it was written with other settings")
+        tensor = torch.empty(self.shapes[name], dtype=dtype)
+        self.read_into({name: tensor})
+        return tensor
+
+
+def _be_quiet() -> None:
+    """torch warns that it takes us for a single process, which is what is meant. Not for a block: filters are the process's."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+
+def _damaged(folder: Path, error: BaseException) -> str:
+    return (
+        f"the checkpoint {folder} can't be read: {_first_line(_cause(error))}; remove its step's folder and resume from an "
+        "earlier step"
+    )
+
+
+def _cause(error: BaseException) -> BaseException:
+    """torch wraps what happened, in a class that is no `Exception`."""
+    if isinstance(error, CheckpointException) and error.failures:
+        return next(iter(error.failures.values()))[0]
+    return error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,83 @@
+"""When a checkpoint is due, and what a run that is to end still waits for. Steps and deadlines; performs nothing.
+
+One is under way at a time. The trainer gets no batch while one is owed, so that what it holds, the version served and the
+core's own state are of one step.
+"""
+
+from __future__ import annotations
+
+from telescope.flow.commands import Stop
+from telescope.flow.settings import FlowSettings
+
+
+class Saving:
+    """`last`: step of the checkpoint that the run goes on from, 0 where it begins."""
+
+    def __init__(self, settings: FlowSettings, last: int = 0) -> None:
+        self._every = settings.checkpoint_every
+        self._deadline_s = settings.stop_deadline_s
+        self.last = last
+        """Step of the latest complete checkpoint."""
+        self.owed = False
+        """One is to be made before the trainer gets its next batch."""
+        self.under_way: int | None = None
+        self.leaving: Stop | None = None
+        """How the run ends, once what it waits for is there."""
+        self._give_up_at = 0.0
+        self._failure = ""
+
+    @property
+    def on(self) -> bool:
+        return self._every > 0
+
+    def committed(self, version: int) -> str:
+        """A version is served. A sentence where the checkpoint due has to wait for the one before it."""
+        if self.on and (version % self._every == 0 or self.leaving is not None):
+            self.owed = True
+            if self.under_way is not None:
+                return (
+                    f"the checkpoint of step {version} is due while that of step {self.under_way} is still being written: "
+                    "training waits for it; raise checkpoint.every"
+                )
+        return ""
+
+    def leave(self, stop: Stop, *, version: int, training: bool, now: float) -> None:
+        """The run is to end once its step is trained and saved."""
+        self.leaving = stop
+        self._give_up_at = now + self._deadline_s
+        if not training and version > 0 and version not in (self.last, self.under_way):
+            self.owed = True
+
+    def begin(self, step: int) -> None:
+        self.owed, self.under_way, self._failure = False, step, ""
+
+    def ended(self, step: int, failure: str = "") -> bool:
+        """False if it is not the one under way (a repetition)."""
+        if step != self.under_way:
+            return False
+        self.under_way, self._failure = None, failure
+        if not failure:
+            self.last = step
+        return True
+
+    def gone(self, *, version: int, training: bool) -> Stop | None:
+        """The run's end, if nothing is waited for any more."""
+        if self.leaving is None or training or self.owed or self.under_way is not None:
+            return None
+        return self._said(version)
+
+    def overdue(self, now: float, version: int) -> Stop | None:
+        """The run's end, if it has waited for long enough."""
+        if self.leaving is None or now < self._give_up_at:
+            return None
+        what = "its step" if self.under_way is None else f"the checkpoint of step {self.under_way}"
+        self._failure = self._failure or f"{what} was not done within {self._deadline_s:g} s"
+        return self._said(version)
+
+    def _said(self, version: int) -> Stop:
+        assert self.leaving is not None
+        reason = self.leaving.reason
+        if self.last == version > 0:
+            reason = reason if self.leaving.ok else f"{reason}; the checkpoint of step {version} is complete"
+            return Stop(reason, self.leaving.ok, checkpoint=version)
+        return Stop(f"{reason}; no checkpoint of it: {self._failure}" if self._failure else reason, self.leaving.ok)

@@ -1,0 +1,148 @@
+"""What of a core is kept in a checkpoint, as plain data: enough to go on from, and nothing that belongs to processes.
+
+Taken while no batch is in training, so that it and the trainer's weights are one version. Groups that are complete are kept
+with their rewards; those that were begun are kept by name, and start anew under the same ids, prompts and seeds. Owns the
+shape of the data and the comparison with the settings that go on; core.py fills and reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import msgspec
+
+from telescope.flow.counts import TallyState
+from telescope.flow.draws import DataPosition
+from telescope.flow.groups import Fate, Group, State
+from telescope.flow.patience import PatienceState
+from telescope.flow.settings import FlowSettings
+from telescope.records import PromptRef
+
+
+class SavedSample(msgspec.Struct, frozen=True, array_like=True):
+    """A sample that has its reward."""
+
+    rollout_id: int
+    reward: float
+    tokens: int
+
+
+class SavedGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    group_id: int
+    prompt: PromptRef
+    returned: bool
+    v_start: int = -1
+    """-1: it was not complete, and starts anew."""
+    survivors: tuple[SavedSample, ...] = ()
+
+    @property
+    def survivor_ids(self) -> tuple[int, ...]:
+        return tuple(sample.rollout_id for sample in self.survivors)
+
+
+class Snapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A core between two steps."""
+
+    settings: FlowSettings
+    """It was taken under; `refusal` compares them."""
+    step: int
+    """Steps trained, which is the version served."""
+    split_sizes: dict[str, int]
+    """Prompts of each environment."""
+    digests: dict[str, str]
+    position: DataPosition
+    playing: tuple[SavedGroup, ...]
+    """Alive and not complete."""
+    kept: tuple[SavedGroup, ...]
+    """Complete, and waiting for a place in a batch."""
+    forming: tuple[SavedGroup, ...]
+    """In the forming batch, in order of their entry."""
+    baseline: tuple[SavedGroup, ...]
+    """Discarded ones that count in the statistics of the forming batch, once it is full."""
+    discarded: tuple[SavedGroup, ...]
+    """Discarded ones that count in those of the next batch that fills up."""
+    tally: TallyState
+    patience: PatienceState
+
+    @property
+    def complete(self) -> tuple[SavedGroup, ...]:
+        """All groups whose rollouts may still be asked for."""
+        return (*self.kept, *self.forming, *self.baseline, *self.discarded)
+
+    @property
+    def rollout_ids(self) -> frozenset[int]:
+        """What the shelf must hold."""
+        return frozenset(rollout_id for group in self.complete for rollout_id in group.survivor_ids)
+
+
+DECIDES = (
+    "groups_per_batch", "group_size", "max_async", "take_order", "max_off_policy_steps", "seed", "split", "curricula",
+)  # fmt: skip
+"""Settings by which waiting groups were made: under other ones they would be too many, too old, or somebody else's."""
+
+
+def refusal(snapshot: Snapshot, settings: FlowSettings) -> str:
+    """Why a run with these settings cannot go on from the snapshot; empty if it can."""
+    old = snapshot.settings
+    for name in DECIDES:
+        if getattr(old, name) != getattr(settings, name):
+            return (
+                f"the checkpoint of step {snapshot.step} was made with {name}={getattr(old, name)}, and this run has "
+                f"{getattr(settings, name)}: set it back, or begin a new run from exported weights"
+            )
+    labels, others = ([label for label, _ in one.environments] for one in (old, settings))
+    if labels != others:
+        return (
+            f"the checkpoint of step {snapshot.step} was made with environments {', '.join(labels)}, and this run has "
+            f"{', '.join(others)}: name the same ones, in the same order"
+        )
+    if settings.number_of_steps <= snapshot.step:
+        return (
+            f"number_of_steps={settings.number_of_steps} is reached: the checkpoint is of step {snapshot.step}; raise "
+            "number_of_steps to train on"
+        )
+    return ""
+
+
+def sizes_refusal(snapshot: Snapshot, sizes: Mapping[str, int]) -> str:
+    """Why the workers' prompts are not those of the snapshot; empty where they can be."""
+    for label, size in snapshot.split_sizes.items():
+        if sizes.get(label) != size:
+            return (
+                f"environments.{label} has {sizes.get(label)} prompts and had {size} at the checkpoint of step "
+                f"{snapshot.step}: the position in the data would be another one; give it the same data and settings"
+            )
+    return ""
+
+
+def digests_warning(snapshot: Snapshot, digests: Mapping[str, str]) -> str:
+    """Which environments are not those of the snapshot, though they have as many prompts; empty where all are."""
+    changed = [f"environments.{label}" for label, digest in digests.items() if snapshot.digests.get(label) != digest]
+    return f"{', '.join(changed)}: prompts or settings are not those of the checkpoint" if changed else ""
+
+
+def saved(group: Group) -> SavedGroup:
+    if group.playing:
+        return SavedGroup(group.group_id, group.prompt, group.returned)
+    survivors = tuple(SavedSample(sample.rollout_id, sample.reward, sample.tokens) for sample in group.survivors)
+    return SavedGroup(group.group_id, group.prompt, group.returned, group.v_start, survivors)
+
+
+def all_saved(groups: Iterable[Group]) -> tuple[SavedGroup, ...]:
+    return tuple(map(saved, groups))
+
+
+def restored(saved_groups: Iterable[SavedGroup], state: State, group_size: int) -> Iterator[Group]:
+    """The groups as they were. A sample of a complete group that has no reward was given up."""
+    for one in saved_groups:
+        group = Group(one.group_id, one.prompt, one.returned, group_size)
+        if state is not State.PENDING:
+            group.state, group.v_start, group.undecided = state, one.v_start, 0
+            scored = {sample.rollout_id: sample for sample in one.survivors}
+            for sample in group.samples:
+                known = scored.get(sample.rollout_id)
+                sample.fate = Fate.FAILED if known is None else Fate.DONE
+                if known is not None:
+                    sample.reward, sample.tokens = known.reward, known.tokens
+            group.failed = group_size - len(scored)
+        yield group

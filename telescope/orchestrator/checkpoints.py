@@ -1,0 +1,202 @@
+"""The checkpoint under way: every rank writes its part, a thread writes the orchestrator's, and one rename makes them whole.
+
+Owns who has yet to write and the deadline of the whole. Refuses to decide when one is due (flow/saving.py) and what is in it
+(saved.py, the backends). A save that fails is told once and costs the run nothing but the checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from telescope.flow import events
+from telescope.orchestrator import saved
+from telescope.orchestrator.complaints import Complaints
+from telescope.orchestrator.record import Recorder
+from telescope.runlog import checkpoints
+from telescope.wire.happenings import Delivery
+from telescope.wire.hub import Hub
+from telescope.wire.messages import CheckpointFailed, CheckpointStaged, CheckpointWritten, SaveCheckpoint
+
+log = logging.getLogger(__name__)
+
+Answer = CheckpointStaged | CheckpointWritten | CheckpointFailed
+
+
+@dataclass(frozen=True)
+class SaveRules:
+    """What the configuration and the attempt say about checkpoints."""
+
+    directory: Path
+    run_id: str
+    attempt: str
+    config_hash: str
+    timeout_s: float
+    training_state: bool = True
+    keep_last: int | None = None
+    keep_every: int | None = None
+
+
+@dataclass
+class _Save:
+    step: int
+    folder: Path
+    deadline: float
+    waiting: set[str]
+    """Ranks that have not said how their part went."""
+    began: float = field(default_factory=time.monotonic)
+    numbers: dict[str, int] = field(default_factory=dict)
+    own: Future[int] | None = None
+    completing: Future[None] | None = None
+    nbytes: int = 0
+    stall_s: float = 0.0
+    failure: str = ""
+
+
+class CheckpointDesk:
+    """Drives one save at a time; `take_events` gives its end to the loop."""
+
+    def __init__(
+        self, hub: Hub, recorder: Recorder, complaints: Complaints, ranks: tuple[str, ...], rules: SaveRules | None
+    ) -> None:
+        self._hub, self._recorder, self._complaints = hub, recorder, complaints
+        self._ranks, self._rules = ranks, rules
+        self._save: _Save | None = None
+        self._events: list[events.AnyEvent] = []
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+
+    @property
+    def doing(self) -> str:
+        return f"writing the checkpoint of step {self._save.step}" if self._save is not None else ""
+
+    def begin(self, step: int, part: saved.Part, now: float) -> None:
+        """Order the ranks to write, and write `part` from a thread. `now`: monotonic seconds."""
+        rules = self._rules
+        assert rules is not None  # the core orders none where the configuration asks for none
+        try:
+            folder = checkpoints.begin(rules.directory, step, rules.attempt)
+        except OSError as error:
+            self._failed(step, f"{rules.directory}: {error.strerror or error}")
+            return
+        save = self._save = _Save(step, folder, now + rules.timeout_s, set(self._ranks))
+        for rank in self._ranks:
+            save.numbers[rank] = self._hub.send(rank, SaveCheckpoint(step=step, folder=str(folder)))
+        if rules.training_state:
+            save.own = self._writer.submit(saved.write, folder, part)
+
+    def answer(self, delivery: Delivery, body: Answer) -> None:
+        save = self._save
+        if save is None or body.step != save.step or delivery.peer not in save.waiting:
+            self._complaints.note(
+                delivery.peer, f"its {type(body).__name__} of step {body.step} is of no save under way; ignored"
+            )
+            return
+        match body:
+            case CheckpointStaged(stall_s=stall_s):
+                save.stall_s = max(save.stall_s, stall_s)
+                self._recorder.next_step({"checkpoint/stall_s": save.stall_s})
+                return
+            case CheckpointWritten(nbytes=nbytes):
+                save.nbytes += nbytes
+            case CheckpointFailed(cause=cause):
+                save.failure = save.failure or f"{delivery.peer} could not write its part: {cause}"
+        save.waiting.discard(delivery.peer)
+
+    def tick(self, now: float) -> None:
+        """Look at the threads and at the deadline; called often."""
+        save = self._save
+        if save is None:
+            return
+        if save.completing is None:
+            self._collect(save, now)
+        elif save.completing.done():
+            self._completed(save, save.completing)
+
+    def take_events(self) -> Iterable[events.AnyEvent]:
+        happened, self._events = self._events, []
+        return happened
+
+    # ---- from part to whole
+
+    def _collect(self, save: _Save, now: float) -> None:
+        own_done = save.own is None or save.own.done()
+        if save.waiting or not own_done:
+            if now > save.deadline:
+                late = ", ".join(sorted(save.waiting)) or "the orchestrator"
+                self._give_up(save, f"{late} did not write within the time that checkpoint.timeout_s gives")
+            return
+        if save.own is not None and (error := _error(save.own)):
+            save.failure = save.failure or f"the orchestrator could not write its part: {error}"
+        if save.failure:
+            checkpoints.discard(save.folder)
+            self._give_up(save, save.failure)
+            return
+        if save.own is not None:
+            save.nbytes += save.own.result()
+        save.completing = self._writer.submit(self._complete, save)
+
+    def _complete(self, save: _Save) -> None:
+        """In the thread: make it whole, then delete what nothing keeps. Raises OSError."""
+        rules = self._rules
+        assert rules is not None
+        facts = checkpoints.Complete(
+            format=checkpoints.FORMAT,
+            step=save.step,
+            version=save.step,
+            run_id=rules.run_id,
+            attempt=rules.attempt,
+            config_hash=rules.config_hash,
+            world_size=len(self._ranks),
+            training_state=rules.training_state,
+            nbytes=save.nbytes,
+            seconds=round(time.monotonic() - save.began, 3),
+            written=checkpoints.now(),
+        )
+        checkpoints.finish(save.folder, facts)
+        for step in _kept_out(lambda: checkpoints.retain(rules.directory, rules.keep_last, rules.keep_every)):
+            log.info("the checkpoint of step %d is deleted (checkpoint.keep_last)", step)
+
+    def _completed(self, save: _Save, done: Future[None]) -> None:
+        if error := _error(done):
+            checkpoints.discard(save.folder)
+            self._give_up(save, f"it could not be completed: {error}")
+            return
+        self._save = None
+        seconds = time.monotonic() - save.began
+        log.info("checkpoint of step %d: %.1f MB in %.2f s", save.step, save.nbytes / 1e6, seconds)
+        self._recorder.next_step({"checkpoint/seconds": seconds, "checkpoint/bytes": float(save.nbytes)})
+        self._recorder.checkpoint(save.step, "complete", nbytes=save.nbytes, seconds=seconds, stall_s=save.stall_s)
+        self._events.append(events.CheckpointDone(step=save.step))
+
+    def _give_up(self, save: _Save, cause: str) -> None:
+        self._save = None
+        self._failed(save.step, cause, stall_s=save.stall_s)
+
+    def _failed(self, step: int, cause: str, stall_s: float = 0.0) -> None:
+        sentence = f"the checkpoint of step {step} failed, and the run goes on: {cause}"
+        log.error("%s", sentence)
+        self._recorder.alert("error", "checkpoint", sentence)
+        self._recorder.checkpoint(step, "failed", stall_s=stall_s, cause=cause)
+        self._events.append(events.CheckpointFailed(step=step, cause=cause))
+
+
+def _error(done: Future[int] | Future[None]) -> str:
+    error = done.exception()
+    if error is None:
+        return ""
+    if not isinstance(error, OSError):
+        log.error("a part of the checkpoint was not written", exc_info=error)
+    return str(error) or type(error).__name__
+
+
+def _kept_out(delete: Callable[[], list[int]]) -> list[int]:
+    """A checkpoint that can't be deleted makes the new one no worse."""
+    try:
+        return delete()
+    except OSError as error:
+        log.warning("an old checkpoint can't be deleted: %s", error)
+        return []

@@ -1,0 +1,187 @@
+"""What a rank saves is all it needs: a backend that begins with a checkpoint goes on to the bit, in a world of any size."""
+
+from __future__ import annotations
+
+import queue
+import random
+import resource
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from telescope.backends.base import CheckpointUnfit, NotSaved, Saved, SaveSettings
+from telescope.backends.common import randomness, saving
+from telescope.config.parts import LoraSettings, ModelSettings
+from tests.backends.models import random_model
+from tests.backends.shards import make_job, make_shard
+from tests.backends.test_ranks import run_ranks
+
+PATIENCE_S = 100
+
+
+def save(backend, step: int, folder: Path) -> Saved:
+    outcomes: queue.Queue = queue.Queue()
+    backend.save(step, folder, outcomes.put)
+    outcome = outcomes.get(timeout=PATIENCE_S)
+    assert isinstance(outcome, Saved), outcome
+    return outcome
+
+
+def train(backend, *steps: int) -> list[dict[str, float]]:
+    return [backend.train_step(make_shard(step, seed=step)).metrics for step in steps]
+
+
+def weights(backend) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in backend.weights()}
+
+
+LORA = ModelSettings(name="tiny", lora=LoraSettings(rank=2, alpha=4))
+
+
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [(None, {}), (None, {"optimizer": "sgd"}), (LORA, {}), (None, {"mixed_precision_dtype": "float16"})],
+    ids=["adamw", "sgd", "lora", "float16"],
+)
+def test_two_steps_a_checkpoint_and_two_more_are_four_steps_to_the_bit(build, tmp_path, model, settings):
+    job = make_job(lr_scheduler="linear", warmup_steps=1)
+    job = job if model is None else replace(job, model=model)
+    first = build(job, **settings)
+    train(first, 1, 2)
+    save(first, 2, tmp_path / "trainer")
+    expected, ends_at = train(first, 3, 4), weights(first)
+    second = build(replace(job, resume=tmp_path / "trainer"), **settings)
+    assert train(second, 3, 4) == expected
+    found = weights(second)
+    assert all(torch.equal(found[name], ends_at[name]) for name in ends_at)
+    assert found.keys() == ends_at.keys()
+
+
+def test_what_is_written_are_the_weights_of_the_step_though_training_goes_on(build, tmp_path, monkeypatch):
+    """The writing thread waits until the next step is trained."""
+    trained, write = threading.Event(), saving._written
+
+    def later(*arguments):
+        assert trained.wait(PATIENCE_S)
+        return write(*arguments)
+
+    monkeypatch.setattr(saving, "_written", later)
+    backend, outcomes = build(make_job()), queue.Queue()
+    train(backend, 1)
+    before = weights(backend)
+    backend.save(1, tmp_path, outcomes.put)
+    train(backend, 2)
+    trained.set()
+    assert isinstance(outcomes.get(timeout=PATIENCE_S), Saved)
+    again = weights(build(replace(make_job(), resume=tmp_path)))
+    assert all(torch.equal(again[name], before[name]) for name in before)
+
+
+def test_a_save_waits_for_the_one_before_and_says_so(build, tmp_path, caplog):
+    backend, outcomes = build(make_job()), queue.Queue()
+    go_on = threading.Event()
+    backend._saver._writing = threading.Thread(target=go_on.wait, args=(PATIENCE_S,), daemon=True)
+    backend._saver._writing.start()
+    threading.Timer(0.2, go_on.set).start()
+    with caplog.at_level("INFO"):
+        backend.save(1, tmp_path / "step_00000001" / "trainer", outcomes.put)
+    assert isinstance(outcomes.get(timeout=PATIENCE_S), Saved)
+    assert go_on.is_set()
+    assert "step_00000001 waits for it" in caplog.text
+
+
+def test_a_save_that_never_ends_makes_the_next_one_fail_and_names_the_setting(build, tmp_path):
+    backend, outcomes = build(replace(make_job(), saving=SaveSettings(timeout_s=0.1))), queue.Queue()
+    go_on = threading.Event()
+    backend._saver._writing = threading.Thread(target=go_on.wait, args=(PATIENCE_S,), daemon=True)
+    backend._saver._writing.start()
+    backend.save(2, tmp_path, outcomes.put)
+    assert "0.1 s (checkpoint.timeout_s)" in outcomes.get(timeout=1).cause
+    go_on.set()
+
+
+def test_weights_alone_leave_the_optimiser_to_begin_anew(build, tmp_path, caplog):
+    job = replace(make_job(), saving=SaveSettings(training_state=False, background=False))
+    backend = build(job)
+    train(backend, 1, 2)
+    size = save(backend, 2, tmp_path).nbytes
+    at_two = weights(backend)
+    assert size < 1.05 * sum(tensor.nbytes for tensor in at_two.values())
+    with caplog.at_level("WARNING"):
+        again = build(replace(job, resume=tmp_path))
+    assert "weights alone" in caplog.text
+    assert all(torch.equal(tensor, at_two[name]) for name, tensor in weights(again).items())
+    assert not again._updater.optimizer.state
+
+
+def test_skipped_updates_and_the_loss_scale_are_counted_on(build, tmp_path):
+    backend = build(make_job(), mixed_precision_dtype="float16")
+    backend._updater.skipped, backend._updater._scale.scale, backend._updater._scale.good = 3, 1024.0, 7
+    save(backend, 1, tmp_path)
+    again = build(replace(make_job(), resume=tmp_path), mixed_precision_dtype="float16")
+    assert again._updater.counters() == {"skipped": 3, "scale": 1024.0, "good": 7}
+
+
+def test_all_random_generators_go_on_where_they_were():
+    draws = lambda: (random.random(), np.random.standard_normal(3).tolist(), torch.rand(3).tolist())  # noqa: E731
+    np.random.standard_normal()  # leaves the second of its pair for the next call
+    state = randomness.state("cpu")
+    expected = draws()
+    random.seed(9), np.random.seed(9), torch.manual_seed(9)
+    randomness.restore(state, "cpu")
+    assert draws() == expected
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name_and_shape(build, tmp_path):
+    save(build(make_job()), 1, tmp_path / "saved")
+    other = random_model(tmp_path / "other", vocab_size=129)
+    with pytest.raises(CheckpointUnfit, match=r"has shape \[\d+, \d+\], and here it has \[129, 32\]"):
+        build(replace(make_job(model=other), resume=tmp_path / "saved"))
+
+
+def test_a_torn_file_is_refused_with_its_folder_and_the_remedy(build, tmp_path):
+    save(build(make_job()), 1, tmp_path)
+    (file,) = tmp_path.glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CheckpointUnfit, match=f"{tmp_path} can't be read: .*resume from an earlier step"):
+        build(replace(make_job(), resume=tmp_path))
+
+
+def test_a_disk_that_is_full_is_the_cause_of_one_failed_save_and_training_goes_on(build, tmp_path):
+    """A limit on the size of files stands for the disk."""
+    backend, outcomes = build(make_job()), queue.Queue()
+    train(backend, 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        backend.save(1, tmp_path / "full", outcomes.put)
+        outcome = outcomes.get(timeout=PATIENCE_S)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert isinstance(outcome, NotSaved)
+    assert "full can't be written" in outcome.cause
+    assert "File too large" in outcome.cause
+    train(backend, 2)
+    save(backend, 2, tmp_path / "room")
+
+
+def test_two_ranks_resume_as_one_and_as_two_and_one_as_two(build, tmp_path):
+    """Of a model whose sizes two ranks can't share evenly; a world of the same size goes on to the bit."""
+    model = random_model(tmp_path / "model", tie_word_embeddings=False, hidden_size=25, head_dim=10, vocab_size=129)
+    job = make_job(model=model, seq_len=96, pad_to_multiple_of=16)
+    backend = build(job)
+    train(backend, 1)
+    save(backend, 1, tmp_path / "by-one")
+    (expected,) = train(backend, 2)
+    for code, output in run_ranks("resume", tmp_path, model, model, model):
+        assert code == 0, output
+    losses = {name: np.load(tmp_path / f"{name}.npy") for name in ("two", "two-as-two", "one-as-two")}
+    assert losses["two-as-two"].tolist() == losses["two"].tolist()
+    (by_one,) = train(build(replace(job, resume=tmp_path / "by-two")), 2)
+    for loss, norm in (losses["one-as-two"], losses["two"], (by_one["loss"], by_one["grad_norm"])):
+        assert loss == pytest.approx(expected["loss"], rel=1e-5, abs=1e-7)
+        assert norm == pytest.approx(expected["grad_norm"], rel=1e-5)

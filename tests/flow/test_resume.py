@@ -1,0 +1,239 @@
+"""Checkpoints and what goes on from them: nothing is trained twice or lost, and every rule of rules.py holds from the first
+resumed step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+
+from telescope.flow import commands as do
+from telescope.flow import events as seen
+from telescope.flow.core import Core
+from telescope.flow.curriculum import Pool, Pools
+from telescope.flow.replay import replay
+from telescope.flow.snapshot import Snapshot
+from tests.flow.cases import any_manners, any_settings
+from tests.flow.harness import Manners, World, mixed, settings, sometimes_equal
+from tests.flow.rules import FINAL
+
+POOLS = Pools((Pool("hard", 0.3, 1.0), Pool("rest", 1.0, 1.0)))
+
+
+def kill_and_resume(case: Any, manners: Manners, seed: int, most_kills: int = 6) -> tuple[list[World], list[Any]]:
+    """A run that is killed at random instants and goes on from its last complete checkpoint, to its end. Gives its attempts,
+    and the commands that count: of each attempt those up to the checkpoint that the next one went on from."""
+    chance, attempts, counted = Random(seed), [], []
+    kept: list[Any] = []
+    snapshot: Snapshot | None = None
+    while True:
+        last = len(attempts) == most_kills
+        world = World(case, manners, seed * 1000 + len(attempts), journal=True, resumed=snapshot)
+        world.run(killed_after=float("inf") if last else chance.randint(1, 600))
+        attempts.append(world)
+        if world.stop is not None:
+            return attempts, kept + world.said
+        if world.checkpoints:
+            saved = world.checkpoints[-1]
+            snapshot, counted = saved.snapshot, world.said[: saved.commands]
+            kept = kept + counted
+
+
+def any_case(seed: int, largest_batch: int = 32) -> tuple[Any, Manners]:
+    chance = Random(seed)
+    case = any_settings(chance.choice)
+    case = msgspec.structs.replace(
+        case,
+        groups_per_batch=min(case.groups_per_batch, largest_batch),
+        checkpoint_every=chance.choice([1, 1, 2, 3]),
+        number_of_steps=min(case.number_of_steps, 80 // case.groups_per_batch + 1) + chance.choice([2, 6]),
+        prefetch=chance.choice([0, 3]),
+        curricula=chance.choice([{}, {"countdown": POOLS}]),
+    )
+    manners = any_manners(chance.choice)
+    reward = chance.choice([mixed, sometimes_equal, sometimes_equal])
+    saves = {"save_s": chance.choice([0.0, 1.0, 30.0]), "save_failure_share": chance.choice([0.0, 0.2])}
+    return case, replace(manners, reward=reward, **saves)
+
+
+def prompts(case: Any, commands: list[Any]) -> dict[int, Any]:
+    """The prompt of each group that was sent out; one group has one prompt, in whatever attempt."""
+    found: dict[int, Any] = {}
+    for command in commands:
+        if isinstance(command, do.Run):
+            assert found.setdefault(command.order.group_id, command.order.prompt) == command.order.prompt
+    return found
+
+
+def assert_nothing_lost_or_twice(case: Any, manners: Manners, commands: list[Any], done: bool) -> None:
+    steps = [command for command in commands if isinstance(command, do.Train)]
+    if done:
+        assert [step.step for step in steps] == list(range(1, case.number_of_steps + 1))
+    trained = Counter(group for step in steps for group in step.group_ids)
+    assert all(times == 1 for times in trained.values())
+    admitted = [command.group_id for command in commands if isinstance(command, do.GroupState) and command.state == "pending"]
+    assert admitted == list(range(len(admitted)))
+    ends = Counter(command.group_id for command in commands if isinstance(command, do.GroupState) and command.state in FINAL)
+    assert ends == Counter(admitted)
+    seeds: dict[int, int] = {}
+    for command in commands:
+        if isinstance(command, do.Run):
+            assert seeds.setdefault(command.order.rollout_id, command.order.seed) == command.order.seed
+    if done and not case.curricula:
+        assert_each_prompt_once_an_epoch(case, manners, commands)
+
+
+def assert_each_prompt_once_an_epoch(case: Any, manners: Manners, commands: list[Any]) -> None:
+    """Of the groups that were not given back: the first `prompts` of an environment are all different, and so on."""
+    found = prompts(case, commands)
+    back = {c.group_id for c in commands if isinstance(c, do.GroupState) and (c.state, c.reason) == ("cancelled", "off_policy")}
+    if back or len(found) < 1:
+        return
+    for label, _ in case.environments:
+        drawn = [found[group].index for group in sorted(found) if found[group].environment == label]
+        for start in range(0, len(drawn), manners.prompts):
+            epoch = drawn[start : start + manners.prompts]
+            assert len(set(epoch)) == len(epoch)
+
+
+def many(first: int, count: int, largest_batch: int = 32) -> Iterator[tuple[Any, list[World], list[Any]]]:
+    for seed in range(first, first + count):
+        case, manners = any_case(seed, largest_batch)
+        attempts, commands = kill_and_resume(case, manners, seed, most_kills=4)
+        assert_nothing_lost_or_twice(case, manners, commands, attempts[-1].stop.ok)
+        for world in attempts:
+            found = replay(world.lines)
+            assert found.disagreement is None, str(found.disagreement)
+        yield case, attempts, commands
+
+
+def test_runs_killed_at_random_instants_train_each_group_once_and_lose_none():
+    """The rules (staleness, slots, seeds, shelf) are checked within each attempt, from its first event on."""
+    seen_all = list(many(0, 20, largest_batch=3))
+    resumed = [world for _, attempts, _ in seen_all for world in attempts if world.resumed is not None]
+    made_of = what_was_resumed(resumed)
+    assert min(made_of.values()) > 2, made_of
+    assert sum(attempts[-1].stop.ok for _, attempts, _ in seen_all) > 5
+
+
+def what_was_resumed(worlds: list[World]) -> Counter[str]:
+    """What the snapshots held, so that tame ones cannot pass for a proof."""
+    made_of = Counter({world.settings.take_order: 0 for world in worlds})
+    for world in worlds:
+        again = world.resumed
+        made_of["playing"] += bool(again.playing)
+        made_of["waiting"] += bool(again.kept or again.forming)
+        made_of["discarded"] += bool(again.baseline or again.discarded)
+        made_of[world.settings.take_order] += 1
+    return made_of
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_many_larger_runs_killed_at_random_instants():
+    """Of all sizes of batches."""
+    resumed = [world for _, attempts, _ in many(10_000, 80) for world in attempts if world.resumed is not None]
+    assert min(what_was_resumed(resumed).values()) > 10
+
+
+def test_a_synchronous_run_goes_on_with_the_same_prompts_and_batches():
+    """Rewards follow from seeds, as those of a real engine do, so that the two runs can be compared step by step."""
+    case = settings(max_async=0, checkpoint_every=1, number_of_steps=8, environments=(("countdown", 1.0), ("math", 0.5)))
+    manners = Manners(reward=sometimes_equal)
+    whole = World(case, manners, seed=1).run()
+    _, commands = kill_and_resume(case, manners, seed=5, most_kills=5)
+    batches = [[c for c in said if isinstance(c, do.Train)] for said in (whole.said, commands)]
+    assert batches[0] == batches[1]
+    assert prompts(case, whole.said) == prompts(case, commands)
+
+
+def test_a_checkpoint_is_made_each_so_many_steps_and_at_the_last():
+    world = World(settings(number_of_steps=7, checkpoint_every=3), seed=2).run()
+    assert [saved.step for saved in world.checkpoints] == [3, 6, 7]
+    assert world.stop == do.Stop("all 7 steps are trained", ok=True, checkpoint=7)
+
+
+def test_without_checkpoints_there_are_none():
+    world = World(settings(number_of_steps=3), seed=2).run()
+    assert not world.checkpoints
+    assert world.stop == do.Stop("all 3 steps are trained", ok=True)
+
+
+def test_training_waits_for_a_save_under_way_when_the_next_is_due():
+    world = World(settings(number_of_steps=4, checkpoint_every=1), Manners(save_s=500.0, tick_s=50.0), seed=3)
+    world.settings = msgspec.structs.replace(world.settings, stop_deadline_s=1e6)
+    world = World(world.settings, world.manners, seed=3).run()
+    assert [saved.step for saved in world.checkpoints] == [1, 2, 3, 4]
+    assert any("training waits for it; raise checkpoint.every" in sentence for sentence in world.rules.warnings)
+
+
+def test_a_failed_save_lets_the_run_go_on():
+    world = World(settings(number_of_steps=4, checkpoint_every=1), Manners(save_failure_share=1.0), seed=3).run()
+    assert world.checkpoints == []
+    assert world.stop == do.Stop("all 4 steps are trained; no checkpoint of it: the disk is full", ok=True)
+
+
+def told_to_stop(world: World, step: int) -> World:
+    """Plays until so many steps are trained, then asks for a stop in good order."""
+
+    def ask() -> None:
+        if world.core.version >= step:
+            world.tell(seen.StopRequested("interrupted by SIGTERM", ok=False, save=True))
+        else:
+            world.after(0.5, ask)
+
+    world.after(0.5, ask)
+    return world.run()
+
+
+def test_a_stop_in_good_order_trains_its_step_to_the_end_and_saves_it():
+    world = told_to_stop(World(settings(number_of_steps=50, checkpoint_every=10), Manners(step_s=20.0), seed=4), 3)
+    step = world.stop.checkpoint
+    assert step in (3, 4)
+    assert world.stop == do.Stop(
+        f"interrupted by SIGTERM; the checkpoint of step {step} is complete", ok=False, checkpoint=step
+    )
+    assert [saved.step for saved in world.checkpoints] == [step]
+    assert max(command.step for command in world.said if isinstance(command, do.Train)) == step
+
+
+def test_a_stop_in_good_order_does_not_wait_for_ever():
+    world = told_to_stop(World(settings(number_of_steps=50, checkpoint_every=10), Manners(save_s=1e7, tick_s=10.0), seed=4), 3)
+    assert world.stop.checkpoint == 0
+    assert "was not done within 120 s" in world.stop.reason
+
+
+def test_a_fault_waits_for_nothing():
+    world = World(settings(number_of_steps=50, checkpoint_every=1), Manners(save_s=1e7), seed=4)
+    world.after(5.0, lambda: world.tell(seen.StopRequested("trainer-0 was killed", ok=False)))
+    assert world.run().stop == do.Stop("trainer-0 was killed", ok=False)
+
+
+def snapshot_of(**changes: Any) -> Snapshot:
+    return World(settings(number_of_steps=4, checkpoint_every=2, **changes), seed=2).run().checkpoints[0].snapshot
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"group_size": 5}, "made with group_size=3, and this run has 5"),
+        ({"max_async": 3}, "made with max_async=1, and this run has 3"),
+        ({"environments": (("math", 1.0),)}, "made with environments countdown, and this run has math"),
+        ({"number_of_steps": 2}, "number_of_steps=2 is reached: the checkpoint is of step 2"),
+    ],
+)
+def test_settings_that_cannot_go_on_are_refused(changes: dict[str, Any], sentence: str):
+    case = settings(**{"number_of_steps": 4, "checkpoint_every": 2, **changes})
+    with pytest.raises(ValueError, match=sentence):
+        Core.restore(case, snapshot_of())
+
+
+def test_other_prompts_than_the_checkpoints_end_the_run_with_a_sentence():
+    case = settings(number_of_steps=4, checkpoint_every=2)
+    world = World(case, Manners(prompts=51), seed=1, resumed=snapshot_of()).run()
+    assert world.stop.reason.startswith("environments.countdown has 51 prompts and had 50 at the checkpoint of step 2")

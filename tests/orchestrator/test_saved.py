@@ -1,0 +1,172 @@
+"""The orchestrator's part of a checkpoint: read back as it was written, refused where it is damaged, whole or not there."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from telescope.flow import events
+from telescope.orchestrator import saved
+from telescope.orchestrator.checkpoints import CheckpointDesk, SaveRules
+from telescope.runlog import checkpoints
+from telescope.runlog.lineage import Part
+from telescope.wire.messages import CheckpointFailed, CheckpointStaged, CheckpointWritten, SaveCheckpoint
+from tests.flow.harness import World
+from tests.flow.harness import settings as flow_settings
+from tests.orchestrator.test_shelf import make
+
+RANKS = ("trainer-0", "trainer-1")
+LIMIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def part() -> saved.Part:
+    """Of a simulated run; its shelf has two branches of unlike length."""
+    snapshot = World(flow_settings(number_of_steps=2, checkpoint_every=1), seed=5).run().checkpoints[0].snapshot
+    rollouts = tuple(make(rollout_id, rollout_id // 3) for rollout_id in sorted(snapshot.rollout_ids))
+    assert rollouts
+    return saved.Part(snapshot, rollouts, saved.Counters(tokens={"completion": 7}, tallied=(4,)), (Part(1, 12),))
+
+
+def written(folder: Path, part: saved.Part) -> Path:
+    place = checkpoints.begin(folder, 1, "a")
+    assert saved.write(place, part) > 0
+    return place
+
+
+def test_what_is_written_is_read_to_the_bit(tmp_path: Path, part: saved.Part):
+    state, rollouts = saved.read(written(tmp_path, part))
+    assert state.core == part.core
+    assert state.counters == part.counters
+    assert len(rollouts) == len(part.rollouts)
+    for one, other in zip(rollouts, part.rollouts, strict=True):
+        assert (one.order, one.done, one.reward) == (other.order, other.done, other.reward)
+        for branch, known in zip(one.branches, other.branches, strict=True):
+            for name in ("ids", "mask", "logprobs", "versions"):
+                array, expected = getattr(branch, name), getattr(known, name)
+                assert array.dtype == expected.dtype
+                np.testing.assert_array_equal(array, expected)
+
+
+@pytest.mark.parametrize("name", [saved.STATE, saved.SHELF])
+def test_a_damaged_file_is_named_with_the_remedy(tmp_path: Path, part: saved.Part, name: str):
+    folder = written(tmp_path, part)
+    file = checkpoints.orchestrator_part(folder) / name
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    file.write_bytes(data[:-1])
+    with pytest.raises(checkpoints.CheckpointUnreadable, match=f"{name} is damaged .*: remove the folder"):
+        saved.read(folder)
+
+
+def test_weights_alone_are_nothing_to_go_on_from(tmp_path: Path):
+    with pytest.raises(checkpoints.CheckpointUnreadable, match="weights alone has no such file"):
+        saved.read(checkpoints.begin(tmp_path, 1, "a"))
+
+
+class Listener:
+    """A hub and a recorder that write down what they are told."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, Any]] = []
+        self.rows: list[tuple[int, str]] = []
+        self.metrics: dict[str, float] = {}
+        self.alerts: list[str] = []
+
+    def send(self, peer: str, body: Any) -> int:
+        self.sent.append((peer, body))
+        return len(self.sent)
+
+    def next_step(self, metrics: dict[str, float]) -> None:
+        self.metrics |= metrics
+
+    def checkpoint(self, step: int, state: str, **_: Any) -> None:
+        self.rows.append((step, state))
+
+    def alert(self, level: str, source: str, message: str) -> None:
+        self.alerts.append(message)
+
+    def note(self, peer: str, sentence: str) -> None:
+        self.alerts.append(f"{peer}: {sentence}")
+
+
+class Said:
+    def __init__(self, peer: str) -> None:
+        self.peer = peer
+
+
+def desk_for(folder: Path, **changes: Any) -> tuple[CheckpointDesk, Listener]:
+    listener: Any = Listener()
+    rules = SaveRules(folder, "run", "a", "hash", **{"timeout_s": 100.0, **changes})
+    return CheckpointDesk(listener, listener, listener, RANKS, rules), listener
+
+
+def say(desk: CheckpointDesk, peer: str, body: Any) -> None:
+    delivery: Any = Said(peer)
+    desk.answer(delivery, body)
+
+
+def end_of(desk: CheckpointDesk, now: float = 0.0) -> list[Any]:
+    """The event that a save comes to; threads write meanwhile."""
+    deadline = time.monotonic() + LIMIT_S
+    while not (found := list(desk.take_events())):
+        assert time.monotonic() < deadline
+        desk.tick(now)
+        time.sleep(0.005)
+    return found
+
+
+def test_a_checkpoint_is_complete_when_every_part_is_written(tmp_path: Path, part: saved.Part):
+    desk, listener = desk_for(tmp_path, keep_last=1)
+    desk.begin(1, part, 0.0)
+    assert [(peer, type(body)) for peer, body in listener.sent] == [(rank, SaveCheckpoint) for rank in RANKS]
+    say(desk, "trainer-0", CheckpointStaged(1, 0.25))
+    say(desk, "trainer-0", CheckpointWritten(1, 1000, 0.5))
+    for _ in range(20):
+        desk.tick(1.0)
+    assert checkpoints.steps(tmp_path) == []
+    say(desk, "trainer-1", CheckpointWritten(1, 500, 0.5))
+    assert end_of(desk) == [events.CheckpointDone(1)]
+    facts = checkpoints.read(checkpoints.find(tmp_path))
+    assert (facts.step, facts.world_size, facts.training_state) == (1, 2, True)
+    assert facts.nbytes > 1500
+    assert listener.metrics["checkpoint/stall_s"] == 0.25
+    assert listener.rows == [(1, "complete")]
+    state, _ = saved.read(checkpoints.find(tmp_path))
+    assert state.core == part.core
+
+
+def test_a_rank_that_cannot_write_costs_the_checkpoint_and_leaves_nothing(tmp_path: Path, part: saved.Part):
+    desk, listener = desk_for(tmp_path)
+    desk.begin(1, part, 0.0)
+    say(desk, "trainer-1", CheckpointFailed(1, "No space left on device"))
+    say(desk, "trainer-0", CheckpointWritten(1, 500, 0.5))
+    cause = "trainer-1 could not write its part: No space left on device"
+    assert end_of(desk) == [events.CheckpointFailed(1, cause)]
+    assert listener.alerts == [f"the checkpoint of step 1 failed, and the run goes on: {cause}"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_takes_no_file_fails_the_checkpoint(tmp_path: Path, part: saved.Part):
+    (tmp_path / "file").write_text("in the way")
+    desk, listener = desk_for(tmp_path / "file")
+    desk.begin(1, part, 0.0)
+    (event,) = end_of(desk)
+    assert isinstance(event, events.CheckpointFailed)
+    assert listener.sent == []
+
+
+def test_a_rank_that_never_answers_is_waited_for_no_longer_than_the_deadline(tmp_path: Path, part: saved.Part):
+    desk, _ = desk_for(tmp_path)
+    desk.begin(1, part, 0.0)
+    say(desk, "trainer-0", CheckpointWritten(1, 500, 0.5))
+    desk.tick(99.0)
+    assert list(desk.take_events()) == []
+    (event,) = end_of(desk, now=101.0)
+    assert event == events.CheckpointFailed(1, "trainer-1 did not write within the time that checkpoint.timeout_s gives")
+    say(desk, "trainer-1", CheckpointWritten(1, 500, 0.5))  # late: noted, and nothing else
+    assert list(desk.take_events()) == []

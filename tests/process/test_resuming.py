@@ -1,0 +1,179 @@
+"""Another attempt in an old run directory: what it may change, where it begins, and which rows count afterwards."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from telescope._launch import resuming
+from telescope.config.continuing import refusals
+from telescope.config.run import RunConfig
+from telescope.runlog import attempts, checkpoints
+from telescope.runlog.holder import hold
+from telescope.runlog.identity import new_identity, read_identity, write_identity
+from telescope.runlog.layout import RunDirectory
+from telescope.runlog.lineage import Lineage, Part, read_lineage, write_rows
+from telescope.runlog.reader import rows
+from telescope.runlog.writer import RunLog
+
+SETTINGS = {
+    "environments": {"countdown": {"name": "countdown"}},
+    "algorithm": {"name": "grpo"},
+    "backend": {"name": "fake"},
+    "checkpoint": {"every": 2},
+    "number_of_steps": 9,
+}
+
+
+def config(**changes: Any) -> RunConfig:
+    return RunConfig.model_validate_json(json.dumps(SETTINGS | changes), strict=True)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    directory = RunDirectory.create(tmp_path / "run")
+    write_identity(directory, new_identity("x", datetime.now(UTC), "0" * 16))
+    return directory
+
+
+def checkpoint(run: RunDirectory, step: int, before: tuple[Part, ...] = (), **changes: Any) -> Path:
+    partial = checkpoints.begin(run.checkpoints, step, read_identity(run).attempt)
+    write_rows(checkpoints.orchestrator_part(partial) / resuming.ROWS, before)
+    facts = {
+        "format": 1, "step": step, "version": step, "run_id": read_identity(run).run_id, "attempt": "a", "config_hash": "",
+        "world_size": 1, "training_state": True, "nbytes": 0, "seconds": 0.0, "written": checkpoints.now(), **changes,
+    }  # fmt: skip
+    return checkpoints.finish(partial, checkpoints.Complete(**facts))
+
+
+def log_steps(run: RunDirectory, *steps: int) -> int:
+    """The number of the last row."""
+    log = RunLog(run, "orchestrator")
+    for step in steps:
+        log.append("step_metrics", {"step": step, "metrics": {"loss": float(step)}})
+    last = log.last_row
+    log.close()
+    return last
+
+
+def go_on(run: RunDirectory, step: int | None = None) -> resuming.Origin:
+    source = resuming.origin(run, config(), step)
+    number = resuming.next_attempt(run, "f" * 16, "second")
+    resuming.begin_at(run, config(), source, number)
+    return source
+
+
+def test_an_attempt_begins_at_the_latest_checkpoint_and_finds_an_empty_house(run: RunDirectory):
+    run.config_json.write_text("old settings")
+    first, run_id = read_identity(run).attempt, read_identity(run).run_id
+    for step in (2, 4):
+        checkpoint(run, step)
+    source = go_on(run)
+    assert (source.step, source.folder.name) == (4, "step_00000004")
+    assert checkpoints.read_resume(run) == checkpoints.Resume(1, 4, str(source.folder))
+    assert [(one.number, one.attempt) for one in attempts.read_attempts(run)] == [(1, first), (2, "second")]
+    assert (read_identity(run).run_id, read_identity(run).config_hash) == (run_id, "f" * 16)
+    assert (run.earlier_attempt(1) / "config.json").read_text() == "old settings"
+    assert list(run.journal.parent.iterdir()) == []
+    attempts.note_end(run, 75)
+    assert attempts.read_attempts(run)[-1].why == "stopped"
+
+
+def test_an_earlier_step_sets_the_later_ones_aside(run: RunDirectory):
+    for step in (2, 4, 6):
+        checkpoint(run, step)
+    go_on(run, 2)
+    assert checkpoints.steps(run.checkpoints) == [2]
+    assert sorted(path.name for path in run.checkpoints.glob("*before*")) == [
+        "step_00000004.before-second", "step_00000006.before-second",
+    ]  # fmt: skip
+
+
+def test_rows_of_steps_that_are_trained_anew_count_once_and_the_last_attempt_wins(run: RunDirectory):
+    last = log_steps(run, 1, 2)
+    checkpoint(run, 2, read_lineage(run).up_to(last))
+    go_on(run)
+    assert read_lineage(run) == Lineage(2, 2, (Part(1, last),))
+    log_steps(run, 3, 4)
+    assert [row["step"] for row in rows(run, "step_metrics")] == [1, 2, 3, 4]
+
+
+def test_a_dead_attempts_future_is_left_out(run: RunDirectory):
+    log_steps(run, 1, 2, 3)
+    checkpoint(run, 2, (Part(1, 2),))  # the third row came after the checkpoint
+    go_on(run)
+    log_steps(run, 3)
+    found = rows(run, "step_metrics")
+    assert [row["step"] for row in found] == [1, 2, 3]
+    assert found[-1]["seq"] == 1
+
+
+def test_an_attempt_that_begins_at_step_1_again_counts_alone(run: RunDirectory):
+    log_steps(run, 1, 2)
+    attempts.note_first(run)
+    attempts.begin(run, "12", "12.1", ())
+    log_steps(run, 1)
+    assert [row["step"] for row in rows(run, "step_metrics")] == [1]
+    assert read_lineage(run) == Lineage(2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "step", "sentence"),
+    [
+        ({"run_id": "another"}, None, "is of another run"),
+        ({"training_state": False}, None, "holds weights alone"),
+        ({}, 7, "no complete checkpoint of step 7; there are those of the steps 2"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_gone_on_from_is_refused(
+    run: RunDirectory, changes: dict[str, Any], step: int | None, sentence: str
+):
+    checkpoint(run, 2, **changes)
+    with pytest.raises(resuming.CannotResume, match=sentence):
+        resuming.origin(run, config(), step)
+
+
+def test_a_run_that_is_done_needs_more_steps(run: RunDirectory):
+    checkpoint(run, 9)
+    with pytest.raises(resuming.CannotResume, match="has trained its number_of_steps=9: give a larger"):
+        resuming.origin(run, config())
+    assert resuming.origin(run, config(number_of_steps=10)).step == 9
+
+
+def test_a_run_that_is_watched_is_left_alone(run: RunDirectory):
+    hold(run)
+    with pytest.raises(resuming.CannotResume, match="is still watched by process"):
+        resuming.refuse_living(run)
+    run.exit_json.write_text("{}")
+    resuming.refuse_living(run)
+
+
+def test_settings_that_change_neither_model_nor_data_may_change():
+    old = config().model_dump(mode="json")
+    new = config(
+        number_of_steps=20, cluster={"inference_num_workers": 2}, logging={"wandb_project": "other"}, trainer={"seq_len": 8192}
+    )
+    assert refusals(old, new.model_dump(mode="json")) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"model": {"name": "other"}}, "model.name=other was tiny when the run began: the weights are this model's"),
+        ({"model": {"lora": {"rank": 8}}}, "model.lora="),
+        ({"algorithm": {"name": "rloo"}}, "algorithm.name=rloo was grpo"),
+        ({"seed": 3}, "seed=3 was 0"),
+        ({"rollout": {"group_size": 4}}, "rollout.group_size=4 was 8"),
+        ({"orchestrator": {"max_async_rollout": 0}}, "orchestrator.max_async_rollout=0 was 2"),
+        ({"environments": {"a": {"name": "countdown"}}}, "environments are a and were countdown"),
+        ({"environments": {"countdown": {"name": "wordle"}}}, "environments.countdown.name=wordle was countdown"),
+        ({"environments": {"countdown": {"name": "countdown", "curriculum": {}}}}, "environments.countdown.curriculum="),
+    ],
+)
+def test_settings_that_would_make_another_run_are_refused_with_the_setting(changes: dict[str, Any], sentence: str):
+    (said,) = refusals(config().model_dump(mode="json"), config(**changes).model_dump(mode="json"))
+    assert said.startswith(sentence)
