@@ -122,7 +122,7 @@ class BackendSettings(Settings):
         return 1
 
     def run_errors(self, *, ranks: int, adapters: bool, on_cpu: bool) -> Iterator[tuple[tuple[str, ...], str]]:
-        """What of these settings can't be in a run of so many ranks: paths of the settings in it, and a sentence with the remedy.
+        """What of these settings can't be in a run of so many ranks: paths of these settings, and a sentence with the remedy.
         `adapters`: model.lora is given; `on_cpu`: the run was told to use no GPU."""
         yield from ()
 

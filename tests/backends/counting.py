@@ -23,10 +23,13 @@ class Counting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         self.ran[func.overloadpacket.__name__] += 1
         for tensor in tree_leaves(result):
             if type(tensor) is torch.Tensor and tensor.device.type == "cpu":
                 storage = tensor.untyped_storage()
+                if storage._cdata in given:
+                    continue  # a view
                 self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         if self._peaks:
             self.peak_bytes = max(self.peak_bytes, self.alive())

@@ -72,7 +72,7 @@ def run(rank: int, folder: Path, model: str) -> int:
             train(World(rank, 2, "cpu"), folder / "2", model, {"optimizer": "sgd"})
             train(World(rank, 2, "cpu"), folder / "2, all on the host", model, {"optimizer": "sgd", "offload": "parameters"})
             dist.destroy_process_group()
-    except BaseException:
+    except BaseException:  # noqa: BLE001 the edge of a forked process: it must not return into its parent's code
         traceback.print_exc()
         sys.stderr.flush()
         return 1

@@ -15,6 +15,10 @@ from tests.backends.models import random_model
 from tests.backends.options import BY_SGD, SAME_TO_THE_BIT, save
 from tests.backends.shards import make_job, make_shard
 
+pytestmark = (
+    pytest.mark.slow
+)  # half a minute of processor time; on one rank most of it is in test_recompute and test_optimizers
+
 SLIGHT = 2e-6
 LIMIT_S = 300.0
 

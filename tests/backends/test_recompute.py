@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
-from telescope.backends.common import shards
+from telescope.backends.common import attention, shards
+from telescope.backends.fsdp import recompute
 from telescope.backends.fsdp.recompute import worth_keeping
 from telescope.maths import packing
+from telescope.maths.memory import layer_product_bytes, shape_from
 from tests.backends.counting import Counting
 from tests.backends.models import random_model
 from tests.backends.shards import make_job, make_shard
@@ -52,6 +55,31 @@ def test_selective_checkpointing_keeps_products_and_computes_only_the_rest_again
     assert alive_full < 0.5 * alive_selective < 0.5 * 0.7 * alive_none
     plain = found[False][0]
     assert distance(plain, found["selective"][0]) == distance(plain, found[True][0]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("kept", "told"), [("selective", layer_product_bytes), ("full", lambda shape, size: size * shape.hidden)]
+)
+def test_a_layer_keeps_as_many_bytes_a_token_as_plan_says(kept: str, told):
+    """Of two more layers, in bfloat16, one sample a row."""
+    import transformers
+
+    config = transformers.Qwen3Config(
+        vocab_size=128, hidden_size=256, intermediate_size=768, num_attention_heads=8, num_key_value_heads=4, head_dim=32
+    )
+    tokens, alive = 512, []
+    row = attention.segments("sdpa", np.array([0, tokens]), "cpu")
+    for layers in (1, 3):
+        smaller = type(config)(**{**config.to_dict(), "num_hidden_layers": layers, "layer_types": None})
+        smaller._attn_implementation = attention.register("sdpa")
+        lm = transformers.Qwen3ForCausalLM(smaller).bfloat16().train()
+        recompute.enable(lm, kept)
+        ids, places = torch.zeros(1, tokens, dtype=torch.int64), torch.arange(tokens)[None]
+        with Counting() as forward:
+            out = lm.get_decoder()(input_ids=ids, position_ids=places, use_cache=False, row=row)
+            alive.append(forward.alive())
+        del out
+    assert (alive[1] - alive[0]) / 2 / tokens == told(shape_from(config.to_dict()), 2)
 
 
 def test_products_and_attention_are_worth_keeping_and_norms_are_not():

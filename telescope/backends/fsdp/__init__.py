@@ -20,9 +20,9 @@ class FSDP(BackendSettings):
     """Precision of forward and backward; gradients are reduced, and weights updated, in model.dtype or better.
     null: that of the weights themselves."""
     gradient_checkpointing: bool | Literal["full", "selective"] = True
-    """true, full: keep only each layer's input and compute the layer again in the backward pass: least memory, about a third more
-    time. selective: keep the results of matrix products and attention too, and compute again what is between them. false: keep
-    everything."""
+    """true, full: keep only each layer's input and compute the layer again in the backward pass: least memory, about a third
+    more time. selective: keep the results of matrix products and attention too, and compute again what is between them. false:
+    keep everything."""
     attention: Literal["auto", "flash", "flash3", "flash2", "varlen", "flex", "sdpa"] = "auto"
     """Kernel of the attention within each packed sample. auto: the first of flash3, flash2, varlen, flex and sdpa that works
     here; flash: the first of the first three, which compute in half precision on a GPU."""
@@ -37,13 +37,13 @@ class FSDP(BackendSettings):
     gathered within a replica, gradients are summed over all. Must divide the ranks."""
     offload: Literal["none", "optimizer", "parameters"] = "none"
     """What lies in host memory while a GPU does not need it. optimizer: the moments; they come for each update, 16 bytes a
-    parameter over the bus. parameters: weights, gradients and moments; a layer's weights come when it is at work, and the update
-    is the host's."""
+    parameter over the bus. parameters: weights, gradients and moments; a layer's weights come when it is at work, and the
+    update is the host's."""
     optimizer: Literal["adamw", "adamw_8bit", "muon", "sgd"] = "adamw"
     """adamw_8bit: moments of a byte each. muon: orthogonalised momentum for the layers' matrices, adamw for all else. sgd: the
     plain step, learning_rate times the gradient, without moments (trainer.betas mean nothing to it)."""
     compile: bool = False
-    """Compile each layer (torch.compile), without its attention: fewer passes over memory, and a minute or so at the first step.
+    """Compile each layer (torch.compile), without its attention: fewer passes over memory, and a minute or so at first.
     Needs a C++ compiler on the host."""
     collective_timeout_s: float = Field(default=600.0, gt=0)
     """Until a rank that waits for the others, at the start or in a collective, gives up with an error."""
@@ -63,7 +63,7 @@ class FSDP(BackendSettings):
         if not isinstance(group, bool) and group < 2:
             yield f"backend.reshard_after_forward={group} is no group of ranks: set true, false, or 2 or more"
         if self.offload == "optimizer" and self.optimizer == "sgd":
-            yield "backend.offload=optimizer has nothing to move with backend.optimizer=sgd, which keeps no moments: set offload=none"
+            yield "backend.offload=optimizer has nothing to move with backend.optimizer=sgd, which has no moments: leave it out"
         if self.offload == "parameters" and self.optimizer in ("adamw_8bit", "muon"):
             yield (
                 f"backend.offload=parameters leaves the update to the host's processors, which are slow at what "
@@ -71,11 +71,11 @@ class FSDP(BackendSettings):
             )
         if self.compile and kept == "selective":
             yield (
-                "backend.compile=true hides the layers' products from backend.gradient_checkpointing=selective, which would keep "
-                "none of them: set gradient_checkpointing=full or false, or compile=false"
+                "backend.compile=true hides the layers' products from backend.gradient_checkpointing=selective, which would "
+                "keep none of them: set gradient_checkpointing=full or false, or compile=false"
             )
         if self.compile and self.attention == "flex":
-            yield "backend.compile=true leaves attention out, and attention=flex is compiled itself: set attention=flash, or sdpa"
+            yield "backend.compile=true leaves attention out, and attention=flex is compiled itself: set flash or sdpa"
 
     def run_errors(self, *, ranks: int, adapters: bool, on_cpu: bool) -> Iterator[tuple[tuple[str, ...], str]]:
         """See `BackendSettings.run_errors`."""
@@ -91,14 +91,14 @@ class FSDP(BackendSettings):
         if not isinstance(group, bool) and (shards % group or group == shards):
             yield (
                 ("backend.reshard_after_forward", "backend.replicas", workers),
-                f"backend.reshard_after_forward={group} must divide the {shards} ranks of a replica and be fewer: set true for all "
-                "of them",
+                f"backend.reshard_after_forward={group} must divide the {shards} ranks of a replica and be fewer: set true for "
+                "all of them",
             )
         if adapters and self.optimizer == "muon":
             yield (
                 ("backend.optimizer", "model.lora"),
-                "backend.optimizer=muon would orthogonalise the halves of each adapter, which are no matrices of the model: set "
-                "optimizer=adamw, or model.lora=null",
+                "backend.optimizer=muon would orthogonalise the halves of each adapter, which are no matrices of the model: "
+                "set optimizer=adamw, or model.lora=null",
             )
         if on_cpu and self.offload != "none":
             yield (

@@ -1,6 +1,6 @@
 """torch.compile for the layers of a model, each by itself, its attention left out.
 
-Owns what is compiled. Attention is left out because it is told the lengths of a row's samples, which are others in each row: its
+Owns what is compiled. Attention is left out because it is told the lengths of a row's samples, other ones in each row: its
 kernels are compiled already, and a graph for each set of lengths would never be used twice. The number of tokens in a row is a
 symbol, so that rows of all lengths share one graph.
 """
@@ -19,6 +19,6 @@ def compile_layers(lm: Any, kind: attention.Kind) -> None:
     from transformers import AttentionInterface
 
     name = attention.NAMES[kind]
-    AttentionInterface.register(name, torch.compiler.disable(AttentionInterface()[name]))
+    AttentionInterface.register(name, torch.compiler.disable(AttentionInterface()[name]))  # type: ignore[no-untyped-call]
     for layer in lm.get_decoder().layers:
         layer.forward = torch.compile(layer.forward, dynamic=True)

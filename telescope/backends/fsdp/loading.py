@@ -1,7 +1,7 @@
 """A model's weights from its safetensors files to the ranks, each rank reading the rows of its own shards and no others.
 
-Owns the outline of a model (its modules without weights) and what fills it. Refuses files whose tensors are not the model's own,
-one by one: those that transformers has to convert (experts fused, names of former days, other formats) are loaded whole.
+Owns the outline of a model (its modules without weights) and what fills it. Refuses files whose tensors are not the model's
+own, one by one: those that transformers has to convert (experts fused, names of former days, other formats) are loaded whole.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from telescope.backends.common import attention, lora
+from telescope.backends.common import attention
 from telescope.backends.common.kernels import Kind
 from telescope.backends.fsdp.mesh import Spread
 from telescope.backends.fsdp.policy import UnfitModel, fitted, load
@@ -102,7 +102,7 @@ def parameters_on_meta() -> Iterator[None]:
             return None  # one that is shared with another module stays one
         return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
 
-    hook = register_module_parameter_registration_hook(bare)
+    hook = register_module_parameter_registration_hook(bare)  # type: ignore[arg-type]
     try:
         yield
     finally:
@@ -111,7 +111,7 @@ def parameters_on_meta() -> Iterator[None]:
 
 @contextmanager
 def _lent_memory(lm: nn.Module) -> Iterator[None]:
-    """Parameters seem to be on the CPU (one number, seen everywhere), so that adapters made beside them get memory and values."""
+    """Parameters seem to be on the CPU (one number, seen everywhere): adapters made beside them then get memory and values."""
     bare = [
         (module, name, p) for module in lm.modules() for name, p in module._parameters.items() if p is not None and p.is_meta
     ]
@@ -130,7 +130,9 @@ def fill(policy: Policy, checkpoint: Checkpoint | None, device: torch.device, sp
     """Give a spread policy its weights, on `device`. None: it has them."""
     if checkpoint is None:
         return
-    policy._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+    policy._apply(  # type: ignore[no-untyped-call]
+        lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+    )
     with Reader(checkpoint) as reader:
         for name, tensor in _stored(policy.lm):
             if BASE not in name and name not in checkpoint.files:

@@ -210,8 +210,8 @@ def load(model: ModelSettings, kind: Kind, dtype: torch.dtype, *, adapters: bool
         raise UnfitModel(f"model.name={model.name}: it can't be loaded: {said}") from error
     if absent := sorted(facts["missing_keys"]):
         raise UnfitModel(
-            f"model.name={model.name}: its files lack {len(absent)} of the model's tensors, {', '.join(absent[:3])} first, which "
-            "would be random numbers: complete the folder"
+            f"model.name={model.name}: its files lack {len(absent)} of the model's tensors, {', '.join(absent[:3])} first, "
+            "which would be random numbers: complete the folder"
         )
     return fitted(lm, model, adapters=adapters)
 
