@@ -1,6 +1,10 @@
-"""Memory and time of log-probs and entropies, forward and backward: ours in chunks, and plain PyTorch's whole [T, V].
+"""Memory and time of log-probs and entropies, forward and backward: ours in chunks, and what else could do it.
 
-    python -m benchmarks.trainer.logprobs_memory [--device cuda] [--tokens 16384] [--hidden 128] [--json FILE]
+    python -m benchmarks.trainer.logprobs_memory [--device cuda] [--tokens 16384] [--hidden 128] [--others compiled liger]
+
+The others are plain PyTorch's whole [T, V]; `compiled`, plain PyTorch's chunks of 1,024 through torch.compile, each computed
+again in the backward pass; and `liger`, the fused Triton kernel of liger-kernel where that is installed (GPU; it gives log-probs
+alone: no entropy, no temperature, no top-k, and is no dependency of the project).
 
 Each measurement runs in a process of its own, so that its peak is its own: on a CPU the highest resident size that Linux has
 seen (less that before the first operation), on a GPU the allocator's peak. Inputs and gradients are counted apart, as any
@@ -10,6 +14,7 @@ method has them. Plain PyTorch is run on fewer tokens where the whole would not 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import subprocess
 import sys
@@ -20,6 +25,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from telescope.backends.common.logprobs import logprobs
 
@@ -53,6 +59,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--chunks", type=int, nargs="*", default=[256, 1024, 4096])
     parser.add_argument("--plain-tokens", type=int, default=1024, help="0: leave plain PyTorch out")
+    parser.add_argument("--others", nargs="*", default=[], choices=["compiled", "liger"])
     parser.add_argument("--bonus", action="store_true", help="a gradient of the entropy too")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -61,6 +68,7 @@ def main() -> None:
         print(json.dumps(asdict(measure(given.one, given))))
         return
     found = [alone(str(chunk), given, given.tokens) for chunk in given.chunks]
+    found += [alone(name, given, given.tokens) for name in given.others]
     if given.plain_tokens:
         found.append(alone("plain", given, given.plain_tokens))
     print(f"{'method':>8} {'tokens':>7} {'extra MiB':>10} {'[T, V] MiB':>11} {'inputs, gradients':>18} {'seconds':>8}")
@@ -83,7 +91,7 @@ def alone(method: str, given: argparse.Namespace, tokens: int) -> Measured:
 
 
 def measure(name: str, given: argparse.Namespace) -> Measured:
-    """`name`: a chunk's size, or `plain`."""
+    """`name`: a chunk's size, or another method's name."""
     torch.manual_seed(0)
     dtype, device = getattr(torch, given.dtype), given.device
     warm_up(method_of(name), dtype, device)
@@ -116,14 +124,40 @@ def measure(name: str, given: argparse.Namespace) -> Measured:
 
 
 def method_of(name: str) -> Method:
-    if name == "plain":
-        return plain
+    if name in OTHERS:
+        return OTHERS[name]
     return lambda hidden, weight, targets: logprobs(hidden, weight, targets, 1.0, int(name))
 
 
 def plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     logp = (hidden @ weight.t()).float().log_softmax(-1)
     return logp.gather(1, targets[:, None]).squeeze(1), -(logp.exp() * logp).sum(-1)
+
+
+def compiled(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    chunk = compiled_plain()
+    parts = [
+        checkpoint(chunk, hidden[start : start + CHUNK], weight, targets[start : start + CHUNK], use_reentrant=False)
+        for start in range(0, len(targets), CHUNK)
+    ]
+    logprob, entropy = zip(*parts, strict=True)
+    return torch.cat(logprob), torch.cat(entropy)
+
+
+@functools.cache
+def compiled_plain() -> Method:
+    return torch.compile(plain, dynamic=True)
+
+
+def liger(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    loss: Tensor = LigerFusedLinearCrossEntropyLoss(reduction="none")(weight, hidden, targets)
+    return -loss, torch.zeros_like(loss, requires_grad=True)
+
+
+CHUNK = 1024
+OTHERS: dict[str, Method] = {"plain": plain, "compiled": compiled, "liger": liger}
 
 
 def warm_up(method: Method, dtype: torch.dtype, device: str) -> None:

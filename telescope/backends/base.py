@@ -183,6 +183,11 @@ class BackendSettings(Settings):
         """Neighbouring ranks that train the same trajectories together, and are all sent them; 1: each has its own."""
         return 1
 
+    def run_errors(self, *, ranks: int, adapters: bool, on_cpu: bool) -> Iterator[tuple[tuple[str, ...], str]]:
+        """What of these settings can't be in a run of so many ranks: paths of these settings, and a sentence with the remedy.
+        `adapters`: model.lora is given; `on_cpu`: the run was told to use no GPU."""
+        yield from ()
+
     def build(self, job: Job) -> Backend:
         """Make the backend on this rank; torch.distributed is set up in here, from the standard environment variables."""
         raise NotImplementedError

@@ -36,6 +36,7 @@ def conflicts(config: RunConfig) -> list[Conflict]:
         *_weights(config),
         *_shared_rows(config),
         *_checkpoints(config),
+        *_backend(config),
     ]
 
 
@@ -306,6 +307,14 @@ def _checkpoints(config: RunConfig) -> Iterator[Conflict]:
                     f"checkpoint.{name}={given} does nothing without checkpoints: set checkpoint.every=10, say, or leave it "
                     "out",
                 )
+
+
+def _backend(config: RunConfig) -> Iterator[Conflict]:
+    cluster = config.cluster
+    found = config.backend.run_errors(
+        ranks=cluster.trainer_num_workers, adapters=config.model.lora is not None, on_cpu=cluster.device == "cpu"
+    )
+    yield from (Conflict(paths, sentence) for paths, sentence in found)
 
 
 def is_loopback(host: str | None) -> bool:

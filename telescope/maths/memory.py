@@ -7,7 +7,7 @@ Owns counts; refuses to know files, cards and configurations. Bytes are bytes, n
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -38,10 +38,14 @@ class ModelShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     @property
     def layer_parameters(self) -> int:
-        attention = 2 * self.hidden * self.query + 2 * self.hidden * self.key
         bias = self.query + 2 * self.key if self.qkv_bias else 0
         norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
-        return attention + bias + 3 * self.hidden * self.intermediate + norms
+        return self.layer_matrices + bias + norms
+
+    @property
+    def layer_matrices(self) -> int:
+        """Those of a layer's parameters that are in matrices."""
+        return 2 * self.hidden * (self.query + self.key) + 3 * self.hidden * self.intermediate
 
     @property
     def embedding_parameters(self) -> int:
@@ -112,6 +116,10 @@ class TrainerMemory(msgspec.Struct, frozen=True, kw_only=True):
     """A chunk of logits in float32, and the head's gradient, which is summed in float32."""
     reference: int = 0
     """A frozen copy of the base model."""
+    visiting: int = 0
+    """Moments that have come from host memory for their step."""
+    host: int = 0
+    """In the memory of the rank's host; no part of `total`."""
     accumulates: bool = True
     """A step has several rows on this rank: the gradients of those before stand while the next one is at work."""
 
@@ -132,11 +140,17 @@ class TrainerMemory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def at_the_update(self) -> int:
-        return self.weights + self.moments + self.gradients + self.reference
+        return self.weights + self.moments + self.gradients + self.reference + self.visiting
 
     @property
     def total(self) -> int:
         return max(self.at_the_head, self.at_the_first_layer, self.at_the_update)
+
+
+Checkpointing = bool | Literal["full", "selective"]
+"""true and full: a layer's input is kept; selective: the results of its products and of attention too; false: everything."""
+Optimizer = Literal["adamw", "adamw_8bit", "muon", "sgd"]
+Offload = Literal["none", "optimizer", "parameters"]
 
 
 def trainer_memory(
@@ -147,49 +161,84 @@ def trainer_memory(
     chunk: int,
     weight_bytes: int = 4,
     compute_bytes: int = 2,
-    checkpointing: bool = True,
-    reshard: bool = True,
-    moments: int = 2,
+    checkpointing: Checkpointing = True,
+    reshard: bool | int = True,
+    optimizer: Optimizer = "adamw",
+    offload: Offload = "none",
     reference: bool = False,
     rows: int = 2,
 ) -> TrainerMemory:
-    """One rank of `ranks` under FSDP2, with rows of `row_tokens` tokens and logits of `chunk` tokens at once.
+    """One of `ranks` that share a model under FSDP2, with rows of `row_tokens` tokens and logits of `chunk` tokens at once.
 
-    `weight_bytes`: of a master weight, its gradient and each of its `moments` (AdamW 2, SGD 0); `compute_bytes`: of a value in
-    the forward pass; `reshard`: gathered layers are freed after the forward pass; `rows`: of one update on a rank.
-    docs/planning.md derives each term.
+    `weight_bytes`: of a master weight and its gradient; `compute_bytes`: of a value in the forward pass; `reshard`: gathered
+    layers are freed after the forward pass, or spread over so many ranks; `rows`: of one update on a rank. docs/planning.md
+    derives each term.
     """
-    everything = shape.parameters
-    share = -(-everything // ranks)
-    cast = compute_bytes != weight_bytes
+    share = -(-shape.parameters // ranks)
+    away = offload == "parameters"
+    cast = compute_bytes != weight_bytes or away
     head = shape.embedding_parameters
     # whole, in the precision of the forward pass, and in float32 to be summed over the ranks
     waits = compute_bytes + (4 if ranks > 1 or compute_bytes != 4 else 0) if cast or ranks > 1 else 0
     chunk = min(chunk, row_tokens)
+    moments = moment_bytes(shape, optimizer, weight_bytes, ranks)
+    frozen = share * compute_bytes if reference else 0
+    on_host = {"none": 0, "optimizer": moments, "parameters": 2 * share * weight_bytes + moments + frozen}[offload]
     return TrainerMemory(
-        weights=share * weight_bytes,
-        gradients=share * weight_bytes,
-        moments=moments * share * weight_bytes,
+        weights=0 if away else share * weight_bytes,
+        gradients=0 if away else share * weight_bytes,
+        moments=moments if offload == "none" else 0,
         gathered=_gathered(shape, compute_bytes, reshard) if cast or ranks > 1 else 0,
         waiting=head * (1 if shape.tied else 2) * waits,
         layer_waiting=shape.layer_parameters * waits,
         kept=_kept(shape, row_tokens, compute_bytes, checkpointing),
         at_work=_at_work(shape, row_tokens, compute_bytes),
         logits=LOGIT_COPIES * chunk * shape.vocabulary * 4 + head * 4,
-        reference=share * compute_bytes if reference else 0,
+        reference=0 if away else frozen,
+        visiting=min(moments, _visiting(shape, weight_bytes, ranks) * moments // (share * weight_bytes))
+        if offload == "optimizer"
+        else 0,
+        host=on_host,
         accumulates=rows > 1,
     )
+
+
+PIECE_BYTES = 256 << 20
+"""Of parameters whose moments come from host memory at the same time; a larger one comes alone."""
+BLOCK = 256
+"""Entries of an 8-bit moment that share a float32 scale."""
+
+
+def moment_bytes(shape: ModelShape, optimizer: Optimizer, weight_bytes: int, ranks: int = 1) -> int:
+    """Of one rank's share: two moments a parameter (AdamW), two bytes and their scales, or one for layers' matrices (Muon)."""
+    everything = shape.parameters
+    match optimizer:
+        case "adamw":
+            return 2 * -(-everything // ranks) * weight_bytes
+        case "adamw_8bit":
+            return -(-everything // ranks) * 2 * (BLOCK + 4) // BLOCK
+        case "muon":
+            return -(-(2 * everything - shape.layers * shape.layer_matrices) // ranks) * weight_bytes
+        case "sgd":
+            return 0
+
+
+def _visiting(shape: ModelShape, weight_bytes: int, ranks: int) -> int:
+    """Bytes of the parameters of the largest piece."""
+    return max(PIECE_BYTES, -(-shape.embedding_parameters // ranks) * weight_bytes)
 
 
 LOGIT_COPIES = 2
 """[chunk, vocabulary] float32 tensors alive at once in the backward pass of the log-probs."""
 
 
-def _gathered(shape: ModelShape, compute_bytes: int, reshard: bool) -> int:
-    """Whole weights: the embedding and head stay through the step, of the layers two (one at work, one on its way) or all."""
+def _gathered(shape: ModelShape, compute_bytes: int, reshard: bool | int) -> int:
+    """Whole weights: the embedding and head stay through the step, of the layers two (one at work, one on its way) or all; of
+    the others a share each, where they stay with a group of ranks."""
     head = shape.embedding_parameters * (1 if shape.tied else 2)
     layers = min(2, shape.layers) if reshard else shape.layers
-    return (head + layers * shape.layer_parameters) * compute_bytes
+    others = (shape.layers - layers) * -(-shape.layer_parameters // reshard) if reshard > 1 else 0
+    return (head + layers * shape.layer_parameters + others) * compute_bytes
 
 
 def layer_activation_bytes(shape: ModelShape, compute_bytes: int) -> int:
@@ -206,9 +255,19 @@ def layer_activation_bytes(shape: ModelShape, compute_bytes: int) -> int:
     return norms + attention + (qk_norms if shape.qk_norm else 0) + 4 * compute_bytes * shape.intermediate
 
 
-def _kept(shape: ModelShape, tokens: int, compute_bytes: int, checkpointing: bool) -> int:
-    """Of each layer its input (checkpointing), or all that it keeps; then the last norm, and the hidden states for the head."""
-    layer = compute_bytes * shape.hidden if checkpointing else layer_activation_bytes(shape, compute_bytes)
+def layer_product_bytes(shape: ModelShape, compute_bytes: int) -> int:
+    """What one layer keeps with selective checkpointing, for one token: its input, the results of its seven products and of
+    attention, and that one's float32 log-sum a head."""
+    products = 3 * shape.hidden + 2 * shape.query + 2 * shape.key + 2 * shape.intermediate
+    return compute_bytes * products + 4 * shape.heads
+
+
+def _kept(shape: ModelShape, tokens: int, compute_bytes: int, checkpointing: Checkpointing) -> int:
+    """Of each layer what it keeps; then the last norm, and the hidden states for the head."""
+    if checkpointing == "selective":
+        layer = layer_product_bytes(shape, compute_bytes)
+    else:
+        layer = compute_bytes * shape.hidden if checkpointing else layer_activation_bytes(shape, compute_bytes)
     return tokens * (shape.layers * layer + (4 + 3 * compute_bytes) * shape.hidden)
 
 
@@ -284,8 +343,8 @@ def forward_flops_per_token(shape: ModelShape, context: float = 0.0) -> float:
     return 2.0 * shape.computing_parameters + 4.0 * shape.layers * shape.query * context
 
 
-def train_flops_per_token(shape: ModelShape, mean_length: float, *, checkpointing: bool) -> float:
-    """Forward once (twice with checkpointing: all but the head) and backward twice; a causal sample of L tokens looks back at
-    L/2 on average."""
+def train_flops_per_token(shape: ModelShape, mean_length: float, *, checkpointing: Checkpointing) -> float:
+    """Forward once (twice with full checkpointing: all but the head) and backward twice; a causal sample of L tokens looks back
+    at L/2 on average."""
     forward = forward_flops_per_token(shape, mean_length / 2)
-    return forward * (4 if checkpointing else 3)
+    return forward * (4 if checkpointing and checkpointing != "selective" else 3)

@@ -9,7 +9,15 @@ from __future__ import annotations
 import msgspec
 
 from telescope.flow.latency import EngineTimes, Load, Spread, constant
-from telescope.maths.memory import ModelShape, forward_flops_per_token, train_flops_per_token
+from telescope.maths.memory import (
+    Checkpointing,
+    ModelShape,
+    Offload,
+    Optimizer,
+    forward_flops_per_token,
+    moment_bytes,
+    train_flops_per_token,
+)
 
 GIB = 2**30
 
@@ -41,6 +49,10 @@ TRAIN_SHARE = 0.14
 """Of the peak operations, in training: measured on one H200 with a 0.6B model, with and without checkpointing."""
 LINK_SHARE = 0.7
 """Of the links' bandwidth, in collectives of the trainer."""
+BUS_S = 50e9
+"""Bytes a second between a card and its host, each way: PCIe 5 with 16 lanes, less a fifth. Not measured."""
+HOST_S = 100e9
+"""Bytes a second of a rank's part of its host's memory, in an update by its processors. Not measured."""
 STEP_OVERHEAD_S = 0.9e-3
 """Of a decode step: launches and scheduling. With SEQUENCE_S, the two points of a 3B model on one H200 (64 sequences in 3.7 ms,
 256 in 7.7 ms) are met."""
@@ -79,7 +91,10 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int
     kv_tokens: float
     max_seqs: int
-    checkpointing: bool = True
+    checkpointing: Checkpointing = True
+    replicas: int = 1
+    optimizer: Optimizer = "adamw"
+    offload: Offload = "none"
     compute_bytes: int = 2
     weight_bytes: int = 4
     updates: int = 1
@@ -115,20 +130,42 @@ def latencies(card: Card, work: Work) -> Load:
         request_s=0.005,
         reward_s=constant(0.02),
         train_step_s=TRAIN_OVERHEAD_S + work.updates * _optimizer_s(card, work),
-        train_token_s=work.epochs * (train_token_s + _collectives_s(card, work) / work.row_tokens),
+        train_token_s=work.epochs * (train_token_s + (_collectives_s(card, work) + _bus_s(work)) / work.row_tokens),
         sync_s=way.fixed_s + work.sent_share * weights / way.bytes_s,
         pause_s=way.pause_s,
     )
 
 
 def _optimizer_s(card: Card, work: Work) -> float:
-    """AdamW reads weight, gradient and two moments of each parameter of the share, and writes three of them."""
-    return 7 * work.weight_bytes * work.shape.parameters / work.ranks / (card.bandwidth * READ_SHARE)
+    """The optimiser reads weight, gradient and moments of each parameter of the share, and writes weight and moments. Moments
+    that come from host memory cross the bus twice besides; where everything is there, the host's processors do it."""
+    share = _share(work)
+    moments = moment_bytes(work.shape, work.optimizer, work.weight_bytes, work.ranks // work.replicas)
+    touched = 3 * work.weight_bytes * share + 2 * moments
+    match work.offload:
+        case "none":
+            return touched / (card.bandwidth * READ_SHARE)
+        case "optimizer":
+            return touched / (card.bandwidth * READ_SHARE) + 2 * moments / BUS_S
+        case "parameters":
+            return touched / HOST_S
+
+
+def _bus_s(work: Work) -> float:
+    """Of one row, with weights in host memory: its shares come for forward and for backward, and the gradients go back."""
+    return 3 * work.weight_bytes * _share(work) / BUS_S if work.offload == "parameters" else 0.0
+
+
+def _share(work: Work) -> float:
+    return work.shape.parameters * work.replicas / work.ranks
 
 
 def _collectives_s(card: Card, work: Work) -> float:
-    """Of one row: weights gathered for forward and again for backward, gradients summed in float32. Nothing on one rank."""
+    """Of one row: weights gathered for forward and again for backward, gradients summed in float32. Nothing on one rank; of
+    replicas each rank's share of the gradients is summed over them besides."""
     if work.ranks == 1:
         return 0.0
-    moved = work.shape.parameters * (2 * work.compute_bytes + 4) * (work.ranks - 1) / work.ranks
-    return moved / (card.link * LINK_SHARE)
+    shards = work.ranks // work.replicas
+    moved = work.shape.parameters * (2 * work.compute_bytes + 4) * (shards - 1) / shards
+    summed = 2 * 4 * _share(work) * (work.replicas - 1) / work.replicas
+    return (moved + summed) / (card.link * LINK_SHARE)

@@ -17,7 +17,7 @@ from telescope.flow.simulate import Cluster, simulate
 from telescope.inference.main import lanes
 from telescope.inference.vllm_options import CPU_MAX_NUM_SEQS, GPU_MAX_NUM_SEQS
 from telescope.maths.batching import assign
-from telescope.maths.memory import ModelShape, ServerMemory, TrainerMemory, server_memory, trainer_memory
+from telescope.maths.memory import RUNTIME_BYTES, ModelShape, ServerMemory, TrainerMemory, server_memory, trainer_memory
 from telescope.maths.packing import rows_needed
 from telescope.orchestrator.main import flow_settings
 from telescope.planning.calibrate import Calibration
@@ -93,14 +93,15 @@ def training(config: RunConfig, shape: ModelShape, ranks: int | None = None) -> 
         return None
     return trainer_memory(
         shape,
-        ranks=ranks or config.cluster.trainer_num_workers,
+        ranks=(ranks or config.cluster.trainer_num_workers) // backend.replicas,
         row_tokens=trainer.seq_len // backend.ranks_a_shard,
         chunk=trainer.entropy_chunk_size,
         weight_bytes=BYTES[config.model.dtype],
         compute_bytes=BYTES[backend.mixed_precision_dtype or config.model.dtype],
         checkpointing=backend.gradient_checkpointing,
         reshard=backend.reshard_after_forward,
-        moments=2 if backend.optimizer == "adamw" else 0,
+        optimizer=backend.optimizer,
+        offload=backend.offload,
         reference=config.algorithm.needs_reference,
     )
 
@@ -116,14 +117,57 @@ def check_memory(config: RunConfig, shape: ModelShape, card: Card) -> None:
             f"it on an {card.name}: room for {server.kv_tokens:,} tokens of KV cache, and one sequence may have "
             f"inference.max_model_len={need:,}. Raise the utilization, lower max_model_len, or take a smaller model."
         )
-    if rank is not None and rank.total > card.memory:
+    if rank is not None and needed(rank) > card.memory:
         ranks = config.cluster.trainer_num_workers
         raise Refused(
-            f"A trainer rank needs about {_gib(rank.total)}, and an {card.name} has {_gib(card.memory)}: weights, gradients "
+            f"A trainer rank needs about {_gib(needed(rank))}, and an {card.name} has {_gib(card.memory)}: weights, gradients "
             f"and moments {_gib(rank.weights + rank.gradients + rank.moments)} on cluster.trainer_num_workers={ranks}, "
-            f"activations {_gib(rank.kept)} at trainer.seq_len={config.trainer.seq_len:,}. Give it more "
-            "ranks, shorter rows (or parts of rows: backend.context_parallel_size), or backend.gradient_checkpointing=true."
+            f"activations {_gib(rank.kept)} at trainer.seq_len={config.trainer.seq_len:,}. {_remedy(config, shape, card)}"
         )
+
+
+def _remedy(config: RunConfig, shape: ModelShape, card: Card) -> str:
+    """What would make it fit, one setting each; worked out, not guessed."""
+    ranks = config.cluster.trainer_num_workers
+    found = []
+    for more in (2, 4, 8):
+        if _fits(divided_as(config, config.cluster.inference_num_workers, more * ranks), shape, card):
+            found.append(f"cluster.trainer_num_workers={more * ranks}")
+            break
+    for name, value in REMEDIES:
+        try:
+            changed = type(config.backend).model_validate({**config.backend.model_dump(), name: value}, strict=True)
+        except ValueError:
+            continue  # it does not go with the other settings
+        if _fits(config.model_copy(update={"backend": changed}), shape, card):
+            found.append(f"backend.{name}={value}")
+    if not found:
+        return (
+            "No one setting makes room: give it more ranks and shorter rows (trainer.seq_len), with backend.offload=parameters."
+        )
+    return f"It would fit with {', or '.join(found)}; or with shorter rows."
+
+
+REMEDIES = (
+    ("gradient_checkpointing", "full"),
+    ("optimizer", "adamw_8bit"),
+    ("offload", "optimizer"),
+    ("offload", "parameters"),
+)
+
+
+SLACK = 1.05
+"""Of a rank's tensors, for what an allocator can't use; estimates met measured peaks within as much."""
+
+
+def needed(rank: TrainerMemory) -> int:
+    """Bytes of a card that a rank takes, with its runtime."""
+    return int(rank.total * SLACK) + RUNTIME_BYTES
+
+
+def _fits(config: RunConfig, shape: ModelShape, card: Card) -> bool:
+    rank = training(config, shape)
+    return rank is not None and needed(rank) <= card.memory
 
 
 def assumed_load(config: RunConfig, shape: ModelShape, card: Card, completion_tokens: float | None = None) -> Load:
@@ -143,6 +187,9 @@ def assumed_load(config: RunConfig, shape: ModelShape, card: Card, completion_to
         checkpointing=fsdp.gradient_checkpointing,
         compute_bytes=BYTES[fsdp.mixed_precision_dtype or config.model.dtype],
         weight_bytes=BYTES[config.model.dtype],
+        replicas=fsdp.replicas,
+        optimizer=fsdp.optimizer,
+        offload=fsdp.offload,
         updates=config.trainer.number_of_minibatches * config.trainer.epochs_per_batch,
         epochs=config.trainer.epochs_per_batch,
         parallel=config.inference.tensor_parallel_size,

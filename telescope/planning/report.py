@@ -36,6 +36,7 @@ def describe_trainer_memory(memory: TrainerMemory, ranks: int) -> str:
         "weights": memory.weights,
         "gradients": memory.gradients,
         "moments": memory.moments,
+        "moments at their step": memory.visiting,
         "gathered copies": memory.gathered,
         "waiting gradients": memory.waiting,
         "activations": memory.kept,
@@ -44,7 +45,8 @@ def describe_trainer_memory(memory: TrainerMemory, ranks: int) -> str:
         "reference": memory.reference,
     }
     said = ", ".join(f"{name} {_gib(part)}" for name, part in parts.items() if part)
-    return f"A trainer rank of {ranks} needs about {_gib(memory.total)} at its peak; not all at once: {said}."
+    host = f" It has {_gib(memory.host)} in its host's memory besides." if memory.host else ""
+    return f"A trainer rank of {ranks} needs about {_gib(memory.total)} at its peak; not all at once: {said}.{host}"
 
 
 def describe_server_memory(memory: ServerMemory, max_model_len: int, card: Card) -> str:

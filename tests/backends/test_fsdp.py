@@ -303,7 +303,11 @@ def test_dropout_is_switched_off(build, tmp_path):
 
 @pytest.mark.parametrize(
     ("kind", "sentence"),
-    [("flash", "computes in bfloat16 or float16 on a GPU, not float32 on cpu"), ("flex", "trains on a GPU only, not on cpu")],
+    [
+        ("flash", "computes in bfloat16 or float16 on a GPU, not float32 on cpu: use sdpa, or auto"),
+        ("flash2", "computes in bfloat16 or float16 on a GPU, not float32 on cpu: use sdpa, or auto"),
+        ("flex", "trains on a GPU only, not on cpu: use sdpa, or auto"),
+    ],
 )
 def test_attention_that_cannot_work_here_is_refused(build, kind, sentence):
     with pytest.raises(ValueError, match=f"backend.attention={kind} {sentence}"):

@@ -11,6 +11,8 @@ from telescope.config.models import EMBEDDED
 from telescope.maths.memory import (
     forward_flops_per_token,
     layer_activation_bytes,
+    layer_product_bytes,
+    moment_bytes,
     server_memory,
     shape_from,
     train_flops_per_token,
@@ -69,7 +71,7 @@ def test_states_of_the_optimiser_are_16_bytes_a_parameter_and_divided_among_rank
     assert one.weights + one.gradients + one.moments == 16 * 596_049_920
     assert four.weights + four.gradients + four.moments == 4 * 596_049_920
     assert (four.kept, four.at_work) == (one.kept, one.at_work)
-    assert trainer_memory(shape, ranks=1, row_tokens=4096, chunk=1024, moments=0).moments == 0
+    assert trainer_memory(shape, ranks=1, row_tokens=4096, chunk=1024, optimizer="sgd").moments == 0
 
 
 def test_without_checkpointing_every_layer_keeps_its_activations() -> None:
@@ -96,6 +98,47 @@ MEASURED = (
 def test_estimates_are_within_15_percent_of_the_peaks_measured_on_a_gpu(name, tokens, checkpointing, measured) -> None:
     told = trainer_memory(shape_of(name), ranks=1, row_tokens=tokens, chunk=1024, checkpointing=checkpointing, rows=1)
     assert told.total / GIB == pytest.approx(measured, rel=0.15)
+
+
+def test_moments_by_optimiser_in_bytes_a_parameter() -> None:
+    """AdamW 8; with codes 2 and two scales for 256 of them; Muon 4 for the layers' matrices and 8 for all else."""
+    shape = shape_of("Qwen/Qwen3-0.6B")
+    assert moment_bytes(shape, "adamw", 4) == 8 * 596_049_920
+    assert moment_bytes(shape, "adamw_8bit", 4) == 2 * 596_049_920 + 8 * 596_049_920 // 256
+    matrices = 28 * (2 * 1024 * (2048 + 1024) + 3 * 1024 * 3072)
+    assert moment_bytes(shape, "muon", 4) == 8 * 596_049_920 - 4 * matrices
+    assert moment_bytes(shape, "sgd", 4) == 0
+
+
+def test_what_is_offloaded_is_on_the_host_and_comes_in_pieces() -> None:
+    shape = shape_of("Qwen/Qwen3-4B")
+    plain, moments, everything = (
+        trainer_memory(shape, ranks=2, row_tokens=4096, chunk=1024, offload=offload)
+        for offload in ("none", "optimizer", "parameters")
+    )
+    assert (plain.host, moments.host, everything.host) == (0, plain.moments, 16 * 4_022_468_096 // 2)
+    assert moments.moments == 0
+    assert moments.visiting == 2 * 4 * 151_936 * 2560 // 2  # of the embedding's half
+    assert (everything.weights, everything.gradients, everything.moments) == (0, 0, 0)
+    assert everything.gathered == plain.gathered > 0
+    assert plain.total - moments.total == plain.at_the_first_layer - moments.at_the_first_layer == plain.moments
+
+
+def test_layers_that_stay_with_a_group_are_kept_in_shares() -> None:
+    shape = shape_of("Qwen/Qwen3-0.6B")
+    freed, grouped, held = (
+        trainer_memory(shape, ranks=8, row_tokens=4096, chunk=1024, reshard=reshard).gathered for reshard in (True, 4, False)
+    )
+    assert grouped - freed == 26 * shape.layer_parameters // 4 * 2
+    assert held - freed == 26 * shape.layer_parameters * 2
+
+
+def test_selective_checkpointing_keeps_products_of_which_full_checkpointing_computes_each_again() -> None:
+    shape = shape_of("Qwen/Qwen3-0.6B")
+    assert layer_product_bytes(shape, 2) == 2 * (3 * 1024 + 2 * 2048 + 2 * 1024 + 2 * 3072) + 4 * 16 == 30_784
+    assert layer_activation_bytes(shape, 2) == 71_848
+    assert train_flops_per_token(shape, 0, checkpointing="selective") == train_flops_per_token(shape, 0, checkpointing=False)
+    assert train_flops_per_token(shape, 0, checkpointing="full") == train_flops_per_token(shape, 0, checkpointing=True)
 
 
 def test_gradients_of_earlier_rows_stand_while_the_next_one_is_at_the_head() -> None:

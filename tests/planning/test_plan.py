@@ -216,6 +216,24 @@ def test_memory_is_that_of_the_settings() -> None:
     assert serving(config, shape, CARDS["h100"]).kv_bytes_per_token == 12_288
 
 
+def test_4b_at_65k_needs_two_h100_or_moments_on_the_host() -> None:
+    """What `plan` says of it, and that each remedy it names is one."""
+    long = (
+        "model=any", "model.name=Qwen/Qwen3-4B", "trainer.seq_len=65536", "inference.max_model_len=65536",
+        "inference.gpu_memory_utilization=0.9", "rollout.max_tokens=60000", "cluster.trainer_num_workers=1",
+        "orchestrator.prompts_batch_size_for_trainer=8",
+    )  # fmt: skip
+    shape, card = shape_of("Qwen/Qwen3-4B"), CARDS["h100"]
+    with pytest.raises(Refused) as refused:
+        check_memory(composed(*long), shape, card)
+    said = str(refused.value)
+    assert "A trainer rank needs about 83.6 GiB, and an H100 has 79.0 GiB" in said
+    remedies = ("cluster.trainer_num_workers=2", "backend.optimizer=adamw_8bit", "backend.offload=optimizer")
+    assert said.endswith(f"It would fit with {', or '.join((*remedies, 'backend.offload=parameters'))}; or with shorter rows.")
+    for remedy in remedies:
+        check_memory(composed(*long, remedy), shape, card)
+
+
 def test_the_placement_names_hosts_gpus_threads_and_where_sockets_bind(say: Callable[..., tuple[int, str]]) -> None:
     servers = ("cluster.inference_num_workers=4", "inference.tensor_parallel_size=2", "cluster.inference_placement=SPREAD")
     code, said = say(

@@ -1,21 +1,19 @@
 """Causal attention inside the segments of a packed row, and nowhere else: by lengths, never by a [T, T] mask.
 
-Owns three ways to compute it and the choice among them; transformers models reach them by the name in `NAMES` through
-transformers' own registry. Refuses what it does not compute (soft caps, sinks, dropout) instead of leaving it out.
+Owns what each kernel is told of a row; transformers models reach them by the name in `NAMES` through transformers' registry.
+Which of them works where is kernels.py's. Refuses what it does not compute (soft caps, sinks, biases): none of it is left out.
 
-    sdpa   PyTorch's scaled_dot_product_attention over segments of like length, stacked as a batch: CPU, any GPU, any dtype
-    flash  FlashAttention over lengths (flash_attn where installed, else PyTorch's varlen_attn): GPU, bfloat16 or float16
-    flex   FlexAttention with a block mask of the segments, compiled: GPU
+    flash3, flash2, varlen   FlashAttention over lengths: two packages, and PyTorch's own. GPU, bfloat16 or float16
+    flex                     FlexAttention with a block mask of the segments, compiled: GPU, any dtype
+    sdpa                     PyTorch's scaled_dot_product_attention over segments of like length, stacked as a batch: everywhere
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,9 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from telescope.backends.common.context import Context
+from telescope.backends.common.kernels import Kind as Kind
+from telescope.backends.common.kernels import Lengths, by_lengths
 
-Kind = Literal["sdpa", "flash", "flex"]
-NAMES: dict[Kind, str] = {"sdpa": "telescope_stacks", "flash": "telescope_lengths", "flex": "telescope_blocks"}
+NAMES: dict[Kind, str] = {
+    "flash3": "telescope_lengths_3", "flash2": "telescope_lengths_2", "varlen": "telescope_lengths",
+    "flex": "telescope_blocks", "sdpa": "telescope_stacks",
+}  # fmt: skip
 """Not the kernels' own words: transformers takes a name with `flash` in it for one of its packages, and looks for that."""
 SMALLEST_BUCKET = 32
 """Segments are stacked with others of at most twice their length; below this many tokens all lengths are alike."""
@@ -50,31 +52,20 @@ class Segments:
     longest: int
     stacks: Stacks | None = None
     """Of sdpa alone."""
-    block_mask: Any = None
+    masks: BlockMasks | None = None
     """Of flex alone."""
     context: Context | None = None
     """The ranks that share the row; None: this rank has all of it."""
-
-
-def choose(device: str, dtype: torch.dtype) -> Kind:
-    """What `attention=auto` means here: flash on a GPU in half precision, else sdpa."""
-    return "flash" if device.startswith("cuda") and dtype in (torch.bfloat16, torch.float16) else "sdpa"
-
-
-def check(kind: Kind, device: str, dtype: torch.dtype) -> None:
-    """Raise `ValueError` where the kind can't work on this device and dtype."""
-    name = str(dtype).removeprefix("torch.")
-    if kind == "flash" and choose(device, dtype) != "flash":
-        raise ValueError(f"backend.attention=flash computes in bfloat16 or float16 on a GPU, not {name} on {device}: use sdpa")
-    if kind == "flex" and not device.startswith("cuda"):
-        raise ValueError(f"backend.attention=flex trains on a GPU only, not on {device}: use sdpa")
 
 
 def register(kind: Kind) -> str:
     """Make the kind known to transformers and return its name there, for `attn_implementation`. May be called again."""
     from transformers import AttentionInterface
 
-    function = {"sdpa": _sdpa, "flash": _flash, "flex": _flex}[kind]
+    if NAMES[kind] in AttentionInterface():
+        return NAMES[kind]  # whoever has wrapped it means it to stay so
+    plain: dict[Kind, Function] = {"sdpa": _sdpa, "flex": _flex}
+    function = plain[kind] if kind in plain else _flash(by_lengths(kind))
     AttentionInterface.register(NAMES[kind], _over_ranks(function))
     return NAMES[kind]
 
@@ -85,8 +76,8 @@ def segments(kind: Kind, boundaries: np.ndarray, device: str, context: Context |
     lengths = np.diff(kept)
     on_device = torch.from_numpy(kept.astype(np.int32)).to(device, non_blocking=True)
     stacks = _stacks(kept[:-1], lengths, device) if kind == "sdpa" else None
-    mask = _block_mask(kept, lengths, device) if kind == "flex" else None
-    return Segments(boundaries=on_device, longest=int(lengths.max()), stacks=stacks, block_mask=mask, context=context)
+    masks = BlockMasks(lengths, device) if kind == "flex" else None
+    return Segments(boundaries=on_device, longest=int(lengths.max()), stacks=stacks, masks=masks, context=context)
 
 
 def _stacks(starts: np.ndarray, lengths: np.ndarray, device: str) -> Stacks:
@@ -199,64 +190,53 @@ def _window_mask(length: int, window: int | None, device: torch.device) -> Tenso
     return (back >= 0) & (back < window)
 
 
-@functools.cache
-def _varlen() -> Callable[..., Tensor]:
-    """(q, k, v, boundaries, longest, scale, window) -> [T, Hq, D], by flash_attn where it is installed."""
-    if importlib.util.find_spec("flash_attn") is not None:
-        from flash_attn import flash_attn_varlen_func
+def _flash(kernel: Lengths) -> Function:
+    def attend(
+        module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
+        row: Segments, scaling: float | None = None, sliding_window: int | None = None, **kwargs: Any,
+    ) -> Result:  # fmt: skip
+        _refuse_unknown(kwargs)
+        q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))  # [T, H, D]
+        window = -1 if sliding_window is None else sliding_window - 1
+        return kernel(q, k, v, row.boundaries, row.longest, scaling, window)[None], None
 
-        def installed(q: Tensor, k: Tensor, v: Tensor, at: Tensor, longest: int, scale: float | None, window: int) -> Tensor:
-            result: Tensor = flash_attn_varlen_func(
-                q, k, v, at, at, longest, longest, softmax_scale=scale, causal=True, window_size=(window, 0)
-            )
-            return result
-
-        return installed
-    from torch.nn.attention.varlen import varlen_attn
-
-    # torch 2.11 shares key heads among query heads unasked; later ones want to be told
-    sharing: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-
-    def built_in(q: Tensor, k: Tensor, v: Tensor, at: Tensor, longest: int, scale: float | None, window: int) -> Tensor:
-        result = varlen_attn(q, k, v, at, at, longest, longest, scale=scale, window_size=(window, 0), **sharing)
-        assert isinstance(result, Tensor)  # a tuple only where more is asked for
-        return result
-
-    return built_in
+    return attend
 
 
-def flash_name() -> str:
-    """Which implementation `flash` is on this machine, for the log."""
-    return "flash_attn" if importlib.util.find_spec("flash_attn") is not None else "torch varlen_attn"
+class BlockMasks:
+    """The masks of one row for FlexAttention: of layers that see all of a segment, and of those that see a window. Made when
+    a layer asks for them first."""
 
+    def __init__(self, lengths: np.ndarray, device: str) -> None:
+        self._lengths, self._device = lengths, device
+        self._made: dict[int | None, Any] = {}
 
-def _flash(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
-    row: Segments, scaling: float | None = None, sliding_window: int | None = None, **kwargs: Any,
-) -> Result:  # fmt: skip
-    _refuse_unknown(kwargs)
-    q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))  # [T, H, D]
-    window = -1 if sliding_window is None else sliding_window - 1
-    return _varlen()(q, k, v, row.boundaries, row.longest, scaling, window)[None], None
+    def of(self, window: int | None) -> Any:
+        """`window`: tokens that a token sees, itself included; None: all before it in its segment."""
+        if window not in self._made:
+            self._made[window] = self._make(window)
+        return self._made[window]
 
+    def _make(self, window: int | None) -> Any:
+        from torch.nn.attention.flex_attention import create_block_mask
 
-def _block_mask(kept: np.ndarray, lengths: np.ndarray, device: str) -> Any:
-    from torch.nn.attention.flex_attention import create_block_mask
+        segment = torch.from_numpy(np.repeat(np.arange(len(self._lengths)), self._lengths)).to(self._device)
 
-    segment = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)).to(device)
+        def inside(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            seen = (q >= k) & (segment[q] == segment[k])
+            return seen if window is None else seen & (q - k < window)
 
-    def inside(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (q >= k) & (segment[q] == segment[k])
-
-    tokens = int(kept[-1])
-    return create_block_mask(inside, None, None, tokens, tokens, device=device)
+        tokens = len(segment)
+        return create_block_mask(inside, None, None, tokens, tokens, device=self._device)
 
 
 @functools.cache
-def _compiled_flex() -> Callable[..., Any]:
+def _flex_attention(compiled: bool) -> Callable[..., Any]:
+    """On a CPU it can't be trained, and is not worth compiling."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=True)
+    attend: Any = flex_attention
+    return torch.compile(attend, dynamic=True) if compiled else attend
 
 
 def _flex(
@@ -264,8 +244,9 @@ def _flex(
     row: Segments, scaling: float | None = None, sliding_window: int | None = None, **kwargs: Any,
 ) -> Result:  # fmt: skip
     _refuse_unknown(kwargs)
-    if sliding_window is not None and row.longest > sliding_window:
-        raise ValueError("backend.attention=flex does not compute this model's sliding window: use flash or sdpa")
+    assert row.masks is not None, "segments were prepared for another kind of attention"
+    window = sliding_window if sliding_window is not None and row.longest > sliding_window else None
     gqa = query.shape[1] != key.shape[1]
-    out = _compiled_flex()(query, key, value, block_mask=row.block_mask, scale=scaling, enable_gqa=gqa)
+    attend = _flex_attention(query.is_cuda)
+    out = attend(query, key, value, block_mask=row.masks.of(window), scale=scaling, enable_gqa=gqa)
     return out.transpose(1, 2), None

@@ -5,9 +5,10 @@ Owns the backend's settings. Torch is imported in `build()`, so that a configura
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from telescope.backends.base import Backend, BackendSettings, Job
 
@@ -19,11 +20,12 @@ class FSDP(BackendSettings):
     """Precision of forward and backward; gradients are reduced, and weights updated, in model.dtype or better.
     null: that of the weights themselves."""
     gradient_checkpointing: bool | Literal["full", "selective"] = True
-    """true, full: keep only each layer's input and compute the layer again in the backward pass: least memory, about a third more
-    time. selective: keep the results of matrix products and attention too, and compute again what is between them. false: keep
-    everything."""
-    attention: Literal["auto", "flash", "sdpa", "flex"] = "auto"
-    """Kernel of the attention within each packed sample. auto: flash on a GPU in half precision, else sdpa."""
+    """true, full: keep only each layer's input and compute the layer again in the backward pass: least memory, about a third
+    more time. selective: keep the results of matrix products and attention too, and compute again what is between them. false:
+    keep everything."""
+    attention: Literal["auto", "flash", "flash3", "flash2", "varlen", "flex", "sdpa"] = "auto"
+    """Kernel of the attention within each packed sample. auto: the first of flash3, flash2, varlen, flex and sdpa that works
+    here; flash: the first of the first three, which compute in half precision on a GPU."""
     context_parallel_size: int = Field(default=1, ge=1, le=64)
     """Trainer ranks that share each packed row, an equal part of its tokens each: longer rows in the same memory. Must divide
     the number of ranks, the model's attention heads and trainer.pad_to_multiple_of."""
@@ -35,17 +37,74 @@ class FSDP(BackendSettings):
     gathered within a replica, gradients are summed over all. Must divide the ranks."""
     offload: Literal["none", "optimizer", "parameters"] = "none"
     """What lies in host memory while a GPU does not need it. optimizer: the moments; they come for each update, 16 bytes a
-    parameter over the bus. parameters: weights, gradients and moments; a layer's weights come when it is at work, and the update
-    is the host's."""
+    parameter over the bus. parameters: weights, gradients and moments; a layer's weights come when it is at work, and the
+    update is the host's."""
     optimizer: Literal["adamw", "adamw_8bit", "muon", "sgd"] = "adamw"
     """adamw_8bit: moments of a byte each. muon: orthogonalised momentum for the layers' matrices, adamw for all else. sgd: the
     plain step, learning_rate times the gradient, without moments (trainer.betas mean nothing to it)."""
+    compile: bool = False
+    """Compile each layer (torch.compile), without its attention: fewer passes over memory, and a minute or so at first.
+    Needs a C++ compiler on the host."""
     collective_timeout_s: float = Field(default=600.0, gt=0)
     """Until a rank that waits for the others, at the start or in a collective, gives up with an error."""
 
     @property
     def ranks_a_shard(self) -> int:
         return self.context_parallel_size
+
+    @model_validator(mode="after")
+    def _options_go_together(self) -> FSDP:
+        if sentence := next(self._own_errors(), None):
+            raise ValueError(sentence)
+        return self
+
+    def _own_errors(self) -> Iterator[str]:
+        kept, group = self.gradient_checkpointing, self.reshard_after_forward
+        if not isinstance(group, bool) and group < 2:
+            yield f"backend.reshard_after_forward={group} is no group of ranks: set true, false, or 2 or more"
+        if self.offload == "optimizer" and self.optimizer == "sgd":
+            yield "backend.offload=optimizer has nothing to move with backend.optimizer=sgd, which has no moments: leave it out"
+        if self.offload == "parameters" and self.optimizer in ("adamw_8bit", "muon"):
+            yield (
+                f"backend.offload=parameters leaves the update to the host's processors, which are slow at what "
+                f"backend.optimizer={self.optimizer} does: set offload=optimizer, or optimizer=adamw"
+            )
+        if self.compile and kept == "selective":
+            yield (
+                "backend.compile=true hides the layers' products from backend.gradient_checkpointing=selective, which would "
+                "keep none of them: set gradient_checkpointing=full or false, or compile=false"
+            )
+        if self.compile and self.attention == "flex":
+            yield "backend.compile=true leaves attention out, and attention=flex is compiled itself: set flash or sdpa"
+
+    def run_errors(self, *, ranks: int, adapters: bool, on_cpu: bool) -> Iterator[tuple[tuple[str, ...], str]]:
+        """See `BackendSettings.run_errors`."""
+        workers = "cluster.trainer_num_workers"
+        if ranks % self.replicas:
+            yield (
+                ("backend.replicas", workers),
+                f"backend.replicas={self.replicas} must divide {workers}={ranks}: each replica has as many ranks; set "
+                f"{workers}={-(-ranks // self.replicas) * self.replicas}, or other replicas",
+            )
+            return
+        shards, group = ranks // self.replicas, self.reshard_after_forward
+        if not isinstance(group, bool) and (shards % group or group == shards):
+            yield (
+                ("backend.reshard_after_forward", "backend.replicas", workers),
+                f"backend.reshard_after_forward={group} must divide the {shards} ranks of a replica and be fewer: set true for "
+                "all of them",
+            )
+        if adapters and self.optimizer == "muon":
+            yield (
+                ("backend.optimizer", "model.lora"),
+                "backend.optimizer=muon would orthogonalise the halves of each adapter, which are no matrices of the model: "
+                "set optimizer=adamw, or model.lora=null",
+            )
+        if on_cpu and self.offload != "none":
+            yield (
+                ("backend.offload", "cluster.device"),
+                f"backend.offload={self.offload} frees the memory of a GPU, and cluster.device=cpu has none: leave it out",
+            )
 
     def build(self, job: Job) -> Backend:
         from telescope.backends.fsdp.backend import FSDPBackend

@@ -12,8 +12,8 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from telescope.backends.base import Job
-from telescope.backends.common import attention
-from telescope.backends.fsdp import loading, recompute
+from telescope.backends.common import kernels
+from telescope.backends.fsdp import compiling, loading, recompute
 from telescope.backends.fsdp.mesh import Spread
 from telescope.backends.fsdp.policy import Policy
 
@@ -23,12 +23,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def trained(settings: FSDP, job: Job, kind: attention.Kind, computing: torch.dtype, spread: Spread) -> Policy:
+def trained(settings: FSDP, job: Job, kind: kernels.Kind, computing: torch.dtype, spread: Spread) -> Policy:
     """The policy, ready for its first step. A collective."""
     master = getattr(torch, job.model.dtype)
     lm, checkpoint = loading.outline(job.model, kind, master)
     kept = recompute.mode(settings.gradient_checkpointing)
     recompute.enable(lm, kept)
+    if settings.compile:
+        compiling.compile_layers(lm, kind)
     policy = Policy(lm, kind, spread.context)
     uniform = all(parameter.dtype == computing for parameter in policy.parameters())  # adapters are float32 in any model
     precision = MixedPrecisionPolicy(param_dtype=None if uniform else computing, reduce_dtype=torch.float32)
@@ -37,19 +39,20 @@ def trained(settings: FSDP, job: Job, kind: attention.Kind, computing: torch.dty
     loading.fill(policy, checkpoint, _home(settings, job), spread)
     policy.verify(job.world.device, job.temperature, tolerance=1e-3 if computing == torch.float32 else 0.5)
     log.info(
-        "%s: %.2fM weights in %s, %.2fM of them trained, computing in %s, attention %s, checkpointing %s",
+        "%s: %.2fM weights in %s, %.2fM of them trained, computing in %s, attention %s, checkpointing %s%s",
         type(lm).__name__,
         sum(parameter.numel() for parameter in policy.parameters()) / 1e6,
         job.model.dtype,
         sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad) / 1e6,
         str(computing).removeprefix("torch."),
-        f"flash ({attention.flash_name()})" if kind == "flash" else kind,
+        kernels.WORDS[kind],
         kept,
+        ", layers compiled" if settings.compile else "",
     )
     return policy
 
 
-def frozen(settings: FSDP, job: Job, kind: attention.Kind, computing: torch.dtype, spread: Spread) -> Policy:
+def frozen(settings: FSDP, job: Job, kind: kernels.Kind, computing: torch.dtype, spread: Spread) -> Policy:
     """The base model once more, in the precision of the forward pass: its weights never move, so they need no better one."""
     lm, checkpoint = loading.outline(job.model, kind, computing, adapters=False)
     policy = Policy(lm.requires_grad_(False).eval(), kind, spread.context)

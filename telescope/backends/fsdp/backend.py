@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from telescope.backends.base import Job, Outcome, StepResult, TrainShard
-from telescope.backends.common import attention, ranks, rows, shards, work
+from telescope.backends.common import attention, kernels, ranks, rows, shards, work
 from telescope.backends.common.saving import Saver
 from telescope.backends.common.spans import Spans
 from telescope.backends.common.tally import Tally
@@ -51,8 +51,7 @@ class FSDPBackend:
         self._job = job
         self._device = job.world.device
         computing = getattr(torch, settings.mixed_precision_dtype or job.model.dtype)
-        kind = attention.choose(self._device, computing) if settings.attention == "auto" else settings.attention
-        attention.check(kind, self._device, computing)
+        kind = kernels.choose(settings.attention, kernels.machine(self._device, computing))
         torch.manual_seed(job.seed)
         with ranks.watched("meeting the other ranks"):
             ranks.join(job.world, settings.collective_timeout_s, host=settings.offload == "parameters")

@@ -63,7 +63,7 @@ def _blocks(values: Tensor) -> Tensor:
     """[R, C] -> [R, ceil(C / 256), 256], zeros behind the last column."""
     padding = -values.shape[1] % BLOCK
     padded = torch.nn.functional.pad(values, (0, padding)) if padding else values
-    return padded.unflatten(1, (-1, BLOCK))
+    return padded.view(values.shape[0], -1, BLOCK)
 
 
 class AdamW8bit(torch.optim.Optimizer):

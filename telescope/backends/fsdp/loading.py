@@ -1,7 +1,7 @@
 """A model's weights from its safetensors files to the ranks, each rank reading the rows of its own shards and no others.
 
-Owns the outline of a model (its modules without weights) and what fills it. Refuses files whose tensors are not the model's own,
-one by one: those that transformers has to convert (experts fused, names of former days, other formats) are loaded whole.
+Owns the outline of a model (its modules without weights) and what fills it. Refuses files whose tensors are not the model's
+own, one by one: those that transformers has to convert (experts fused, names of former days, other formats) are loaded whole.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from telescope.backends.common import attention
+from telescope.backends.common.kernels import Kind
 from telescope.backends.fsdp.mesh import Spread
 from telescope.backends.fsdp.policy import UnfitModel, fitted, load
 from telescope.backends.fsdp.shares import local
@@ -43,9 +44,7 @@ class Checkpoint:
     files: Mapping[str, Path]
 
 
-def outline(
-    model: ModelSettings, kind: attention.Kind, dtype: torch.dtype, *, adapters: bool = True
-) -> tuple[Any, Checkpoint | None]:
+def outline(model: ModelSettings, kind: Kind, dtype: torch.dtype, *, adapters: bool = True) -> tuple[Any, Checkpoint | None]:
     """The model without its weights, and where they are; adapters, buffers and all else are there.
 
     None: the files are not the model's own tensors one by one, and the model has its weights already. Raises `UnfitModel`, and
@@ -54,10 +53,12 @@ def outline(
     lm, checkpoint = _outline(model, kind, dtype)
     if checkpoint is None:
         return load(model, kind, dtype, adapters=adapters), None
-    return fitted(lm, model, adapters=adapters), checkpoint
+    with _lent_memory(lm):
+        fitted(lm, model, adapters=adapters)
+    return lm, checkpoint
 
 
-def _outline(model: ModelSettings, kind: attention.Kind, dtype: torch.dtype) -> tuple[Any, Checkpoint | None]:
+def _outline(model: ModelSettings, kind: Kind, dtype: torch.dtype) -> tuple[Any, Checkpoint | None]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
@@ -101,18 +102,37 @@ def parameters_on_meta() -> Iterator[None]:
             return None  # one that is shared with another module stays one
         return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
 
-    hook = register_module_parameter_registration_hook(bare)
+    hook = register_module_parameter_registration_hook(bare)  # type: ignore[arg-type]
     try:
         yield
     finally:
         hook.remove()
 
 
+@contextmanager
+def _lent_memory(lm: nn.Module) -> Iterator[None]:
+    """Parameters seem to be on the CPU (one number, seen everywhere): adapters made beside them then get memory and values."""
+    bare = [
+        (module, name, p) for module in lm.modules() for name, p in module._parameters.items() if p is not None and p.is_meta
+    ]
+    for module, name, p in bare:
+        lent = torch.zeros((), dtype=p.dtype).expand(p.shape)
+        module._parameters[name] = nn.Parameter(lent, requires_grad=p.requires_grad)
+    try:
+        yield
+    finally:
+        for module, name, p in bare:
+            p.requires_grad_(module._parameters[name].requires_grad)  # type: ignore[union-attr]
+            module._parameters[name] = p
+
+
 def fill(policy: Policy, checkpoint: Checkpoint | None, device: torch.device, spread: Spread) -> None:
     """Give a spread policy its weights, on `device`. None: it has them."""
     if checkpoint is None:
         return
-    policy._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+    policy._apply(  # type: ignore[no-untyped-call]
+        lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+    )
     with Reader(checkpoint) as reader:
         for name, tensor in _stored(policy.lm):
             if BASE not in name and name not in checkpoint.files:

@@ -1,8 +1,8 @@
 """Muon for the matrices of the layers, AdamW for everything else: one optimiser with ordinary states.
 
-After K. Jordan, Muon (2024), and for the size of a step J. Liu et al., Muon is Scalable for LLM Training (2025): an orthogonalised
-update times 0.2 · sqrt(its longer side), which is as large as AdamW's, so that one learning rate serves both. Owns the
-orthogonalisation of matrices that are spread over ranks: each is put together on one of them, another one for each.
+After K. Jordan, Muon (2024), and for the size of a step J. Liu et al., Muon is Scalable for LLM Training (2025): an
+orthogonalised update times 0.2 · sqrt(its longer side), which is as large as AdamW's, so that one learning rate serves both.
+Owns the orthogonalisation of matrices that are spread over ranks: each is put together on one of them, another one for each.
 """
 
 from __future__ import annotations

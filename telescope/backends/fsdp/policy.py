@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 
 from telescope.backends.common import attention, lora, names
 from telescope.backends.common.context import Context, Piece
+from telescope.backends.common.kernels import Kind
 from telescope.backends.common.logprobs import logprobs
 from telescope.backends.fsdp.gather import Part
 from telescope.config.models import check_files, check_weights, model_path, model_problem, model_source
@@ -46,12 +47,12 @@ class RowInput:
 class Policy(nn.Module):
     """The root that FSDP wraps: the head's weight is used inside its forward pass, so it is whole there, tied or not."""
 
-    def __init__(self, lm: Any, kind: attention.Kind, context: Context | None = None) -> None:
+    def __init__(self, lm: Any, kind: Kind, context: Context | None = None) -> None:
         super().__init__()
         if context is not None:
             _check_heads(lm, context.size)
         self.lm = lm
-        self.kind: attention.Kind = kind
+        self.kind: Kind = kind
         self.context = context
         self._rows: dict[str, names.Rows] | None = None
 
@@ -183,7 +184,7 @@ class Policy(nn.Module):
         return None if self.context is None else self.context.piece(tokens, places)
 
 
-def load(model: ModelSettings, kind: attention.Kind, dtype: torch.dtype, *, adapters: bool = True) -> Any:
+def load(model: ModelSettings, kind: Kind, dtype: torch.dtype, *, adapters: bool = True) -> Any:
     """The model on the CPU in `dtype`, with this project's attention and without dropout; with `adapters` also with those of
     model.lora, whose presence freezes everything else."""
     from safetensors import SafetensorError
@@ -209,8 +210,8 @@ def load(model: ModelSettings, kind: attention.Kind, dtype: torch.dtype, *, adap
         raise UnfitModel(f"model.name={model.name}: it can't be loaded: {said}") from error
     if absent := sorted(facts["missing_keys"]):
         raise UnfitModel(
-            f"model.name={model.name}: its files lack {len(absent)} of the model's tensors, {', '.join(absent[:3])} first, which "
-            "would be random numbers: complete the folder"
+            f"model.name={model.name}: its files lack {len(absent)} of the model's tensors, {', '.join(absent[:3])} first, "
+            "which would be random numbers: complete the folder"
         )
     return fitted(lm, model, adapters=adapters)
 

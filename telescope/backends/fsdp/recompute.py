@@ -38,8 +38,8 @@ def enable(lm: Any, kept: Mode) -> None:
     """Let the layers of a transformers model compute again what `kept` does not keep.
 
     selective: results of matrix products and of attention stay, so that norms, rotations and activation functions alone are
-    computed twice. As in Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models (2022), the other way
-    round: there attention is what is computed again, which kernels that keep no scores have made needless.
+    computed twice. As in Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models (2022), the other
+    way round: there attention is what is computed again, which kernels that keep no scores have made needless.
     """
     if kept == "none":
         return

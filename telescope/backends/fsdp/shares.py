@@ -1,4 +1,4 @@
-"""What of a tensor lies on this rank, and other tensors spread as it is. Owns nothing; knows DTensor so that others need not."""
+"""What of a tensor lies on this rank, and other tensors spread as it is. Knows DTensor so that others need not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def placed_like(tensor: Tensor, part: Tensor) -> Tensor:
     fully_shard's own offloaded parameters do."""
     if not isinstance(tensor, DTensor):
         return part
-    return DTensor(part, tensor._spec, requires_grad=False)
+    return DTensor(part, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def rows_like(tensor: Tensor, columns: int, dtype: torch.dtype) -> Tensor:

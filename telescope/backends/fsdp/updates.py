@@ -1,7 +1,7 @@
 """From an accumulated gradient to new weights: learning rate, loss scale, clipping, the optimiser's step.
 
-Owns the order of an update and the schedule. A gradient that is not finite, or that nothing was trained for, moves no weight: with a
-gradient of 0 the moments of AdamW would move them.
+Owns the order of an update and the schedule. A gradient that is not finite, or that nothing was trained for, moves no weight:
+with a gradient of 0 the moments of AdamW would move them.
 """
 
 from __future__ import annotations

@@ -1,0 +1,251 @@
+"""Attention over packed rows: no sample sees another, by any kernel that runs here, in any kind of model that is taken.
+
+FlashAttention's packages run on GPUs alone. A stand-in with their signature, computed by hand from the lengths that it is
+given, shows what they would be told; tests/gpu/check_attention.py runs the real ones.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from telescope.backends.common import attention, kernels
+from telescope.backends.common.kernels import Machine, choose
+from telescope.backends.fsdp.policy import UnfitModel
+from tests.backends.shards import make_job, make_shard
+from tests.backends.test_fsdp import draw, logprobs_of, row_of
+from tests.backends.watching import distance
+
+LENGTHS = (5, 33, 64, 2, 90)
+HEADS, KEY_HEADS, WIDTH = 4, 2, 16
+
+
+def by_hand(
+    q, k, v, at_q, at_k, longest_q, longest_k, *, softmax_scale=None, causal=False, window_size=(-1, -1)
+) -> Tensor:  # fmt: skip
+    """What `flash_attn_varlen_func` computes, a segment and a head at a time."""
+    assert causal
+    assert torch.equal(at_q, at_k)
+    assert at_q.dtype == torch.int32
+    assert longest_q == longest_k == int(at_q.diff().max())
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    pieces = []
+    for start, stop in zip(at_q[:-1].tolist(), at_q[1:].tolist(), strict=True):
+        heads = []
+        for head in range(q.shape[1]):
+            shared = head // (q.shape[1] // k.shape[1])
+            back = torch.arange(stop - start)[:, None] - torch.arange(stop - start)[None, :]
+            seen = (back >= 0) & ((back <= window_size[0]) if window_size[0] >= 0 else True)
+            scores = q[start:stop, head] @ k[start:stop, shared].t() * scale
+            heads.append(scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v[start:stop, shared])
+        pieces.append(torch.stack(heads, dim=1))
+    return torch.cat(pieces)
+
+
+@pytest.fixture
+def stand_in(monkeypatch) -> Iterator[None]:
+    """Under a name of its own: transformers looks for the packages too."""
+    module = types.ModuleType("flash_by_hand")
+    module.flash_attn_varlen_func = by_hand
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    for kind in kernels.PACKAGES:
+        monkeypatch.setitem(kernels.PACKAGES, kind, module.__name__)
+    kernels.by_lengths.cache_clear()
+    yield
+    kernels.by_lengths.cache_clear()
+
+
+def attend(kind: kernels.Kind, inputs: tuple[Tensor, ...], window: int | None = None) -> Tensor:
+    """[1, T, Hq, D], through transformers' registry as a model would call it."""
+    from transformers import AttentionInterface
+
+    function: Callable = AttentionInterface()[attention.register(kind)]
+    row = attention.segments(kind, np.cumsum([0, *LENGTHS]), "cpu")
+    module = torch.nn.Module()
+    return function(module, *inputs, None, row=row, scaling=0.2, sliding_window=window, dropout=0.0)[0]
+
+
+def inputs(changed: int | None = None, grad: bool = True) -> tuple[Tensor, ...]:
+    """Queries, keys and values of one row; `changed`: the sample that is another one."""
+    random = torch.Generator().manual_seed(1)
+    found = [torch.randn(1, heads, sum(LENGTHS), WIDTH, generator=random) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
+    if changed is not None:
+        start = sum(LENGTHS[:changed])
+        for tensor in found:
+            tensor[:, :, start : start + LENGTHS[changed]] += 3.0
+    return tuple(tensor.requires_grad_(grad) for tensor in found)
+
+
+def of_others(tensor: Tensor, changed: int, axis: int) -> Tensor:
+    start, stop = sum(LENGTHS[:changed]), sum(LENGTHS[: changed + 1])
+    kept = [place for place in range(sum(LENGTHS)) if not start <= place < stop]
+    return tensor.index_select(axis, torch.tensor(kept))
+
+
+@pytest.mark.parametrize("kind", ["sdpa", "flash2", "flash3"])
+@pytest.mark.parametrize("window", [None, 8])
+@pytest.mark.parametrize("changed", range(len(LENGTHS)))
+def test_a_sample_that_changes_moves_no_bit_of_the_others_nor_of_their_gradients(stand_in, kind, window, changed):
+    results = []
+    for given in (inputs(), inputs(changed)):
+        out = attend(kind, given, window)
+        upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(2))
+        out.backward(upstream)
+        results.append([of_others(out.detach(), changed, 1), *(of_others(tensor.grad, changed, 2) for tensor in given)])
+    assert all(torch.equal(left, right) for left, right in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_flex_sees_what_the_others_see(window):
+    """Its forward pass alone: PyTorch has no backward pass of it on a CPU."""
+    with torch.no_grad():
+        expected = attend("sdpa", inputs(grad=False), window)
+        torch.testing.assert_close(attend("flex", inputs(grad=False), window), expected, rtol=0, atol=2e-6)
+        for changed in range(len(LENGTHS)):
+            moved = attend("flex", inputs(changed, grad=False), window)
+            left, right = (of_others(each, changed, 1) for each in (moved, attend("flex", inputs(grad=False), window)))
+            assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize("kind", ["flash2", "flash3"])
+@pytest.mark.parametrize("window", [None, 8])
+def test_the_flash_kernels_are_told_lengths_scale_and_window(stand_in, kind, window):
+    torch.testing.assert_close(attend(kind, inputs(), window), attend("sdpa", inputs(), window), rtol=0, atol=2e-6)
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+SIZES = {
+    "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "initializer_range": 0.2, "eos_token_id": 1,
+    "bos_token_id": 1, "pad_token_id": 0,
+}  # fmt: skip
+TAKEN = {
+    "qwen2, every second layer with a window": ("qwen2", {
+        "use_sliding_window": True, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}),
+    "qwen3": ("qwen3", {}),
+    "llama": ("llama", {"rope_scaling": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64}}),
+    "mistral with a window": ("mistral", {"sliding_window": 8}),
+    "phi3, fused q, k and v": ("phi3", {}),
+    "gemma3, windows and two kinds of positions": ("gemma3_text", {
+        "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 20}),
+}  # fmt: skip
+REFUSED = {
+    "gemma2": ("gemma2", {"sliding_window": 8}, "attention uses softcap, which no attention of this backend computes"),
+    "gpt_oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2}, "attention uses s_aux, which no attention"),
+    "mamba2": ("mamba2", {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1}, "Mamba2ForCausalLM"),
+}
+
+
+def drawn(folder, kind: str, changes: dict) -> str:
+    torch.manual_seed(3)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **changes})).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_a_packed_samples_logprobs_are_those_of_the_plain_model(build, tmp_path, name):
+    """Samples longer than the window, at positions that begin again; and another neighbour moves no bit."""
+    folder = drawn(tmp_path / "model", *TAKEN[name])
+    backend = build(make_job(model=folder))
+    samples = draw(21, 50)
+    plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    with torch.no_grad():
+        logp = plain(torch.from_numpy(samples[1])[None]).logits[0].log_softmax(-1)
+    expected = logp[:-1].gather(1, torch.from_numpy(samples[1])[1:, None]).squeeze(1)
+    found = logprobs_of(backend, row_of(samples))[20:]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    assert torch.equal(found, logprobs_of(backend, row_of([draw(21, seed=9)[0], samples[1]]))[20:])
+
+
+def test_a_window_changes_the_gradient_as_it_does_in_the_plain_model(build, tmp_path):
+    folder = drawn(tmp_path / "model", *TAKEN["gemma3, windows and two kinds of positions"])
+    shard = make_shard()
+    backend = build(make_job(model=folder))
+    backend.train_step(shard)
+    plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    loss, end = torch.zeros(()), 0
+    for item in shard.items:
+        start, end = end, end + item.length
+        ids = torch.from_numpy(shard.ids[start:end].astype(np.int64))
+        logp = plain(ids[None]).logits[0, 3:-1].log_softmax(-1).gather(1, ids[4:, None])
+        loss = loss - logp.sum() * item.advantage / shard.denominators[0].tokens
+    loss.backward()
+    assert distance({f"lm.{name}": parameter.grad for name, parameter in plain.named_parameters()}, backend.gradients) < 1e-4
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_whose_layers_do_more_is_refused_with_the_reason(build, tmp_path, name):
+    kind, changes, sentence = REFUSED[name]
+    folder = drawn(tmp_path / "model", kind, changes)
+    with pytest.raises((UnfitModel, ValueError), match=sentence):
+        build(make_job(model=folder))
+
+
+# ---- the choice ------------------------------------------------------------------------------------------------------
+
+
+def gpu(capability: int, *packages: str, dtype: torch.dtype = torch.bfloat16) -> Machine:
+    return Machine("cuda:0", dtype, capability, frozenset(packages))
+
+
+BOTH = ("flash_attn_interface", "flash_attn")
+
+
+@pytest.mark.parametrize(
+    ("here", "kind"),
+    [
+        (gpu(9, *BOTH), "flash3"),
+        (gpu(8, *BOTH), "flash2"),
+        (gpu(10, *BOTH), "flash2"),
+        (gpu(9), "varlen"),
+        (gpu(7), "flex"),
+        (gpu(9, *BOTH, dtype=torch.float32), "flex"),
+        (Machine("cpu", torch.float32), "sdpa"),
+        (Machine("cpu", torch.bfloat16, packages=frozenset(BOTH)), "sdpa"),
+    ],
+)
+def test_auto_takes_the_first_kernel_that_works(here: Machine, kind: str):
+    assert choose("auto", here) == kind
+    assert choose("sdpa", here) == "sdpa"
+
+
+def test_flash_is_the_first_of_the_three_flash_kernels():
+    assert choose("flash", gpu(9, "flash_attn")) == "flash2"
+    assert choose("flash", gpu(9)) == "varlen"
+
+
+@pytest.mark.parametrize(
+    ("setting", "here", "sentence"),
+    [
+        (
+            "flash2",
+            gpu(9),
+            "backend.attention=flash2 needs the package flash_attn, which is not installed: use varlen, or auto",
+        ),
+        (
+            "flash3",
+            gpu(8, *BOTH),
+            "backend.attention=flash3 needs a GPU of compute capability exactly 9, and this one has 8: use ",
+        ),
+        (
+            "varlen",
+            gpu(7),
+            "backend.attention=varlen needs a GPU of compute capability at least 8, and this one has 7: use flex",
+        ),
+        ("flash", gpu(9, dtype=torch.float32), "computes in bfloat16 or float16 on a GPU, not float32 on cuda:0: use flex"),
+        ("flex", Machine("cpu", torch.float32), "backend.attention=flex trains on a GPU only, not on cpu: use sdpa, or auto"),
+    ],
+)
+def test_a_kernel_that_cannot_work_is_refused_with_the_reason_and_the_one_that_can(setting, here, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        choose(setting, here)

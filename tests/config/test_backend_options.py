@@ -1,0 +1,55 @@
+"""Options of the FSDP backend that do not go together are refused, with the remedy in the sentence."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from telescope.backends.fsdp import FSDP
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"reshard_after_forward": 1}, "backend.reshard_after_forward=1 is no group of ranks: set true, false, or 2 or more"),
+        ({"offload": "optimizer", "optimizer": "sgd"}, "which has no moments: leave it out"),
+        (
+            {"offload": "parameters", "optimizer": "muon"},
+            "backend.optimizer=muon does: set offload=optimizer, or optimizer=adamw",
+        ),
+        ({"offload": "parameters", "optimizer": "adamw_8bit"}, "set offload=optimizer, or optimizer=adamw"),
+        (
+            {"compile": True, "gradient_checkpointing": "selective"},
+            "set gradient_checkpointing=full or false, or compile=false",
+        ),
+        ({"compile": True, "attention": "flex"}, "attention=flex is compiled itself: set flash or sdpa"),
+    ],
+)
+def test_options_that_do_not_go_together(settings: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ValidationError, match=sentence):
+        FSDP(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "run", "sentence"),
+    [
+        ({"replicas": 3}, {"ranks": 4}, "backend.replicas=3 must divide cluster.trainer_num_workers=4: .* set .*_workers=6"),
+        ({"reshard_after_forward": 3}, {"ranks": 8}, "=3 must divide the 8 ranks of a replica and be fewer"),
+        ({"reshard_after_forward": 4, "replicas": 2}, {"ranks": 8}, "=4 must divide the 4 ranks of a replica and be fewer"),
+        ({"optimizer": "muon"}, {"adapters": True}, "set optimizer=adamw, or model.lora=null"),
+        ({"offload": "optimizer"}, {"on_cpu": True}, "cluster.device=cpu has none: leave it out"),
+    ],
+)
+def test_options_that_do_not_go_with_the_run(settings: dict[str, object], run: dict[str, object], sentence: str) -> None:
+    import re
+
+    found = list(FSDP(**settings).run_errors(**{"ranks": 1, "adapters": False, "on_cpu": False, **run}))  # type: ignore[arg-type]
+    assert len(found) == 1
+    assert re.search(sentence, found[0][1]), found[0][1]
+    assert all(path.startswith(("backend.", "cluster.", "model.")) for path in found[0][0])
+
+
+def test_options_that_go_together() -> None:
+    assert not list(FSDP(replicas=2, reshard_after_forward=2).run_errors(ranks=8, adapters=False, on_cpu=True))
+    FSDP(offload="optimizer", optimizer="adamw_8bit", gradient_checkpointing="selective")
+    FSDP(compile=True, gradient_checkpointing="full")
