@@ -13,7 +13,7 @@ import secrets
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from telescope.runlog.layout import RunDirectory
     from telescope.sweep import Sweep
 
-OK, CONFIG_ERROR = 0, 1
+OK, CONFIG_ERROR, COMPONENT_FAILED = 0, 1, 70
 _log = logging.getLogger("telescope.run")
 
 
@@ -79,7 +79,37 @@ def planned(config: RunConfig) -> tuple[Standing, Plan | None]:
 
 
 def run_one(order: Order) -> int:
-    """Make the run directory, write what was resolved, and let this machine's supervisor start and watch the processes."""
+    """Make the run directory, write what was resolved, and let this machine's supervisor start and watch the processes; again
+    from the latest checkpoint where a part of the run has died and the attempt has come further than the one before."""
+    code = _attempt(order)
+    for _ in range(order.config.checkpoint.max_restarts):
+        again = _after_failure(order, code)
+        if again is None:
+            break
+        say("A part of the run has died: it goes on from its latest checkpoint (checkpoint.max_restarts).")
+        order, code = again, _attempt(again)
+    return code
+
+
+def _after_failure(order: Order, code: int) -> Order | None:
+    """The order of a further attempt, or None where there is none to be had."""
+    from telescope.runlog import checkpoints
+    from telescope.runlog.ending import read_object
+    from telescope.runlog.layout import RunDirectory
+    from telescope.runlog.lineage import read_lineage
+
+    config, run = order.config, RunDirectory(Path(str(order.config.run_dir)))
+    if code != COMPONENT_FAILED or order.plan is None or not (config.checkpoint.on and config.checkpoint.save_training_state):
+        return None
+    there = checkpoints.steps(checkpoints.root(run, config.checkpoint.dir))
+    told_to_stop = read_object(run.exit_json).get("interrupted") is not None
+    if told_to_stop or not there or not read_lineage(run).step < there[-1] < config.number_of_steps:
+        return None
+    resume = config.checkpoint.model_copy(update={"resume": True})
+    return replace(order, config=config.model_copy(update={"checkpoint": resume}))
+
+
+def _attempt(order: Order) -> int:
     from telescope._launch.node import supervise
 
     directory = _make_directory(order)

@@ -34,7 +34,8 @@ PATIENCE_S = 1800
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds. `state_gb`: what was written. `load`: reading alone, of a backend's build."""
+    """Seconds. `in_place`: of a save without the copy, which holds training up until all is written. `state_gb`: what was
+    written. `load`: reading alone, of a backend's build."""
 
     parameters_m: float
     state_gb: float

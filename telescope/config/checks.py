@@ -299,6 +299,12 @@ def _checkpoints(config: RunConfig) -> Iterator[Conflict]:
             f"checkpoint.resume={str(checkpoint.resume).lower()} goes on in the directory of an earlier run: name it with "
             "run_dir=…, or leave checkpoint.resume out",
         )
+    if checkpoint.keep_every is not None and checkpoint.keep_last is None:
+        yield Conflict(
+            ("checkpoint.keep_every", "checkpoint.keep_last"),
+            f"checkpoint.keep_every={checkpoint.keep_every} does nothing where checkpoint.keep_last is not set, as all are "
+            "kept then: set checkpoint.keep_last=2, say, or leave it out",
+        )
     if not checkpoint.on:
         for name in ("keep_last", "keep_every"):
             if (given := getattr(checkpoint, name)) is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from telescope.config.cluster import ClusterSettings as ClusterSettings
 from telescope.config.secrets import referenced
@@ -326,8 +326,12 @@ class WeightSyncSettings(Settings):
     inference.gpu_memory_utilization), host (pinned memory; longer pause), none (received in place while paused)."""
 
 
+def _zero_if_false(value: Any) -> Any:
+    return 0 if value is False else value
+
+
 class CheckpointSettings(Settings):
-    every: Literal[False] | Annotated[int, Field(ge=0, le=1_000_000_000)] = False
+    every: Annotated[int, BeforeValidator(_zero_if_false)] = Field(default=0, ge=0, le=1_000_000_000)
     """Save a checkpoint after each so many steps, after the last one, and when the run is asked to stop; false or 0: never."""
     save_training_state: bool = True
     """Save optimiser, random states and the orchestrator's part too, so that a run can be resumed exactly; false: weights
@@ -335,8 +339,8 @@ class CheckpointSettings(Settings):
     resume: bool | Annotated[int, Field(ge=1, le=1_000_000_000)] = False
     """Go on in the run directory of an earlier run: from its latest complete checkpoint (true), or that of a step."""
     dir: str | None = None
-    """Folder of the checkpoints, seen by all trainer hosts and used by this run alone; null: `checkpoints` in the run
-    directory."""
+    """Folder of the checkpoints, an absolute path, seen by all trainer hosts and used by this run alone; null: `checkpoints` in
+    the run directory."""
     keep_last: int | None = Field(default=None, ge=1, le=1_000_000_000)
     """Delete older checkpoints than the last so many, once a newer one is complete; null: keep all."""
     keep_every: int | None = Field(default=None, ge=1, le=1_000_000_000)
@@ -349,14 +353,23 @@ class CheckpointSettings(Settings):
     stop_timeout_s: float = Field(default=120.0, gt=0, le=1_000_000)
     """A run that is told to stop (Ctrl-C, SIGTERM) waits no longer than this for its step and its checkpoint. With
     cluster.slurm the time before the walltime is the limit there."""
+    max_restarts: int = Field(default=3, ge=0, le=1_000_000)
+    """On one host: attempts that begin by themselves after a part of the run has died (a trainer rank, a worker), each from a
+    newer checkpoint than the last one did; 0: none."""
+
+    @field_validator("dir")
+    @classmethod
+    def _dir_is_absolute(cls, directory: str | None) -> str | None:
+        if directory is not None and not directory.startswith("/"):
+            raise ValueError(
+                f"checkpoint.dir={directory!r} must be an absolute path, as every host and every attempt must find the same "
+                "folder; or leave it out for the run directory's"
+            )
+        return directory
 
     @property
     def on(self) -> bool:
         return bool(self.every)
-
-    def due(self, step: int) -> bool:
-        """Whether `every` asks for a checkpoint after `step`."""
-        return bool(self.every) and step % self.every == 0
 
 
 class WireSettings(Settings):

@@ -22,9 +22,10 @@ from telescope.flow.lanes import Flight, Lanes
 from telescope.flow.patience import Patience
 from telescope.flow.placement import Placement
 from telescope.flow.presence import Presence
+from telescope.flow.resuming import Parts, draw_on, put_back, take
 from telescope.flow.saving import Saving
 from telescope.flow.settings import LONGEST_BACKOFF_S, FlowSettings
-from telescope.flow.snapshot import SavedGroup, Snapshot, all_saved, refusal, restored, sizes_refusal
+from telescope.flow.snapshot import Snapshot, digests_warning, refusal, sizes_refusal
 from telescope.flow.turns import Turns
 from telescope.flow.updates import Updates
 from telescope.records import RolloutOrder
@@ -165,21 +166,15 @@ class Core:
             self._open_the_data()
 
     def _open_the_data(self) -> None:
-        settings, resumed = self.settings, self._resumed
-        sizes = self._presence.split_sizes
-        draws = Draws(settings.seed, settings.environments, settings.split, sizes, settings.curricula)
+        settings, presence, resumed = self.settings, self._presence, self._resumed
+        draws = Draws(settings.seed, settings.environments, settings.split, presence.split_sizes, settings.curricula)
         if resumed is not None:
-            if complaint := sizes_refusal(resumed, sizes):
+            if complaint := sizes_refusal(resumed, presence.split_sizes):
                 self._stop(complaint, ok=False)
                 return
-            changed = [label for label, digest in self._presence.digests.items() if resumed.digests.get(label) != digest]
-            if changed:
-                self._out.append(
-                    do.Warn(f"environments.{', '.join(changed)}: prompts or settings are not those of the checkpoint")
-                )
-            draws.restore(resumed.position)
-            for group in resumed.playing:
-                draws.resumed(group.prompt)
+            if warning := digests_warning(resumed, presence.digests):
+                self._out.append(do.Warn(warning))
+            draw_on(draws, resumed)
         self._draws = draws
         self._ahead = Ahead(draws, settings.prefetch) if settings.prefetch else None
 
@@ -432,45 +427,19 @@ class Core:
         """This core, to go on from. Raises ValueError while a batch is in training, and before a worker has come."""
         if self._updates.batch is not None or self._draws is None:
             raise ValueError("a core can be saved between two steps, once it knows its prompts")
-        batches = self._batches
-        playing = [group for group in self._slots.alive.values() if group.playing]
-        under_way = sum(flight.tokens for flight in self._lanes.flights.values() if flight.group.playing)
-        return Snapshot(
-            settings=self.settings,
-            step=self.version,
-            split_sizes=self._presence.split_sizes,
-            digests=self._presence.digests,
-            position=self._draws.position,
-            playing=all_saved(playing),
-            kept=all_saved(batches.waiting),
-            forming=all_saved(batches.forming.groups),
-            baseline=all_saved(batches.forming.baseline),
-            discarded=all_saved(batches.discards),
-            tally=self._tally.state(playing, under_way),
-            patience=self._patience.state,
+        return take(self._parts, self._draws, self.version)
+
+    @property
+    def _parts(self) -> Parts:
+        return Parts(
+            self.settings, self._slots, self._batches, self._lanes, self._updates, self._presence, self._tally, self._patience
         )
 
     def _go_on_from(self, snapshot: Snapshot) -> None:
-        def again(groups: tuple[SavedGroup, ...], state: State) -> list[Group]:
-            return list(restored(groups, state, self.settings.group_size))
-
-        forming = Batch()
-        forming.groups = again(snapshot.forming, State.BATCHED)
-        forming.baseline = again(snapshot.baseline, State.DISCARDED)
-        line = again(snapshot.playing, State.PENDING) + again(snapshot.kept, State.KEPT)
-        line.sort(key=lambda group: group.group_id)
-        alive = sorted(line + forming.groups, key=lambda group: group.group_id)
-        self._batches.restore(line, forming, again(snapshot.discarded, State.DISCARDED))
-        self._slots.restore(snapshot.step * self.settings.groups_per_batch, alive)
-        self._updates.restore(snapshot.step)
-        self._tally.restore(snapshot.tally)
-        self._patience.restore(snapshot.patience)
+        put_back(self._parts, snapshot)
         self._saving = Saving(self.settings, snapshot.step)
         self._resumed = self.saved = snapshot
         self._opened = False
-        for group in line:
-            for sample in group.samples if group.playing else ():
-                self._lanes.queue(group, sample)
 
     # ---- what follows from any event: take, train, admit, dispatch
 

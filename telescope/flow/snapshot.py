@@ -115,6 +115,12 @@ def sizes_refusal(snapshot: Snapshot, sizes: Mapping[str, int]) -> str:
     return ""
 
 
+def digests_warning(snapshot: Snapshot, digests: Mapping[str, str]) -> str:
+    """Which environments are not those of the snapshot, though they have as many prompts; empty where all are."""
+    changed = [f"environments.{label}" for label, digest in digests.items() if snapshot.digests.get(label) != digest]
+    return f"{', '.join(changed)}: prompts or settings are not those of the checkpoint" if changed else ""
+
+
 def saved(group: Group) -> SavedGroup:
     if group.playing:
         return SavedGroup(group.group_id, group.prompt, group.returned)

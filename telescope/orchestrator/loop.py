@@ -63,11 +63,12 @@ class Orchestrator:
         servers: Servers,
         journal: Journal,
         recorder: Recorder,
-        lineage: Lineage,
+        lineage: Lineage | None = None,
     ) -> None:
+        """`lineage`: of this attempt; None: the first."""
         self._config, self._hub, self._core = config, hub, core
         self._performer, self._roster, self._servers = performer, roster, servers
-        self._journal, self._recorder, self._lineage = journal, recorder, lineage
+        self._journal, self._recorder, self._lineage = journal, recorder, lineage or Lineage(1)
         self._started = time.monotonic()
         self._events: deque[events.AnyEvent] = deque()
         self._steps_done: dict[int, dict[str, messages.StepDone]] = {}

@@ -32,7 +32,7 @@ from telescope.orchestrator.roster import Roster
 from telescope.orchestrator.servers import Servers
 from telescope.orchestrator.weights import UpdateRules
 from telescope.records import COLLECTIVE
-from telescope.runlog.checkpoints import CheckpointUnreadable, root
+from telescope.runlog.checkpoints import CheckpointUnreadable, of_another_run, root
 from telescope.runlog.journal import Journal, JournalError
 from telescope.runlog.layout import RunDirectory, reserved
 from telescope.runlog.mirror import mirror_for
@@ -246,12 +246,15 @@ async def _train(
 
 
 def _save_rules(place: Place) -> SaveRules | None:
-    """None where the run makes no checkpoints."""
+    """None where the run makes no checkpoints. Raises `CheckpointUnreadable` where their folder is another run's."""
     settings, identity = place.config.checkpoint, place.identity
     if not settings.on:
         return None
+    directory = root(place.directory, settings.dir)
+    if (sentence := of_another_run(directory, identity.run_id)) is not None:
+        raise CheckpointUnreadable(sentence)
     return SaveRules(
-        directory=root(place.directory, settings.dir),
+        directory=directory,
         run_id=identity.run_id,
         attempt=identity.attempt,
         config_hash=identity.config_hash,

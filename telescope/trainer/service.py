@@ -161,25 +161,11 @@ class Service:
         """Holds training up until the state is copied off; the answer comes when it is written, from another thread."""
         if order.step != self._step:
             raise OutOfOrder(f"told to save step {order.step}, but the weights here are those of step {self._step}")
-        started = time.perf_counter()
-        folder = trainer_part(Path(order.folder))
-        self._backend.save(order.step, folder, lambda outcome: self._saved(order.step, outcome, delivery))
+        saving, started = _Saving(self._link, order.step, delivery), time.perf_counter()
+        self._backend.save(order.step, trainer_part(Path(order.folder)), saving.ended)
         stall = time.perf_counter() - started
         self._stall_s += stall
-        self._link.send(CheckpointStaged(order.step, stall))
-
-    def _saved(self, step: int, outcome: Outcome, delivery: Delivery) -> None:
-        match outcome:
-            case Saved(nbytes, seconds):
-                log.info("step %d: its checkpoint's part, %.3f GB, is written in %.3f s", step, nbytes / 1e9, seconds)
-                answer: Body = CheckpointWritten(step, nbytes, seconds)
-            case NotSaved(cause):
-                log.warning("step %d is not saved: %s", step, cause)
-                answer = CheckpointFailed(step, cause)
-        try:
-            self._link.send(answer, answers=delivery)
-        except ConnectionError:  # the link is over, which whoever receives on it is told too
-            log.debug("nobody hears what became of the checkpoint", exc_info=True)
+        saving.staged(stall)
 
     def _send(self, order: SendWeights, delivery: Delivery) -> _Sending:
         """From a thread of its own, which answers itself."""
@@ -209,6 +195,41 @@ class Service:
         if self._timeline is not None:
             self._timeline.span("publish", version, began_ns, seconds)
         return WeightsPublished(version, manifest, seconds)
+
+
+class _Saving:
+    """What is told of one save, in order: that training goes on, then what became of it, which may be known first."""
+
+    def __init__(self, link: Wire, step: int, delivery: Delivery) -> None:
+        self._link, self._step, self._delivery = link, step, delivery
+        self._lock = threading.Lock()
+        self._staged = False
+        self._answer: Body | None = None
+
+    def staged(self, stall_s: float) -> None:
+        with self._lock:
+            self._link.send(CheckpointStaged(self._step, stall_s))
+            self._staged = True
+            if self._answer is not None:
+                self._link.send(self._answer, answers=self._delivery)
+
+    def ended(self, outcome: Outcome) -> None:
+        """From any thread."""
+        match outcome:
+            case Saved(nbytes, seconds):
+                log.info("step %d: its checkpoint's part, %.3f GB, is written in %.3f s", self._step, nbytes / 1e9, seconds)
+                answer: Body = CheckpointWritten(self._step, nbytes, seconds)
+            case NotSaved(cause):
+                log.warning("step %d is not saved: %s", self._step, cause)
+                answer = CheckpointFailed(self._step, cause)
+        with self._lock:
+            if not self._staged:
+                self._answer = answer
+                return
+        try:
+            self._link.send(answer, answers=self._delivery)
+        except ConnectionError:  # the link is over, which whoever receives on it is told too
+            log.debug("nobody hears what became of the checkpoint", exc_info=True)
 
 
 class _Sending(threading.Thread):

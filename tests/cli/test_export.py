@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -99,6 +102,28 @@ def test_transformers_loads_what_was_trained_and_gives_the_same_log_probs(full, 
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.chat_template == "{{ messages }}"
     assert tokenizer("12 + 3").input_ids == AutoTokenizer.from_pretrained(export.model_folder("tiny"))("12 + 3").input_ids
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(400)
+def test_vllm_serves_what_was_trained_with_the_same_log_probs(full, tmp_path):
+    """The doctor compares vLLM with the trainer's model, both of the exported folder; that this is the trained one is tested
+    above."""
+    assert full.export("2", "--to", str(tmp_path / "out")) == 0
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    (tmp_path / "out" / "chat_template.jinja").write_text(template)
+    said = subprocess.run(
+        [sys.executable, "-m", "telescope.doctor", "logprobs", f"model.name={tmp_path / 'out'}", "--samples", "8"],
+        capture_output=True,
+        text=True,
+        timeout=380,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        check=False,
+    )
+    assert said.returncode == 0, said.stderr[-3000:]
+    assert float(said.stdout.splitlines()[1].split()[4]) < 1e-4
+    assert said.stdout.splitlines()[-1] == "  trainer and server agree"
 
 
 def test_bfloat16_in_shards_and_in_one_file(full, tmp_path):

@@ -56,6 +56,12 @@ OPTIONS = " | ".join(sorted(plugins.find(plugins.ENVIRONMENTS)))
             "cluster.head=10.0.0.1",
             "cluster.head=10.0.0.1 is no address of a host and a port, such as 10.0.0.1:29400 or [fd00::1]:29400",
         ),
+        (
+            "checkpoint.dir=here",
+            "checkpoint.dir='here' must be an absolute path, as every host and every attempt must find the same folder; or "
+            "leave it out for the run directory's",
+        ),
+        ("checkpoint.every=-1", "checkpoint.every=-1 must be at least 0"),
         ("rollout.top_k=1", "rollout.top_k=1 must be at least 2"),
         (
             "rollout.group_size=100000",

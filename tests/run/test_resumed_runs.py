@@ -94,6 +94,18 @@ def test_sigterm_trains_the_step_to_its_end_saves_it_and_another_attempt_finishe
     assert_whole(again, number_of_steps=12)
 
 
+@pytest.mark.slow
+def test_a_run_whose_trainer_is_killed_goes_on_by_itself_from_its_last_checkpoint(start: Start):
+    run = start(*FAKE, "number_of_steps=15", "checkpoint.every=1", "backend.step_s=0.3")
+    run.until(lambda: bool(complete_steps(run.directory.checkpoints)), "saved a step")
+    os.kill(run.find("trainer-0").pid, signal.SIGKILL)
+    assert run.wait() == 0, run.said()
+    assert "The run failed: trainer-0 was killed by signal 9 (SIGKILL)." in run.said()
+    assert "it goes on from its latest checkpoint (checkpoint.max_restarts)" in run.said()
+    assert read_lineage(run.directory).attempt == 2
+    assert_whole(run, 15)
+
+
 def assert_whole(run: WholeRun, number_of_steps: int) -> None:
     """All steps, each group trained once, none lost, no token older than the bound, over all attempts that count."""
     assert [row["step"] for row in run.rows("step_metrics")] == list(range(1, number_of_steps + 1))
@@ -110,6 +122,33 @@ def assert_whole(run: WholeRun, number_of_steps: int) -> None:
     assert (summary["steps"], summary["rollouts"]["trained"]) == (number_of_steps, number_of_steps * 16)
     assert_replays(run)
     assert run.left_after(30) == []
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+def test_real_servers_get_the_checkpoints_weights_and_play_the_same_prompts(start: Start):
+    """What vLLM samples may differ in the last bit of a logit with the company of a request, so that prompts and seeds are
+    compared, and the distance of the servers' weights from the trainer's: with the base model's it would be wide."""
+    whole = start(
+        "experiment=reverse_letters", SYNCHRONOUS, "number_of_steps=3", "checkpoint.every=2", "inference.http=false",
+        "trainer.learning_rate=0.003", "orchestrator.discard_group_zero_advantage=false",
+    )  # fmt: skip
+    assert whole.wait(280) == 0, whole.said()
+    again = start("checkpoint.resume=2", resume=whole)
+    assert again.wait(280) == 0, again.said()
+    first = RunDirectory(whole.directory.earlier_attempt(1))
+    one, two = (
+        {(row["rollout_id"], row["index"], row["seed"]) for row in rows_of_attempt(place, "rollouts")}
+        for place in (first, again.directory)
+    )
+    assert two
+    assert two < one
+    (anew,) = rows_of_attempt(again.directory, "step_metrics")
+    assert anew["step"] == 3
+    assert abs(anew["metrics"]["kl_divergence_inference"]) < 1e-3
+    commits = [row["version"] for row in rows_of_attempt(again.directory, "weights") if row["phase"] == "committed"]
+    assert commits == [2, 3]
 
 
 @pytest.mark.slow

@@ -10,8 +10,10 @@ import pytest
 
 from telescope._launch.slurm.queue import state_of
 from telescope.runlog.attempts import read_submission
+from telescope.runlog.ending import read_object
 from telescope.runlog.identity import read_identity
 from telescope.runlog.layout import RunDirectory
+from telescope.runlog.lineage import read_lineage
 from tests.slurm.conftest import Submit
 from tests.slurm.real_slurm import Slurm
 
@@ -84,16 +86,20 @@ def test_nothing_is_left_after_scancel(tracking: str, submit: Submit, request: p
     assert state_of(job.directory, {job.job_id: "CANCELLED"}) == "cancelled"
 
 
-def test_before_the_walltime_the_run_stops_in_good_order_and_is_queued_again(slurm: Slurm, submit: Submit):
-    (job,) = submit(slurm, *LONG, "cluster.slurm.restart_after_walltime=true")
+def test_before_the_walltime_the_run_saves_its_step_is_queued_again_and_goes_on(slurm: Slurm, submit: Submit):
+    (job,) = submit(slurm, *LONG, "checkpoint.every=1000000")
     job.until_under_way()
+    job.until(lambda: (read_object(job.directory.status_json).get("step") or 0) >= 1, "a step is trained")
     run_id = read_identity(job.directory).run_id
     slurm.client("scancel", "--batch", "--signal=USR2", job.job_id)  # what B:USR2@120 does
     ended = job.until_ended()
     assert (ended.why, ended.exit_code, ended.requeued) == ("walltime", 75, True)
     job.until_under_way(attempt=2)
     earlier = RunDirectory(job.directory.earlier_attempt(1))
-    assert summary(earlier)["exit_reason"] == "walltime"
+    saved = read_lineage(job.directory).step
+    assert saved >= 1
+    assert summary(earlier)["exit_reason"] == f"walltime; the checkpoint of step {saved} is complete"
+    assert read_object(job.directory.status_json)["step"] >= saved
     assert earlier.log("trainer-0").exists()
     assert job.directory.log("trainer-0").exists()
     identity = read_identity(job.directory)

@@ -176,10 +176,10 @@ async def test_the_fake_backend_needs_no_torch_and_repeats_itself(tmp_path):
 async def save(here: Bench, step: int, folder: Path) -> Message:
     """What becomes of the save, after the word that training may go on."""
     number = here.hub.send("trainer-0", SaveCheckpoint(step, str(folder)))
-    told = [await here.next(), await here.next()]  # the fake one is so fast that the first may come last
-    assert all(isinstance(delivery, Delivery) for delivery in told)
-    (staged,) = (delivery for delivery in told if isinstance(delivery.body, CheckpointStaged))
-    (ended,) = (delivery for delivery in told if delivery is not staged)
+    staged, ended = await here.next(), await here.next()
+    assert isinstance(staged, Delivery)
+    assert isinstance(ended, Delivery)
+    assert isinstance(staged.body, CheckpointStaged)
     assert (staged.body.step, staged.answers, ended.answers) == (step, 0, number)
     return ended.body
 

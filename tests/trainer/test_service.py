@@ -241,3 +241,14 @@ def test_a_rank_that_begins_with_a_checkpoint_publishes_its_version_and_trains_t
     published, _ = bench.answer()
     assert published.manifest.version == 10
     assert train(bench, 11).step == 11
+
+
+def test_that_training_goes_on_is_told_before_what_became_of_the_save():
+    """A backend that writes at once has its answer before the order's call returns."""
+    bench = Bench()
+    train(bench, 1)
+    bench.trainer.save = lambda step, folder, done: done(Saved(8, 0.0))  # type: ignore[method-assign]
+    number = bench.orders.tell(SaveCheckpoint(1, "/run"))
+    staged, _ = bench.answer()
+    assert isinstance(staged, CheckpointStaged)
+    assert bench.answer() == (CheckpointWritten(1, 8, 0.0), number)
