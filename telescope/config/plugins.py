@@ -128,8 +128,16 @@ def load(kind: Kind[S], name: str, plugin_path: Sequence[str] = ()) -> type[S]:
     plugin = files(kind, plugin_path).get(name)
     if plugin is None:
         known = find(kind, plugin_path)
-        raise PluginError(f"there is no {kind.word} '{name}'.{did_you_mean(name, known)}")
+        hint = did_you_mean(name, known)
+        places = "" if "Did you mean" in hint else f" Your own are looked for in {_own_homes(kind, plugin_path)}."
+        raise PluginError(f"there is no {kind.word} '{name}'.{hint}{places}")
     return _class_of(kind, plugin)
+
+
+def _own_homes(kind: Kind[S], plugin_path: Sequence[str]) -> str:
+    """`/home/me/mine/plugins/environments`; without a folder of the user's, how to give one."""
+    homes = [str(Path(folder) / kind.folder) for folder in plugin_path]
+    return ", ".join(homes) or f"plugins/{kind.folder} below the folder given as --config-dir"
 
 
 def name_of(plugin: Settings) -> str:

@@ -112,6 +112,10 @@ def users_line(error: BaseException | None) -> str:
 
 
 def _said(error: BaseException) -> str:
+    if isinstance(error, ValidationError):  # its text begins with no more than a count
+        first = error.errors()[0]
+        frozen = ": keep what it makes in a private field (docs/environments.md)" if first["type"] == "frozen_instance" else ""
+        return f"{error.title}.{'.'.join(map(str, first['loc']))}: {first['msg']}{frozen}"
     try:
         return str(error)
     except Exception:  # noqa: BLE001 a user's own `__str__`, in the one place that must not fail

@@ -213,3 +213,10 @@ def test_shipped_environments_require_the_versions_that_the_extras_install():
     }
     assert asked == {"math-verify>=0.9,<0.10", "reasoning-gym>=0.1.25,<0.2"}
     assert asked <= {*extras["math"], *extras["reasoning-gym"]}
+
+
+def test_a_name_that_is_like_no_other_is_refused_with_the_folder_in_which_it_would_be_found(tmp_path):
+    with pytest.raises(PluginError, match=rf"Your own are looked for in {re.escape(str(tmp_path))}/environments\.$"):
+        plugins.load(ENVIRONMENTS, "quizzical", (str(tmp_path),))
+    with pytest.raises(PluginError, match=r"looked for in plugins/environments below the folder given as --config-dir\.$"):
+        plugins.load(ENVIRONMENTS, "quizzical")

@@ -454,6 +454,17 @@ async def test_a_set_up_that_never_ends_is_given_up_and_told_with_its_name_setti
         await asyncio.wait_for(running, 60)
 
 
+async def test_a_set_up_that_sets_a_setting_is_told_where_else_to_keep_it(template: ChatTemplate) -> None:
+    class Setting(Task):
+        async def set_up(self) -> None:
+            self.index = 1
+
+    said = r"its set_up failed: ValidationError: Setting.index: Instance is frozen: keep what it makes in a private field"
+    async with serving(template, Setting()) as (_, running):
+        with pytest.raises(EnvironmentBroken, match=said):
+            await asyncio.wait_for(running, 60)
+
+
 async def test_a_time_out_of_its_own_is_a_failed_set_up(template: ChatTemplate) -> None:
     class Late(Task):
         async def set_up(self) -> None:
