@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from telescope.config.parts import WeightSyncSettings
 from telescope.config.run import RunConfig
 
 MOST_LANES = 1_000_000
@@ -32,6 +33,7 @@ def conflicts(config: RunConfig) -> list[Conflict]:
         *_schedule(config),
         *_processes(config),
         *_hosts(config),
+        *_without_effect(config),
         *_weights(config),
     ]
 
@@ -209,22 +211,48 @@ def _inference(config: RunConfig) -> Iterator[Conflict]:
         )
 
 
-def _weights(config: RunConfig) -> Iterator[Conflict]:
+ACTS_WITH = {
+    "dir": ("disk",),
+    "mode": ("nccl", "gloo"),
+    "bucket_mb": ("nccl", "gloo", "cuda_ipc"),
+    "cpu_staging": ("nccl", "gloo"),
+    "pin_memory": ("nccl", "gloo"),
+    "init_timeout_s": ("nccl", "gloo"),
+}
+"""The transports that each of these settings means something to. auto may be any of them, disk only for adapters."""
+
+
+def _without_effect(config: RunConfig) -> Iterator[Conflict]:
     sync = config.weight_sync
-    broadcast = sync.transport in ("auto", "nccl", "gloo")
-    if sync.dir is not None and sync.transport != "disk":
-        yield Conflict(
-            ("weight_sync.dir", "weight_sync.transport"),
-            f"weight_sync.dir={sync.dir} does nothing with weight_sync.transport={sync.transport}: leave it out, or set "
-            "weight_sync.transport=disk",
-        )
-    for name, given, default in (("cpu_staging", sync.cpu_staging, False), ("mode", sync.mode, "bucketed")):
-        if given != default and not broadcast:
+    given = {
+        name: value
+        for name, value in sync.model_dump(include=set(ACTS_WITH)).items()
+        if value != WeightSyncSettings.model_fields[name].default
+    }
+    for name, value in given.items():
+        anything = () if name == "dir" and config.model.lora is None else ("auto",)
+        if sync.transport not in (*anything, *ACTS_WITH[name]):
             yield Conflict(
                 (f"weight_sync.{name}", "weight_sync.transport"),
-                f"weight_sync.{name}={str(given).lower()} is about broadcasts, and weight_sync.transport={sync.transport} is "
-                "none: leave it out, or set weight_sync.transport=nccl",
+                f"weight_sync.{name}={_typed(value)} does nothing with weight_sync.transport={sync.transport}: leave it out, "
+                f"or set weight_sync.transport={ACTS_WITH[name][0]}",
             )
+    if "pin_memory" in given and not sync.cpu_staging:
+        yield Conflict(
+            ("weight_sync.pin_memory", "weight_sync.cpu_staging"),
+            "weight_sync.pin_memory=false is about the memory of weight_sync.cpu_staging, which is false: leave it out, or set "
+            "weight_sync.cpu_staging=true",
+        )
+    if "bucket_mb" in given and sync.mode == "per_tensor":
+        yield Conflict(
+            ("weight_sync.bucket_mb", "weight_sync.mode"),
+            f"weight_sync.bucket_mb={sync.bucket_mb} does nothing with weight_sync.mode=per_tensor: leave it out, or set "
+            "weight_sync.mode=bucketed",
+        )
+
+
+def _weights(config: RunConfig) -> Iterator[Conflict]:
+    sync = config.weight_sync
     if config.model.lora is not None and not config.backend.trains_adapters:
         yield Conflict(
             ("model.lora", "backend"),
@@ -254,6 +282,11 @@ def _weights(config: RunConfig) -> Iterator[Conflict]:
             ("weight_sync.transport", "cluster.device"),
             f"weight_sync.transport={sync.transport} needs GPUs, and cluster.device=cpu: set weight_sync.transport=auto",
         )
+
+
+def _typed(value: object) -> str:
+    """As it is typed on a command line."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def warnings(config: RunConfig) -> list[str]:

@@ -168,6 +168,24 @@ def test_a_combination_with_a_broken_setting_is_not_judged(container):
             "weight_sync.in_flight=recompute computes running requests anew because their keys and values are old",
         ),
         (
+            {"weight_sync": {"transport": "shared_memory", "bucket_mb": 64}},
+            "weight_sync.bucket_mb=64 does nothing with weight_sync.transport=shared_memory: leave it out, or set "
+            "weight_sync.transport=nccl",
+        ),
+        (
+            {"weight_sync": {"transport": "disk", "init_timeout_s": 5}},
+            "weight_sync.init_timeout_s=5.0 does nothing with weight_sync.transport=disk",
+        ),
+        (
+            {"weight_sync": {"transport": "nccl", "dir": "/w"}},
+            "weight_sync.dir=/w does nothing with weight_sync.transport=nccl",
+        ),
+        ({"weight_sync": {"pin_memory": False}}, "weight_sync.pin_memory=false is about the memory of weight_sync.cpu_staging"),
+        (
+            {"weight_sync": {"mode": "per_tensor", "bucket_mb": 64}},
+            "weight_sync.bucket_mb=64 does nothing with weight_sync.mode=per_tensor",
+        ),
+        (
             {"model": {"lora": {"rank": 4}}, "weight_sync": {"transport": "nccl"}, "backend": {"name": "fsdp"}},
             "weight_sync.transport=nccl fills the model's own parameters, and model.lora pushes adapters",
         ),
