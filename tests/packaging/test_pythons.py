@@ -11,7 +11,7 @@ import pytest
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PARTS = ("tests/config", "tests/flow", "tests/wire", "tests/process")
-INSTALL_S, TEST_S = 600, 900
+INSTALL_S, TEST_S = 1800, 1800
 
 
 def find(version: str) -> str:
