@@ -111,6 +111,11 @@ class Weights:
             self._plan = self._make_plan()
         except NoPlan as reason:
             no_plan = str(reason)
+            if self._has_experts() and opening.place == "none":
+                return Opened(
+                    refused="the model's experts can't be written in place, as vLLM has arranged them for its kernels: set "
+                    "weight_sync.staging=full, or host"
+                )
         reserved = 0
         if self._device.type == "cuda":
             reserved = version_bytes(self._checkpoint, self._tied, str(self._config.dtype).removeprefix("torch."))
@@ -196,7 +201,7 @@ class Weights:
 
     def _load_by_vllm(self, flat: Flat, specs: tuple[TensorSpec, ...]) -> None:
         tensors = ((spec.name, flat(spec.name).reshape(spec.shape)) for spec in specs)
-        if self._config.quantization is not None:
+        if self._config.quantization is not None or self._has_experts():
             self._reload(weights_iterator=tensors)
             return
         loaded = self._model.load_weights(tensors)
@@ -218,6 +223,11 @@ class Weights:
                 f"{len(wrong)} loaded tensors are not plain copies of the checkpoint's: {', '.join(sorted(wrong)[:SHOWN])}"
             )
         return plan
+
+    def _has_experts(self) -> bool:
+        """Kernels may have arranged their weights in an order of their own after loading: written over in the checkpoint's
+        order they would be other numbers, without a sign."""
+        return any(hasattr(module, "w13_weight") for module in self._model.modules())
 
     def _cannot_update(self) -> str:
         """A sentence if the loaded model could not take new weights in place; else empty."""
