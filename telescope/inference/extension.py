@@ -231,6 +231,8 @@ class Weights:
 
     def _cannot_update(self) -> str:
         """A sentence if the loaded model could not take new weights in place; else empty."""
+        if self._device.type == "cpu" and self._has_experts():
+            return "vLLM packs stacked experts for its CPU kernels at load, and an update would leave other numbers: use a GPU"
         packed = [name for name, tensor in self._model.named_parameters() if tensor.numel() == 0]
         if packed:
             return f"vLLM repacked {len(packed)} weights at load ({packed[0]}, …), so that they can't be updated in place"
