@@ -111,11 +111,6 @@ class Weights:
             self._plan = self._make_plan()
         except NoPlan as reason:
             no_plan = str(reason)
-            if self._has_experts() and opening.place == "none":
-                return Opened(
-                    refused="the model's experts can't be written in place, as vLLM has arranged them for its kernels: set "
-                    "weight_sync.staging=full, or host"
-                )
         reserved = 0
         if self._device.type == "cuda":
             reserved = version_bytes(self._checkpoint, self._tied, str(self._config.dtype).removeprefix("torch."))
@@ -201,7 +196,7 @@ class Weights:
 
     def _load_by_vllm(self, flat: Flat, specs: tuple[TensorSpec, ...]) -> None:
         tensors = ((spec.name, flat(spec.name).reshape(spec.shape)) for spec in specs)
-        if self._config.quantization is not None or self._has_experts():
+        if self._config.quantization is not None:
             self._reload(weights_iterator=tensors)
             return
         loaded = self._model.load_weights(tensors)
@@ -224,15 +219,13 @@ class Weights:
             )
         return plan
 
-    def _has_experts(self) -> bool:
-        """Kernels may have arranged their weights in an order of their own after loading: written over in the checkpoint's
-        order they would be other numbers, without a sign."""
-        return any(hasattr(module, "w13_weight") for module in self._model.modules())
-
     def _cannot_update(self) -> str:
         """A sentence if the loaded model could not take new weights in place; else empty."""
-        if self._device.type == "cpu" and self._has_experts():
-            return "vLLM packs stacked experts for its CPU kernels at load, and an update would leave other numbers: use a GPU"
+        if any(hasattr(module, "w13_weight") for module in self._model.modules()):
+            return (
+                "the model has experts, which vLLM arranges for its kernels at load: an update was seen to leave other numbers "
+                "than the trainer's, without a sign, and no way round that is proven yet. Train a dense model"
+            )
         packed = [name for name, tensor in self._model.named_parameters() if tensor.numel() == 0]
         if packed:
             return f"vLLM repacked {len(packed)} weights at load ({packed[0]}, …), so that they can't be updated in place"
