@@ -10,6 +10,7 @@ Owns the names, the one rename that makes a checkpoint complete, which one is th
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import re
@@ -99,10 +100,13 @@ def partial_folder(directory: Path, step: int, attempt: str) -> Path:
 
 
 def begin(directory: Path, step: int, attempt: str) -> Path:
-    """An empty partial folder with a place for each part; what an earlier try left there goes. Raises OSError."""
-    folder = partial_folder(directory, step, attempt)
-    if folder.exists():
-        shutil.rmtree(folder)
+    """An empty partial folder with a place for each part. What an earlier try left is not used again: a rank that was too slow
+    may still be writing there. It goes with the next sweep. Raises OSError."""
+    folder = first = partial_folder(directory, step, attempt)
+    for number in itertools.count(2):
+        if not folder.exists():
+            break
+        folder = first.with_name(f"{first.name}.{number}")
     for part in (trainer_part(folder), orchestrator_part(folder)):
         part.mkdir(parents=True, mode=0o700)
     return folder
