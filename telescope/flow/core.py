@@ -422,9 +422,9 @@ class Core:
 
     def _leave(self, stop: do.Stop) -> None:
         """End the run when the step under way is trained and, where checkpoints are on, saved."""
-        if self._saving.on and self._saving.leaving is None:
+        if self._saving.on:
             self._saving.leave(stop, version=self.version, training=self._updates.batch is not None, now=self._now)
-        elif not self._saving.on:
+        else:
             self._stop(stop.reason, stop.ok)
 
     def snapshot(self) -> Snapshot:
