@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from telescope._launch import resuming
+from telescope._launch.slurm import batch
 from telescope.config.continuing import refusals
 from telescope.config.run import RunConfig
 from telescope.runlog import attempts, checkpoints
@@ -177,3 +178,57 @@ def test_settings_that_change_neither_model_nor_data_may_change():
 def test_settings_that_would_make_another_run_are_refused_with_the_setting(changes: dict[str, Any], sentence: str):
     (said,) = refusals(config().model_dump(mode="json"), config(**changes).model_dump(mode="json"))
     assert said.startswith(sentence)
+
+
+def queued_again(run: RunDirectory, **changes: Any) -> attempts.Attempt:
+    """The job of a run is started once more by Slurm, and its attempt made ready."""
+    attempts.note_first(run)
+    attempt = attempts.begin(run, "12", "12.1", ("n1",))
+    batch.go_on(run, config(**changes), attempt)
+    return attempt
+
+
+def test_a_job_that_is_queued_again_goes_on_from_its_latest_checkpoint(run: RunDirectory):
+    for step in (2, 4):
+        checkpoint(run, step)
+    attempt = queued_again(run)
+    assert read_lineage(run) == Lineage(attempt.number, 4)
+    found = checkpoints.read_resume(run)
+    assert found is not None
+    assert found.step == 4
+
+
+def test_a_job_that_begins_at_step_1_again_leaves_no_checkpoint_that_would_be_its_latest(run: RunDirectory):
+    """With checkpoint.keep_last=1 the save of step 2 would be deleted at once, for that of step 4 is newer."""
+    for step in (2, 4):
+        checkpoint(run, step, training_state=False)
+    queued_again(run)
+    assert checkpoints.read_resume(run) is None
+    assert checkpoints.steps(run.checkpoints) == []
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == [
+        "step_00000002.before-12.1", "step_00000004.before-12.1",
+    ]  # fmt: skip
+
+
+def test_a_job_whose_latest_checkpoint_cannot_be_read_does_not_begin_at_step_1(run: RunDirectory):
+    (checkpoint(run, 4) / checkpoints.COMPLETE).write_text("{")
+    with pytest.raises(resuming.CannotResume, match=r"complete\.json is damaged"):
+        queued_again(run)
+    assert checkpoints.steps(run.checkpoints) == [4]
+
+
+def test_a_run_that_was_lost_after_its_last_checkpoint_is_done(run: RunDirectory):
+    """The node died between that and the end of the processes: to train all again would be a waste, and another model."""
+    lost = attempts.begin(run, "12", "12.0", ("n1",))
+    checkpoint(run, 4)
+    assert batch.has_trained_all(run, config()) is None
+    checkpoint(run, 9)
+    assert batch.has_trained_all(run, config()) == lost
+    assert batch.has_trained_all(run, config(number_of_steps=10)) is None
+
+
+def test_a_job_that_was_submitted_to_go_on_after_the_last_step_is_not_taken_for_done(run: RunDirectory):
+    done = attempts.begin(run, "12", "12.0", ("n1",))
+    attempts.end(run, done, "done", 0, requeued=False)
+    assert batch.is_done(run, "12")
+    assert not batch.is_done(run, "13")
