@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from telescope._launch.slurm import queue
 from telescope.config.run import RunConfig
 from telescope.runlog import attempts, checkpoints, holder
 from telescope.runlog.identity import read_identity, write_identity
@@ -104,17 +105,46 @@ def refuse_living(run: RunDirectory) -> None:
             return
 
 
+def refuse_queued(run: RunDirectory) -> None:
+    """Raises `CannotResume` where a job of the run waits or runs, or nobody can say that none does: two attempts would write
+    into one directory."""
+    submission = attempts.read_submission(run)
+    if submission is None or not submission.job_id:
+        return
+    job, silent = submission.job_id, ""
+    try:
+        state = queue.states([job]).get(job, "")
+    except queue.SlurmSilent as error:
+        state, silent = "", str(error)
+    stage = queue.stage_of(run, state)
+    if stage in ("waiting", "running"):
+        raise CannotResume(f"{run.path} has job {job} in Slurm, which is {state}: `scancel {job}` ends it, if that is meant")
+    if stage == "unknown" and silent:
+        raise CannotResume(
+            f"{run.path} was submitted as job {job}, of which Slurm says nothing ({silent}): see that it is gone, then remove "
+            f"{run.slurm_json}"
+        )
+
+
 def next_attempt(run: RunDirectory, config_hash: str, name: str) -> int:
     """Put what the last attempt wrote aside, its configuration too, and give the next one its name. Gives its number."""
-    attempts.note_first(run)
-    number = len(attempts.read_attempts(run)) + 1
+    number = keep_settings(run) + 1
     attempts.put_aside(run, number - 1)
-    earlier = RunDirectory(run.earlier_attempt(number - 1))
-    for path in (run.config_json, run.config_yaml, run.plan_json, run.cmdline):
-        if path.exists() and not (earlier.path / path.name).exists():
-            shutil.copy2(path, earlier.path / path.name)
     write_identity(run, msgspec.structs.replace(read_identity(run), attempt=name, config_hash=config_hash))
     attempts.note_start(run, number, name)
+    return number
+
+
+def keep_settings(run: RunDirectory) -> int:
+    """Copy the last attempt's configuration to where its files are put aside, before others take its place. Gives its number.
+    Raises OSError."""
+    attempts.note_first(run)
+    number = len(attempts.read_attempts(run))
+    earlier = run.earlier_attempt(number)
+    earlier.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for path in (run.config_json, run.config_yaml, run.plan_json, run.cmdline):
+        if path.exists() and not (earlier / path.name).exists():
+            shutil.copy2(path, earlier / path.name)
     return number
 
 

@@ -174,7 +174,7 @@ def _surroundings(settings: SlurmSettings, allocation: Allocation, warned_before
 def has_trained_all(directory: RunDirectory, config: RunConfig) -> attempts.Attempt | None:
     """The attempt before, if it was lost between the checkpoint of the last step and its end. Raises `CannotResume`."""
     known = attempts.read_attempts(directory)
-    source = resuming.latest(directory, config) if known and config.checkpoint.on else None
+    source = resuming.latest(directory, config) if known else None
     return known[-1] if source is not None and source.step >= config.number_of_steps else None
 
 
@@ -183,7 +183,7 @@ def go_on(directory: RunDirectory, config: RunConfig, attempt: attempts.Attempt)
 
     Raises OSError, and `CannotResume` where there is a checkpoint that can't be read: what was trained is not to be given up
     for it."""
-    if attempt.number == 1 or not config.checkpoint.on:
+    if attempt.number == 1:
         return
     source = resuming.latest(directory, config)
     if source is None:

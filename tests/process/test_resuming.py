@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from telescope import start
 from telescope._launch import resuming
 from telescope._launch.slurm import batch
+from telescope._launch.standing import Standing
 from telescope.config.continuing import refusals
-from telescope.config.run import RunConfig
-from telescope.runlog import attempts, checkpoints
+from telescope.config.run import RunConfig, dump_run
+from telescope.runlog import attempts, checkpoints, http_key
 from telescope.runlog.holder import hold
 from telescope.runlog.identity import new_identity, read_identity, write_identity
 from telescope.runlog.layout import RunDirectory
@@ -232,3 +234,65 @@ def test_a_job_that_was_submitted_to_go_on_after_the_last_step_is_not_taken_for_
     attempts.end(run, done, "done", 0, requeued=False)
     assert batch.is_done(run, "12")
     assert not batch.is_done(run, "13")
+
+
+def submitted(run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
+    """As job 12, of which squeue says `answer`."""
+    attempts.write_submission(run, "12", tmp_path / "script.sh")
+    squeue = tmp_path / "bin" / "squeue"
+    squeue.parent.mkdir()
+    squeue.write_text(f"#!/bin/sh\n{answer}\n")
+    squeue.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{squeue.parent}:/usr/bin:/bin")
+
+
+@pytest.mark.parametrize("state", ["PENDING", "RUNNING"])
+def test_a_run_whose_job_is_queued_is_not_submitted_once_more(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str
+):
+    """Between two attempts no process watches it, and exit.json is there."""
+    submitted(run, tmp_path, monkeypatch, f"echo '12|{state}'")
+    attempts.end(run, attempts.begin(run, "12", "12.0", ("n1",)), "preempted", 70, requeued=True)
+    run.exit_json.write_text("{}")
+    resuming.refuse_living(run)
+    with pytest.raises(resuming.CannotResume, match=f"has job 12 in Slurm, which is {state}"):
+        resuming.refuse_queued(run)
+
+
+def test_a_run_whose_job_nobody_knows_of_is_gone_on_with_once_slurm_says_so(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    submitted(run, tmp_path, monkeypatch, "exit 1")
+    attempt = attempts.begin(run, "12", "12.0", ("n1",))
+    with pytest.raises(resuming.CannotResume, match="of which Slurm says nothing"):
+        resuming.refuse_queued(run)
+    (tmp_path / "bin" / "squeue").write_text("#!/bin/sh\n")
+    resuming.refuse_queued(run)
+    attempts.end(run, attempt, "walltime", 75, requeued=False)
+    (tmp_path / "bin" / "squeue").write_text("#!/bin/sh\nexit 1\n")
+    resuming.refuse_queued(run)
+
+
+def order_for(run: RunDirectory, **changes: Any) -> start.Order:
+    resumed = config(run_dir=str(run.path), checkpoint={"every": 2, "resume": True}, **changes)
+    return start.Order(resumed, None, Standing(1, 0), (), (), datetime.now(UTC))
+
+
+def test_a_run_that_opens_its_http_when_it_is_resumed_has_a_key(run: RunDirectory):
+    run.config_json.write_text(dump_run(config()))
+    checkpoint(run, 2)
+    assert start._resume_directory(run.path, order_for(run, inference={"host": "0.0.0.0"})) == run
+    assert len(http_key.read(run)) == 43
+
+
+def test_a_run_of_one_host_that_goes_on_in_slurm_has_that_attempt_put_aside(run: RunDirectory):
+    run.config_json.write_text(dump_run(config()))
+    run.summary_json.write_text("{}")
+    checkpoint(run, 2)
+    start._resume_directory(run.path, order_for(run, cluster={"slurm": {}}))
+    attempt = attempts.begin(run, "12", "12.0", ("n1",))
+    batch.go_on(run, config(checkpoint={"every": 0}), attempt)
+    assert attempt.number == 2
+    assert read_lineage(run) == Lineage(2, 2)
+    assert (run.earlier_attempt(1) / "summary.json").exists()
+    assert json.loads((run.earlier_attempt(1) / "config.json").read_text())["cluster"]["slurm"] is None
