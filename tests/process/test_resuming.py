@@ -63,6 +63,13 @@ def log_steps(run: RunDirectory, *steps: int) -> int:
     return last
 
 
+def log_spans(run: RunDirectory, *steps: int) -> None:
+    log = RunLog(run, "trainer-0", seals_at_end=False)
+    for step in steps:
+        log.append("spans", {"step": step, "process": "trainer-0", "name": "clip", "started_ns": 1, "seconds": 0.5})
+    log.close()
+
+
 def go_on(run: RunDirectory, step: int | None = None) -> resuming.Origin:
     source = resuming.origin(run, config(), step)
     number = resuming.next_attempt(run, "f" * 16, "second")
@@ -98,9 +105,9 @@ def test_an_earlier_step_sets_the_later_ones_aside(run: RunDirectory):
 
 def test_rows_of_steps_that_are_trained_anew_count_once_and_the_last_attempt_wins(run: RunDirectory):
     last = log_steps(run, 1, 2)
-    checkpoint(run, 2, read_lineage(run).up_to(last))
+    checkpoint(run, 2, read_lineage(run).up_to(last, 2))
     go_on(run)
-    assert read_lineage(run) == Lineage(2, 2, (Part(1, last),))
+    assert read_lineage(run) == Lineage(2, 2, (Part(1, last, 2),))
     log_steps(run, 3, 4)
     assert [row["step"] for row in rows(run, "step_metrics")] == [1, 2, 3, 4]
 
@@ -113,6 +120,17 @@ def test_a_dead_attempts_future_is_left_out(run: RunDirectory):
     found = rows(run, "step_metrics")
     assert [row["step"] for row in found] == [1, 2, 3]
     assert found[-1]["seq"] == 1
+
+
+def test_rows_that_trainer_ranks_write_themselves_count_by_their_step(run: RunDirectory):
+    """They have numbers of their own, many more than the orchestrator's."""
+    last = log_steps(run, 1, 2)
+    log_spans(run, 1, 1, 1, 2, 3)
+    checkpoint(run, 2, read_lineage(run).up_to(last, 2))
+    log_steps(run, 3)
+    go_on(run)
+    log_spans(run, 3, 4)
+    assert [row["step"] for row in rows(run, "spans")] == [1, 1, 1, 2, 3, 4]
 
 
 def test_an_attempt_that_begins_at_step_1_again_counts_alone(run: RunDirectory):
