@@ -17,14 +17,13 @@ from telescope.records import Record
 from telescope.runlog.attempts import read_attempts
 from telescope.runlog.layout import RunDirectory, write_atomically
 
-
 OWN = "orchestrator"
 """The writer that knows, when a checkpoint is ordered, how far its rows have come."""
 
 
 class Part(Record):
-    """Rows of an earlier attempt that count: of the orchestrator's, those up to `last_row` (its `seq`); of other writers', whose
-    numbers it doesn't know, those of steps up to `step`."""
+    """Rows of an earlier attempt that count: of the orchestrator's, those up to `last_row` (its `seq`); of others, whose numbers
+    it doesn't know, those of steps up to `step`."""
 
     attempt: int
     last_row: int
