@@ -22,8 +22,8 @@ OWN = "orchestrator"
 
 
 class Part(Record):
-    """Rows of an earlier attempt that count: of the orchestrator's, those up to `last_row` (its `seq`); of others, whose numbers
-    it doesn't know, those of steps up to `step`."""
+    """Rows of an earlier attempt that count: of the orchestrator's, those up to `last_row` (its `seq`); of others, whose
+    numbers it doesn't know, those of steps up to `step`."""
 
     attempt: int
     last_row: int
