@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -416,10 +417,20 @@ def test_only_nodes_with_the_key_are_heard_and_each_only_as_itself() -> None:
         talk.close()
 
 
+def test_a_node_does_not_go_to_where_the_head_of_an_earlier_attempt_was(tmp_path: Path) -> None:
+    """It came before the head of its own attempt had put that address aside."""
+    run = RunDirectory.create(tmp_path / "run")
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        meet.publish(run, f"tcp://127.0.0.1:{gone.getsockname()[1]}", bytes(32))
+    with pytest.raises(TimeoutError, match="did node 0 start"):
+        meet.find(run, 0.3)
+
+
 def test_the_key_of_a_run_directory_is_for_its_owner_alone(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path / "run")
-    meet.publish(run, "tcp://127.0.0.1:1", bytes(32))
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        meet.publish(run, f"tcp://127.0.0.1:{head.getsockname()[1]}", bytes(32))
+        assert meet.find(run, LIMIT_S).address == "127.0.0.1"
     assert run.nodes_json.stat().st_mode & 0o777 == 0o600
     assert run.nodes_json.parent.stat().st_mode & 0o777 == 0o700
-    assert meet.find(run, 1.0).address == "127.0.0.1"
     assert "00000" not in repr(Standing(2, 1, None, bytes(32)))

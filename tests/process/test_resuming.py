@@ -13,6 +13,7 @@ from telescope import start
 from telescope._launch import resuming
 from telescope._launch.slurm import batch
 from telescope._launch.standing import Standing
+from telescope.again import go_on as go_on_with_settings_of
 from telescope.config.continuing import refusals
 from telescope.config.run import RunConfig, dump_run
 from telescope.runlog import attempts, checkpoints, http_key
@@ -314,3 +315,14 @@ def test_a_run_of_one_host_that_goes_on_in_slurm_has_that_attempt_put_aside(run:
     assert read_lineage(run) == Lineage(2, 2)
     assert (run.earlier_attempt(1) / "summary.json").exists()
     assert json.loads((run.earlier_attempt(1) / "config.json").read_text())["cluster"]["slurm"] is None
+
+
+def test_a_host_that_is_not_the_head_makes_no_attempt_of_its_own(run: RunDirectory, capsys: pytest.CaptureFixture[str]):
+    """torchrun gives the command on every host, and all of them see the run directory."""
+    several = {"launcher": "bare_metal", "nodes": 2, "node_rank": 0, "placement_timeout_s": 1}
+    run.config_json.write_text(dump_run(config(run_dir=str(run.path), cluster=several)))
+    checkpoint(run, 2)
+    assert go_on_with_settings_of(run.path, ["cluster.node_rank=1"]) == 1
+    assert "node-1: no head within 1 s" in capsys.readouterr().err
+    assert attempts.read_attempts(run) == []
+    assert checkpoints.read_resume(run) is None
