@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import secrets
 import sys
 import time
@@ -31,7 +32,8 @@ from telescope._launch.plan import Host
 from telescope._launch.remote import BEAT_S, own_words
 from telescope._launch.standing import Standing, end_with_parent
 from telescope._launch.talk import Assign, End, GiveUp, Kill, Leave, NodeTalk, Order, Orders, Report, Start, State, Write
-from telescope.runlog.identity import read_identity
+from telescope.runlog.attempts import put_aside
+from telescope.runlog.identity import RunIdentity, read_identity
 from telescope.runlog.layout import RunDirectory, RunDirectoryInUse, write_atomically
 from telescope.weights import shared_memory
 
@@ -209,12 +211,12 @@ class _Node:
         path = self._invitation.run_dir or Path("runs", f"{Path(order.run_dir).name}_{self._invitation.standing.name}")
         directory = RunDirectory(path.absolute())
         self._directory = directory
-        shared = _is_run(directory, order.run_id)
+        shared = sees_the_heads(directory, order)
         if not shared and self._report.shared:
             raise CannotJoin(f"{directory.path} is the directory of another run")
         self._report = msgspec.structs.replace(self._report, shared=shared)
         if not shared:
-            RunDirectory.create(directory.path)
+            make_own(directory, order.run_id)
             for name, text in order.files.items():
                 self._write(name, text)
         self._say(f"{self._invitation.standing.name} takes part; its run directory: {directory.path}")
@@ -309,11 +311,31 @@ class _Node:
         return end.code
 
 
-def _is_run(directory: RunDirectory, run_id: str) -> bool:
-    try:
-        return read_identity(directory).run_id == run_id
-    except (OSError, msgspec.MsgspecError):
+def sees_the_heads(directory: RunDirectory, order: Assign) -> bool:
+    """Whether it is the head's own directory. One that this host had of an earlier attempt of the same run is not."""
+    told = order.files.get(directory.run_json.name)  # none where the node said that it sees it
+    found = _identity(directory)
+    if found is None or found.run_id != order.run_id:
         return False
+    return told is None or msgspec.json.decode(told, type=RunIdentity).attempt == found.attempt
+
+
+def make_own(directory: RunDirectory, run_id: str) -> None:
+    """A directory for what of the run is on this host; what an earlier attempt left in it goes aside. Raises OSError and
+    `RunDirectoryInUse`."""
+    found = _identity(directory)
+    if found is None or found.run_id != run_id:
+        RunDirectory.create(directory.path)
+        return
+    number = next(number for number in itertools.count(1) if not directory.earlier_attempt(number).exists())
+    put_aside(directory, number)
+
+
+def _identity(directory: RunDirectory) -> RunIdentity | None:
+    try:
+        return read_identity(directory)
+    except (OSError, msgspec.MsgspecError):
+        return None
 
 
 def _say(text: str) -> None:

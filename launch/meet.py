@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 
 import msgspec
@@ -11,6 +12,10 @@ from telescope.runlog.layout import RunDirectory, write_atomically
 
 LOOK_S = 0.1
 """Between two looks. A shared file system gives no other notice of a file."""
+
+
+CONNECT_S = 2.0
+"""For one knock at an address that nobody may listen at."""
 
 
 class Address(Record, frozen=True):
@@ -36,12 +41,15 @@ def publish(run: RunDirectory, endpoint: str, key: bytes) -> None:
 
 
 def find(run: RunDirectory, timeout_s: float) -> Meeting:
-    """Wait until the head has said where it is. Raises `TimeoutError` with a sentence."""
+    """Wait until the head has said where it is, and is there: the head of an attempt before may have left its address. Raises
+    `TimeoutError` with a sentence."""
     end = time.monotonic() + timeout_s
     while True:
         try:
             found = msgspec.json.decode(run.nodes_json.read_bytes(), type=Address)
-            return Meeting(found.endpoint, bytes.fromhex(found.key))
+            meeting = Meeting(found.endpoint, bytes.fromhex(found.key))
+            if _listens(meeting):
+                return meeting
         except FileNotFoundError:
             pass  # the head is not there yet
         if time.monotonic() >= end:
@@ -50,3 +58,11 @@ def find(run: RunDirectory, timeout_s: float) -> Meeting:
                 "node 0 start?"
             )
         time.sleep(LOOK_S)
+
+
+def _listens(meeting: Meeting) -> bool:
+    try:
+        with socket.create_connection((meeting.address, int(meeting.endpoint.rpartition(":")[2])), CONNECT_S):
+            return True
+    except OSError:
+        return False

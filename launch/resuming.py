@@ -12,11 +12,12 @@ from pathlib import Path
 
 import msgspec
 
+from telescope._launch.slurm import queue
 from telescope.config.run import RunConfig
 from telescope.runlog import attempts, checkpoints, holder
 from telescope.runlog.identity import read_identity, write_identity
 from telescope.runlog.layout import RunDirectory
-from telescope.runlog.lineage import Lineage, read_rows, write_lineage
+from telescope.runlog.lineage import Lineage, Part, read_rows, write_lineage
 
 ROWS = "rows.json"
 
@@ -37,12 +38,9 @@ def origin(run: RunDirectory, config: RunConfig, step: int | None = None) -> Ori
     """The checkpoint of `step`, or the latest one. Raises `CannotResume`."""
     try:
         folder = checkpoints.find(checkpoints.root(run, config.checkpoint.dir), step)
-        facts = checkpoints.read(folder)
     except checkpoints.CheckpointUnreadable as error:
         raise CannotResume(str(error)) from error
-    run_id = read_identity(run).run_id
-    if facts.run_id != run_id:
-        raise CannotResume(f"{folder} is of another run ({facts.run_id}, this one is {run_id}): mend checkpoint.dir")
+    facts = _facts(run, folder)
     if not facts.training_state:
         raise CannotResume(
             f"{folder} holds weights alone (checkpoint.save_training_state=false): a run can't go on from it; export it, and "
@@ -52,7 +50,42 @@ def origin(run: RunDirectory, config: RunConfig, step: int | None = None) -> Ori
         raise CannotResume(
             f"{run.path} has trained its number_of_steps={config.number_of_steps}: give a larger number_of_steps to train on"
         )
+    _rows(folder)
     return Origin(facts.step, folder)
+
+
+def latest(run: RunDirectory, config: RunConfig) -> Origin | None:
+    """The latest complete checkpoint with the training's state, that of the last step too; None where there is none. Raises
+    `CannotResume` where it can't be read."""
+    root = checkpoints.root(run, config.checkpoint.dir)
+    for step in reversed(checkpoints.steps(root)):
+        folder = checkpoints.complete_folder(root, step)
+        if _facts(run, folder).training_state or step >= config.number_of_steps:
+            return Origin(step, folder)
+    return None
+
+
+def _facts(run: RunDirectory, folder: Path) -> checkpoints.Complete:
+    """Raises `CannotResume`."""
+    try:
+        facts = checkpoints.read(folder)
+    except checkpoints.CheckpointUnreadable as error:
+        raise CannotResume(str(error)) from error
+    run_id = read_identity(run).run_id
+    if facts.run_id != run_id:
+        raise CannotResume(f"{folder} is of another run ({facts.run_id}, this one is {run_id}): mend checkpoint.dir")
+    return facts
+
+
+def _rows(folder: Path) -> tuple[Part, ...]:
+    """How far the rows had come. Raises `CannotResume`."""
+    rows = checkpoints.orchestrator_part(folder) / ROWS
+    try:
+        return read_rows(rows)
+    except (OSError, msgspec.DecodeError) as error:
+        raise CannotResume(
+            f"{rows} can't be read ({error}): remove the folder {folder} and resume from an earlier step"
+        ) from error
 
 
 def refuse_living(run: RunDirectory) -> None:
@@ -72,33 +105,65 @@ def refuse_living(run: RunDirectory) -> None:
             return
 
 
+def refuse_queued(run: RunDirectory) -> None:
+    """Raises `CannotResume` where a job of the run waits or runs, or nobody can say that none does: two attempts would write
+    into one directory."""
+    submission = attempts.read_submission(run)
+    if submission is None or not submission.job_id:
+        return
+    job, silent = submission.job_id, ""
+    try:
+        state = queue.states([job]).get(job, "")
+    except queue.SlurmSilent as error:
+        state, silent = "", str(error)
+    stage = queue.stage_of(run, state)
+    if stage in ("waiting", "running"):
+        raise CannotResume(f"{run.path} has job {job} in Slurm, which is {state}: `scancel {job}` ends it, if that is meant")
+    if stage == "unknown" and silent:
+        raise CannotResume(
+            f"{run.path} was submitted as job {job}, of which Slurm says nothing ({silent}): see that it is gone, then remove "
+            f"{run.slurm_json}"
+        )
+
+
 def next_attempt(run: RunDirectory, config_hash: str, name: str) -> int:
     """Put what the last attempt wrote aside, its configuration too, and give the next one its name. Gives its number."""
-    attempts.note_first(run)
-    number = len(attempts.read_attempts(run)) + 1
+    number = keep_settings(run) + 1
     attempts.put_aside(run, number - 1)
-    earlier = RunDirectory(run.earlier_attempt(number - 1))
-    for path in (run.config_json, run.config_yaml, run.plan_json, run.cmdline):
-        if path.exists() and not (earlier.path / path.name).exists():
-            shutil.copy2(path, earlier.path / path.name)
     write_identity(run, msgspec.structs.replace(read_identity(run), attempt=name, config_hash=config_hash))
     attempts.note_start(run, number, name)
     return number
 
 
+def keep_settings(run: RunDirectory) -> int:
+    """Copy the last attempt's configuration to where its files are put aside, before others take its place. Gives its number.
+    Raises OSError."""
+    attempts.note_first(run)
+    number = len(attempts.read_attempts(run))
+    earlier = run.earlier_attempt(number)
+    earlier.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for path in (run.config_json, run.config_yaml, run.plan_json, run.cmdline):
+        if path.exists() and not (earlier / path.name).exists():
+            shutil.copy2(path, earlier / path.name)
+    return number
+
+
 def begin_at(run: RunDirectory, config: RunConfig, source: Origin, number: int) -> None:
-    """Have attempt `number`, which has the directory to itself, begin at the checkpoint. Raises `CannotResume`."""
-    attempt = read_identity(run).attempt
-    rows = checkpoints.orchestrator_part(source.folder) / ROWS
-    try:
-        before = read_rows(rows)
-    except (OSError, msgspec.DecodeError) as error:
-        raise CannotResume(
-            f"{rows} can't be read ({error}): remove the folder {source.folder} and resume from an earlier step"
-        ) from error
-    root = checkpoints.root(run, config.checkpoint.dir)
-    checkpoints.sweep(root)
-    checkpoints.set_later_aside(root, source.step, attempt)
+    """Have attempt `number`, which has the directory to itself, begin at the checkpoint. Raises `CannotResume` and OSError."""
+    before = _rows(source.folder)
+    _clear(run, config, source.step)
     write_lineage(run, Lineage(number, source.step, before))
     resume = checkpoints.Resume(checkpoints.FORMAT, source.step, str(source.folder.absolute()))
     checkpoints.write_resume(run, resume)
+
+
+def begin_anew(run: RunDirectory, config: RunConfig) -> None:
+    """Have an attempt begin at step 1: checkpoints of the ones before, of weights alone, go aside. Left where they are they
+    would be the latest, and what keeps the latest would delete this attempt's. Raises OSError."""
+    _clear(run, config, 0)
+
+
+def _clear(run: RunDirectory, config: RunConfig, step: int) -> None:
+    root = checkpoints.root(run, config.checkpoint.dir)
+    checkpoints.sweep(root)
+    checkpoints.set_later_aside(root, step, read_identity(run).attempt)

@@ -1,4 +1,5 @@
-"""`telescope runs resume RUN_DIR [overrides]`: another attempt of a run, with the settings that its directory holds.
+"""`telescope runs resume RUN_DIR [overrides]`: another attempt of a run, with the settings that its directory holds. Of several
+hosts each gives the command; the head's alone makes the attempt.
 
 Composes nothing: what was resolved once is read back, changed where asked, judged again, and started as any run is.
 """
@@ -12,7 +13,7 @@ from typing import Any
 
 from telescope.runlog.ending import read_object
 from telescope.runlog.layout import RunDirectory
-from telescope.start import CONFIG_ERROR, Order, planned, run_one, say, submit_all
+from telescope.start import CONFIG_ERROR, Order, join_run, planned, run_one, say, submit_all
 
 
 class WrongOverride(ValueError):
@@ -49,7 +50,7 @@ def go_on(path: Path, overrides: Sequence[str]) -> int:
     order = Order(config, plan, standing, (), arguments, datetime.now().astimezone())
     if config.cluster.slurm is not None:
         return submit_all([order])
-    return run_one(order)
+    return join_run(order) if standing.rank else run_one(order)
 
 
 def _changes(overrides: Sequence[str]) -> list[tuple[str, Any]]:

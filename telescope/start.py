@@ -238,6 +238,7 @@ def _resume_directory(path: Path, order: Order) -> RunDirectory:
     from telescope._launch import resuming
     from telescope.config.continuing import refusals
     from telescope.config.run import as_json, config_hash
+    from telescope.runlog import http_key
     from telescope.runlog.ending import read_object
     from telescope.runlog.identity import read_identity, write_identity
     from telescope.runlog.layout import RunDirectory
@@ -249,11 +250,15 @@ def _resume_directory(path: Path, order: Order) -> RunDirectory:
     if problems:
         raise resuming.CannotResume("\n".join(problems))
     resuming.refuse_living(directory)
+    resuming.refuse_queued(directory)
     on_slurm = config.cluster.slurm is not None
     if on_slurm and asked is not True:
         raise resuming.CannotResume(f"checkpoint.resume={asked}: a job takes the latest checkpoint; set checkpoint.resume=true")
     source = resuming.origin(directory, config, None if asked is True else asked)
+    if config.inference.makes_http_key:
+        http_key.make(directory)
     if on_slurm:
+        resuming.keep_settings(directory)
         write_identity(directory, msgspec.structs.replace(read_identity(directory), config_hash=config_hash(config)))
         _write_settings(directory, order)
         return directory

@@ -51,16 +51,21 @@ def run(run_dir: str) -> None:
     early = _warnings()
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", force=True)
     directory = RunDirectory(Path(run_dir))
-    if _is_done(directory):
+    job_id, restarts = job_of(own())
+    if is_done(directory, job_id):
         log.info("%s is done: there is nothing left to do.", directory.path)
         raise SystemExit(0)
-    job_id, restarts = job_of(own())
     _note_job(directory, job_id)
     try:
         config, settings = _configuration(directory)
         allocation = allocated(settings, own())
+        trained = has_trained_all(directory, config)
     except (PlanError, ValueError, OSError) as error:
         _refuse(directory, attempts.begin(directory, job_id, f"{job_id}.{restarts}", ()), error)
+    if trained is not None:
+        log.info("All %d steps of %s are trained and saved.", config.number_of_steps, directory.path)
+        attempts.end(directory, trained, "done", 0, requeued=False)
+        raise SystemExit(0)
     names = tuple(node.name for node in allocation.nodes)
     attempt = attempts.begin(directory, job_id, allocation.attempt, names)
     log.info("Attempt %d of %s on %s.", attempt.number, directory.path, ", ".join(names))
@@ -71,7 +76,10 @@ def run(run_dir: str) -> None:
     except (PlanError, NoAddress, TransportRefused) as error:
         _refuse(directory, attempt, error)
     hold(directory)
-    _go_on(directory, config, attempt)
+    try:
+        go_on(directory, config, attempt)
+    except (resuming.CannotResume, OSError) as error:
+        _refuse(directory, attempt, error)
     concluded = supervise_in(directory, _surroundings(settings, allocation, lambda: bool(early)))
     verdict = _judge(concluded, config, settings, allocation, directory)
     log.info("Attempt %d ended: %s, exit code %d; %s.", attempt.number, verdict.why, concluded.code, verdict.next)
@@ -97,9 +105,11 @@ def _note_job(directory: RunDirectory, job_id: str) -> None:
         attempts.write_submission(directory, job_id, script)
 
 
-def _is_done(directory: RunDirectory) -> bool:
-    """Somebody may have the job of a run that has ended well queued again, or Slurm may, on the loss of a node at its end."""
-    return any(attempt.why == "done" for attempt in attempts.read_attempts(directory)[-1:])
+def is_done(directory: RunDirectory, job_id: str) -> bool:
+    """Somebody may have the job of a run that has ended well queued again, or Slurm may, on the loss of a node at its end.
+    Another job was submitted to go on, with more steps."""
+    latest = attempts.read_attempts(directory)[-1:]
+    return any(attempt.why == "done" and attempt.job_id == job_id for attempt in latest)
 
 
 def _configuration(directory: RunDirectory) -> tuple[RunConfig, SlurmSettings]:
@@ -161,16 +171,26 @@ def _surroundings(settings: SlurmSettings, allocation: Allocation, warned_before
     return Surroundings(carrier_for(settings, allocation), signal.SIGUSR2, "walltime", warned_before, stop_s)
 
 
-def _go_on(directory: RunDirectory, config: RunConfig, attempt: attempts.Attempt) -> None:
-    """Begin at the latest complete checkpoint, if this is not the first attempt and there is one."""
-    if attempt.number == 1 or not config.checkpoint.on:
+def has_trained_all(directory: RunDirectory, config: RunConfig) -> attempts.Attempt | None:
+    """The attempt before, if it was lost between the checkpoint of the last step and its end. Raises `CannotResume`."""
+    known = attempts.read_attempts(directory)
+    source = resuming.latest(directory, config) if known else None
+    return known[-1] if source is not None and source.step >= config.number_of_steps else None
+
+
+def go_on(directory: RunDirectory, config: RunConfig, attempt: attempts.Attempt) -> None:
+    """Begin at the latest complete checkpoint, if this is not the first attempt; at step 1 where none can be gone on from.
+
+    Raises OSError, and `CannotResume` where there is a checkpoint that can't be read: what was trained is not to be given up
+    for it."""
+    if attempt.number == 1:
         return
-    try:
-        source = resuming.origin(directory, config)
-        resuming.begin_at(directory, config, source, attempt.number)
-    except resuming.CannotResume as error:
-        log.warning("This attempt begins at step 1: %s", error)
+    source = resuming.latest(directory, config)
+    if source is None:
+        resuming.begin_anew(directory, config)
+        log.warning("This attempt begins at step 1: no checkpoint is complete that has the training's state.")
     else:
+        resuming.begin_at(directory, config, source, attempt.number)
         log.info("This attempt goes on after step %d.", source.step)
 
 

@@ -23,7 +23,7 @@ class Saving:
         self.under_way: int | None = None
         self.leaving: Stop | None = None
         """How the run ends, once what it waits for is there."""
-        self._give_up_at = 0.0
+        self._give_up_at = float("inf")
         self._failure = ""
 
     @property
@@ -42,9 +42,13 @@ class Saving:
         return ""
 
     def leave(self, stop: Stop, *, version: int, training: bool, now: float) -> None:
-        """The run is to end once its step is trained and saved."""
+        """The run is to end once its step is trained and saved. One that has trained all waits for its last save as long as for
+        any (whoever writes it gives up in time); one that is told to stop, then or before, waits for `stop_deadline_s`."""
+        if not stop.ok:
+            self._give_up_at = min(self._give_up_at, now + self._deadline_s)
+        if self.leaving is not None:
+            return
         self.leaving = stop
-        self._give_up_at = now + self._deadline_s
         if not training and version > 0 and version not in (self.last, self.under_way):
             self.owed = True
 

@@ -75,7 +75,7 @@ class FlowSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     checkpoint_every: int = 0
     """A checkpoint each so many steps, at the last one, and before a stop that leaves time for it; 0: none."""
     stop_deadline_s: float = 120.0
-    """A run that is to stop waits no longer than this for its step and its checkpoint."""
+    """A run that is told to stop waits no longer than this for its step and its checkpoint."""
 
     def __post_init__(self) -> None:
         for name in ("number_of_steps", "groups_per_batch", "group_size", "max_off_policy_steps", "min_group_size",

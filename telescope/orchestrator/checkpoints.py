@@ -58,7 +58,7 @@ class _Save:
 
 
 class CheckpointDesk:
-    """Drives one save at a time; `take_events` gives its end to the loop."""
+    """Drives one save at a time; `take_events` gives its end to the loop. Each `begin` has one, within twice the deadline."""
 
     def __init__(
         self, hub: Hub, recorder: Recorder, complaints: Complaints, ranks: tuple[str, ...], rules: SaveRules | None
@@ -90,7 +90,10 @@ class CheckpointDesk:
 
     def answer(self, delivery: Delivery, body: Answer) -> None:
         save = self._save
-        if save is None or body.step != save.step or delivery.peer not in save.waiting:
+        expected = save is not None and delivery.peer in save.waiting
+        # a rank may answer a save that was given up when that of the same step is made once more
+        late = save is not None and delivery.answers not in (0, save.numbers.get(delivery.peer))
+        if save is None or body.step != save.step or late or not expected:
             self._complaints.note(
                 delivery.peer, f"its {type(body).__name__} of step {body.step} is of no save under way; ignored"
             )
@@ -115,10 +118,16 @@ class CheckpointDesk:
             self._collect(save, now)
         elif save.completing.done():
             self._completed(save, save.completing)
+        elif now > save.deadline:  # it may yet become whole, and is then as good as any
+            self._give_up(save, "it was not forced to the disk within the time that checkpoint.timeout_s gives")
 
     def take_events(self) -> Iterable[events.AnyEvent]:
         happened, self._events = self._events, []
         return happened
+
+    @property
+    def _timeout_s(self) -> float:
+        return self._rules.timeout_s if self._rules is not None else 0.0
 
     # ---- from part to whole
 
@@ -137,6 +146,7 @@ class CheckpointDesk:
             return
         if save.own is not None:
             save.nbytes += save.own.result()
+        save.deadline = now + self._timeout_s
         save.completing = self._writer.submit(self._complete, save)
 
     def _complete(self, save: _Save) -> None:

@@ -32,7 +32,7 @@ from telescope.orchestrator.roster import Roster
 from telescope.orchestrator.servers import Servers
 from telescope.orchestrator.weights import UpdateRules
 from telescope.records import COLLECTIVE
-from telescope.runlog.checkpoints import CheckpointUnreadable, of_another_run, root
+from telescope.runlog.checkpoints import CheckpointUnreadable, claim, of_another_run, root
 from telescope.runlog.journal import Journal, JournalError
 from telescope.runlog.layout import RunDirectory, reserved
 from telescope.runlog.mirror import mirror_for
@@ -251,7 +251,8 @@ def _save_rules(place: Place) -> SaveRules | None:
     if not settings.on:
         return None
     directory = root(place.directory, settings.dir)
-    if (sentence := of_another_run(directory, identity.run_id)) is not None:
+    judge = of_another_run if settings.dir is None else claim
+    if (sentence := judge(directory, identity.run_id)) is not None:
         raise CheckpointUnreadable(sentence)
     return SaveRules(
         directory=directory,

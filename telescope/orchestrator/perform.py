@@ -133,7 +133,7 @@ class Performer:
     def save(self, snapshot: Snapshot, lineage: Lineage) -> None:
         """Begin the checkpoint that the core has ordered."""
         shelf = snapshot.rollout_ids
-        rows = lineage.up_to(self._recorder.last_row)
+        rows = lineage.up_to(self._recorder.last_row, snapshot.step)
         part = saved.Part(snapshot, self.shelf.of(shelf), self._recorder.counters(shelf), rows)
         self.checkpoints.begin(snapshot.step, part, time.monotonic())
 

@@ -10,6 +10,7 @@ Owns the names, the one rename that makes a checkpoint complete, which one is th
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import re
@@ -33,7 +34,7 @@ _STEP = re.compile(r"step_(\d{8,})")
 _PARTIAL = re.compile(r"step_(\d{8,})\.partial-.+")
 _REPLACED = re.compile(r"step_(\d{8,})\.replaced")
 _DELETED = ".deleted"
-_LATER = re.compile(r"step_(\d{8,})\.before-.+")
+_OWNER = "owned-by-"
 
 
 class CheckpointUnreadable(ValueError):
@@ -99,10 +100,13 @@ def partial_folder(directory: Path, step: int, attempt: str) -> Path:
 
 
 def begin(directory: Path, step: int, attempt: str) -> Path:
-    """An empty partial folder with a place for each part; what an earlier try left there goes. Raises OSError."""
-    folder = partial_folder(directory, step, attempt)
-    if folder.exists():
-        shutil.rmtree(folder)
+    """An empty partial folder with a place for each part. What an earlier try left is not used again: a rank that was too slow
+    may still be writing there. It goes with the next sweep. Raises OSError."""
+    folder = first = partial_folder(directory, step, attempt)
+    for number in itertools.count(2):
+        if not folder.exists():
+            break
+        folder = first.with_name(f"{first.name}.{number}")
     for part in (trainer_part(folder), orchestrator_part(folder)):
         part.mkdir(parents=True, mode=0o700)
     return folder
@@ -272,6 +276,31 @@ def of_another_run(directory: Path, run_id: str) -> str | None:
                     "its own, or leave checkpoint.dir out for the run directory's"
                 )
     return None
+
+
+def claim(directory: Path, run_id: str) -> str | None:
+    """Make a folder that was named by `checkpoint.dir` this run's, before there is a checkpoint that could say whose it is: two
+    runs in one would replace and delete each other's. A sentence where it is another one's; of two that come at once, both
+    get it. A folder that can't be written is for the first save to complain of."""
+    if sentence := of_another_run(directory, run_id):
+        return sentence
+    own = directory / f"{_OWNER}{run_id}"
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        was_ours = own.exists()
+        own.touch(mode=0o600)
+        others = sorted(path for path in directory.glob(f"{_OWNER}*") if path != own)
+    except OSError as error:
+        log.warning("%s can't be written: %s", directory, error)
+        return None
+    if not others:
+        return None
+    if not was_ours:
+        own.unlink(missing_ok=True)
+    return (
+        f"checkpoint.dir={directory} is in use by another run ({others[0].name.removeprefix(_OWNER)}): give each run a folder "
+        f"of its own, or leave checkpoint.dir out for the run directory's; if that run is gone for good, remove {others[0]}"
+    )
 
 
 def _matching(directory: Path, pattern: re.Pattern[str]) -> Iterator[tuple[int, Path]]:

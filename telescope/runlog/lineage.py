@@ -7,7 +7,9 @@ readers take of each earlier attempt what was written up to there. Owns these tw
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -15,12 +17,23 @@ from telescope.records import Record
 from telescope.runlog.attempts import read_attempts
 from telescope.runlog.layout import RunDirectory, write_atomically
 
+OWN = "orchestrator"
+"""The writer that knows, when a checkpoint is ordered, how far its rows have come."""
+
 
 class Part(Record):
-    """Rows of an earlier attempt that count: of the orchestrator's, those up to `last_row` (its `seq`)."""
+    """Rows of an earlier attempt that count: of the orchestrator's, those up to `last_row` (its `seq`); of others, whose
+    numbers it doesn't know, those of steps up to `step`."""
 
     attempt: int
     last_row: int
+    step: int | None = None
+    """Of the checkpoint that says so; None: rows of other writers all count."""
+
+    def counts(self, writer: str, row: Mapping[str, Any]) -> bool:
+        if writer == OWN:
+            return bool(row["seq"] <= self.last_row)
+        return self.step is None or bool(row.get("step", 0) <= self.step)
 
 
 class Lineage(Record):
@@ -33,9 +46,9 @@ class Lineage(Record):
     before: tuple[Part, ...] = ()
     """Earlier attempts, in order."""
 
-    def up_to(self, last_row: int) -> tuple[Part, ...]:
+    def up_to(self, last_row: int, step: int) -> tuple[Part, ...]:
         """What counts for whoever goes on from a checkpoint that this attempt makes now."""
-        return (*self.before, Part(self.attempt, last_row))
+        return (*self.before, Part(self.attempt, last_row, step))
 
 
 def read_lineage(run: RunDirectory) -> Lineage:

@@ -17,20 +17,22 @@ from telescope.runlog.sealing import segment_rows
 def rows(run: RunDirectory, stream: str) -> list[dict[str, Any]]:
     """All rows of a stream that count, by attempt, writer and `seq`. Safe while the run writes; a row sealed and still live
     counts once. Of a run that has gone on from a checkpoint, rows of an earlier attempt count up to that."""
-    lineage = read_lineage(run)
     found: list[dict[str, Any]] = []
-    for part in lineage.before:
-        found += (row for row in rows_of_attempt(RunDirectory(run.earlier_attempt(part.attempt)), stream)
-                  if row["seq"] <= part.last_row)  # fmt: skip
+    for part in read_lineage(run).before:
+        earlier = _by_writer(RunDirectory(run.earlier_attempt(part.attempt)), stream)
+        found += (row for (writer, _), row in earlier if part.counts(writer, row))
     return found + rows_of_attempt(run, stream)
 
 
 def rows_of_attempt(run: RunDirectory, stream: str) -> list[dict[str, Any]]:
     """What lies in the directory itself, all of it: rows of one attempt."""
-    found: dict[tuple[str, int], dict[str, Any]] = {}
-    for writer, row in _all_rows(run, stream):
-        found[writer, row["seq"]] = row
-    return [found[key] for key in sorted(found)]
+    return [row for _, row in _by_writer(run, stream)]
+
+
+def _by_writer(run: RunDirectory, stream: str) -> list[tuple[tuple[str, int], dict[str, Any]]]:
+    """Each row under its writer and number, in that order."""
+    found = {(writer, row["seq"]): row for writer, row in _all_rows(run, stream)}
+    return [(key, found[key]) for key in sorted(found)]
 
 
 def _all_rows(run: RunDirectory, stream: str) -> Iterator[tuple[str, dict[str, Any]]]:

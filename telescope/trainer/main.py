@@ -69,7 +69,7 @@ def live(place: Place, signals: Signals) -> int:
         link = connected
         with (
             contextlib.closing(publisher(place, backend, world)) as weights,
-            contextlib.closing(timeline(place, world)) as lines,
+            contextlib.closing(timeline(place, world, 0 if resume is None else resume.step)) as lines,
             signals.held(),
         ):
             service = Service(
@@ -100,7 +100,7 @@ def keeper(place: Place, world: World) -> Keeper:
     )
 
 
-def timeline(place: Place, world: World) -> Timeline:
+def timeline(place: Place, world: World, step: int) -> Timeline:
     """What stores this rank's spans and memory, as far as the settings want them."""
     settings = place.config.logging
     wanted = settings.track_gpu_events or settings.torch_memory_sample_interval_seconds > 0
@@ -111,6 +111,7 @@ def timeline(place: Place, world: World) -> Timeline:
         spans=settings.track_gpu_events,
         sample_s=settings.torch_memory_sample_interval_seconds,
         drain_s=settings.torch_memory_drain_interval_seconds,
+        step=step,
     )
 
 

@@ -35,9 +35,11 @@ class Timeline:
         spans: bool = True,
         sample_s: float = 0.0,
         drain_s: float = 0.5,
+        step: int = 0,
     ) -> None:
+        """`step`: the last one that has ended."""
         self._rows, self._process, self._wants_spans = rows, process, spans
-        self._step = 0
+        self._step = step
         self._ending = threading.Event()
         self._read = reader(device)
         self._sample_s, self._drain_s = sample_s, drain_s

@@ -69,7 +69,7 @@ class TrustsTheWindow(Core):
         super().__init__(settings)
         self._batches = WindowByRank(settings)
 
-    def _retire_stale(self) -> None:
+    def _retire_stale(self, version: int) -> None:
         pass
 
 

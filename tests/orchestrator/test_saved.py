@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -95,8 +96,8 @@ class Listener:
 
 
 class Said:
-    def __init__(self, peer: str) -> None:
-        self.peer = peer
+    def __init__(self, peer: str, answers: int) -> None:
+        self.peer, self.answers = peer, answers
 
 
 def desk_for(folder: Path, **changes: Any) -> tuple[CheckpointDesk, Listener]:
@@ -105,8 +106,9 @@ def desk_for(folder: Path, **changes: Any) -> tuple[CheckpointDesk, Listener]:
     return CheckpointDesk(listener, listener, listener, RANKS, rules), listener
 
 
-def say(desk: CheckpointDesk, peer: str, body: Any) -> None:
-    delivery: Any = Said(peer)
+def say(desk: CheckpointDesk, peer: str, body: Any, answers: int | None = None) -> None:
+    """`answers`: the number of an order; None: the one that this rank got first."""
+    delivery: Any = Said(peer, 1 + RANKS.index(peer) if answers is None else answers)
     desk.answer(delivery, body)
 
 
@@ -170,3 +172,46 @@ def test_a_rank_that_never_answers_is_waited_for_no_longer_than_the_deadline(tmp
     assert event == events.CheckpointFailed(1, "trainer-1 did not write within the time that checkpoint.timeout_s gives")
     say(desk, "trainer-1", CheckpointWritten(1, 500, 0.5))  # late: noted, and nothing else
     assert list(desk.take_events()) == []
+
+
+def test_an_answer_to_a_save_that_was_given_up_completes_no_later_one_of_the_same_step(tmp_path: Path, part: saved.Part):
+    """A run that is told to stop saves a step again whose first save had failed; a slow rank may still be at that one."""
+    desk, listener = desk_for(tmp_path)
+    desk.begin(1, part, 0.0)
+    say(desk, "trainer-0", CheckpointWritten(1, 500, 0.5))
+    end_of(desk, now=101.0)
+    desk.begin(1, part, 200.0)
+    folders = [body.folder for _, body in listener.sent]
+    assert folders[0] != folders[2]  # the slow rank writes into the first one
+    say(desk, "trainer-0", CheckpointWritten(1, 500, 0.5), answers=3)
+    say(desk, "trainer-1", CheckpointWritten(1, 500, 0.5), answers=2)
+    assert "trainer-1: its CheckpointWritten of step 1 is of no save under way; ignored" in listener.alerts
+    for _ in range(20):
+        desk.tick(201.0)
+    assert checkpoints.steps(tmp_path) == []
+    say(desk, "trainer-1", CheckpointWritten(1, 500, 0.5), answers=4)
+    assert end_of(desk, now=201.0) == [events.CheckpointDone(1)]
+
+
+def test_a_disk_that_never_says_that_it_has_all_is_waited_for_no_longer_than_the_deadline(
+    tmp_path: Path, part: saved.Part, monkeypatch: pytest.MonkeyPatch
+):
+    """Else the next one that is due, and with it training, would wait for ever."""
+    lets_go = threading.Event()
+    monkeypatch.setattr(checkpoints, "sync_below", lambda _: lets_go.wait(LIMIT_S))
+    desk, _ = desk_for(tmp_path)
+    desk.begin(1, part, 0.0)
+    for rank in RANKS:
+        say(desk, rank, CheckpointWritten(1, 500, 0.5))
+    deadline = time.monotonic() + LIMIT_S
+    while not list(tmp_path.glob(f"*/{checkpoints.COMPLETE}")):  # its thread is at the disk
+        assert time.monotonic() < deadline
+        desk.tick(1.0)
+        time.sleep(0.005)
+    desk.tick(100.5)
+    assert list(desk.take_events()) == []
+    try:
+        cause = "it was not forced to the disk within the time that checkpoint.timeout_s gives"
+        assert end_of(desk, now=102.0) == [events.CheckpointFailed(1, cause)]
+    finally:
+        lets_go.set()

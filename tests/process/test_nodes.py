@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,20 +18,20 @@ import psutil
 import pytest
 
 from telescope import plan as plan_command
-from telescope._launch import meet
+from telescope._launch import join, meet
 from telescope._launch.plan import Host, Plan, ProcessPlan, make_plan, write_plan
 from telescope._launch.remote import Nodes
 from telescope._launch.standing import Standing
-from telescope._launch.talk import HeadTalk, NodeTalk, Orders, Report
+from telescope._launch.talk import Assign, HeadTalk, NodeTalk, Orders, Report
 from telescope.compose.load import load_points, places_for
 from telescope.runlog.identity import RunIdentity, write_identity
-from telescope.runlog.layout import RunDirectory
+from telescope.runlog.layout import RunDirectory, RunDirectoryInUse
 from tests.process.conftest import stand_in
 
 HEAD = """
 import json, sys
 from pathlib import Path
-from telescope._launch import meet
+from telescope._launch import join, meet
 from telescope._launch.node import supervise
 from telescope._launch.terms import Patience
 from telescope._launch.plan import read_plan
@@ -285,6 +286,24 @@ def test_a_node_with_other_settings_is_refused(cluster: Cluster) -> None:
     assert "node-1 (here) was started with other settings (hash other, here hash)" in cluster.ended(cluster.head)[1]
 
 
+def test_a_host_that_does_not_see_the_run_directory_takes_part_in_a_second_attempt_with_new_files(tmp_path: Path) -> None:
+    """Its own directory has the run's id since the first one; with that one's keys and plan its processes would meet nobody."""
+    heads = [RunIdentity(1, "run", attempt, "test", "", "hash", ()) for attempt in ("first", "second")]
+    told = [Assign("run", "/head", SILENT_S, {"run.json": msgspec.json.encode(head).decode()}) for head in heads]
+    own = RunDirectory(tmp_path / "runs" / "mine_node-1")
+    assert not join.sees_the_heads(own, told[0])
+    join.make_own(own, "run")
+    write_identity(own, heads[0])
+    own.log("trainer-1").write_text("of the first")
+    assert join.sees_the_heads(own, told[0])
+    assert not join.sees_the_heads(own, told[1])
+    join.make_own(own, "run")
+    assert not own.log("trainer-1").exists()
+    assert RunDirectory(own.earlier_attempt(1)).log("trainer-1").read_text() == "of the first"
+    with pytest.raises(RunDirectoryInUse):
+        join.make_own(own, "another")
+
+
 @pytest.fixture
 def talk() -> Iterator[HeadTalk]:
     made = HeadTalk("tcp://127.0.0.1:*", bytes(32), (1,))
@@ -398,10 +417,20 @@ def test_only_nodes_with_the_key_are_heard_and_each_only_as_itself() -> None:
         talk.close()
 
 
+def test_a_node_does_not_go_to_where_the_head_of_an_earlier_attempt_was(tmp_path: Path) -> None:
+    """It came before the head of its own attempt had put that address aside."""
+    run = RunDirectory.create(tmp_path / "run")
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        meet.publish(run, f"tcp://127.0.0.1:{gone.getsockname()[1]}", bytes(32))
+    with pytest.raises(TimeoutError, match="did node 0 start"):
+        meet.find(run, 0.3)
+
+
 def test_the_key_of_a_run_directory_is_for_its_owner_alone(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path / "run")
-    meet.publish(run, "tcp://127.0.0.1:1", bytes(32))
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        meet.publish(run, f"tcp://127.0.0.1:{head.getsockname()[1]}", bytes(32))
+        assert meet.find(run, LIMIT_S).address == "127.0.0.1"
     assert run.nodes_json.stat().st_mode & 0o777 == 0o600
     assert run.nodes_json.parent.stat().st_mode & 0o777 == 0o700
-    assert meet.find(run, 1.0).address == "127.0.0.1"
     assert "00000" not in repr(Standing(2, 1, None, bytes(32)))

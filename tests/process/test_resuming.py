@@ -9,10 +9,14 @@ from typing import Any
 
 import pytest
 
+from telescope import start
 from telescope._launch import resuming
+from telescope._launch.slurm import batch
+from telescope._launch.standing import Standing
+from telescope.again import go_on as go_on_with_settings_of
 from telescope.config.continuing import refusals
-from telescope.config.run import RunConfig
-from telescope.runlog import attempts, checkpoints
+from telescope.config.run import RunConfig, dump_run
+from telescope.runlog import attempts, checkpoints, http_key
 from telescope.runlog.holder import hold
 from telescope.runlog.identity import new_identity, read_identity, write_identity
 from telescope.runlog.layout import RunDirectory
@@ -60,6 +64,13 @@ def log_steps(run: RunDirectory, *steps: int) -> int:
     return last
 
 
+def log_spans(run: RunDirectory, *steps: int) -> None:
+    log = RunLog(run, "trainer-0", seals_at_end=False)
+    for step in steps:
+        log.append("spans", {"step": step, "process": "trainer-0", "name": "clip", "started_ns": 1, "seconds": 0.5})
+    log.close()
+
+
 def go_on(run: RunDirectory, step: int | None = None) -> resuming.Origin:
     source = resuming.origin(run, config(), step)
     number = resuming.next_attempt(run, "f" * 16, "second")
@@ -95,9 +106,9 @@ def test_an_earlier_step_sets_the_later_ones_aside(run: RunDirectory):
 
 def test_rows_of_steps_that_are_trained_anew_count_once_and_the_last_attempt_wins(run: RunDirectory):
     last = log_steps(run, 1, 2)
-    checkpoint(run, 2, read_lineage(run).up_to(last))
+    checkpoint(run, 2, read_lineage(run).up_to(last, 2))
     go_on(run)
-    assert read_lineage(run) == Lineage(2, 2, (Part(1, last),))
+    assert read_lineage(run) == Lineage(2, 2, (Part(1, last, 2),))
     log_steps(run, 3, 4)
     assert [row["step"] for row in rows(run, "step_metrics")] == [1, 2, 3, 4]
 
@@ -110,6 +121,17 @@ def test_a_dead_attempts_future_is_left_out(run: RunDirectory):
     found = rows(run, "step_metrics")
     assert [row["step"] for row in found] == [1, 2, 3]
     assert found[-1]["seq"] == 1
+
+
+def test_rows_that_trainer_ranks_write_themselves_count_by_their_step(run: RunDirectory):
+    """They have numbers of their own, many more than the orchestrator's."""
+    last = log_steps(run, 1, 2)
+    log_spans(run, 1, 1, 1, 2, 3)
+    checkpoint(run, 2, read_lineage(run).up_to(last, 2))
+    log_steps(run, 3)
+    go_on(run)
+    log_spans(run, 3, 4)
+    assert [row["step"] for row in rows(run, "spans")] == [1, 1, 1, 2, 3, 4]
 
 
 def test_an_attempt_that_begins_at_step_1_again_counts_alone(run: RunDirectory):
@@ -177,3 +199,130 @@ def test_settings_that_change_neither_model_nor_data_may_change():
 def test_settings_that_would_make_another_run_are_refused_with_the_setting(changes: dict[str, Any], sentence: str):
     (said,) = refusals(config().model_dump(mode="json"), config(**changes).model_dump(mode="json"))
     assert said.startswith(sentence)
+
+
+def queued_again(run: RunDirectory, **changes: Any) -> attempts.Attempt:
+    """The job of a run is started once more by Slurm, and its attempt made ready."""
+    attempts.note_first(run)
+    attempt = attempts.begin(run, "12", "12.1", ("n1",))
+    batch.go_on(run, config(**changes), attempt)
+    return attempt
+
+
+def test_a_job_that_is_queued_again_goes_on_from_its_latest_checkpoint(run: RunDirectory):
+    for step in (2, 4):
+        checkpoint(run, step)
+    attempt = queued_again(run)
+    assert read_lineage(run) == Lineage(attempt.number, 4)
+    found = checkpoints.read_resume(run)
+    assert found is not None
+    assert found.step == 4
+
+
+def test_a_job_that_begins_at_step_1_again_leaves_no_checkpoint_that_would_be_its_latest(run: RunDirectory):
+    """With checkpoint.keep_last=1 the save of step 2 would be deleted at once, for that of step 4 is newer."""
+    for step in (2, 4):
+        checkpoint(run, step, training_state=False)
+    queued_again(run)
+    assert checkpoints.read_resume(run) is None
+    assert checkpoints.steps(run.checkpoints) == []
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == [
+        "step_00000002.before-12.1", "step_00000004.before-12.1",
+    ]  # fmt: skip
+
+
+def test_a_job_whose_latest_checkpoint_cannot_be_read_does_not_begin_at_step_1(run: RunDirectory):
+    (checkpoint(run, 4) / checkpoints.COMPLETE).write_text("{")
+    with pytest.raises(resuming.CannotResume, match=r"complete\.json is damaged"):
+        queued_again(run)
+    assert checkpoints.steps(run.checkpoints) == [4]
+
+
+def test_a_run_that_was_lost_after_its_last_checkpoint_is_done(run: RunDirectory):
+    """The node died between that and the end of the processes: to train all again would be a waste, and another model."""
+    lost = attempts.begin(run, "12", "12.0", ("n1",))
+    checkpoint(run, 4)
+    assert batch.has_trained_all(run, config()) is None
+    checkpoint(run, 9)
+    assert batch.has_trained_all(run, config()) == lost
+    assert batch.has_trained_all(run, config(number_of_steps=10)) is None
+
+
+def test_a_job_that_was_submitted_to_go_on_after_the_last_step_is_not_taken_for_done(run: RunDirectory):
+    done = attempts.begin(run, "12", "12.0", ("n1",))
+    attempts.end(run, done, "done", 0, requeued=False)
+    assert batch.is_done(run, "12")
+    assert not batch.is_done(run, "13")
+
+
+def submitted(run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
+    """As job 12, of which squeue says `answer`."""
+    attempts.write_submission(run, "12", tmp_path / "script.sh")
+    squeue = tmp_path / "bin" / "squeue"
+    squeue.parent.mkdir()
+    squeue.write_text(f"#!/bin/sh\n{answer}\n")
+    squeue.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{squeue.parent}:/usr/bin:/bin")
+
+
+@pytest.mark.parametrize("state", ["PENDING", "RUNNING"])
+def test_a_run_whose_job_is_queued_is_not_submitted_once_more(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str
+):
+    """Between two attempts no process watches it, and exit.json is there."""
+    submitted(run, tmp_path, monkeypatch, f"echo '12|{state}'")
+    attempts.end(run, attempts.begin(run, "12", "12.0", ("n1",)), "preempted", 70, requeued=True)
+    run.exit_json.write_text("{}")
+    resuming.refuse_living(run)
+    with pytest.raises(resuming.CannotResume, match=f"has job 12 in Slurm, which is {state}"):
+        resuming.refuse_queued(run)
+
+
+def test_a_run_whose_job_nobody_knows_of_is_gone_on_with_once_slurm_says_so(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    submitted(run, tmp_path, monkeypatch, "exit 1")
+    attempt = attempts.begin(run, "12", "12.0", ("n1",))
+    with pytest.raises(resuming.CannotResume, match="of which Slurm says nothing"):
+        resuming.refuse_queued(run)
+    (tmp_path / "bin" / "squeue").write_text("#!/bin/sh\n")
+    resuming.refuse_queued(run)
+    attempts.end(run, attempt, "walltime", 75, requeued=False)
+    (tmp_path / "bin" / "squeue").write_text("#!/bin/sh\nexit 1\n")
+    resuming.refuse_queued(run)
+
+
+def order_for(run: RunDirectory, **changes: Any) -> start.Order:
+    resumed = config(run_dir=str(run.path), checkpoint={"every": 2, "resume": True}, **changes)
+    return start.Order(resumed, None, Standing(1, 0), (), (), datetime.now(UTC))
+
+
+def test_a_run_that_opens_its_http_when_it_is_resumed_has_a_key(run: RunDirectory):
+    run.config_json.write_text(dump_run(config()))
+    checkpoint(run, 2)
+    assert start._resume_directory(run.path, order_for(run, inference={"host": "0.0.0.0"})) == run
+    assert len(http_key.read(run)) == 43
+
+
+def test_a_run_of_one_host_that_goes_on_in_slurm_has_that_attempt_put_aside(run: RunDirectory):
+    run.config_json.write_text(dump_run(config()))
+    run.summary_json.write_text("{}")
+    checkpoint(run, 2)
+    start._resume_directory(run.path, order_for(run, cluster={"slurm": {}}))
+    attempt = attempts.begin(run, "12", "12.0", ("n1",))
+    batch.go_on(run, config(checkpoint={"every": 0}), attempt)
+    assert attempt.number == 2
+    assert read_lineage(run) == Lineage(2, 2)
+    assert (run.earlier_attempt(1) / "summary.json").exists()
+    assert json.loads((run.earlier_attempt(1) / "config.json").read_text())["cluster"]["slurm"] is None
+
+
+def test_a_host_that_is_not_the_head_makes_no_attempt_of_its_own(run: RunDirectory, capsys: pytest.CaptureFixture[str]):
+    """torchrun gives the command on every host, and all of them see the run directory."""
+    several = {"launcher": "bare_metal", "nodes": 2, "node_rank": 0, "placement_timeout_s": 1}
+    run.config_json.write_text(dump_run(config(run_dir=str(run.path), cluster=several)))
+    checkpoint(run, 2)
+    assert go_on_with_settings_of(run.path, ["cluster.node_rank=1"]) == 1
+    assert "node-1: no head within 1 s" in capsys.readouterr().err
+    assert attempts.read_attempts(run) == []
+    assert checkpoints.read_resume(run) is None

@@ -177,6 +177,18 @@ def test_a_folder_of_another_run_is_told_from_ones_own(tmp_path):
     assert "holds checkpoints of another run (run)" in (checkpoints.of_another_run(tmp_path, "other") or "")
 
 
+def test_a_folder_is_one_runs_from_before_its_first_checkpoint_on(tmp_path):
+    """Two runs that begin with the same empty checkpoint.dir would replace each other's steps, and delete them as old ones."""
+    folder = tmp_path / "shared"
+    assert checkpoints.claim(folder, "one") is None
+    said = checkpoints.claim(folder, "other")
+    assert said is not None
+    assert said.startswith(f"checkpoint.dir={folder} is in use by another run (one): give each run a folder of its own")
+    assert checkpoints.claim(folder, "one") is None  # a later attempt
+    make(folder, 10)
+    assert "holds checkpoints of another run (run)" in (checkpoints.claim(folder, "one") or "")
+
+
 def test_an_attempt_learns_where_it_begins(tmp_path):
     run = RunDirectory.create(tmp_path / "run")
     assert checkpoints.read_resume(run) is None

@@ -67,6 +67,20 @@ def test_memory_is_sampled_until_the_end_and_what_waits_is_stored(tmp_path):
     assert resident() > 1_000_000
 
 
+def test_memory_of_an_attempt_that_goes_on_is_of_the_steps_it_goes_on_from(tmp_path):
+    run, timeline = opened(tmp_path, sample_s=0.001, drain_s=3600.0, step=20)
+    read, sampled = timeline._read, threading.Event()
+
+    def told() -> dict[str, int]:
+        sampled.set()
+        return read()
+
+    timeline._read = told
+    assert sampled.wait(60)
+    timeline.close()
+    assert {row["step"] for row in rows(run, "memory")} == {20}
+
+
 def test_samples_are_handed_on_while_the_run_goes_on(tmp_path):
     _, timeline = opened(tmp_path, sample_s=0.001, drain_s=0.001)
     append, handed_on = timeline._append, threading.Event()
