@@ -57,9 +57,7 @@ def test_every_combination_finds_what_one_rank_finds(found: Path, build, name: s
     """The metrics of the first step, which are counted once whoever shares a row; and of the second, within the optimiser's
     doubling of roundings."""
     combination = COMBINATIONS[name]
-    settings = {
-        key: value for key, value in combination.backend.items() if key in ("optimizer", "mixed_precision_dtype")
-    }
+    settings = {key: value for key, value in combination.backend.items() if key in ("optimizer", "mixed_precision_dtype")}
     backend = build(job_of(combination, str(found / "model"), World(0, 1, "cpu")), **settings)
     theirs = json.loads((found / name / "metrics.json").read_text())
     for number, near in ((1, combination.near), (2, 100 * combination.near)):

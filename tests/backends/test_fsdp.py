@@ -124,6 +124,15 @@ def test_the_gradient_is_that_of_the_loss_over_plain_samples(build):
     assert distance(expected, backend.gradients) < 1e-5
 
 
+def test_taking_log_probs_leaves_the_weights_as_they_are_published(build):
+    """They are gathered in bfloat16 for it, and what is published is float32."""
+    backend = build(make_job(), mixed_precision_dtype="bfloat16")
+    before, layout = {name: tensor.clone() for name, tensor in backend.weights()}, backend.layout()
+    backend.logprobs(make_shard())
+    assert backend.layout() == layout
+    assert all(torch.equal(tensor, before[name]) for name, tensor in backend.weights())
+
+
 def test_rows_of_padding_change_nothing(build):
     """A rank alone has none of its own accord, so it is told that another rank has three rows."""
     shard = make_shard()

@@ -177,3 +177,11 @@ def test_settings_that_change_neither_model_nor_data_may_change():
 def test_settings_that_would_make_another_run_are_refused_with_the_setting(changes: dict[str, Any], sentence: str):
     (said,) = refusals(config().model_dump(mode="json"), config(**changes).model_dump(mode="json"))
     assert said.startswith(sentence)
+
+
+def test_another_optimiser_is_refused_also_where_it_would_begin_anew_without_a_sign():
+    """A checkpoint of sgd has no moments that another optimiser could miss."""
+    old, new = (config(backend={"name": "fsdp", "optimizer": kind}).model_dump(mode="json") for kind in ("sgd", "adamw"))
+    assert refusals(old, new) == [
+        "backend.optimizer=adamw was sgd when the run began: the checkpoint has its moments; set it back, or begin a new run"
+    ]
