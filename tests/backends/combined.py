@@ -11,15 +11,14 @@ import os
 import queue
 import sys
 import traceback
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
-from telescope.backends.base import Job, Outcome, Saved, TrainShard, World
+from telescope.backends.base import Job, Outcome, Saved, World
 from telescope.config.parts import LoraSettings, ModelSettings
 from tests.backends.options import flat, meet
 from tests.backends.shards import in_minibatches, make_job, make_shard, part

@@ -7,13 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from telescope.backends.base import World
-from tests.backends.combined import COMBINATIONS, job_of, step
+from tests.backends.combined import COMBINATIONS, Combination, job_of, step
 from tests.backends.models import random_model
 
 pytestmark = pytest.mark.slow  # half a minute of processor time
@@ -53,12 +54,27 @@ def test_a_checkpoint_of_every_combination_goes_on_to_the_bit(found: Path, name:
 
 @pytest.mark.timeout(700)
 @pytest.mark.parametrize("name", COMBINATIONS)
+def test_one_rank_goes_on_from_what_four_have_saved(found: Path, build, name: str):
+    combination = COMBINATIONS[name]
+    job = replace(job_of(combination, str(found / "model"), World(0, 1, "cpu")), resume=found / name / "trainer")
+    here = step(build(job, **alone(combination)), combination, 2)
+    _, expected, _ = json.loads((found / name / "metrics.json").read_text())
+    same = {key: value for key, value in expected.items() if key not in PACKING_TELLS}
+    assert {key: here[key] for key in same} == pytest.approx(same, rel=combination.near, abs=combination.near)
+
+
+def alone(combination: Combination) -> dict[str, object]:
+    """What decides the numbers, without what spreads them."""
+    return {key: value for key, value in combination.backend.items() if key in ("optimizer", "mixed_precision_dtype")}
+
+
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize("name", COMBINATIONS)
 def test_every_combination_finds_what_one_rank_finds(found: Path, build, name: str):
     """The metrics of the first step, which are counted once whoever shares a row; and of the second, within the optimiser's
     doubling of roundings."""
     combination = COMBINATIONS[name]
-    settings = {key: value for key, value in combination.backend.items() if key in ("optimizer", "mixed_precision_dtype")}
-    backend = build(job_of(combination, str(found / "model"), World(0, 1, "cpu")), **settings)
+    backend = build(job_of(combination, str(found / "model"), World(0, 1, "cpu")), **alone(combination))
     theirs = json.loads((found / name / "metrics.json").read_text())
     for number, near in ((1, combination.near), (2, 100 * combination.near)):
         expected, here = step(backend, combination, number), theirs[number - 1]

@@ -304,6 +304,24 @@ def test_a_model_whose_logits_are_changed_after_the_head_is_refused(build, tmp_p
         build(make_job(model=str(tmp_path / "granite")))
 
 
+@pytest.mark.parametrize(
+    ("rope", "most"),
+    [
+        ({"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}, 64),
+        ({"rope_type": "dynamic", "factor": 2.0}, 128),
+    ],
+)
+def test_rotations_that_follow_the_longest_sample_of_a_row_are_refused_where_samples_may_be_long(build, tmp_path, rope, most):
+    """Packed beside a sample of more than 64 tokens, a short one had other log-probs than alone."""
+    scaled = {"rope_theta": 10_000.0, "original_max_position_embeddings": 64, **rope}
+    model = random_model(tmp_path / "model", max_position_embeddings=128, rope_parameters=scaled)
+    build(make_job(model=model, seq_len=most)).train_step(make_shard())
+    with pytest.raises(
+        UnfitModel, match=rf"{rope['rope_type']}\) as soon as a sample is longer than {most} tokens.*seq_len={most}"
+    ):
+        build(make_job(model=model, seq_len=most + 1))
+
+
 def test_dropout_is_switched_off(build, tmp_path):
     backend = build(make_job(model=random_model(tmp_path / "dropping", attention_dropout=0.5)))
     row = row_of(draw(30))

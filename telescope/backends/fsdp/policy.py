@@ -246,6 +246,25 @@ def _check(lm: Any) -> None:
         )
 
 
+def check_rotations(lm: Any, seq_len: int) -> None:
+    """Raise `UnfitModel` where rotations of positions are chosen by the longest sample of a row (or of a rank's part of it),
+    which a server never does, and samples may be so long that the choice is another."""
+    config = lm.config.get_text_config()
+    given = getattr(config, "rope_parameters", None) or {}
+    for parameters in (given, *(entry for entry in given.values() if isinstance(entry, dict))):
+        kind = parameters.get("rope_type")
+        if kind not in ("longrope", "dynamic"):
+            continue
+        own = parameters.get("original_max_position_embeddings") if kind == "longrope" else None
+        most = own or config.max_position_embeddings
+        if seq_len > most:
+            raise UnfitModel(
+                f"{type(lm).__name__} rotates positions by other angles ({kind}) as soon as a sample is longer than {most} "
+                f"tokens, and those packed beside it too, so what is trained would not be what is sampled: set "
+                f"trainer.seq_len={most} or less, which is {seq_len}, and inference.max_model_len no higher"
+            )
+
+
 def _check_heads(lm: Any, size: int) -> None:
     """Each rank of a context computes the attention of as many heads."""
     heads = lm.config.get_text_config().num_attention_heads

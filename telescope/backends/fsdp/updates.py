@@ -120,8 +120,8 @@ class Updater:
         return Update(norm, rate, skipped)
 
     def counters(self) -> dict[str, float | None]:
-        """What is kept beside the optimiser's own state. No scale where losses have none: to resume in float16 with a scale of 1
-        would be to lose the small gradients, without a sign."""
+        """What is kept beside the optimiser's own state. No scale where losses have none: to go on in float16 with a scale of
+        1 would be to lose the small gradients, without a sign."""
         scale = self._scale.scale if self._scale.enabled else None
         return {"skipped": self.skipped, "scale": scale, "good": self._scale.good}
 
