@@ -185,7 +185,7 @@ def score(shard: TrainShard, config: RunConfig, device: str) -> np.ndarray:
     from telescope.backends.base import World
     from telescope.trainer.main import job
 
-    backend = config.backend.build(job(config, World(rank=0, size=1, device=device), lambda doing: None))
+    backend = config.backend.alone().build(job(config, World(rank=0, size=1, device=device), lambda doing: None))
     try:
         return backend.logprobs(shard)
     finally:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from telescope.backends.base import BackendSettings, Job, StepResult, TrainShard, World
+from telescope.backends.base import Job, StepResult, TrainShard, World
 from telescope.backends.common import shards
 from telescope.backends.probe import Probe, SampleFinding, UpdateFinding
 from telescope.config.run import RunConfig, load_run
@@ -26,8 +26,6 @@ from telescope.trainer.main import job as job_of
 
 NAMED = 10
 """Parameters and trajectories that are named; the others are counted."""
-SHARING = ("context_parallel_size", "replicas")
-"""Settings of a backend by which ranks share trajectories or keep copies of the weights."""
 
 
 class CannotReplay(ValueError):
@@ -56,7 +54,7 @@ def replay_step(run: RunDirectory, step: int, *, weights: str | None, device: st
     probe = Probe(loss_scale=first.loss_scale)
     world = _world(device, config)
     own = share(whole, world, config.trainer.seq_len)
-    backend = _alone(config.backend).build(_job(config, world, weights, probe))
+    backend = config.backend.alone().build(_job(config, world, weights, probe))
     try:
         result = backend.train_step(own)
     finally:
@@ -75,15 +73,14 @@ def replay_step(run: RunDirectory, step: int, *, weights: str | None, device: st
 
 def together(parts: Sequence[kept.Part]) -> TrainShard:
     """The shards of all ranks as one, minibatch by minibatch. Ranks that trained the same trajectories count once."""
-    different: list[kept.Part] = []
+    different: dict[tuple[int, ...], kept.Part] = {}
     for part in parts:
-        if not any(part.header.items and part.header.items == other.header.items for other in different):
-            different.append(part)
+        different.setdefault(_rollouts(part), part)
     first = parts[0].header
     items: list[TrainItem] = []
     pieces: list[tuple[np.ndarray, ...]] = [_nothing()]
     for minibatch in range(len(first.denominators)):
-        for part in different:
+        for part in different.values():
             ends = np.cumsum([item.length for item in part.header.items])
             for item, end in zip(part.header.items, ends, strict=True):
                 if item.minibatch == minibatch:
@@ -92,6 +89,12 @@ def together(parts: Sequence[kept.Part]) -> TrainShard:
                     pieces.append((part.ids[here], part.mask[here], part.logprobs[here], part.versions[here]))
     ids, mask, logprobs, versions = (np.concatenate(column) for column in zip(*pieces, strict=True))
     return TrainShard(first.step, tuple(items), ids, mask, logprobs, versions, first.denominators)
+
+
+def _rollouts(part: kept.Part) -> tuple[int, ...]:
+    """A rollout goes to one rank, or to all that share rows. (Items compare by their advantages too: none that is no number is
+    equal to itself.)"""
+    return tuple(item.rollout_id for item in part.header.items)
 
 
 def _nothing() -> tuple[np.ndarray, ...]:
@@ -148,11 +151,6 @@ def _has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
-
-
-def _alone(backend: BackendSettings) -> BackendSettings:
-    """Each process has trajectories of its own, however the run's ranks shared them, which changes no gradient."""
-    return backend.model_copy(update={name: 1 for name in SHARING if hasattr(backend, name)})
 
 
 def _checkpoint(run: RunDirectory, config: RunConfig, step: int) -> str | None:

@@ -188,6 +188,11 @@ class BackendSettings(Settings):
         """Neighbouring ranks that train the same trajectories together, and are all sent them; 1: each has its own."""
         return 1
 
+    def alone(self) -> BackendSettings:
+        """The same for one process, or several of which each has the whole model and trajectories of its own: a step that is
+        run again, the doctor. What is computed is the same."""
+        return self
+
     def build(self, job: Job) -> Backend:
         """Make the backend on this rank; torch.distributed is set up in here, from the standard environment variables."""
         raise NotImplementedError

@@ -50,7 +50,7 @@ class UpdateFinding:
 
 @dataclass
 class Probe:
-    """`loss_scale`: what the recorded step multiplied its loss by (float16)."""
+    """`loss_scale`: what the recorded step multiplied its loss by (float16), where that is known."""
 
-    loss_scale: float = 1.0
+    loss_scale: float | None = None
     found: list[UpdateFinding] = field(default_factory=list)

@@ -13,6 +13,7 @@ FIXED = {
     "model.lora": "the weights are those that were trained before",
     "algorithm.name": "the optimiser's state is of another loss",
     "backend.name": "its files are another backend's",
+    "backend.optimizer": "the checkpoint has its moments",
     "seed": "prompts and samples are drawn with it",
     "rollout.group_size": "rollouts are numbered by it",
     "orchestrator.prompts_batch_size_for_trainer": "the batch that forms was begun with it",

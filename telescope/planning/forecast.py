@@ -272,13 +272,20 @@ def splits(config: RunConfig, gpus: int, load_of: Callable[[RunConfig], Load]) -
     if len(counts) > MOST_SPLITS:
         counts = sorted({max(1, round(gpus * part / (MOST_SPLITS + 1))) for part in range(1, MOST_SPLITS + 1)})
     cards = config.inference.tensor_parallel_size
-    shared = config.backend.ranks_a_shard
-    for servers in (count for count in counts if count % cards == 0 and (gpus - count) % shared == 0):
+    for servers in (count for count in counts if count % cards == 0 and _can_train(config, gpus - count)):
         divided = divided_as(config, servers, gpus - servers)
         try:
             yield Split(servers, gpus - servers, forecast(divided, load_of(divided)))
         except Refused as error:
             yield Split(servers, gpus - servers, None, str(error))
+
+
+def _can_train(config: RunConfig, ranks: int) -> bool:
+    """Whether the backend's settings go with so many ranks."""
+    adapters, on_cpu = config.model.lora is not None, config.cluster.device == "cpu"
+    return ranks % config.backend.ranks_a_shard == 0 and not any(
+        config.backend.run_errors(ranks=ranks, adapters=adapters, on_cpu=on_cpu)
+    )
 
 
 def divided_as(config: RunConfig, servers: int, ranks: int) -> RunConfig:

@@ -41,8 +41,8 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     """E.g. `2 updates were left out: their gradients were no finite numbers`."""
     items: tuple[TrainItem, ...]
     denominators: tuple[Denominators, ...]
-    loss_scale: float = 1.0
-    """By which the loss was multiplied (float16)."""
+    loss_scale: float | None = None
+    """By which the loss was multiplied (float16); None: by nothing, or not known, as the step came to no end."""
 
     @property
     def version(self) -> int:

@@ -29,7 +29,7 @@ class Keeper:
     def trained(self, shard: TrainShard, result: StepResult) -> None:
         """Look at a step's outcome, which is the same on all ranks."""
         left_out = int(result.metrics.get("updates_not_finite", 0.0))
-        scale = result.metrics.get("loss_scale", 1.0)
+        scale = result.metrics.get("loss_scale")
         if left_out and self.latest:
             self._keep_wrong(shard, f"{left_out} of its updates had a gradient that was no finite number", scale)
         elif self.every is not None and shard.step % self.every == 0:
@@ -39,16 +39,16 @@ class Keeper:
         """The step ended in an error."""
         if self.latest:
             said = (str(error).strip().splitlines() or [""])[0]
-            self._keep_wrong(shard, f"it ended with {type(error).__name__}: {said}", 1.0)
+            self._keep_wrong(shard, f"it ended with {type(error).__name__}: {said}", None)
 
-    def _keep_wrong(self, shard: TrainShard, why: str, scale: float) -> None:
+    def _keep_wrong(self, shard: TrainShard, why: str, scale: float | None) -> None:
         if not self._write(shard, why, scale):
             return
         self._wrong.append(shard.step)
         if len(self._wrong) > self.latest:
             kept.forget(self.run, self._wrong.popleft(), self.rank)
 
-    def _write(self, shard: TrainShard, why: str, scale: float) -> bool:
+    def _write(self, shard: TrainShard, why: str, scale: float | None) -> bool:
         header = kept.Header(
             step=shard.step,
             rank=self.rank,

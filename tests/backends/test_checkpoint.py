@@ -15,6 +15,7 @@ import torch
 
 from telescope.backends.base import CheckpointUnfit, NotSaved, Saved, SaveSettings
 from telescope.backends.common import randomness, saving
+from telescope.backends.probe import Probe
 from telescope.config.parts import LoraSettings, ModelSettings
 from tests.backends.models import random_model
 from tests.backends.shards import make_job, make_shard
@@ -136,6 +137,24 @@ def test_skipped_updates_and_the_loss_scale_are_counted_on(build, tmp_path):
     save(backend, 1, tmp_path)
     again = build(replace(make_job(), resume=tmp_path), mixed_precision_dtype="float16")
     assert again._updater.counters() == {"skipped": 3, "scale": 1024.0, "good": 7}
+
+
+def test_a_run_that_goes_on_in_float16_begins_with_its_first_scale(build, tmp_path):
+    """And not with the 1 of the precision before, with which small gradients would be 0."""
+    backend = build(make_job(), mixed_precision_dtype="bfloat16")
+    save(backend, 1, tmp_path)
+    again = build(replace(make_job(), resume=tmp_path), mixed_precision_dtype="float16")
+    assert again._updater.counters() == {"skipped": 0, "scale": 65_536.0, "good": 0}
+
+
+def test_a_step_that_is_run_again_has_its_own_loss_scale_and_not_the_checkpoints(build, tmp_path):
+    backend = build(make_job(), mixed_precision_dtype="float16")
+    backend._updater._scale.scale = 1024.0
+    save(backend, 1, tmp_path)
+    recorded = replace(make_job(), resume=tmp_path, probe=Probe(loss_scale=256.0))
+    assert build(recorded, mixed_precision_dtype="float16")._updater.loss_scale == 256.0
+    unknown = replace(recorded, probe=Probe())
+    assert build(unknown, mixed_precision_dtype="float16")._updater.loss_scale == 1024.0
 
 
 def test_all_random_generators_go_on_where_they_were():

@@ -124,6 +124,15 @@ def test_the_gradient_is_that_of_the_loss_over_plain_samples(build):
     assert distance(expected, backend.gradients) < 1e-5
 
 
+def test_taking_log_probs_leaves_the_weights_as_they_are_published(build):
+    """They are gathered in bfloat16 for it, and what is published is float32."""
+    backend = build(make_job(), mixed_precision_dtype="bfloat16")
+    before, layout = {name: tensor.clone() for name, tensor in backend.weights()}, backend.layout()
+    backend.logprobs(make_shard())
+    assert backend.layout() == layout
+    assert all(torch.equal(tensor, before[name]) for name, tensor in backend.weights())
+
+
 def test_rows_of_padding_change_nothing(build):
     """A rank alone has none of its own accord, so it is told that another rank has three rows."""
     shard = make_shard()
@@ -293,6 +302,24 @@ def test_a_model_whose_logits_are_changed_after_the_head_is_refused(build, tmp_p
     GraniteForCausalLM(config).save_pretrained(tmp_path / "granite")
     with pytest.raises(UnfitModel, match="GraniteForCausalLM changes its logits after the head"):
         build(make_job(model=str(tmp_path / "granite")))
+
+
+@pytest.mark.parametrize(
+    ("rope", "most"),
+    [
+        ({"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}, 64),
+        ({"rope_type": "dynamic", "factor": 2.0}, 128),
+    ],
+)
+def test_rotations_that_follow_the_longest_sample_of_a_row_are_refused_where_samples_may_be_long(build, tmp_path, rope, most):
+    """Packed beside a sample of more than 64 tokens, a short one had other log-probs than alone."""
+    scaled = {"rope_theta": 10_000.0, "original_max_position_embeddings": 64, **rope}
+    model = random_model(tmp_path / "model", max_position_embeddings=128, rope_parameters=scaled)
+    build(make_job(model=model, seq_len=most)).train_step(make_shard())
+    with pytest.raises(
+        UnfitModel, match=rf"{rope['rope_type']}\) as soon as a sample is longer than {most} tokens.*seq_len={most}"
+    ):
+        build(make_job(model=model, seq_len=most + 1))
 
 
 def test_dropout_is_switched_off(build, tmp_path):

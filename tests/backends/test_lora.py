@@ -15,6 +15,7 @@ from telescope.config.models import model_folder, model_source
 from telescope.config.parts import LoraSettings
 from telescope.inference.adapters import expected_tensors
 from telescope.inference.checkpoint import checkpoint_tensors
+from tests.backends.models import random_model
 from tests.backends.shards import make_job, make_shard
 from tests.backends.test_fsdp import draw, logprobs_of, row_of
 
@@ -86,6 +87,12 @@ def test_adapters_are_float32_in_a_bfloat16_model_and_small_steps_count(build):
 def test_a_target_that_the_model_does_not_have_is_told_with_those_it_has(build):
     with pytest.raises(UnfitModel, match=r"target_modules names qkv_proj, which Qwen\w+ForCausalLM does not have; .*q_proj"):
         build(lora_job(LoraSettings(target_modules=("qkv_proj", "o_proj"))))
+
+
+def test_an_adapter_of_the_head_is_refused_as_it_would_never_be_trained(build, tmp_path):
+    model = random_model(tmp_path / "model", tie_word_embeddings=False)
+    with pytest.raises(UnfitModel, match=r"target_modules names lm_head, the head of Qwen3ForCausalLM: .* leave it out"):
+        build(lora_job(LoraSettings(target_modules=("q_proj", "lm_head")), model=model))
 
 
 def test_a_reference_beside_is_the_model_without_adapters(build):

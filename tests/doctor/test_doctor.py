@@ -77,7 +77,7 @@ def test_the_trainers_log_probs_are_those_of_transformers_at_the_same_temperatur
 
     from telescope.config.models import model_source
 
-    run = config()
+    run = config(backend=FSDP(mixed_precision_dtype=None, context_parallel_size=2, replicas=2, reshard_after_forward=2))
     run = run.model_copy(update={"rollout": run.rollout.model_copy(update={"temperature": 0.7})})
     made = shard()
     found = doctor.score(made, run, "cpu")

@@ -164,6 +164,17 @@ def test_ranks_that_share_rows_hold_parts_of_them_and_pack_together() -> None:
     assert ranks == [4, 2]
 
 
+def test_splits_are_those_that_the_settings_of_the_backend_allow() -> None:
+    """Each of two replicas has groups of two ranks, and several: so eight ranks of ten cards, and not 1 to 7 or 9."""
+    config = composed(
+        *SMALL, "cluster.trainer_num_workers=8", "orchestrator.prompts_batch_size_for_trainer=8", "backend.replicas=2",
+        "backend.reshard_after_forward=2",
+    )  # fmt: skip
+    shape = shape_of("Qwen/Qwen2.5-0.5B")
+    ranks = [split.ranks for split in splits(config, 10, lambda divided: assumed_load(divided, shape, CARDS["h100"]))]
+    assert ranks == [8]
+
+
 def test_weights_take_their_transports_time() -> None:
     """3B in bfloat16 over NCCL took 73 ms until all was in, and 6 ms to commit (benchmarks/results/updates)."""
     shape, card = shape_of("Qwen/Qwen2.5-3B"), CARDS["h200"]

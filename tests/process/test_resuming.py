@@ -326,3 +326,11 @@ def test_a_host_that_is_not_the_head_makes_no_attempt_of_its_own(run: RunDirecto
     assert "node-1: no head within 1 s" in capsys.readouterr().err
     assert attempts.read_attempts(run) == []
     assert checkpoints.read_resume(run) is None
+
+
+def test_another_optimiser_is_refused_also_where_it_would_begin_anew_without_a_sign():
+    """A checkpoint of sgd has no moments that another optimiser could miss."""
+    old, new = (config(backend={"name": "fsdp", "optimizer": kind}).model_dump(mode="json") for kind in ("sgd", "adamw"))
+    assert refusals(old, new) == [
+        "backend.optimizer=adamw was sgd when the run began: the checkpoint has its moments; set it back, or begin a new run"
+    ]

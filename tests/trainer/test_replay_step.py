@@ -131,6 +131,19 @@ def test_a_sound_step_gives_the_loss_and_norm_of_the_run_whatever_ranks_trained_
     assert f"gradient norm {result.metrics['grad_norm']:.4g}"[:-1] in said
 
 
+def test_a_step_of_ranks_that_shared_rows_and_weights_is_run_by_one(tmp_path, capsys):
+    """Both ranks of a pair kept the same trajectories, one with an advantage that is no number: it counts once."""
+    run, config = kept_run(tmp_path, context_parallel_size=2, replicas=2, reshard_after_forward=2)
+    shard = with_advantage(make_shard(3), 2, float("nan"))
+    for rank in range(4):
+        keeper(run, config, rank, 4).trained(part(shard, [rank // 2, *range(2 + rank // 2 * 3, 5 + rank // 2 * 3)]), wrong())
+    assert main([str(run.path), "--step", "3", "--device", "cpu"]) == 1
+    said = capsys.readouterr().out
+    assert "trained on version 2 by 4 ranks" in said
+    assert "8 trajectories, 143 tokens" in said
+    assert "rollout 102 of group 1 (11 tokens): loss nan, gradient not finite" in said
+
+
 def test_the_runs_own_checkpoint_of_the_step_before_is_taken(tmp_path, capsys):
     """After two steps the loss of the third is another than that of the model at the start."""
     run, config = kept_run(tmp_path)

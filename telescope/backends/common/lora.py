@@ -17,7 +17,7 @@ ADAPTER = "default"
 
 
 class NoSuchModule(ValueError):
-    """A targeted name is no matrix of this model."""
+    """A targeted name is no matrix of this model, or none that can have an adapter."""
 
 
 def inject(lm: Any, lora: LoraSettings) -> None:
@@ -32,6 +32,12 @@ def inject(lm: Any, lora: LoraSettings) -> None:
         raise NoSuchModule(
             f"model.lora.target_modules names {', '.join(absent)}, which {type(lm).__name__} does not have; "
             f"its matrices are {', '.join(sorted(present))}"
+        )
+    head = next((name for name, module in lm.named_modules() if module is lm.get_output_embeddings()), "")
+    if head.rpartition(".")[2] in lora.target_modules:
+        raise NoSuchModule(
+            f"model.lora.target_modules names {head}, the head of {type(lm).__name__}: log-probs are computed from its weight "
+            "alone, so an adapter of it would never be trained; leave it out"
         )
     config = LoraConfig(
         r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.target_modules), lora_dropout=0.0, bias="none"

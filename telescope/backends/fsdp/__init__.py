@@ -52,6 +52,11 @@ class FSDP(BackendSettings):
     def ranks_a_shard(self) -> int:
         return self.context_parallel_size
 
+    def alone(self) -> FSDP:
+        group = self.reshard_after_forward
+        kept = group if isinstance(group, bool) else True
+        return self.model_copy(update={"context_parallel_size": 1, "replicas": 1, "reshard_after_forward": kept})
+
     @model_validator(mode="after")
     def _options_go_together(self) -> FSDP:
         if sentence := next(self._own_errors(), None):

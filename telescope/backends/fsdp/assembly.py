@@ -15,7 +15,7 @@ from telescope.backends.base import Job
 from telescope.backends.common import kernels
 from telescope.backends.fsdp import compiling, loading, recompute
 from telescope.backends.fsdp.mesh import Spread
-from telescope.backends.fsdp.policy import Policy
+from telescope.backends.fsdp.policy import Policy, check_rotations
 
 if TYPE_CHECKING:
     from telescope.backends.fsdp import FSDP
@@ -27,6 +27,7 @@ def trained(settings: FSDP, job: Job, kind: kernels.Kind, computing: torch.dtype
     """The policy, ready for its first step. A collective."""
     master = getattr(torch, job.model.dtype)
     lm, checkpoint = loading.outline(job.model, kind, master)
+    check_rotations(lm, job.trainer.seq_len)
     kept = recompute.mode(settings.gradient_checkpointing)
     recompute.enable(lm, kept)
     if settings.compile:

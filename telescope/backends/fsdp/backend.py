@@ -105,7 +105,7 @@ class FSDPBackend:
         metrics = tally.finish(sums, peaks, updates=len(minibatches)) | updates.metrics()
         metrics["updates_skipped_total"] = float(self._updater.skipped)
         metrics["padding_fraction"] = 1.0 - metrics["packed_tokens"] / metrics.pop("row_tokens")
-        if scale != 1.0:
+        if self._updater.scaled_losses:
             metrics["loss_scale"] = scale
         timings, phases = spans.finish()
         metrics |= self._speed(metrics, timings["timing_step_active"])
@@ -135,6 +135,7 @@ class FSDPBackend:
                 laid[arrays.mask] = logprob.cpu().numpy()
                 for start, length, index in zip(row.starts, row.lengths, row.items, strict=True):
                     found[ends[index] - length : ends[index]] = laid[start : start + length]
+            self._policy.reshard()
         return found
 
     def layout(self) -> Sequence[TensorKind]:

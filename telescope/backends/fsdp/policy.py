@@ -112,6 +112,12 @@ class Policy(nn.Module):
     def fsdp_modules(self) -> list[FSDPModule]:
         return [module for module in self.modules() if isinstance(module, FSDPModule)]
 
+    def reshard(self) -> None:
+        """Free what forward passes without a backward pass have left gathered: in the precision of computing, so that nobody
+        may take it for the weights."""
+        for module in self.fsdp_modules():
+            module.reshard()
+
     @property
     def adapters(self) -> bool:
         """Whether adapters are trained rather than the weights themselves; a version then consists of them alone."""
@@ -147,8 +153,7 @@ class Policy(nn.Module):
         rows = [self._sample_row([first, second], device), self._sample_row([other, second], device)]
         together, beside_other = (self(row, temperature, 16)[0][8:] for row in rows)
         alone = self(self._sample_row([second], device), temperature, 16, whole_logits=True)[0]
-        for module in self.fsdp_modules():
-            module.reshard()
+        self.reshard()
         name = type(self.lm).__name__
         moved = (together - beside_other).abs().max().item()
         if not moved <= (tolerance if self.experts else 0.0):
@@ -239,6 +244,25 @@ def _check(lm: Any) -> None:
         raise UnfitModel(
             f"{name} keeps its layers elsewhere than in its decoder's `layers`, so they can't be sharded one by one"
         )
+
+
+def check_rotations(lm: Any, seq_len: int) -> None:
+    """Raise `UnfitModel` where rotations of positions are chosen by the longest sample of a row (or of a rank's part of it),
+    which a server never does, and samples may be so long that the choice is another."""
+    config = lm.config.get_text_config()
+    given = getattr(config, "rope_parameters", None) or {}
+    for parameters in (given, *(entry for entry in given.values() if isinstance(entry, dict))):
+        kind = parameters.get("rope_type")
+        if kind not in ("longrope", "dynamic"):
+            continue
+        own = parameters.get("original_max_position_embeddings") if kind == "longrope" else None
+        most = own or config.max_position_embeddings
+        if seq_len > most:
+            raise UnfitModel(
+                f"{type(lm).__name__} rotates positions by other angles ({kind}) as soon as a sample is longer than {most} "
+                f"tokens, and those packed beside it too, so what is trained would not be what is sampled: set "
+                f"trainer.seq_len={most} or less, which is {seq_len}, and inference.max_model_len no higher"
+            )
 
 
 def _check_heads(lm: Any, size: int) -> None:

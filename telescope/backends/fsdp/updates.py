@@ -72,11 +72,15 @@ class Updater:
         self.optimizer = optimizers.make(kind, module, job.trainer)
         self._hosted = HostedStates(self.optimizer, job.world.device) if hosted else None
         self._scale = LossScale(enabled=scaled)
-        if job.probe is not None and scaled:
-            self._scale.scale = job.probe.loss_scale
+        self._scale_as_recorded()
         self.skipped = 0
         self.span: Callable[[str], AbstractContextManager[None]] = unmeasured
         """What measures clipping and the optimiser's step; of the step under way."""
+
+    @property
+    def scaled_losses(self) -> bool:
+        """Whether losses are multiplied by `loss_scale`, which is 1 where they are not."""
+        return self._scale.enabled
 
     @property
     def loss_scale(self) -> float:
@@ -115,13 +119,22 @@ class Updater:
         self.optimizer.zero_grad(set_to_none=True)
         return Update(norm, rate, skipped)
 
-    def counters(self) -> dict[str, float]:
-        """What is kept beside the optimiser's own state."""
-        return {"skipped": self.skipped, "scale": self._scale.scale, "good": self._scale.good}
+    def counters(self) -> dict[str, float | None]:
+        """What is kept beside the optimiser's own state. No scale where losses have none: to go on in float16 with a scale of
+        1 would be to lose the small gradients, without a sign."""
+        scale = self._scale.scale if self._scale.enabled else None
+        return {"skipped": self.skipped, "scale": scale, "good": self._scale.good}
 
     def set_counters(self, counters: Mapping[str, Any]) -> None:
         self.skipped = int(counters["skipped"])
-        self._scale.restore(float(counters["scale"]), int(counters["good"]))
+        if counters["scale"] is not None:
+            self._scale.restore(float(counters["scale"]), int(counters["good"]))
+        self._scale_as_recorded()
+
+    def _scale_as_recorded(self) -> None:
+        """A step that is run again has the scale that it had, whichever weights it is run with."""
+        if self._job.probe is not None and self._job.probe.loss_scale is not None and self._scale.enabled:
+            self._scale.scale = self._job.probe.loss_scale
 
     def make_state(self) -> None:
         """Let the optimiser make its state, which it does at its first step, so that it can be read into: a step with a rate

@@ -1,0 +1,83 @@
+"""Context parallelism, replicas, checkpoints, adapters, offload, optimisers and float16 at once, on four ranks over gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from telescope.backends.base import World
+from tests.backends.combined import COMBINATIONS, Combination, job_of, step
+from tests.backends.models import random_model
+
+pytestmark = pytest.mark.slow  # half a minute of processor time
+
+LIMIT_S = 600.0
+PACKING_TELLS = {"rows", "filler_rows", "padding_fraction"}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> Path:
+    """A folder with what each combination's ranks found. The model's sizes are such that four ranks can't share evenly."""
+    folder = tmp_path_factory.mktemp("combined")
+    model = random_model(folder / "model", hidden_size=25, head_dim=10, vocab_size=130)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.backends.combined", str(folder), model],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        said, _ = process.communicate(timeout=LIMIT_S)
+        assert process.returncode == 0, said[-6000:]
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    return folder
+
+
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_a_checkpoint_of_every_combination_goes_on_to_the_bit(found: Path, name: str):
+    _, went_on, resumed = json.loads((found / name / "metrics.json").read_text())
+    assert resumed == went_on
+    assert went_on["update_skipped"] == 0.0
+    with np.load(found / name / "weights.npz") as file:
+        assert np.array_equal(file["went_on"], file["resumed"])
+
+
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_one_rank_goes_on_from_what_four_have_saved(found: Path, build, name: str):
+    combination = COMBINATIONS[name]
+    job = replace(job_of(combination, str(found / "model"), World(0, 1, "cpu")), resume=found / name / "trainer")
+    here = step(build(job, **alone(combination)), combination, 2)
+    _, expected, _ = json.loads((found / name / "metrics.json").read_text())
+    same = {key: value for key, value in expected.items() if key not in PACKING_TELLS}
+    assert {key: here[key] for key in same} == pytest.approx(same, rel=combination.near, abs=combination.near)
+
+
+def alone(combination: Combination) -> dict[str, object]:
+    """What decides the numbers, without what spreads them."""
+    return {key: value for key, value in combination.backend.items() if key in ("optimizer", "mixed_precision_dtype")}
+
+
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_every_combination_finds_what_one_rank_finds(found: Path, build, name: str):
+    """The metrics of the first step, which are counted once whoever shares a row; and of the second, within the optimiser's
+    doubling of roundings."""
+    combination = COMBINATIONS[name]
+    backend = build(job_of(combination, str(found / "model"), World(0, 1, "cpu")), **alone(combination))
+    theirs = json.loads((found / name / "metrics.json").read_text())
+    for number, near in ((1, combination.near), (2, 100 * combination.near)):
+        expected, here = step(backend, combination, number), theirs[number - 1]
+        assert here.keys() == expected.keys()
+        same = {key: value for key, value in expected.items() if key not in PACKING_TELLS}
+        assert {key: here[key] for key in same} == pytest.approx(same, rel=near, abs=near)
