@@ -86,8 +86,6 @@ def run(rank: int, folder: Path, model: str) -> int:
     try:
         meet(folder / "four", rank, 4)
         for name, combination in COMBINATIONS.items():
-            if len(sys.argv) > 3 and sys.argv[3] not in name:
-                continue
             train(World(rank, 4, "cpu"), folder / name, model, combination)
         dist.destroy_process_group()
     except BaseException:  # noqa: BLE001 the edge of a forked process: it must not return into its parent's code

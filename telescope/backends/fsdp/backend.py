@@ -135,7 +135,7 @@ class FSDPBackend:
                 laid[arrays.mask] = logprob.cpu().numpy()
                 for start, length, index in zip(row.starts, row.lengths, row.items, strict=True):
                     found[ends[index] - length : ends[index]] = laid[start : start + length]
-            self._policy.reshard()
+            self._policy.free_gathered()
         return found
 
     def layout(self) -> Sequence[TensorKind]:

@@ -112,7 +112,7 @@ class Policy(nn.Module):
     def fsdp_modules(self) -> list[FSDPModule]:
         return [module for module in self.modules() if isinstance(module, FSDPModule)]
 
-    def reshard(self) -> None:
+    def free_gathered(self) -> None:
         """Free what forward passes without a backward pass have left gathered: in the precision of computing, so that nobody
         may take it for the weights."""
         for module in self.fsdp_modules():
@@ -153,7 +153,7 @@ class Policy(nn.Module):
         rows = [self._sample_row([first, second], device), self._sample_row([other, second], device)]
         together, beside_other = (self(row, temperature, 16)[0][8:] for row in rows)
         alone = self(self._sample_row([second], device), temperature, 16, whole_logits=True)[0]
-        self.reshard()
+        self.free_gathered()
         name = type(self.lm).__name__
         moved = (together - beside_other).abs().max().item()
         if not moved <= (tolerance if self.experts else 0.0):
