@@ -51,10 +51,10 @@ def run(run_dir: str) -> None:
     early = _warnings()
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", force=True)
     directory = RunDirectory(Path(run_dir))
-    if _is_done(directory):
+    job_id, restarts = job_of(own())
+    if _is_done(directory, job_id):
         log.info("%s is done: there is nothing left to do.", directory.path)
         raise SystemExit(0)
-    job_id, restarts = job_of(own())
     _note_job(directory, job_id)
     try:
         config, settings = _configuration(directory)
@@ -97,9 +97,10 @@ def _note_job(directory: RunDirectory, job_id: str) -> None:
         attempts.write_submission(directory, job_id, script)
 
 
-def _is_done(directory: RunDirectory) -> bool:
-    """Somebody may have the job of a run that has ended well queued again, or Slurm may, on the loss of a node at its end."""
-    return any(attempt.why == "done" for attempt in attempts.read_attempts(directory)[-1:])
+def _is_done(directory: RunDirectory, job_id: str) -> bool:
+    """Somebody may have the job of a run that has ended well queued again, or Slurm may, on the loss of a node at its end.
+    Another job is one that goes on with more steps."""
+    return any(attempt.why == "done" and attempt.job_id == job_id for attempt in attempts.read_attempts(directory)[-1:])
 
 
 def _configuration(directory: RunDirectory) -> tuple[RunConfig, SlurmSettings]:
@@ -165,12 +166,12 @@ def _go_on(directory: RunDirectory, config: RunConfig, attempt: attempts.Attempt
     """Begin at the latest complete checkpoint, if this is not the first attempt and there is one."""
     if attempt.number == 1 or not config.checkpoint.on:
         return
-    try:
-        source = resuming.origin(directory, config)
-        resuming.begin_at(directory, config, source, attempt.number)
-    except resuming.CannotResume as error:
-        log.warning("This attempt begins at step 1: %s", error)
+    source = resuming.latest_whole(directory, config)
+    if source is None:
+        log.warning("This attempt begins at step 1.")
+        resuming.begin_anew(directory, config)
     else:
+        resuming.begin_at(directory, config, source, attempt.number)
         log.info("This attempt goes on after step %d.", source.step)
 
 

@@ -152,6 +152,48 @@ def test_a_run_that_is_watched_is_left_alone(run: RunDirectory):
     resuming.refuse_living(run)
 
 
+def test_two_who_resume_at_once_are_one(run: RunDirectory):
+    with resuming.alone(run):
+        with (
+            pytest.raises(resuming.CannotResume, match="is being resumed by another process"),
+            resuming.alone(run),
+        ):
+            pass
+        hold(run)
+    with resuming.alone(run), pytest.raises(resuming.CannotResume, match="is still watched by process"):
+        resuming.refuse_living(run)
+
+
+def test_rows_that_are_damaged_are_refused_before_anything_is_touched(run: RunDirectory):
+    folder = checkpoint(run, 2)
+    rows_file = checkpoints.orchestrator_part(folder) / resuming.ROWS
+    rows_file.write_bytes(b"\xff" * rows_file.stat().st_size)
+    with pytest.raises(resuming.CannotResume, match=r"rows\.json can't be read"):
+        resuming.origin(run, config())
+
+
+def test_an_attempt_that_begins_by_itself_passes_over_what_is_damaged_and_keeps_it(run: RunDirectory):
+    for step in (2, 4, 6):
+        checkpoint(run, step)
+    (checkpoints.orchestrator_part(run.checkpoints / "step_00000006") / resuming.ROWS).unlink()
+    (run.checkpoints / "step_00000004" / "complete.json").write_text("{")
+    source = resuming.latest_whole(run, config())
+    assert source is not None
+    assert source.step == 2
+    resuming.begin_at(run, config(), source, resuming.next_attempt(run, "f" * 16, "second"))
+    assert checkpoints.steps(run.checkpoints) == [2]
+    assert len(list(run.checkpoints.glob("*.before-second"))) == 2
+
+
+def test_an_attempt_that_begins_at_step_1_again_leaves_no_checkpoint_that_looks_later(run: RunDirectory):
+    (checkpoint(run, 40) / "complete.json").write_text("{")
+    assert resuming.latest_whole(run, config()) is None
+    resuming.begin_anew(run, config())
+    assert checkpoints.steps(run.checkpoints) == []
+    checkpoint(run, 2)
+    assert checkpoints.retain(run.checkpoints, keep_last=1, keep_every=None) == []
+
+
 def test_settings_that_change_neither_model_nor_data_may_change():
     old = config().model_dump(mode="json")
     new = config(
