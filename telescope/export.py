@@ -96,7 +96,16 @@ def export_all(run: RunDirectory, step: int | str, to: Path, wanted: Wanted, dir
         targets = [(checkpoints.find(root, step if isinstance(step, int) else None), to)]
     for source, target in targets:
         facts = checkpoints.read_whole(source)
-        nbytes = export(checkpoints.trainer_part(source), config.model, target, wanted)
+        if not any(checkpoints.trainer_part(source).glob("*.safetensors")) and source.is_dir():
+            raise ExportRefused(f"{source} has no weights in safetensors: backend={config.backend.name} saves none to export")
+        try:
+            nbytes = export(checkpoints.trainer_part(source), config.model, target, wanted)
+        except (CheckpointUnfit, FileNotFoundError) as error:
+            if source.is_dir():
+                raise
+            raise ExportRefused(
+                f"{source} was deleted while it was read (checkpoint.keep_last): export again, and choose a later step"
+            ) from error
         yield f"step {facts.step}: {nbytes / 1e9:.3f} GB in {target}"
 
 

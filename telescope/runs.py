@@ -36,8 +36,8 @@ FRESH_S = 60.0
 
 @dataclass(frozen=True)
 class Standing:
-    """How a run stands. `state`: running, done, stopped (by a signal, on a host), failed, lost (its supervisor is gone and nobody wrote its end) or waiting
-    (submitted; or queued again, between two attempts)."""
+    """How a run stands. `state`: running, done, stopped (by a signal, on a host), failed, lost (its supervisor is gone and
+    nobody wrote its end) or waiting (submitted; or queued again, between two attempts)."""
 
     run: RunDirectory
     state: str

@@ -349,7 +349,8 @@ def _checkpoints(config: RunConfig) -> Iterator[Conflict]:
             "kept then: set checkpoint.keep_last=2, say, or leave it out",
         )
     if not checkpoint.on:
-        for name in ("keep_last", "keep_every"):
+        unread = () if checkpoint.resume else ("dir",)
+        for name in ("keep_last", "keep_every", *unread):
             if (given := getattr(checkpoint, name)) is not None:
                 yield Conflict(
                     (f"checkpoint.{name}", "checkpoint.every"),

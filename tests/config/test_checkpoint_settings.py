@@ -30,6 +30,10 @@ def test_keep_every_alone_keeps_nothing_that_is_not_kept_anyway():
     )
 
 
+def test_a_folder_for_no_checkpoints_does_nothing():
+    assert "checkpoint.dir=/data/x does nothing without checkpoints" in sentences(compose_one("checkpoint.dir=/data/x"))
+
+
 def test_the_default_is_no_checkpoint():
     assert not CheckpointSettings().on
 
