@@ -97,7 +97,7 @@ def export_all(run: RunDirectory, step: int | str, to: Path, wanted: Wanted, dir
     for source, target in targets:
         facts = checkpoints.read_whole(source)
         if not any(checkpoints.trainer_part(source).glob("*.safetensors")) and source.is_dir():
-            raise ExportRefused(f"{source} has no weights in safetensors: backend={config.backend.name} saves none to export")
+            raise ExportRefused(f"{source} has no weights in safetensors: backend={config.backend_name} saves none to export")
         try:
             nbytes = export(checkpoints.trainer_part(source), config.model, target, wanted)
         except (CheckpointUnfit, FileNotFoundError) as error:

@@ -188,6 +188,10 @@ def test_a_checkpoint_that_lacks_a_file_is_never_exported_by_halves(full, tmp_pa
     file.unlink()
     assert export.main(["2", "--run-dir", str(tmp_path / "run"), "--to", str(tmp_path / "out")]) == 1
     assert f"{file} is missing" in capsys.readouterr().err
+    complete = tmp_path / "run" / "checkpoints" / "step_00000002" / "complete.json"
+    complete.write_text(json.dumps(json.loads(complete.read_text()) | {"files": {}}))
+    assert export.main(["2", "--run-dir", str(tmp_path / "run"), "--to", str(tmp_path / "out")]) == 1
+    assert "has no weights in safetensors: backend=fsdp saves none to export" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
