@@ -6,7 +6,13 @@ Owns `resume.json` and `lineage.json` of an attempt; the processes read them. Re
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
+import logging
+import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +26,9 @@ from telescope.runlog.layout import RunDirectory
 from telescope.runlog.lineage import Lineage, Part, read_rows, write_lineage
 
 ROWS = "rows.json"
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""What file systems say that lock nothing."""
+log = logging.getLogger(__name__)
 
 
 class CannotResume(ValueError):
@@ -28,10 +37,11 @@ class CannotResume(ValueError):
 
 @dataclass(frozen=True)
 class Origin:
-    """A complete checkpoint that a run can go on from."""
+    """A complete checkpoint that a run can go on from. `before`: the rows of earlier attempts that count."""
 
     step: int
     folder: Path
+    before: tuple[Part, ...] = ()
 
 
 def origin(run: RunDirectory, config: RunConfig, step: int | None = None) -> Origin:
@@ -50,25 +60,31 @@ def origin(run: RunDirectory, config: RunConfig, step: int | None = None) -> Ori
         raise CannotResume(
             f"{run.path} has trained its number_of_steps={config.number_of_steps}: give a larger number_of_steps to train on"
         )
-    _rows(folder)
-    return Origin(facts.step, folder)
+    return Origin(facts.step, folder, _rows(folder))
 
 
 def latest(run: RunDirectory, config: RunConfig) -> Origin | None:
-    """The latest complete checkpoint with the training's state, that of the last step too; None where there is none. Raises
-    `CannotResume` where it can't be read."""
-    root = checkpoints.root(run, config.checkpoint.dir)
+    """For attempts that begin by themselves: the latest complete checkpoint with the training's state, that of the last step
+    too. Damaged ones are named in the log and passed over. None where there is none; raises `CannotResume` where there are only
+    damaged ones: what was trained is not to be given up for that."""
+    root, damage = checkpoints.root(run, config.checkpoint.dir), None
     for step in reversed(checkpoints.steps(root)):
         folder = checkpoints.complete_folder(root, step)
-        if _facts(run, folder).training_state or step >= config.number_of_steps:
-            return Origin(step, folder)
+        try:
+            if _facts(run, folder).training_state or step >= config.number_of_steps:
+                return Origin(step, folder, _rows(folder))
+        except CannotResume as error:
+            log.warning("The checkpoint of step %d is passed over: %s", step, error)
+            damage = damage or error
+    if damage is not None:
+        raise damage
     return None
 
 
 def _facts(run: RunDirectory, folder: Path) -> checkpoints.Complete:
     """Raises `CannotResume`."""
     try:
-        facts = checkpoints.read(folder)
+        facts = checkpoints.read_whole(folder)
     except checkpoints.CheckpointUnreadable as error:
         raise CannotResume(str(error)) from error
     run_id = read_identity(run).run_id
@@ -78,14 +94,29 @@ def _facts(run: RunDirectory, folder: Path) -> checkpoints.Complete:
 
 
 def _rows(folder: Path) -> tuple[Part, ...]:
-    """How far the rows had come. Raises `CannotResume`."""
     rows = checkpoints.orchestrator_part(folder) / ROWS
     try:
         return read_rows(rows)
-    except (OSError, msgspec.DecodeError) as error:
-        raise CannotResume(
-            f"{rows} can't be read ({error}): remove the folder {folder} and resume from an earlier step"
-        ) from error
+    except (OSError, ValueError) as error:  # a DecodeError is a ValueError, and so is text that is no UTF-8
+        raise CannotResume(f"{rows} can't be read ({error}): remove the folder {folder} and take an earlier step") from error
+
+
+@contextlib.contextmanager
+def alone(run: RunDirectory) -> Iterator[None]:
+    """One at a time makes a directory ready for its next attempt; whoever comes second is refused, and finds it watched when
+    this is over. The lock goes with the process. Raises `CannotResume`."""
+    descriptor = os.open(run.attempts, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise CannotResume(f"{run.path} is being resumed by another process at this moment: one is enough") from error
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def refuse_living(run: RunDirectory) -> None:
@@ -149,10 +180,9 @@ def keep_settings(run: RunDirectory) -> int:
 
 
 def begin_at(run: RunDirectory, config: RunConfig, source: Origin, number: int) -> None:
-    """Have attempt `number`, which has the directory to itself, begin at the checkpoint. Raises `CannotResume` and OSError."""
-    before = _rows(source.folder)
+    """Have attempt `number`, which has the directory to itself, begin at the checkpoint. Raises OSError."""
     _clear(run, config, source.step)
-    write_lineage(run, Lineage(number, source.step, before))
+    write_lineage(run, Lineage(number, source.step, source.before))
     resume = checkpoints.Resume(checkpoints.FORMAT, source.step, str(source.folder.absolute()))
     checkpoints.write_resume(run, resume)
 

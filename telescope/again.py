@@ -35,6 +35,8 @@ def go_on(path: Path, overrides: Sequence[str]) -> int:
         settings.pop(name, None)
     settings["checkpoint"] = {**settings.get("checkpoint", {}), "resume": True}
     for place, value in _changes(overrides):
+        if place == "run_dir":
+            raise WrongOverride(f"run_dir={value} can't be given: a run goes on in its own directory, {run.path}")
         _put(settings, place, value)
     settings["run_dir"] = str(run.path)
     config, problems = judge(settings)

@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,8 +95,17 @@ def export_all(run: RunDirectory, step: int | str, to: Path, wanted: Wanted, dir
     else:
         targets = [(checkpoints.find(root, step if isinstance(step, int) else None), to)]
     for source, target in targets:
-        facts = checkpoints.read(source)
-        nbytes = export(checkpoints.trainer_part(source), config.model, target, wanted)
+        facts = checkpoints.read_whole(source)
+        if not any(checkpoints.trainer_part(source).glob("*.safetensors")) and source.is_dir():
+            raise ExportRefused(f"{source} has no weights in safetensors: backend={config.backend_name} saves none to export")
+        try:
+            nbytes = export(checkpoints.trainer_part(source), config.model, target, wanted)
+        except (CheckpointUnfit, FileNotFoundError) as error:
+            if source.is_dir():
+                raise
+            raise ExportRefused(
+                f"{source} was deleted while it was read (checkpoint.keep_last): export again, and choose a later step"
+            ) from error
         yield f"step {facts.step}: {nbytes / 1e9:.3f} GB in {target}"
 
 
@@ -141,6 +150,7 @@ def _write_model(reader: Reader, model: ModelSettings, folder: Path, wanted: Wan
     else:
         parameters = {MODEL + name: parameter.data for name, parameter in lm.named_parameters()}
         _check_names(reader, set(parameters))
+        _check_shapes(reader, parameters)
         for name, tensor in _read(reader, list(parameters), held):
             parameters[name].copy_(tensor)
     lm.save_pretrained(folder, max_shard_size=wanted.shard_bytes)
@@ -212,6 +222,15 @@ def _check_names(reader: Reader, expected: set[str]) -> None:
             f"the checkpoint's weights are not those of the run's model ({odd}): was model.name replaced, or model.lora "
             "changed, since the run?"
         )
+
+
+def _check_shapes(reader: Reader, parameters: Mapping[str, Tensor]) -> None:
+    for name, tensor in parameters.items():
+        if reader.shapes[name] != tuple(tensor.shape):
+            raise ExportRefused(
+                f"{name.removeprefix(MODEL)} has shape {list(reader.shapes[name])} in the checkpoint and {list(tensor.shape)} "
+                "in the run's model: was model.name replaced since the run?"
+            )
 
 
 def _step(text: str) -> int | str:

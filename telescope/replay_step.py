@@ -142,6 +142,8 @@ def _world(device: str | None, config: RunConfig) -> World:
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if device is None:
         device = "cpu" if config.cluster.device == "cpu" or not _has_gpu() else "cuda"
+    if device.startswith("cuda") and not _has_gpu():
+        raise CannotReplay(f"--device {device}: PyTorch finds no GPU here; leave it out, or give --device cpu")
     if device == "cuda":
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     return World(rank=rank, size=size, device=device)

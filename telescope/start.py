@@ -13,6 +13,7 @@ import secrets
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -214,13 +215,14 @@ def _make_directory(order: Order) -> RunDirectory | None:
         say(refusal)
         return None
     try:
-        directory = _resume_directory(path, order) if again else RunDirectory.create(path)
-        if not again:
-            write_down(directory, order)
-        if order.plan:
-            write_plan(order.plan, directory.plan_json)
-        if order.config.cluster.slurm is None:  # else the job will
-            hold(directory)
+        with ExitStack() as until_held:
+            directory = _resume_directory(path, order, until_held) if again else RunDirectory.create(path)
+            if not again:
+                write_down(directory, order)
+            if order.plan:
+                write_plan(order.plan, directory.plan_json)
+            if order.config.cluster.slurm is None:  # else the job will
+                hold(directory)
     except (RunDirectoryInUse, CannotResume) as error:
         say(f"{error}\nNothing was started." if again else str(error))
         return None
@@ -232,9 +234,9 @@ def _make_directory(order: Order) -> RunDirectory | None:
     return directory
 
 
-def _resume_directory(path: Path, order: Order) -> RunDirectory:
-    """The directory of an earlier run, ready for another attempt that begins at a checkpoint. On Slurm the job itself sees to
-    that, when it starts. Raises `CannotResume` and OSError."""
+def _resume_directory(path: Path, order: Order, until_held: ExitStack) -> RunDirectory:
+    """The directory of an earlier run, ready for another attempt that begins at a checkpoint, and nobody else's until
+    `until_held` ends. On Slurm the job itself sees to it when it starts. Raises `CannotResume` and OSError."""
     from telescope._launch import resuming
     from telescope.config.continuing import refusals
     from telescope.config.run import as_json, config_hash
@@ -249,6 +251,7 @@ def _resume_directory(path: Path, order: Order) -> RunDirectory:
     problems = refusals(read_object(directory.config_json), as_json(config))
     if problems:
         raise resuming.CannotResume("\n".join(problems))
+    until_held.enter_context(resuming.alone(directory))
     resuming.refuse_living(directory)
     resuming.refuse_queued(directory)
     on_slurm = config.cluster.slurm is not None

@@ -181,8 +181,8 @@ def has_trained_all(directory: RunDirectory, config: RunConfig) -> attempts.Atte
 def go_on(directory: RunDirectory, config: RunConfig, attempt: attempts.Attempt) -> None:
     """Begin at the latest complete checkpoint, if this is not the first attempt; at step 1 where none can be gone on from.
 
-    Raises OSError, and `CannotResume` where there is a checkpoint that can't be read: what was trained is not to be given up
-    for it."""
+    Raises OSError, and `CannotResume` where there are only checkpoints that can't be read: what was trained is not to be given
+    up for that."""
     if attempt.number == 1:
         return
     source = resuming.latest(directory, config)

@@ -5,8 +5,10 @@ Owns the cross checks between sections; a section's or plug-in's own rules are i
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from telescope.config.models import attention_heads
 from telescope.config.parts import WeightSyncSettings
@@ -334,6 +336,12 @@ def _checkpoints(config: RunConfig) -> Iterator[Conflict]:
             f"checkpoint.resume={str(checkpoint.resume).lower()} goes on in the directory of an earlier run: name it with "
             "run_dir=…, or leave checkpoint.resume out",
         )
+    if checkpoint.dir is not None and config.run_dir is not None and _is_put_aside(checkpoint.dir, config.run_dir):
+        yield Conflict(
+            ("checkpoint.dir", "run_dir"),
+            f"checkpoint.dir={checkpoint.dir} lies in run_dir={config.run_dir}, whose files are put aside when the run goes "
+            "on: leave it out for the folder checkpoints there, or name one elsewhere",
+        )
     if checkpoint.keep_every is not None and checkpoint.keep_last is None:
         yield Conflict(
             ("checkpoint.keep_every", "checkpoint.keep_last"),
@@ -341,13 +349,19 @@ def _checkpoints(config: RunConfig) -> Iterator[Conflict]:
             "kept then: set checkpoint.keep_last=2, say, or leave it out",
         )
     if not checkpoint.on:
-        for name in ("keep_last", "keep_every"):
+        unread = () if checkpoint.resume else ("dir",)
+        for name in ("keep_last", "keep_every", *unread):
             if (given := getattr(checkpoint, name)) is not None:
                 yield Conflict(
                     (f"checkpoint.{name}", "checkpoint.every"),
                     f"checkpoint.{name}={given} does nothing without checkpoints: set checkpoint.every=10, say, or leave it "
                     "out",
                 )
+
+
+def _is_put_aside(directory: str, run_dir: str) -> bool:
+    run, place = Path(run_dir).expanduser().absolute(), Path(os.path.normpath(directory))
+    return place.is_relative_to(run) and not place.is_relative_to(run / "checkpoints")
 
 
 def warnings(config: RunConfig) -> list[str]:

@@ -32,7 +32,7 @@ from telescope.orchestrator.roster import Roster
 from telescope.orchestrator.servers import Servers
 from telescope.orchestrator.weights import UpdateRules
 from telescope.records import COLLECTIVE
-from telescope.runlog.checkpoints import CheckpointUnreadable, claim, of_another_run, root
+from telescope.runlog.checkpoints import CheckpointUnreadable, claim, make_root, of_another_run, root
 from telescope.runlog.journal import Journal, JournalError
 from telescope.runlog.layout import RunDirectory, reserved
 from telescope.runlog.mirror import mirror_for
@@ -254,6 +254,7 @@ def _save_rules(place: Place) -> SaveRules | None:
     judge = of_another_run if settings.dir is None else claim
     if (sentence := judge(directory, identity.run_id)) is not None:
         raise CheckpointUnreadable(sentence)
+    make_root(directory)
     return SaveRules(
         directory=directory,
         run_id=identity.run_id,

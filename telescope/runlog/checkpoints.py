@@ -62,6 +62,8 @@ class Complete(Record):
     """From the order to the last byte of the slowest part."""
     written: str
     """ISO 8601, UTC."""
+    files: dict[str, int] = msgspec.field(default_factory=dict)
+    """Bytes of every file but this one, by its path in the folder; `finish` counts them. Empty in those of older versions."""
 
 
 class Resume(Record):
@@ -99,6 +101,21 @@ def partial_folder(directory: Path, step: int, attempt: str) -> Path:
 # ---- writing --------------------------------------------------------------------------------------------------------
 
 
+def make_root(directory: Path) -> None:
+    """Make the folder of the checkpoints and see that a file can be written there, before hours are trained that can't be
+    saved. Raises `CheckpointUnreadable`."""
+    probe = directory / f".probe-{os.getpid()}"
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_atomically(probe, "\n", mode=0o600)
+        probe.unlink()
+    except OSError as error:
+        raise CheckpointUnreadable(
+            f"checkpoint.dir={directory} can't be written: {error.strerror or error}; name a folder on a disk with room, or "
+            "leave it out for the run directory's"
+        ) from error
+
+
 def begin(directory: Path, step: int, attempt: str) -> Path:
     """An empty partial folder with a place for each part. What an earlier try left is not used again: a rank that was too slow
     may still be writing there. It goes with the next sweep. Raises OSError."""
@@ -117,8 +134,10 @@ def finish(partial: Path, facts: Complete) -> Path:
 
     Every file and folder is on the disk before the one rename, and the rename before this returns. A complete checkpoint of the
     same step, as an earlier attempt may have left, is replaced. Raises OSError; the partial folder is then as it was or gone
-    over whole.
+    over whole. The files and their bytes are counted here, whatever `facts` says of them.
     """
+    files = _files_below(partial)
+    facts = msgspec.structs.replace(facts, files=files, nbytes=sum(files.values()))
     write_atomically(partial / COMPLETE, msgspec.json.format(msgspec.json.encode(facts)).decode() + "\n", mode=0o600)
     sync_below(partial)
     directory = partial.parent
@@ -147,6 +166,20 @@ def sync_below(folder: Path) -> None:
 
 def nbytes_below(folder: Path) -> int:
     return sum((Path(place) / name).stat().st_size for place, _, files in os.walk(folder) for name in files)
+
+
+def _files_below(folder: Path) -> dict[str, int]:
+    paths = (Path(place) / name for place, _, files in os.walk(folder) for name in files)
+    return {str(path.relative_to(folder)): _nbytes(path) for path in sorted(paths) if path != folder / COMPLETE}
+
+
+def _nbytes(path: Path) -> int:
+    """Of the opened file: over NFS another host's file may be longer than a look at its name says."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return os.fstat(descriptor).st_size
+    finally:
+        os.close(descriptor)
 
 
 def now() -> str:
@@ -203,6 +236,21 @@ def read(folder: Path) -> Complete:
             f"{file} is of format {found.format}, and this Telescope reads format {FORMAT}: resume with the one that wrote it"
         )
     return found
+
+
+def read_whole(folder: Path) -> Complete:
+    """As `read`, of a checkpoint that has all its files in full length. A part that is missing would go unnoticed by whoever
+    reads the others. Raises `CheckpointUnreadable`."""
+    facts = read(folder)
+    try:
+        there = _files_below(folder)
+    except OSError as error:
+        raise CheckpointUnreadable(f"{error.filename} can't be read ({error.strerror}): take another step") from error
+    for name, nbytes in facts.files.items():
+        if (found := there.get(name)) != nbytes:
+            how = "is missing" if found is None else f"has {found} bytes of {nbytes}"
+            raise CheckpointUnreadable(f"{folder / name} {how}: remove the folder {folder} and take an earlier step")
+    return facts
 
 
 def write_resume(run: RunDirectory, resume: Resume) -> None:
@@ -306,7 +354,7 @@ def claim(directory: Path, run_id: str) -> str | None:
 def _matching(directory: Path, pattern: re.Pattern[str]) -> Iterator[tuple[int, Path]]:
     try:
         names = sorted(os.listdir(directory))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return
     for name in names:
         if (match := pattern.fullmatch(name)) and (directory / name).is_dir():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -179,6 +180,19 @@ def test_what_can_not_be_exported_is_said_and_leaves_nothing(full, tmp_path, cap
     assert full.export(*arguments, "--to", str(tmp_path / "out")) == 1
     assert said in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_that_lacks_a_file_is_never_exported_by_halves(full, tmp_path, capsys):
+    shutil.copytree(full.run.path, tmp_path / "run")
+    (file,) = (tmp_path / "run" / "checkpoints" / "step_00000002" / "trainer").glob("*.safetensors")
+    file.unlink()
+    assert export.main(["2", "--run-dir", str(tmp_path / "run"), "--to", str(tmp_path / "out")]) == 1
+    assert f"{file} is missing" in capsys.readouterr().err
+    complete = tmp_path / "run" / "checkpoints" / "step_00000002" / "complete.json"
+    complete.write_text(json.dumps(json.loads(complete.read_text()) | {"files": {}}))
+    assert export.main(["2", "--run-dir", str(tmp_path / "run"), "--to", str(tmp_path / "out")]) == 1
+    assert "has no weights in safetensors: backend=fsdp saves none to export" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_folder_with_something_in_it_is_not_written_to(full, tmp_path, capsys):

@@ -58,13 +58,15 @@ def test_runs_and_the_points_of_sweeps_are_listed_with_state_step_reward_and_rea
     lost = made(tmp_path / "c")
     lost.holder_json.write_bytes(msgspec.json.encode(Holder(socket.gethostname(), os.getpid(), 1)))
     made(tmp_path / "d")
+    made(tmp_path / "e", exit_json={"exit_code": 75}, summary_json={"exit_reason": "the checkpoint of step 7 is complete"})
     (tmp_path / "other").mkdir()
     assert runs.main(["list", str(tmp_path), "--json"]) == 0
     found = {Path(one["run_dir"]).name: one for one in map(json.loads, capsys.readouterr().out.splitlines())}
     assert {name: one["state"] for name, one in found.items()} == {
-        "a": "done", "000": "failed", "b": "running", "c": "lost", "d": "waiting",
+        "a": "done", "000": "failed", "b": "running", "c": "lost", "d": "waiting", "e": "stopped",
     }  # fmt: skip
     assert (found["a"]["reward"], found["b"]["step"]) == (0.75, 2)
+    assert found["e"]["reason"] == "the checkpoint of step 7 is complete"
     assert found["000"]["reason"] == "server-0 was killed by SIGKILL."
     assert runs.main(["list", str(tmp_path)]) == 0
     assert "running          2/9    0.100  " in capsys.readouterr().out
@@ -219,3 +221,9 @@ def test_a_run_that_opens_its_http_makes_a_key_that_stands_nowhere_else(tmp_path
     given = settings.model_copy(update={"api_key": "${oc.env:TELESCOPE_TEST_KEY}"})
     with pytest.raises(SecretMissing, match="TELESCOPE_TEST_KEY"):
         http_api_key(given, run)
+
+
+def test_a_run_goes_on_in_its_own_directory_alone(tmp_path: Path, capsys):
+    made(tmp_path / "a", config_json={"run_dir": "a"})
+    assert runs.main(["resume", str(tmp_path / "a"), f"run_dir={tmp_path}/b"]) == 2
+    assert f"run_dir={tmp_path}/b can't be given: a run goes on in its own directory, {tmp_path}/a" in capsys.readouterr().err

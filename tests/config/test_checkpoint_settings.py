@@ -30,5 +30,18 @@ def test_keep_every_alone_keeps_nothing_that_is_not_kept_anyway():
     )
 
 
+def test_a_folder_for_no_checkpoints_does_nothing():
+    assert "checkpoint.dir=/data/x does nothing without checkpoints" in sentences(compose_one("checkpoint.dir=/data/x"))
+
+
 def test_the_default_is_no_checkpoint():
     assert not CheckpointSettings().on
+
+
+@pytest.mark.parametrize("place", ["", "/ckpt", "/blocks/../ckpt"])
+def test_checkpoints_may_not_lie_where_the_next_attempt_puts_things_aside(tmp_path, place):
+    given = ("checkpoint.every=10", f"run_dir={tmp_path}/run")
+    said = sentences(compose_one(*given, f"checkpoint.dir={tmp_path}/run{place}"))
+    assert f"lies in run_dir={tmp_path}/run, whose files are put aside when the run goes on" in said
+    for fine in (f"{tmp_path}/run/checkpoints", f"{tmp_path}/elsewhere", f"{tmp_path}/run2"):
+        assert compose_one(*given, f"checkpoint.dir={fine}").config.checkpoint.dir == fine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,49 @@ def test_a_run_that_is_watched_is_left_alone(run: RunDirectory):
     resuming.refuse_living(run)
 
 
+def test_two_who_resume_at_once_are_one(run: RunDirectory):
+    with resuming.alone(run):
+        with (
+            pytest.raises(resuming.CannotResume, match="is being resumed by another process"),
+            resuming.alone(run),
+        ):
+            pass
+        hold(run)
+    with resuming.alone(run), pytest.raises(resuming.CannotResume, match="is still watched by process"):
+        resuming.refuse_living(run)
+
+
+def test_rows_that_are_damaged_are_refused_before_anything_is_touched(run: RunDirectory):
+    folder = checkpoint(run, 2)
+    rows_file = checkpoints.orchestrator_part(folder) / resuming.ROWS
+    rows_file.write_bytes(b"\xff" * rows_file.stat().st_size)
+    with pytest.raises(resuming.CannotResume, match=r"rows\.json can't be read"):
+        resuming.origin(run, config())
+
+
+def test_an_attempt_that_begins_by_itself_passes_over_what_is_damaged_and_keeps_it(run: RunDirectory):
+    for step in (2, 4, 6):
+        checkpoint(run, step)
+    (checkpoints.orchestrator_part(run.checkpoints / "step_00000006") / resuming.ROWS).unlink()
+    (run.checkpoints / "step_00000004" / "complete.json").write_text("{")
+    source = resuming.latest(run, config())
+    assert source is not None
+    assert source.step == 2
+    resuming.begin_at(run, config(), source, resuming.next_attempt(run, "f" * 16, "second"))
+    assert checkpoints.steps(run.checkpoints) == [2]
+    assert len(list(run.checkpoints.glob("*.before-second"))) == 2
+
+
+def test_an_attempt_that_begins_at_step_1_again_leaves_no_checkpoint_that_looks_later(run: RunDirectory):
+    (checkpoint(run, 40) / "complete.json").write_text("{")
+    with pytest.raises(resuming.CannotResume, match=r"complete\.json is damaged"):
+        resuming.latest(run, config())
+    resuming.begin_anew(run, config())
+    assert checkpoints.steps(run.checkpoints) == []
+    checkpoint(run, 2)
+    assert checkpoints.retain(run.checkpoints, keep_last=1, keep_every=None) == []
+
+
 def test_settings_that_change_neither_model_nor_data_may_change():
     old = config().model_dump(mode="json")
     new = config(
@@ -300,7 +344,8 @@ def order_for(run: RunDirectory, **changes: Any) -> start.Order:
 def test_a_run_that_opens_its_http_when_it_is_resumed_has_a_key(run: RunDirectory):
     run.config_json.write_text(dump_run(config()))
     checkpoint(run, 2)
-    assert start._resume_directory(run.path, order_for(run, inference={"host": "0.0.0.0"})) == run
+    with ExitStack() as until_held:
+        assert start._resume_directory(run.path, order_for(run, inference={"host": "0.0.0.0"}), until_held) == run
     assert len(http_key.read(run)) == 43
 
 
@@ -308,7 +353,8 @@ def test_a_run_of_one_host_that_goes_on_in_slurm_has_that_attempt_put_aside(run:
     run.config_json.write_text(dump_run(config()))
     run.summary_json.write_text("{}")
     checkpoint(run, 2)
-    start._resume_directory(run.path, order_for(run, cluster={"slurm": {}}))
+    with ExitStack() as until_held:
+        start._resume_directory(run.path, order_for(run, cluster={"slurm": {}}), until_held)
     attempt = attempts.begin(run, "12", "12.0", ("n1",))
     batch.go_on(run, config(checkpoint={"every": 0}), attempt)
     assert attempt.number == 2

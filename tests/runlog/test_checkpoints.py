@@ -6,6 +6,7 @@ import errno
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from telescope.runlog import checkpoints
@@ -40,7 +41,8 @@ def test_a_partial_checkpoint_is_never_the_latest(tmp_path):
     assert checkpoints.latest(tmp_path).name == "step_00000005"
     assert checkpoints.finish(partial, facts(10)).name == "step_00000010"
     assert checkpoints.latest(tmp_path).name == "step_00000010"
-    assert checkpoints.read(checkpoints.latest(tmp_path)) == facts(10)
+    there = {"orchestrator/core": 4, "trainer/weights": 3}
+    assert checkpoints.read_whole(checkpoints.latest(tmp_path)) == msgspec.structs.replace(facts(10), nbytes=7, files=there)
     assert not partial.exists()
 
 
@@ -199,3 +201,31 @@ def test_an_attempt_learns_where_it_begins(tmp_path):
         checkpoints.read_resume(run)
     assert checkpoints.root(run, None) == run.path / "checkpoints"
     assert checkpoints.root(run, "/elsewhere") == Path("/elsewhere")
+
+
+def lose(file: Path) -> None:
+    file.unlink()
+
+
+def cut(file: Path) -> None:
+    os.truncate(file, 1)
+
+
+@pytest.mark.parametrize(
+    ("harm", "sentence"), [(lose, "trainer/weights is missing"), (cut, "trainer/weights has 1 bytes of 3")]
+)
+def test_a_checkpoint_that_has_lost_a_part_is_named_with_the_file(tmp_path, harm, sentence):
+    make(tmp_path, 10)
+    folder = checkpoints.latest(tmp_path)
+    harm(folder / "trainer" / "weights")
+    with pytest.raises(CheckpointUnreadable, match=sentence):
+        checkpoints.read_whole(folder)
+
+
+def test_a_folder_where_nothing_can_be_saved_is_refused_before_anything_is_trained(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointUnreadable, match=r"checkpoint.dir=.*/file can't be written: .*; name a folder"):
+        checkpoints.make_root(tmp_path / "file")
+    assert checkpoints.steps(tmp_path / "file") == []
+    checkpoints.make_root(tmp_path / "new" / "folder")
+    assert list((tmp_path / "new" / "folder").iterdir()) == []
