@@ -58,14 +58,16 @@ def test_runs_and_the_points_of_sweeps_are_listed_with_state_step_reward_and_rea
     lost = made(tmp_path / "c")
     lost.holder_json.write_bytes(msgspec.json.encode(Holder(socket.gethostname(), os.getpid(), 1)))
     made(tmp_path / "d")
+    made(tmp_path / "e", exit_json={"exit_code": 75}, summary_json={"exit_reason": "interrupted by SIGINT"})
     (tmp_path / "other").mkdir()
     assert runs.main(["list", str(tmp_path), "--json"]) == 0
     found = {Path(one["run_dir"]).name: one for one in map(json.loads, capsys.readouterr().out.splitlines())}
     assert {name: one["state"] for name, one in found.items()} == {
-        "a": "done", "000": "failed", "b": "running", "c": "lost", "d": "waiting",
+        "a": "done", "000": "failed", "b": "running", "c": "lost", "d": "waiting", "e": "stopped",
     }  # fmt: skip
     assert (found["a"]["reward"], found["b"]["step"]) == (0.75, 2)
     assert found["000"]["reason"] == "server-0 was killed by SIGKILL."
+    assert found["e"]["reason"] == "interrupted by SIGINT"
     assert runs.main(["list", str(tmp_path)]) == 0
     assert "running          2/9    0.100  " in capsys.readouterr().out
     assert runs.main(["list", str(tmp_path / "nowhere")]) == 1
@@ -156,13 +158,14 @@ def slurm_says(folder: Path, monkeypatch: pytest.MonkeyPatch, state: str) -> Pat
 
 
 def submitted(path: Path, why: str, requeued: bool) -> RunDirectory:
-    """A run whose first attempt has ended with code 75, or that has none where `why` is empty."""
+    """A run whose first attempt has ended with code 75 (70 if it failed), or that has none where `why` is empty."""
     run = RunDirectory.create(path)
     write_identity(run, new_identity("x", datetime.now(UTC), "0" * 16))
     attempts.write_submission(run, "12", path / "script")
     if why:
-        attempts.end(run, attempts.begin(run, "12", "12.0", ("n1",)), why, 75, requeued=requeued)
-        run.exit_json.write_text('{"exit_code": 75}')
+        code = 70 if why == "failed" else 75
+        attempts.end(run, attempts.begin(run, "12", "12.0", ("n1",)), why, code, requeued=requeued)
+        run.exit_json.write_text(json.dumps({"exit_code": code}))
         hold(run)
     return run
 
@@ -173,8 +176,8 @@ def submitted(path: Path, why: str, requeued: bool) -> RunDirectory:
         ("preempted", True, "PENDING", "waiting", True),
         ("preempted", True, "COMPLETING", "waiting", True),
         ("preempted", True, "RUNNING", "running", True),
-        ("preempted", True, "CANCELLED", "failed", False),
-        ("preempted", True, "", "failed", False),
+        ("preempted", True, "CANCELLED", "stopped", False),
+        ("preempted", True, "", "stopped", False),
         ("failed", False, "COMPLETING", "failed", False),
         ("failed", False, "PENDING", "waiting", True),  # somebody called scontrol requeue
         ("", False, "PENDING", "waiting", True),
@@ -219,3 +222,15 @@ def test_a_run_that_opens_its_http_makes_a_key_that_stands_nowhere_else(tmp_path
     given = settings.model_copy(update={"api_key": "${oc.env:TELESCOPE_TEST_KEY}"})
     with pytest.raises(SecretMissing, match="TELESCOPE_TEST_KEY"):
         http_api_key(given, run)
+
+
+def test_resume_says_what_it_cannot_change_and_which_setting_was_meant(tmp_path: Path, capsys):
+    run = made(
+        tmp_path / "a", config_json={"number_of_steps": 3, "algorithm": {"name": "grpo"}, "trainer": {"learning_rate": 0.1}}
+    )
+    assert runs.main(["resume", str(run.path), "number_of_stps=9"]) == 2
+    assert "number_of_stps is no setting of this run. Did you mean number_of_steps?" in capsys.readouterr().err
+    assert runs.main(["resume", str(run.path), "algorithm=rloo"]) == 2
+    assert "algorithm=rloo is no single setting" in capsys.readouterr().err
+    assert runs.main(["resume", str(run.path), "trainer.lerning_rate=1"]) == 2
+    assert "Did you mean trainer.learning_rate?" in capsys.readouterr().err
