@@ -12,6 +12,7 @@ checkpoint: run it again.
 from __future__ import annotations
 
 import contextlib
+import shlex
 import signal
 import sys
 import threading
@@ -358,6 +359,8 @@ class Supervisor:
         self.console.result(f"run directory: {self.directory.path}")
         if summary:
             self.console.result(summary_table(summary))
+        if code == STOPPED and self.interrupted is not None:
+            self.console.result(f"to go on: python -m telescope.runs resume {shlex.quote(str(self.directory.path))}")
 
     # ---- derived facts -----------------------------------------------------------------------------------------------
 

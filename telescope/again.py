@@ -6,14 +6,18 @@ Composes nothing: what was resolved once is read back, changed where asked, judg
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from telescope.config.words import nearest
 from telescope.runlog.ending import read_object
 from telescope.runlog.layout import RunDirectory
 from telescope.start import CONFIG_ERROR, Order, join_run, planned, run_one, say, submit_all
+
+GROUPS = ("env", "experiment")
+"""Groups that no key of the resolved configuration is named like."""
 
 
 class WrongOverride(ValueError):
@@ -69,6 +73,22 @@ def _put(settings: dict[str, Any], place: str, value: Any) -> None:
     here: Any = settings
     for name in path:
         here = here.get(name) if isinstance(here, dict) else None
-    if not isinstance(here, dict) or last not in here or isinstance(here[last], dict):
-        raise WrongOverride(f"{place} is no setting of this run; docs/configuration.md has all")
+    if place in GROUPS or (isinstance(here, dict) and isinstance(here.get(last), dict)):
+        raise WrongOverride(
+            f"{place}={value} is no single setting: name one, e.g. trainer.learning_rate=1e-5. Another choice of a group needs "
+            "the whole command line: `telescope run … run_dir=RUN_DIR checkpoint.resume=true`"
+        )
+    if not isinstance(here, dict) or last not in here:
+        guess = nearest(place, tuple(_places(settings)))
+        raise WrongOverride(
+            f"{place} is no setting of this run.{f' Did you mean {guess}?' if guess else ''} docs/configuration.md has all"
+        )
     here[last] = value
+
+
+def _places(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            yield from _places(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"

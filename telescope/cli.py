@@ -25,7 +25,7 @@ COMMANDS = {
     "run": Command("telescope.run", "train: compose, check, start and watch a run, or a sweep with -m"),
     "check": Command("telescope.check", "say what is wrong with a command line, and start nothing"),
     "plan": Command("telescope.plan", "what a run would be: steps, staleness, processes, memory, times"),
-    "runs": Command("telescope.runs", "list runs, follow one's log, stop one"),
+    "runs": Command("telescope.runs", "list runs, follow one's log, stop one, go on with one"),
     "servers": Command("telescope.servers", "where a run's inference servers listen"),
     "env": Command("telescope.env", "try an environment; print a trajectory token by token"),
     "doctor": Command("telescope.doctor", "compare trainer and server: log-probs, weights"),

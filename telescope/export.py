@@ -106,7 +106,8 @@ def export_all(run: RunDirectory, step: int | str, to: Path, wanted: Wanted, dir
             raise ExportRefused(
                 f"{source} was deleted while it was read (checkpoint.keep_last): export again, and choose a later step"
             ) from error
-        yield f"step {facts.step}: {nbytes / 1e9:.3f} GB in {target}"
+        size = f"{nbytes / 1e9:.3f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.1f} MB"
+        yield f"step {facts.step}: {size} in {target}"
 
 
 def export(source: Path, model: ModelSettings, to: Path, wanted: Wanted) -> int:
@@ -125,6 +126,7 @@ def export(source: Path, model: ModelSettings, to: Path, wanted: Wanted) -> int:
             _write_adapters(reader, model, model.lora, partial, wanted.dtype)
         else:
             _write_model(reader, model, partial, wanted)
+        _readable_alike(partial)
         checkpoints.sync_below(partial)
         if to.exists():
             to.rmdir()
@@ -134,10 +136,19 @@ def export(source: Path, model: ModelSettings, to: Path, wanted: Wanted) -> int:
     return checkpoints.nbytes_below(to)
 
 
+def _readable_alike(folder: Path) -> None:
+    """safetensors makes files that their owner alone may read; whoever may read the configuration may read the weights."""
+    mode = min(folder.glob("*config.json")).stat().st_mode & 0o777
+    for file in folder.glob("*.safetensors"):
+        file.chmod(mode)
+
+
 def _write_model(reader: Reader, model: ModelSettings, folder: Path, wanted: Wanted) -> None:
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     held = getattr(torch, model.dtype)
     dtype = held if wanted.dtype == HELD else getattr(torch, wanted.dtype)
     base = model_folder(model.name)

@@ -36,8 +36,8 @@ FRESH_S = 60.0
 
 @dataclass(frozen=True)
 class Standing:
-    """How a run stands. `state`: running, done, stopped (by a signal, on a host), failed, lost (its supervisor is gone and
-    nobody wrote its end) or waiting (submitted; or queued again, between two attempts)."""
+    """How a run stands. `state`: running, done, stopped (by a signal, in good order or not), failed, lost (its supervisor is
+    gone and nobody wrote its end) or waiting (submitted; or queued again, between two attempts)."""
 
     run: RunDirectory
     state: str
@@ -125,8 +125,6 @@ def standing(run: RunDirectory, jobs: Mapping[str, str] = MappingProxyType({})) 
     known = jobs.get(submission.job_id, "") if submission is not None else ""
     stage = stage_of(run, known) if known else "unknown"
     state = stage if stage in ("waiting", "running") else _state_of_files(run, ended, changed, over=stage == "over")
-    if state == "failed" and submission is None and _code(ended) in STOPPED:
-        state = "stopped"
     reason = reason_of(run) if state in ("failed", "stopped") else ""
     reward = summary.get("reward_mean_last", status.get("reward"))
     job = "" if submission is None else f"{submission.job_id} {state_of(run, dict(jobs))}".strip()
@@ -137,7 +135,7 @@ def _state_of_files(run: RunDirectory, ended: Mapping[str, Any], changed: float,
     """What the run directory alone says; `over`: its job is known to be gone."""
     code = _code(ended)
     if code is not None:
-        return "done" if code == 0 else "failed"
+        return "done" if code == 0 else "stopped" if code in STOPPED else "failed"
     holder = read_holder(run)
     if holder is None:  # a job that was gone before it began never wrote an end
         return "failed" if over else "waiting"

@@ -119,5 +119,7 @@ def load_model(folder: Path, end_ids: Sequence[int]) -> LocalModel:
     """In float32. Raises what transformers raises."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     return LocalModel(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), end_ids)

@@ -54,7 +54,7 @@ def report(stated: Stated, played: Sequence[Played], template: ChatTemplate) -> 
     warnings = list(_warnings(stated, done))
     lines += [f"warning: {each}" for each in warnings]
     fine = not failures and stated.same_prompts is not False
-    lines.append(f"{len(done)} of {len(played)} rollouts scored, {len(warnings)} warnings")
+    lines.append(f"{len(done)} of {len(played)} rollouts scored, {len(warnings)} warning{'s' * (len(warnings) != 1)}")
     return lines, fine
 
 
@@ -92,9 +92,8 @@ def _rollouts(done: Sequence[Played]) -> Iterator[str]:
         body = each.body
         assert isinstance(body, RolloutDone)
         golden = " | ".join(body.golden_answers)
-        said = " ".join(
-            [*(f"[{tag}]" for tag in body.tags), _short(repr(body.completion_text), 60), f"(right: {_short(golden, 30)})"]
-        )
+        right = [f"(right: {_short(golden, 30)})"] if golden else []
+        said = " ".join([*(f"[{tag}]" for tag in body.tags), _short(repr(body.completion_text), 60), *right])
         yield (
             f"{body.rollout_id:>7} {each.order.prompt.index:>7} {body.reward:>8.4g} {body.turns:>6} {body.completion_tokens:>8}"
             f"  {body.finish_reason:<7} {said}"

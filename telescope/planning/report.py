@@ -26,7 +26,7 @@ def describe_rows(config: RunConfig, load: Load, rows: int) -> str:
 
 def describe_model(config: RunConfig, shape: ModelShape) -> str:
     return (
-        f"{config.model.name} has {shape.parameters:,} parameters ({shape.parameters / 1e9:.3f}B): {shape.layers} layers, "
+        f"{config.model.name} has {shape.parameters:,} parameters{_billions(shape.parameters)}: {shape.layers} layers, "
         f"hidden {shape.hidden:,}, vocabulary {shape.vocabulary:,}."
     )
 
@@ -124,8 +124,13 @@ def describe_splits(divisions: Sequence[Split], chosen: Split | None, gpus: int)
         )
 
 
+def _billions(parameters: int) -> str:
+    return f" ({parameters / 1e9:.3f}B)" if parameters >= 1_000_000 else ""
+
+
 def _gib(nbytes: float) -> str:
-    return f"{nbytes / GIB:.2f} GiB"
+    """`6.17 GiB`; less than a tenth in MiB, so that a small part does not read as none."""
+    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB / 10 else f"{nbytes * 1024 / GIB:.1f} MiB"
 
 
 def _s(seconds: float) -> str:

@@ -90,9 +90,11 @@ def on_disk(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_transformers_loads_what_was_trained_and_gives_the_same_log_probs(full, tmp_path, capsys):
     assert full.export("2", "--to", str(tmp_path / "out")) == 0
-    assert capsys.readouterr().out.startswith("step 2: 0.00")
+    assert capsys.readouterr().out.startswith("step 2: 0.9 MB in ")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     np.testing.assert_allclose(logprobs(model), full.logprobs, atol=1e-5)
+    modes = {(tmp_path / "out" / name).stat().st_mode for name in ("config.json", "model.safetensors")}
+    assert len(modes) == 1, "who may read the configuration may read the weights"
     held = on_disk(tmp_path / "out")
     assert all(torch.equal(held[name], full.weights[name]) for name in held)
     assert held.keys() == full.weights.keys(), "tied weights are there once"

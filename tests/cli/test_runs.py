@@ -158,13 +158,14 @@ def slurm_says(folder: Path, monkeypatch: pytest.MonkeyPatch, state: str) -> Pat
 
 
 def submitted(path: Path, why: str, requeued: bool) -> RunDirectory:
-    """A run whose first attempt has ended with code 75, or that has none where `why` is empty."""
+    """A run whose first attempt has ended with code 75 (70 if it failed), or that has none where `why` is empty."""
     run = RunDirectory.create(path)
     write_identity(run, new_identity("x", datetime.now(UTC), "0" * 16))
     attempts.write_submission(run, "12", path / "script")
     if why:
-        attempts.end(run, attempts.begin(run, "12", "12.0", ("n1",)), why, 75, requeued=requeued)
-        run.exit_json.write_text('{"exit_code": 75}')
+        code = 70 if why == "failed" else 75
+        attempts.end(run, attempts.begin(run, "12", "12.0", ("n1",)), why, code, requeued=requeued)
+        run.exit_json.write_text(json.dumps({"exit_code": code}))
         hold(run)
     return run
 
@@ -175,8 +176,8 @@ def submitted(path: Path, why: str, requeued: bool) -> RunDirectory:
         ("preempted", True, "PENDING", "waiting", True),
         ("preempted", True, "COMPLETING", "waiting", True),
         ("preempted", True, "RUNNING", "running", True),
-        ("preempted", True, "CANCELLED", "failed", False),
-        ("preempted", True, "", "failed", False),
+        ("preempted", True, "CANCELLED", "stopped", False),
+        ("preempted", True, "", "stopped", False),
         ("failed", False, "COMPLETING", "failed", False),
         ("failed", False, "PENDING", "waiting", True),  # somebody called scontrol requeue
         ("", False, "PENDING", "waiting", True),
@@ -227,3 +228,15 @@ def test_a_run_goes_on_in_its_own_directory_alone(tmp_path: Path, capsys):
     made(tmp_path / "a", config_json={"run_dir": "a"})
     assert runs.main(["resume", str(tmp_path / "a"), f"run_dir={tmp_path}/b"]) == 2
     assert f"run_dir={tmp_path}/b can't be given: a run goes on in its own directory, {tmp_path}/a" in capsys.readouterr().err
+
+
+def test_resume_says_what_it_cannot_change_and_which_setting_was_meant(tmp_path: Path, capsys):
+    run = made(
+        tmp_path / "a", config_json={"number_of_steps": 3, "algorithm": {"name": "grpo"}, "trainer": {"learning_rate": 0.1}}
+    )
+    assert runs.main(["resume", str(run.path), "number_of_stps=9"]) == 2
+    assert "number_of_stps is no setting of this run. Did you mean number_of_steps?" in capsys.readouterr().err
+    assert runs.main(["resume", str(run.path), "algorithm=rloo"]) == 2
+    assert "algorithm=rloo is no single setting" in capsys.readouterr().err
+    assert runs.main(["resume", str(run.path), "trainer.lerning_rate=1"]) == 2
+    assert "Did you mean trainer.learning_rate?" in capsys.readouterr().err

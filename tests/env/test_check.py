@@ -62,7 +62,7 @@ def test_the_right_answers_of_countdown_earn_one_and_the_tokens_are_shown(capsys
         ("3", "1", "1", "1"),
     ]
     assert "warning: all 4 rewards are 1" in said
-    assert "4 of 4 rollouts scored, 1 warnings" in said
+    assert "4 of 4 rollouts scored, 1 warning" in said
 
 
 def test_each_oddity_has_its_warning(odd: list[str], capsys: pytest.CaptureFixture[str]) -> None:
