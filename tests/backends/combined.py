@@ -1,7 +1,7 @@
 """Four ranks with settings that were built apart, together: `python -m tests.backends.combined FOLDER MODEL`.
 
 Each combination trains two steps, saving after the first, and then the second once more from what was saved. One process
-imports everything and forks the ranks, as in tests/backends/options.py.
+imports everything and forks the ranks, by tests/backends/four_ranks.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import json
 import os
 import queue
 import sys
-import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,8 @@ import torch.distributed as dist
 
 from telescope.backends.base import Job, Outcome, Saved, World
 from telescope.config.parts import LoraSettings, ModelSettings
-from tests.backends.options import flat, meet
+from tests.backends.four_ranks import SHARES, forked, meet
+from tests.backends.options import flat
 from tests.backends.shards import in_minibatches, make_job, make_shard, part
 from tests.backends.watching import Watching, watch
 from tests.digits.batches import VARIANTS
@@ -67,32 +67,18 @@ COMBINATIONS: dict[str, Combination] = {
         {"context_parallel_size": 2, "replicas": 2, "offload": "parameters"}, algorithm="grpo, penalties of all kinds"
     ),
 }
-SHARES = ([0, 3], [1, 2, 4], [6, 7], [5])
-"""Of four ranks with rows of their own; pairs that share rows have those of both."""
 
 
 def main() -> int:
     folder, model = Path(sys.argv[1]), sys.argv[2]
-    children = []
-    for rank in range(4):
-        child = os.fork()
-        if child == 0:
-            os._exit(run(rank, folder, model))
-        children.append(child)
-    return max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children)
 
-
-def run(rank: int, folder: Path, model: str) -> int:
-    try:
+    def run(rank: int) -> None:
         meet(folder / "four", rank, 4)
         for name, combination in COMBINATIONS.items():
             train(World(rank, 4, "cpu"), folder / name, model, combination)
         dist.destroy_process_group()
-    except BaseException:  # noqa: BLE001 the edge of a forked process: it must not return into its parent's code
-        traceback.print_exc()
-        sys.stderr.flush()
-        return 1
-    return 0
+
+    return forked(run)
 
 
 def train(world: World, folder: Path, model: str, combination: Combination) -> None:

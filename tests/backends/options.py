@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,10 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 from telescope.backends.base import World
-from telescope.backends.common import ranks
 from telescope.backends.fsdp import optimizers
 from telescope.backends.fsdp.mesh import spread
 from telescope.backends.fsdp.offload import HostedStates
+from tests.backends.four_ranks import SHARES, forked, meet
 from tests.backends.shards import make_job, make_shard, part
 from tests.backends.test_optimizers import TRAINER, Small, give_gradients, trained
 from tests.backends.watching import watch
@@ -43,22 +42,12 @@ BY_SGD: dict[str, dict[str, Any]] = {
 }
 """On four ranks; what they found is also compared with one rank."""
 OPTIMIZERS: tuple[optimizers.Kind, ...] = ("adamw", "adamw_8bit", "muon")
-SHARES = ([0, 3], [1, 2, 4], [6, 7], [5])
 
 
 def main() -> int:
     folder, model = Path(sys.argv[1]), sys.argv[2]
-    children = []
-    for rank in range(4):
-        child = os.fork()
-        if child == 0:
-            os._exit(run(rank, folder, model))
-        children.append(child)
-    return max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children)
 
-
-def run(rank: int, folder: Path, model: str) -> int:
-    try:
+    def run(rank: int) -> None:
         meet(folder / "four", rank, 4)
         steps_of_optimizers(World(rank, 4, "cpu"))
         for name, settings in SAME_TO_THE_BIT.items():
@@ -72,17 +61,8 @@ def run(rank: int, folder: Path, model: str) -> int:
             train(World(rank, 2, "cpu"), folder / "2", model, {"optimizer": "sgd"})
             train(World(rank, 2, "cpu"), folder / "2, all on the host", model, {"optimizer": "sgd", "offload": "parameters"})
             dist.destroy_process_group()
-    except BaseException:  # noqa: BLE001 the edge of a forked process: it must not return into its parent's code
-        traceback.print_exc()
-        sys.stderr.flush()
-        return 1
-    return 0
 
-
-def meet(file: Path, rank: int, size: int) -> None:
-    """Once for all backends of a world: each of them would meet anew."""
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=size)
-    ranks.join, ranks.leave = (lambda *_, **__: None), (lambda: None)  # type: ignore[assignment]
+    return forked(run)
 
 
 def train(world: World, file: Path, model: str, settings: dict[str, Any]) -> None:

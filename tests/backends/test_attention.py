@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from telescope.backends.common import attention, kernels
 from telescope.backends.common.kernels import Machine, choose
 from telescope.backends.fsdp.policy import UnfitModel
+from tests.backends.plain import token_mean
 from tests.backends.shards import make_job, make_shard
 from tests.backends.test_fsdp import draw, logprobs_of, row_of
 from tests.backends.watching import distance
@@ -173,12 +174,7 @@ def test_a_window_changes_the_gradient_as_it_does_in_the_plain_model(build, tmp_
     backend = build(make_job(model=folder))
     backend.train_step(shard)
     plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-    loss, end = torch.zeros(()), 0
-    for item in shard.items:
-        start, end = end, end + item.length
-        ids = torch.from_numpy(shard.ids[start:end].astype(np.int64))
-        logp = plain(ids[None]).logits[0, 3:-1].log_softmax(-1).gather(1, ids[4:, None])
-        loss = loss - logp.sum() * item.advantage / shard.denominators[0].tokens
+    loss = token_mean(plain, shard)
     loss.backward()
     assert distance({f"lm.{name}": parameter.grad for name, parameter in plain.named_parameters()}, backend.gradients) < 1e-4
 

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +11,7 @@ import pytest
 
 from telescope.backends.base import World
 from tests.backends.combined import COMBINATIONS, Combination, job_of, step
-from tests.backends.models import random_model
+from tests.backends.four_ranks import found_by
 
 pytestmark = pytest.mark.slow  # half a minute of processor time
 
@@ -25,21 +21,8 @@ PACKING_TELLS = {"rows", "filler_rows", "padding_fraction"}
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> Path:
-    """A folder with what each combination's ranks found. The model's sizes are such that four ranks can't share evenly."""
-    folder = tmp_path_factory.mktemp("combined")
-    model = random_model(folder / "model", hidden_size=25, head_dim=10, vocab_size=130)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.backends.combined", str(folder), model],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-    )  # fmt: skip
-    try:
-        said, _ = process.communicate(timeout=LIMIT_S)
-        assert process.returncode == 0, said[-6000:]
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    return folder
+    """A folder with what each combination's ranks found."""
+    return found_by("tests.backends.combined", tmp_path_factory.mktemp("combined"), LIMIT_S)
 
 
 @pytest.mark.timeout(700)

@@ -15,6 +15,7 @@ from telescope.backends.common import attention
 from telescope.backends.fsdp.policy import RowInput, UnfitModel
 from telescope.config.models import model_source
 from tests.backends.models import random_model
+from tests.backends.plain import token_mean
 from tests.backends.shards import VOCABULARY, make_job, make_shard, part
 from tests.backends.watching import distance
 
@@ -112,12 +113,7 @@ def test_the_gradient_is_that_of_the_loss_over_plain_samples(build):
     backend = build(make_job(algorithm=GRPO()))
     result = backend.train_step(shard)
     plain = AutoModelForCausalLM.from_pretrained(model_source("tiny"), attn_implementation="eager")
-    loss, end = torch.zeros(()), 0
-    for item in shard.items:
-        start, end = end, end + item.length
-        ids = torch.from_numpy(shard.ids[start:end].astype(np.int64))
-        logp = plain(ids[None]).logits[0, 3:-1].log_softmax(-1).gather(1, ids[4:, None])
-        loss = loss - logp.sum() * item.advantage / shard.denominators[0].tokens
+    loss = token_mean(plain, shard)
     loss.backward()
     assert result.metrics["loss"] == pytest.approx(float(loss), rel=1e-5)
     expected = {f"lm.{name}": parameter.grad for name, parameter in plain.named_parameters()}

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.backends.models import random_model
+from tests.backends.four_ranks import found_by
 from tests.backends.options import BY_SGD, SAME_TO_THE_BIT, save
 from tests.backends.shards import make_job, make_shard
 
@@ -25,21 +21,8 @@ LIMIT_S = 300.0
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> Path:
-    """A folder with what each option's ranks found. The model's sizes are such that four ranks can't share evenly."""
-    folder = tmp_path_factory.mktemp("options")
-    model = random_model(folder / "model", hidden_size=25, head_dim=10, vocab_size=130)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.backends.options", str(folder), model],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-    )  # fmt: skip
-    try:
-        said, _ = process.communicate(timeout=LIMIT_S)
-        assert process.returncode == 0, said[-6000:]
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    return folder
+    """A folder with what each option's ranks found."""
+    return found_by("tests.backends.options", tmp_path_factory.mktemp("options"), LIMIT_S)
 
 
 def read(folder: Path, name: str) -> tuple[np.ndarray, np.ndarray]:
