@@ -37,8 +37,8 @@ KILL_WAIT_S = 5.0
 RELAYED = "-"
 """The argument of a shim whose lifeline is its stdin and stdout."""
 HOLD, FREE = "hold", "free"
-"""Whether INT, TERM and HUP wait for the process until it lets them in, through `exec` and all that it imports. What it does not
-let in it is spared until the grace is over."""
+"""Whether INT, TERM and HUP wait until the process lets them in, through `exec` and all that it imports; one that never does is
+killed after its grace."""
 EXIT_ORPHANED = 3
 EXIT_NO_EXEC = 127
 
