@@ -36,6 +36,9 @@ KILL_WAIT_S = 5.0
 """SIGKILL is final, but a process inside the kernel (a GPU driver's teardown, say) dies when it comes out."""
 RELAYED = "-"
 """The argument of a shim whose lifeline is its stdin and stdout."""
+HOLD, FREE = "hold", "free"
+"""Whether INT, TERM and HUP wait until the process lets them in, through `exec` and all that it imports; one that never does is
+killed after its grace."""
 EXIT_ORPHANED = 3
 EXIT_NO_EXEC = 127
 
@@ -144,7 +147,7 @@ class Lifeline:
 class Shim:
     """One process and everything below it."""
 
-    def __init__(self, lifeline: Lifeline, command: list[str], log: int) -> None:
+    def __init__(self, lifeline: Lifeline, command: list[str], log: int, *, hold: bool = False) -> None:
         self.lifeline = lifeline
         self.wakeup = Wakeup((signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
         self.listening = [self.wakeup.reader, lifeline.reader]
@@ -152,7 +155,7 @@ class Shim:
         self.told = False
         self.kill_at: float | None = None
         self.partial = b""
-        self.child = _spawn(command, log)
+        self.child = _spawn(command, log, hold)
         self.report(started=self.child)
 
     def report(self, **facts: int) -> None:
@@ -226,7 +229,7 @@ class Shim:
         self.reap()
 
 
-def _spawn(command: list[str], log: int) -> int:
+def _spawn(command: list[str], log: int, hold: bool) -> int:
     shim = os.getpid()
     pid = os.fork()
     if pid:
@@ -237,6 +240,8 @@ def _spawn(command: list[str], log: int) -> int:
         if os.getppid() != shim:
             os._exit(EXIT_ORPHANED)
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        if hold:
+            signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(log, 1)
         os.dup2(log, 2)
@@ -288,11 +293,11 @@ def main(arguments: list[str]) -> int:
     set_process_flag(PR_SET_CHILD_SUBREAPER, 1)
     if arguments == [RELAYED]:
         return _relayed()
-    supervisor, number, log, *command = arguments
+    supervisor, number, log, manner, *command = arguments
     if os.getppid() != int(supervisor):
         return EXIT_ORPHANED  # it died before the first line took effect
     os.set_inheritable(int(number), False)  # the process itself must not keep it open
-    Shim(Lifeline(int(number), int(number)), command, _open_log(log)).run()
+    Shim(Lifeline(int(number), int(number)), command, _open_log(log), hold=manner == HOLD).run()
     return 0
 
 

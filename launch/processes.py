@@ -167,9 +167,11 @@ def _start_here(
     plan: ProcessPlan, run: RunDirectory, variables: dict[str, str], life: int, lifeline: socket.socket
 ) -> subprocess.Popen[bytes]:
     number = lifeline.fileno()
+    # What ends the run is told to the orchestrator, which must say so in its summary, however early it comes.
+    manner = child.HOLD if plan.role == "orchestrator" else child.FREE
     return subprocess.Popen(
         [
-            *(sys.executable, "-I", "-S", SHIM, str(os.getpid()), str(number), str(run.log(plan.name, life))),
+            *(sys.executable, "-I", "-S", SHIM, str(os.getpid()), str(number), str(run.log(plan.name, life)), manner),
             *_command(plan, run),
         ],
         env=child_environment(variables),

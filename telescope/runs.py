@@ -89,6 +89,8 @@ def _list(asked: argparse.Namespace) -> int:
         sys.stderr.write(f"{asked.folder}: there is no such folder; `list FOLDER` names another\n")
         return FAILED
     runs = list(runs_below(asked.folder))
+    if not runs:
+        sys.stderr.write(_nothing(asked.folder))
     jobs = job_states(runs)
     found = sorted((standing(run, jobs) for run in runs), key=lambda one: one.changed)
     if asked.json:
@@ -99,7 +101,19 @@ def _list(asked: argparse.Namespace) -> int:
     return OK
 
 
+def _nothing(folder: Path) -> str:
+    """Why a list is empty."""
+    whole = next((above for above in folder.absolute().parents if (above / "run.json").exists()), None)
+    if whole is not None:
+        return f"{folder} is a part of the run {whole}, not a folder of runs: `list {whole}` shows how it stands\n"
+    return f"{folder}: there is no run in it, nor in a folder of it; `list FOLDER` names another\n"
+
+
 def runs_below(folder: Path, depth: int = DEPTH) -> Iterator[RunDirectory]:
+    """Those in a folder, and the points of sweeps in it; of a run directory itself that run."""
+    if (folder / "run.json").exists():
+        yield RunDirectory(folder)
+        return
     for path in sorted(folder.iterdir()):
         if (path / "run.json").exists():
             yield RunDirectory(path)

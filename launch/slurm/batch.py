@@ -37,8 +37,6 @@ from telescope.weights.choose import TransportRefused, planned
 log = logging.getLogger(__name__)
 
 CARRIED = ("server", "trainer")
-STOP_MARGIN_S = 20.0
-"""Of the time between warning and walltime: for peers to leave, files to close and the job to be queued again."""
 REQUEUE_S = 90.0
 """From asking for another attempt, or hearing of a preemption, to the end of this one."""
 WARNED_FACTS_S = 10.0
@@ -167,8 +165,7 @@ def srun(settings: SlurmSettings, node: Node, name: str) -> tuple[str, ...]:
 
 
 def _surroundings(settings: SlurmSettings, allocation: Allocation, warned_before: Callable[[], bool]) -> Surroundings:
-    stop_s = max(settings.stop_before_s - STOP_MARGIN_S, settings.stop_before_s / 2)
-    return Surroundings(carrier_for(settings, allocation), signal.SIGUSR2, "walltime", warned_before, stop_s)
+    return Surroundings(carrier_for(settings, allocation), signal.SIGUSR2, "walltime", warned_before, settings.stop_s)
 
 
 def has_trained_all(directory: RunDirectory, config: RunConfig) -> attempts.Attempt | None:

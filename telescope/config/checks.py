@@ -348,6 +348,15 @@ def _checkpoints(config: RunConfig) -> Iterator[Conflict]:
             f"checkpoint.keep_every={checkpoint.keep_every} does nothing where checkpoint.keep_last is not set, as all are "
             "kept then: set checkpoint.keep_last=2, say, or leave it out",
         )
+    slurm = config.cluster.slurm
+    if checkpoint.on and slurm is not None and checkpoint.stop_timeout_s > slurm.save_s:
+        yield Conflict(
+            ("checkpoint.stop_timeout_s", "cluster.slurm.stop_before_s"),
+            f"checkpoint.stop_timeout_s={checkpoint.stop_timeout_s:g} does not fit before the walltime: of "
+            f"cluster.slurm.stop_before_s={slurm.stop_before_s} a step and its save get {slurm.save_s:g} s; set "
+            f"cluster.slurm.stop_before_s={slurm.before_for(checkpoint.stop_timeout_s)}, or "
+            f"checkpoint.stop_timeout_s={slurm.save_s:g}",
+        )
     if not checkpoint.on:
         unread = () if checkpoint.resume else ("dir",)
         for name in ("keep_last", "keep_every", *unread):

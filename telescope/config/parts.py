@@ -366,8 +366,8 @@ class CheckpointSettings(Settings):
     timeout_s: float = Field(default=1800.0, gt=0, le=1_000_000)
     """Deadline of a save, from the order until all is written; one that takes longer has failed, and the run goes on."""
     stop_timeout_s: float = Field(default=120.0, gt=0, le=1_000_000)
-    """A run that is told to stop (Ctrl-C, SIGTERM) waits no longer than this for its step and its checkpoint. With
-    cluster.slurm the time before the walltime is the limit there."""
+    """A run that is told to stop (Ctrl-C, SIGTERM, the walltime's warning) waits no longer than this for its step and its
+    checkpoint. On Slurm cluster.slurm.stop_before_s must have room for it."""
     max_restarts: int = Field(default=3, ge=0, le=1_000_000)
     """On one host: attempts that begin by themselves after a part of the run has died (a trainer rank, a worker), each from a
     newer checkpoint than the last one did; 0: none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Literal, Self
 
@@ -18,6 +19,12 @@ OWNED_OPTIONS = frozenset(
     }
 )
 """sbatch options that have a setting of their own, or that the launcher needs for itself."""
+
+
+STOP_MARGIN_S = 20.0
+"""Of the time between warning and walltime: for peers to leave, files to close and the job to be queued again."""
+CLOSE_MARGIN_S = 10.0
+"""Of what is left of it, the orchestrator's own: to say why, and to close its files."""
 
 
 class SlurmGroup(Settings):
@@ -79,8 +86,9 @@ class SlurmSettings(Settings):
     attempt begins at step 1 and, with the same walltime, gets no further than the last one."""
     max_requeues: int = Field(default=100, ge=0, le=1_000_000)
     """Requeues that the run itself asks for; Slurm's own (preemption) are not limited by it."""
-    stop_before_s: int = Field(default=120, ge=10, le=65535)
-    """Seconds before the walltime at which the run begins to stop (`--signal=B:USR2@…`)."""
+    stop_before_s: int = Field(default=180, ge=10, le=65535)
+    """Seconds before the walltime at which the run begins to stop (`--signal=B:USR2@…`). With checkpoints at least 30 more than
+    checkpoint.stop_timeout_s, in which processes leave and files are closed."""
     array_parallelism: int = Field(default=256, ge=1, le=100_000)
     """Points of a sweep that may run at once (`--array=0-11%4`)."""
     setup: tuple[str, ...] = ()
@@ -143,6 +151,21 @@ class SlurmSettings(Settings):
     def minutes(self) -> int:
         """The walltime."""
         return minutes_of(self.time)
+
+    @property
+    def stop_s(self) -> float:
+        """What the orchestrator gets between the warning and being killed, e.g. 160 of 180."""
+        return max(self.stop_before_s - STOP_MARGIN_S, self.stop_before_s / 2)
+
+    @property
+    def save_s(self) -> float:
+        """What a step and its save get of that, e.g. 150 of 180."""
+        return self.stop_s - min(CLOSE_MARGIN_S, self.stop_s / 2)
+
+    @staticmethod
+    def before_for(save_s: float) -> int:
+        """A `stop_before_s` that is enough for this `save_s`."""
+        return math.ceil(save_s + CLOSE_MARGIN_S + STOP_MARGIN_S)
 
     @property
     def hetjob(self) -> bool:

@@ -66,7 +66,7 @@ ABSENCE_MARGIN_S = 30.0
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 done, 1 an error of our own, 70 a component failed, 128 + n interrupted."""
-    return run_process(live, prog="python -m telescope.orchestrator", known=KNOWN, arguments=arguments)
+    return run_process(live, prog="python -m telescope.orchestrator", known=KNOWN, arguments=arguments, held=True)
 
 
 def live(place: Place, signals: Signals) -> int:

@@ -35,6 +35,7 @@ from telescope.wire.messages import StepDone
 log = logging.getLogger(__name__)
 
 STEPS_AT_EACH_END = 5
+"""Whose means the summary compares; fewer where a run is so short that a step would stand on both sides."""
 PACE_STEPS = 10
 
 
@@ -278,14 +279,17 @@ class Recorder:
         """Write summary.json: what the run did, in one page. Called again, it replaces what it wrote."""
         if self._step_ends:
             self.seconds["training"] = self._step_ends[-1] - (self._generating_since or self._step_ends[0])
+        ends = min(STEPS_AT_EACH_END, len(self.history) // 2)
+        first, last = slice(None, ends), slice(-max(ends, 1), None)
         summary = {
             "steps": len(self.history),
             "prompts": self._prompts,
             "rewards_out_of_range": dict(self.rewards.outside),
-            "reward_mean_first": self._mean("reward/mean", slice(None, STEPS_AT_EACH_END)),
-            "reward_mean_last": self._mean("reward/mean", slice(-STEPS_AT_EACH_END, None)),
-            "exact_first": self._mean("sample/exact", slice(None, STEPS_AT_EACH_END)),
-            "exact_last": self._mean("sample/exact", slice(-STEPS_AT_EACH_END, None)),
+            "mean_over_steps": max(ends, 1) if self.history else None,
+            "reward_mean_first": self._mean("reward/mean", first),
+            "reward_mean_last": self._mean("reward/mean", last),
+            "exact_first": self._mean("sample/exact", first),
+            "exact_last": self._mean("sample/exact", last),
             "rollouts": {
                 "generated": counts.rollouts_generated,
                 "trained": counts.rollouts_trained,

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from telescope.records import Record
+from telescope.runlog.ending import read_object
 from telescope.runlog.identity import read_identity, write_identity
 from telescope.runlog.layout import RunDirectory, write_atomically
 
@@ -104,10 +105,17 @@ def begin(run: RunDirectory, job_id: str, attempt: str, nodes: tuple[str, ...]) 
 
 
 def note_first(run: RunDirectory) -> None:
-    """A run outside a batch system writes no line of its first attempt; the second one does it for it."""
-    if not read_attempts(run):
-        first = read_identity(run)
-        _append(run, Attempt(1, "", first.attempt, (), first.created))
+    """A run outside a batch system writes no line of its first attempt; the second one does it for it, before it puts
+    `exit.json` aside. Without that file the attempt was killed, and has no end."""
+    if read_attempts(run):
+        return
+    first = read_identity(run)
+    attempt = Attempt(1, "", first.attempt, (), first.created)
+    _append(run, attempt)
+    code = read_object(run.exit_json).get("exit_code")
+    if isinstance(code, int):
+        ended = datetime.fromtimestamp(run.exit_json.stat().st_mtime, UTC).isoformat(timespec="seconds")
+        _append(run, msgspec.structs.replace(attempt, ended=ended, why=_why(code), exit_code=code))
 
 
 def note_start(run: RunDirectory, number: int, name: str) -> Attempt:
@@ -120,8 +128,7 @@ def note_end(run: RunDirectory, exit_code: int) -> None:
     """Of the latest attempt, where attempts are written down at all."""
     known = read_attempts(run)
     if known and not known[-1].job_id:
-        why = "done" if exit_code == 0 else "stopped" if exit_code in STOPPED else "failed"
-        end(run, known[-1], why, exit_code, requeued=False)
+        end(run, known[-1], _why(exit_code), exit_code, requeued=False)
 
 
 def end(run: RunDirectory, attempt: Attempt, why: str, exit_code: int, requeued: bool) -> None:
@@ -154,6 +161,10 @@ def _append(run: RunDirectory, attempt: Attempt) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _why(exit_code: int) -> str:
+    return "done" if exit_code == 0 else "stopped" if exit_code in STOPPED else "failed"
 
 
 def _now() -> str:

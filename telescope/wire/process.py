@@ -83,12 +83,13 @@ class Signals:
     """Interrupts from the first line to the last: as an exception while a process starts, as a future on the loop, as a note
     where locks are in use.
 
-    A signal that came in between is remembered, because the event loop's own code may swallow an exception.
+    A signal that came in between is remembered, because the event loop's own code may swallow an exception. `held`: it is only
+    noted from the start on, until the loop or `check` asks for it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, held: bool = False) -> None:
         self._number: int | None = None
-        self._held = False
+        self._held = held
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -108,6 +109,7 @@ class Signals:
     def watch(self) -> None:
         for number in INTERRUPTS:
             signal.signal(number, self._raise)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPTS)  # which the launcher may have kept waiting until now
 
     def watch_on_loop(self) -> asyncio.Future[int]:
         """Done with the signal's number once one has come. A second one then kills: the default action is back."""
@@ -157,9 +159,15 @@ class Known:
 
 
 def run_process(
-    life: Callable[[Place, Signals], int], *, prog: str, known: Known, arguments: Sequence[str] | None = None
+    life: Callable[[Place, Signals], int],
+    *,
+    prog: str,
+    known: Known,
+    arguments: Sequence[str] | None = None,
+    held: bool = False,
 ) -> int:
-    """Parse the arguments, read the run, live, and say why it ended. Gives the exit code.
+    """Parse the arguments, read the run, live, and say why it ended. Gives the exit code. `held`: a signal ends nothing before
+    the process asks for it (`Signals`).
 
     An error that is not `known` leaves its traceback in the log, and is shown with its type unless it is a ValueError or an
     OSError.
@@ -172,7 +180,7 @@ def run_process(
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
     )
-    signals = Signals()
+    signals = Signals(held=held)
     try:
         signals.watch()
         place = Place.read(directory, name)

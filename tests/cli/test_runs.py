@@ -73,6 +73,20 @@ def test_runs_and_the_points_of_sweeps_are_listed_with_state_step_reward_and_rea
     assert runs.main(["list", str(tmp_path / "nowhere")]) == 1
 
 
+def test_a_list_of_a_run_or_of_a_part_of_one_says_so(tmp_path: Path, capsys):
+    run = made(tmp_path / "a", exit_json={"exit_code": 0}, status_json={"step": 3, "steps": 3})
+    (run.path / "attempts" / "1").mkdir(parents=True)
+    assert runs.main(["list", str(run.path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["run_dir"] == str(run.path)
+    assert runs.main(["list", str(run.path / "attempts"), "--json"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert f"is a part of the run {run.path}, not a folder of runs: `list {run.path}` shows how it stands" in shown.err
+    (tmp_path / "empty").mkdir()
+    assert runs.main(["list", str(tmp_path / "empty")]) == 0
+    assert "there is no run in it, nor in a folder of it" in capsys.readouterr().err
+
+
 def test_a_log_is_shown_to_its_end_once_the_run_is_over(tmp_path: Path, capsys):
     run = made(tmp_path / "a", exit_json={"exit_code": 0})
     run.log("orchestrator").write_text("".join(f"line {number}\n" for number in range(50)))

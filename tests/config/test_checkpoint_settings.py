@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from telescope.config.parts import CheckpointSettings
+from telescope.config.slurm import SlurmSettings
 from tests.config.conftest import compose_one, sentences
 
 
@@ -45,3 +46,20 @@ def test_checkpoints_may_not_lie_where_the_next_attempt_puts_things_aside(tmp_pa
     assert f"lies in run_dir={tmp_path}/run, whose files are put aside when the run goes on" in said
     for fine in (f"{tmp_path}/run/checkpoints", f"{tmp_path}/elsewhere", f"{tmp_path}/run2"):
         assert compose_one(*given, f"checkpoint.dir={fine}").config.checkpoint.dir == fine
+
+
+def test_what_a_stop_takes_must_fit_before_slurms_walltime():
+    slurm = ("cluster=slurm", "checkpoint.every=10")
+    assert compose_one(*slurm).problems == ()  # 120 s of 180
+    assert sentences(compose_one(*slurm, "cluster.slurm.stop_before_s=120")) == (
+        "checkpoint.stop_timeout_s=120 does not fit before the walltime: of cluster.slurm.stop_before_s=120 a step and its "
+        "save get 90 s; set cluster.slurm.stop_before_s=150, or checkpoint.stop_timeout_s=90"
+    )
+    for remedy in ("cluster.slurm.stop_before_s=150", "checkpoint.stop_timeout_s=90"):
+        assert compose_one(*slurm, "cluster.slurm.stop_before_s=120", remedy).problems == ()
+    assert compose_one("cluster=slurm", "cluster.slurm.stop_before_s=30").problems == ()  # nothing is saved
+
+
+@pytest.mark.parametrize("save_s", [0.1, 2.5, 9.0, 10.0, 11.0, 29.5, 30.0, 31.0, 120.0, 3600.0])
+def test_the_remedy_for_slurms_warning_is_enough(save_s):
+    assert SlurmSettings(stop_before_s=SlurmSettings.before_for(save_s)).save_s >= save_s

@@ -133,6 +133,21 @@ async def test_the_summary_compares_the_first_five_steps_with_the_last_five(run:
     assert summary["exit_reason"] == "all 12 steps are trained"
 
 
+@pytest.mark.parametrize(
+    ("steps", "over", "first", "last"),
+    [(1, 1, None, 0.1), (2, 1, 0.1, 0.2), (3, 1, 0.1, 0.3), (9, 4, 0.25, 0.75), (10, 5, 0.3, 0.8)],
+)
+async def test_no_step_of_a_short_run_stands_at_both_ends_of_the_summary(run: RunDirectory, steps, over, first, last):
+    log = RunLog(run, "orchestrator")
+    recorder = Recorder(run, log, None, number_of_steps=steps)
+    recorder.history = [{"reward/mean": step / 10} for step in range(1, steps + 1)]
+    recorder.finish(counts(), {})
+    log.close()
+    summary = orjson.loads(run.summary_json.read_bytes())
+    found = (summary["mean_over_steps"], summary["reward_mean_first"], summary["reward_mean_last"])
+    assert found == (over, first if first is None else pytest.approx(first), pytest.approx(last))
+
+
 async def test_a_run_without_a_step_has_no_reward_rather_than_zero(run: RunDirectory):
     log = RunLog(run, "orchestrator")
     Recorder(run, log, None, number_of_steps=3).finish(counts(), {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
@@ -93,6 +94,20 @@ def test_an_attempt_begins_at_the_latest_checkpoint_and_finds_an_empty_house(run
     assert list(run.journal.parent.iterdir()) == []
     attempts.note_end(run, 75)
     assert attempts.read_attempts(run)[-1].why == "stopped"
+
+
+@pytest.mark.parametrize(("code", "why"), [(0, "done"), (75, "stopped"), (143, "stopped"), (70, "failed"), (None, "")])
+def test_the_first_attempts_end_is_written_down_when_the_second_begins(run: RunDirectory, code: int | None, why: str):
+    """Nobody wrote lines for it while it was the only one; what was killed has no end."""
+    if code is not None:
+        run.exit_json.write_text(json.dumps({"exit_code": code}))
+        os.utime(run.exit_json, (1_000_000_000, 1_000_000_000))
+    checkpoint(run, 2)
+    go_on(run)
+    first, second = attempts.read_attempts(run)
+    ended = "2001-09-09T01:46:40+00:00" if code is not None else ""
+    assert (first.number, first.why, first.exit_code, first.ended) == (1, why, code, ended)
+    assert (second.number, second.why) == (2, "")
 
 
 def test_an_earlier_step_sets_the_later_ones_aside(run: RunDirectory):

@@ -177,6 +177,19 @@ def test_one_interrupt_ends_cleanly(launch: Launch, number: int, code: int) -> N
     assert launched.left_after(0) == []
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupt_before_the_orchestrator_can_hear_waits_for_it(launch: Launch, number: int) -> None:
+    """It still imports: a signal that it has said nothing about would be its death, without a summary."""
+    launched = launch(stand_in("orchestrator", "waits_for_the_signal"), stand_in("worker-0", "obey"))
+    launched.wait_until_up()
+    launched.signal(number)
+    code, _, _ = launched.end()
+    assert code == 128 + number
+    ended = json.loads(launched.run.exit_json.read_bytes())["processes"]
+    assert ended["orchestrator"] == 128 + number  # by its own decision; by the signal it would be -number
+    assert json.loads(launched.run.summary_json.read_bytes()) == {"steps": 0}
+
+
 def test_an_orchestrator_that_ignores_the_interrupt_is_killed(launch: Launch) -> None:
     launched = launch(stand_in("orchestrator", "deaf"), stand_in("server-0", "family"), stand_in("worker-0", "deaf"))
     launched.wait_until_up()

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -92,6 +93,33 @@ def test_sigterm_trains_the_step_to_its_end_saves_it_and_another_attempt_finishe
     assert again.wait() == 0, again.said()
     assert f"Going on after step {saved}, in attempt 2" in again.said()
     assert_whole(again, number_of_steps=12)
+
+
+SLOW_TO_IMPORT = """
+import signal, sys, time
+from pathlib import Path
+
+if "telescope.orchestrator" in sys.orig_argv:
+    Path({flag!r}).touch()
+    give_up_at = time.monotonic() + 60
+    while signal.SIGTERM not in signal.sigpending() and time.monotonic() < give_up_at:
+        time.sleep(0.01)
+"""
+
+
+@pytest.mark.slow
+def test_sigterm_while_the_orchestrator_still_imports_ends_in_good_order(start: Start, tmp_path: Path):
+    """The interpreter waits for the signal before its first line of ours: nothing of this attempt has begun."""
+    run = start(*FAKE, "number_of_steps=4", "checkpoint.every=2")
+    assert run.wait() == 0, run.said()
+    flag = tmp_path / "imports"
+    (tmp_path / "sitecustomize.py").write_text(SLOW_TO_IMPORT.format(flag=str(flag)))
+    again = start("checkpoint.resume=2", resume=run, environ={"PYTHONPATH": str(tmp_path)})
+    again.until(flag.exists, "at its imports")
+    os.kill(again.process.pid, signal.SIGTERM)
+    assert again.wait() == 75, again.said()
+    assert again.summary()["exit_reason"] == "interrupted by SIGTERM; the checkpoint of step 2 is complete"
+    assert again.left_after(30) == []
 
 
 @pytest.mark.slow

@@ -91,7 +91,7 @@ def test_before_the_walltime_the_run_saves_its_step_is_queued_again_and_goes_on(
     job.until_under_way()
     job.until(lambda: (read_object(job.directory.status_json).get("step") or 0) >= 1, "a step is trained")
     run_id = read_identity(job.directory).run_id
-    slurm.client("scancel", "--batch", "--signal=USR2", job.job_id)  # what B:USR2@120 does
+    slurm.client("scancel", "--batch", "--signal=USR2", job.job_id)  # what B:USR2@180 does
     ended = job.until_ended()
     assert (ended.why, ended.exit_code, ended.requeued) == ("walltime", 75, True)
     job.until_under_way(attempt=2)

@@ -45,6 +45,21 @@ def test_a_second_signal_kills(second: int):
     assert (process.returncode, rest) == (-second, "")
 
 
+async def test_a_signal_kept_from_before_the_first_line_is_heard_on_the_loop_and_ends_nothing_before():
+    old = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        signals = Signals(held=True)
+        signals.watch()  # lets it in: with held=False it would be raised here
+        assert signal.sigpending() == set()
+        assert await asyncio.wait_for(signals.watch_on_loop(), 60) == signal.SIGTERM
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
 async def test_two_signals_in_one_turn_of_the_loop_are_one(caplog: pytest.LogCaptureFixture):
     old = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
