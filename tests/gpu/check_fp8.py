@@ -1,4 +1,4 @@
-"""FP8 rollouts on one GPU: `python -m tests.gpu.check_fp8 [--updates 20] [--model FOLDER]`.
+"""FP8 rollouts on one GPU: `python -m tests.gpu.check_fp8 [--updates 20]`.
 
 The gap between served log-probs and transformers' in float32, in bfloat16 and in fp8, at the start and after each of many
 updates to and fro: every version must be quantised anew, so the gap of the same weights must stay what it was. Exits 0 only if
@@ -12,6 +12,7 @@ import asyncio
 import os
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,8 @@ from telescope.inference.vllm_engine import VllmEngine
 from telescope.inference.vllm_options import Device, ServerPlan, vllm_environment
 from telescope.records import Sampling
 from telescope.weights.shared_memory import SharedMemoryPublisher
-from tests.gpu.check_engine import reference, tensors
+from tests.gpu.check_engine import tensors
+from tests.gpu.references import References
 from tests.inference.models import make_model
 
 RUN = "gpu-fp8-check"
@@ -32,12 +34,12 @@ FAR = 3.0
 """Other weights are apart by at least so many times the gap."""
 
 
-async def gap(engine: VllmEngine, folder: Path, name: str) -> float:
+async def gap(engine: VllmEngine, references: References, folder: Path, name: str) -> float:
     """Mean |served - float32| in nats over what the engine samples from the weights of a folder."""
     prompts = [np.random.default_rng(i).integers(2, 90, 12 + i).astype(np.int32) for i in range(PROMPTS)]
     asked = (engine.generate(f"{name}-{i}", prompt, Sampling(1.0, TOKENS, i), 0) for i, prompt in enumerate(prompts))
     answers = await asyncio.gather(*asked)
-    apart = [np.abs(a.logprobs - reference(folder, p, a.ids, 1.0)) for p, a in zip(prompts, answers, strict=True)]
+    apart = [np.abs(a.logprobs - references.logprobs(folder, p, a.ids)) for p, a in zip(prompts, answers, strict=True)]
     return float(np.concatenate(apart).mean())
 
 
@@ -48,15 +50,21 @@ async def measure(device: Device, quantization: str | None, old: Path, new: Path
     )
     engine = VllmEngine(ServerPlan(ModelSettings(name="old"), old, settings, device, PROMPTS, 0, RUN), WeightSyncSettings())
     publisher = SharedMemoryPublisher(RUN)
+    references, begun = References(), time.monotonic()
     try:
         await engine.start()
-        gaps = [("start", await gap(engine, old, "start")), ("other weights", await gap(engine, new, "other"))]
+        print(f"{quantization or 'not quantised'}: ready after {time.monotonic() - begun:.1f} s; {engine.opened}", flush=True)
+        gaps = [
+            ("start", await gap(engine, references, old, "start")),
+            ("other weights", await gap(engine, references, new, "other")),
+        ]
         for version in range(1, updates + 1):
             folder = new if version % 2 else old
             manifest = publisher.publish(version, tensors(folder))
             await engine.prepare(manifest)
             state = await engine.commit(version)
-            gaps.append((f"version {version}, pause {state.pause_s * 1000:.0f} ms", await gap(engine, folder, f"v{version}")))
+            name = f"version {version}, pause {state.pause_s * 1000:.0f} ms"
+            gaps.append((name, await gap(engine, references, folder, f"v{version}")))
     finally:
         publisher.close()
         await engine.close()
@@ -78,10 +86,10 @@ def main() -> int:
     good = True
     with tempfile.TemporaryDirectory() as folder:
         old, new = (make_model(Path(folder) / name, seed, head_dim=64) for seed, name in enumerate(("old", "new")))
-        for quantization in (None, "fp8") if asked.device == "gpu" else (None,):
+        for quantization in ("fp8", None) if asked.device == "gpu" else (None,):
             gaps = asyncio.run(measure(asked.device, quantization, old, new, asked.updates))
             print(quantization or "not quantised", "ok" if holds(gaps) else "BAD")
-            print("\n".join(f"  {name}: mean |served - float32| {value:.4f} nats" for name, value in gaps))
+            print("\n".join(f"  {name}: mean |served - float32| {value:.4f} nats" for name, value in gaps), flush=True)
             good = good and holds(gaps)
     return 0 if good else 1
 
