@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -43,7 +44,9 @@ async def gap(engine: VllmEngine, references: References, folder: Path, name: st
     return float(np.concatenate(apart).mean())
 
 
-async def measure(device: Device, quantization: str | None, old: Path, new: Path, updates: int) -> list[tuple[str, float]]:
+async def measure(
+    device: Device, quantization: Literal["fp8"] | None, old: Path, new: Path, updates: int
+) -> list[tuple[str, float]]:
     """Gaps: at the start, of the weights before against the wrong reference, then after each update."""
     settings = InferenceSettings(
         http=False, max_model_len=512, gpu_memory_utilization=0.3, cpu_kv_cache_mb=64, quantization=quantization
@@ -86,7 +89,8 @@ def main() -> int:
     good = True
     with tempfile.TemporaryDirectory() as folder:
         old, new = (make_model(Path(folder) / name, seed, head_dim=64) for seed, name in enumerate(("old", "new")))
-        for quantization in ("fp8", None) if asked.device == "gpu" else (None,):
+        kinds: tuple[Literal["fp8"] | None, ...] = ("fp8", None) if asked.device == "gpu" else (None,)
+        for quantization in kinds:
             gaps = asyncio.run(measure(asked.device, quantization, old, new, asked.updates))
             print(quantization or "not quantised", "ok" if holds(gaps) else "BAD")
             print("\n".join(f"  {name}: mean |served - float32| {value:.4f} nats" for name, value in gaps), flush=True)

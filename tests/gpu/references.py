@@ -1,4 +1,4 @@
-"""What transformers says of a served answer: each model is loaded once, however often it is asked. For the checks of this folder."""
+"""What transformers says of a served answer, for the checks of this folder: each model is loaded once."""
 
 from __future__ import annotations
 
