@@ -28,6 +28,7 @@ from tests.gpu.references import References
 from tests.inference.models import make_model
 
 RUN = "gpu-fp8-check"
+Quantization = Literal["fp8"] | None
 PROMPTS, TOKENS = 16, 48
 GROWTH = 1.5
 """The last gap of the same weights may be so many times the first: the same tokens are not drawn again."""
@@ -89,7 +90,7 @@ def main() -> int:
     good = True
     with tempfile.TemporaryDirectory() as folder:
         old, new = (make_model(Path(folder) / name, seed, head_dim=64) for seed, name in enumerate(("old", "new")))
-        kinds: tuple[Literal["fp8"] | None, ...] = ("fp8", None) if asked.device == "gpu" else (None,)
+        kinds: tuple[Quantization, ...] = ("fp8", None) if asked.device == "gpu" else (None,)
         for quantization in kinds:
             gaps = asyncio.run(measure(asked.device, quantization, old, new, asked.updates))
             print(quantization or "not quantised", "ok" if holds(gaps) else "BAD")

@@ -3,7 +3,7 @@
 A tensor-parallel engine is brought to new weights by each transport that the cards allow, with requests in flight; its
 log-probs are compared with transformers' in float32 under the weights that it should have, and under those it had before. Host
 memory and files need no card of their own; `--transports nccl --gpus 0,1,2` gives the trainer the last card, since NCCL refuses
-two ranks on one. Exits 0 only if all holds. `--device cpu --shape tiny` runs the same on a CPU. No pytest module: it needs GPUs.
+two ranks on one. Exits 0 only if all holds. `--device cpu --shape tiny` runs the same on a CPU. No pytest module.
 """
 
 from __future__ import annotations
