@@ -2,6 +2,7 @@
 
     python -m benchmarks.weights.recovery                                         # fake engine and backend, on any machine
     python -m benchmarks.weights.recovery --run-dir DIR model=… inference=vllm …  # any run: the arguments are its own
+    python -m benchmarks.weights.recovery --stop -- --config-dir benchmarks env=letters …   # with options of telescope.run
 
 Prints one JSON object, read off the run's journal: seconds until the orchestrator knew, until every request of the dead server
 was placed again, until the server was back and until it served the current version; samples lost; tokens kept.
@@ -20,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from telescope.flow.replay import Line, decode_line
 from telescope.runlog.layout import RunDirectory
 
 VICTIM = "server-0"
+WHEN = ("generation", "update")
 FAKE = (
     "experiment=fake",
     "cluster.device=cpu",
@@ -41,6 +44,8 @@ FAKE = (
     "inference.fake_weights_s=0.3",
 )
 LOOK_S = 0.01
+STEPS_AFTER = 3
+"""Steps to be trained after a death before the next thing is done."""
 LIMIT_S = 1800.0
 
 
@@ -79,7 +84,7 @@ class Run:
         for process in psutil.Process(self.process.pid).children(recursive=True):
             line = process.cmdline()
             if line[1:3] == ["-m", "telescope.inference"] and VICTIM in line:
-                return process.pid
+                return int(process.pid)
         sys.exit(f"no process {VICTIM}")
 
 
@@ -171,20 +176,37 @@ def report(lines: list[Line], death: Death, when: str) -> dict[str, Any]:
     }
 
 
+def restarted(times: int, status: dict[str, Any]) -> bool:
+    return int(status.get("restarts", {}).get(VICTIM, 0)) >= times
+
+
+def trained(step: int, status: dict[str, Any]) -> bool:
+    return (status.get("step") or 0) >= step or status.get("state") in ("done", "failed")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run-dir", type=Path, default=None)
     parser.add_argument("overrides", nargs="*", help="of the run; none: a fake one")
+    parser.add_argument("--stop", action="store_true", help="stop the run once the server serves again, before its last step")
+    parser.add_argument("--kills", nargs="+", choices=WHEN, default=list(WHEN))
     given = parser.parse_args()
     folder = given.run_dir or Path(tempfile.mkdtemp(prefix="telescope-recovery-")) / "run"
     command = [sys.executable, "-m", "telescope.run", f"run_dir={folder}", *(given.overrides or FAKE)]
     run = Run(RunDirectory(folder), subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True))
-    run.until(lambda status: (status.get("step") or 0) >= 2 and status["in_flight"] > 0, "generating at step 2")
-    kills = [run.kill()]
-    run.until(lambda status: status.get("restarts", {}).get(VICTIM) == 1, "whole again")
-    step = (run.status()[0].get("step") or 0) + 3
-    run.until(lambda status: (status.get("step") or 0) >= step and "prepared" in status["doing"], "in mid-update")
-    kills.append(run.kill())
+    kills = []
+    for number, when in enumerate(given.kills, start=1):
+        if when == "generation":
+            run.until(lambda status: (status.get("step") or 0) >= 2 and status["in_flight"] > 0, "generating at step 2")
+        else:
+            run.until(lambda status: "prepared" in status.get("doing", ""), "in mid-update")
+        kills.append(run.kill())
+        again = partial(restarted, number)
+        run.until(again, "whole again")
+        step = (run.status()[0].get("step") or 0) + STEPS_AFTER
+        run.until(partial(trained, step), f"{STEPS_AFTER} steps further")
+    if given.stop:
+        run.process.terminate()
     code = run.process.wait(LIMIT_S)
     text = run.directory.journal.read_bytes().splitlines()[1:]
     lines = [decode_line(line, number) for number, line in enumerate(text, 2)]
@@ -195,7 +217,7 @@ def main() -> None:
         "steps": summary["steps"],
         "restarts": summary["restarts"],
         "rollouts_failed": summary["rollouts"]["failed"],
-        "deaths": [report(lines, death, when) for death, when in zip(found, ("mid-generation", "mid-update"), strict=True)],
+        "deaths": [report(lines, death, f"mid-{when}") for death, when in zip(found, given.kills, strict=True)],
         "run_dir": str(folder),
         "command": " ".join(command[1:]),
     }
