@@ -206,6 +206,7 @@ def main() -> None:
     parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     model = make_model(SHAPES[given.shape], given.models.absolute() / given.shape)
+    given.on_gpu = "cluster.device=cpu" not in given.override
     if given.bare:
         asyncio.run(bare(given, model))
         return
@@ -234,7 +235,7 @@ def main() -> None:
         asked = {key: str(value) if isinstance(value, Path) else value for key, value in vars(given).items()}
         given.out.parent.mkdir(parents=True, exist_ok=True)
         given.out.write_text(
-            json.dumps({"arguments": asked, "machine": machine(bool(cards)), "rounds": rounds}, indent=1) + "\n"
+            json.dumps({"arguments": asked, "machine": machine(given.on_gpu), "rounds": rounds}, indent=1) + "\n"
         )
 
 
