@@ -2,8 +2,9 @@
 
 The system is a real run (hub, worker, orchestrator, server, run directory; the trainer waits) of one batch of single-turn
 rollouts; the bare engine is vLLM's AsyncLLM with the same arguments, prompts, lengths and log-probs, fed by a loop that keeps
-as many requests in flight. The two take turns, each on a GPU of its own where there are two. Time is counted from the first
-request placed to the last one done.
+as many requests in flight. The two take turns, each on a GPU of its own where there are two; the bare engine starts beside the
+first run. Time is counted from the first request placed to the last one done. `--spare N`: either may have N requests more
+at the engine than it computes at once, so that a lane that falls free finds the next request there.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 import psutil
 
 from benchmarks.shapes import SHAPES, make_model
+from benchmarks.weights.pause import machine
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.reader import rows
 
@@ -37,10 +39,12 @@ def overrides(given: argparse.Namespace, model: Path) -> list[str]:
         f"environments.letters.kwargs.length={given.prompt}", f"rollout.group_size={given.group_size}",
         f"rollout.max_tokens={given.tokens}", f"orchestrator.prompts_batch_size_for_trainer={groups}",
         "orchestrator.max_async_rollout=0", "orchestrator.discard_group_zero_advantage=false",
-        f"orchestrator.max_concurrent_prompts_per_server={given.concurrent // given.group_size}",
+        f"orchestrator.max_concurrent_prompts_per_server={(given.concurrent + given.spare) // given.group_size}",
+        f"inference.max_num_seqs={given.concurrent}",
         "cluster.inference_num_workers=1", "cluster.trainer_num_workers=1", "inference.http=false",
         f"inference.max_model_len={given.prompt + given.tokens + 8}", f"trainer.seq_len={row}",
-        "logging.use_wandb=false", f"rollout.timeout_s={RUN_S}", *given.override,
+        "logging.use_wandb=false", f"rollout.timeout_s={RUN_S}", "weight_sync.transport=shared_memory", "weight_sync.dtype=master",
+        "inference.gpu_memory_utilization=0.8", *given.override,
     ]  # fmt: skip
 
 
@@ -75,7 +79,7 @@ async def one_round(engine: Any, ids: list[list[int]], given: argparse.Namespace
     from vllm.inputs import tokens_input
     from vllm.sampling_params import RequestOutputKind
 
-    lanes = asyncio.Semaphore(given.concurrent)
+    lanes = asyncio.Semaphore(given.concurrent + given.spare)
 
     async def one(index: int) -> int:
         async with lanes:
@@ -141,11 +145,13 @@ def system_round(given: argparse.Namespace, model: Path, folder: Path, environ: 
         process = subprocess.Popen(
             [*command, *overrides(given, model)], stdout=said, stderr=subprocess.STDOUT, cwd=ROOT, env=environ
         )
-    live = folder / "live" / "turns.jsonl"
     cpu: dict[str, tuple[float, float]] = {}
-    end = time.monotonic() + START_S + RUN_S
+    end, playing = time.monotonic() + START_S + RUN_S, False
     while process.poll() is None and time.monotonic() < end:
-        watch_cpu(process.pid, cpu, started=live.exists())
+        now = in_flight(folder) > 0
+        if now or not playing:
+            watch_cpu(process.pid, cpu, started=playing)
+        playing = playing or now
         time.sleep(0.1)  # watching from outside: the run tells nobody
     process.kill()
     turns = rows(RunDirectory(folder), "turns")
@@ -157,8 +163,16 @@ def system_round(given: argparse.Namespace, model: Path, folder: Path, environ: 
     return {"tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds, **spent}
 
 
+def in_flight(folder: Path) -> int:
+    """Rollouts that the run has under way, by its status file."""
+    try:
+        return int(json.loads((folder / "status.json").read_bytes()).get("in_flight", 0))
+    except (OSError, ValueError):
+        return 0
+
+
 def watch_cpu(pid: int, seen: dict[str, tuple[float, float]], *, started: bool) -> None:
-    """Own CPU seconds of the orchestrator, worker and server: (before the first turn was done, now)."""
+    """Own CPU seconds of the orchestrator, worker and server: (at the first look after rollouts had begun, now)."""
     try:
         processes = psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
@@ -187,30 +201,43 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512, help="tokens of an answer")
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--spare", type=int, default=0, help="requests that either may have waiting at the engine")
+    parser.add_argument("--out", type=Path, help="a file for the figures, JSON")
     parser.add_argument("--override", action="append", default=[], help="a setting of telescope.run, for both")
     parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     model = make_model(SHAPES[given.shape], given.models.absolute() / given.shape)
+    given.on_gpu = "cluster.device=cpu" not in given.override
     if given.bare:
         asyncio.run(bare(given, model))
         return
     cards = [card for card in os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",") if card]
     environ = {**os.environ, "WANDB_MODE": "disabled", "LD_PRELOAD": ""}
     alone = Bare(sys.argv[1:], {**environ, "CUDA_VISIBLE_DEVICES": cards[-1] if cards else ""})
+    rounds: dict[str, list[dict[str, float]]] = {"system": [], "bare": []}
+
+    def note(kind: str, figures: dict[str, float]) -> None:
+        rounds[kind].append(figures)
+        print(kind, json.dumps({key: round(value, 3) for key, value in figures.items()}), flush=True)
+
     try:
-        alone.ready()
-        rounds = []
         with TemporaryDirectory() as folder:
             for index in range(given.repeats):
-                rounds.append(("bare", alone.round()))
                 apart = {**environ, "CUDA_VISIBLE_DEVICES": cards[0] if cards else ""}
-                rounds.append(("system", system_round(given, model, Path(folder) / f"run-{index}", apart)))
+                note("system", system_round(given, model, Path(folder) / f"run-{index}", apart))
+                if index == 0:
+                    alone.ready()
+                note("bare", alone.round())
     finally:
         alone.close()
-    for kind, figures in rounds:
-        print(kind, json.dumps({key: round(value, 3) for key, value in figures.items()}))
-    speed = {kind: statistics.median(f["tokens_per_s"] for k, f in rounds if k == kind) for kind in ("bare", "system")}
+    speed = {kind: statistics.median(one["tokens_per_s"] for one in found) for kind, found in rounds.items()}
     print(f"efficiency {speed['system'] / speed['bare']:.3f} (system {speed['system']:.0f}, bare {speed['bare']:.0f} tokens/s)")
+    if given.out is not None:
+        asked = {key: str(value) if isinstance(value, Path) else value for key, value in vars(given).items()}
+        given.out.parent.mkdir(parents=True, exist_ok=True)
+        given.out.write_text(
+            json.dumps({"arguments": asked, "machine": machine(given.on_gpu), "rounds": rounds}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

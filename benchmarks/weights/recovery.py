@@ -2,6 +2,7 @@
 
     python -m benchmarks.weights.recovery                                         # fake engine and backend, on any machine
     python -m benchmarks.weights.recovery --run-dir DIR model=… inference=vllm …  # any run: the arguments are its own
+    python -m benchmarks.weights.recovery --stop -- --config-dir benchmarks env=letters …   # with options of telescope.run
 
 Prints one JSON object, read off the run's journal: seconds until the orchestrator knew, until every request of the dead server
 was placed again, until the server was back and until it served the current version; samples lost; tokens kept.
@@ -20,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from telescope.flow.replay import Line, decode_line
 from telescope.runlog.layout import RunDirectory
 
 VICTIM = "server-0"
+WHEN = ("generation", "update")
 FAKE = (
     "experiment=fake",
     "cluster.device=cpu",
@@ -41,6 +44,8 @@ FAKE = (
     "inference.fake_weights_s=0.3",
 )
 LOOK_S = 0.01
+STEPS_AFTER = 3
+"""Steps to be trained after a death before the next thing is done."""
 LIMIT_S = 1800.0
 
 
@@ -77,9 +82,12 @@ class Run:
 
     def _pid(self) -> int:
         for process in psutil.Process(self.process.pid).children(recursive=True):
-            line = process.cmdline()
+            try:
+                line = process.cmdline()
+            except psutil.Error:  # it has ended
+                continue
             if line[1:3] == ["-m", "telescope.inference"] and VICTIM in line:
-                return process.pid
+                return int(process.pid)
         sys.exit(f"no process {VICTIM}")
 
 
@@ -94,6 +102,10 @@ class Death:
     placed_s: dict[str, float] = field(default_factory=dict)
     back_s: float = 0.0
     current_s: float = 0.0
+    travelling: int = 0
+    """The version that was on its way to the servers; 0: none."""
+    arrived_s: float = 0.0
+    """When the servers that were left had it."""
 
 
 def deaths(lines: list[Line], kills: list[float]) -> list[Death]:
@@ -102,8 +114,11 @@ def deaths(lines: list[Line], kills: list[float]) -> list[Death]:
     at_server: dict[str, str] = {}
     served: dict[str, int] = {}
     travelling: tuple[str, ...] = ()
-    version, open_deaths = 0, list(found)
+    version, ordered, open_deaths = 0, 0, list(found)
     for line in lines:
+        for one in open_deaths:
+            if one.at > line.now:
+                one.travelling = ordered if ordered > version else 0
         death = next((one for one in open_deaths if one.at <= line.now and not one.current_s), None)
         match line.event:
             case seen.TurnDone(request_id=request_id):
@@ -121,9 +136,11 @@ def deaths(lines: list[Line], kills: list[float]) -> list[Death]:
             case seen.UpdateDone(version=done):
                 served |= dict.fromkeys(travelling, done)
                 version = max(version, done)
+                if death is not None and death.travelling == done:
+                    death.arrived_s = line.now - death.at
         for command in line.commands:
             if isinstance(command, do.Update):
-                travelling = tuple(served)
+                travelling, ordered = tuple(served), command.version
             if isinstance(command, do.Place):
                 at_server[command.request_id] = command.server
                 if death is not None and command.request_id in death.requests:
@@ -166,26 +183,54 @@ def report(lines: list[Line], death: Death, when: str) -> dict[str, Any]:
         "samples_lost": lost,
         "tokens_of_earlier_turns_kept": kept,
         "tokens_of_the_open_turn_salvaged": 0,
+        "version_under_way": death.travelling or None,
+        "version_committed_s": round(death.arrived_s, 3) or None,
         "back_s": round(death.back_s, 3),
         "serves_the_current_version_s": round(death.current_s, 3),
     }
+
+
+def restarted(times: int, status: dict[str, Any]) -> bool:
+    return int(status.get("restarts", {}).get(VICTIM, 0)) >= times
+
+
+def trained(step: int, status: dict[str, Any]) -> bool:
+    return (status.get("step") or 0) >= step or status.get("state") in ("done", "failed")
+
+
+def kill_all(run: Run, whens: list[str]) -> list[float]:
+    """One kill after another, each with the server back and steps trained behind it; gives the journal's times."""
+    kills = []
+    for number, when in enumerate(whens, start=1):
+        if when == "generation":
+            run.until(lambda status: (status.get("step") or 0) >= 2 and status["in_flight"] > 0, "generating at step 2")
+        else:
+            run.until(lambda status: "prepared" in status.get("doing", ""), "in mid-update")
+        kills.append(run.kill())
+        run.until(partial(restarted, number), "whole again")
+        step = (run.status()[0].get("step") or 0) + STEPS_AFTER
+        run.until(partial(trained, step), f"{STEPS_AFTER} steps further")
+    return kills
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run-dir", type=Path, default=None)
     parser.add_argument("overrides", nargs="*", help="of the run; none: a fake one")
+    parser.add_argument("--stop", action="store_true", help="stop the run once the server serves again, before its last step")
+    parser.add_argument("--kills", nargs="+", choices=WHEN, default=list(WHEN))
     given = parser.parse_args()
     folder = given.run_dir or Path(tempfile.mkdtemp(prefix="telescope-recovery-")) / "run"
     command = [sys.executable, "-m", "telescope.run", f"run_dir={folder}", *(given.overrides or FAKE)]
     run = Run(RunDirectory(folder), subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True))
-    run.until(lambda status: (status.get("step") or 0) >= 2 and status["in_flight"] > 0, "generating at step 2")
-    kills = [run.kill()]
-    run.until(lambda status: status.get("restarts", {}).get(VICTIM) == 1, "whole again")
-    step = (run.status()[0].get("step") or 0) + 3
-    run.until(lambda status: (status.get("step") or 0) >= step and "prepared" in status["doing"], "in mid-update")
-    kills.append(run.kill())
-    code = run.process.wait(LIMIT_S)
+    try:
+        kills = kill_all(run, given.kills)
+        if given.stop:
+            run.process.terminate()
+        code = run.process.wait(LIMIT_S)
+    finally:
+        if run.process.poll() is None:
+            run.process.terminate()
     text = run.directory.journal.read_bytes().splitlines()[1:]
     lines = [decode_line(line, number) for number, line in enumerate(text, 2)]
     summary = json.loads(run.directory.summary_json.read_bytes())
@@ -195,7 +240,7 @@ def main() -> None:
         "steps": summary["steps"],
         "restarts": summary["restarts"],
         "rollouts_failed": summary["rollouts"]["failed"],
-        "deaths": [report(lines, death, when) for death, when in zip(found, ("mid-generation", "mid-update"), strict=True)],
+        "deaths": [report(lines, death, f"mid-{when}") for death, when in zip(found, given.kills, strict=True)],
         "run_dir": str(folder),
         "command": " ".join(command[1:]),
     }

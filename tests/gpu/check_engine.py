@@ -23,6 +23,7 @@ from telescope.inference.vllm_engine import VllmEngine
 from telescope.inference.vllm_options import ServerPlan, vllm_environment
 from telescope.records import Sampling
 from telescope.weights.shared_memory import SharedMemoryPublisher
+from tests.gpu.references import References
 from tests.inference.models import make_model
 
 RUN = "gpu-check"
@@ -31,17 +32,6 @@ CLOSE = 0.1
 """Mean |difference| in nats between bfloat16 served and float32; other weights are apart by more than 1."""
 
 Facts = list[tuple[str, bool, str]]
-
-
-def reference(folder: Path, prompt: np.ndarray, ids: np.ndarray, temperature: float) -> np.ndarray:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder).float().eval()
-    tokens = torch.as_tensor(np.concatenate([prompt, ids]).astype(np.int64))[None]
-    with torch.no_grad():
-        logp = (model(tokens).logits[0, len(prompt) - 1 : -1] / temperature).log_softmax(-1)
-    return logp.gather(1, tokens[0, len(prompt) :, None])[:, 0].numpy()
 
 
 def tensors(folder: Path) -> list[tuple[str, Any]]:
@@ -55,7 +45,7 @@ async def check(old: Path, new: Path) -> Facts:
     settings = InferenceSettings(http=False, max_model_len=1024, gpu_memory_utilization=0.3, cuda_graphs="off")
     plan = ServerPlan(ModelSettings(name="old"), old, settings, "gpu", 256, 0, RUN)
     engine = VllmEngine(plan, WeightSyncSettings())
-    publisher = SharedMemoryPublisher(RUN)
+    publisher, references = SharedMemoryPublisher(RUN), References()
     started = time.monotonic()
     await engine.start()
     facts.append(("ready", True, f"{time.monotonic() - started:.1f} s"))
@@ -63,13 +53,13 @@ async def check(old: Path, new: Path) -> Facts:
     try:
         for temperature in (1.0, 0.7):
             answer = await engine.generate(f"t{temperature}", prompt, Sampling(temperature, 64, 3), 0)
-            apart = float(np.abs(answer.logprobs - reference(old, prompt, answer.ids, temperature)).mean())
+            apart = float(np.abs(answer.logprobs - references.logprobs(old, prompt, answer.ids, temperature)).mean())
             facts.append((f"log-probs at {temperature}", apart < CLOSE, f"mean {apart:.4f}"))
         for attempt in range(2):
             begun = time.monotonic()
             await asyncio.gather(*(engine.generate(f"m{attempt}-{i}", prompt, Sampling(1.0, 6, i), 0) for i in range(256)))
             facts.append(("256 requests", True, f"{time.monotonic() - begun:.3f} s"))
-        facts += await update_in_flight(engine, publisher, prompt, old, new)
+        facts += await update_in_flight(engine, publisher, references, prompt, old, new)
         facts += await abort(engine, prompt)
         whole = publisher.publish(2, tensors(old))
         part = msgspec.structs.replace(whole, tensors=tuple(t for t in whole.tensors if "k_proj" not in t.name))
@@ -87,7 +77,12 @@ async def check(old: Path, new: Path) -> Facts:
 
 
 async def update_in_flight(
-    engine: VllmEngine, publisher: SharedMemoryPublisher, prompt: np.ndarray, old: Path, new: Path
+    engine: VllmEngine,
+    publisher: SharedMemoryPublisher,
+    references: References,
+    prompt: np.ndarray,
+    old: Path,
+    new: Path,
 ) -> Facts:
     """A long answer across an update: first tokens are the old weights', last ones the new weights', and say so."""
     task = asyncio.create_task(engine.generate("long", prompt, Sampling(COLD, 900, 5), 0))
@@ -102,8 +97,8 @@ async def update_in_flight(
     ]
     for version_, folder, other in ((0, old, new), (1, new, old)):
         mine = answer.versions == version_
-        apart = np.abs(answer.logprobs - reference(folder, prompt, answer.ids, COLD))[mine].mean()
-        far = np.abs(answer.logprobs - reference(other, prompt, answer.ids, COLD))[mine].mean()
+        apart = np.abs(answer.logprobs - references.logprobs(folder, prompt, answer.ids, COLD))[mine].mean()
+        far = np.abs(answer.logprobs - references.logprobs(other, prompt, answer.ids, COLD))[mine].mean()
         facts.append((f"tokens of version {version_}", apart < 3 * CLOSE < far, f"own weights {apart:.3f}, other {far:.3f}"))
     return facts
 
