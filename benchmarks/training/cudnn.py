@@ -1,4 +1,4 @@
-"""cuDNN's attention by lengths, as torch carries it under private names: tried here before it is a kind of `backend.attention`."""
+"""cuDNN attention by lengths, as torch carries it under private names: tried here before it becomes a `backend.attention`."""
 
 from __future__ import annotations
 
