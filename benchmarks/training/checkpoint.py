@@ -1,10 +1,12 @@
 """How long a save holds training up, how long it writes, and how fast it loads, by size of the model.
 
     python -m benchmarks.training.checkpoint [--device cuda] [--layers 4 12] [--hidden 1024] [--folder DIR] [--json FILE]
+    python -m benchmarks.training.checkpoint --device cuda --shape 3B --brief --folder DIR
 
 A Qwen3 with drawn weights in float32 and AdamW's two moments, sharded over one rank, saved twice (the first save also takes the
 host memory that later ones use again) and loaded by a backend built anew. `--train`: a step is trained while the second save
-is written, and one without, to see what writing costs it. Each size runs in a process of its own.
+is written, and one without, to see what writing costs it. `--shape`: a model of benchmarks/shapes.py in place of layers and
+hidden size. `--brief`: only the two saves. Each size runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -23,11 +25,13 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.shapes import SHAPES, make_model
 from telescope.algorithms.grpo import GRPO
 from telescope.backends.base import Job, Saved, World
 from telescope.backends.fsdp import FSDP
 from telescope.backends.fsdp.backend import FSDPBackend
 from telescope.config.parts import ModelSettings, TrainerSettings
+from telescope.maths.memory import ModelShape
 
 PATIENCE_S = 1800
 
@@ -42,8 +46,8 @@ class Measured:
     first_stall: float
     stall: float
     write: float
-    in_place: float
-    load: float
+    in_place: float | None
+    load: float | None
     step: float | None
     step_beside_a_save: float | None
 
@@ -53,17 +57,19 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--layers", type=int, nargs="*", default=[4, 12])
     parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--shape", choices=sorted(SHAPES))
+    parser.add_argument("--brief", action="store_true")
     parser.add_argument("--folder", type=Path, help="where to write; default: a temporary one")
     parser.add_argument("--train", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one is not None:
-        print(json.dumps(asdict(measure(given.one, given.hidden, given.device, given.folder, given.train))))
+        print(json.dumps(asdict(measure(given))))
         return
     print(f"torch {torch.__version__}, Python {platform.python_version()}, {given.device}")
     rows = []
-    for layers in given.layers:
+    for layers in given.layers if given.shape is None else [0]:
         folder = Path(tempfile.mkdtemp(prefix="telescope-checkpoint-", dir=given.folder))
         try:
             rows.append(json.loads(_run(layers, given, folder)))
@@ -76,8 +82,10 @@ def main() -> None:
 
 def _run(layers: int, given: argparse.Namespace, folder: Path) -> str:
     arguments = ["--one", str(layers), "--hidden", str(given.hidden), "--device", given.device, "--folder", str(folder)]
+    arguments += [f"--{name}" for name in ("train", "brief") if getattr(given, name)]
+    arguments += ["--shape", given.shape] if given.shape else []
     ran = subprocess.run(
-        [sys.executable, "-m", "benchmarks.training.checkpoint", *arguments, *(["--train"] if given.train else [])],
+        [sys.executable, "-m", "benchmarks.training.checkpoint", *arguments],
         stdout=subprocess.PIPE,
         text=True,
         check=True,
@@ -85,8 +93,9 @@ def _run(layers: int, given: argparse.Namespace, folder: Path) -> str:
     return ran.stdout.splitlines()[-1]
 
 
-def measure(layers: int, hidden: int, device: str, folder: Path, train: bool) -> Measured:
-    job, settings = _job(layers, hidden, device, folder), FSDP(mixed_precision_dtype=None if device == "cpu" else "bfloat16")
+def measure(given: argparse.Namespace) -> Measured:
+    device, folder, train = given.device, given.folder, given.train
+    job, settings = _job(given), FSDP(mixed_precision_dtype=None if device == "cpu" else "bfloat16")
     backend = FSDPBackend(settings, job)
     backend._updater.make_state()
     first, _ = _save(backend, folder / "first", device)
@@ -97,10 +106,14 @@ def measure(layers: int, hidden: int, device: str, folder: Path, train: bool) ->
     beside = _step(backend, 2) if train else None
     written = outcomes.get(timeout=PATIENCE_S)
     assert isinstance(written, Saved), written
+    numel = sum(parameter.numel() for parameter in backend._policy.parameters())
+    found = Measured(numel / 1e6, written.nbytes / 1e9, first, stall, written.seconds, None, None, alone, beside)
+    if given.brief:
+        backend.close()
+        return found
     backend._saver._settings = replace(backend._saver._settings, background=False)
     in_place, _ = _save(backend, folder / "third", device)
     shutil.rmtree(folder / "third")
-    numel = sum(parameter.numel() for parameter in backend._policy.parameters())
     backend.close()
     del backend
     started = time.perf_counter()
@@ -109,7 +122,7 @@ def measure(layers: int, hidden: int, device: str, folder: Path, train: bool) ->
     started = time.perf_counter()
     FSDPBackend(settings, replace(job, resume=folder / "second")).close()
     load = time.perf_counter() - started - build
-    return Measured(numel / 1e6, written.nbytes / 1e9, first, stall, written.seconds, in_place, load, alone, beside)
+    return replace(found, in_place=in_place, load=load)
 
 
 def _begin(backend: FSDPBackend, folder: Path, device: str, outcomes: queue.Queue[object]) -> float:
@@ -137,20 +150,13 @@ def _step(backend: FSDPBackend, step: int) -> float:
     return time.perf_counter() - started
 
 
-def _job(layers: int, hidden: int, device: str, folder: Path) -> Job:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    config = Qwen3Config(
-        vocab_size=32_768,
-        hidden_size=hidden,
-        intermediate_size=3 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 64,
-        num_key_value_heads=hidden // 128,
-        head_dim=64,
-        tie_word_embeddings=True,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder / "model")
+def _job(given: argparse.Namespace) -> Job:
+    hidden, folder = given.hidden, given.folder
+    shape = ModelShape(
+        vocabulary=32_768, hidden=hidden, intermediate=3 * hidden, layers=given.one, heads=hidden // 64,
+        kv_heads=hidden // 128, head_dim=64, tied=True, qk_norm=True,
+    )  # fmt: skip
+    make_model(shape if given.shape is None else SHAPES[given.shape], folder / "model")
     return Job(
         algorithm=GRPO(),
         model=ModelSettings(name=str(folder / "model")),
@@ -159,7 +165,7 @@ def _job(layers: int, hidden: int, device: str, folder: Path) -> Job:
         temperature=1.0,
         max_tokens=64,
         seed=0,
-        world=World(0, 1, "cpu" if device == "cpu" else "cuda:0"),
+        world=World(0, 1, "cpu" if given.device == "cpu" else "cuda:0"),
     )
 
 

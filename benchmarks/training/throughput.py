@@ -1,21 +1,24 @@
 """Tokens a second, MFU and peak memory of the FSDP backend's train step, beside a plain Hugging Face loop with padding.
 
-    python -m benchmarks.training.throughput --shape 0.6B --row 16384 --option gradient_checkpointing=selective --json FILE
+    python -m benchmarks.training.throughput --shape 0.6B --row 16384 --json FILE
+    python -m benchmarks.training.throughput --shape 0.6B --row 16384 --sample 16384 --even --samples 4 \\
+        --methods ours ours:gradient_checkpointing=selective ours:compile=true,attention=flash2 plain
     python -m benchmarks.training.throughput --shape 4B --row 16384 --ranks 2
 
-Ours is the real backend without an orchestrator: packed rows, GRPO's loss, clipping and AdamW over float32 masters. The other
-one is what anyone gets in fifty lines: transformers with sdpa, `fully_shard` a layer, bfloat16 over float32 masters, full
-checkpointing, the head in checkpointed chunks, fused AdamW; samples padded to the longest of their micro-batch, which has the
-row's tokens. Both train the same samples, by turns, each anew `--repeats` times; the first `--warm` steps are not counted.
+Ours is the real backend without an orchestrator: packed rows, GRPO's loss, clipping and AdamW over float32 masters, with the
+settings of `backend=fsdp` that follow the colon. The other one is what anyone gets in fifty lines (plain_loop.py). All train
+the same samples, by turns, each anew `--repeats` times; the first `--warm` steps are not counted. A method that runs out of
+memory says so, and the others go on.
 
-MFU = (6 N + 6 · layers · heads · head_dim · T) · tokens/s / peak of one card / cards, with T = Σ len² / Σ len of the samples.
-Padding counts nowhere. On a CPU there is no peak to compare with, and memory is not measured.
+MFU = (6 N + 6 · layers · heads · head_dim · T) · tokens/s / peak of one card / cards, with T = Σ len² / Σ len of the samples;
+with `--lora` 4 N, as frozen weights have no gradient. Padding counts nowhere. On a CPU there is no peak to compare with, and
+memory is not measured. `--profile FILE` writes what the device did in one more step of each method, by kernel.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
+import gc
 import json
 import os
 import platform
@@ -25,34 +28,29 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 import yaml
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from benchmarks.shapes import SHAPES, make_model
+from benchmarks.training.plain_loop import Step, plain
+from benchmarks.training.profiling import profiled
+from benchmarks.training.samples import Samples, draw, shard_of
 from telescope.algorithms.grpo import GRPO
-from telescope.backends.base import Job, TrainShard, World
+from telescope.backends.base import Job, World
 from telescope.backends.common import ranks
 from telescope.backends.fsdp import FSDP
-from telescope.config.parts import ModelSettings, TrainerSettings
-from telescope.maths.batching import assign, denominators
+from telescope.config.parts import LoraSettings, ModelSettings, TrainerSettings
+from telescope.maths.flops import TrainingWork, utilization
 from telescope.maths.memory import ModelShape
 from telescope.planning.cards import CARDS
-from telescope.records import TrainItem
 
-CHUNK = 1024
-PROMPT = 16
-"""Tokens of each sample that are not trained."""
-Step = Callable[[int], None]
+PHASES = ("forward", "backward", "clip", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -63,199 +61,155 @@ class Measured:
     seconds: list[float]
     tokens: int
     """Of a step, all ranks together, padding apart."""
-    tokens_per_s: float
-    """By the median step."""
+    tokens_per_s: float | None
+    """By the median step; None: it ran out of memory."""
     mfu: float | None
     peak_gib: float | None
     """Of this rank's allocator."""
+    standing_gib: float | None = None
+    """Held by it between steps: weights and moments."""
+    phases: dict[str, float] = field(default_factory=dict)
+    """Seconds of the last step, by the device's clock."""
+    error: str | None = None
 
 
 @dataclass(frozen=True)
-class Samples:
-    """What all ranks train in a step."""
+class Bench:
+    """What all turns have in common."""
 
-    lengths: tuple[int, ...]
-    ids: tuple[np.ndarray, ...]
+    asked: argparse.Namespace
+    folder: Path
+    world: World
+    samples: Samples
+    shape: ModelShape
 
     @property
-    def tokens(self) -> int:
-        return sum(self.lengths)
+    def gpu(self) -> bool:
+        return self.world.device.startswith("cuda")
 
-    @property
-    def context(self) -> float:
-        """T of the MFU: the length of the sample that a token is in, on average."""
-        return sum(length**2 for length in self.lengths) / self.tokens
-
-
-def draw(count: int, mean: int, longest: int, vocabulary: int) -> Samples:
-    """Log-normal lengths around `mean`, none above `longest`."""
-    random = np.random.default_rng(0)
-    lengths = np.clip(random.lognormal(np.log(mean) - 0.32, 0.8, count), 2 * PROMPT, longest).astype(int).tolist()
-    return Samples(tuple(lengths), tuple(random.integers(0, vocabulary, length) for length in lengths))
-
-
-def shard_of(samples: Samples, rank: int, size: int) -> TrainShard:
-    """This rank's, dealt by length."""
-    mine = assign([float(length) for length in samples.lengths], size)[rank]
-    trained = [length - PROMPT for length in samples.lengths]
-    masks = [np.r_[np.zeros(PROMPT, np.uint8), np.ones(trained[i], np.uint8)] for i in mine]
-    mask = np.concatenate(masks)
-    items = tuple(
-        TrainItem(
-            rollout_id=i, group_id=i // 2, sequence=i, length=samples.lengths[i], advantage=1.0 - 2.0 * (i % 2),
-            sequence_tokens=trained[i],
-        )
-        for i in mine
-    )  # fmt: skip
-    return TrainShard(
-        step=1,
-        items=items,
-        ids=np.concatenate([samples.ids[i] for i in mine]).astype(np.int32),
-        mask=mask,
-        logprobs=np.where(mask, -12.0, np.nan).astype(np.float32),
-        versions=np.where(mask, 0, -1).astype(np.int32),
-        denominators=(denominators(trained, [i // 2 for i in range(len(trained))]),),
-    )
+    def mfu(self, rate: float) -> float | None:
+        """Of tokens a second."""
+        if not self.asked.peak:
+            return None
+        shape, samples = self.shape, self.samples
+        weights = {"frozen" if self.asked.lora else "trained": float(shape.parameters)}
+        work = TrainingWork.of(
+            **{"trained": 0.0} | weights, layers=shape.layers, heads=shape.heads, head_dim=shape.head_dim
+        )  # fmt: skip
+        operations = work.operations(samples.tokens, samples.context * samples.tokens)
+        return utilization(operations, samples.tokens / rate, cards=self.world.size, peak=self.asked.peak)
 
 
-def ours(asked: argparse.Namespace, folder: Path, world: World, samples: Samples) -> tuple[Step, Callable[[], None]]:
+def settings_of(method: str, common: list[str]) -> FSDP:
+    """`ours:compile=true,attention=flash2` and the options of all methods."""
+    own = [part for part in method.partition(":")[2].split(",") if part]
+    options = (option.partition("=") for option in (*common, *own))
+    return FSDP(**{key: yaml.safe_load(value) for key, _, value in options if key != "chunk"})
+
+
+def chunk_of(method: str) -> int:
+    """`ours:chunk=2048`: trainer.entropy_chunk_size."""
+    found = [part.partition("=")[2] for part in method.partition(":")[2].split(",") if part.startswith("chunk=")]
+    return int(found[0]) if found else TrainerSettings(learning_rate=1e-6).entropy_chunk_size
+
+
+def ours(method: str, bench: Bench) -> tuple[Step, Callable[[], None]]:
     """One step of the backend, and how to end it."""
-    options = {key: yaml.safe_load(value) for key, _, value in (option.partition("=") for option in asked.option)}
-    trainer = TrainerSettings(learning_rate=1e-6, seq_len=asked.row, entropy_chunk_size=CHUNK)
+    asked = bench.asked
+    trainer = TrainerSettings(learning_rate=1e-6, seq_len=asked.row, entropy_chunk_size=chunk_of(method))
+    lora = LoraSettings(rank=asked.lora) if asked.lora else None
+    dtype = "bfloat16" if asked.lora else "float32"
     job = Job(
-        algorithm=GRPO(), model=ModelSettings(name=str(folder)), trainer=trainer, number_of_steps=1000, temperature=1.0,
-        max_tokens=asked.row, seed=0, world=world,
+        algorithm=GRPO(), model=ModelSettings(name=str(bench.folder), lora=lora, dtype=dtype), trainer=trainer,
+        number_of_steps=1000, temperature=1.0, max_tokens=asked.row, seed=0, world=bench.world,
     )  # fmt: skip
-    backend = FSDP(**options).build(job)
-    shard = shard_of(samples, world.rank, world.size)
-    return (lambda step: void(backend.train_step(replace(shard, step=step)))), backend.close
+    backend = settings_of(method, asked.option).build(job)
+    shard = shard_of(bench.samples, bench.world.rank, bench.world.size)
+
+    def step(number: int) -> dict[str, float]:
+        timings = backend.train_step(replace(shard, step=number)).timings
+        return {phase: timings[name] for phase in PHASES if (name := f"timing_{phase}_total") in timings}
+
+    return step, backend.close
 
 
-def void(_: object) -> None:
-    """Nothing of it is wanted."""
+def begin(method: str, bench: Bench) -> tuple[Step, Callable[[], None]]:
+    if method == "plain":
+        return plain(bench.asked.row, bench.folder, bench.world, bench.samples)
+    return ours(method, bench)
 
 
-def plain(asked: argparse.Namespace, folder: Path, world: World, samples: Samples) -> tuple[Step, Callable[[], None]]:
-    """One step of the loop that anyone writes."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    from transformers import AutoModelForCausalLM
-
-    ranks.join(world, 600.0)
-    lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").train()
-    lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    mesh = init_device_mesh(world.device.partition(":")[0], (world.size,))
-    shard = functools.partial(
-        fully_shard, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    )
-    for layer in lm.model.layers:
-        shard(layer)
-    model = shard(Padded(lm))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0, fused=True)
-    batches = list(padded(samples, asked.row, world))
-
-    def step(_: int) -> None:
-        for ids, lengths in batches:
-            model(ids.to(world.device), lengths.to(world.device)).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step, ranks.leave
-
-
-class Padded(torch.nn.Module):
-    """Mean negative log-prob of what is no prompt and no padding."""
-
-    def __init__(self, lm: Any) -> None:
-        super().__init__()
-        self.lm = lm
-
-    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
-        """ids [B, L], lengths [B]."""
-        places = torch.arange(ids.shape[1], device=ids.device)[None]
-        hidden = self.lm.model(input_ids=ids, attention_mask=(places < lengths[:, None]).long(), use_cache=False)[0]
-        counted = ((places >= PROMPT) & (places < lengths[:, None]))[:, 1:]
-        states, targets = hidden[:, :-1][counted], ids[:, 1:][counted]
-        total = states.new_zeros((), dtype=torch.float32)
-        for some, wanted in zip(states.split(CHUNK), targets.split(CHUNK), strict=True):
-            total = total + checkpoint(negative, some, self.lm.lm_head.weight, wanted, use_reentrant=False)
-        return total / max(len(targets), 1)
-
-
-def negative(states: Tensor, head: Tensor, targets: Tensor) -> Tensor:
-    """Sum of -log p(target); states [n, H], head [V, H]."""
-    return F.cross_entropy(F.linear(states, head).float(), targets, reduction="sum")
-
-
-def padded(samples: Samples, row: int, world: World) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's micro-batches, longest samples first; as many as the rank with most has, its last one again if need be."""
-    dealt = [cut(samples, list(share), row) for share in assign([float(length) for length in samples.lengths], world.size)]
-    mine = dealt[world.rank]
-    for number in range(max(len(each) for each in dealt)):
-        picked = mine[min(number, len(mine) - 1)]
-        ids = np.zeros((len(picked), max(samples.lengths[i] for i in picked)), np.int64)
-        for place, i in enumerate(picked):
-            ids[place, : samples.lengths[i]] = samples.ids[i]
-        yield torch.from_numpy(ids), torch.tensor([samples.lengths[i] for i in picked])
-
-
-def cut(samples: Samples, mine: list[int], row: int) -> list[list[int]]:
-    """Samples by length, into batches whose padded size is at most `row`."""
-    batches: list[list[int]] = []
-    for i in sorted(mine, key=lambda i: -samples.lengths[i]):
-        if batches and (len(batches[-1]) + 1) * samples.lengths[batches[-1][0]] <= row:
-            batches[-1].append(i)
-        else:
-            batches.append([i])
-    return batches
-
-
-METHODS = {"ours": ours, "plain": plain}
-
-
-def measure(name: str, asked: argparse.Namespace, folder: Path, world: World, samples: Samples, shape: ModelShape) -> Measured:
+def measure(method: str, bench: Bench, *, profile: bool) -> Measured:
     """One turn of one method."""
-    gpu = world.device.startswith("cuda")
-    if gpu:
+    if bench.gpu:
         torch.cuda.reset_peak_memory_stats()
-    step, end = METHODS[name](asked, folder, world, samples)
-    seconds = []
+    torch._dynamo.reset()  # type: ignore[no-untyped-call]
+    try:
+        return _turn(method, bench, profile=profile)
+    except torch.OutOfMemoryError as error:
+        return Measured(method, [], bench.samples.tokens, None, None, _peak(bench), error=str(error).splitlines()[0])
+    finally:
+        ranks.leave()
+        gc.collect()
+        if bench.gpu:
+            torch.cuda.empty_cache()
+
+
+def _turn(method: str, bench: Bench, *, profile: bool) -> Measured:
+    asked, seconds = bench.asked, []
+    step, end = begin(method, bench)
+    phases: dict[str, float] = {}
     for number in range(1, asked.warm + asked.steps + 1):
-        if world.size > 1:
+        if bench.world.size > 1:
             dist.barrier()
         started = time.perf_counter()
-        step(number)
-        if gpu:
+        phases = step(number)
+        if bench.gpu:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
+    peak, standing = _peak(bench), torch.cuda.memory_allocated() / 2**30 if bench.gpu else None
+    if profile:
+        table = profiled(lambda: step(asked.warm + asked.steps + 1), gpu=bench.gpu)
+        if bench.world.rank == 0:
+            with asked.profile.open("a", encoding="utf-8") as file:
+                file.write(f"{asked.shape}, rows of {asked.row}, {method}\n{table}\n")
     end()
-    peak = torch.cuda.max_memory_allocated() / 2**30 if gpu else None
-    if gpu:
-        torch.cuda.empty_cache()
     counted = seconds[asked.warm :]
-    rate = samples.tokens / statistics.median(counted)
-    flops = 6 * shape.parameters + 6 * shape.layers * shape.heads * shape.head_dim * samples.context
-    mfu = flops * rate / (asked.peak * world.size) if asked.peak else None
-    return Measured(name, counted, samples.tokens, rate, mfu, peak)
+    rate = bench.samples.tokens / statistics.median(counted)
+    return Measured(method, counted, bench.samples.tokens, rate, bench.mfu(rate), peak, standing, phases)
 
 
-def main() -> None:
+def _peak(bench: Bench) -> float | None:
+    return torch.cuda.max_memory_allocated() / 2**30 if bench.gpu else None
+
+
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny", help="random weights in this model's shape")
     parser.add_argument("--row", type=int, default=16_384, help="tokens of a packed row (trainer.seq_len)")
-    parser.add_argument("--sample", type=int, default=2048, help="mean tokens of a sample")
+    parser.add_argument("--sample", type=int, default=2048, help="mean tokens of a sample; decides T")
+    parser.add_argument("--even", action="store_true", help="all samples of the mean length, else log-normal around it")
     parser.add_argument("--samples", type=int, default=32, help="of a step, all ranks together")
-    parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="a setting of backend=fsdp")
-    parser.add_argument("--methods", nargs="*", choices=sorted(METHODS), default=["ours", "plain"])
+    parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="a setting of every `ours`")
+    parser.add_argument("--methods", nargs="*", default=["ours", "plain"], help="plain, ours, ours:NAME=VALUE,NAME=VALUE")
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="adapters of a frozen bfloat16 model (ours alone)")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--warm", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--peak", type=float, help="bfloat16 operations a second of a card; default: by its name")
     parser.add_argument("--ranks", type=int, default=1, help="processes on this host, a GPU each")
     parser.add_argument("--folder", type=Path, help="where the model is made, or lies already")
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="add the kernels of one step of each method to it")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
+    for method in asked.methods:
+        if method != "plain":
+            settings_of(method, asked.option)  # what can't be is said before anything starts
+    return asked
+
+
+def main() -> None:
+    asked = parse()
     if asked.ranks > 1 and "RANK" not in os.environ:
         with tempfile.TemporaryDirectory() as made:
             make_model(SHAPES[asked.shape], asked.folder or Path(made) / "model")
@@ -266,16 +220,18 @@ def main() -> None:
     card = torch.cuda.get_device_name(rank) if gpu else platform.processor() or platform.machine()
     asked.peak = asked.peak or next((one.flops for name, one in CARDS.items() if gpu and name.upper() in card), None)
     shape = SHAPES[asked.shape]
-    samples = draw(asked.samples, asked.sample, asked.row, shape.vocabulary)
+    samples = draw(asked.samples, asked.sample, asked.row, shape.vocabulary, even=asked.even)
     with tempfile.TemporaryDirectory() as made:
-        folder = make_model(shape, asked.folder or Path(made) / "model")
-        turns = []
+        bench = Bench(asked, make_model(shape, asked.folder or Path(made) / "model"), world, samples, shape)
+        turns: list[Measured] = []
         for number, name in enumerate(asked.methods * asked.repeats):
             if world.size > 1:  # a process group can't be founded again at the port of the one before
                 os.environ["MASTER_PORT"] = os.environ["PORTS"].split(",")[number]
-            turns.append(measure(name, asked, folder, world, samples, shape))
+            turns.append(measure(name, bench, profile=asked.profile is not None and number < len(asked.methods)))
+            if world.rank == 0:
+                print(line(turns[-1:]), flush=True)
     if world.rank == 0:
-        tell(turns, asked, card, samples, world)
+        tell(turns, bench, card)
 
 
 def start(count: int, turns: int, folder: Path) -> None:
@@ -292,20 +248,35 @@ def start(count: int, turns: int, folder: Path) -> None:
         raise SystemExit(f"ranks ended with {codes}")
 
 
-def tell(turns: list[Measured], asked: argparse.Namespace, card: str, samples: Samples, world: World) -> None:
+def line(turns: list[Measured]) -> str:
+    """The turns of one method in one line, by the median."""
+    failed = [turn for turn in turns if turn.tokens_per_s is None]
+    if failed:
+        return f"{failed[0].method}: {failed[0].error}"
+    rates = [turn.tokens_per_s for turn in turns if turn.tokens_per_s is not None]
+    said = f"{turns[0].method}: {statistics.median(rates):,.0f} tokens/s ({min(rates):,.0f} to {max(rates):,.0f})"
+    shares = [turn.mfu for turn in turns if turn.mfu is not None]
+    peaks = [turn.peak_gib for turn in turns if turn.peak_gib is not None]
+    standing = [turn.standing_gib for turn in turns if turn.standing_gib is not None]
+    said += f", MFU {statistics.median(shares):.1%}" if shares else ""
+    said += f", {max(peaks):.2f} GiB" if peaks else ""
+    said += f" ({max(standing):.2f} between steps)" if standing else ""
+    phases = ", ".join(f"{name} {seconds:.3f}" for name, seconds in turns[-1].phases.items())
+    return said + (f"; {phases}" if phases else "")
+
+
+def tell(turns: list[Measured], bench: Bench, card: str) -> None:
     """Medians as lines, everything as JSON."""
-    for name in asked.methods:
-        mine = [turn for turn in turns if turn.method == name]
-        rates = [turn.tokens_per_s for turn in mine]
-        mfu = f", MFU {statistics.median(t.mfu for t in mine if t.mfu is not None):.1%}" if mine[0].mfu is not None else ""
-        peak = f", {max(t.peak_gib for t in mine if t.peak_gib is not None):.2f} GiB" if mine[0].peak_gib is not None else ""
-        sys.stdout.write(
-            f"{name}: {statistics.median(rates):,.0f} tokens/s ({min(rates):,.0f} to {max(rates):,.0f}){mfu}{peak}\n"
-        )
-    facts = {
-        "card": card, "cards": world.size, "torch": torch.__version__, "python": platform.python_version(),
+    asked, samples = bench.asked, bench.samples
+    where = f"{card}, torch {torch.__version__}, {bench.world.size} ranks: {asked.shape}"
+    lora = f", LoRA of rank {asked.lora}" if asked.lora else ""
+    print(f"\n{where}{lora}, rows of {asked.row}, {len(samples.lengths)} samples, T = {samples.context:,.0f}")
+    for name in dict.fromkeys(asked.methods):
+        print("  " + line([turn for turn in turns if turn.method == name]))
+    facts: dict[str, Any] = {
+        "card": card, "cards": bench.world.size, "torch": torch.__version__, "python": platform.python_version(),
         "shape": asked.shape, "row": asked.row, "samples": len(samples.lengths), "tokens": samples.tokens,
-        "context": samples.context, "options": asked.option, "peak_flops": asked.peak,
+        "context": samples.context, "options": asked.option, "lora": asked.lora, "peak_flops": asked.peak,
         "turns": [asdict(turn) for turn in turns],
     }  # fmt: skip
     if asked.json is not None:

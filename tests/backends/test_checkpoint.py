@@ -15,6 +15,7 @@ import torch
 
 from telescope.backends.base import CheckpointUnfit, NotSaved, Saved, SaveSettings
 from telescope.backends.common import randomness, saving
+from telescope.backends.common.staging import HostCopies
 from telescope.backends.probe import Probe
 from telescope.config.parts import LoraSettings, ModelSettings
 from tests.backends.models import random_model
@@ -198,6 +199,16 @@ def test_a_disk_that_is_full_is_the_cause_of_one_failed_save_and_training_goes_o
     assert "File too large" in outcome.cause
     train(backend, 2)
     save(backend, 2, tmp_path / "room")
+
+
+def test_saves_are_copied_into_the_same_memory_and_a_changed_shape_into_new():
+    copies = HostCopies(pinned=False)
+    first = copies.take({"a": torch.ones(3), "b": torch.ones(2)})
+    places = {name: tensor.data_ptr() for name, tensor in first.items()}
+    again = copies.take({"a": torch.full((3,), 2.0), "b": torch.zeros(4)})
+    assert (again["a"].tolist(), again["b"].tolist()) == ([2.0] * 3, [0.0] * 4)
+    assert again["a"].data_ptr() == places["a"]
+    assert first["a"].tolist() == [2.0] * 3
 
 
 def test_two_ranks_resume_as_one_and_as_two_and_one_as_two(build, tmp_path):

@@ -23,12 +23,12 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
 from telescope.backends.base import CheckpointUnfit, NotSaved, Outcome, Saved, SaveSettings
+from telescope.backends.common.staging import HostCopies
 
 log = logging.getLogger(__name__)
 
@@ -41,11 +41,7 @@ class Saver:
 
     def __init__(self, rank: int, device: str, settings: SaveSettings) -> None:
         self._rank, self._settings = rank, settings
-        gpu = device.startswith("cuda")
-        self._options = StagingOptions(
-            use_pinned_memory=gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=gpu
-        )
-        self._stager: DefaultStager | None = None
+        self._copies = HostCopies(pinned=device.startswith("cuda"))
         self._writing: threading.Thread | None = None
 
     def save(self, tensors: Mapping[str, Tensor], folder: Path, done: Callable[[Outcome], None]) -> None:
@@ -65,7 +61,7 @@ class Saver:
             done(_written(own, folder, self._rank))
             return
         try:
-            staged = self._staged(own)
+            staged = self._copies.take(own)
         except (RuntimeError, MemoryError) as error:
             done(NotSaved(f"the state can't be copied to host memory: {_first_line(error)}"))
             return
@@ -80,12 +76,6 @@ class Saver:
             return True
         self._writing.join(self._settings.timeout_s)
         return not self._writing.is_alive()
-
-    def _staged(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        if self._stager is None:
-            self._stager = DefaultStager(self._options)  # keeps its host memory from save to save
-        staged: dict[str, Tensor] = self._stager.stage(tensors)  # type: ignore[assignment]
-        return staged
 
 
 def own_key(rank: int, name: str) -> str:

@@ -1,0 +1,63 @@
+"""A copy of one rank's tensors in host memory, taken as fast as the bus allows, into the same memory each time.
+
+Owns that memory. torch's own stager frees it after each copy (and in 2.11 takes no second one), so that every save would pay
+for pinning gigabytes. Refuses to know what is written from it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+PORTABLE = 1
+"""cudaHostRegisterPortable: pinned for every context of the process."""
+
+
+class HostCopies:
+    """Of tensors by name. `pinned`: the tensors are a GPU's."""
+
+    def __init__(self, *, pinned: bool) -> None:
+        self._pinned = pinned
+        self._homes: dict[str, Tensor] = {}
+
+    def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors as they are now; sharded ones stay so, with this rank's part in host memory. They hold until the next
+        call. Raises RuntimeError or MemoryError where there is not as much host memory."""
+        taken = {}
+        for name, tensor in tensors.items():
+            part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            home = self._home(name, part)
+            home.copy_(part, non_blocking=self._pinned)
+            taken[name] = _spread_as(tensor, home)
+        if self._pinned:
+            torch.cuda.synchronize()
+        return taken
+
+    def _home(self, name: str, part: Tensor) -> Tensor:
+        home = self._homes.get(name)
+        if home is None or home.shape != part.shape or home.dtype != part.dtype:
+            home = torch.empty(part.shape, dtype=part.dtype, device="cpu")
+            if self._pinned and home.nbytes:
+                _pin(home)
+            self._homes[name] = home
+        return home
+
+
+def _spread_as(tensor: Tensor, part: Tensor) -> Tensor:
+    if not isinstance(tensor, DTensor):
+        return part
+    return DTensor(part, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def _pin(tensor: Tensor) -> None:
+    """In place, and exactly its bytes: torch's allocator of pinned memory rounds up to powers of two."""
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    address = tensor.data_ptr()
+    if code := int(runtime.cudaHostRegister(address, tensor.nbytes, PORTABLE)):
+        raise RuntimeError(f"{tensor.nbytes / 1e9:.2f} GB of host memory can't be pinned (CUDA says {code})")
+    # not at the interpreter's end, when CUDA may be gone already
+    weakref.finalize(tensor, runtime.cudaHostUnregister, address).atexit = False
