@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import itertools
 import json
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -80,11 +84,35 @@ def _lines(title: str, rows: list[str]) -> str:
 
 
 def _rows(settings: type[Settings], prefix: str, without: tuple[str, ...] = ()) -> list[str]:
-    defaults = defaults_of(settings, without)
-    return [_row(f"{prefix}{name}", defaults[name], settings.model_fields[name]) for name in defaults]
+    defaults, said = defaults_of(settings, without), meanings(settings)
+    return [_row(f"{prefix}{name}", defaults[name], settings.model_fields[name], said.get(name, "")) for name in defaults]
 
 
-def _row(path: str, default: Any, field: FieldInfo) -> str:
+def meanings(settings: type[Settings]) -> dict[str, str]:
+    """What is written below each field of the class, or of a class it derives from.
+
+    Read from the source here and not by pydantic (`use_attribute_docstrings`), which would cost every process of a run a tenth
+    of a second at its start.
+    """
+    found: dict[str, str] = {}
+    for cls in reversed(settings.__mro__):
+        if cls is not Settings and issubclass(cls, Settings):
+            found |= _docstrings(cls)
+    return found
+
+
+def _docstrings(cls: type[Settings]) -> dict[str, str]:
+    (defined,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(defined, ast.ClassDef)
+    return {
+        field.target.id: inspect.cleandoc(below.value.value)
+        for field, below in itertools.pairwise(defined.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str)
+    }
+
+
+def _row(path: str, default: Any, field: FieldInfo, said: str) -> str:
     shown = "must be given" if default == MISSING else f"`{json.dumps(default, ensure_ascii=False)}`"
     takes = in_words(field.annotation).replace(" | ", " \\| ")
     bounds = [
@@ -93,7 +121,7 @@ def _row(path: str, default: Any, field: FieldInfo) -> str:
         for sign, name in [SIGNS.get(type(bound), ("", ""))]
         if sign
     ]
-    meaning = " ".join((field.description or "").split()).replace("|", "\\|")
+    meaning = " ".join(said.split()).replace("|", "\\|")
     return f"| `{path}` | {shown} | {', '.join([takes, *bounds])} | {meaning} |"
 
 

@@ -18,6 +18,5 @@ class Settings(BaseModel):
         extra="forbid",
         allow_inf_nan=False,
         validate_default=True,
-        use_attribute_docstrings=True,
         protected_namespaces=(),
     )
