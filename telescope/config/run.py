@@ -11,7 +11,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import Field, PlainSerializer, PlainValidator, SecretStr, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    SecretStr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from telescope.algorithms.base import Algorithm
@@ -176,9 +185,20 @@ def _complete(entry: EnvironmentEntry, plugin_path: Sequence[str]) -> Environmen
     """The entry with the defaults of its environment filled in; a `SecretStr` keeps what was given, a reference."""
     environment = plugins.load(plugins.ENVIRONMENTS, entry.name, plugin_path)
     made = environment.model_validate_json(json.dumps(entry.kwargs), strict=True)
-    kwargs = made.model_dump(mode="json")
-    secret = {name: entry.kwargs[name] for name in kwargs if isinstance(getattr(made, name, None), SecretStr)}
-    return entry.model_copy(update={"kwargs": {**kwargs, **secret}})
+    return entry.model_copy(update={"kwargs": _with_references(made.model_dump(mode="json"), made, entry.kwargs)})
+
+
+def _with_references(dumped: Any, made: Any, given: Any) -> Any:
+    """What was dumped, with what was given in place of each secret's stars, at any depth."""
+    if isinstance(made, SecretStr):
+        return made.get_secret_value() if given is None else given
+    if isinstance(dumped, dict) and isinstance(made, BaseModel | Mapping):
+        parts = made if isinstance(made, Mapping) else dict(made)
+        of = given if isinstance(given, Mapping) else {}
+        return {name: _with_references(value, parts.get(name), of.get(name)) for name, value in dumped.items()}
+    if isinstance(dumped, list) and isinstance(made, Sequence) and isinstance(given, Sequence):
+        return [_with_references(*each) for each in zip(dumped, made, given, strict=True)]
+    return dumped
 
 
 def as_json(config: RunConfig) -> dict[str, Any]:

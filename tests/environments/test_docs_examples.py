@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from telescope.environments.template import ChatTemplate
+from tests.environments.judge_server import judging
 from tests.environments.playing import played
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/environments.md"
@@ -55,6 +56,15 @@ def test_guess_takes_what_is_no_number_for_a_wrong_guess(shown: dict[str, Any], 
 async def test_retry_loses_a_tenth_a_turn(shown: dict[str, Any], tiny: ChatTemplate) -> None:
     reward, _, _ = await played(tiny, shown["Retry"](), "ba", "ab")
     assert reward.total == pytest.approx(0.9)
+
+
+async def test_praise_is_judged(shown: dict[str, Any], tiny: ChatTemplate) -> None:
+    async with judging(["Verdict: yes", "Verdict: 7"]) as server:
+        praise = shown["Praise"](judge={"base_url": server.base_url, "model": "wise"})
+        await praise.set_up()
+        reward, _, _ = await played(tiny, praise, "O sea")
+        await praise.tear_down()
+    assert (reward.total, dict(reward.metrics)) == (0.7, {"about": 1.0})
 
 
 async def test_sums_are_worth_one_and_their_form_a_fifth(shown: dict[str, Any], tiny: ChatTemplate) -> None:

@@ -60,6 +60,8 @@ class Session:
         self._clock, self._waited, self._since = clock, 0.0, 0.0
         self._closed = False
         self.requests = 0
+        self.overlong = False
+        """Whether a conversation was refused because it left no room for an answer."""
         self.failure: Exception | None = None
         self.failed = asyncio.Event()
 
@@ -96,6 +98,7 @@ class Session:
         try:
             text = await task
         except (PromptTooLong, ContextFull) as error:
+            self.overlong = True
             raise Refused(400, str(error), param="messages", code="context_length_exceeded") from error
         except (ChatError, TemplateError) as error:
             self.failure = self.failure or error
@@ -186,6 +189,7 @@ class Proxy:
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
         self._server: HttpServer | None = None
+        self._common = secrets.token_urlsafe(24)
 
     async def start(self) -> None:
         """Listen. Raises OSError where no port can be had."""
@@ -207,6 +211,15 @@ class Proxy:
         session = self._sessions[secret] = Session(chat, call_format=call_format, max_requests=max_requests)
         return f"http://127.0.0.1:{self._server.port}/{secret}/v1", session
 
+    def open_by_model(
+        self, chat: Chat, *, call_format: CallFormat = "json", max_requests: int = 1000
+    ) -> tuple[str, str, Session]:
+        """The same for agents that keep a client for every address: one `base_url` for all rollouts, and the name of the model
+        by which this rollout's requests are known."""
+        base_url, session = self.open(chat, call_format=call_format, max_requests=max_requests)
+        before, secret, after = base_url.rsplit("/", 2)
+        return f"{before}/{self._common}/{after}", secret, session
+
     async def shut(self, session: Session) -> None:
         """The rollout is over: its address leads nowhere."""
         self._sessions = {secret: other for secret, other in self._sessions.items() if other is not session}
@@ -223,12 +236,15 @@ class Proxy:
 
     async def _routed(self, request: Request) -> Response:
         secret, _, route = request.path.partition("?")[0].strip("/").partition("/")
-        session = self._sessions.get(secret)
-        if session is None:
+        common = secret == self._common
+        if not common and secret not in self._sessions:
             raise Refused(404, "there is no rollout at this address: it may be over")
         match request.method, route:
             case "POST", "v1/chat/completions":
                 asked = shapes.read_request(request.body)
+                session = self._sessions.get(asked.model if common else secret)
+                if session is None:
+                    raise Refused(404, f"there is no rollout of the model {asked.model!r}: it may be over", param="model")
                 answer = await session.complete(asked)
                 number = secrets.token_hex(8)
                 if asked.stream:

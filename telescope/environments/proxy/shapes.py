@@ -39,6 +39,7 @@ class ChatRequest:
     max_tokens: int | None
     stream: bool
     include_usage: bool
+    model: str = MODEL
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ def read_request(body: bytes) -> ChatRequest:
         max_tokens=_max_tokens(asked),
         stream=asked.get("stream") is True,
         include_usage=isinstance(options, dict) and options.get("include_usage") is True,
+        model=str(asked.get("model", MODEL)),
     )
 
 

@@ -2,8 +2,8 @@
 
 A user calls with a wish; the agent has a policy to follow and tools that read and change the database. The reward is 1 if the
 database ends as it does after the task's own actions, and everything was said that had to be said; else 0. The data come from a
-package or a folder (data.py). Tasks whose outcome only a judge could tell (a rightly refused wish) count as right when
-nothing was changed.
+package or a folder (data.py). What only a judge can tell (a rightly refused wish) is judged where `judge` names one; else
+such tasks count as right when nothing was changed.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
-from telescope.environments.base import Prompt, Reward, Turn
+from telescope.environments.base import Chat, Prompt, Reward, Turn
+from telescope.environments.failures import GraderError
+from telescope.environments.judge import Judge, JudgeSettings
 from telescope.environments.off_loop import called
 from telescope.environments.tau.airline import AirlineDesk
 from telescope.environments.tau.data import Task, folder_of, load_tables, load_tasks
@@ -27,6 +29,11 @@ from telescope.environments.tau.users import Endpoint, ModelUser, ScriptedUser, 
 from telescope.environments.tool_environment import ToolEnvironment, ToolState
 from telescope.environments.tools.schema import BadArguments, ToolFunction
 
+NAMES = {"user": "user", "tool": "result of a call"}
+ASSERTED = (
+    "The text is a dialogue between a customer and the agent of a company, with the agent's calls of tools and their results. "
+    "Is this true of it: {said}"
+)
 DESKS: Mapping[str, type[Desk]] = {"retail": RetailDesk, "airline": AirlineDesk}
 
 
@@ -37,6 +44,8 @@ class TauState(ToolState):
     greeting: str = ""
     said: list[str] = field(default_factory=list)
     """All that the agent said to the user."""
+    lines: list[str] = field(default_factory=list)
+    """The dialogue as a judge reads it, calls and their results included."""
 
 
 class Tau(ToolEnvironment):
@@ -61,8 +70,13 @@ class Tau(ToolEnvironment):
     """File that holds the key of that endpoint; empty: none is sent."""
     user_timeout_s: float = Field(default=60.0, gt=0)
     """Seconds one message of the user's model may take."""
+    judge: JudgeSettings | None = None
+    """The model that is asked whether a task's assertions in prose hold, e.g. `{base_url: …, model: …}`; null: they are left
+    out of the reward."""
     max_turns: int = Field(default=30, ge=1, le=10_000)
     """Answers of the policy in one rollout, at most: each is calls, or a message to the user."""
+
+    _judge: Judge | None = PrivateAttr(default=None)
 
     @model_validator(mode="after")
     def _an_endpoint_is_named(self) -> Tau:
@@ -91,6 +105,12 @@ class Tau(ToolEnvironment):
         """Load the database before the first rollout, not in it."""
         await super().set_up()
         await called(lambda: (self._tables, self._api_key))
+        self._judge = None if self.judge is None else Judge(self.judge)
+
+    async def tear_down(self) -> None:
+        if self._judge is not None:
+            await self._judge.close()
+        await super().tear_down()
 
     def prompts(self, split: str) -> Sequence[Prompt]:
         policy, tasks, splits = self._tasks
@@ -115,6 +135,12 @@ class Tau(ToolEnvironment):
     def tools_for(self, state: TauState) -> Sequence[ToolFunction]:
         return state.desk.tools()
 
+    async def say(self, chat: Chat, state: TauState, turns: Sequence[Turn]) -> str:
+        answer = await super().say(chat, state, turns)
+        heard = [f"[{NAMES[turn['role']]}] {turn['content']}" for turn in turns if turn["role"] in NAMES]
+        state.lines += [*heard, f"[agent] {answer}"]
+        return answer
+
     async def answered(self, state: TauState, text: str) -> Sequence[Turn]:
         state.said.append(text)
         reply = "" if state.desk.transferred else await state.user.answer(text)
@@ -122,7 +148,7 @@ class Tau(ToolEnvironment):
         state.final_answer = text
         return ({"role": "user", "content": reply},)
 
-    def reward(self, prompt: Prompt, state: TauState) -> Reward:
+    async def reward(self, prompt: Prompt, state: TauState) -> Reward:
         task = self.task(prompt)
         wanted, refused = self.after(task)
         right = state.desk.records.digest() == wanted.records.digest()
@@ -134,8 +160,20 @@ class Tau(ToolEnvironment):
             "database_untouched": float(state.desk.records.untouched),
             "transferred": float(state.desk.transferred),
         }
-        info = {"task": task.task_id, "refused_actions_of_the_task": refused}
-        return Reward(float(right and all(outputs)), metrics, info=info)
+        held = await self._held(task, state)
+        if held:
+            metrics["assertions_held"] = sum(held.values()) / len(held)
+        info = {"task": task.task_id, "refused_actions_of_the_task": refused, **({"assertions": held} if held else {})}
+        return Reward(float(right and all(outputs) and all(held.values())), metrics, info=info)
+
+    async def _held(self, task: Task, state: TauState) -> Mapping[str, bool]:
+        """Which of the task's assertions are true, by a judge who reads the dialogue; none without a judge."""
+        if self.judge is None:
+            return {}
+        if self._judge is None:
+            raise GraderError("the environment was not set up: its judge is not there")
+        dialogue = "\n".join(state.lines)
+        return {said: await self._judge.yes_or_no(ASSERTED.format(said=said), dialogue=dialogue) for said in task.assertions}
 
     def task(self, prompt: Prompt) -> Task:
         return self._tasks[1][prompt.facts["task"]]

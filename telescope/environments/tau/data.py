@@ -35,6 +35,8 @@ class Task:
     """(tool, arguments) in their order."""
     outputs: tuple[str, ...]
     """Texts that the agent has to say to the user."""
+    assertions: tuple[str, ...] = ()
+    """What else has to be true of the dialogue, in prose: only a judge can tell."""
 
 
 def folder_of(domain: str, data: str) -> Path:
@@ -81,4 +83,5 @@ def _task(raw: Mapping[str, Any]) -> Task:
         instructions=told.get("task_instructions") or "",
         actions=tuple((action["name"], action["arguments"]) for action in wanted.get("actions") or ()),
         outputs=tuple(wanted.get("communicate_info") or ()),
+        assertions=tuple(wanted.get("nl_assertions") or ()),
     )
