@@ -264,6 +264,10 @@ class InferenceSettings(Settings):
     """GPUs (workers) of one server, each with its slice of every layer; must divide cluster.inference_num_workers."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Share of a GPU's memory that a server takes for weights and KV cache."""
+    sleep_while_training: Literal["off", "keep_weights", "drop_weights"] = "off"
+    """A server gives its GPU's memory back while the trainer trains, for a GPU that both share. The KV cache goes; the weights
+    go to host memory (keep_weights) or are dropped, as the next version brings all of them (drop_weights: faster, and no host
+    memory). Needs orchestrator.max_async_rollout=0."""
     cpu_kv_cache_mb: int = Field(default=128, ge=8, le=100_000_000)
     """KV cache of a server on CPU."""
     max_model_len: int = Field(default=4096, ge=8, le=100_000_000)

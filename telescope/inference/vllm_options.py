@@ -95,6 +95,8 @@ def engine_arguments(plan: ServerPlan) -> dict[str, Any]:
         arguments["kv_cache_memory_bytes"] = settings.cpu_kv_cache_mb * 2**20
     else:
         arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
+        if settings.sleep_while_training != "off":
+            arguments["enable_sleep_mode"] = True
     return arguments
 
 

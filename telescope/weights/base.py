@@ -39,6 +39,11 @@ class Source(Protocol):
 class Publisher(Protocol):
     """The trainer's side, one on every rank. At most two versions exist at once: the served and the next."""
 
+    @property
+    def card_bytes(self) -> int:
+        """Bytes of this rank's GPU that it holds for the whole run beside torch's allocator, e.g. 0."""
+        ...
+
     def publish(self, version: int) -> WeightManifest | None:
         """Put a version in place (pull transports) or name its layout and meeting place (collective ones). A collective of the
         trainer ranks; rank 0 gives the manifest, the others None. Raises `NoRoomForWeights`."""

@@ -118,6 +118,10 @@ class CudaIpcPublisher:
             self._buffer.zero_()
             self._handle = self._driver.handle(self._pointer)
 
+    @property
+    def card_bytes(self) -> int:
+        return self._nbytes if self._pointer else 0
+
     def publish(self, version: int) -> WeightManifest | None:
         with torch.no_grad(), on_stream(self._device, self._stream):
             for bucket in self._cut:

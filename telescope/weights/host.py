@@ -36,6 +36,10 @@ class HostPublisher:
         """`writer` is rank 0's; the others have none."""
         self._tensors, self._writer = tensors, writer
 
+    @property
+    def card_bytes(self) -> int:
+        return 0
+
     def publish(self, version: int) -> WeightManifest | None:
         tensors = self._tensors()
         manifest = None if self._writer is None else self._writer.publish(version, tensors)
