@@ -86,10 +86,10 @@ class Room:
         self.card.release()
         held, limit = self.card.held, self.limit
         if held > limit or not limit:
-            handed = f", {self.outside / GIB:.2f} of it for the version that is handed to the server" if self.outside else ""
+            handed = f", {self.outside / GIB:.2f} GiB of it for the version handed to the server" if self.outside else ""
             raise NoRoomBeside(
                 f"this rank keeps {(held + self.outside) / GIB:.2f} GiB of its GPU between steps{handed}, and the server "
-                f"leaves it {self.share:.0%} of {self.card.total / GIB:.2f}: lower inference.gpu_memory_utilization to "
+                f"leaves it {self.share:.0%} of {self.card.total / GIB:.2f} GiB: lower inference.gpu_memory_utilization to "
                 f"{max(0.0, 1 - (held + self.outside) / self.card.total - SPARE):.2f} or less, take a smaller optimiser state "
                 "(backend.optimizer, backend.offload), or a smaller model"
             )
