@@ -23,6 +23,7 @@ from telescope.config.plugins import PluginError
 from telescope.config.run import RunConfig, config_hash
 from telescope.config.secrets import SecretMissing, reveal
 from telescope.config.words import ConfigError
+from telescope.inference.card_room import card_bytes, free_on_cards, room_made
 from telescope.inference.checkpoint import CheckpointUnreadable
 from telescope.inference.deadline import Deadline
 from telescope.inference.engine import Engine, EngineDead, EngineRefused
@@ -54,6 +55,8 @@ KNOWN = Known(
 )
 DOOR_CLOSE_S = 0.5
 """For the workers' goodbyes at a server's own port."""
+ROOM_SHARE = 0.9
+"""Of the time for the start: an engine still waits for room then, and says so before the start's own deadline speaks."""
 CLOSE_S = 8.0
 """Closing the engine takes no longer than this, whatever it does."""
 
@@ -76,10 +79,12 @@ async def _live(place: Place, signals: Signals) -> int:
     key = http_api_key(settings, place.directory)  # a missing one is told now, not after the engine's start
     deadline = Deadline(place.directory, place.name)
     scratch = place.directory.scratch(place.name)
-    engine = build_engine(config, place.identity.run_id, device_of(config, os.environ), place.name, scratch)
+    device = device_of(config, os.environ)
+    engine = build_engine(config, place.identity.run_id, device, place.name, scratch)
     code, why = 0, "it did not close within its deadline"
     try:
         with deadline(config.cluster.placement_timeout_s, "its engine did not start within cluster.placement_timeout_s"):
+            await _room_made(config, device)
             await engine.start()
         signalled = signals.watch_on_loop()
         status = Status(place.name)
@@ -100,6 +105,16 @@ async def _live(place: Place, signals: Signals) -> int:
         with deadline(CLOSE_S, why, code=code):
             await engine.close()
     return code
+
+
+async def _room_made(config: RunConfig, device: Device) -> None:
+    """A server that is started again while the trainer has the whole GPU waits for the end of its step."""
+    inference = config.inference
+    if inference.sleep_while_training == "off" or inference.engine == "fake" or device == "cpu":
+        return
+    needed = int(inference.gpu_memory_utilization * card_bytes())
+    cards = inference.tensor_parallel_size
+    await room_made(lambda: free_on_cards(cards), needed, ROOM_SHARE * config.cluster.placement_timeout_s)
 
 
 def http_api_key(settings: InferenceSettings, run: RunDirectory) -> str | None:
