@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 async def room_made(free: Callable[[], int], needed: int, limit_s: float) -> float:
-    """Return once `free()` bytes are at least those `needed`, with the seconds it took. Raises `EngineRefused` after `limit_s`."""
+    """Return once `free()` bytes are at least those `needed`; the seconds it took. Raises `EngineRefused` after `limit_s`."""
     started = time.monotonic()
     if (found := free()) < needed:
         log.info("waiting for room on the GPU: %.2f GiB are free, %.2f are needed", found / GIB, needed / GIB)

@@ -76,6 +76,11 @@ class Receiver(Protocol):
         this returns. Gives the checksum of the version: the manifest's, or what the sender of a broadcast told at its end."""
         ...
 
+    def verify(self, manifest: WeightManifest, deadline_s: float) -> None:
+        """Transports in place: whether what lies there is the version, every byte that `receive` would look at. Nothing is
+        kept. There is nothing to verify of a broadcast before it comes."""
+        ...
+
     def receive_buckets(self, manifest: WeightManifest, group: WeightGroup | None, load: Load, deadline_s: float) -> str:
         """The same without a place for the whole: `load` gets bucket by bucket, before the whole can be checked."""
         ...

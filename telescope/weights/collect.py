@@ -45,6 +45,9 @@ class CollectiveReceiver:
                 return self._in_turn(manifest, channel, lambda bucket, data: _put(staging, bucket, data))
             return self._in_place(manifest, channel, staging)
 
+    def verify(self, manifest: WeightManifest, deadline_s: float) -> None:
+        """Nothing has come yet."""
+
     def receive_buckets(self, manifest: WeightManifest, group: WeightGroup | None, load: Load, deadline_s: float) -> str:
         with self._taking(group):
             return self._in_turn(manifest, self._channel(manifest, group, deadline_s), load)

@@ -179,6 +179,10 @@ class CudaIpcReceiver:
             self._compare(manifest, staging)
             return manifest.checksum
 
+    def verify(self, manifest: WeightManifest, deadline_s: float) -> None:
+        with torch.no_grad(), on_stream(self._device, self._stream):
+            self._compare(manifest, self._opened(manifest))
+
     def receive_buckets(self, manifest: WeightManifest, group: WeightGroup | None, load: Load, deadline_s: float) -> str:
         """Here everything is checked before the first `load`, and nothing is copied but by it."""
         with torch.no_grad(), on_stream(self._device, self._stream):

@@ -81,6 +81,11 @@ class HostReceiver:
             torch.cuda.current_stream(staging.device).synchronize()
         return manifest.checksum
 
+    def verify(self, manifest: WeightManifest, deadline_s: float) -> None:
+        self._begin(deadline_s)
+        for _ in self._reader.read(manifest):
+            self._check(manifest)
+
     def receive_buckets(self, manifest: WeightManifest, group: WeightGroup | None, load: Load, deadline_s: float) -> str:
         """From shared memory everything has been checked before the first `load`; from a file it can't be."""
         import torch
