@@ -344,6 +344,11 @@ class WeightSyncSettings(Settings):
     """Where a server keeps a new version until it is served: full (a buffer on its GPU as large as the model, taken from
     inference.gpu_memory_utilization), host (pinned memory; longer pause), none (received in place while paused)."""
 
+    @property
+    def bucket_bytes(self) -> int:
+        """Of a bucket of a broadcast, at most; 0: each tensor is one."""
+        return self.bucket_mb * 2**20 if self.mode == "bucketed" else 0
+
 
 def _zero_if_false(value: Any) -> Any:
     return 0 if value is False else value

@@ -36,7 +36,7 @@ from telescope.inference.vllm_options import Device, ServerPlan, vllm_environmen
 from telescope.runlog import http_key, temporary
 from telescope.runlog.layout import RunDirectory, write_atomically
 from telescope.weights.base import Receiver
-from telescope.weights.choose import make_receiver
+from telescope.weights.choose import TransportRefused, make_receiver, planned
 from telescope.weights.shared_memory import SharedMemoryReader
 from telescope.wire.hub import BindFailed, Hub
 from telescope.wire.hub_session import HubIdentity
@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 KNOWN = Known(
     errors=(
         *(PortTaken, ModelNotFound, CheckpointUnreadable, EngineRefused, ConfigError, PluginError, SecretMissing),
-        *(WireRefused, WireTimeout, BadKeys, BindFailed),
+        *(TransportRefused, WireRefused, WireTimeout, BadKeys, BindFailed),
     ),
     gone=(EngineDead, LinkLost),
 )
@@ -80,7 +80,9 @@ async def _live(place: Place, signals: Signals) -> int:
     deadline = Deadline(place.directory, place.name)
     scratch = place.directory.scratch(place.name)
     device = device_of(config, os.environ)
-    engine = build_engine(config, place.identity.run_id, device, place.name, scratch)
+    adapters = config.model.lora is not None
+    transport = planned(config.weight_sync.transport, place.directory.plan_json, adapters=adapters)
+    engine = build_engine(config, place.identity.run_id, device, place.name, scratch, transport)
     code, why = 0, "it did not close within its deadline"
     try:
         with deadline(config.cluster.placement_timeout_s, "its engine did not start within cluster.placement_timeout_s"):
@@ -199,10 +201,18 @@ def fake_receivers(run: str, name: str, init_timeout_s: float) -> Callable[[str]
     )
 
 
-def build_engine(config: RunConfig, run: str, device: Device, name: str = "server-0", scratch: Path | None = None) -> Engine:
+def build_engine(
+    config: RunConfig,
+    run: str,
+    device: Device,
+    name: str = "server-0",
+    scratch: Path | None = None,
+    transport: str = "auto",
+) -> Engine:
     """The engine that `inference.engine` names, not started. For vLLM this sets the environment, so it goes before its import.
 
-    `run` is the run's id, under which its weights lie in shared memory; `scratch` a folder of the server's own, for adapters.
+    `run` is the run's id, under which its weights lie in shared memory; `scratch` a folder of the server's own, for adapters;
+    `transport` by which its versions come, where that is known.
     Raises `ModelNotFound`.
     """
     folder = model_folder(config.model.name)
@@ -225,7 +235,7 @@ def build_engine(config: RunConfig, run: str, device: Device, name: str = "serve
         os.environ["VLLM_RPC_BASE_PATH"] = str(temporary.make())
     if sentence := unknown_parsers(settings):
         raise EngineRefused(sentence)
-    plan = ServerPlan(config.model, folder, settings, device, lanes(config), config.seed, run, name)
+    plan = ServerPlan(config.model, folder, settings, device, lanes(config), config.seed, run, name, transport)
     if config.model.lora is not None:
         from telescope.inference.lora_engine import LoraEngine
 

@@ -28,7 +28,7 @@ from telescope.inference.engine import EngineDead, EngineRefused, Generated, Loa
 from telescope.inference.opening import Comparison, Opened, Opening, StageState
 from telescope.inference.steps import step_teller
 from telescope.inference.versions import Spans, Versions
-from telescope.inference.vllm_options import ServerPlan, engine_arguments, served_dtype, share_beside_staging
+from telescope.inference.vllm_options import ServerPlan, engine_arguments, served_dtype, share_beside, spare_bytes
 from telescope.records import FinishReason, Sampling, WeightGroup, WeightManifest
 
 FIRST_LOOK_S, LONGEST_LOOK_S = 0.002, 0.02
@@ -109,17 +109,16 @@ class VllmEngine:
         await self._warm_up()
 
     def _memory(self) -> dict[str, float]:
-        """On a GPU: vLLM's share, less the staging buffer. Asks the driver, not CUDA, which must not be up before the fork."""
-        if self._plan.device == "cpu" or self._sync.staging != "full":
+        """On a GPU: vLLM's share, less what updates need. Asks the driver, not CUDA, which must not be up before the fork."""
+        spare = 0 if self._plan.device == "cpu" else spare_bytes(self._plan, self._sync)
+        if not spare:
             return {}
         from vllm.platforms import current_platform
 
-        dtype = served_dtype(self._plan)
-        staging = version_bytes(checkpoint_tensors(self._plan.folder), is_tied(self._plan.folder), dtype)
-        inference = self._plan.inference
-        card = int(current_platform.get_device_total_memory())
-        weights = staging // inference.tensor_parallel_size
-        return {"gpu_memory_utilization": share_beside_staging(inference.gpu_memory_utilization, card, weights, staging)}
+        inference, card = self._plan.inference, int(current_platform.get_device_total_memory())
+        whole = version_bytes(checkpoint_tensors(self._plan.folder), is_tied(self._plan.folder), served_dtype(self._plan))
+        weights, purpose = whole // inference.tensor_parallel_size, f"weight_sync.staging={self._sync.staging}"
+        return {"gpu_memory_utilization": share_beside(inference.gpu_memory_utilization, card, weights, spare, purpose)}
 
     async def _open(self) -> None:
         """Ask the workers how they take updates; said once in the log."""

@@ -43,6 +43,15 @@ class Bucket:
         return self.stop - self.start
 
 
+IN_TURN = 2
+"""Buffers of a bucket's size that a side of a broadcast fills in turn, where a version does not go straight to its place."""
+
+
+def largest(cut: Sequence[Bucket]) -> int:
+    """Bytes of the largest bucket; 0 of none."""
+    return max((bucket.nbytes for bucket in cut), default=0)
+
+
 def aligned(offset: int) -> int:
     """The next multiple of `ALIGNMENT`."""
     return -(-offset // ALIGNMENT) * ALIGNMENT

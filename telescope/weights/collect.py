@@ -13,10 +13,10 @@ from torch import Tensor
 
 from telescope.records import WeightGroup, WeightManifest
 from telescope.weights.base import Load, TransferFailed, WeightsCorrupt
-from telescope.weights.buckets import Bucket, buckets
+from telescope.weights.buckets import IN_TURN, Bucket, buckets, largest
 from telescope.weights.channel import Channel, Flight
 from telescope.weights.digest import Sample
-from telescope.weights.epochs import IN_TURN, Epochs, Turns, largest, new_stream, on_stream
+from telescope.weights.epochs import Epochs, Turns, new_stream, on_stream
 from telescope.weights.rendezvous import Meeting
 
 AHEAD = 4

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from telescope.records import WeightGroup, WeightManifest
 from telescope.weights.base import Source, TransferFailed
-from telescope.weights.buckets import Bucket, buckets, lay_out
+from telescope.weights.buckets import IN_TURN, Bucket, buckets, largest, lay_out
 from telescope.weights.channel import Channel, Flight
 from telescope.weights.digest import Sample
-from telescope.weights.epochs import IN_TURN, Epochs, Turns, largest, new_stream, on_stream, wait_for_device
+from telescope.weights.epochs import Epochs, Turns, new_stream, on_stream, wait_for_device
 from telescope.weights.rendezvous import Meeting
 
 
