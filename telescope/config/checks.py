@@ -310,7 +310,7 @@ def _without_effect(config: RunConfig) -> Iterator[Conflict]:
         yield Conflict(
             ("weight_sync.bucket_mb", "weight_sync.mode"),
             f"weight_sync.bucket_mb={sync.bucket_mb} does nothing with weight_sync.mode=per_tensor: leave it out, or set "
-            "weight_sync.mode=bucketed",
+            "weight_sync.mode=flattened_bucket",
         )
 
 

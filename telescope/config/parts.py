@@ -313,8 +313,8 @@ class WeightSyncSettings(Settings):
     transport: Literal["auto", "nccl", "gloo", "cuda_ipc", "shared_memory", "disk"] = "auto"
     """How weights travel. auto: nccl between GPUs, cuda_ipc within one, shared_memory on CPUs and where only some GPUs are
     shared. gloo: nccl's way, on CPUs. disk: files in a folder that all hosts see."""
-    mode: Literal["bucketed", "per_tensor"] = "bucketed"
-    """Pieces of a broadcast: buckets of many tensors, or every tensor for itself."""
+    mode: Literal["flattened_bucket", "per_tensor"] = "flattened_bucket"
+    """Pieces of a broadcast: buckets of many tensors laid out flat, or every tensor for itself."""
     bucket_mb: int = Field(default=256, ge=1, le=100_000)
     """Size of a bucket, two of which are held on each side; a larger tensor is a bucket of its own."""
     dtype: Literal["auto", "master", "bfloat16", "float16", "float32"] = "auto"
@@ -347,7 +347,7 @@ class WeightSyncSettings(Settings):
     @property
     def bucket_bytes(self) -> int:
         """Of a bucket of a broadcast, at most; 0: each tensor is one."""
-        return self.bucket_mb * 2**20 if self.mode == "bucketed" else 0
+        return self.bucket_mb * 2**20 if self.mode == "flattened_bucket" else 0
 
 
 def _zero_if_false(value: Any) -> Any:
