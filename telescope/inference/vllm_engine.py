@@ -22,13 +22,13 @@ from telescope.config.models import end_ids
 from telescope.config.parts import WeightSyncSettings
 from telescope.inference.checkpoint import checkpoint_tensors, is_tied, version_bytes
 from telescope.inference.children import Children, how_it_ended
-from telescope.inference.core_commit import COMMIT, teach_core
+from telescope.inference.core_commit import COMMIT, SLEEP, WAKE, teach_core
 from telescope.inference.death import tells_its_death
 from telescope.inference.engine import EngineDead, EngineRefused, Generated, Load, RequestRefused, WeightsRefused, WeightState
 from telescope.inference.opening import Comparison, Opened, Opening, StageState
 from telescope.inference.steps import step_teller
 from telescope.inference.versions import Spans, Versions
-from telescope.inference.vllm_options import ServerPlan, engine_arguments, served_dtype, share_beside_staging
+from telescope.inference.vllm_options import ServerPlan, engine_arguments, served_dtype, share_beside, spare_bytes
 from telescope.records import FinishReason, Sampling, WeightGroup, WeightManifest
 
 FIRST_LOOK_S, LONGEST_LOOK_S = 0.002, 0.02
@@ -65,6 +65,7 @@ class VllmEngine:
         self._arriving: int | None = None
         self._held = False
         """Whether the engine is paused because a version is received in place."""
+        self._asleep = False
         self._weights = asyncio.Lock()
         self._llm: Any = None
         self._children = Children()
@@ -108,17 +109,16 @@ class VllmEngine:
         await self._warm_up()
 
     def _memory(self) -> dict[str, float]:
-        """On a GPU: vLLM's share, less the staging buffer. Asks the driver, not CUDA, which must not be up before the fork."""
-        if self._plan.device == "cpu" or self._sync.staging != "full":
+        """On a GPU: vLLM's share, less what updates need. Asks the driver, not CUDA, which must not be up before the fork."""
+        spare = 0 if self._plan.device == "cpu" else spare_bytes(self._plan, self._sync)
+        if not spare:
             return {}
         from vllm.platforms import current_platform
 
-        dtype = served_dtype(self._plan)
-        staging = version_bytes(checkpoint_tensors(self._plan.folder), is_tied(self._plan.folder), dtype)
-        inference = self._plan.inference
-        card = int(current_platform.get_device_total_memory())
-        weights = staging // inference.tensor_parallel_size
-        return {"gpu_memory_utilization": share_beside_staging(inference.gpu_memory_utilization, card, weights, staging)}
+        inference, card = self._plan.inference, int(current_platform.get_device_total_memory())
+        whole = version_bytes(checkpoint_tensors(self._plan.folder), is_tied(self._plan.folder), served_dtype(self._plan))
+        weights, purpose = whole // inference.tensor_parallel_size, f"weight_sync.staging={self._sync.staging}"
+        return {"gpu_memory_utilization": share_beside(inference.gpu_memory_utilization, card, weights, spare, purpose)}
 
     async def _open(self) -> None:
         """Ask the workers how they take updates; said once in the log."""
@@ -296,7 +296,9 @@ class VllmEngine:
             except TimeoutError as error:
                 raise EngineDead(f"the engine's workers have not answered for {limit_s:g} s (weights {version})") from error
             except WeightsRefused:  # and only then: what can't be taken back is never sampled from
-                if self._held:
+                if self._asleep:  # it waits for a version that it can take
+                    self._held = False
+                elif self._held:
                     await self._release()
                 raise
             finally:
@@ -351,11 +353,33 @@ class VllmEngine:
         other = sorted({name for answer in answers for name in answer.other})
         return Comparison(min(answer.tensors for answer in answers), tuple(other))
 
+    @tells_its_death
+    async def sleep(self) -> None:
+        limit_s, core = self._sync.update_timeout_s, self._llm.engine_core
+        level = 2 if self._plan.inference.sleep_while_training == "drop_weights" else 1
+        async with self._weights:
+            if self._asleep:
+                return
+            try:
+                async with asyncio.timeout(limit_s):
+                    await core.pause_scheduler_async(mode="wait", clear_cache=True)  # what runs is answered, what comes waits
+                    await core.call_utility_async(SLEEP, level)
+            except TimeoutError as error:
+                raise EngineDead(
+                    f"the engine did not fall asleep within weight_sync.update_timeout_s={limit_s:g} s: a request runs longer"
+                ) from error
+            self._asleep = True
+
     async def _hold_if_unstaged(self, manifest: WeightManifest) -> None:
         """A broadcast that is not staged writes to the parameters as it comes: nothing may be sampled until it is committed."""
-        if self._sync.staging == "none" and manifest.collective:
-            await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
-            self._held = True
+        if self._sync.staging != "none" or not manifest.collective:
+            return
+        core = self._llm.engine_core
+        if self._asleep:
+            await core.call_utility_async(WAKE)
+        else:
+            await core.pause_scheduler_async(mode="keep", clear_cache=False)
+        self._held = True
 
     async def _release(self) -> None:
         self._held = False
@@ -394,8 +418,8 @@ class VllmEngine:
         """`continue`: between two steps, without a pause; running requests keep their keys and values. `recompute`: these are
         computed anew by the new weights: each log-prob is the new weights' given all tokens before. `abort`: they end."""
         core = self._llm.engine_core  # AsyncLLM.pause_generation adds a sleep of 20 ms to this
-        in_flight = self._sync.in_flight
-        if in_flight != "continue":
+        in_flight = "sleeps" if self._asleep else self._sync.in_flight  # it is paused, and nothing is in flight
+        if in_flight in ("recompute", "abort"):
             mode = "keep" if in_flight == "recompute" else "abort"
             await core.pause_scheduler_async(mode=mode, clear_cache=in_flight == "recompute")
         order = core.call_utility_async(COMMIT, version, self._sync.update_timeout_s)
@@ -404,6 +428,7 @@ class VllmEngine:
         ours = {request.internal: request.spans for request in self._requests.values() if request.internal}
         self._versions.commit_is_answered(version, sampled, ours)
         if in_flight != "continue" or self._held:
+            self._asleep = False
             await self._release()
 
     # ---- life -------------------------------------------------------------------------------------------------------
