@@ -63,7 +63,7 @@ class Core(Fates):
         self._now = now
         self._out = []
         self._absorb(event)
-        if self._ending is None:
+        if self._ending is None and self._saving.waits:
             self._save_or_leave()
         if self._ending is None:
             self._advance(type(event) not in _PLAY)
@@ -102,7 +102,7 @@ class Core(Fates):
             case seen.TurnStarted():
                 self._turns.started(event)
             case seen.TurnDone():
-                self._turns.done(event, self._updates.travelling is not None, self.version)
+                self._turns.done(event, self._updates.travelling is not None, self._updates.version)
             case seen.GenerationOver():
                 self._generation_over(event)
             case seen.ServerLoad():
@@ -365,12 +365,12 @@ class Core(Fates):
                 self._lanes.queue(group, sample)
 
     def _dispatch(self) -> None:
-        lanes = self._placement.lanes
+        lanes, version = self._placement.lanes, self._updates.version
         self._lanes.wake(self._now)
-        while (flight := self._lanes.dispatch(lanes, self.version, self._now)) is not None:
+        while (flight := self._lanes.dispatch(lanes, version, self._now)) is not None:
             group, sample = flight.group, flight.sample
             if group.v_start < 0:
-                group.v_start = self.version
+                group.v_start = version
                 self._reach(group, State.QUEUED)
                 if self._ahead is not None:
                     self._ahead.sent(group.group_id)

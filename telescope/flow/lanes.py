@@ -34,7 +34,7 @@ class Flight:
         self.generated = False  # asks for no more tokens: its lane is free, its credit is not
         self.aborted = False  # an update or a lost server cut a request short: its failure is nobody's fault
         self.tokens = 0  # sampled so far
-        self.requests: dict[str, None] = {}  # ids of all requests it ever made, in order
+        self.requests: list[str] = []  # ids of all requests it ever made
 
 
 class Worker:

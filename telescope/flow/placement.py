@@ -133,7 +133,9 @@ class Placement:
 
     def _choice(self, group: Group) -> str | None:
         sticky, v_start = group.server, group.v_start
-        known = self.servers.get(sticky) if sticky is not None and self._takes(sticky, v_start) else None
+        known = self.servers.get(sticky) if sticky is not None else None
+        if known is not None and (known.version < v_start or known.outstanding >= known.capacity):
+            known = None
         if known is not None and not known.share.pressure:
             return sticky
         best = self._least_loaded.first_that(lambda server: self._takes(server, v_start), below=FULL)

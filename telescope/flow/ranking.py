@@ -14,7 +14,7 @@ class Ranking:
 
     def __init__(self) -> None:
         self._moved: dict[str, int] = {}
-        self._current: dict[str, tuple[int, int]] = {}
+        self._current: dict[str, tuple[int, int, str]] = {}  # its latest entry in the heap; all others are outdated
         self._heap: list[tuple[int, int, str]] = []
         self._arrivals = 0
 
@@ -33,11 +33,11 @@ class Ranking:
                 continue
             else:
                 arrival = known[1]
-            current[name] = (rank, arrival)
-            heappush(heap, (rank, arrival, name))
+            entry = current[name] = (rank, arrival, name)
+            heappush(heap, entry)
         self._moved.clear()
         if len(heap) > 8 * len(current) + 64:
-            heap[:] = [(rank, arrival, name) for name, (rank, arrival) in current.items()]
+            heap[:] = current.values()
             heapify(heap)
 
     def remove(self, name: str) -> None:
@@ -49,8 +49,8 @@ class Ranking:
             self._settle()
         heap = self._heap
         while heap:
-            rank, arrival, name = heap[0]
-            if self._current.get(name) == (rank, arrival):
+            name = heap[0][2]
+            if heap[0] is self._current.get(name):
                 return name
             heappop(heap)
         return None

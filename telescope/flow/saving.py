@@ -30,6 +30,11 @@ class Saving:
     def on(self) -> bool:
         return self._every > 0
 
+    @property
+    def waits(self) -> bool:
+        """Whether a checkpoint is to be begun, or an end waits for one."""
+        return self.owed or self.leaving is not None
+
     def committed(self, version: int) -> str:
         """A version is served. A sentence where the checkpoint due has to wait for the one before it."""
         if self.on and (version % self._every == 0 or self.leaving is not None):

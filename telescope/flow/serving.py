@@ -86,7 +86,11 @@ class SimulatedServer:
             paid = min(self._debt_s, left * self._speed)
             self._debt_s -= paid
             left -= paid / self._speed
-        tokens = self._tokens_in(left * self._speed, sequences)
+        # tokens x in so many seconds: τ·x + growth·x²/2 = seconds, solved for x
+        times, seconds = self._times, left * self._speed
+        growth = times.kv_token_s * sequences
+        step_s = times.step_s + times.sequence_s * sequences + times.kv_token_s * self._reads
+        tokens = 2 * seconds / (step_s + sqrt(step_s * step_s + 2 * growth * seconds))
         made = tokens * sequences
         self._made += tokens
         self._reads += made
@@ -128,8 +132,9 @@ class SimulatedServer:
     # ---- who comes and goes
 
     def add(self, sequence: Generation) -> None:
-        self.waiting.append(sequence)
-        self._admit()
+        if self.waiting or not self._enters(sequence):
+            self.waiting.append(sequence)
+            self._admit()
 
     def remove(self, sequence: Generation) -> None:
         """An abort."""
@@ -161,42 +166,38 @@ class SimulatedServer:
 
     # ---- inside
 
-    def _step_s(self, sequences: int) -> float:
-        times = self._times
-        return times.step_s + times.sequence_s * sequences + times.kv_token_s * self._reads
-
-    def _tokens_in(self, seconds: float, sequences: int) -> float:
-        step_s, growth = self._step_s(sequences), self._times.kv_token_s * sequences
-        return 2 * seconds / (step_s + sqrt(step_s * step_s + 2 * growth * seconds))
-
     def _admit(self) -> None:
-        times = self._times
-        while self.waiting and len(self.running) < times.max_seqs:
-            sequence = self.waiting[0]
-            prefix = (self.resets, sequence.group)
-            known = sequence.shared if self._share_prefixes and prefix in self._prefixes else 0
-            if self.running and self._held + sequence.prompt - known > WATERMARK * times.kv_tokens:
-                return
+        while self.waiting and self._enters(self.waiting[0]):
             self.waiting.popleft()
-            sequence.prefix = prefix
-            self._join(sequence, known)
 
-    def _join(self, sequence: Generation, known: int) -> None:
+    def _enters(self, sequence: Generation) -> bool:
+        """Begin with it, if there is room."""
+        times, prefix = self._times, (self.resets, sequence.group)
+        if len(self.running) >= times.max_seqs:
+            return False
+        known = sequence.shared if self._share_prefixes and prefix in self._prefixes else 0
+        if self.running and self._held + sequence.prompt - known > WATERMARK * times.kv_tokens:
+            return False
+        sequence.prefix = prefix
         self._numbers += 1
         sequence.number = self._numbers
         sequence.started_at, sequence.done_at = self._made, self._made + sequence.left
         if self._share_prefixes:
-            self._prefixes[sequence.prefix] = self._prefixes.get(sequence.prefix, 0) + 1
-        self._debt_s += max(sequence.prompt - max(known, sequence.cached), 1) * self._times.prefill_token_s
+            self._prefixes[prefix] = self._prefixes.get(prefix, 0) + 1
+        cached = known if known > sequence.cached else sequence.cached
+        unread = sequence.prompt - cached if sequence.prompt > cached else 1
+        self._debt_s += unread * times.prefill_token_s
         self._reads += sequence.prompt
         self._held += sequence.prompt - known
         self.running[sequence.key] = sequence
         heappush(self._ends, (sequence.done_at, sequence.number, sequence))
+        return True
 
     def _leave(self, sequence: Generation) -> None:
         del self.running[sequence.key]
         made = self._made - sequence.started_at
-        sequence.left = max(0.0, sequence.done_at - self._made)
+        left = sequence.done_at - self._made
+        sequence.left = left if left > 0.0 else 0.0
         sequence.number = -1
         self._reads -= sequence.prompt + made
         self._held -= sequence.prompt + made - self._left_behind(sequence)

@@ -57,6 +57,7 @@ class _Play:
     __slots__ = (
         "cached_at",
         "completion",
+        "equal",
         "history",
         "order",
         "over",
@@ -68,8 +69,9 @@ class _Play:
         "worker",
     )
 
-    def __init__(self, order: RolloutOrder, worker: str, prompt: int, turns: int) -> None:
+    def __init__(self, order: RolloutOrder, worker: str, prompt: int, equal: bool, turns: int) -> None:
         self.order = order
+        self.equal = equal  # its group's rewards all are
         self.worker = worker
         self.shared = prompt
         self.turns = turns
@@ -100,11 +102,12 @@ class _Simulation:
         self._agenda: list[tuple[float, int, Callable[[Any], None], Any]] = []
         self._entries = self._events = self._answers = self._scores = 0
         self._pending: deque[seen.AnyEvent] = deque()
+        self._say = self._pending.append
         self._servers = {
             f"server-{number}": SimulatedServer(load.engine, share_prefixes=cluster.prefix_caching)
             for number in range(cluster.servers)
         }
-        self._plays: dict[tuple[int, int], _Play] = {}
+        self._plays: dict[int, _Play] = {}  # of each rollout the attempt that plays: the next is ordered after its end
         self._requests: dict[str, _Play] = {}
         self._tokens: dict[int, int] = {}  # of each scored rollout
         self._groups: dict[int, tuple[int, bool]] = {}
@@ -155,12 +158,10 @@ class _Simulation:
         self._entries += 1
         heappush(self._agenda, (self._now + seconds, self._entries, action, subject))
 
-    def _say(self, event: seen.AnyEvent) -> None:
-        self._pending.append(event)
-
     def _do_after(self, seconds: float, action: Callable[[Any], None], subject: Any) -> None:
-        if seconds > 0:
-            self._after(seconds, action, subject)
+        if seconds > 0:  # as `_after` does; this one is called several times a rollout
+            self._entries += 1
+            heappush(self._agenda, (self._now + seconds, self._entries, action, subject))
         else:
             action(subject)
 
@@ -209,16 +210,17 @@ class _Simulation:
 
     def _run(self, command: do.Run) -> None:
         order, load = command.order, self._load
-        prompt, _ = self._group(order.group_id)
-        play = _Play(order, command.worker, prompt, max(1, int(drawn(load.turns, order.seed, 1))))
-        self._plays[order.rollout_id, order.attempt] = play
-        wait = drawn(load.dispatch_s, order.seed, 2) + self._in_line(command.worker, load.start_s)
+        prompt, equal = self._group(order.group_id)
+        turns = int(drawn(load.turns, order.seed, 1))
+        play = _Play(order, command.worker, prompt, equal, turns if turns > 1 else 1)
+        self._plays[order.rollout_id] = play
+        wait = drawn(load.dispatch_s, order.seed, 2)
+        if load.start_s:
+            wait += self._in_line(command.worker, load.start_s)
         self._do_after(wait, self._ask, play)
 
     def _in_line(self, worker: str, seconds: float) -> float:
         """Seconds until the worker, which does one thing after another, has done this too."""
-        if not seconds:
-            return 0.0
         until = self._busy_until[worker] = max(self._busy_until.get(worker, 0.0), self._now) + seconds
         return until - self._now
 
@@ -251,7 +253,9 @@ class _Simulation:
         else:
             if self._settings.free_lane:
                 self._say(seen.GenerationOver(order.rollout_id, order.attempt))
-            wait = drawn(load.reward_s, order.seed, 4) + self._in_line(play.worker, load.score_s)
+            wait = drawn(load.reward_s, order.seed, 4)
+            if load.score_s:
+                wait += self._in_line(play.worker, load.score_s)
             self._do_after(wait, self._scored, play)
 
     def _scored(self, play: _Play) -> None:
@@ -261,8 +265,7 @@ class _Simulation:
         self._scores += 1
         order = play.order
         self._tokens[order.rollout_id] = play.shared + play.completion
-        _, equal = self._group(order.group_id)
-        reward = 0.0 if equal else float(order.sample % 2)
+        reward = 0.0 if play.equal else float(order.sample % 2)
         self._say(seen.RolloutDone(order.rollout_id, order.attempt, reward, play.shared, play.completion))
 
     def _fail(self, play: _Play, cause: str) -> None:
@@ -272,7 +275,7 @@ class _Simulation:
 
     def _end(self, play: _Play) -> None:
         play.over = True
-        del self._plays[play.order.rollout_id, play.order.attempt]
+        del self._plays[play.order.rollout_id]
 
     def _refuse(self, command: do.Refuse) -> None:
         play = self._requests.pop(command.request_id, None)
@@ -280,8 +283,8 @@ class _Simulation:
             self._fail(play, command.cause)
 
     def _cancel(self, command: do.Cancel) -> None:
-        play = self._plays.get((command.rollout_id, command.attempt))
-        if play is None:
+        play = self._plays.get(command.rollout_id)
+        if play is None or play.order.attempt != command.attempt:
             return
         if play.sequence is not None:
             server = self._servers[play.server]
@@ -295,7 +298,8 @@ class _Simulation:
     def _place(self, command: do.Place) -> None:
         play = self._requests[command.request_id]
         order, load = play.order, self._load
-        tokens = max(1, min(round(drawn(load.completion_tokens, order.seed, 16 * play.turn)), self._cluster.max_tokens))
+        tokens, most = round(drawn(load.completion_tokens, order.seed, 16 * play.turn)), self._cluster.max_tokens
+        tokens = most if tokens > most else tokens if tokens > 1 else 1
         server = self._servers[command.server]
         # its own earlier turns are cached where it stays on its server and no update has come between
         here = (command.server, server.resets)
@@ -305,15 +309,20 @@ class _Simulation:
         play.server, play.cached_at = command.server, here
         server.advance(self._now)
         server.add(play.sequence)
-        self._schedule(server)
+        at = server.next_at
+        if at < server.scheduled_at:
+            self._appoint(server, at)
 
     def _schedule(self, server: SimulatedServer) -> None:
         """See to it that somebody looks at the server when its next sequence ends, or earlier."""
         at = server.next_at
         if at < server.scheduled_at:
-            server.scheduled_at = at
-            self._entries += 1
-            heappush(self._agenda, (at, self._entries, self._look, (server, at)))
+            self._appoint(server, at)
+
+    def _appoint(self, server: SimulatedServer, at: float) -> None:
+        server.scheduled_at = at
+        self._entries += 1
+        heappush(self._agenda, (at, self._entries, self._look, (server, at)))
 
     def _look(self, subject: tuple[SimulatedServer, float]) -> None:
         server, at = subject
@@ -330,11 +339,16 @@ class _Simulation:
         play.sequence = None
         play.completion += tokens
         play.history += tokens
-        self._do_after(self._load.request_s, self._returned, (play, sequence.key, tokens))
+        if self._load.request_s:
+            self._after(self._load.request_s, self._came_back, (play, sequence.key, tokens))
+        else:
+            self._returned(play, sequence.key, tokens)
 
-    def _returned(self, subject: tuple[_Play, str, int]) -> None:
+    def _came_back(self, subject: tuple[_Play, str, int]) -> None:
+        self._returned(*subject)
+
+    def _returned(self, play: _Play, request_id: str, tokens: int) -> None:
         """The relay tells the core and the worker at once."""
-        play, request_id, tokens = subject
         self._answers += 1
         self._say(seen.TurnDone(request_id, play.order.rollout_id, tokens, "stop"))
         self._answered(play)
