@@ -32,14 +32,14 @@ from pathlib import Path
 from telescope.backends.fsdp import FSDP
 
 class Breaks(FSDP):
-    """Trains as FSDP does; rank 1 fails in step 2, once, while the other waits for it."""
+    """Trains as FSDP does; rank 1 fails in step 3, once, while the other waits for it."""
 
     def build(self, job):
         backend = super().build(job)
         train, broken = backend.train_step, Path(__file__).with_name("broken")
 
         def train_step(shard):
-            if job.world.rank == 1 and shard.step == 2 and not broken.exists():
+            if job.world.rank == 1 and shard.step == 3 and not broken.exists():
                 broken.touch()
                 raise RuntimeError("rank 1 breaks on purpose")
             return train(shard)
