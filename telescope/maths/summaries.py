@@ -13,11 +13,17 @@ Values = Sequence[float] | np.ndarray
 
 
 def summary(values: Values) -> dict[str, float]:
-    """`mean`, `std` (over exactly these values, ddof 0), `min` and `max`; `{}` for no values."""
-    known = np.asarray(values, np.float64)
+    """`mean`, `std` (over exactly these values, ddof 0), `min` and `max`; `{}` for no values. The same to the last digit in
+    whatever order they come: rollouts end when they end, and a run that goes on must say what it would have said."""
+    known = np.sort(np.asarray(values, np.float64))
     if not len(known):
         return {}
     return {"mean": float(known.mean()), "std": float(known.std()), "min": float(known.min()), "max": float(known.max())}
+
+
+def mean(values: Values) -> float:
+    """To the last digit whatever their order; of at least one."""
+    return float(np.sort(np.asarray(values, np.float64)).mean())
 
 
 def percentiles(values: Values, ranks: Sequence[int] = (50, 90, 99)) -> dict[str, float]:

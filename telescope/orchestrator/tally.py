@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from telescope.maths.summaries import summary
+from telescope.maths.summaries import mean, summary
 from telescope.wire.messages import RolloutDone
 
 TAGS_CHARTED = 50
@@ -48,10 +46,10 @@ class Tally:
             return {}
         metrics = {f"reward/{name}": value for name, value in summary(self.rewards).items()}
         if self.normalised:
-            metrics["reward/normalized_mean"] = float(np.mean(self.normalised))
+            metrics["reward/normalized_mean"] = mean(self.normalised)
             metrics["reward/out_of_range"] = float(sum(not 0 <= value <= 1 for value in self.normalised))
         for name, values in self.metrics.items():
-            metrics[f"sample/{name}"] = float(np.mean(values))
+            metrics[f"sample/{name}"] = mean(values)
         metrics |= {f"rollouts/completion_tokens/{name}": value for name, value in summary(self.completion_tokens).items()}
         metrics["rollouts/prompt_tokens/mean"] = self.prompt_tokens / len(self.rewards)
         metrics["rollouts/stop_reason_length_pct"] = 100.0 * self.truncated / len(self.rewards)
