@@ -1,7 +1,7 @@
 """Command line, core, wire and launcher on every Python that the package allows, and its wheel outside the checkout.
 
-Without torch: the virtual environment has what the package itself needs, tokenizers, submitit, and pytest's family; some forty
-wheels, and nothing that only other tests need.
+Without torch: the virtual environment has what the package itself needs, tokenizers, the environments' packages, submitit, and
+pytest's family, and nothing that only other tests need.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ def find(version: str) -> str:
 
 
 def requirements() -> list[str]:
-    """Of the package with Slurm's extra, of its workers, and of the tests."""
+    """Of the package with Slurm's extra and the environments', of its workers, and of the tests."""
 
     def listed(extra: str) -> list[str]:
         command = [sys.executable, CHECKOUT / "scripts" / "_requirements.py", "project", extra]
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.splitlines()
 
+    needed = listed("slurm,math,reasoning-gym")  # the presets name environments that check their packages
     tools = [line for line in listed("cpu,dev") if re.split(r"[^A-Za-z0-9._-]", line, maxsplit=1)[0] in TOOLS]
-    return list(dict.fromkeys([*listed("slurm"), *tools]))
+    return list(dict.fromkeys([*needed, *tools]))
 
 
 def outside() -> dict[str, str]:
