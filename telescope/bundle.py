@@ -144,8 +144,8 @@ def make(
 def needed(
     report: Mapping[str, Any], asked: Sequence[str], without: frozenset[str], here: frozenset[str] = frozenset()
 ) -> list[str]:
-    """Pins of what is to be fetched, of pip's report: not the packages `without`, nor what only they need (of torch that is most
-    of a bundle). `here`: files that are there already."""
+    """Pins of what is to be fetched, of pip's report: not the packages `without`, nor what only they need (of torch that is
+    most of a bundle). `here`: files that are there already."""
     found = {normal(item["metadata"]["name"]): item for item in report["install"]}
     reached: set[tuple[str, str]] = set()
     waiting = [(normal(line.name), extra) for line in map(Requirement, asked) for extra in ("", *line.extras)]
