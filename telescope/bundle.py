@@ -20,6 +20,10 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+from packaging.requirements import Requirement
 
 from telescope._launch import terminal
 
@@ -122,12 +126,51 @@ def make(
             _pip("wheel", "--no-deps", "--wheel-dir", str(wheels), line)
         named = [line.replace("telescope-rl", str(own), 1) for line in asked]
         limits = [part for path in constraints for part in ("--constraint", str(path))]
-        _pip("download", "--dest", str(wheels), "--find-links", str(wheels), *target.pip_arguments(), *limits, *named)
+        choose = ("--find-links", str(wheels), *target.pip_arguments())
+        if without:
+            here = frozenset(path.name for path in wheels.iterdir())
+            pins = needed(_resolved(Path(scratch), *choose, *limits, *named), asked, without, here)
+            choose, named = (*choose, "--no-deps"), pins
+        if named:
+            _pip("download", "--dest", str(wheels), *choose, *limits, *named)
         kept = sorted(path for path in wheels.iterdir() if normal(path.name.split("-")[0]) not in without)
         parts = pack(kept, out, part_bytes)
         told = {"python": [target.python], "platform": [target.platform], "install": asked, "parts": parts}
         told["wheels"] = [path.name for path in kept]
     describe(out, told, without)
+    return told
+
+
+def needed(
+    report: Mapping[str, Any], asked: Sequence[str], without: frozenset[str], here: frozenset[str] = frozenset()
+) -> list[str]:
+    """Pins of what is to be fetched, of pip's report: not the packages `without`, nor what only they need (of torch that is
+    most of a bundle). `here`: files that are there already."""
+    found = {normal(item["metadata"]["name"]): item for item in report["install"]}
+    reached: set[tuple[str, str]] = set()
+    waiting = [(normal(line.name), extra) for line in map(Requirement, asked) for extra in ("", *line.extras)]
+    while waiting:
+        name, extra = waiting.pop()
+        if name in without or name not in found or (name, extra) in reached:
+            continue
+        reached.add((name, extra))
+        for line in map(Requirement, found[name]["metadata"].get("requires_dist", ())):
+            if line.marker is None or line.marker.evaluate({**report["environment"], "extra": extra}):
+                waiting += [(normal(line.name), other) for other in ("", *line.extras)]
+    items = (found[name] for name in sorted({name for name, _ in reached}))
+    return [
+        f"{item['metadata']['name']}=={item['metadata']['version']}"
+        for item in items
+        if unquote(item["download_info"]["url"].rpartition("/")[2]) not in here
+    ]
+
+
+def _resolved(scratch: Path, *arguments: str) -> Mapping[str, Any]:
+    """What pip would install, by the metadata alone."""
+    report = scratch / "report.json"
+    nowhere = ("--target", str(scratch / "nowhere"))  # pip wants one for another platform
+    _pip("install", "--dry-run", "--ignore-installed", "--report", str(report), *nowhere, *arguments)
+    told: Mapping[str, Any] = json.loads(report.read_text(encoding="utf-8"))
     return told
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from telescope.bundle import BundleError, Target, describe, main, make, pack, platforms, requirements
+from telescope.bundle import BundleError, Target, describe, main, make, needed, pack, platforms, requirements
+from tests.packaging.test_pythons import find
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -73,6 +74,64 @@ def test_a_folder_with_something_in_it_is_refused(tmp_path: Path, capsys):
         ["telescope-rl[gpu,math]", "torch==2.11.0"],
         frozenset({"torch-x"}),
     )
+
+
+def item(name: str, *needs: str, url: str = "https://x/y.whl") -> dict[str, object]:
+    return {"metadata": {"name": name, "version": "1.0", "requires_dist": list(needs)}, "download_info": {"url": url}}
+
+
+def test_with_a_package_goes_what_only_it_needs():
+    items = [
+        item(
+            "telescope-rl",
+            "numpy",
+            'torch; extra == "cpu"',
+            'transformers; extra == "cpu"',
+            'ray; extra == "gpu"',
+            url="file:///a/telescope_rl.whl",
+        ),
+        item("numpy"),
+        item("torch", "numpy", "Nvidia_Cudnn[fast]", "sympy"),
+        item("nvidia-cudnn", 'cublas; extra == "fast"'),
+        item("cublas"),
+        item("sympy", "mpmath"),
+        item("mpmath"),
+        item("transformers", "mpmath", 'colorama; sys_platform == "win32"'),
+        item("colorama"),
+        item("ray"),
+    ]
+    report = {"install": items, "environment": {"sys_platform": "linux", "python_version": "3.12"}}
+    own = frozenset({"telescope_rl.whl"})
+    whole = needed(report, ["telescope-rl[cpu]"], frozenset(), own)
+    assert [pin.partition("==")[0] for pin in whole] == [
+        "cublas", "mpmath", "numpy", "nvidia-cudnn", "sympy", "torch", "transformers",
+    ]  # fmt: skip
+    assert needed(report, ["telescope-rl[cpu]"], frozenset({"torch"}), own) == [
+        "mpmath==1.0",
+        "numpy==1.0",
+        "transformers==1.0",
+    ]
+    assert needed(report, ["telescope-rl", "torch==1.0"], frozenset({"torch"}), own) == ["numpy==1.0"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_bundle_for_another_python_whose_host_has_torch_installs_and_runs_without_a_network(tmp_path: Path):
+    """All of the extra `cpu` but torch and what only torch needs: for a host with a build of its own."""
+    out, other = tmp_path / "bundle", "3.12"
+    wanted = requirements(["cpu"], None, ["torch"])
+    told = make(out, Target(other, "manylinux_2_28_x86_64"), wanted, source=ROOT)
+    names = {name.split("-")[0] for name in told["wheels"]}
+    assert {"telescope_rl", "transformers", "peft", "wandb", "pyarrow"} <= names
+    assert not {name for name in names if name.startswith(("torch", "nvidia", "cuda", "triton", "sympy"))}
+    environ = {**os.environ, "PYTHON": find(other), "PIP_NO_INDEX": "1", "WANDB_MODE": "disabled", "LD_PRELOAD": ""}
+    environ.pop("PYTHONPATH", None)
+    subprocess.run(["bash", str(out / "install.sh"), str(tmp_path / "venv")], env=environ, check=True, timeout=900)
+    (tmp_path / "elsewhere").mkdir()
+    command = [str(tmp_path / "venv/bin/telescope"), "run", "experiment=fake", "cluster.device=cpu", "run_dir=a"]
+    run = subprocess.run(command, cwd=tmp_path / "elsewhere", env=environ, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    assert json.loads((tmp_path / "elsewhere/a/summary.json").read_text())["steps"] == 3
 
 
 @pytest.mark.slow

@@ -1,17 +1,26 @@
-"""Command line, core, wire and launcher on every Python that the package allows, without torch."""
+"""Command line, core, wire and launcher on every Python that the package allows, and its wheel outside the checkout.
+
+Without torch: the virtual environment has what the package itself needs, tokenizers, the environments' packages, submitit, and
+pytest's family, and nothing that only other tests need.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-PARTS = ("tests/config", "tests/flow", "tests/wire", "tests/process")
-INSTALL_S, TEST_S = 1800, 1800
+PARTS = ("tests/cli", "tests/slurm", "tests/config", "tests/process", "tests/wire", "tests/flow")
+NEEDS_TORCH = ("tests/cli/test_export.py",)
+TOOLS = {"hypothesis", "psutil", "pytest", "pytest-asyncio", "pytest-timeout", "tokenizers", "transformers"}
+INSTALL_S, TEST_S, RUN_S = 1800, 2400, 300
 
 
 def find(version: str) -> str:
@@ -23,23 +32,50 @@ def find(version: str) -> str:
     pytest.fail(f"no Python {version} is installed: this lane needs 3.12 and 3.13 beside the Python that runs it")
 
 
+def requirements() -> list[str]:
+    """Of the package with Slurm's extra and the environments', of its workers, and of the tests."""
+
+    def listed(extra: str) -> list[str]:
+        command = [sys.executable, CHECKOUT / "scripts" / "_requirements.py", "project", extra]
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.splitlines()
+
+    needed = listed("slurm,math,reasoning-gym")  # the presets name environments that check their packages
+    tools = [line for line in listed("cpu,dev") if re.split(r"[^A-Za-z0-9._-]", line, maxsplit=1)[0] in TOOLS]
+    return list(dict.fromkeys([*needed, *tools]))
+
+
+def outside() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"WANDB_MODE": "disabled"}
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(INSTALL_S + TEST_S)
+@pytest.mark.timeout(INSTALL_S + TEST_S + 2 * RUN_S)
 @pytest.mark.parametrize("version", ["3.12", "3.13"])
 def test_everything_without_torch_on(version: str, tmp_path: Path) -> None:
     subprocess.run([find(version), "-m", "venv", tmp_path / "venv"], check=True, timeout=INSTALL_S)
     python = tmp_path / "venv" / "bin" / "python"
-    listed = subprocess.run(
-        [python, CHECKOUT / "scripts" / "_requirements.py", "project", "cpu,dev"],
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    without_torch = [line for line in listed.stdout.splitlines() if not line.startswith("torch==")]
-    (tmp_path / "requirements.txt").write_text("\n".join(without_torch))
+    (tmp_path / "requirements.txt").write_text("\n".join(requirements()))
     subprocess.run([python, "-m", "pip", "install", "-qq", "-r", tmp_path / "requirements.txt"], check=True, timeout=INSTALL_S)
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [python, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", *PARTS]
-    tests = subprocess.run(command, cwd=CHECKOUT, env=environment, capture_output=True, text=True, timeout=TEST_S, check=False)
+    a_run_of_the_wheel(python, tmp_path)
+    ignored = [f"--ignore={path}" for path in NEEDS_TORCH]
+    command = [python, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", *ignored, *PARTS]
+    tests = subprocess.run(command, cwd=CHECKOUT, env=outside(), capture_output=True, text=True, timeout=TEST_S, check=False)
     assert tests.returncode == 0, tests.stdout[-6000:]
+
+
+def a_run_of_the_wheel(python: Path, folder: Path) -> None:
+    """Real processes, sockets and files from an installed wheel, in a folder that is no checkout."""
+    build = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", folder / "dist", CHECKOUT]
+    subprocess.run(build, check=True, capture_output=True, timeout=RUN_S)
+    (wheel,) = (folder / "dist").glob("*.whl")
+    subprocess.run([python, "-m", "pip", "install", "-qq", "--no-deps", wheel], check=True, timeout=RUN_S)
+    (folder / "elsewhere").mkdir()
+    command = [python.with_name("telescope"), "run", "experiment=fake", "cluster.device=cpu", "run_dir=a"]
+    done = subprocess.run(
+        command, cwd=folder / "elsewhere", env=outside(), capture_output=True, text=True, timeout=RUN_S, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    summary = json.loads((folder / "elsewhere" / "a" / "summary.json").read_text())
+    assert (summary["steps"], summary["ok"]) == (3, True)
+    assert summary["versions"]["telescope-rl"]
+    subprocess.run([python, "-m", "pip", "uninstall", "-qq", "--yes", "telescope-rl"], check=True, timeout=RUN_S)
