@@ -43,8 +43,8 @@ def overrides(given: argparse.Namespace, model: Path) -> list[str]:
         f"inference.max_num_seqs={given.concurrent}",
         "cluster.inference_num_workers=1", "cluster.trainer_num_workers=1", "inference.http=false",
         f"inference.max_model_len={given.prompt + given.tokens + 8}", f"trainer.seq_len={row}",
-        "logging.use_wandb=false", f"rollout.timeout_s={RUN_S}", "weight_sync.transport=shared_memory", "weight_sync.dtype=master",
-        "inference.gpu_memory_utilization=0.8", *given.override,
+        "logging.use_wandb=false", f"rollout.timeout_s={RUN_S}", "weight_sync.transport=shared_memory",
+        "weight_sync.dtype=master", "inference.gpu_memory_utilization=0.8", *given.override,
     ]  # fmt: skip
 
 
