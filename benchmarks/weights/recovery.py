@@ -49,12 +49,17 @@ STEPS_AFTER = 3
 LIMIT_S = 1800.0
 
 
+class NotReached(RuntimeError):
+    """What was waited for did not come; what came before is told."""
+
+
 @dataclass
 class Run:
     """The run under test."""
 
     directory: RunDirectory
     process: subprocess.Popen[bytes]
+    deadline: float
 
     def status(self) -> tuple[dict[str, Any], float]:
         """The status, and the wall clock at the zero of the journal's times; empty and 0 before the first."""
@@ -66,12 +71,12 @@ class Run:
         return status, written - status["elapsed_s"]
 
     def until(self, condition: Callable[[dict[str, Any]], bool], what: str) -> None:
-        deadline = time.monotonic() + LIMIT_S
+        """Raises `NotReached`."""
         while not condition(self.status()[0]):
             if self.process.poll() is not None:
-                sys.exit(f"the run ended before it was {what}: see {self.directory.path}")
-            if time.monotonic() > deadline:
-                sys.exit(f"not {what} within {LIMIT_S:g} s: see {self.directory.path}")
+                raise NotReached(f"the run ended before it was {what}")
+            if time.monotonic() > self.deadline:
+                raise NotReached(f"it was not {what} in time (--limit)")
             time.sleep(LOOK_S)
 
     def kill(self) -> float:
@@ -198,19 +203,17 @@ def trained(step: int, status: dict[str, Any]) -> bool:
     return (status.get("step") or 0) >= step or status.get("state") in ("done", "failed")
 
 
-def kill_all(run: Run, whens: list[str]) -> list[float]:
-    """One kill after another, each with the server back and steps trained behind it; gives the journal's times."""
-    kills = []
+def kill_all(run: Run, whens: list[str], kills: list[float]) -> None:
+    """One kill after another, each with the server back and steps trained behind it; the journal's times go into `kills`."""
     for number, when in enumerate(whens, start=1):
         if when == "generation":
             run.until(lambda status: (status.get("step") or 0) >= 2 and status["in_flight"] > 0, "generating at step 2")
         else:
-            run.until(lambda status: "prepared" in status.get("doing", ""), "in mid-update")
+            run.until(lambda status: (status.get("step") or 0) >= 2 and "prepared" in status["doing"], "in mid-update")
         kills.append(run.kill())
         run.until(partial(restarted, number), "whole again")
         step = (run.status()[0].get("step") or 0) + STEPS_AFTER
         run.until(partial(trained, step), f"{STEPS_AFTER} steps further")
-    return kills
 
 
 def main() -> None:
@@ -218,16 +221,25 @@ def main() -> None:
     parser.add_argument("--run-dir", type=Path, default=None)
     parser.add_argument("overrides", nargs="*", help="of the run; none: a fake one")
     parser.add_argument("--stop", action="store_true", help="stop the run once the server serves again, before its last step")
+    parser.add_argument(
+        "--limit", type=float, default=LIMIT_S, help="seconds; then the run is stopped, and what was seen is told"
+    )
     parser.add_argument("--kills", nargs="+", choices=WHEN, default=list(WHEN))
     given = parser.parse_args()
     folder = given.run_dir or Path(tempfile.mkdtemp(prefix="telescope-recovery-")) / "run"
     command = [sys.executable, "-m", "telescope.run", f"run_dir={folder}", *(given.overrides or FAKE)]
-    run = Run(RunDirectory(folder), subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True))
+    started = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
+    run = Run(RunDirectory(folder), started, time.monotonic() + given.limit)
+    kills: list[float] = []
+    missed = ""
     try:
-        kills = kill_all(run, given.kills)
-        if given.stop:
+        try:
+            kill_all(run, given.kills, kills)
+        except NotReached as error:
+            missed = str(error)
+        if given.stop or missed:
             run.process.terminate()
-        code = run.process.wait(LIMIT_S)
+        code = run.process.wait(given.limit)
     finally:
         if run.process.poll() is None:
             run.process.terminate()
@@ -240,7 +252,8 @@ def main() -> None:
         "steps": summary["steps"],
         "restarts": summary["restarts"],
         "rollouts_failed": summary["rollouts"]["failed"],
-        "deaths": [report(lines, death, f"mid-{when}") for death, when in zip(found, given.kills, strict=True)],
+        "deaths": [report(lines, death, f"mid-{when}") for death, when in zip(found, given.kills, strict=False)],
+        "missed": missed or None,
         "run_dir": str(folder),
         "command": " ".join(command[1:]),
     }
