@@ -79,13 +79,14 @@ class Run:
                 raise NotReached(f"it was not {what} in time (--limit)")
             time.sleep(LOOK_S)
 
-    def kill(self) -> float:
+    def kill(self, pid: int) -> float:
         """SIGKILL to the server's process; gives the journal's time."""
-        os.kill(self._pid(), signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
         killed = time.time()
         return killed - self.status()[1]
 
-    def _pid(self) -> int:
+    def pid(self) -> int:
+        """The server's: looked for beforehand, since a moment to kill is short."""
         for process in psutil.Process(self.process.pid).children(recursive=True):
             try:
                 line = process.cmdline()
@@ -206,11 +207,11 @@ def trained(step: int, status: dict[str, Any]) -> bool:
 def kill_all(run: Run, whens: list[str], kills: list[float]) -> None:
     """One kill after another, each with the server back and steps trained behind it; the journal's times go into `kills`."""
     for number, when in enumerate(whens, start=1):
-        if when == "generation":
-            run.until(lambda status: (status.get("step") or 0) >= 2 and status["in_flight"] > 0, "generating at step 2")
-        else:
+        run.until(lambda status: (status.get("step") or 0) >= 2 and status["in_flight"] > 0, "generating at step 2")
+        pid = run.pid()
+        if when == "update":
             run.until(lambda status: (status.get("step") or 0) >= 2 and "prepared" in status["doing"], "in mid-update")
-        kills.append(run.kill())
+        kills.append(run.kill(pid))
         run.until(partial(restarted, number), "whole again")
         step = (run.status()[0].get("step") or 0) + STEPS_AFTER
         run.until(partial(trained, step), f"{STEPS_AFTER} steps further")
