@@ -156,7 +156,7 @@ class System:
 
     def batch(self, step: int) -> None:
         """Wait until the batch of the step is generated; meanwhile look at the processes' CPU seconds."""
-        seen: dict[str, tuple[float, float]] = {}
+        seen: dict[tuple[str, int], tuple[float, float]] = {}
         end, playing, mark = time.monotonic() + START_S + RUN_S, False, self._gate / f"batch-{step}"
         while not mark.exists():
             if self._process.poll() is not None or time.monotonic() > end:
@@ -166,7 +166,10 @@ class System:
             playing = playing or in_flight(self._folder) > 0
             time.sleep(0.1)  # watching from outside: the run tells nobody
         watch_cpu(self._process.pid, seen, started=playing)
-        self.cpu.append({f"cpu_s_{name}": last - first for name, (first, last) in seen.items()})
+        spent: dict[str, float] = {}
+        for (name, _), (first, last) in seen.items():
+            spent[f"cpu_s_{name}"] = spent.get(f"cpu_s_{name}", 0.0) + last - first
+        self.cpu.append(spent)
 
     def go_on(self, step: int) -> None:
         (self._gate / f"go-{step}").touch()
@@ -204,8 +207,8 @@ def in_flight(folder: Path) -> int:
         return 0
 
 
-def watch_cpu(pid: int, seen: dict[str, tuple[float, float]], *, started: bool) -> None:
-    """Own CPU seconds of the orchestrator, worker and server: (at the first look after rollouts had begun, now)."""
+def watch_cpu(pid: int, seen: dict[tuple[str, int], tuple[float, float]], *, started: bool) -> None:
+    """Own CPU seconds of each of our processes: (at the first look after rollouts had begun, now)."""
     try:
         processes = psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
@@ -214,9 +217,9 @@ def watch_cpu(pid: int, seen: dict[str, tuple[float, float]], *, started: bool) 
         try:
             line = process.cmdline()
             if len(line) > 2 and line[1] == "-m" and line[2].startswith("telescope."):
-                name = line[2].removeprefix("telescope.")
+                key = line[2].removeprefix("telescope."), process.pid
                 now = sum(process.cpu_times()[:2])
-                seen[name] = (seen[name][0] if started and name in seen else now, now)
+                seen[key] = (seen[key][0] if started and key in seen else now, now)
         except psutil.Error:
             continue
 
