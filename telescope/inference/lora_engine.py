@@ -25,7 +25,7 @@ from telescope.inference.adapters import write_adapter as write
 from telescope.inference.checkpoint import checkpoint_tensors
 from telescope.inference.death import tells_its_death
 from telescope.inference.engine import Generated, WeightsRefused, WeightState
-from telescope.inference.vllm_engine import VllmEngine
+from telescope.inference.vllm_engine import BREAK_OFF_S, VllmEngine, answer_within
 from telescope.inference.vllm_options import ServerPlan, served_dtype
 from telescope.records import Sampling, WeightGroup, WeightManifest
 from telescope.weights.base import Reader, TransferFailed, WeightsCorrupt
@@ -224,7 +224,8 @@ class LoraEngine(VllmEngine):
     async def _unload(self, adapter: Adapter) -> None:
         """Only where no request uses it any more: vLLM would look for its folder again."""
         assert adapter.folder is not None
-        await self._llm.remove_lora(adapter.number)
+        async with answer_within(BREAK_OFF_S, f"the order to unload the adapter of version {adapter.version}"):
+            await self._llm.remove_lora(adapter.number)
         await asyncio.to_thread(shutil.rmtree, adapter.folder, True)
 
     async def close(self) -> None:
