@@ -37,6 +37,7 @@ from telescope.planning.forecast import (
     processor_step_s,
     rows_a_rank,
     serving,
+    shares_a_card,
     splits,
     training,
 )
@@ -68,7 +69,8 @@ def main(arguments: Sequence[str]) -> int:
         if asked.placement:
             lines = [*describe_placement(point.config, _plan(point.config, asked)), *point.warnings]
         else:
-            lines = [*describe(point.config), *_processes(point.config, point.warnings, asked), *_forecast(point.config, asked)]
+            lines = [*describe(point.config), *_processes(point.config, point.warnings, asked)]
+            lines += _forecast(_as_placed(point.config, asked), asked)
     except (UsageError, BadHosts) as error:
         sys.stderr.write(f"telescope.plan: {error}\n")
         return USAGE
@@ -102,6 +104,18 @@ def _processes(config: RunConfig, warnings: Iterable[str], asked: argparse.Names
     plan = _plan(config, asked)
     yield from describe_processes(plan)
     yield from (*warnings, *filter(None, (shared_gpus(plan),)))
+
+
+def _as_placed(config: RunConfig, asked: argparse.Namespace) -> RunConfig:
+    """With the transport that follows where hosts put everything on one card, which the memory of both sides depends on."""
+    sync = config.weight_sync
+    if sync.transport != "auto" or config.model.lora is not None or asked.gpus is not None or (asked.card and not asked.hosts):
+        return config
+    plan = _plan(config, asked)
+    cards = {(process.node, gpu) for process in plan.processes for gpu in process.gpus}
+    if plan.device == "cpu" or len(cards) != 1 or not shared_gpus(plan):
+        return config
+    return config.model_copy(update={"weight_sync": sync.model_copy(update={"transport": "cuda_ipc"})})
 
 
 def _plan(config: RunConfig, asked: argparse.Namespace) -> Plan:
@@ -164,6 +178,8 @@ def _forecast(config: RunConfig, asked: argparse.Namespace) -> Iterator[str]:
 
 def _memory(config: RunConfig, shape: ModelShape, card: Card | None) -> Iterator[str]:
     yield describe_model(config, shape)
+    if shares_a_card(config):
+        yield "Server and trainer share a card."
     memory = training(config, shape)
     if memory is not None:
         yield describe_trainer_memory(memory, config.cluster.trainer_num_workers)

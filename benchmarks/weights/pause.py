@@ -282,7 +282,7 @@ def main() -> int:
     parser.add_argument("--share", type=float, default=0.8, help="of the server's card, for the server")
     parser.add_argument("--staging", choices=["full", "host", "none"], default="full")
     parser.add_argument("--in-flight", choices=["continue", "recompute", "abort"], default="continue")
-    parser.add_argument("--mode", choices=["bucketed", "per_tensor"], default="bucketed")
+    parser.add_argument("--mode", choices=["flattened_bucket", "per_tensor"], default="flattened_bucket")
     parser.add_argument("--bucket-mb", type=int, default=256)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--updates", type=int, default=10)

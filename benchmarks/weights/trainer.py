@@ -1,7 +1,8 @@
 """The sending process of the weight benchmark: random weights of a shape, published by the run's own publishers.
 
 Reads one JSON order a line from stdin and answers each with one line on stdout: `{"publish": 3}`, `{"send": 3, "group": …}`,
-`{"redraw": seed}`, `{"stop": true}`. The first line it prints says that the model folder is written.
+`{"fill": 0.8}` (take so much of the GPU and give it back), `{"stop": true}`. The first line it prints says that the model
+folder is written. Each version has other weights than the one before, unless its order says `"redraw": false`.
 """
 
 from __future__ import annotations
@@ -65,11 +66,14 @@ def main() -> int:
         started = time.perf_counter()
         answer: dict[str, Any] = {}
         if "publish" in order:
-            model.redraw()
+            if order.get("redraw", True):
+                model.redraw()
             answer["manifest"] = msgspec.to_builtins(publisher.publish(order["publish"]))
         elif "send" in order:
             group = msgspec.convert(order["group"], WeightGroup)
             answer["checksum"] = publisher.send(order["send"], group)
+        elif "fill" in order:
+            answer["bytes"] = fill(device, order["fill"])
         elif "stop" in order:
             break
         if device.startswith("cuda"):
@@ -77,6 +81,18 @@ def main() -> int:
         say(answer | {"seconds": time.perf_counter() - started})
     publisher.close()
     return 0
+
+
+def fill(device: str, share: float) -> int:
+    """Have this share of the whole GPU, as a training step would, and give it back. Raises `torch.OutOfMemoryError`."""
+    if not device.startswith("cuda"):
+        return 0
+    nbytes = int(torch.cuda.get_device_properties(device).total_memory * share)
+    taken = torch.ones(nbytes, dtype=torch.uint8, device=device)
+    found = int(taken[-1]) * nbytes
+    del taken
+    torch.cuda.empty_cache()
+    return found
 
 
 def say(answer: dict[str, Any]) -> None:

@@ -234,11 +234,43 @@ def _inference(config: RunConfig) -> Iterator[Conflict]:
             f"inference.quantization={inference.quantization} quantises a whole version at once, and weight_sync.staging=none "
             "never has one: set weight_sync.staging=full, or host",
         )
+    yield from _sleeping(config)
     port, servers = inference.base_port, config.servers
     if config.inference.http and port and port + servers - 1 > 65535:
         yield Conflict(
             ("inference.base_port", "cluster.inference_num_workers"),
             f"inference.base_port={port} leaves no ports for {servers} servers: lower it, or set it to 0 (any free)",
+        )
+
+
+def _sleeping(config: RunConfig) -> Iterator[Conflict]:
+    """A sleeping server has no KV cache: nothing may be in flight while it sleeps."""
+    name, asked = "inference.sleep_while_training", config.inference.sleep_while_training
+    if asked == "off":
+        return
+    ahead = config.orchestrator.max_async_rollout
+    if ahead:
+        yield Conflict(
+            (name, "orchestrator.max_async_rollout"),
+            f"{name}={asked} needs orchestrator.max_async_rollout=0, and it is {ahead}: a server that generates while the "
+            f"trainer trains can't sleep; set orchestrator.max_async_rollout=0, or {name}=off",
+        )
+    if config.cluster.device == "cpu" and config.inference.engine == "vllm":
+        yield Conflict(
+            (name, "cluster.device"),
+            f"{name}={asked} is about a GPU's memory, and cluster.device=cpu: leave it out",
+        )
+    if config.model.lora is not None:
+        yield Conflict(
+            (name, "model.lora"),
+            f"{name}={asked} is not possible with model.lora: each adapter is tried by a request before it is served, which a "
+            f"sleeping server can't answer; set {name}=off",
+        )
+    if asked == "drop_weights" and config.inference.quantization is not None:
+        yield Conflict(
+            (name, "inference.quantization"),
+            f"{name}=drop_weights loses what inference.quantization={config.inference.quantization} has computed at the start "
+            f"and no version brings: set {name}=keep_weights",
         )
 
 
@@ -278,7 +310,7 @@ def _without_effect(config: RunConfig) -> Iterator[Conflict]:
         yield Conflict(
             ("weight_sync.bucket_mb", "weight_sync.mode"),
             f"weight_sync.bucket_mb={sync.bucket_mb} does nothing with weight_sync.mode=per_tensor: leave it out, or set "
-            "weight_sync.mode=bucketed",
+            "weight_sync.mode=flattened_bucket",
         )
 
 

@@ -264,6 +264,10 @@ class InferenceSettings(Settings):
     """GPUs (workers) of one server, each with its slice of every layer; must divide cluster.inference_num_workers."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Share of a GPU's memory that a server takes for weights and KV cache."""
+    sleep_while_training: Literal["off", "keep_weights", "drop_weights"] = "off"
+    """A server gives its GPU's memory back while the trainer trains, for a GPU that both share. The KV cache goes; the weights
+    go to host memory (keep_weights) or are dropped, as the next version brings all of them (drop_weights: faster, and no host
+    memory). Needs orchestrator.max_async_rollout=0."""
     cpu_kv_cache_mb: int = Field(default=128, ge=8, le=100_000_000)
     """KV cache of a server on CPU."""
     max_model_len: int = Field(default=4096, ge=8, le=100_000_000)
@@ -309,8 +313,8 @@ class WeightSyncSettings(Settings):
     transport: Literal["auto", "nccl", "gloo", "cuda_ipc", "shared_memory", "disk"] = "auto"
     """How weights travel. auto: nccl between GPUs, cuda_ipc within one, shared_memory on CPUs and where only some GPUs are
     shared. gloo: nccl's way, on CPUs. disk: files in a folder that all hosts see."""
-    mode: Literal["bucketed", "per_tensor"] = "bucketed"
-    """Pieces of a broadcast: buckets of many tensors, or every tensor for itself."""
+    mode: Literal["flattened_bucket", "per_tensor"] = "flattened_bucket"
+    """Pieces of a broadcast: buckets of many tensors laid out flat, or every tensor for itself."""
     bucket_mb: int = Field(default=256, ge=1, le=100_000)
     """Size of a bucket, two of which are held on each side; a larger tensor is a bucket of its own."""
     dtype: Literal["auto", "master", "bfloat16", "float16", "float32"] = "auto"
@@ -339,6 +343,11 @@ class WeightSyncSettings(Settings):
     staging: Literal["full", "host", "none"] = "full"
     """Where a server keeps a new version until it is served: full (a buffer on its GPU as large as the model, taken from
     inference.gpu_memory_utilization), host (pinned memory; longer pause), none (received in place while paused)."""
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Of a bucket of a broadcast, at most; 0: each tensor is one."""
+        return self.bucket_mb * 2**20 if self.mode == "flattened_bucket" else 0
 
 
 def _zero_if_false(value: Any) -> Any:

@@ -111,6 +111,11 @@ class Engine(Protocol):
         """Forget the staged version, or break off its `prepare`; the old one stays served."""
         ...
 
+    async def sleep(self) -> None:
+        """Answer what is running, then give the memory back until the next `commit`, for which requests that come meanwhile
+        wait. Weights may be prepared meanwhile. An engine that sleeps sleeps on. Raises `EngineDead` where it can't."""
+        ...
+
     async def close(self) -> None:
         """End the engine and every process of it, within a deadline."""
         ...

@@ -31,6 +31,7 @@ from telescope.inference.opening import Comparison, Opened, Opening, StageState
 from telescope.inference.repairs import repair
 from telescope.inference.staging import Arrival, Staging
 from telescope.records import TensorSpec, WeightGroup, WeightManifest
+from telescope.weights.buckets import misplaced
 
 SHOWN = 3
 
@@ -128,7 +129,8 @@ class Weights:
 
     def stage(self, manifest: WeightManifest, group: WeightGroup | None) -> None:
         def check() -> str:
-            if found := disagreements(manifest, self._checkpoint, self._tied):
+            misfits = disagreements(manifest, self._checkpoint, self._tied)
+            if found := misfits or misplaced(manifest.tensors, manifest.nbytes)[:SHOWN]:
                 return f"weights version {manifest.version} don't fit the model: {'; '.join(found)}"
             self._bind(manifest)
             return ""

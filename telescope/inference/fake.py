@@ -7,11 +7,12 @@ its last word backwards, or a jumble. Its weights are checked like real ones and
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import re
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ import msgspec
 import numpy as np
 
 from telescope.config.models import end_ids
-from telescope.inference.engine import Generated, Load, RequestRefused, WeightsRefused, WeightState
+from telescope.inference.engine import EngineDead, Generated, Load, RequestRefused, WeightsRefused, WeightState
 from telescope.records import FinishReason, Sampling, WeightGroup, WeightManifest
 from telescope.weights.base import Reader, Receiver, TransferFailed, WeightsCorrupt
 from telescope.weights.shared_memory import TRANSPORT as SHARED_MEMORY
@@ -71,6 +72,40 @@ def made_up(prompt_ids: np.ndarray, sampling: Sampling, version: int, characters
     return [int(index) for index in random.choice(pool, int(random.integers(1, JUMBLE_TOKENS + 1)))]
 
 
+class _Bed:
+    """Whether requests may run, and how many do: the engine sleeps once none does."""
+
+    def __init__(self) -> None:
+        self._changed = asyncio.Condition()
+        self._asleep = False
+        self._running = 0
+
+    @contextlib.asynccontextmanager
+    async def out_of(self, aborted: asyncio.Event) -> AsyncIterator[None]:
+        """A request runs within; before it begins it waits until the engine is awake, or until it is aborted."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._asleep or aborted.is_set())
+            self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
+            await self.stir()
+
+    async def sleep(self) -> None:
+        async with self._changed:
+            self._asleep = True
+            await self._changed.wait_for(lambda: not self._running)
+
+    async def wake(self) -> None:
+        self._asleep = False
+        await self.stir()
+
+    async def stir(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+
 class FakeEngine:
     """See `Engine`. `token_s` is the time that each token takes, `weights_s` that of a version; 0 answers at once. `kv_tokens`
     is what its cache is said to hold (it never really fills up); None: no end of it. One event loop."""
@@ -102,6 +137,7 @@ class FakeEngine:
         self._stepped: Callable[[], None] = lambda: None
         self._receivers, self._deadline_s = receivers, deadline_s
         self._weights = asyncio.Lock()
+        self._bed = _Bed()
         self._arriving: tuple[int, Receiver, WeightGroup | None] | None = None
 
     @property
@@ -135,7 +171,8 @@ class FakeEngine:
         self._held += len(prompt_ids)
         ids: list[int] = []
         try:
-            versions, reason = await self._sample(prompt_ids, sampling, aborted, ids)
+            async with self._bed.out_of(aborted):
+                versions, reason = await self._sample(prompt_ids, sampling, aborted, ids)
         finally:
             del self._aborts[request_id]
             self._held -= len(prompt_ids) + len(ids)
@@ -179,6 +216,14 @@ class FakeEngine:
     async def abort(self, request_id: str) -> None:
         if request_id in self._aborts:
             self._aborts[request_id].set()
+            await self._bed.stir()
+
+    async def sleep(self) -> None:
+        try:
+            async with self._weights, asyncio.timeout(self._deadline_s):
+                await self._bed.sleep()
+        except TimeoutError as error:
+            raise EngineDead(f"running requests did not end within {self._deadline_s:g} s, so that it can't sleep") from error
 
     async def prepare(self, manifest: WeightManifest, group: WeightGroup | None = None) -> WeightState:
         async with self._weights:
@@ -216,6 +261,7 @@ class FakeEngine:
                 raise WeightsRefused(f"weights version {version} can't be committed: {held} is staged")
             self._state = WeightState(version=version, prepared=None, checksum=self._staged.checksum, pause_s=0.0)
             self._staged = None
+            await self._bed.wake()
             return self._state
 
     async def discard(self, version: int) -> WeightState:

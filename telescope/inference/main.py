@@ -23,6 +23,7 @@ from telescope.config.plugins import PluginError
 from telescope.config.run import RunConfig, config_hash
 from telescope.config.secrets import SecretMissing, reveal
 from telescope.config.words import ConfigError
+from telescope.inference.card_room import card_bytes, free_on_cards, room_made
 from telescope.inference.checkpoint import CheckpointUnreadable
 from telescope.inference.deadline import Deadline
 from telescope.inference.engine import Engine, EngineDead, EngineRefused
@@ -35,7 +36,7 @@ from telescope.inference.vllm_options import Device, ServerPlan, vllm_environmen
 from telescope.runlog import http_key, temporary
 from telescope.runlog.layout import RunDirectory, write_atomically
 from telescope.weights.base import Receiver
-from telescope.weights.choose import make_receiver
+from telescope.weights.choose import TransportRefused, make_receiver, planned
 from telescope.weights.shared_memory import SharedMemoryReader
 from telescope.wire.hub import BindFailed, Hub
 from telescope.wire.hub_session import HubIdentity
@@ -48,12 +49,14 @@ log = logging.getLogger(__name__)
 KNOWN = Known(
     errors=(
         *(PortTaken, ModelNotFound, CheckpointUnreadable, EngineRefused, ConfigError, PluginError, SecretMissing),
-        *(WireRefused, WireTimeout, BadKeys, BindFailed),
+        *(TransportRefused, WireRefused, WireTimeout, BadKeys, BindFailed),
     ),
     gone=(EngineDead, LinkLost),
 )
 DOOR_CLOSE_S = 0.5
 """For the workers' goodbyes at a server's own port."""
+ROOM_SHARE = 0.9
+"""Of the time for the start: an engine still waits for room then, and says so before the start's own deadline speaks."""
 CLOSE_S = 8.0
 """Closing the engine takes no longer than this, whatever it does."""
 
@@ -76,10 +79,14 @@ async def _live(place: Place, signals: Signals) -> int:
     key = http_api_key(settings, place.directory)  # a missing one is told now, not after the engine's start
     deadline = Deadline(place.directory, place.name)
     scratch = place.directory.scratch(place.name)
-    engine = build_engine(config, place.identity.run_id, device_of(config, os.environ), place.name, scratch)
+    device = device_of(config, os.environ)
+    adapters = config.model.lora is not None
+    transport = planned(config.weight_sync.transport, place.directory.plan_json, adapters=adapters)
+    engine = build_engine(config, place.identity.run_id, device, place.name, scratch, transport)
     code, why = 0, "it did not close within its deadline"
     try:
         with deadline(config.cluster.placement_timeout_s, "its engine did not start within cluster.placement_timeout_s"):
+            await _room_made(config, device)
             await engine.start()
         signalled = signals.watch_on_loop()
         status = Status(place.name)
@@ -100,6 +107,16 @@ async def _live(place: Place, signals: Signals) -> int:
         with deadline(CLOSE_S, why, code=code):
             await engine.close()
     return code
+
+
+async def _room_made(config: RunConfig, device: Device) -> None:
+    """A server that is started again while the trainer has the whole GPU waits for the end of its step."""
+    inference = config.inference
+    if inference.sleep_while_training == "off" or inference.engine == "fake" or device == "cpu":
+        return
+    needed = int(inference.gpu_memory_utilization * card_bytes())
+    cards = inference.tensor_parallel_size
+    await room_made(lambda: free_on_cards(cards), needed, ROOM_SHARE * config.cluster.placement_timeout_s)
 
 
 def http_api_key(settings: InferenceSettings, run: RunDirectory) -> str | None:
@@ -184,10 +201,18 @@ def fake_receivers(run: str, name: str, init_timeout_s: float) -> Callable[[str]
     )
 
 
-def build_engine(config: RunConfig, run: str, device: Device, name: str = "server-0", scratch: Path | None = None) -> Engine:
+def build_engine(
+    config: RunConfig,
+    run: str,
+    device: Device,
+    name: str = "server-0",
+    scratch: Path | None = None,
+    transport: str = "auto",
+) -> Engine:
     """The engine that `inference.engine` names, not started. For vLLM this sets the environment, so it goes before its import.
 
-    `run` is the run's id, under which its weights lie in shared memory; `scratch` a folder of the server's own, for adapters.
+    `run` is the run's id, under which its weights lie in shared memory; `scratch` a folder of the server's own, for adapters;
+    `transport` by which its versions come, where that is known.
     Raises `ModelNotFound`.
     """
     folder = model_folder(config.model.name)
@@ -210,7 +235,7 @@ def build_engine(config: RunConfig, run: str, device: Device, name: str = "serve
         os.environ["VLLM_RPC_BASE_PATH"] = str(temporary.make())
     if sentence := unknown_parsers(settings):
         raise EngineRefused(sentence)
-    plan = ServerPlan(config.model, folder, settings, device, lanes(config), config.seed, run, name)
+    plan = ServerPlan(config.model, folder, settings, device, lanes(config), config.seed, run, name, transport)
     if config.model.lora is not None:
         from telescope.inference.lora_engine import LoraEngine
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ from telescope.wire.happenings import Delivery
 from telescope.wire.messages import (
     Abort,
     AbortWeights,
+    Asleep,
     Body,
     CommitWeights,
     EngineLoad,
@@ -28,6 +30,7 @@ from telescope.wire.messages import (
     Generate,
     GenerateFailed,
     PrepareWeights,
+    Sleep,
     Stop,
     WeightsFailed,
     WeightsReady,
@@ -130,6 +133,8 @@ class Server:
                     pass  # it had not come yet, and the door has said so
                 case PrepareWeights() | CommitWeights() | AbortWeights() as order:
                     self._start(self._change_weights(order, delivery))
+                case Sleep() as order:
+                    self._start(self._sleep(order, delivery))
                 case Stop() as order:
                     return order.reason
                 case other:
@@ -221,11 +226,28 @@ class Server:
                 raise
             finally:
                 self._status.updating = ""
+            self._status.asleep = self._status.asleep and not isinstance(order, CommitWeights)
             log.info("%s %d: serving %d, pause %.4f s", type(order).__name__, version, state.version, state.pause_s)
             answer = WeightsReady(
                 version=state.version, prepared=state.prepared, checksum=state.checksum, pause_s=state.pause_s
             )
             self._link.send(answer, answers=delivery)
+
+    async def _sleep(self, order: Sleep, delivery: Delivery) -> None:
+        """Between weight orders, like them. An engine that can't ends the server."""
+        async with self._weights:
+            self._status.updating = f"falling asleep for step {order.step}"
+            self._moved()
+            started = time.monotonic()
+            try:
+                await self._engine.sleep()
+            finally:
+                self._status.updating = ""
+            seconds = time.monotonic() - started
+            self._status.asleep = True
+            self._moved()
+            log.info("asleep for step %d after %.4f s", order.step, seconds)
+            self._link.send(Asleep(step=order.step, seconds=seconds), answers=delivery)
 
     async def _break_off(self, version: int) -> None:
         with contextlib.suppress(EngineDead):  # told by the answer to the order

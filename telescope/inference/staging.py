@@ -205,6 +205,8 @@ class Arrival:
             if manifest.collective:
                 with staging.on_stream():
                     self.put_buckets()
+            else:  # it is put in place at the commit, from where there is no way back
+                staging.receiver(manifest.transport).verify(manifest, self._deadline_s)
         else:
             staging.reserve(manifest.nbytes)
             with staging.on_stream():

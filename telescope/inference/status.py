@@ -17,6 +17,8 @@ class Status:
     answered: int = 0
     updating: str = ""
     """The weight order under way, e.g. `PrepareWeights 7`; else empty."""
+    asleep: bool = False
+    """The GPU's memory is given back until the next version."""
     weights: WeightState = field(default_factory=lambda: WeightState(version=0, prepared=None, checksum="", pause_s=0.0))
     progressed: float = field(default_factory=time.monotonic)
     """When something last came forward: a step, an answer, a weight order."""
@@ -24,6 +26,7 @@ class Status:
     def doing(self) -> str:
         """E.g. `serving version 7: 12 requests running, 340 answered; PrepareWeights 8`."""
         line = f"serving version {self.weights.version}: {self.running} requests running, {self.answered} answered"
+        line = f"asleep, {line}" if self.asleep else line
         return f"{line}; {self.updating}" if self.updating else line
 
     def move(self) -> str:
@@ -35,7 +38,7 @@ class Status:
         """What the HTTP route answers."""
         return {
             "server": self.server,
-            "doing": "updating" if self.updating else "serving",
+            "doing": "updating" if self.updating else "asleep" if self.asleep else "serving",
             "order": self.updating or None,
             "version": self.weights.version,
             "prepared": self.weights.prepared,

@@ -11,7 +11,8 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,13 +23,13 @@ from telescope.config.models import end_ids
 from telescope.config.parts import WeightSyncSettings
 from telescope.inference.checkpoint import checkpoint_tensors, is_tied, version_bytes
 from telescope.inference.children import Children, how_it_ended
-from telescope.inference.core_commit import COMMIT, teach_core
+from telescope.inference.core_commit import COMMIT, SLEEP, WAKE, teach_core
 from telescope.inference.death import tells_its_death
 from telescope.inference.engine import EngineDead, EngineRefused, Generated, Load, RequestRefused, WeightsRefused, WeightState
 from telescope.inference.opening import Comparison, Opened, Opening, StageState
 from telescope.inference.steps import step_teller
 from telescope.inference.versions import Spans, Versions
-from telescope.inference.vllm_options import ServerPlan, engine_arguments, served_dtype, share_beside_staging
+from telescope.inference.vllm_options import ServerPlan, engine_arguments, served_dtype, share_beside, spare_bytes
 from telescope.records import FinishReason, Sampling, WeightGroup, WeightManifest
 
 FIRST_LOOK_S, LONGEST_LOOK_S = 0.002, 0.02
@@ -65,6 +66,7 @@ class VllmEngine:
         self._arriving: int | None = None
         self._held = False
         """Whether the engine is paused because a version is received in place."""
+        self._asleep = False
         self._weights = asyncio.Lock()
         self._llm: Any = None
         self._children = Children()
@@ -108,17 +110,16 @@ class VllmEngine:
         await self._warm_up()
 
     def _memory(self) -> dict[str, float]:
-        """On a GPU: vLLM's share, less the staging buffer. Asks the driver, not CUDA, which must not be up before the fork."""
-        if self._plan.device == "cpu" or self._sync.staging != "full":
+        """On a GPU: vLLM's share, less what updates need. Asks the driver, not CUDA, which must not be up before the fork."""
+        spare = 0 if self._plan.device == "cpu" else spare_bytes(self._plan, self._sync)
+        if not spare:
             return {}
         from vllm.platforms import current_platform
 
-        dtype = served_dtype(self._plan)
-        staging = version_bytes(checkpoint_tensors(self._plan.folder), is_tied(self._plan.folder), dtype)
-        inference = self._plan.inference
-        card = int(current_platform.get_device_total_memory())
-        weights = staging // inference.tensor_parallel_size
-        return {"gpu_memory_utilization": share_beside_staging(inference.gpu_memory_utilization, card, weights, staging)}
+        inference, card = self._plan.inference, int(current_platform.get_device_total_memory())
+        whole = version_bytes(checkpoint_tensors(self._plan.folder), is_tied(self._plan.folder), served_dtype(self._plan))
+        weights, purpose = whole // inference.tensor_parallel_size, f"weight_sync.staging={self._sync.staging}"
+        return {"gpu_memory_utilization": share_beside(inference.gpu_memory_utilization, card, weights, spare, purpose)}
 
     async def _open(self) -> None:
         """Ask the workers how they take updates; said once in the log."""
@@ -295,8 +296,11 @@ class VllmEngine:
             except TimeoutError as error:
                 raise EngineDead(f"the engine's workers have not answered for {limit_s:g} s (weights {version})") from error
             except WeightsRefused:  # and only then: what can't be taken back is never sampled from
-                if self._held:
-                    await self._release()
+                if self._asleep:  # it waits for a version that it can take
+                    self._held = False
+                elif self._held:
+                    async with answer_within(BREAK_OFF_S, f"the order to go on without weights {version}"):
+                        await self._release()
                 raise
             finally:
                 self._arriving = None
@@ -331,30 +335,58 @@ class VllmEngine:
     @tells_its_death
     async def discard(self, version: int) -> WeightState:
         if self._arriving == version:  # whoever waits in `prepare` is told
-            await self._rpc("telescope_forget", version)
+            await self._forget(version)
         async with self._weights:
             if self._staged is not None and self._staged.version == version:
                 if self._held:
                     raise EngineDead(
                         f"weights version {version} were received in place (weight_sync.staging=none): no way back"
                     )
-                await self._rpc("telescope_forget", version)
+                await self._forget(version)
                 self._staged = None
                 self._state = replace(self._state, prepared=None)
             return self._state
 
+    async def _forget(self, version: int) -> None:
+        async with answer_within(BREAK_OFF_S, f"the order to forget weights {version}"):
+            await self._rpc("telescope_forget", version)
+
     @tells_its_death
     async def compare(self, version: int) -> Comparison:
         """How the served parameters compare with the staged version, over all workers. Nothing is changed."""
-        answers = [msgspec.json.decode(answer, type=Comparison) for answer in await self._rpc("telescope_compare", version)]
+        async with answer_within(self._sync.update_timeout_s, f"the comparison with weights {version}"):
+            answers = [msgspec.json.decode(answer, type=Comparison) for answer in await self._rpc("telescope_compare", version)]
         other = sorted({name for answer in answers for name in answer.other})
         return Comparison(min(answer.tensors for answer in answers), tuple(other))
 
+    @tells_its_death
+    async def sleep(self) -> None:
+        limit_s, core = self._sync.update_timeout_s, self._llm.engine_core
+        level = 2 if self._plan.inference.sleep_while_training == "drop_weights" else 1
+        async with self._weights:
+            if self._asleep:
+                return
+            try:
+                async with asyncio.timeout(limit_s):
+                    await core.pause_scheduler_async(mode="wait", clear_cache=True)  # what runs is answered, what comes waits
+                    await core.call_utility_async(SLEEP, level)
+            except TimeoutError as error:
+                raise EngineDead(
+                    f"the engine did not fall asleep within weight_sync.update_timeout_s={limit_s:g} s: a request runs longer, "
+                    "or the engine hangs"
+                ) from error
+            self._asleep = True
+
     async def _hold_if_unstaged(self, manifest: WeightManifest) -> None:
         """A broadcast that is not staged writes to the parameters as it comes: nothing may be sampled until it is committed."""
-        if self._sync.staging == "none" and manifest.collective:
-            await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
-            self._held = True
+        if self._sync.staging != "none" or not manifest.collective:
+            return
+        core = self._llm.engine_core
+        if self._asleep:
+            await core.call_utility_async(WAKE)
+        else:
+            await core.pause_scheduler_async(mode="keep", clear_cache=False)
+        self._held = True
 
     async def _release(self) -> None:
         self._held = False
@@ -393,8 +425,8 @@ class VllmEngine:
         """`continue`: between two steps, without a pause; running requests keep their keys and values. `recompute`: these are
         computed anew by the new weights: each log-prob is the new weights' given all tokens before. `abort`: they end."""
         core = self._llm.engine_core  # AsyncLLM.pause_generation adds a sleep of 20 ms to this
-        in_flight = self._sync.in_flight
-        if in_flight != "continue":
+        in_flight = "sleeps" if self._asleep else self._sync.in_flight  # it is paused, and nothing is in flight
+        if in_flight in ("recompute", "abort"):
             mode = "keep" if in_flight == "recompute" else "abort"
             await core.pause_scheduler_async(mode=mode, clear_cache=in_flight == "recompute")
         order = core.call_utility_async(COMMIT, version, self._sync.update_timeout_s)
@@ -403,6 +435,7 @@ class VllmEngine:
         ours = {request.internal: request.spans for request in self._requests.values() if request.internal}
         self._versions.commit_is_answered(version, sampled, ours)
         if in_flight != "continue" or self._held:
+            self._asleep = False
             await self._release()
 
     # ---- life -------------------------------------------------------------------------------------------------------
@@ -428,6 +461,16 @@ class VllmEngine:
     async def _rpc(self, method: str, *arguments: Any) -> list[Any]:
         answers: list[Any] = await self._llm.collective_rpc(method, args=arguments)
         return answers
+
+
+@asynccontextmanager
+async def answer_within(limit_s: float, what: str) -> AsyncIterator[None]:
+    """What is asked of the engine within must be answered in time. Raises `EngineDead`: it hangs."""
+    try:
+        async with asyncio.timeout(limit_s):
+            yield
+    except TimeoutError as error:
+        raise EngineDead(f"the engine has not answered {what} within {limit_s:g} s: it hangs") from error
 
 
 def _cause(states: list[StageState]) -> str:

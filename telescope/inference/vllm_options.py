@@ -1,4 +1,5 @@
-"""Which environment variables and engine arguments a server's vLLM gets. Pure: settings in, dictionaries out; no vllm import.
+"""Which environment variables and engine arguments a server's vLLM gets. Settings in, dictionaries out; no vllm import,
+and of files a checkpoint's headers alone.
 
 The environment must stand before vllm is imported, so a process that will serve calls `vllm_environment` first of all.
 """
@@ -10,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from telescope.config.parts import InferenceSettings, ModelSettings
+from telescope.config.parts import InferenceSettings, ModelSettings, WeightSyncSettings
 from telescope.inference.adapters import vllm_rank
+from telescope.inference.checkpoint import checkpoint_tensors, is_tied, turn_bytes, version_bytes
 
 Device = Literal["cpu", "gpu"]
 
@@ -37,6 +39,8 @@ class ServerPlan:
     """The run's id: names its segments in shared memory."""
     name: str = "server-0"
     """The server's name in the run, which its workers use in weight groups."""
+    transport: str = "auto"
+    """By which versions come, as the run's plan has it; auto: not known."""
 
 
 def vllm_environment(device: Device, given: Mapping[str, str]) -> dict[str, str]:
@@ -95,6 +99,8 @@ def engine_arguments(plan: ServerPlan) -> dict[str, Any]:
         arguments["kv_cache_memory_bytes"] = settings.cpu_kv_cache_mb * 2**20
     else:
         arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
+        if settings.sleep_while_training != "off":
+            arguments["enable_sleep_mode"] = True
     return arguments
 
 
@@ -102,19 +108,31 @@ class NoRoom(ValueError):
     """The card can't hold what the settings ask for; the sentence has the numbers and the remedy."""
 
 
-def share_beside_staging(share: float, card_bytes: int, weights_bytes: int, staging_bytes: int) -> float:
-    """What vLLM may take of a card of which `share` is the server's: the staging buffer is charged against it.
+def share_beside(share: float, card_bytes: int, weights_bytes: int, spare_bytes: int, purpose: str) -> float:
+    """What vLLM may take of a card of which `share` is the server's: the buffers of updates are charged against it. `purpose`:
+    what needs them, e.g. `weight_sync.staging=full`.
 
     Raises `NoRoom` where the weights themselves would then not fit.
     """
-    left = share * card_bytes - staging_bytes
+    left = share * card_bytes - spare_bytes
     if left <= weights_bytes:
         raise NoRoom(
-            f"weight_sync.staging=full needs {staging_bytes / 1e9:.2f} GB beside {weights_bytes / 1e9:.2f} GB of weights, and "
+            f"{purpose} needs {spare_bytes / 1e9:.2f} GB beside {weights_bytes / 1e9:.2f} GB of weights, and "
             f"inference.gpu_memory_utilization={share:g} gives the server {share * card_bytes / 1e9:.2f} of "
             f"{card_bytes / 1e9:.2f} GB: none is left for the KV cache; set weight_sync.staging=host, or raise the share"
         )
     return left / card_bytes
+
+
+def spare_bytes(plan: ServerPlan, sync: WeightSyncSettings) -> int:
+    """Bytes on each of a server's cards that updates need beside vLLM: the staging buffer, or the two buckets in which a
+    broadcast comes that waits elsewhere. 0: what is in the card already, or in host memory, is copied straight to its place."""
+    if sync.staging != "full" and plan.transport != "nccl":
+        return 0
+    checkpoint, tied, dtype = checkpoint_tensors(plan.folder), is_tied(plan.folder), served_dtype(plan)
+    if sync.staging == "full":
+        return version_bytes(checkpoint, tied, dtype)
+    return turn_bytes(checkpoint, tied, dtype, sync.bucket_bytes)
 
 
 def served_dtype(plan: ServerPlan) -> str:

@@ -116,6 +116,8 @@ class TrainerMemory(msgspec.Struct, frozen=True, kw_only=True):
     """A chunk of logits in float32, and the head's gradient, which is summed in float32."""
     reference: int = 0
     """A frozen copy of the base model."""
+    handed: int = 0
+    """A version, in the buffer by which servers on the same card take it."""
     visiting: int = 0
     """Moments that have come from host memory for their step."""
     host: int = 0
@@ -125,7 +127,12 @@ class TrainerMemory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def standing(self) -> int:
-        return self.weights + self.moments + self.gathered + self.reference
+        return self.weights + self.moments + self.gathered + self.reference + self.handed
+
+    @property
+    def between_steps(self) -> int:
+        """What stays when a step is over and all that it needed is given back."""
+        return self.weights + self.moments + self.reference + self.handed
 
     @property
     def at_the_head(self) -> int:
@@ -140,7 +147,7 @@ class TrainerMemory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def at_the_update(self) -> int:
-        return self.weights + self.moments + self.gradients + self.reference + self.visiting
+        return self.weights + self.moments + self.gradients + self.reference + self.handed + self.visiting
 
     @property
     def total(self) -> int:
@@ -166,13 +173,14 @@ def trainer_memory(
     optimizer: Optimizer = "adamw",
     offload: Offload = "none",
     reference: bool = False,
+    handed_bytes: int = 0,
     rows: int = 2,
 ) -> TrainerMemory:
     """One of `ranks` that share a model under FSDP2, with rows of `row_tokens` tokens and logits of `chunk` tokens at once.
 
     `weight_bytes`: of a master weight and its gradient; `compute_bytes`: of a value in the forward pass; `reshard`: gathered
-    layers are freed after the forward pass, or spread over so many ranks; `rows`: of one update on a rank. docs/planning.md
-    derives each term.
+    layers are freed after the forward pass, or spread over so many ranks; `handed_bytes`: of a value in the buffer for servers
+    on the same card, 0 where there is none; `rows`: of one update on a rank. docs/planning.md derives each term.
     """
     share = -(-shape.parameters // ranks)
     away = offload == "parameters"
@@ -195,6 +203,7 @@ def trainer_memory(
         at_work=_at_work(shape, row_tokens, compute_bytes),
         logits=LOGIT_COPIES * chunk * shape.vocabulary * 4 + head * 4,
         reference=0 if away else frozen,
+        handed=shape.parameters * handed_bytes,
         visiting=min(moments, _visiting(shape, weight_bytes, ranks) * moments // (share * weight_bytes))
         if offload == "optimizer"
         else 0,
@@ -288,7 +297,7 @@ class ServerMemory(msgspec.Struct, frozen=True, kw_only=True):
     """gpu_memory_utilization of the card."""
     weights: int
     staging: int
-    """The buffer that new weights arrive in."""
+    """The buffer that new weights arrive in: a version, or two buckets of a broadcast that waits elsewhere."""
     overhead: int
     """Activations of the largest step, CUDA graphs, the runtime."""
     kv: int
@@ -310,17 +319,23 @@ def server_memory(
     utilization: float,
     bytes_per_value: int = 2,
     staging: bool = False,
+    bucket_bytes: int | None = None,
     batched_tokens: int = 8192,
     sequences: int = 256,
     parallel: int = 1,
 ) -> ServerMemory:
-    """One of the `parallel` cards that share a model (tensor parallelism); `kv` may come out negative where it does not fit."""
+    """One of the `parallel` cards that share a model (tensor parallelism); `kv` may come out negative where it does not fit.
+
+    `staging`: a whole version waits on the card; else `bucket_bytes`: a broadcast comes in two buckets of so many bytes, or of
+    the largest tensor (0: always), and None: nothing comes that way."""
     weights = -(-shape.parameters // parallel) * bytes_per_value
     # the profiling run: the largest step's hidden states and MLP, and logits of all sequences in float32, twice
     step = batched_tokens * (4 * shape.hidden + 3 * shape.intermediate) * bytes_per_value
     overhead = step + 2 * sequences * shape.vocabulary * 4 + RUNTIME_BYTES
     budget = int(card_bytes * utilization)
-    spare = weights if staging else 0
+    embedding = shape.embedding_parameters * bytes_per_value
+    in_buckets = 0 if bucket_bytes is None else 2 * max(embedding, min(bucket_bytes, shape.parameters * bytes_per_value))
+    spare = shape.parameters * bytes_per_value if staging else in_buckets
     return ServerMemory(
         budget=budget,
         weights=weights,

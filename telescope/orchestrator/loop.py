@@ -153,8 +153,8 @@ class Orchestrator:
 
     def _collect(self) -> None:
         """What became of weight updates: first the servers that did not follow, then the update's end."""
-        weights = self._performer.weights
-        while fenced := weights.take_fenced():
+        weights, naps = self._performer.weights, self._performer.naps
+        while fenced := [*weights.take_fenced(), *naps.take_fenced()]:
             for server, cause in fenced:
                 self._gone(server, f"{server} is fenced: {cause}", cause)
         self._events.extend(weights.take_events())
@@ -263,6 +263,8 @@ class Orchestrator:
                 | messages.WeightsFailed() as body
             ):
                 self._performer.weights.answer(delivery, body, time.monotonic())
+            case messages.Asleep() as body:
+                self._performer.naps.answer(delivery, body)
             case messages.CheckpointStaged() | messages.CheckpointWritten() | messages.CheckpointFailed() as body:
                 self._performer.checkpoints.answer(delivery, body)
                 self._performer.checkpoints.tick(time.monotonic())

@@ -227,6 +227,7 @@ async def _train(
             workers_per_server=config.inference.tensor_parallel_size,
         ),
         saves=_save_rules(place),
+        sleeps=config.inference.sleep_while_training != "off",
     )
     for rollout in begun.shelf:
         performer.shelf.put(rollout)

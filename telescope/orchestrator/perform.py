@@ -18,6 +18,7 @@ from telescope.orchestrator.record import Recorder
 from telescope.orchestrator.relay import Relay
 from telescope.orchestrator.roster import Roster
 from telescope.orchestrator.shelf import Scored, Shelf, UnusableRollout, scored
+from telescope.orchestrator.sleep import SleepDesk
 from telescope.orchestrator.weights import UpdateRules, WeightDesk
 from telescope.records import FailureKind, RolloutOrder
 from telescope.runlog.lineage import Lineage
@@ -67,11 +68,15 @@ class Performer:
         recipe: Recipe,
         updates: UpdateRules,
         saves: SaveRules | None = None,
+        sleeps: bool = False,
     ) -> None:
+        """`sleeps`: servers sleep while a step is trained."""
         self._hub, self._roster, self._recorder, self._recipe = hub, roster, recorder, recipe
         self.complaints = Complaints(recorder)
         self.weights = WeightDesk(hub, recorder, self.complaints, roster.ranks, updates)
         self.checkpoints = CheckpointDesk(hub, recorder, self.complaints, roster.ranks, saves)
+        self.naps = SleepDesk(hub, self.complaints, updates.timeout_s)
+        self._sleeps = sleeps
         self.relay = Relay(hub, self.complaints)
         self.shelf = Shelf()
         self._orders: dict[tuple[int, int], _Order] = {}
@@ -85,7 +90,7 @@ class Performer:
 
     @property
     def doing(self) -> str:
-        return self.weights.doing or self._doing
+        return self.weights.doing or self.naps.doing or self._doing
 
     def perform(self, command: commands.AnyCommand) -> Events:
         """Do one command. Returns events that follow at once (usually none)."""
@@ -121,6 +126,7 @@ class Performer:
     def tick(self, now: float) -> None:
         """Look at the deadline of the update under way, and at servers that don't end what was aborted."""
         self.weights.tick(now)
+        self.naps.tick(now)
         self.checkpoints.tick(now)
         self._look_for_late_servers(now)
 
@@ -128,6 +134,7 @@ class Performer:
         """Gives the answers that were held for it; the core hears of its loss first."""
         self.relay.lost(server)
         self.weights.lost(server, now)
+        self.naps.lost(server)
         return self.freed()
 
     def save(self, snapshot: Snapshot, lineage: Lineage) -> None:
@@ -295,6 +302,11 @@ class Performer:
         self._recorder.batch(batch)
         self._doing = f"training step {command.step}"
         self.step_in_training = command.step
-        for rank, shard in zip(ranks, batch.shards, strict=True):
-            self._hub.send(rank, shard.step, shard.arrays)
+
+        def train() -> None:
+            for rank, shard in zip(ranks, batch.shards, strict=True):
+                self._hub.send(rank, shard.step, shard.arrays)
+
+        servers = [name for name in self._roster.servers if name in self._roster.present] if self._sleeps else []
+        self.naps.begin(command.step, servers, train, time.monotonic())
         return ()

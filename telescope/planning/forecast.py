@@ -72,6 +72,11 @@ def kv_tokens(config: RunConfig, shape: ModelShape | None, card: Card | None) ->
     return config.inference.cpu_kv_cache_mb * 2**20 / shape.kv_bytes_per_token(_served_bytes(config, gpu=False))
 
 
+def shares_a_card(config: RunConfig) -> bool:
+    """Whether a server and a rank are on one card, as far as settings say so; `cluster=one_gpu` alone depends on the host."""
+    return config.weight_sync.transport == "cuda_ipc" or config.inference.sleep_while_training != "off"
+
+
 def serving(config: RunConfig, shape: ModelShape, card: Card) -> ServerMemory:
     """Bytes of one server on this card."""
     return server_memory(
@@ -80,6 +85,7 @@ def serving(config: RunConfig, shape: ModelShape, card: Card) -> ServerMemory:
         utilization=config.inference.gpu_memory_utilization,
         bytes_per_value=_served_bytes(config, gpu=True),
         staging=config.weight_sync.staging == "full" and config.model.lora is None,
+        bucket_bytes=config.weight_sync.bucket_bytes if _transport(config) == "nccl" else None,
         batched_tokens=config.inference.max_num_batched_tokens or 8192,
         sequences=max_seqs(config, "gpu"),
         parallel=config.inference.tensor_parallel_size,
@@ -103,6 +109,7 @@ def training(config: RunConfig, shape: ModelShape, ranks: int | None = None) -> 
         optimizer=backend.optimizer,
         offload=backend.offload,
         reference=config.algorithm.needs_reference,
+        handed_bytes=_served_bytes(config, gpu=True) if _transport(config) == "cuda_ipc" else 0,
     )
 
 
@@ -117,12 +124,36 @@ def check_memory(config: RunConfig, shape: ModelShape, card: Card) -> None:
             f"it on an {card.name}: room for {server.kv_tokens:,} tokens of KV cache, and one sequence may have "
             f"inference.max_model_len={need:,}. Raise the utilization, lower max_model_len, or take a smaller model."
         )
+    if rank is not None and shares_a_card(config):
+        _check_shared(config, server, rank, card)
     if rank is not None and needed(rank) > card.memory:
         ranks = config.cluster.trainer_num_workers
         raise Refused(
             f"A trainer rank needs about {_gib(needed(rank))}, and an {card.name} has {_gib(card.memory)}: weights, gradients "
             f"and moments {_gib(rank.weights + rank.gradients + rank.moments)} on cluster.trainer_num_workers={ranks}, "
             f"activations {_gib(rank.kept)} at trainer.seq_len={config.trainer.seq_len:,}. {_remedy(config, shape, card)}"
+        )
+
+
+def _check_shared(config: RunConfig, server: ServerMemory, rank: TrainerMemory, card: Card) -> None:
+    """A rank beside a server: all of it where that is awake, what it keeps between its steps where that sleeps in them."""
+    part = card.memory - server.budget
+    asleep = config.inference.sleep_while_training != "off"
+    need = rank.between_steps + RUNTIME_BYTES if asleep else needed(rank)
+    if need > part:
+        handed = f", {_gib(rank.handed)} of it to hand versions to the server" if rank.handed else ""
+        when = " between its steps" if asleep else ""
+        remedy = "lower it" if asleep else "lower it, set cluster=one_gpu_in_turns, which gives a step the whole card"
+        raise Refused(
+            f"A trainer rank needs about {_gib(need)}{when}{handed}, and inference.gpu_memory_utilization="
+            f"{config.inference.gpu_memory_utilization:g} leaves it {_gib(part)} of the {card.name} that it shares: {remedy}, "
+            "or take a smaller model."
+        )
+    room = card.memory - server.staging - RUNTIME_BYTES
+    if asleep and needed(rank) > room:
+        raise Refused(
+            f"A trainer rank needs about {_gib(needed(rank))} in its steps, and while the server sleeps {_gib(room)} of the "
+            f"{card.name} are free: set weight_sync.staging=none, shorten rows (trainer.seq_len), or take a smaller model."
         )
 
 
@@ -202,7 +233,8 @@ def assumed_load(config: RunConfig, shape: ModelShape, card: Card, completion_to
 def _transport(config: RunConfig) -> str:
     """What `auto` means for servers and ranks with cards of their own; one card for both only where it is asked for."""
     wanted = config.weight_sync.transport
-    return choose(wanted, "cuda", "same" if wanted == "cuda_ipc" else "apart", adapters=config.model.lora is not None)
+    same = wanted in ("auto", "cuda_ipc") and shares_a_card(config)
+    return choose(wanted, "cuda", "same" if same else "apart", adapters=config.model.lora is not None)
 
 
 def fitted_load(calibration: Calibration, config: RunConfig, shape: ModelShape | None, card: Card | None) -> Load:

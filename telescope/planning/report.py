@@ -43,6 +43,7 @@ def describe_trainer_memory(memory: TrainerMemory, ranks: int) -> str:
         "one layer at work": memory.at_work,
         "logits": memory.logits,
         "reference": memory.reference,
+        "the version handed to the server": memory.handed,
     }
     said = ", ".join(f"{name} {_gib(part)}" for name, part in parts.items() if part)
     host = f" It has {_gib(memory.host)} in its host's memory besides." if memory.host else ""

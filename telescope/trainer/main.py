@@ -22,6 +22,7 @@ from telescope.runlog.checkpoints import CheckpointUnreadable, Resume, read_resu
 from telescope.runlog.writer import RunLog
 from telescope.trainer.keeping import Keeper
 from telescope.trainer.placement import Misplaced, placement
+from telescope.trainer.room import CudaCard, NoRoomBeside, Room
 from telescope.trainer.service import OutOfOrder, SenderStuck, Service
 from telescope.trainer.timeline import Timeline
 from telescope.weights.base import NoRoomForWeights, Publisher
@@ -35,7 +36,8 @@ log = logging.getLogger(__name__)
 
 KNOWN = Known(
     errors=(
-        *(OutOfOrder, Misplaced, NoRoomForWeights, TransportRefused, ModelNotFound, ConfigError, PluginError, SecretMissing),
+        *(OutOfOrder, Misplaced, NoRoomBeside, NoRoomForWeights),
+        *(TransportRefused, ModelNotFound, ConfigError, PluginError, SecretMissing),
         *(CheckpointUnfit, CheckpointUnreadable),
         *(WireRefused, WireTimeout, BadKeys),
     ),
@@ -80,11 +82,22 @@ def live(place: Place, signals: Signals) -> int:
                 config.weight_sync.update_timeout_s,
                 0 if resume is None else resume.step,
                 keeper=keeper(place, world),
+                room=room(config, world, weights),
                 timeline=lines,
             )
             log.info("stopped: %s", service.run())
         backend.close()  # not after an error: it would wait for ranks that are gone
     return 0
+
+
+def room(config: RunConfig, world: World, weights: Publisher) -> Room | None:
+    """What this rank may take of the GPU that it shares; None where it has none, or one of its own. Raises `NoRoomBeside`."""
+    if world.memory_share == 1:
+        return None
+    in_turns = config.inference.sleep_while_training != "off"
+    found = Room(CudaCard(world.device), world.memory_share, weights.card_bytes, in_turns)
+    found.settle()
+    return found
 
 
 def keeper(place: Place, world: World) -> Keeper:

@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Protocol
 
@@ -18,6 +19,7 @@ import numpy as np
 from telescope.backends.base import Backend, NotSaved, Outcome, RankLost, Saved, TrainShard
 from telescope.runlog.checkpoints import trainer_part
 from telescope.trainer.keeping import Keeper
+from telescope.trainer.room import Room
 from telescope.trainer.timeline import Timeline
 from telescope.weights.base import Publisher, TransferFailed
 from telescope.wire.happenings import Delivery
@@ -80,10 +82,12 @@ class Service:
         *,
         keeper: Keeper | None = None,
         timeline: Timeline | None = None,
+        room: Room | None = None,
     ) -> None:
         """`check` is called between orders; it raises to end the process. `update_s`: the deadline of one `send`. `step`: the
         last one trained, of the checkpoint that the backend began with. `keeper` keeps batches of steps that go wrong,
-        `timeline` stores what took how long."""
+        `timeline` stores what took how long, `room` says how much of a shared GPU a step may take."""
+        self._room = room
         self._keeper, self._timeline = keeper, timeline
         self._link = link
         self._backend = backend
@@ -142,7 +146,8 @@ class Service:
         ids, mask, logprobs, versions = arrays
         shard = TrainShard(order.step, order.items, ids, mask, logprobs, versions, order.denominators)
         try:
-            result = self._backend.train_step(shard)
+            with self._room.step() if self._room is not None else nullcontext():
+                result = self._backend.train_step(shard)
         except (ValueError, RuntimeError, ArithmeticError) as error:
             if self._keeper is not None and not isinstance(error, RankLost):
                 self._keeper.broke(shard, error)

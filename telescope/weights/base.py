@@ -39,6 +39,11 @@ class Source(Protocol):
 class Publisher(Protocol):
     """The trainer's side, one on every rank. At most two versions exist at once: the served and the next."""
 
+    @property
+    def card_bytes(self) -> int:
+        """Bytes of this rank's GPU that it holds for the whole run beside torch's allocator, e.g. 0."""
+        ...
+
     def publish(self, version: int) -> WeightManifest | None:
         """Put a version in place (pull transports) or name its layout and meeting place (collective ones). A collective of the
         trainer ranks; rank 0 gives the manifest, the others None. Raises `NoRoomForWeights`."""
@@ -69,6 +74,11 @@ class Receiver(Protocol):
     def receive(self, manifest: WeightManifest, group: WeightGroup | None, staging: Tensor, deadline_s: float) -> str:
         """Fill `staging[:manifest.nbytes]` (flat uint8, on the receiver's device or in host memory), all of it checked when
         this returns. Gives the checksum of the version: the manifest's, or what the sender of a broadcast told at its end."""
+        ...
+
+    def verify(self, manifest: WeightManifest, deadline_s: float) -> None:
+        """Transports in place: whether what lies there is the version, every byte that `receive` would look at. Nothing is
+        kept. There is nothing to verify of a broadcast before it comes."""
         ...
 
     def receive_buckets(self, manifest: WeightManifest, group: WeightGroup | None, load: Load, deadline_s: float) -> str:

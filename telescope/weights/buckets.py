@@ -43,6 +43,15 @@ class Bucket:
         return self.stop - self.start
 
 
+IN_TURN = 2
+"""Buffers of a bucket's size that a side of a broadcast fills in turn, where a version does not go straight to its place."""
+
+
+def largest(cut: Sequence[Bucket]) -> int:
+    """Bytes of the largest bucket; 0 of none."""
+    return max((bucket.nbytes for bucket in cut), default=0)
+
+
 def aligned(offset: int) -> int:
     """The next multiple of `ALIGNMENT`."""
     return -(-offset // ALIGNMENT) * ALIGNMENT
@@ -89,3 +98,20 @@ def buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> tuple[Bucket, ...
 
 def _bucket(specs: Sequence[TensorSpec]) -> Bucket:
     return Bucket(specs[0].offset, aligned(specs[-1].offset + specs[-1].nbytes), tuple(specs))
+
+
+def misplaced(specs: Sequence[TensorSpec], nbytes: int) -> list[str]:
+    """What can't be true of a layout of `nbytes`, in sentences: a size that is not its shape's, a place that is no place of its
+    dtype, beyond the end or another tensor's. Whoever writes it piece by piece would notice too late, or never."""
+    found, end, before = [], 0, ""
+    for spec in sorted(specs, key=lambda spec: spec.offset):
+        item = ITEM_BYTES.get(spec.dtype, 0)
+        if spec.nbytes != math.prod(spec.shape) * item:
+            found.append(f"{spec.name} is {spec.dtype}{list(spec.shape)} and said to have {spec.nbytes} bytes")
+        elif spec.offset < 0 or spec.offset % max(item, 1) or spec.offset + spec.nbytes > nbytes:
+            found.append(f"{spec.name} lies in bytes {spec.offset} to {spec.offset + spec.nbytes} of {nbytes}")
+        elif spec.nbytes and spec.offset < end:
+            found.append(f"{spec.name} begins at byte {spec.offset}, within {before}")
+        if spec.nbytes:
+            end, before = max(end, spec.offset + spec.nbytes), spec.name
+    return found

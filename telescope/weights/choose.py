@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 Transport = Literal["nccl", "gloo", "cuda_ipc", "shared_memory", "disk"]
 Cards = Literal["apart", "same", "mixed"]
 """Servers and trainer ranks on GPUs of their own; all on one and the same GPU; some GPUs shared."""
-MEGABYTE = 1 << 20
 FOLDER = "weights"
 """Where in the run directory the disk transport writes when `weight_sync.dir` names no folder."""
 
@@ -148,7 +147,6 @@ def make_publisher(
     transport: Transport, backend: Trained, here: Here, settings: WeightSyncSettings, dtype: str | None
 ) -> Publisher:
     """The trainer's end on one rank. A collective of the ranks. Raises `NoRoomForWeights`."""
-    bucket_bytes = settings.bucket_mb * MEGABYTE if settings.mode == "bucketed" else 0
     if transport in ("shared_memory", "disk"):
         writer: SharedMemoryPublisher | DiskPublisher | None = None
         if here.rank == 0:
@@ -167,7 +165,7 @@ def make_publisher(
             rank=here.rank,
             device=here.device,
             dtype=dtype,
-            bucket_bytes=bucket_bytes,
+            bucket_bytes=settings.bucket_bytes,
             compare_all=settings.compare == "all",
         )
     from telescope.weights.collective import CollectivePublisher
@@ -180,7 +178,7 @@ def make_publisher(
         device=here.device,
         address=here.address,
         dtype=dtype,
-        bucket_bytes=bucket_bytes,
+        bucket_bytes=settings.bucket_bytes,
         init_timeout_s=settings.init_timeout_s,
         update_timeout_s=settings.update_timeout_s,
         compare_all=settings.compare == "all",

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from telescope.records import WeightGroup, WeightManifest
 from telescope.weights.base import Load, TransferFailed, WeightsCorrupt
-from telescope.weights.buckets import Bucket, buckets
+from telescope.weights.buckets import IN_TURN, Bucket, buckets, largest
 from telescope.weights.channel import Channel, Flight
 from telescope.weights.digest import Sample
-from telescope.weights.epochs import IN_TURN, Epochs, Turns, largest, new_stream, on_stream
+from telescope.weights.epochs import Epochs, Turns, new_stream, on_stream
 from telescope.weights.rendezvous import Meeting
 
 AHEAD = 4
@@ -44,6 +44,9 @@ class CollectiveReceiver:
             if channel.own_buffers or staging.device != self._device:
                 return self._in_turn(manifest, channel, lambda bucket, data: _put(staging, bucket, data))
             return self._in_place(manifest, channel, staging)
+
+    def verify(self, manifest: WeightManifest, deadline_s: float) -> None:
+        """Nothing has come yet."""
 
     def receive_buckets(self, manifest: WeightManifest, group: WeightGroup | None, load: Load, deadline_s: float) -> str:
         with self._taking(group):

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from telescope.records import WeightGroup, WeightManifest
 from telescope.weights.base import Source, TransferFailed
-from telescope.weights.buckets import Bucket, buckets, lay_out
+from telescope.weights.buckets import IN_TURN, Bucket, buckets, largest, lay_out
 from telescope.weights.channel import Channel, Flight
 from telescope.weights.digest import Sample
-from telescope.weights.epochs import IN_TURN, Epochs, Turns, largest, new_stream, on_stream, wait_for_device
+from telescope.weights.epochs import Epochs, Turns, new_stream, on_stream, wait_for_device
 from telescope.weights.rendezvous import Meeting
 
 
@@ -54,6 +54,10 @@ class CollectivePublisher:
         self._meeting = Meeting.open(address, init_timeout_s) if rank == 0 else None
         self._epochs = Epochs(transport, "trainer-0", self._device, init_timeout_s)
         self._stream = new_stream(self._device)
+
+    @property
+    def card_bytes(self) -> int:
+        return 0
 
     def publish(self, version: int) -> WeightManifest | None:
         if self._staging is not None:

@@ -118,6 +118,10 @@ class CudaIpcPublisher:
             self._buffer.zero_()
             self._handle = self._driver.handle(self._pointer)
 
+    @property
+    def card_bytes(self) -> int:
+        return self._nbytes if self._pointer else 0
+
     def publish(self, version: int) -> WeightManifest | None:
         with torch.no_grad(), on_stream(self._device, self._stream):
             for bucket in self._cut:
@@ -174,6 +178,10 @@ class CudaIpcReceiver:
             wait_for_device(self._device)
             self._compare(manifest, staging)
             return manifest.checksum
+
+    def verify(self, manifest: WeightManifest, deadline_s: float) -> None:
+        with torch.no_grad(), on_stream(self._device, self._stream):
+            self._compare(manifest, self._opened(manifest))
 
     def receive_buckets(self, manifest: WeightManifest, group: WeightGroup | None, load: Load, deadline_s: float) -> str:
         """Here everything is checked before the first `load`, and nothing is copied but by it."""

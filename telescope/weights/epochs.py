@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,12 +13,9 @@ from torch import Tensor
 
 from telescope.records import WeightGroup
 from telescope.weights.base import TransferFailed
-from telescope.weights.buckets import Bucket
+from telescope.weights.buckets import IN_TURN
 from telescope.weights.channel import Channel
 from telescope.weights.rendezvous import Meeting
-
-IN_TURN = 2
-"""Buffers that a side fills in turn."""
 
 
 class Epochs:
@@ -110,10 +107,6 @@ class Turns:
 
     def drop(self) -> None:
         self._buffers = []
-
-
-def largest(cut: Sequence[Bucket]) -> int:
-    return max((bucket.nbytes for bucket in cut), default=0)
 
 
 def new_stream(device: torch.device) -> torch.cuda.Stream | None:

@@ -36,6 +36,10 @@ class HostPublisher:
         """`writer` is rank 0's; the others have none."""
         self._tensors, self._writer = tensors, writer
 
+    @property
+    def card_bytes(self) -> int:
+        return 0
+
     def publish(self, version: int) -> WeightManifest | None:
         tensors = self._tensors()
         manifest = None if self._writer is None else self._writer.publish(version, tensors)
@@ -76,6 +80,11 @@ class HostReceiver:
         if staging.is_cuda:
             torch.cuda.current_stream(staging.device).synchronize()
         return manifest.checksum
+
+    def verify(self, manifest: WeightManifest, deadline_s: float) -> None:
+        self._begin(deadline_s)
+        for _ in self._reader.read(manifest):
+            self._check(manifest)
 
     def receive_buckets(self, manifest: WeightManifest, group: WeightGroup | None, load: Load, deadline_s: float) -> str:
         """From shared memory everything has been checked before the first `load`; from a file it can't be."""

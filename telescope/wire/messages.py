@@ -359,6 +359,21 @@ class WeightsFailed(Message):
     fatal: bool
 
 
+class Sleep(Message):
+    """To a server before step `step` is trained (`inference.sleep_while_training`): answer what is running, then give the GPU's
+    memory back. It wakes by itself when it commits the next version; requests that come meanwhile wait for that."""
+
+    step: int
+
+
+class Asleep(Message):
+    """Answer to Sleep: the memory is free. A server that can't fall asleep ends."""
+
+    step: int
+    seconds: float
+    """Until it slept, with the wait for running requests."""
+
+
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
 
@@ -398,7 +413,7 @@ Body = (
     | Generate | Abort | Completion | GenerateFailed | EngineLoad
     | AskPlace | Ticket | Expect | Served | Revoke
     | TrainStep | StepDone | PublishWeights | WeightsPublished | SendWeights | WeightsSent
-    | PrepareWeights | CommitWeights | AbortWeights | WeightsReady | WeightsFailed
+    | PrepareWeights | CommitWeights | AbortWeights | WeightsReady | WeightsFailed | Sleep | Asleep
     | SaveCheckpoint | CheckpointStaged | CheckpointWritten | CheckpointFailed
 )  # fmt: skip
 

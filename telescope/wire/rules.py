@@ -14,6 +14,7 @@ from telescope.wire.messages import (
     AbortWeights,
     Ack,
     AskPlace,
+    Asleep,
     CancelRollout,
     CheckpointFailed,
     CheckpointStaged,
@@ -40,6 +41,7 @@ from telescope.wire.messages import (
     SaveCheckpoint,
     SendWeights,
     Served,
+    Sleep,
     StepDone,
     Stop,
     Ticket,
@@ -59,7 +61,7 @@ SESSION_OF_HUB: frozenset[Kind] = frozenset({Welcome, Reject, Heartbeat, Ack, Go
 
 FROM_PEER: dict[Role, frozenset[Kind]] = {
     "worker": frozenset({Generate, AskPlace, Abort, GenerationOver, RolloutDone, RolloutFailed}),
-    "server": frozenset({Completion, GenerateFailed, Served, EngineLoad, WeightsReady, WeightsFailed}),
+    "server": frozenset({Completion, GenerateFailed, Served, EngineLoad, WeightsReady, WeightsFailed, Asleep}),
     "trainer": frozenset(
         {
             *(StepDone, WeightsPublished, WeightsSent, WeightsReady, WeightsFailed),
@@ -69,7 +71,7 @@ FROM_PEER: dict[Role, frozenset[Kind]] = {
 }
 FROM_HUB: dict[Role, frozenset[Kind]] = {
     "worker": frozenset({RunRollout, CancelRollout, PrefetchPrompts, Completion, GenerateFailed, Ticket, Revoke, Stop}),
-    "server": frozenset({Generate, Expect, Abort, PrepareWeights, CommitWeights, AbortWeights, Stop}),
+    "server": frozenset({Generate, Expect, Abort, PrepareWeights, CommitWeights, AbortWeights, Sleep, Stop}),
     "trainer": frozenset({TrainStep, PublishWeights, SendWeights, AbortWeights, SaveCheckpoint, Stop}),
 }
 
@@ -99,6 +101,7 @@ ANSWERED_BY: dict[Kind, frozenset[Kind]] = {
     PrepareWeights: frozenset({WeightsReady, WeightsFailed}),
     CommitWeights: frozenset({WeightsReady, WeightsFailed}),
     AbortWeights: frozenset({WeightsReady, WeightsFailed}),
+    Sleep: frozenset({Asleep}),
     SaveCheckpoint: frozenset({CheckpointWritten, CheckpointFailed}),
 }
 """Kept until one of these comes back with its number in `answers`."""
@@ -112,7 +115,7 @@ KEPT: frozenset[Kind] = ACKNOWLEDGED | frozenset(ANSWERED_BY)
 
 WORK: frozenset[Kind] = frozenset({RunRollout, Generate, Expect, TrainStep})
 """Orders that cost one of the peer's `capacity` credits."""
-WEIGHT_ORDERS: frozenset[Kind] = frozenset({PublishWeights, SendWeights, PrepareWeights, CommitWeights, AbortWeights})
+WEIGHT_ORDERS: frozenset[Kind] = frozenset({PublishWeights, SendWeights, PrepareWeights, CommitWeights, AbortWeights, Sleep})
 """Orders with a small budget of their own: a server full of generations must still be able to take new weights."""
 MAX_WEIGHT_ORDERS = 4
 

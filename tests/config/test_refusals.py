@@ -39,6 +39,12 @@ OPTIONS = " | ".join(sorted(plugins.find(plugins.ENVIRONMENTS)))
             "lane belongs to a whole group; set orchestrator.free_lane_after_generation=false, or leave individual lanes on",
         ),
         (
+            "inference.sleep_while_training=keep_weights",
+            "inference.sleep_while_training=keep_weights needs orchestrator.max_async_rollout=0, and it is 2: a server that "
+            "generates while the trainer trains can't sleep; set orchestrator.max_async_rollout=0, or "
+            "inference.sleep_while_training=off",
+        ),
+        (
             "orchestrator.kv_soft=0.96",
             "orchestrator.kv_soft=0.96 must not be above orchestrator.kv_hard=0.95: lower the first or raise the second",
         ),
@@ -174,3 +180,42 @@ def test_where_a_host_stands_does_not_change_what_is_computed():
     second = compose_one("cluster=bare_metal", "cluster.nodes=2", "cluster.node_rank=1", "cluster.interface=eth1").config
     third = compose_one("cluster=bare_metal", "cluster.nodes=3").config
     assert config_hash(alone) == config_hash(second) != config_hash(third)
+
+
+SLEEP = ("inference.sleep_while_training=drop_weights", "orchestrator.max_async_rollout=0")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (
+            ("cluster.device=cpu",),
+            "inference.sleep_while_training=drop_weights is about a GPU's memory, and cluster.device=cpu",
+        ),
+        (
+            ("model.lora={}",),
+            "inference.sleep_while_training=drop_weights is not possible with model.lora: each adapter is tried by a request",
+        ),
+        (
+            ("inference.quantization=fp8",),
+            "inference.sleep_while_training=drop_weights loses what inference.quantization=fp8 has computed at the start and "
+            "no version brings: set inference.sleep_while_training=keep_weights",
+        ),
+    ],
+)
+def test_a_server_that_can_not_sleep_is_refused(overrides: tuple[str, ...], sentence: str):
+    assert sentence in sentences(compose_one(*SLEEP, *overrides))
+
+
+def test_a_server_may_sleep_where_nothing_runs_ahead():
+    config = compose_one("cluster=one_gpu", *SLEEP).config
+    assert config is not None
+    assert config.inference.sleep_while_training == "drop_weights"
+
+
+def test_one_gpu_in_turns_is_synchronous_and_stages_nothing():
+    config = compose_one("cluster=one_gpu_in_turns", "model=qwen2.5-3b").config
+    assert config is not None
+    assert (config.cluster.inference_num_workers, config.cluster.trainer_num_workers, config.cluster.device) == (1, 1, "gpu")
+    assert (config.inference.sleep_while_training, config.inference.gpu_memory_utilization) == ("keep_weights", 0.6)
+    assert (config.orchestrator.max_async_rollout, config.weight_sync.staging) == (0, "none")

@@ -158,6 +158,25 @@ def test_a_server_divides_what_is_left_into_tokens() -> None:
     assert memory.kv - staged.kv == memory.weights
 
 
+def test_a_broadcast_that_waits_elsewhere_comes_in_two_buckets_or_twice_the_largest_tensor() -> None:
+    shape = shape_of("Qwen/Qwen2.5-3B")
+    plain, bucketed, by_tensor = (
+        server_memory(shape, card_bytes=79 * GIB, utilization=0.9, bucket_bytes=size) for size in (None, 2**30, 0)
+    )
+    assert (plain.staging, bucketed.staging, by_tensor.staging) == (0, 2 * 2**30, 2 * 151_936 * 2048 * 2)
+    assert plain.kv - bucketed.kv == 2 * 2**30
+    halves = server_memory(shape, card_bytes=79 * GIB, utilization=0.9, staging=True, parallel=2)
+    assert (halves.weights, halves.staging) == (3_085_938_688, 2 * 3_085_938_688)  # each card stages the whole version
+
+
+def test_the_version_handed_to_a_server_on_the_card_is_there_at_every_moment() -> None:
+    shape = shape_of("Qwen/Qwen3-0.6B")
+    apart, same = (trainer_memory(shape, ranks=1, row_tokens=4096, chunk=1024, handed_bytes=n) for n in (0, 2))
+    assert same.handed == 2 * 596_049_920
+    assert same.total - apart.total == same.at_the_update - apart.at_the_update == same.handed
+    assert same.between_steps == 12 * 596_049_920 + same.handed  # weights and moments
+
+
 def test_operations_of_a_token() -> None:
     shape = shape_of("Qwen/Qwen2.5-0.5B")
     weights = 494_032_768 - 896  # all but the last norm

@@ -15,6 +15,7 @@ from telescope.config.models import EMBEDDED
 from telescope.inference.engine import EngineDead, WeightState
 from telescope.inference.fake import FakeEngine
 from telescope.inference.server import Server
+from telescope.inference.status import Status
 from telescope.records import Sampling, WeightGroup, WeightManifest
 from telescope.weights.base import TransferFailed
 from telescope.weights.shared_memory import SharedMemoryPublisher, SharedMemoryReader
@@ -23,6 +24,7 @@ from telescope.wire.happenings import Delivery
 from telescope.wire.messages import (
     Abort,
     AbortWeights,
+    Asleep,
     Body,
     CommitWeights,
     Completion,
@@ -30,6 +32,7 @@ from telescope.wire.messages import (
     Generate,
     GenerateFailed,
     PrepareWeights,
+    Sleep,
     Stop,
     WeightsFailed,
     WeightsReady,
@@ -288,3 +291,39 @@ async def test_the_engines_load_is_told_when_it_has_changed_and_four_times_a_sec
     assert all(later != earlier for (_, earlier), (_, later) in pairwise(told))
     assert told[-1][1] == EngineLoad(kv_used=0.0, running=0, waiting=0, preemptions=0)
     running.cancel()
+
+
+async def test_a_server_sleeps_when_what_runs_is_answered_and_wakes_with_the_next_version(publisher: SharedMemoryPublisher):
+    wire, status = Wire(), Status("server-0")
+    running = asyncio.create_task(Server(wire, make(token_s=0.01), status=status).run())
+    first = wire.order(generate("before"), PROMPT)
+    slept = wire.order(Sleep(1))
+    late = wire.order(generate("late"), PROMPT)
+    cut = wire.order(generate("cut"), PROMPT)
+    assert [(await wire.answer())[:1] for _ in range(2)] == [(first,), (slept,)]
+    assert status.doing().startswith("asleep, serving version 0: ")
+    assert status.facts()["doing"] == "asleep"
+    wire.order(Abort("cut"))
+    answered, body, _ = await wire.answer()
+    assert (answered, body.finish_reason, body.tokens) == (cut, "abort", 0)
+    again = wire.order(Sleep(1))
+    answered, body, _ = await wire.answer()
+    assert (answered, type(body), body.step) == (again, Asleep, 1)
+    manifest = publisher.publish(1, [("w", np.ones(4, np.float32))])
+    prepared, committed = wire.order(PrepareWeights(manifest)), wire.order(CommitWeights(1))
+    assert [(await wire.answer())[0] for _ in range(2)] == [prepared, committed]
+    answered, body, arrays = await wire.answer()
+    assert (answered, body.finish_reason) == (late, "stop")
+    assert set(arrays[2].tolist()) == {1}
+    assert status.facts()["doing"] == "serving"
+    wire.order(Stop("done"))
+    assert await running == "done"
+
+
+async def test_an_engine_that_can_not_fall_asleep_ends_the_server():
+    wire = Wire()
+    running = asyncio.create_task(Server(wire, make(token_s=1.0, deadline_s=0.05)).run())
+    wire.order(generate("long"), PROMPT)
+    wire.order(Sleep(1))
+    with pytest.raises(EngineDead, match=r"running requests did not end within 0\.05 s, so that it can't sleep"):
+        await running

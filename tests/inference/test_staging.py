@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from telescope.inference.staging import Staging
 from telescope.records import WeightGroup, WeightManifest
 from telescope.weights.base import TransferFailed
 from telescope.weights.buckets import Tensor, buckets, lay_out
+from telescope.weights.disk import DiskPublisher, DiskReader
+from telescope.weights.host import HostReceiver
 
 SPECS, NBYTES = lay_out([Tensor("a", "float32", (3,)), Tensor("b", "float32", (2, 2))])
 GROUP = WeightGroup(4, ("trainer-0", "server-0/0"))
@@ -164,6 +167,27 @@ def test_a_failure_after_the_first_bucket_is_told_as_no_way_back(fails_after, to
     arrival = begin(make("none", Broadcast(fails_after)), 1, Parameters())
     until_over(arrival)
     assert (arrival.cause, arrival.touched) == ("trainer-0 went away", touched)
+
+
+@pytest.mark.parametrize("harmed", [False, True])
+def test_what_is_pulled_in_place_is_checked_whole_before_it_may_be_committed(tmp_path, harmed: bool):
+    values = torch.arange(3.0), torch.ones(2, 2)
+    kinds = [Tensor("a", "float32", (3,)), Tensor("b", "float32", (2, 2))]
+    manifest = DiskPublisher(tmp_path, lambda: kinds).publish(1, zip(("a", "b"), values, strict=True))
+    if harmed:
+        file = Path(manifest.location)
+        file.write_bytes(file.read_bytes()[:-1] + b"!")
+    parameters = Parameters()
+    staging = Staging("none", torch.device("cpu"), "run", lambda transport: HostReceiver(DiskReader()))
+    staging.begin(manifest, None, lambda: "", parameters.put, DEADLINE_S)
+    arrival = staging.get(1)
+    until_over(arrival)
+    assert (arrival.touched, parameters.held) == (False, {})
+    assert ("have checksum" in arrival.cause) is harmed
+    if not harmed:
+        arrival.put_buckets()
+        assert arrival.touched
+        assert torch.equal(parameters.held["b"], values[1].reshape(-1))
 
 
 def test_a_close_breaks_off_and_closes_the_receivers():

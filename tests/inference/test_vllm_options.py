@@ -8,15 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from telescope.config.parts import InferenceSettings, LoraSettings, ModelSettings
+from telescope.config.models import EMBEDDED
+from telescope.config.parts import InferenceSettings, LoraSettings, ModelSettings, WeightSyncSettings
 from telescope.inference.vllm_options import (
     Device,
     NoRoom,
     ServerPlan,
     engine_arguments,
-    share_beside_staging,
+    share_beside,
+    spare_bytes,
     vllm_environment,
 )
+
+TINY_BYTES = 2 * 234_080
+"""The embedded model's parameters in bfloat16; its tensors leave no gaps."""
+LARGEST_TENSOR = 2 * 64 * 384
 
 
 def arguments(device: Device = "cpu", lanes: int = 256, dtype: str = "float32", **settings: object) -> dict[str, object]:
@@ -119,10 +125,36 @@ def test_adapters_get_slots_for_the_versions_in_use_and_room_for_their_rank():
     assert "enable_lora" not in arguments("gpu")
 
 
-def test_the_staging_buffer_is_charged_against_the_servers_share_of_the_card():
-    assert share_beside_staging(0.9, 80 * 10**9, 6 * 10**9, 6 * 10**9) == pytest.approx(0.825)
+def test_the_buffers_of_updates_are_charged_against_the_servers_share_of_the_card():
+    assert share_beside(0.9, 80 * 10**9, 6 * 10**9, 6 * 10**9, "weight_sync.staging=full") == pytest.approx(0.825)
 
 
 def test_a_buffer_that_leaves_no_room_is_refused_with_the_numbers_and_the_remedy():
-    with pytest.raises(NoRoom, match=r"needs 8.00 GB beside 8.00 GB of weights, and .*=0.6 gives the server 14.40 of 24.00 GB"):
-        share_beside_staging(0.6, 24 * 10**9, 8 * 10**9, 8 * 10**9)
+    with pytest.raises(NoRoom, match=r"=full needs 8.00 GB beside 8.00 GB of weights, and .*=0.6 gives the server 14.40 of"):
+        share_beside(0.6, 24 * 10**9, 8 * 10**9, 8 * 10**9, "weight_sync.staging=full")
+
+
+@pytest.mark.parametrize(
+    ("transport", "staging", "spare"),
+    [
+        ("nccl", "full", TINY_BYTES),
+        ("cuda_ipc", "full", TINY_BYTES),
+        ("nccl", "none", 2 * TINY_BYTES),  # one bucket holds all of it
+        ("nccl", "host", 2 * TINY_BYTES),
+        ("cuda_ipc", "none", 0),
+        ("shared_memory", "host", 0),
+    ],
+)
+def test_what_updates_need_on_a_card_beside_vllm(transport: str, staging: str, spare: int):
+    plan = ServerPlan(ModelSettings(), EMBEDDED / "tiny", InferenceSettings(), "gpu", 8, 0, "run", transport=transport)
+    sync = WeightSyncSettings.model_validate({"staging": staging})
+    assert spare_bytes(plan, sync) == spare
+    if spare == 2 * TINY_BYTES:
+        by_tensor = spare_bytes(plan, sync.model_copy(update={"mode": "per_tensor"}))
+        assert by_tensor == 2 * LARGEST_TENSOR
+
+
+def test_a_server_that_may_sleep_asks_vllm_for_it_on_a_gpu_alone():
+    assert arguments("gpu", sleep_while_training="drop_weights")["enable_sleep_mode"] is True
+    assert "enable_sleep_mode" not in arguments("gpu")
+    assert "enable_sleep_mode" not in arguments("cpu", sleep_while_training="keep_weights")

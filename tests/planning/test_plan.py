@@ -245,6 +245,22 @@ def test_4b_at_65k_needs_two_h100_or_moments_on_the_host() -> None:
         check_memory(composed(*long, remedy), shape, card)
 
 
+def test_on_one_card_the_rank_fits_into_what_the_server_leaves_or_takes_turns(say: Callable[..., tuple[int, str]]) -> None:
+    code, said = say(*SMALL, "cluster=one_gpu", "--hosts", "1x1", "--card", "h100")
+    assert code == 0, said
+    assert "Server and trainer share a card." in said
+    assert "the version handed to the server 0.92 GiB" in said
+    code, said = say("model=qwen2.5-3b", "cluster=one_gpu", "--hosts", "1x1", "--card", "h100")
+    assert code == 1
+    assert "5.75 GiB of it to hand versions to the server" in said or "5.7 GiB of it to hand versions to the server" in said
+    assert "set cluster=one_gpu_in_turns, which gives a step the whole card" in said
+    turns = ("model=qwen2.5-3b", "cluster=one_gpu_in_turns", "inference.gpu_memory_utilization=0.4", "--card", "h100")
+    assert say(*turns)[0] == 0
+    code, said = say("model=qwen2.5-3b", "cluster=one_gpu_in_turns", "--card", "h100")
+    assert code == 1
+    assert "between its steps, 5.7 GiB of it to hand versions to the server, and inference.gpu_memory_utilization=0.6" in said
+
+
 def test_the_placement_names_hosts_gpus_threads_and_where_sockets_bind(say: Callable[..., tuple[int, str]]) -> None:
     servers = ("cluster.inference_num_workers=4", "inference.tensor_parallel_size=2", "cluster.inference_placement=SPREAD")
     code, said = say(

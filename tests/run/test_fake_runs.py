@@ -91,3 +91,16 @@ def test_several_workers_servers_and_ranks_share_the_work(start: Start):
     assert {row["server"] for row in run.rows("turns")} == {"server-0", "server-1"}
     commits = [(row["version"], row["server"]) for row in run.rows("weights") if row["phase"] == "committed"]
     assert sorted(commits) == [(version, f"server-{index}") for version in (1, 2, 3) for index in (0, 1)]
+
+
+def test_servers_sleep_before_each_step_and_wake_with_its_version(start: Start):
+    overrides = ("number_of_steps=2", "orchestrator.max_async_rollout=0", "inference.sleep_while_training=drop_weights")
+    run = start("experiment=fake", *overrides, "inference.fake_token_s=0.002")
+    assert run.wait() == 0, run.said()
+    assert run.summary()["steps"] == 2
+    said = run.directory.log("server-0").read_text()
+    marks = ("asleep for step 1 ", "PrepareWeights 1:", "CommitWeights 1:", "asleep for step 2 ", "PrepareWeights 2:")
+    places = [said.find(mark) for mark in marks]
+    assert -1 not in places
+    assert places == sorted(places)
+    assert run.rows("alerts") == []

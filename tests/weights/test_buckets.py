@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telescope.weights.buckets import ALIGNMENT, Tensor, buckets, lay_out
+from telescope.weights.buckets import ALIGNMENT, Tensor, buckets, lay_out, misplaced
 
 THREE = (Tensor("a", "float32", (3, 5)), Tensor("b", "bfloat16", (7,)), Tensor("c", "int8", (130,)))
 
@@ -52,3 +53,18 @@ def test_the_buckets_together_are_the_layout(kinds, bucket_bytes):
     assert (cut[-1].stop if cut else 0) == nbytes
     assert all(bucket.nbytes <= bucket_bytes or len(bucket.specs) == 1 for bucket in cut)
     assert all(bucket.start % ALIGNMENT == bucket.stop % ALIGNMENT == 0 for bucket in cut)
+
+
+def test_a_layout_that_can_not_be_is_told_tensor_by_tensor():
+    specs, nbytes = lay_out(THREE)
+    assert misplaced(specs, nbytes) == []
+    assert misplaced(lay_out((*THREE, Tensor("none", "float32", (0,)), Tensor("one", "float32", ())))[0], 512) == []
+
+    def changed(name: str, **fields: int) -> list[str]:
+        return misplaced([msgspec.structs.replace(s, **fields) if s.name == name else s for s in specs], nbytes)
+
+    assert changed("a", nbytes=56) == ["a is float32[3, 5] and said to have 56 bytes"]
+    assert changed("b", offset=56) == ["b begins at byte 56, within a"]
+    assert changed("b", offset=65) == ["b lies in bytes 65 to 79 of 320"]
+    assert misplaced(specs, 256) == ["c lies in bytes 128 to 258 of 256"]
+    assert changed("a", offset=-64) == ["a lies in bytes -64 to -4 of 320"]

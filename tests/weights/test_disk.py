@@ -142,3 +142,21 @@ def test_a_place_that_is_too_small_is_refused(tmp_path):
     manifest = publisher(tmp_path).publish(1, tensors(1))
     with pytest.raises(WeightsCorrupt, match="192 bytes of weights version 1 don't fit into 10"):
         HostReceiver(DiskReader()).receive(manifest, None, torch.zeros(10, dtype=torch.uint8), 10.0)
+
+
+@pytest.mark.parametrize("transport", ["disk", "shared_memory"])
+def test_a_version_is_verified_whole_without_being_received(tmp_path, transport):
+    disk = transport == "disk"
+    writer = publisher(tmp_path) if disk else SharedMemoryPublisher("run", tmp_path)
+    manifest = writer.publish(4, tensors(4))
+    receiver = HostReceiver(DiskReader() if disk else SharedMemoryReader("run"))
+    receiver.verify(manifest, 10.0)
+    with pytest.raises(TransferFailed, match="was not over in its time"):
+        receiver.verify(manifest, -1.0)
+    path = Path(manifest.location)
+    raw = bytearray(path.read_bytes())
+    raw[-70] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(WeightsCorrupt):
+        receiver.verify(manifest, 10.0)
+    writer.close()

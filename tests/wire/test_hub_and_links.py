@@ -106,6 +106,7 @@ async def test_every_message_of_the_protocol_passes_in_its_direction(hub: Hub, c
         (server, "PrepareWeights", "WeightsReady"),
         (server, "CommitWeights", "WeightsReady"),
         (server, "AbortWeights", "WeightsFailed"),
+        (server, "Sleep", "Asleep"),
         (trainer, "TrainStep", "StepDone"),
         (trainer, "PublishWeights", "WeightsPublished"),
     ]

@@ -1,0 +1,90 @@
+"""A step waits until every server sleeps, or is gone; and only then its order goes to the trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from telescope.orchestrator.complaints import Complaints
+from telescope.orchestrator.sleep import SleepDesk
+from telescope.wire.happenings import Delivery
+from telescope.wire.hub import NoCredit
+from telescope.wire.messages import Asleep, Sleep
+
+
+class Hub:
+    """Numbers what is sent to whom; `gone` peers get nothing, `full` ones have no credit."""
+
+    def __init__(self, gone: str = "", full: str = "") -> None:
+        self.sent: list[tuple[str, Any]] = []
+        self.gone, self.full = gone, full
+
+    def send(self, peer: str, body: Any) -> int:
+        if peer == self.full:
+            raise NoCredit(peer)
+        if peer == self.gone:
+            return 0
+        self.sent.append((peer, body))
+        return len(self.sent)
+
+
+class Night:
+    def __init__(self, *servers: str, **hub: str) -> None:
+        self.alerts: list[str] = []
+        self.hub = Hub(**hub)
+        self.desk = SleepDesk(self.hub, Complaints(self), timeout_s=10.0)  # type: ignore[arg-type]
+        self.began: list[int] = []
+        self.desk.begin(3, servers, lambda: self.began.append(3), now=100.0)
+
+    def alert(self, level: str, source: str, message: str) -> None:
+        self.alerts.append(message)
+
+    def says(self, server: str, number: int, step: int = 3) -> None:
+        self.desk.answer(Delivery(server, 1, Asleep(step, 0.5), answers=number), Asleep(step, 0.5))
+
+
+def test_without_servers_a_step_begins_at_once():
+    assert Night().began == [3]
+
+
+def test_a_step_begins_with_the_last_server_that_falls_asleep_and_once():
+    night = Night("server-0", "server-1")
+    assert night.hub.sent == [("server-0", Sleep(3)), ("server-1", Sleep(3))]
+    assert night.desk.doing == "waiting for server-0, server-1 to fall asleep"
+    night.says("server-1", 2)
+    assert (night.began, night.desk.doing) == ([], "waiting for server-0 to fall asleep")
+    night.says("server-0", 1)
+    night.says("server-0", 1)
+    assert (night.began, night.desk.doing) == ([3], "")
+    assert night.alerts == ["its Asleep of step 3 answers no order to sleep; ignored"]
+
+
+def test_a_lost_server_is_not_waited_for():
+    night = Night("server-0")
+    night.desk.lost("server-0")
+    assert night.began == [3]
+    assert Night("server-0", gone="server-0").began == [3]
+
+
+@pytest.mark.parametrize("collected_first", [True, False])
+def test_a_server_that_stays_awake_is_fenced_and_the_step_begins_when_it_is_lost(collected_first: bool):
+    night = Night("server-0", "server-1")
+    night.says("server-1", 2)
+    night.desk.tick(110.0)
+    assert night.desk.take_fenced() == []
+    night.desk.tick(110.1)
+    if collected_first:
+        why = "it did not fall asleep within weight_sync.update_timeout_s=10 s"
+        assert night.desk.take_fenced() == [("server-0", why)]
+    assert night.began == []
+    night.desk.lost("server-0")
+    assert (night.began, night.desk.take_fenced()) == ([3], [])
+
+
+def test_a_server_without_credit_is_fenced():
+    night = Night("server-0", full="server-0")
+    assert night.began == []
+    assert night.desk.take_fenced() == [("server-0", "it leaves its weight orders unanswered")]
+    night.desk.lost("server-0")
+    assert night.began == [3]
