@@ -50,7 +50,7 @@ def origin(run: RunDirectory, config: RunConfig, step: int | None = None) -> Ori
         folder = checkpoints.find(checkpoints.root(run, config.checkpoint.dir), step)
     except checkpoints.CheckpointUnreadable as error:
         raise CannotResume(str(error)) from error
-    facts = _facts(run, folder)
+    facts = _facts(run, config, folder)
     if not facts.training_state:
         raise CannotResume(
             f"{folder} holds weights alone (checkpoint.save_training_state=false): a run can't go on from it; export it, and "
@@ -71,7 +71,7 @@ def latest(run: RunDirectory, config: RunConfig) -> Origin | None:
     for step in reversed(checkpoints.steps(root)):
         folder = checkpoints.complete_folder(root, step)
         try:
-            if _facts(run, folder).training_state or step >= config.number_of_steps:
+            if _facts(run, config, folder).training_state or step >= config.number_of_steps:
                 return Origin(step, folder, _rows(folder))
         except CannotResume as error:
             log.warning("The checkpoint of step %d is passed over: %s", step, error)
@@ -81,10 +81,10 @@ def latest(run: RunDirectory, config: RunConfig) -> Origin | None:
     return None
 
 
-def _facts(run: RunDirectory, folder: Path) -> checkpoints.Complete:
+def _facts(run: RunDirectory, config: RunConfig, folder: Path) -> checkpoints.Complete:
     """Raises `CannotResume`."""
     try:
-        facts = checkpoints.read_whole(folder)
+        facts = checkpoints.read_whole(folder, config.checkpoint.verify)
     except checkpoints.CheckpointUnreadable as error:
         raise CannotResume(str(error)) from error
     run_id = read_identity(run).run_id

@@ -95,7 +95,7 @@ def export_all(run: RunDirectory, step: int | str, to: Path, wanted: Wanted, dir
     else:
         targets = [(checkpoints.find(root, step if isinstance(step, int) else None), to)]
     for source, target in targets:
-        facts = checkpoints.read_whole(source)
+        facts = checkpoints.read_whole(source, config.checkpoint.verify)
         if not any(checkpoints.trainer_part(source).glob("*.safetensors")) and source.is_dir():
             raise ExportRefused(f"{source} has no weights in safetensors: backend={config.backend_name} saves none to export")
         try:
@@ -156,6 +156,8 @@ def _write_model(reader: Reader, model: ModelSettings, folder: Path, wanted: Wan
         base, dtype=held if model.lora else dtype, trust_remote_code=model.trust_remote_code
     )
     if model.lora is not None:
+        if dtype != held:  # else the sum would be rounded to the model's own precision in between
+            lm.float()
         _merge(reader, lm, model.lora)
         lm.to(dtype)
     else:

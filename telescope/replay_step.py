@@ -39,7 +39,7 @@ def replay_step(run: RunDirectory, step: int, *, weights: str | None, device: st
 
     Raises `kept.NothingKept`, `CannotReplay`, and what building the backend raises.
     """
-    parts = kept.read(run, step)
+    parts, run = kept.read(run, step), kept.find(run, step)
     try:
         config = load_run(run.config_json)
     except (OSError, ValueError) as error:
@@ -157,7 +157,7 @@ def _has_gpu() -> bool:
 
 def _checkpoint(run: RunDirectory, config: RunConfig, step: int) -> str | None:
     """The run's own of this step, if there is one."""
-    folder = checkpoints.root(run, config.checkpoint.dir)
+    folder = checkpoints.root(run.whole, config.checkpoint.dir)
     return str(checkpoints.complete_folder(folder, step)) if step in checkpoints.steps(folder) else None
 
 

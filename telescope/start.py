@@ -44,6 +44,8 @@ class Order:
     warnings: tuple[str, ...]
     arguments: tuple[str, ...]
     started: datetime
+    by_itself: bool = False
+    """An attempt that nobody asked for: it passes over checkpoints that are damaged, where a person is told of them."""
 
 
 def named(config: RunConfig) -> RunConfig:
@@ -107,7 +109,7 @@ def _after_failure(order: Order, code: int) -> Order | None:
     if told_to_stop or not there or not read_lineage(run).step < there[-1] < config.number_of_steps:
         return None
     resume = config.checkpoint.model_copy(update={"resume": True})
-    return replace(order, config=config.model_copy(update={"checkpoint": resume}))
+    return replace(order, config=config.model_copy(update={"checkpoint": resume}), by_itself=True)
 
 
 def _attempt(order: Order) -> int:
@@ -257,7 +259,8 @@ def _resume_directory(path: Path, order: Order, until_held: ExitStack) -> RunDir
     on_slurm = config.cluster.slurm is not None
     if on_slurm and asked is not True:
         raise resuming.CannotResume(f"checkpoint.resume={asked}: a job takes the latest checkpoint; set checkpoint.resume=true")
-    source = resuming.origin(directory, config, None if asked is True else asked)
+    whole = resuming.latest(directory, config) if order.by_itself else None
+    source = whole or resuming.origin(directory, config, None if asked is True else asked)
     if config.inference.makes_http_key:
         http_key.make(directory)
     if on_slurm:

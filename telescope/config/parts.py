@@ -374,6 +374,9 @@ class CheckpointSettings(Settings):
     all is written, and no second copy is held."""
     timeout_s: float = Field(default=1800.0, gt=0, le=1_000_000)
     """Deadline of a save, from the order until all is written; one that takes longer has failed, and the run goes on."""
+    verify: bool = True
+    """Read all bytes of a checkpoint before it is used, and compare them with those that were written; false: only the files'
+    lengths."""
     stop_timeout_s: float = Field(default=120.0, gt=0, le=1_000_000)
     """A run that is told to stop (Ctrl-C, SIGTERM) waits no longer than this for its step and its checkpoint. With
     cluster.slurm the time before the walltime is the limit there."""

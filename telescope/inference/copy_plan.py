@@ -9,8 +9,8 @@ than a copy: quantised weights, computed ones, parameters that no copy covers. W
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +30,10 @@ UNREADABLE = (
 Loader = Callable[[Iterable[tuple[str, Any]]], set[str] | None]
 Flat = Callable[[str], "Tensor"]
 """A tensor of the version as one row of elements in the version's own dtype, by its checkpoint name."""
+
+
+Arrange = Callable[[list["Tensor"]], list["Tensor"]]
+"""From tensors as a loader fills them to those that a kernel reads."""
 
 
 class NoPlan(RuntimeError):
@@ -55,38 +59,116 @@ class Copy:
         return torch.equal(self.taken(flat(self.source)).to(self.target.dtype).to(self.target.device), self.target)
 
 
-@dataclass(frozen=True)
-class CopyPlan:
-    """All copies of a version, in the loader's order."""
+class Arranged:
+    """Parameters that a kernel reads in an order of its own. A version's copies go to fresh tensors as the loader knows them;
+    `arrange` makes the kernel's of these, which are copied into the parameters where they stand.
 
-    copies: tuple[Copy, ...]
+    `loaded` are stand-ins without memory, to which the copies have been recorded; `arrange` may write to what it is given.
+    """
 
-    def apply(self, flat: Flat, only: frozenset[str] | None = None) -> None:
-        """Copy all (or those of the tensors `only`) in place, on the current stream."""
-        chosen = [copy for copy in self.copies if only is None or copy.source in only]
-        copy_all([copy.target for copy in chosen], [copy.taken(flat(copy.source)) for copy in chosen])
-
-    def bound(self, flat: Flat) -> BoundPlan:
-        """The plan on sources that stay where they are, such as a staging buffer, so that nothing is looked up any more."""
-        return BoundPlan([copy.target for copy in self.copies], [copy.taken(flat(copy.source)) for copy in self.copies])
+    def __init__(
+        self, copies: Sequence[Copy], loaded: Sequence[Tensor], parameters: Sequence[Tensor], arrange: Arrange
+    ) -> None:
+        self.copies, self.parameters = tuple(copies), tuple(parameters)
+        self._loaded, self._arrange = tuple(loaded), arrange
+        self._places = {_storage(tensor): place for place, tensor in enumerate(loaded)}
+        self._fresh: list[Tensor] = []
+        self._missing: frozenset[str] = frozenset()
 
     @property
     def sources(self) -> frozenset[str]:
         return frozenset(copy.source for copy in self.copies)
 
+    def put(self, taken: Sequence[Tensor]) -> None:
+        """`taken`: the slices of all copies, in their order."""
+        copy_all(list(self.parameters), self._made(taken))
+
+    def put_some(self, flat: Flat, only: frozenset[str]) -> None:
+        """Some tensors of a version: the parameters change with the last of them. Until then fresh memory is held."""
+        come = only & self.sources
+        if not come <= self._missing:  # the first ones; or what a version that broke off has left is in the way
+            self._fresh, self._missing = self._blank(), self.sources
+        chosen = [copy for copy in self.copies if copy.source in come]
+        copy_all(self._targets(self._fresh, chosen), [copy.taken(flat(copy.source)) for copy in chosen])
+        self._missing -= come
+        if not self._missing:
+            copy_all(list(self.parameters), self._arrange(self._fresh))
+            self._fresh = []
+
+    def differing(self, tensor: Flat) -> tuple[str, ...]:
+        """The sources, all of them, if the parameters are other than these tensors make them in any element."""
+        made = self._made([copy.taken(tensor(copy.source)) for copy in self.copies])
+        same = all(_equal(one, other) for one, other in zip(made, self.parameters, strict=True))
+        return () if same else tuple(sorted(self.sources))
+
+    def _made(self, taken: Sequence[Tensor]) -> list[Tensor]:
+        fresh = self._blank()
+        copy_all(self._targets(fresh, self.copies), list(taken))
+        return self._arrange(fresh)
+
+    def _blank(self) -> list[Tensor]:
+        """Zeros, as what no copy covers is padding."""
+        device = self.parameters[0].device
+        return [torch.zeros(tensor.shape, dtype=tensor.dtype, device=device) for tensor in self._loaded]
+
+    def _targets(self, fresh: Sequence[Tensor], copies: Sequence[Copy]) -> list[Tensor]:
+        views = [copy.target for copy in copies]
+        return [fresh[self._places[_storage(v)]].as_strided(v.shape, v.stride(), v.storage_offset()) for v in views]
+
+
+@dataclass(frozen=True)
+class CopyPlan:
+    """All copies of a version, in the loader's order; then what kernels read in an order of their own."""
+
+    copies: tuple[Copy, ...]
+    arranged: tuple[Arranged, ...] = ()
+
+    def apply(self, flat: Flat, only: frozenset[str] | None = None) -> None:
+        """Copy all (or those of the tensors `only`) in place, on the current stream."""
+        chosen = [copy for copy in self.copies if only is None or copy.source in only]
+        copy_all([copy.target for copy in chosen], [copy.taken(flat(copy.source)) for copy in chosen])
+        for one in self.arranged:
+            if only is None:
+                one.put([copy.taken(flat(copy.source)) for copy in one.copies])
+            elif only & one.sources:
+                one.put_some(flat, only)
+
+    def bound(self, flat: Flat) -> BoundPlan:
+        """The plan on sources that stay where they are, such as a staging buffer, so that nothing is looked up any more."""
+        arranged = [(one, [copy.taken(flat(copy.source)) for copy in one.copies]) for one in self.arranged]
+        targets = [copy.target for copy in self.copies]
+        return BoundPlan(targets, [copy.taken(flat(copy.source)) for copy in self.copies], arranged)
+
+    def differing(self, flat: Flat) -> tuple[str, ...]:
+        """Names of the tensors that some parameter does not hold, compared in every element."""
+        plain = {copy.source for copy in self.copies if not copy.is_made(flat)}
+        return tuple(sorted(plain.union(*(one.differing(flat) for one in self.arranged))))
+
+    @property
+    def sources(self) -> frozenset[str]:
+        return frozenset(copy.source for copy in self.copies).union(*(one.sources for one in self.arranged))
+
+    @property
+    def count(self) -> int:
+        return len(self.copies) + sum(len(one.copies) for one in self.arranged)
+
     @property
     def nbytes(self) -> int:
-        """Bytes that one application writes."""
-        return sum(copy.target.numel() * copy.target.element_size() for copy in self.copies)
+        """Bytes of parameters that one application writes."""
+        targets = [copy.target for copy in self.copies] + [tensor for one in self.arranged for tensor in one.parameters]
+        return sum(target.numel() * target.element_size() for target in targets)
 
 
 @dataclass(frozen=True)
 class BoundPlan:
     targets: list[Tensor]
     taken: list[Tensor]
+    arranged: list[tuple[Arranged, list[Tensor]]] = field(default_factory=list)
 
     def apply(self) -> None:
         copy_all(self.targets, self.taken)
+        for one, taken in self.arranged:
+            one.put(taken)
 
 
 def copy_all(targets: list[Tensor], taken: list[Tensor]) -> None:
@@ -172,6 +254,10 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _name(self, target: Tensor) -> str:
         return self._parameters[_storage(target)][0]
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one.to(other.dtype), other)
 
 
 def _storage(tensor: Tensor) -> int:

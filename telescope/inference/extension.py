@@ -27,6 +27,7 @@ from telescope.inference.checkpoint import (
 )
 from telescope.inference.copy_plan import BoundPlan, CopyPlan, Flat, NoPlan, copy_all, differences, record
 from telescope.inference.core_commit import teach_core
+from telescope.inference.experts import check_arranged, layers_with_experts, record_arranged
 from telescope.inference.opening import Comparison, Opened, Opening, StageState
 from telescope.inference.repairs import repair
 from telescope.inference.staging import Arrival, Staging
@@ -34,6 +35,7 @@ from telescope.records import TensorSpec, WeightGroup, WeightManifest
 from telescope.weights.buckets import misplaced
 
 SHOWN = 3
+REMEDY = "Serve it in the precision of its files (inference.quantization=null), or train a dense model"
 
 
 class WeightExtension:
@@ -112,13 +114,15 @@ class Weights:
             self._plan = self._make_plan()
         except NoPlan as reason:
             no_plan = str(reason)
+            if layers_with_experts(self._model):
+                return Opened(refused=f"the model has experts, and no way to update them is proven here: {no_plan}. {REMEDY}")
         reserved = 0
         if self._device.type == "cuda":
             reserved = version_bytes(self._checkpoint, self._tied, str(self._config.dtype).removeprefix("torch."))
             self.staging.reserve(reserved)
             self._warm()
-        copies, nbytes = (len(self._plan.copies), self._plan.nbytes) if self._plan else (0, 0)
-        return Opened("", no_plan, copies, nbytes, self.staging.buffer.numel(), time.perf_counter() - started)
+        copies, arranged, nbytes = (self._plan.count, len(self._plan.arranged), self._plan.nbytes) if self._plan else (0, 0, 0)
+        return Opened("", no_plan, copies, arranged, nbytes, self.staging.buffer.numel(), time.perf_counter() - started)
 
     def _warm(self) -> None:
         """The first copy of a kind loads its kernels, for tens of milliseconds: not at the first update."""
@@ -155,8 +159,7 @@ class Weights:
         if self._plan is None or self.staging.unstaged(arrival.manifest):
             return Comparison(0, ())
         self.staging.joined()
-        other = {copy.source for copy in self._plan.copies if not copy.is_made(arrival.flat)}
-        return Comparison(len(self._plan.sources), tuple(sorted(other)))
+        return Comparison(len(self._plan.sources), self._plan.differing(arrival.flat))
 
     def _arrived(self, version: int) -> Arrival:
         arrival = self.staging.get(version)
@@ -211,23 +214,29 @@ class Weights:
         if self._config.quantization is not None:
             raise NoPlan(f"the model is served in {self._config.quantization}, so each version is quantised anew")
         shapes = needed_tensors(self._checkpoint, self._tied)
-        parameters = dict(self._model.named_parameters())
-        plan = record(parameters, self._model.load_weights, shapes, self._config.dtype)
+        try:
+            return self._proven(
+                record(dict(self._model.named_parameters()), self._model.load_weights, shapes, self._config.dtype)
+            )
+        except NoPlan:
+            if not layers_with_experts(self._model):
+                raise
+        return self._proven(record_arranged(self._model, self._model.load_weights, shapes, self._config.dtype))
+
+    def _proven(self, plan: CopyPlan) -> CopyPlan:
         with read_tensors(self._folder) as tensor:
             wrong = differences(plan, tensor)
-        if wrong:
-            raise NoPlan(
-                f"{len(wrong)} loaded tensors are not plain copies of the checkpoint's: {', '.join(sorted(wrong)[:SHOWN])}"
-            )
+            if wrong:
+                raise NoPlan(
+                    f"{len(wrong)} loaded tensors are not plain copies of the checkpoint's: {', '.join(sorted(wrong)[:SHOWN])}"
+                )
+            if plan.arranged:
+                with torch.inference_mode():
+                    check_arranged(plan, tensor)
         return plan
 
     def _cannot_update(self) -> str:
         """A sentence if the loaded model could not take new weights in place; else empty."""
-        if any(hasattr(module, "w13_weight") for module in self._model.modules()):
-            return (
-                "the model has experts, which vLLM arranges for its kernels at load: an update was seen to leave other numbers "
-                "than the trainer's, without a sign, and no way round that is proven yet. Train a dense model"
-            )
         packed = [name for name, tensor in self._model.named_parameters() if tensor.numel() == 0]
         if packed:
             return f"vLLM repacked {len(packed)} weights at load ({packed[0]}, …), so that they can't be updated in place"

@@ -21,11 +21,13 @@ class Opening(msgspec.Struct, frozen=True):
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """How a worker will take updates. `refused`: a sentence if it can't; `no_plan`: why it uses vLLM's own loader, or empty."""
+    """How a worker will take updates. `refused`: a sentence if it can't; `no_plan`: why it uses vLLM's own loader, or empty;
+    `arranged`: layers whose experts are arranged for vLLM's kernel at each update."""
 
     refused: str = ""
     no_plan: str = ""
     copies: int = 0
+    arranged: int = 0
     nbytes: int = 0
     staging_bytes: int = 0
     seconds: float = 0.0

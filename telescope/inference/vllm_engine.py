@@ -135,8 +135,9 @@ class VllmEngine:
                 log.warning("updates go through vLLM's own loader, which takes longer: %s", opened.no_plan)
             else:
                 log.info(
-                    "updates are %d copies of %.2f GB in all, found and checked in %.1f s; staging buffer %.2f GB",
-                    opened.copies, opened.nbytes / 1e9, opened.seconds, opened.staging_bytes / 1e9,
+                    "updates are %d copies of %.2f GB in all, found and checked in %.1f s; staging buffer %.2f GB; %d layers' "
+                    "experts are arranged for their kernel",
+                    opened.copies, opened.nbytes / 1e9, opened.seconds, opened.staging_bytes / 1e9, opened.arranged,
                 )  # fmt: skip
 
     def on_step(self, stepped: Callable[[], None]) -> None:

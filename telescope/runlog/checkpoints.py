@@ -22,6 +22,7 @@ from pathlib import Path
 import msgspec
 
 from telescope.records import Record
+from telescope.runlog import digests
 from telescope.runlog.layout import RunDirectory, write_atomically
 
 log = logging.getLogger(__name__)
@@ -64,6 +65,8 @@ class Complete(Record):
     """ISO 8601, UTC."""
     files: dict[str, int] = msgspec.field(default_factory=dict)
     """Bytes of every file but this one, by its path in the folder; `finish` counts them. Empty in those of older versions."""
+    digests: dict[str, str] = msgspec.field(default_factory=dict)
+    """Of the same files (digests.py). Empty in those of older versions."""
 
 
 class Resume(Record):
@@ -134,10 +137,11 @@ def finish(partial: Path, facts: Complete) -> Path:
 
     Every file and folder is on the disk before the one rename, and the rename before this returns. A complete checkpoint of the
     same step, as an earlier attempt may have left, is replaced. Raises OSError; the partial folder is then as it was or gone
-    over whole. The files and their bytes are counted here, whatever `facts` says of them.
+    over whole. The files, their bytes and digests are put together here, whatever `facts` says of them.
     """
     files = _files_below(partial)
-    facts = msgspec.structs.replace(facts, files=files, nbytes=sum(files.values()))
+    found = digests.of_files(partial, list(files))
+    facts = msgspec.structs.replace(facts, files=files, digests=found, nbytes=sum(files.values()))
     write_atomically(partial / COMPLETE, msgspec.json.format(msgspec.json.encode(facts)).decode() + "\n", mode=0o600)
     sync_below(partial)
     directory = partial.parent
@@ -238,9 +242,9 @@ def read(folder: Path) -> Complete:
     return found
 
 
-def read_whole(folder: Path) -> Complete:
-    """As `read`, of a checkpoint that has all its files in full length. A part that is missing would go unnoticed by whoever
-    reads the others. Raises `CheckpointUnreadable`."""
+def read_whole(folder: Path, verify: bool = True) -> Complete:
+    """As `read`, of a checkpoint that has all its files in full length: a part that is missing would go unnoticed by whoever
+    reads the others. `verify`: and byte by byte as they were written. Raises `CheckpointUnreadable`."""
     facts = read(folder)
     try:
         there = _files_below(folder)
@@ -250,7 +254,26 @@ def read_whole(folder: Path) -> Complete:
         if (found := there.get(name)) != nbytes:
             how = "is missing" if found is None else f"has {found} bytes of {nbytes}"
             raise CheckpointUnreadable(f"{folder / name} {how}: remove the folder {folder} and take an earlier step")
+    if verify:
+        _verify(folder, facts)
     return facts
+
+
+def _verify(folder: Path, facts: Complete) -> None:
+    if not facts.digests:
+        log.warning(
+            "%s has no digests, as an older version wrote it: only the lengths of its files are known to be right", folder
+        )
+        return
+    try:
+        other = digests.differing(folder, facts.digests)
+    except OSError as error:
+        raise CheckpointUnreadable(f"{error.filename} can't be read ({error.strerror}): take another step") from error
+    if other is not None:
+        raise CheckpointUnreadable(
+            f"{folder / other} is damaged: its bytes are not those that were written. Remove the folder {folder} and take an "
+            "earlier step; checkpoint.verify=false takes it as it is"
+        )
 
 
 def write_resume(run: RunDirectory, resume: Resume) -> None:

@@ -92,20 +92,39 @@ def steps(run: RunDirectory) -> list[int]:
     return sorted(int(match[1]) for match in found if match)
 
 
+def is_kept_by_another(run: RunDirectory, step: int, rank: int) -> bool:
+    """Whether a part of the step is there that is not this rank's."""
+    return bool(set(_parts(run, step)) - {rank})
+
+
+def find(run: RunDirectory, step: int) -> RunDirectory:
+    """Where the step is kept: the directory itself, or what the latest of its earlier attempts that kept it has left. Raises
+    `NothingKept`."""
+    places = [run, *run.earlier_attempts()]
+    for place in places:
+        if _parts(place, step):
+            return place
+    known = ", ".join(map(str, sorted({found for place in places for found in steps(place)}))) or "none"
+    raise NothingKept(
+        f"step {step} of {run.path} was not kept (kept are: {known}). trainer.keep_batches keeps those whose gradient is "
+        "no finite number, trainer.keep_batches_every every so many steps"
+    )
+
+
+def _parts(run: RunDirectory, step: int) -> dict[int, Path]:
+    """By rank."""
+    return {int(match[1]): path for path in run.kept(step).glob("rank_*.npz") if (match := _RANK.fullmatch(path.name))}
+
+
 def read(run: RunDirectory, step: int) -> list[Part]:
     """Every rank's part, in order of the ranks. Raises `NothingKept`."""
-    paths = {int(match[1]): path for path in run.kept(step).glob("rank_*.npz") if (match := _RANK.fullmatch(path.name))}
-    if not paths:
-        known = ", ".join(map(str, steps(run))) or "none"
-        raise NothingKept(
-            f"step {step} of {run.path} was not kept (kept are: {known}). trainer.keep_batches keeps those whose gradient is "
-            "no finite number, trainer.keep_batches_every every so many steps"
-        )
+    paths = _parts(find(run, step), step)
     parts = [_read(paths[rank]) for rank in sorted(paths)]
     missing = set(range(parts[0].header.ranks)) - set(paths)
     if missing:
         names = ", ".join(f"rank_{rank}.npz" for rank in sorted(missing))
-        raise NothingKept(f"{run.kept(step)} lacks {names}: the run ended while the step was being kept")
+        folder = paths[min(paths)].parent
+        raise NothingKept(f"{folder} lacks {names}: the run ended while the step was being kept, or they were killed before")
     return parts
 
 

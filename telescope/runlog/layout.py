@@ -174,6 +174,16 @@ class RunDirectory:
         """What attempt `number` left in this directory, put aside when the next one began."""
         return self.path / "attempts" / str(number)
 
+    def earlier_attempts(self) -> list[RunDirectory]:
+        """What all of them left, the latest first."""
+        numbers = (int(folder.name) for folder in (self.path / "attempts").glob("*") if folder.name.isdecimal())
+        return [RunDirectory(self.earlier_attempt(number)) for number in sorted(numbers, reverse=True)]
+
+    @property
+    def whole(self) -> RunDirectory:
+        """The run's own directory, where this is what an earlier attempt left in it."""
+        return RunDirectory(self.path.parent.parent) if self.path.parent.name == "attempts" else self
+
     @property
     def verdict(self) -> Path:
         """Why the run ends, in one sentence; written by the supervisor before it tells the rest to leave."""

@@ -20,7 +20,7 @@ from telescope.config.secrets import SecretMissing
 from telescope.config.words import ConfigError
 from telescope.runlog.checkpoints import CheckpointUnreadable, Resume, read_resume, trainer_part
 from telescope.runlog.writer import RunLog
-from telescope.trainer.keeping import Keeper
+from telescope.trainer.keeping import Keeper, last_word
 from telescope.trainer.placement import Misplaced, placement
 from telescope.trainer.room import CudaCard, NoRoomBeside, Room
 from telescope.trainer.service import OutOfOrder, SenderStuck, Service
@@ -72,6 +72,7 @@ def live(place: Place, signals: Signals) -> int:
         with (
             contextlib.closing(publisher(place, backend, world)) as weights,
             contextlib.closing(timeline(place, world, 0 if resume is None else resume.step)) as lines,
+            last_word(keeps := keeper(place, world)),
             signals.held(),
         ):
             service = Service(
@@ -81,7 +82,7 @@ def live(place: Place, signals: Signals) -> int:
                 signals.check,
                 config.weight_sync.update_timeout_s,
                 0 if resume is None else resume.step,
-                keeper=keeper(place, world),
+                keeper=keeps,
                 room=room(config, world, weights),
                 timeline=lines,
             )

@@ -100,9 +100,18 @@ class Service:
 
     def run(self) -> str:
         """Returns Stop's reason. Raises what the backend, the publisher or the link raises, and `OutOfOrder`."""
+        try:
+            return self._serve()
+        finally:
+            if self._keeper is not None:
+                self._keeper.left()
+
+    def _serve(self) -> str:
         self._link.progress("waiting for orders")
         while True:
             delivery = self._link.receive(POLL_S)
+            if self._keeper is not None and delivery is not None and isinstance(delivery.body, TrainStep):
+                self._keeper.begins(_shard(delivery.body, delivery.arrays))
             self._check()
             if self._sending is not None and self._sending.error is not None:
                 raise self._sending.error
@@ -143,8 +152,7 @@ class Service:
             raise OutOfOrder(
                 f"told to train step {order.step} when step {self._step} was the last: a step was lost or repeated"
             )
-        ids, mask, logprobs, versions = arrays
-        shard = TrainShard(order.step, order.items, ids, mask, logprobs, versions, order.denominators)
+        shard = _shard(order, arrays)
         try:
             with self._room.step() if self._room is not None else nullcontext():
                 result = self._backend.train_step(shard)
@@ -200,6 +208,11 @@ class Service:
         if self._timeline is not None:
             self._timeline.span("publish", version, began_ns, seconds)
         return WeightsPublished(version, manifest, seconds)
+
+
+def _shard(order: TrainStep, arrays: Sequence[np.ndarray]) -> TrainShard:
+    ids, mask, logprobs, versions = arrays
+    return TrainShard(order.step, order.items, ids, mask, logprobs, versions, order.denominators)
 
 
 class _Saving:

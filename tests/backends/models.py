@@ -20,11 +20,11 @@ def random_model(folder: Path, **changes: object) -> str:
     return str(folder)
 
 
-def random_experts(folder: Path, kind: str = "qwen3_moe", **changes: object) -> str:
+def random_experts(folder: Path, kind: str = "qwen3_moe", seed: int = 2, **changes: object) -> str:
     """A small model whose layers have four experts, of which a token takes two; its files have a matrix for each."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    torch.manual_seed(2)
+    torch.manual_seed(seed)
     sizes = {
         "vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "initializer_range": 0.2,

@@ -158,6 +158,33 @@ def test_adapters_merged_are_the_model_that_was_trained(adapters, tmp_path):
     assert np.nanmax(np.abs(logprobs(base) - adapters.logprobs)) > 1e-2
 
 
+def test_adapters_merged_in_float32_are_not_rounded_to_the_models_own_precision(tmp_path):
+    """Of a model in bfloat16: W + 16 / 4 B A to the last bit of float32, and in bfloat16 that, rounded once."""
+    model = ModelSettings(name="tiny", dtype="bfloat16", lora=LoraSettings(rank=4, alpha=16))
+    trained = Trained(tmp_path / "run", model)
+    assert trained.export("2", "--to", str(tmp_path / "wide"), "--merge", "--dtype", "float32") == 0
+    assert trained.export("2", "--to", str(tmp_path / "held"), "--merge") == 0
+    wide, held = on_disk(tmp_path / "wide"), on_disk(tmp_path / "held")
+    base = AutoModelForCausalLM.from_pretrained(export.model_folder("tiny"), dtype=torch.bfloat16).state_dict()
+    name = "model.layers.0.mlp.down_proj"
+    a, b = (trained.weights[f"base_model.model.{name}.lora_{which}.weight"].float() for which in "AB")
+    expected = base[f"{name}.weight"].float() + 16 / 4 * (b @ a)
+    assert torch.equal(wide[f"{name}.weight"], expected)
+    assert torch.equal(held[f"{name}.weight"], expected.bfloat16())
+    assert not torch.equal(expected, expected.bfloat16().float())
+
+
+def test_a_checkpoint_with_a_flipped_bit_is_not_exported(full, tmp_path, capsys):
+    shutil.copytree(full.run.path, tmp_path / "run")
+    (file,) = (tmp_path / "run" / "checkpoints" / "step_00000002" / "trainer").glob("*.safetensors")
+    damaged = bytearray(file.read_bytes())
+    damaged[-1000] ^= 1
+    file.write_bytes(damaged)
+    assert export.main(["2", "--run-dir", str(tmp_path / "run"), "--to", str(tmp_path / "out")]) == 1
+    assert f"{file} is damaged: its bytes are not those that were written" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_adapters_alone_are_those_that_peft_loads(adapters, tmp_path):
     from peft import PeftModel
 
@@ -191,7 +218,7 @@ def test_a_checkpoint_that_lacks_a_file_is_never_exported_by_halves(full, tmp_pa
     assert export.main(["2", "--run-dir", str(tmp_path / "run"), "--to", str(tmp_path / "out")]) == 1
     assert f"{file} is missing" in capsys.readouterr().err
     complete = tmp_path / "run" / "checkpoints" / "step_00000002" / "complete.json"
-    complete.write_text(json.dumps(json.loads(complete.read_text()) | {"files": {}}))
+    complete.write_text(json.dumps(json.loads(complete.read_text()) | {"files": {}, "digests": {}}))
     assert export.main(["2", "--run-dir", str(tmp_path / "run"), "--to", str(tmp_path / "out")]) == 1
     assert "has no weights in safetensors: backend=fsdp saves none to export" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

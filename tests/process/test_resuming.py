@@ -192,7 +192,7 @@ def test_rows_that_are_damaged_are_refused_before_anything_is_touched(run: RunDi
     rows_file = checkpoints.orchestrator_part(folder) / resuming.ROWS
     rows_file.write_bytes(b"\xff" * rows_file.stat().st_size)
     with pytest.raises(resuming.CannotResume, match=r"rows\.json can't be read"):
-        resuming.origin(run, config())
+        resuming.origin(run, config(checkpoint={"verify": False}))
 
 
 def test_an_attempt_that_begins_by_itself_passes_over_what_is_damaged_and_keeps_it(run: RunDirectory):
@@ -206,6 +206,25 @@ def test_an_attempt_that_begins_by_itself_passes_over_what_is_damaged_and_keeps_
     resuming.begin_at(run, config(), source, resuming.next_attempt(run, "f" * 16, "second"))
     assert checkpoints.steps(run.checkpoints) == [2]
     assert len(list(run.checkpoints.glob("*.before-second"))) == 2
+
+
+def test_a_checkpoint_with_a_flipped_bit_is_passed_over_for_the_one_before_it_unless_nobody_looks(run: RunDirectory, caplog):
+    for step in (2, 4):
+        checkpoint(run, step)
+    file = checkpoints.orchestrator_part(run.checkpoints / "step_00000004") / resuming.ROWS
+    damaged = bytearray(file.read_bytes())
+    damaged[0] ^= 1 << 5
+    file.write_bytes(damaged)
+    source = resuming.latest(run, config())
+    assert source is not None
+    assert source.step == 2
+    assert (
+        f"The checkpoint of step 4 is passed over: {file} is damaged: its bytes are not those that were written" in caplog.text
+    )
+    with pytest.raises(resuming.CannotResume, match=r"rows\.json is damaged: .* take an earlier step"):
+        resuming.origin(run, config())
+    with pytest.raises(resuming.CannotResume, match=r"rows\.json can't be read"):
+        resuming.origin(run, config(checkpoint={"verify": False}))
 
 
 def test_an_attempt_that_begins_at_step_1_again_leaves_no_checkpoint_that_looks_later(run: RunDirectory):

@@ -27,6 +27,33 @@ class Stale(FSDP):
         backend.weights = lambda dtype=None: iter(base)
         return backend
 '''
+BREAKS = '''
+from pathlib import Path
+from telescope.backends.fsdp import FSDP
+
+class Breaks(FSDP):
+    """Trains as FSDP does; rank 1 fails in step 3, once, while the other waits for it."""
+
+    def build(self, job):
+        backend = super().build(job)
+        train, broken = backend.train_step, Path(__file__).with_name("broken")
+
+        def train_step(shard):
+            if job.world.rank == 1 and shard.step == 3 and not broken.exists():
+                broken.touch()
+                raise RuntimeError("rank 1 breaks on purpose")
+            return train(shard)
+
+        backend.train_step = train_step
+        return backend
+'''
+
+
+def breaking(folder: Path) -> Path:
+    """A `--config-dir` with `backend=breaks`."""
+    (folder / "plugins" / "backends").mkdir(parents=True, exist_ok=True)
+    (folder / "plugins" / "backends" / "breaks.py").write_text(BREAKS)
+    return folder
 
 
 def controls(folder: Path) -> Path:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from telescope.runlog import kept
 from telescope.runlog.checkpoints import steps as complete_steps
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.lineage import read_lineage
 from telescope.runlog.reader import rows_of_attempt
 from tests.run.conftest import ROOT, Start, WholeRun
+from tests.run.plugins import breaking
 
 FAKE = ("experiment=fake", "cluster.device=cpu")
 REAL_TRAINER = (*FAKE, "backend=fsdp", "trainer.lr_scheduler=linear", "trainer.learning_rate=1e-3")
@@ -104,6 +108,32 @@ def test_a_run_whose_trainer_is_killed_goes_on_by_itself_from_its_last_checkpoin
     assert "it goes on from its latest checkpoint (checkpoint.max_restarts)" in run.said()
     assert read_lineage(run.directory).attempt == 2
     assert_whole(run, 15)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_step_that_broke_on_one_of_two_ranks_is_kept_whole_and_run_again_later(start: Start, tmp_path: Path):
+    """The other rank waits for it in a collective. The next attempt trains the step, and so does the replay."""
+    ranks = (*REAL_TRAINER[:2], "backend=breaks", "cluster.trainer_num_workers=2", "trainer.learning_rate=1e-3")
+    place = ("--config-dir", str(breaking(tmp_path / "mine")))
+    run = start(*place, *ranks, SYNCHRONOUS, "number_of_steps=4", "checkpoint.every=1", "seed=5")
+    assert run.wait(300) == 0, run.said()
+    assert "rank 1 breaks on purpose" in run.said()
+    first = RunDirectory(run.directory.earlier_attempt(1))
+    parts = kept.read(run.directory, 3)
+    assert kept.find(run.directory, 3) == first
+    assert [part.header.why for part in parts] == [
+        "another rank kept its part of it",
+        "it ended with RuntimeError: rank 1 breaks on purpose",
+    ]
+    replayed = subprocess.run(
+        [sys.executable, "-m", "telescope.replay", str(run.directory.path), "--step", "3", "--device", "cpu"],
+        capture_output=True, text=True, timeout=300, cwd=ROOT, check=False,
+    )  # fmt: skip
+    assert replayed.returncode == 0, replayed.stdout + replayed.stderr
+    assert "step_00000002" in replayed.stdout  # the weights: the run's own checkpoint
+    (loss,) = re.findall(r"^loss (\S+),", replayed.stdout, re.MULTILINE)
+    assert float(loss) == pytest.approx(learned(run.rows("step_metrics"))[3]["loss"], rel=1e-3, abs=1e-6)
 
 
 def assert_whole(run: WholeRun, number_of_steps: int) -> None:

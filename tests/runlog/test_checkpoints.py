@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from telescope.runlog import checkpoints
+from telescope.runlog import checkpoints, digests
 from telescope.runlog.checkpoints import CheckpointUnreadable, Complete, Resume
 from telescope.runlog.layout import RunDirectory
 
@@ -42,7 +42,9 @@ def test_a_partial_checkpoint_is_never_the_latest(tmp_path):
     assert checkpoints.finish(partial, facts(10)).name == "step_00000010"
     assert checkpoints.latest(tmp_path).name == "step_00000010"
     there = {"orchestrator/core": 4, "trainer/weights": 3}
-    assert checkpoints.read_whole(checkpoints.latest(tmp_path)) == msgspec.structs.replace(facts(10), nbytes=7, files=there)
+    sums = {"orchestrator/core": "crc32:6b8d854f", "trainer/weights": "crc32:56d04f1b"}
+    expected = msgspec.structs.replace(facts(10), nbytes=7, files=there, digests=sums)
+    assert checkpoints.read_whole(checkpoints.latest(tmp_path)) == expected
     assert not partial.exists()
 
 
@@ -220,6 +222,60 @@ def test_a_checkpoint_that_has_lost_a_part_is_named_with_the_file(tmp_path, harm
     harm(folder / "trainer" / "weights")
     with pytest.raises(CheckpointUnreadable, match=sentence):
         checkpoints.read_whole(folder)
+
+
+def flip(file: Path) -> None:
+    """One bit of the middle byte."""
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def test_a_flipped_bit_is_named_with_its_file_and_the_remedy(tmp_path):
+    make(tmp_path, 10)
+    folder = checkpoints.latest(tmp_path)
+    flip(folder / "orchestrator" / "core")
+    with pytest.raises(CheckpointUnreadable) as refused:
+        checkpoints.read_whole(folder)
+    assert str(refused.value).startswith(f"{folder}/orchestrator/core is damaged: its bytes are not those that were written.")
+    assert f"Remove the folder {folder} and take an earlier step; checkpoint.verify=false" in str(refused.value)
+    assert checkpoints.read_whole(folder, verify=False).step == 10
+
+
+def test_of_several_damaged_files_the_first_is_named(tmp_path):
+    partial = begin(tmp_path, 10)
+    for number in range(12):
+        (checkpoints.trainer_part(partial) / f"shard-{number:02d}").write_bytes(bytes([number]) * (digests.PIECE_BYTES // 64))
+    folder = checkpoints.finish(partial, facts(10))
+    for number in (7, 3, 11):
+        flip(folder / "trainer" / f"shard-{number:02d}")
+    with pytest.raises(CheckpointUnreadable, match="shard-03 is damaged"):
+        checkpoints.read_whole(folder)
+
+
+def test_the_digest_that_a_writer_noted_counts_and_not_what_lies_on_the_disk_when_the_checkpoint_is_completed(tmp_path):
+    """What changes between the writer and the disk is found, as the sum is of what the writer gave."""
+    partial = begin(tmp_path, 10)
+    part = checkpoints.trainer_part(partial)
+    tally = digests.Tally()
+    tally.add(b"what was meant")
+    digests.note(part, "00001", {"weights": str(tally)})
+    (part / "weights").write_bytes(b"what was meanT")
+    folder = checkpoints.finish(partial, facts(10))
+    assert checkpoints.read(folder).digests["trainer/weights"] == str(tally)
+    with pytest.raises(CheckpointUnreadable, match="trainer/weights is damaged"):
+        checkpoints.read_whole(folder)
+
+
+def test_a_checkpoint_of_an_older_version_is_taken_with_a_word_about_it(tmp_path, caplog):
+    make(tmp_path, 10)
+    folder = checkpoints.latest(tmp_path)
+    old = msgspec.structs.replace(checkpoints.read(folder), digests={})
+    (folder / checkpoints.COMPLETE).write_bytes(msgspec.json.encode(old))
+    flip(folder / "trainer" / "weights")
+    with caplog.at_level("WARNING"):
+        assert checkpoints.read_whole(folder).step == 10
+    assert "has no digests, as an older version wrote it: only the lengths of its files are known to be right" in caplog.text
 
 
 def test_a_folder_where_nothing_can_be_saved_is_refused_before_anything_is_trained(tmp_path):

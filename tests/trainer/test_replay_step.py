@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 import queue
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +27,8 @@ from telescope.runlog.layout import RunDirectory
 from telescope.trainer.keeping import Keeper
 from telescope.trainer.main import job
 from tests.backends.shards import in_minibatches, make_shard, part
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def kept_run(folder: Path, **backend: object) -> tuple[RunDirectory, RunConfig]:
@@ -190,6 +196,98 @@ def test_only_the_latest_steps_that_went_wrong_are_kept(tmp_path):
     assert kept.steps(run) == [4, 5]
     keeper(run, config, latest=0).trained(make_shard(9), wrong())
     assert kept.steps(run) == [4, 5]
+
+
+def test_a_step_that_broke_on_one_rank_is_kept_by_those_that_waited_for_it(tmp_path, capsys):
+    """Rank 1 of 3 fails; rank 0 is told that another was lost, rank 2 that it is to end."""
+    run, config = kept_run(tmp_path)
+    shard = make_shard(3)
+    ranks = [keeper(run, config, rank, 3) for rank in range(3)]
+    for rank, keeping in enumerate(ranks):
+        keeping.begins(part(shard, [rank, rank + 3, *([6, 7] if rank == 2 else [])]))
+    ranks[0].left()  # too early: nobody has kept anything, so this may be a run that is stopped
+    assert kept.steps(run) == []
+    ranks[0].begins(part(shard, [0, 3]))
+    ranks[1].broke(part(shard, [1, 4]), RuntimeError("out of memory"))
+    for keeping in ranks:
+        keeping.left()
+        keeping.left()
+    assert [found.header.why for found in kept.read(run, 3)] == [
+        "another rank kept its part of it",
+        "it ended with RuntimeError: out of memory",
+        "another rank kept its part of it",
+    ]
+    assert main([str(run.path), "--step", "3", "--device", "cpu"]) == 0
+    assert "8 trajectories, 143 tokens" in capsys.readouterr().out
+
+
+def test_a_step_that_is_over_is_not_kept_for_another_ranks_sake(tmp_path):
+    run, config = kept_run(tmp_path)
+    one, two = (keeper(run, config, rank, 2) for rank in range(2))
+    one.begins(make_shard(3))
+    one.trained(make_shard(3), wrong(0.0))
+    two.broke(make_shard(3), RuntimeError("out of memory"))
+    one.left()
+    assert list(kept._parts(run, 3)) == [1]
+    keeper(run, config, 1, 2, latest=0).broke(make_shard(4), RuntimeError("nobody wants it"))
+    assert kept.steps(run) == [3]
+
+
+STUCK = """
+import ctypes, sys
+import telescope.wire.process as process
+from pathlib import Path
+from telescope.runlog.layout import RunDirectory
+from telescope.trainer.keeping import Keeper, last_word
+from tests.backends.shards import make_shard
+
+signals = process.Signals()
+signals.watch()
+keeper = Keeper(RunDirectory(Path(sys.argv[1])), "hash", 0, 2, latest=2)
+with last_word(keeper), signals.held():
+    keeper.begins(make_shard(3))
+    mutex = ctypes.create_string_buffer(128)
+    lock = ctypes.CDLL(None).pthread_mutex_lock
+    lock(mutex)
+    print("stuck", flush=True)
+    lock(mutex)
+"""
+
+
+def test_a_rank_that_is_stuck_inside_a_library_writes_its_part_when_it_is_told_to_end(tmp_path):
+    """No Python runs in its main thread any more, as in a collective on GPUs whose other rank is gone."""
+    run, config = kept_run(tmp_path)
+    keeper(run, config, 1, 2).broke(make_shard(3), RuntimeError("out of memory"))
+    process = subprocess.Popen([sys.executable, "-c", STUCK, str(run.path)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "stuck\n"
+        process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + 90
+        while len(kept._parts(run, 3)) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert process.poll() is None  # stuck all the same
+    finally:
+        process.kill()
+        process.wait(60)
+    assert kept.read(run, 3)[0].header.why == "another rank kept its part of it"
+
+
+def test_a_step_of_an_earlier_attempt_is_run_with_its_own_settings_and_the_runs_checkpoints(tmp_path, capsys):
+    run, config = kept_run(tmp_path)
+    first = run.earlier_attempt(2)
+    first.mkdir(parents=True)
+    keeper(RunDirectory(first), config).broke(make_shard(3), RuntimeError("out of memory"))
+    (first / "config.json").write_text(run.config_json.read_text())
+    run.config_json.write_text("{}")
+    keeper(run, config).broke(make_shard(5), RuntimeError("out of memory"))
+    assert main([str(run.path), "--step", "3"]) == 0
+    said = capsys.readouterr().out
+    assert f"step 3 of {first}, trained on version 2 by 1 rank" in said
+    assert main([str(run.path), "--step", "4"]) == 1
+    assert f"step 4 of {run.path} was not kept (kept are: 3, 5)" in capsys.readouterr().err
+    assert RunDirectory(first).whole == run.whole == run
 
 
 def test_a_folder_that_takes_nothing_stops_no_training(tmp_path, caplog):

@@ -7,12 +7,13 @@ tensors mean.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
@@ -29,6 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
 from telescope.backends.base import CheckpointUnfit, NotSaved, Outcome, Saved, SaveSettings
+from telescope.runlog.digests import Tally, note
 
 log = logging.getLogger(__name__)
 
@@ -113,12 +116,42 @@ class _OwnPart(DefaultSavePlanner):
         return self.global_plan, self.metadata
 
 
+class _Counted:
+    """A file that is written from its beginning to its end, and the digest of what it was given."""
+
+    def __init__(self, file: Any) -> None:
+        self._file, self.tally = file, Tally()
+
+    def write(self, piece: Any) -> int:
+        self.tally.add(piece)
+        return int(self._file.write(piece))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+class _Files(FileSystem):
+    """Those of one save; `digests` by name, of all that were written."""
+
+    def __init__(self) -> None:
+        self.digests: dict[str, str] = {}
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as file:
+            counted = _Counted(file)
+            yield counted
+        if mode == "wb" and counted.tally.nbytes == os.stat(path).st_size:  # else `finish` reads what is on the disk
+            self.digests[Path(path).name] = str(counted.tally)
+
+
 class _RankWriter(HuggingFaceStorageWriter):
     """Files named by the rank: without a common plan each would call itself the first."""
 
     def __init__(self, path: Path, rank: int, files: dict[str, int]) -> None:
         super().__init__(str(path), fqn_to_index_mapping=files, save_distributed=True)
         self._of = rank
+        self.fs = self.counted = _Files()
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         (plan,) = super().prepare_global_plan(plans)
@@ -133,12 +166,9 @@ def _written(tensors: dict[str, Tensor], folder: Path, rank: int) -> Outcome:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if tensors:
             _be_quiet()
-            dcp_save(
-                tensors,
-                storage_writer=_RankWriter(folder, rank, _files(tensors)),
-                planner=_OwnPart(),
-                no_dist=True,
-            )
+            writer = _RankWriter(folder, rank, _files(tensors))
+            dcp_save(tensors, storage_writer=writer, planner=_OwnPart(), no_dist=True)
+            note(folder, f"{rank + 1:05d}", writer.counted.digests)
         nbytes = sum(file.stat().st_size for file in folder.glob(f"shard-{rank + 1:05d}-*"))
         _sync(folder)
     except (Exception, CheckpointException) as error:
