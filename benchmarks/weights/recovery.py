@@ -156,11 +156,13 @@ def deaths(lines: list[Line], kills: list[float]) -> list[Death]:
     return found
 
 
-def samples(lines: list[Line], requests: set[str]) -> tuple[int, int, int]:
-    """Of the requests' rollouts: how many there are, how many were never scored, and the tokens of their earlier turns."""
+def samples(lines: list[Line], requests: set[str]) -> tuple[int, int, int, int]:
+    """Of the requests' rollouts: how many there are, how many failed for good, how many were still under way when the run was
+    over (or stopped), and the tokens of their earlier turns."""
     rollout_of: dict[str, int] = {}
     tokens: dict[str, int] = {}
     scored: set[int] = set()
+    failed: set[int] = set()
     for line in lines:
         match line.event:
             case seen.TurnStarted():
@@ -169,16 +171,19 @@ def samples(lines: list[Line], requests: set[str]) -> tuple[int, int, int]:
                 tokens[line.event.request_id] = line.event.completion_tokens
             case seen.RolloutDone():
                 scored.add(line.event.rollout_id)
+            case seen.RolloutFailed():
+                failed.add(line.event.rollout_id)
     rollouts = {rollout_of[request] for request in requests}
     earlier = [
         tokens.get(request, 0) for request, rollout in rollout_of.items() if rollout in rollouts and request not in requests
     ]
-    return len(rollouts), len(rollouts - scored), sum(earlier)
+    left = rollouts - scored
+    return len(rollouts), len(left & failed), len(left - failed), sum(earlier)
 
 
 def report(lines: list[Line], death: Death, when: str) -> dict[str, Any]:
     placed = sorted(death.placed_s.values())
-    count, lost, kept = samples(lines, death.requests)
+    count, lost, waiting, kept = samples(lines, death.requests)
     return {
         "killed": when,
         "known_s": round(death.known_s, 3),
@@ -187,6 +192,7 @@ def report(lines: list[Line], death: Death, when: str) -> dict[str, Any]:
         "requeued_s_last": round(placed[-1], 3) if placed else None,
         "samples_in_flight": count,
         "samples_lost": lost,
+        "samples_under_way_at_the_end": waiting,
         "tokens_of_earlier_turns_kept": kept,
         "tokens_of_the_open_turn_salvaged": 0,
         "version_under_way": death.travelling or None,
