@@ -1,10 +1,11 @@
 """Tokens a second of the whole system over those of the bare engine: `python -m benchmarks.inference.efficiency --shape 3B`.
 
-The system is a real run (hub, worker, orchestrator, server, run directory; the trainer waits) of one batch of single-turn
-rollouts; the bare engine is vLLM's AsyncLLM with the same arguments, prompts, lengths and log-probs, fed by a loop that keeps
-as many requests in flight. The two take turns, each on a GPU of its own where there are two; the bare engine starts beside the
-first run. Time is counted from the first request placed to the last one done. `--spare N`: either may have N requests more
-at the engine than it computes at once, so that a lane that falls free finds the next request there.
+The system is one real run (hub, worker, orchestrator, server, run directory, a trainer that publishes the same weights) of as
+many steps as rounds, each a batch of single-turn rollouts generated at once. The bare engine is vLLM's AsyncLLM with the same
+arguments, prompts, lengths and log-probs, fed by a loop that keeps as many requests in flight. They take turns: while one
+generates the other waits, so they may share a GPU (`--share 0.4`). Time is counted from the first request placed to the last
+one done. `--spare N`: either may have N requests more at the engine than it computes at once, so that a lane that falls free
+finds the next request there.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ START_S, RUN_S = 300.0, 300.0
 def overrides(given: argparse.Namespace, model: Path) -> list[str]:
     groups, row = given.requests // given.group_size, (given.prompt + given.tokens + 127) // 64 * 64
     return [
-        f"model.name={model}", "model=any", "env=letters", "backend=fake", "number_of_steps=1",
+        f"model.name={model}", "model=any", "env=letters", "backend=patient",
+        f"number_of_steps={given.repeats}",
         f"environments.letters.kwargs.length={given.prompt}", f"rollout.group_size={given.group_size}",
         f"rollout.max_tokens={given.tokens}", f"orchestrator.prompts_batch_size_for_trainer={groups}",
         "orchestrator.max_async_rollout=0", "orchestrator.discard_group_zero_advantage=false",
@@ -43,8 +45,8 @@ def overrides(given: argparse.Namespace, model: Path) -> list[str]:
         f"inference.max_num_seqs={given.concurrent}",
         "cluster.inference_num_workers=1", "cluster.trainer_num_workers=1", "inference.http=false",
         f"inference.max_model_len={given.prompt + given.tokens + 8}", f"trainer.seq_len={row}",
-        "logging.use_wandb=false", f"rollout.timeout_s={RUN_S}", "weight_sync.transport=shared_memory", "weight_sync.dtype=master",
-        "inference.gpu_memory_utilization=0.8", *given.override,
+        "logging.use_wandb=false", f"rollout.timeout_s={RUN_S}", f"inference.gpu_memory_utilization={given.share}",
+        *given.override,
     ]  # fmt: skip
 
 
@@ -137,30 +139,64 @@ class Bare:
 # ---- the system ------------------------------------------------------------------------------------------------------
 
 
-def system_round(given: argparse.Namespace, model: Path, folder: Path, environ: dict[str, str]) -> dict[str, float]:
-    """One run of one step. It ends by itself: the fake trainer's weights are none that the server would take."""
-    command = [sys.executable, "-m", "telescope.run", "--config-dir", str(ROOT / "benchmarks"), f"run_dir={folder}"]
-    log = folder.parent / f"{folder.name}.txt"
-    with log.open("w") as said:
-        process = subprocess.Popen(
-            [*command, *overrides(given, model)], stdout=said, stderr=subprocess.STDOUT, cwd=ROOT, env=environ
-        )
-    cpu: dict[str, tuple[float, float]] = {}
-    end, playing = time.monotonic() + START_S + RUN_S, False
-    while process.poll() is None and time.monotonic() < end:
-        now = in_flight(folder) > 0
-        if now or not playing:
-            watch_cpu(process.pid, cpu, started=playing)
-        playing = playing or now
-        time.sleep(0.1)  # watching from outside: the run tells nobody
-    process.kill()
-    turns = rows(RunDirectory(folder), "turns")
-    if len(turns) != given.requests:
-        raise SystemExit(f"{len(turns)} of {given.requests} turns were done:\n{log.read_text()[-3000:]}")
-    seconds = (max(turn["done_ns"] for turn in turns) - min(turn["placed_ns"] for turn in turns)) / 1e9
-    tokens = sum(turn["completion_tokens"] for turn in turns)
-    spent = {f"cpu_s_{name}": last - first for name, (first, last) in cpu.items()}
-    return {"tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds, **spent}
+class System:
+    """A run whose trainer waits after each batch until it may go on."""
+
+    def __init__(self, given: argparse.Namespace, model: Path, folder: Path, environ: dict[str, str]) -> None:
+        self._given, self._folder, self._gate = given, folder / "run", folder / "gate"
+        self._gate.mkdir()
+        self._log = folder / "run.txt"
+        self.cpu: list[dict[str, float]] = []
+        command = [sys.executable, "-m", "telescope.run", "--config-dir", str(ROOT / "benchmarks"), f"run_dir={self._folder}"]
+        settings = [*overrides(given, model), f"backend.gate={self._gate}"]
+        with self._log.open("w") as said:
+            self._process = subprocess.Popen(
+                [*command, *settings], stdout=said, stderr=subprocess.STDOUT, cwd=ROOT, env=environ
+            )
+
+    def batch(self, step: int) -> None:
+        """Wait until the batch of the step is generated; meanwhile look at the processes' CPU seconds."""
+        seen: dict[tuple[str, int], tuple[float, float]] = {}
+        end, playing, mark = time.monotonic() + START_S + RUN_S, False, self._gate / f"batch-{step}"
+        while not mark.exists():
+            if self._process.poll() is not None or time.monotonic() > end:
+                self.close()
+                raise SystemExit(f"the run made no batch of step {step}:\n{self._log.read_text()[-3000:]}")
+            watch_cpu(self._process.pid, seen, started=playing)
+            playing = playing or in_flight(self._folder) > 0
+            time.sleep(0.1)  # watching from outside: the run tells nobody
+        watch_cpu(self._process.pid, seen, started=playing)
+        spent: dict[str, float] = {}
+        for (name, _), (first, last) in seen.items():
+            spent[f"cpu_s_{name}"] = spent.get(f"cpu_s_{name}", 0.0) + last - first
+        self.cpu.append(spent)
+
+    def go_on(self, step: int) -> None:
+        (self._gate / f"go-{step}").touch()
+
+    def rounds(self) -> list[dict[str, float]]:
+        """Wait for the run's end; what its rows say of each batch."""
+        self._process.wait(RUN_S)
+        turns = sorted(rows(RunDirectory(self._folder), "turns"), key=lambda turn: turn["placed_ns"])
+        size = self._given.requests
+        if len(turns) != size * self._given.repeats:
+            raise SystemExit(f"{len(turns)} turns were done:\n{self._log.read_text()[-3000:]}")
+        found = []
+        for number, cpu in enumerate(self.cpu):
+            batch = turns[number * size : (number + 1) * size]
+            seconds = (max(turn["done_ns"] for turn in batch) - batch[0]["placed_ns"]) / 1e9
+            tokens = sum(turn["completion_tokens"] for turn in batch)
+            found.append({"tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds, **cpu})
+        return found
+
+    def close(self) -> None:
+        """Ask it to end; its supervisor ends all processes below it."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(40)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
 
 
 def in_flight(folder: Path) -> int:
@@ -171,8 +207,8 @@ def in_flight(folder: Path) -> int:
         return 0
 
 
-def watch_cpu(pid: int, seen: dict[str, tuple[float, float]], *, started: bool) -> None:
-    """Own CPU seconds of the orchestrator, worker and server: (at the first look after rollouts had begun, now)."""
+def watch_cpu(pid: int, seen: dict[tuple[str, int], tuple[float, float]], *, started: bool) -> None:
+    """Own CPU seconds of each of our processes: (at the first look after rollouts had begun, now)."""
     try:
         processes = psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
@@ -181,9 +217,9 @@ def watch_cpu(pid: int, seen: dict[str, tuple[float, float]], *, started: bool) 
         try:
             line = process.cmdline()
             if len(line) > 2 and line[1] == "-m" and line[2].startswith("telescope."):
-                name = line[2].removeprefix("telescope.")
+                key = line[2].removeprefix("telescope."), process.pid
                 now = sum(process.cpu_times()[:2])
-                seen[name] = (seen[name][0] if started and name in seen else now, now)
+                seen[key] = (seen[key][0] if started and key in seen else now, now)
         except psutil.Error:
             continue
 
@@ -201,6 +237,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512, help="tokens of an answer")
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--share", type=float, default=0.8, help="of its card, for an engine")
     parser.add_argument("--spare", type=int, default=0, help="requests that either may have waiting at the engine")
     parser.add_argument("--out", type=Path, help="a file for the figures, JSON")
     parser.add_argument("--override", action="append", default=[], help="a setting of telescope.run, for both")
@@ -213,23 +250,26 @@ def main() -> None:
         return
     cards = [card for card in os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",") if card]
     environ = {**os.environ, "WANDB_MODE": "disabled", "LD_PRELOAD": ""}
-    alone = Bare(sys.argv[1:], {**environ, "CUDA_VISIBLE_DEVICES": cards[-1] if cards else ""})
-    rounds: dict[str, list[dict[str, float]]] = {"system": [], "bare": []}
-
-    def note(kind: str, figures: dict[str, float]) -> None:
-        rounds[kind].append(figures)
-        print(kind, json.dumps({key: round(value, 3) for key, value in figures.items()}), flush=True)
-
-    try:
-        with TemporaryDirectory() as folder:
-            for index in range(given.repeats):
-                apart = {**environ, "CUDA_VISIBLE_DEVICES": cards[0] if cards else ""}
-                note("system", system_round(given, model, Path(folder) / f"run-{index}", apart))
-                if index == 0:
+    with TemporaryDirectory() as folder:
+        alone = Bare(sys.argv[1:], {**environ, "CUDA_VISIBLE_DEVICES": cards[-1] if cards else ""})
+        if cards[:1] == cards[-1:]:  # an engine measures how much of its card is free while it starts
+            alone.ready()
+        system = System(given, model, Path(folder), {**environ, "CUDA_VISIBLE_DEVICES": cards[0] if cards else ""})
+        try:
+            bare_rounds = []
+            for step in range(1, given.repeats + 1):
+                system.batch(step)
+                if step == 1 and cards[:1] != cards[-1:]:
                     alone.ready()
-                note("bare", alone.round())
-    finally:
-        alone.close()
+                bare_rounds.append(alone.round())
+                system.go_on(step)
+            rounds = {"system": system.rounds(), "bare": bare_rounds}
+        finally:
+            system.close()
+            alone.close()
+    for kind, found in rounds.items():
+        for figures in found:
+            print(kind, json.dumps({key: round(value, 3) for key, value in figures.items()}))
     speed = {kind: statistics.median(one["tokens_per_s"] for one in found) for kind, found in rounds.items()}
     print(f"efficiency {speed['system'] / speed['bare']:.3f} (system {speed['system']:.0f}, bare {speed['bare']:.0f} tokens/s)")
     if given.out is not None:

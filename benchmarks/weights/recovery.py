@@ -49,12 +49,17 @@ STEPS_AFTER = 3
 LIMIT_S = 1800.0
 
 
+class NotReached(RuntimeError):
+    """What was waited for did not come; what came before is told."""
+
+
 @dataclass
 class Run:
     """The run under test."""
 
     directory: RunDirectory
     process: subprocess.Popen[bytes]
+    deadline: float
 
     def status(self) -> tuple[dict[str, Any], float]:
         """The status, and the wall clock at the zero of the journal's times; empty and 0 before the first."""
@@ -66,21 +71,22 @@ class Run:
         return status, written - status["elapsed_s"]
 
     def until(self, condition: Callable[[dict[str, Any]], bool], what: str) -> None:
-        deadline = time.monotonic() + LIMIT_S
+        """Raises `NotReached`."""
         while not condition(self.status()[0]):
             if self.process.poll() is not None:
-                sys.exit(f"the run ended before it was {what}: see {self.directory.path}")
-            if time.monotonic() > deadline:
-                sys.exit(f"not {what} within {LIMIT_S:g} s: see {self.directory.path}")
+                raise NotReached(f"the run ended before it was {what}")
+            if time.monotonic() > self.deadline:
+                raise NotReached(f"it was not {what} in time (--limit)")
             time.sleep(LOOK_S)
 
-    def kill(self) -> float:
+    def kill(self, pid: int) -> float:
         """SIGKILL to the server's process; gives the journal's time."""
-        os.kill(self._pid(), signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
         killed = time.time()
         return killed - self.status()[1]
 
-    def _pid(self) -> int:
+    def pid(self) -> int:
+        """The server's: looked for beforehand, since a moment to kill is short."""
         for process in psutil.Process(self.process.pid).children(recursive=True):
             try:
                 line = process.cmdline()
@@ -150,11 +156,13 @@ def deaths(lines: list[Line], kills: list[float]) -> list[Death]:
     return found
 
 
-def samples(lines: list[Line], requests: set[str]) -> tuple[int, int, int]:
-    """Of the requests' rollouts: how many there are, how many were never scored, and the tokens of their earlier turns."""
+def samples(lines: list[Line], requests: set[str]) -> tuple[int, int, int, int]:
+    """Of the requests' rollouts: how many there are, how many failed for good, how many were still under way when the run was
+    over (or stopped), and the tokens of their earlier turns."""
     rollout_of: dict[str, int] = {}
     tokens: dict[str, int] = {}
     scored: set[int] = set()
+    failed: set[int] = set()
     for line in lines:
         match line.event:
             case seen.TurnStarted():
@@ -163,16 +171,19 @@ def samples(lines: list[Line], requests: set[str]) -> tuple[int, int, int]:
                 tokens[line.event.request_id] = line.event.completion_tokens
             case seen.RolloutDone():
                 scored.add(line.event.rollout_id)
+            case seen.RolloutFailed():
+                failed.add(line.event.rollout_id)
     rollouts = {rollout_of[request] for request in requests}
     earlier = [
         tokens.get(request, 0) for request, rollout in rollout_of.items() if rollout in rollouts and request not in requests
     ]
-    return len(rollouts), len(rollouts - scored), sum(earlier)
+    left = rollouts - scored
+    return len(rollouts), len(left & failed), len(left - failed), sum(earlier)
 
 
 def report(lines: list[Line], death: Death, when: str) -> dict[str, Any]:
     placed = sorted(death.placed_s.values())
-    count, lost, kept = samples(lines, death.requests)
+    count, lost, waiting, kept = samples(lines, death.requests)
     return {
         "killed": when,
         "known_s": round(death.known_s, 3),
@@ -181,6 +192,7 @@ def report(lines: list[Line], death: Death, when: str) -> dict[str, Any]:
         "requeued_s_last": round(placed[-1], 3) if placed else None,
         "samples_in_flight": count,
         "samples_lost": lost,
+        "samples_under_way_at_the_end": waiting,
         "tokens_of_earlier_turns_kept": kept,
         "tokens_of_the_open_turn_salvaged": 0,
         "version_under_way": death.travelling or None,
@@ -198,19 +210,17 @@ def trained(step: int, status: dict[str, Any]) -> bool:
     return (status.get("step") or 0) >= step or status.get("state") in ("done", "failed")
 
 
-def kill_all(run: Run, whens: list[str]) -> list[float]:
-    """One kill after another, each with the server back and steps trained behind it; gives the journal's times."""
-    kills = []
+def kill_all(run: Run, whens: list[str], kills: list[float]) -> None:
+    """One kill after another, each with the server back and steps trained behind it; the journal's times go into `kills`."""
     for number, when in enumerate(whens, start=1):
-        if when == "generation":
-            run.until(lambda status: (status.get("step") or 0) >= 2 and status["in_flight"] > 0, "generating at step 2")
-        else:
-            run.until(lambda status: "prepared" in status.get("doing", ""), "in mid-update")
-        kills.append(run.kill())
+        run.until(lambda status: (status.get("step") or 0) >= 2 and status["in_flight"] > 0, "generating at step 2")
+        pid = run.pid()
+        if when == "update":
+            run.until(lambda status: (status.get("step") or 0) >= 2 and "prepared" in status["doing"], "in mid-update")
+        kills.append(run.kill(pid))
         run.until(partial(restarted, number), "whole again")
         step = (run.status()[0].get("step") or 0) + STEPS_AFTER
         run.until(partial(trained, step), f"{STEPS_AFTER} steps further")
-    return kills
 
 
 def main() -> None:
@@ -218,16 +228,25 @@ def main() -> None:
     parser.add_argument("--run-dir", type=Path, default=None)
     parser.add_argument("overrides", nargs="*", help="of the run; none: a fake one")
     parser.add_argument("--stop", action="store_true", help="stop the run once the server serves again, before its last step")
+    parser.add_argument(
+        "--limit", type=float, default=LIMIT_S, help="seconds; then the run is stopped, and what was seen is told"
+    )
     parser.add_argument("--kills", nargs="+", choices=WHEN, default=list(WHEN))
     given = parser.parse_args()
     folder = given.run_dir or Path(tempfile.mkdtemp(prefix="telescope-recovery-")) / "run"
     command = [sys.executable, "-m", "telescope.run", f"run_dir={folder}", *(given.overrides or FAKE)]
-    run = Run(RunDirectory(folder), subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True))
+    started = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
+    run = Run(RunDirectory(folder), started, time.monotonic() + given.limit)
+    kills: list[float] = []
+    missed = ""
     try:
-        kills = kill_all(run, given.kills)
-        if given.stop:
+        try:
+            kill_all(run, given.kills, kills)
+        except NotReached as error:
+            missed = str(error)
+        if given.stop or missed:
             run.process.terminate()
-        code = run.process.wait(LIMIT_S)
+        code = run.process.wait(given.limit)
     finally:
         if run.process.poll() is None:
             run.process.terminate()
@@ -240,7 +259,8 @@ def main() -> None:
         "steps": summary["steps"],
         "restarts": summary["restarts"],
         "rollouts_failed": summary["rollouts"]["failed"],
-        "deaths": [report(lines, death, f"mid-{when}") for death, when in zip(found, given.kills, strict=True)],
+        "deaths": [report(lines, death, f"mid-{when}") for death, when in zip(found, given.kills, strict=False)],
+        "missed": missed or None,
         "run_dir": str(folder),
         "command": " ".join(command[1:]),
     }

@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 
 from telescope.config.parts import LoraSettings, WeightSyncSettings
-from telescope.inference.adapters import Adapter, Adapters, disagreements, expected_tensors, largest_change, up_projections
+from telescope.inference.adapters import Adapter, Adapters, Proof, disagreements, expected_tensors, up_projections
 from telescope.inference.adapters import write_adapter as write
 from telescope.inference.checkpoint import checkpoint_tensors
 from telescope.inference.death import tells_its_death
 from telescope.inference.engine import Generated, WeightsRefused, WeightState
-from telescope.inference.vllm_engine import VllmEngine
+from telescope.inference.vllm_engine import BREAK_OFF_S, VllmEngine, answer_within
 from telescope.inference.vllm_options import ServerPlan, served_dtype
 from telescope.records import Sampling, WeightGroup, WeightManifest
 from telescope.weights.base import Reader, TransferFailed, WeightsCorrupt
@@ -33,8 +33,6 @@ from telescope.weights.disk import DiskReader
 from telescope.weights.shared_memory import SharedMemoryReader
 
 PROBE_TOKENS, PROBE_WIDTH = 32, 16
-SEEN = 1e-6
-"""A change of an adapter's elements beyond this shows in float32 log-probs; in half precision small ones are rounded away."""
 FIRST = -(2**31)
 """Priority of the probe."""
 OVER_HTTP = "http:"
@@ -52,14 +50,14 @@ class LoraEngine(VllmEngine):
         self._lora: LoraSettings = plan.model.lora
         self._adapters = Adapters(scratch or Path(tempfile.mkdtemp(prefix="telescope-adapters-")))
         self._expected = expected_tensors(self._lora, checkpoint_tensors(plan.folder))
-        self._probed: dict[int, float] | None = None
-        self._probe_of_staged: dict[int, float] = {}
+        self._proof: Proof | None = None
         self._probes = 0
         self._loading: asyncio.Task[Adapter]
         self._broken_off = False
         """Whether it was `discard` that cancelled the loading."""
         self.moved = 0.0
-        """How far the probe's log-probs moved at the last update: the largest |difference| in nats."""
+        """How far the probe's log-probs moved at the last update, since those before that moved: the largest |difference| in
+        nats."""
 
     async def _open(self) -> None:
         """The model's own weights never change: there is nothing to be found out."""
@@ -120,7 +118,6 @@ class LoraEngine(VllmEngine):
                 held = "nothing" if staged is None else f"version {staged.version}"
                 raise WeightsRefused(f"weights version {version} can't be committed: {held} is staged")
             self._adapters.serve_staged()
-            self._probed = self._probe_of_staged
             if self._sync.in_flight == "abort":
                 for request_id in tuple(self._requests):
                     if self._adapters.used_by(request_id) is not self._adapters.serving:
@@ -149,10 +146,10 @@ class LoraEngine(VllmEngine):
                 if request_id.startswith(OVER_HTTP):
                     await self._llm.abort(request_id.removeprefix(OVER_HTTP))
             await self._added(adapter)
-            if self._probed is None:
-                self._probed = await self._probe(self._adapters.serving)
-            self._probe_of_staged = await self._probe(adapter)
-            self._check_moved(adapter)
+            if self._proof is None:
+                before = await self._probe(self._adapters.serving)
+                self._proof = Proof(served_dtype(self._plan), before, self._adapters.serving.up)
+            self._check_moved(adapter, await self._probe(adapter))
         except (WeightsRefused, asyncio.CancelledError):
             await self._unload(adapter)
             raise
@@ -182,21 +179,17 @@ class LoraEngine(VllmEngine):
             raise WeightsRefused(f"the adapter of version {manifest.version} can't be written: {error}") from error
         return adapter
 
-    def _check_moved(self, adapter: Adapter) -> None:
+    def _check_moved(self, adapter: Adapter, probe: dict[int, float]) -> None:
         """Raise `WeightsRefused` where other numbers were loaded and nothing moved: they did not reach the computation."""
-        before, after = self._probed, self._probe_of_staged
-        assert before is not None
+        assert self._proof is not None
         assert adapter.up is not None
-        if not all(map(math.isfinite, after.values())):
+        if not all(map(math.isfinite, probe.values())):
             raise WeightsRefused(f"with the adapter of version {adapter.version} log-probs are not finite")
-        self.moved = distance(before, after)
-        changed = largest_change(self._adapters.serving.up, adapter.up)
+        try:
+            changed, self.moved = self._proof.judge(adapter.up, probe)
+        except ValueError as error:
+            raise WeightsRefused(f"the adapter of version {adapter.version} was loaded and {error}") from error
         log.info("adapter %d: elements changed by %.2g, log-probs by %.2g nats", adapter.version, changed, self.moved)
-        if self.moved == 0.0 and changed > SEEN and served_dtype(self._plan) == "float32":
-            raise WeightsRefused(
-                f"the adapter of version {adapter.version} was loaded and differs by {changed:.2g} from that of version "
-                f"{self._adapters.serving.version}, but the log-probs of a probe did not move: it does not reach the model"
-            )
 
     async def _probe(self, adapter: Adapter) -> dict[int, float]:
         """Log-probs of the likeliest tokens after a fixed text under an adapter.
@@ -224,7 +217,8 @@ class LoraEngine(VllmEngine):
     async def _unload(self, adapter: Adapter) -> None:
         """Only where no request uses it any more: vLLM would look for its folder again."""
         assert adapter.folder is not None
-        await self._llm.remove_lora(adapter.number)
+        async with answer_within(BREAK_OFF_S, f"the order to unload the adapter of version {adapter.version}"):
+            await self._llm.remove_lora(adapter.number)
         await asyncio.to_thread(shutil.rmtree, adapter.folder, True)
 
     async def close(self) -> None:
@@ -250,11 +244,6 @@ class _Client:
                 yield output
         finally:
             adapter.requests.discard(f"{OVER_HTTP}{request_id}")
-
-
-def distance(before: dict[int, float], after: dict[int, float]) -> float:
-    """The largest |difference| in nats over the tokens that both know; infinite where they share none."""
-    return max((abs(after[token] - before[token]) for token in before.keys() & after.keys()), default=math.inf)
 
 
 def _asked(adapter: Adapter) -> Any:

@@ -11,7 +11,8 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -299,7 +300,8 @@ class VllmEngine:
                 if self._asleep:  # it waits for a version that it can take
                     self._held = False
                 elif self._held:
-                    await self._release()
+                    async with answer_within(BREAK_OFF_S, f"the order to go on without weights {version}"):
+                        await self._release()
                 raise
             finally:
                 self._arriving = None
@@ -334,22 +336,27 @@ class VllmEngine:
     @tells_its_death
     async def discard(self, version: int) -> WeightState:
         if self._arriving == version:  # whoever waits in `prepare` is told
-            await self._rpc("telescope_forget", version)
+            await self._forget(version)
         async with self._weights:
             if self._staged is not None and self._staged.version == version:
                 if self._held:
                     raise EngineDead(
                         f"weights version {version} were received in place (weight_sync.staging=none): no way back"
                     )
-                await self._rpc("telescope_forget", version)
+                await self._forget(version)
                 self._staged = None
                 self._state = replace(self._state, prepared=None)
             return self._state
 
+    async def _forget(self, version: int) -> None:
+        async with answer_within(BREAK_OFF_S, f"the order to forget weights {version}"):
+            await self._rpc("telescope_forget", version)
+
     @tells_its_death
     async def compare(self, version: int) -> Comparison:
         """How the served parameters compare with the staged version, over all workers. Nothing is changed."""
-        answers = [msgspec.json.decode(answer, type=Comparison) for answer in await self._rpc("telescope_compare", version)]
+        async with answer_within(self._sync.update_timeout_s, f"the comparison with weights {version}"):
+            answers = [msgspec.json.decode(answer, type=Comparison) for answer in await self._rpc("telescope_compare", version)]
         other = sorted({name for answer in answers for name in answer.other})
         return Comparison(min(answer.tensors for answer in answers), tuple(other))
 
@@ -366,7 +373,8 @@ class VllmEngine:
                     await core.call_utility_async(SLEEP, level)
             except TimeoutError as error:
                 raise EngineDead(
-                    f"the engine did not fall asleep within weight_sync.update_timeout_s={limit_s:g} s: a request runs longer"
+                    f"the engine did not fall asleep within weight_sync.update_timeout_s={limit_s:g} s: a request runs longer, "
+                    "or the engine hangs"
                 ) from error
             self._asleep = True
 
@@ -454,6 +462,16 @@ class VllmEngine:
     async def _rpc(self, method: str, *arguments: Any) -> list[Any]:
         answers: list[Any] = await self._llm.collective_rpc(method, args=arguments)
         return answers
+
+
+@asynccontextmanager
+async def answer_within(limit_s: float, what: str) -> AsyncIterator[None]:
+    """What is asked of the engine within must be answered in time. Raises `EngineDead`: it hangs."""
+    try:
+        async with asyncio.timeout(limit_s):
+            yield
+    except TimeoutError as error:
+        raise EngineDead(f"the engine has not answered {what} within {limit_s:g} s: it hangs") from error
 
 
 def _cause(states: list[StageState]) -> str:

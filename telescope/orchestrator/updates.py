@@ -147,6 +147,11 @@ class WeightUpdate:
         self._prepared.discard(server)
         self._failed.pop(server, None)
         if self.collective and self.phase is Phase.PREPARE:
+            if not self.servers:  # nobody is left for whose sake the ranks should go on sending
+                self.waiting.discard(server)
+                self._failed[server] = f"{server} is gone, the last one of the group that weights were sent to"
+                self._judge(now)
+                return
             self._hurry(now)
         if server in self.waiting:
             self._done_with(server, now)

@@ -4,6 +4,10 @@ Another process holds random weights of a shape on the same card and hands versi
 ways of sleeping: what runs is answered first, what comes meanwhile waits and is of the next version, the other process can take
 most of the card, and after waking the same weights give the same answers and other weights others. Prints seconds and MiB;
 exits 0 only if all holds. `--device cpu` plays it where nothing is freed. No pytest module: it needs a GPU.
+
+A whole run in turns (the server's log says when it fell asleep and how long each commit, with the waking, took):
+
+    CUDA_VISIBLE_DEVICES=0 python -m telescope.run experiment=reverse_letters cluster=one_gpu_in_turns number_of_steps=20
 """
 
 from __future__ import annotations

@@ -14,7 +14,9 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -38,7 +40,10 @@ FAR = 4.0
 GROWTH = 1.5
 """The gap after an update may be so many times the gap at the start."""
 
+LONG, STEP_S = 400, 60.0
 Facts = list[tuple[str, bool, str]]
+Answered = tuple[np.ndarray, Generated]
+Asked = Awaitable[list[Answered]]
 
 
 @dataclass
@@ -83,7 +88,7 @@ def sync(given: argparse.Namespace) -> WeightSyncSettings:
     return WeightSyncSettings.model_validate({"staging": given.staging})
 
 
-async def answers(engine: VllmEngine, name: str, vocabulary: int, tokens: int = TOKENS) -> list[tuple[np.ndarray, Generated]]:
+async def answers(engine: VllmEngine, name: str, vocabulary: int, tokens: int = TOKENS) -> list[Answered]:
     prompts = [np.random.default_rng(i).integers(2, min(900, vocabulary), 24 + i).astype(np.int32) for i in range(PROMPTS)]
     asked = (engine.generate(f"{name}-{i}", prompt, Sampling(1.0, tokens, i), 0) for i, prompt in enumerate(prompts))
     return list(zip(prompts, await asyncio.gather(*asked), strict=True))
@@ -95,8 +100,8 @@ def gap(references: References, folder: Path, found: list[tuple[np.ndarray, Gene
     return float(np.concatenate(apart).mean())
 
 
-async def update(engine: VllmEngine, by: Sender, version: int) -> str:
-    """One version, with requests in flight; says how long it took."""
+async def update(engine: VllmEngine, by: Sender, version: int, asked: Callable[[], Asked]) -> tuple[str, list[Answered]]:
+    """One version, and requests that are asked once it is prepared and run when it is committed; says how long it took."""
     published = await by.trainer.ask(publish=version)
     manifest = msgspec.convert(published["manifest"], WeightManifest)
     begun = time.perf_counter()
@@ -107,9 +112,14 @@ async def update(engine: VllmEngine, by: Sender, version: int) -> str:
         await sending
     else:
         await engine.prepare(manifest)
-    prepared = time.perf_counter() - begun
+    prepared, stepped = time.perf_counter() - begun, asyncio.Event()
+    engine.on_step(stepped.set)
+    running = asyncio.ensure_future(asked())
+    async with asyncio.timeout(STEP_S):
+        await stepped.wait()
     state = await engine.commit(version)
-    return f"prepare {prepared * 1000:.0f} ms, commit {state.pause_s * 1000:.1f} ms, {manifest.nbytes / 1e9:.2f} GB"
+    said = f"prepare {prepared * 1000:.0f} ms, commit {state.pause_s * 1000:.1f} ms, {manifest.nbytes / 1e9:.2f} GB"
+    return said, await running
 
 
 async def check(given: argparse.Namespace, root: Path) -> Facts:
@@ -133,16 +143,18 @@ async def check(given: argparse.Namespace, root: Path) -> Facts:
         for by in senders:
             for number in range(1, UPDATES + 1):
                 version += 1
-                running = asyncio.create_task(answers(engine, f"running-{version}", vocabulary, 200))
-                took = await update(engine, by, version)
-                spans = [sorted(set(answer.versions.tolist())) for _, answer in await running]
+                took, crossing = await update(
+                    engine, by, version, partial(answers, engine, f"running-{version}", vocabulary, LONG)
+                )
+                spans = {tuple(sorted(set(answer.versions.tolist()))) for _, answer in crossing}
                 found = await answers(engine, f"after-{version}", vocabulary)
                 mine = await asyncio.to_thread(gap, references, by.folders[number], found)
                 other = await asyncio.to_thread(gap, references, by.folders[number - 1], found)
                 good = mine < GROWTH * start + 1e-5 and other > FAR * max(start, 1e-3)
                 versions = all(set(answer.versions.tolist()) == {version} for _, answer in found)
-                said = f"new weights {mine:.5f}, old ones {other:.3f}; {took}; in flight {spans[0]}"
-                facts.append((f"{by.transport}, version {version}", good and versions, said))
+                said = f"new weights {mine:.5f}, old ones {other:.3f}; {took}; in flight {sorted(spans)}"
+                crossed = (version - 1, version) in spans
+                facts.append((f"{by.transport}, version {version}", good and versions and crossed, said))
     finally:
         for by in senders:
             await by.trainer.stop()

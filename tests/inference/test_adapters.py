@@ -12,7 +12,9 @@ from safetensors.numpy import load_file
 from telescope.config.parts import InferenceSettings, LoraSettings, ModelSettings, WeightSyncSettings
 from telescope.inference.adapters import (
     Adapters,
+    Proof,
     disagreements,
+    distance,
     expected_tensors,
     largest_change,
     up_projections,
@@ -20,7 +22,7 @@ from telescope.inference.adapters import (
     write_adapter,
 )
 from telescope.inference.engine import WeightsRefused
-from telescope.inference.lora_engine import LoraEngine, distance
+from telescope.inference.lora_engine import LoraEngine
 from telescope.inference.vllm_options import ServerPlan
 from telescope.records import TensorSpec, WeightManifest
 from tests.inference.models import make_model
@@ -91,6 +93,18 @@ def test_the_first_adapter_is_compared_with_doing_nothing():
 def test_the_distance_of_two_probes_is_that_of_the_tokens_both_know():
     assert distance({1: -1.0, 2: -2.0}, {2: -2.5, 3: -1.0}) == 0.5
     assert distance({1: -1.0}, {2: -1.0}) == float("inf")
+
+
+@pytest.mark.parametrize(("dtype", "small", "large"), [("float32", 9e-7, 2e-6), ("bfloat16", 9e-4, 2e-3)])
+def test_changes_that_move_nothing_add_up_until_they_are_refused(dtype: str, small: float, large: float):
+    still, other = {1: -1.0, 2: -2.0}, {1: -1.0, 2: -2.25}
+    proof = Proof(dtype, still)
+    assert proof.judge(np.zeros(2, np.float32), still) == (0.0, 0.0)
+    assert proof.judge(np.array([0, small], np.float32), still) == (pytest.approx(small), 0.0)
+    with pytest.raises(ValueError, match="from the last one that was seen to act, but the log-probs of a probe did not move"):
+        proof.judge(np.array([0, large], np.float32), still)
+    assert proof.judge(np.array([0, large], np.float32), other) == (pytest.approx(large), 0.25)
+    assert proof.judge(np.array([0, large + small], np.float32), other) == (pytest.approx(small, rel=1e-2), 0.0)
 
 
 def test_a_version_stays_until_its_last_request_has_ended(tmp_path: Path):

@@ -54,3 +54,26 @@ async def test_an_exit_code_that_another_thread_is_slow_to_write_down_is_waited_
     assert len(looks) >= 12
     watcher.stop_watching()
     watcher.end_all(5)
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+def test_an_engine_that_hangs_in_prepare_abort_sleep_or_commit_is_given_up_at_its_deadline(
+    vllm_folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Its process is stopped, not killed: nothing says that it is gone, and nobody waits for it longer than promised."""
+    command = [sys.executable, "-m", "tests.inference.hung_engine", str(vllm_folders["old"]), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=560, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert {name: said for name, (said, _) in told.items()} == {
+        "prepare": "EngineDead: the engine's workers have not answered for 7 s (weights 1)",  # 3 s, and twice 2 to break off
+        "discard": "EngineDead: the engine has not answered the order to forget weights 1 within 2 s: it hangs",
+        "sleep": "EngineDead: the engine did not fall asleep within weight_sync.update_timeout_s=3 s: a request runs longer, "
+        "or the engine hangs",
+        "commit": "EngineDead: weights version 2 could not be loaded (TimeoutError): the engine may hold a mixture and must "
+        "end",
+    }
+    waited = [seconds for _, seconds in told.values()]
+    assert all(seconds >= limit for seconds, limit in zip(waited, (7.0, 2.0, 3.0, 3.0), strict=True))

@@ -152,3 +152,28 @@ async def until(here: Bench, wanted: int, other: int) -> dict[int, Delivery]:
             assert answer.answers is not None
             found[answer.answers] = answer
     return found
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+async def test_adapters_served_in_bfloat16_are_the_trainers_within_its_precision_and_seen_to_arrive(tmp_path: Path):
+    """Two right implementations in bfloat16 are some hundredths of a nat apart, an adapter that is not there tenths."""
+    folder = make_model(tmp_path / "model", 0)
+    inference = InferenceSettings(http=False, max_model_len=512, cpu_kv_cache_mb=16, dtype="bfloat16")
+    async with bench(tmp_path, inference=inference, model=ModelSettings(name=str(folder), lora=LORA)) as here:
+        await here.joined()
+        trainer = Trainer(folder, read_identity(here.directory).run_id)
+        for version in (1, 2, 3):
+            before = await here.ask(order(f"before-{version}", 64), PROMPT)
+            trainer.move(version, 0.1)
+            await serve(here, trainer.publish(version))
+            after = await here.ask(order(f"after-{version}", 64), PROMPT)
+            close, far = (
+                float(np.abs(answer.arrays[1] - trainer.logprobs(answer.arrays[0])).mean()) for answer in (after, before)
+            )
+            assert close < 0.1 < far
+            assert set(after.arrays[2].tolist()) == {version}
+        trainer.move(4, 1e-6)  # a step of training: below what one product in bfloat16 resolves
+        await serve(here, trainer.publish(4))
+        trainer.publisher.close()

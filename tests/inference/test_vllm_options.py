@@ -130,9 +130,7 @@ def test_the_buffers_of_updates_are_charged_against_the_servers_share_of_the_car
 
 
 def test_a_buffer_that_leaves_no_room_is_refused_with_the_numbers_and_the_remedy():
-    with pytest.raises(
-        NoRoom, match=r"=full needs 8.00 GB beside 8.00 GB of weights, and .*=0.6 gives the server 14.40 of"
-    ):
+    with pytest.raises(NoRoom, match=r"=full needs 8.00 GB beside 8.00 GB of weights, and .*=0.6 gives the server 14.40 of"):
         share_beside(0.6, 24 * 10**9, 8 * 10**9, 8 * 10**9, "weight_sync.staging=full")
 
 

@@ -266,6 +266,24 @@ def test_a_dead_member_breaks_the_broadcast_and_the_survivors_get_the_next_epoch
     assert desk.update.phase is Phase.DONE
 
 
+def test_the_sending_is_broken_off_at_once_when_the_last_server_of_the_group_is_gone():
+    desk = broadcast()
+    desk.lose("server-1")
+    assert desk.update.phase is Phase.PREPARE
+    desk.lose("server-0")
+    assert [desk.kinds(rank)[-1] for rank in RANKS] == [AbortWeights, AbortWeights]
+    assert desk.update.cause == "server-0 is gone, the last one of the group that weights were sent to"
+    desk.aborted(*RANKS)
+    assert (desk.update.phase, desk.fenced, desk.now) == (Phase.DONE, {}, 0.0)
+
+
+def test_the_last_server_of_a_group_may_go_when_all_is_sent():
+    desk = broadcast().send()
+    desk.lose("server-1")
+    desk.lose("server-0")
+    assert (desk.update.phase, desk.kinds("trainer-0")[-1]) == (Phase.DONE, SendWeights)
+
+
 def test_a_sender_that_fails_is_told_to_break_off_at_once_and_sends_again():
     desk = broadcast()
     desk.say("trainer-0", NO)
