@@ -23,9 +23,9 @@ class FSDP(BackendSettings):
     """true, full: keep only each layer's input and compute the layer again in the backward pass: least memory, about a third
     more time. selective: keep the results of matrix products and attention too, and compute again what is between them. false:
     keep everything."""
-    attention: Literal["auto", "flash", "flash3", "flash2", "varlen", "flex", "sdpa"] = "auto"
-    """Kernel of the attention within each packed sample. auto: the first of flash3, flash2, varlen, flex and sdpa that works
-    here; flash: the first of the first three, which compute in half precision on a GPU."""
+    attention: Literal["auto", "flash", "flash3", "cudnn", "flash2", "varlen", "flex", "sdpa"] = "auto"
+    """Kernel of the attention within each packed sample. auto: the first of flash3, cudnn, flash2, varlen, flex and sdpa that
+    works here; flash: the first of flash3, flash2 and varlen. All but flex and sdpa compute in half precision on a GPU."""
     context_parallel_size: int = Field(default=1, ge=1, le=64)
     """Trainer ranks that share each packed row, an equal part of its tokens each: longer rows in the same memory. Must divide
     the number of ranks, the model's attention heads and trainer.pad_to_multiple_of."""
