@@ -28,7 +28,7 @@ import torch
 from benchmarks.shapes import SHAPES, make_model
 from telescope.algorithms.grpo import GRPO
 from telescope.backends.base import Job, Saved, World
-from telescope.backends.fsdp import FSDP
+from telescope.backends.fsdp import FSDP, state
 from telescope.backends.fsdp.backend import FSDPBackend
 from telescope.config.parts import ModelSettings, TrainerSettings
 from telescope.maths.memory import ModelShape
@@ -59,6 +59,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--shape", choices=sorted(SHAPES))
     parser.add_argument("--brief", action="store_true")
+    parser.add_argument("--copies", action="store_true", help="three copies to host memory, nothing written")
     parser.add_argument("--folder", type=Path, help="where to write; default: a temporary one")
     parser.add_argument("--train", action="store_true")
     parser.add_argument("--json", type=Path)
@@ -82,7 +83,7 @@ def main() -> None:
 
 def _run(layers: int, given: argparse.Namespace, folder: Path) -> str:
     arguments = ["--one", str(layers), "--hidden", str(given.hidden), "--device", given.device, "--folder", str(folder)]
-    arguments += [f"--{name}" for name in ("train", "brief") if getattr(given, name)]
+    arguments += [f"--{name}" for name in ("train", "brief", "copies") if getattr(given, name)]
     arguments += ["--shape", given.shape] if given.shape else []
     ran = subprocess.run(
         [sys.executable, "-m", "benchmarks.training.checkpoint", *arguments],
@@ -98,6 +99,8 @@ def measure(given: argparse.Namespace) -> Measured:
     job, settings = _job(given), FSDP(mixed_precision_dtype=None if device == "cpu" else "bfloat16")
     backend = FSDPBackend(settings, job)
     backend._updater.make_state()
+    if given.copies:
+        return _copies(backend)
     first, _ = _save(backend, folder / "first", device)
     shutil.rmtree(folder / "first")
     alone = _step(backend, 1) if train else None
@@ -123,6 +126,20 @@ def measure(given: argparse.Namespace) -> Measured:
     FSDPBackend(settings, replace(job, resume=folder / "second")).close()
     load = time.perf_counter() - started - build
     return replace(found, in_place=in_place, load=load)
+
+
+def _copies(backend: FSDPBackend) -> Measured:
+    """The copy to host memory alone, which is all that a stall consists of but the start of a thread."""
+    tensors = state.gathered(backend._policy, backend._updater, backend._job.world, training_state=True)
+    seconds = []
+    for _ in range(3):
+        started = time.perf_counter()
+        backend._saver._copies.take(tensors)
+        seconds.append(time.perf_counter() - started)
+    numel = sum(parameter.numel() for parameter in backend._policy.parameters())
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    backend.close()
+    return Measured(numel / 1e6, nbytes / 1e9, seconds[0], min(seconds[1:]), 0.0, None, None, None, None)
 
 
 def _begin(backend: FSDPBackend, folder: Path, device: str, outcomes: queue.Queue[object]) -> float:

@@ -209,7 +209,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    asked = parse()
+    asked, began = parse(), time.perf_counter()
     if asked.ranks > 1 and "RANK" not in os.environ:
         with tempfile.TemporaryDirectory() as made:
             make_model(SHAPES[asked.shape], asked.folder or Path(made) / "model")
@@ -229,7 +229,7 @@ def main() -> None:
                 os.environ["MASTER_PORT"] = os.environ["PORTS"].split(",")[number]
             turns.append(measure(name, bench, profile=asked.profile is not None and number < len(asked.methods)))
             if world.rank == 0:
-                print(line(turns[-1:]), flush=True)
+                print(f"{time.perf_counter() - began:5.0f} s  {line(turns[-1:])}", flush=True)
     if world.rank == 0:
         tell(turns, bench, card)
 

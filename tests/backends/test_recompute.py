@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import torch.nn.attention.varlen
 
 from telescope.backends.common import attention, shards
 from telescope.backends.fsdp import recompute
@@ -85,8 +86,12 @@ def test_a_layer_keeps_as_many_bytes_a_token_as_plan_says(kept: str, told):
 def test_products_and_attention_are_worth_keeping_and_norms_are_not():
     aten = torch.ops.aten
     assert worth_keeping(aten.mm.default)
+    assert not worth_keeping(aten.mm.out)  # what a compiled layer calls: its result could not be put back
     assert worth_keeping(aten._scaled_dot_product_flash_attention_for_cpu.default)
     assert worth_keeping(aten._flash_attention_forward.default)
+    assert worth_keeping(aten._scaled_dot_product_cudnn_attention.default)
+    assert torch.nn.attention.varlen  # registers what comes next
+    assert worth_keeping(torch.ops.torch_attn._varlen_attn.default)
     assert not any(map(worth_keeping, (aten.mul.Tensor, aten.silu.default, aten.pow.Tensor_Scalar, aten.rsqrt.default)))
 
 
