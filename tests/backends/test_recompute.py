@@ -141,6 +141,30 @@ def test_gradients_of_rows_are_computed_in_bfloat16_and_added_in_float32(build):
     torch.testing.assert_close(gradient, sum(row[name] for row in rows), rtol=1e-6, atol=1e-9)
 
 
+class OutsideGraphs(Counting):
+    """Lets layers be compiled under it, and sees what runs between their graphs."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_compiled_layers_that_keep_attention_make_the_same_gradient_and_attend_once(build):
+    found, attended = [], []
+    for settings in ({}, {"compile": True, "gradient_checkpointing": "selective"}):
+        torch._dynamo.reset()
+        backend = build(make_job(seq_len=128, pad_to_multiple_of=16), **settings)
+        with OutsideGraphs() as counted:
+            backend.train_step(make_shard())
+        found.append(backend.updates)
+        attended.append(counted.ran[PRODUCTS[1]])
+    torch._dynamo.reset()
+    assert distance(found[0][0], found[1][0]) < 1e-4
+    assert attended[1] == attended[0] / 2  # by default a layer attends again in the backward pass
+
+
 def named(backend):
     return list(backend._policy.named_parameters())
 
