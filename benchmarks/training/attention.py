@@ -10,13 +10,12 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.training import cudnn
 from telescope.backends.common import attention, kernels
 
 CUTS: dict[str, Callable[[int], list[int]]] = {
@@ -46,12 +45,8 @@ def main() -> None:
         lengths = lengths_of(given.row)
         print(f"{name}: {len(lengths)} of up to {max(lengths)} tokens, heads {given.heads}, {dtype}")
         first: list[Tensor] | None = None
-        for kind in (*kinds, *(("cudnn",) if given.device != "cpu" else ())):
-            try:
-                forward, backward, found = measure(kind, lengths, given, dtype)
-            except RuntimeError as error:
-                print(f"  {kind:>8}: {str(error)[:300]}", flush=True)
-                continue
+        for kind in kinds:
+            forward, backward, found = measure(kind, lengths, given, dtype)
             first = found if first is None else first
             apart = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, first, strict=True))
             useful = 2.0 * given.heads[0] * given.heads[2] * float(np.square(lengths, dtype=np.float64).sum())
@@ -62,17 +57,13 @@ def main() -> None:
             print(f"  {kind:>8}: {said}, {apart:.1e} from {kinds[0]}", flush=True)
 
 
-def function_of(kind: str) -> Any:
+def measure(
+    kind: kernels.Kind, lengths: list[int], given: argparse.Namespace, dtype: torch.dtype
+) -> tuple[float, float, list[Tensor]]:
+    """Median seconds of both directions; the result and the gradients."""
     from transformers import AttentionInterface
 
-    if kind == "cudnn":
-        return attention._flash(cudnn.by_lengths)
-    return AttentionInterface()[attention.register(kind)]
-
-
-def measure(kind: Any, lengths: list[int], given: argparse.Namespace, dtype: torch.dtype) -> tuple[float, float, list[Tensor]]:
-    """Median seconds of both directions; the result and the gradients."""
-    function = function_of(kind)
+    function = AttentionInterface()[attention.register(kind)]
     row = attention.segments(kind, np.cumsum([0, *lengths]), given.device)
     random = torch.Generator(given.device).manual_seed(1)
     query_heads, key_heads, width = given.heads

@@ -59,13 +59,14 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--shape", choices=sorted(SHAPES))
     parser.add_argument("--brief", action="store_true")
+    parser.add_argument("--copies", action="store_true", help="memory for copies, and copies; nothing is written")
     parser.add_argument("--folder", type=Path, help="where to write; default: a temporary one")
     parser.add_argument("--train", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one is not None:
-        print(json.dumps(asdict(measure(given))))
+        print(json.dumps(one(given)))
         return
     print(f"torch {torch.__version__}, Python {platform.python_version()}, {given.device}")
     rows = []
@@ -82,7 +83,7 @@ def main() -> None:
 
 def _run(layers: int, given: argparse.Namespace, folder: Path) -> str:
     arguments = ["--one", str(layers), "--hidden", str(given.hidden), "--device", given.device, "--folder", str(folder)]
-    arguments += [f"--{name}" for name in ("train", "brief") if getattr(given, name)]
+    arguments += [f"--{name}" for name in ("train", "brief", "copies") if getattr(given, name)]
     arguments += ["--shape", given.shape] if given.shape else []
     ran = subprocess.run(
         [sys.executable, "-m", "benchmarks.training.checkpoint", *arguments],
@@ -93,10 +94,19 @@ def _run(layers: int, given: argparse.Namespace, folder: Path) -> str:
     return ran.stdout.splitlines()[-1]
 
 
-def measure(given: argparse.Namespace) -> Measured:
-    device, folder, train = given.device, given.folder, given.train
-    job, settings = _job(given), FSDP(mixed_precision_dtype=None if device == "cpu" else "bfloat16")
+def one(given: argparse.Namespace) -> dict[str, float | None]:
+    job, settings = _job(given), FSDP(mixed_precision_dtype=None if given.device == "cpu" else "bfloat16")
     backend = FSDPBackend(settings, job)
+    if not given.copies:
+        return asdict(measure(given, backend, job))
+    found = _copies(backend, given.device)
+    backend.close()
+    return {**found}
+
+
+def measure(given: argparse.Namespace, backend: FSDPBackend, job: Job) -> Measured:
+    device, folder, train = given.device, given.folder, given.train
+    settings = FSDP(mixed_precision_dtype=None if device == "cpu" else "bfloat16")
     backend._updater.make_state()
     first, _ = _save(backend, folder / "first", device)
     shutil.rmtree(folder / "first")
@@ -123,6 +133,29 @@ def measure(given: argparse.Namespace) -> Measured:
     FSDPBackend(settings, replace(job, resume=folder / "second")).close()
     load = time.perf_counter() - started - build
     return replace(found, in_place=in_place, load=load)
+
+
+def _copies(backend: FSDPBackend, device: str) -> dict[str, float]:
+    """Memory reserved while steps go on; then copies to it, which is all that a stall consists of but the start of a thread."""
+    alone = min(_step(backend, number) for number in range(1, 5))
+    tensors, beside, started = backend._state(), [], time.perf_counter()
+    backend._saver.reserve(tensors)
+    assert backend._saver._reserving is not None
+    while backend._saver._reserving.is_alive():
+        beside.append(_step(backend, 5 + len(beside)))
+    reserved, copies = time.perf_counter() - started, []
+    for _ in range(3):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        backend._saver._copies.take(tensors)
+        copies.append(time.perf_counter() - started)
+    numel = sum(parameter.numel() for parameter in backend._policy.parameters())
+    return {
+        "parameters_m": numel / 1e6, "state_gb": sum(tensor.nbytes for tensor in tensors.values()) / 1e9, "reserving": reserved,
+        "step": alone, "step_while_reserving": sum(beside) / max(len(beside), 1), "longest": max(beside, default=0.0),
+        "first_copy": copies[0], "copy": min(copies[1:]),
+    }  # fmt: skip
 
 
 def _begin(backend: FSDPBackend, folder: Path, device: str, outcomes: queue.Queue[object]) -> float:

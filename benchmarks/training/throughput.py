@@ -209,7 +209,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    asked = parse()
+    asked, began = parse(), time.perf_counter()
     if asked.ranks > 1 and "RANK" not in os.environ:
         with tempfile.TemporaryDirectory() as made:
             make_model(SHAPES[asked.shape], asked.folder or Path(made) / "model")
@@ -229,7 +229,8 @@ def main() -> None:
                 os.environ["MASTER_PORT"] = os.environ["PORTS"].split(",")[number]
             turns.append(measure(name, bench, profile=asked.profile is not None and number < len(asked.methods)))
             if world.rank == 0:
-                print(line(turns[-1:]), flush=True)
+                print(f"{time.perf_counter() - began:5.0f} s  {line(turns[-1:])}", flush=True)
+                write(turns, bench, card)
     if world.rank == 0:
         tell(turns, bench, card)
 
@@ -266,13 +267,18 @@ def line(turns: list[Measured]) -> str:
 
 
 def tell(turns: list[Measured], bench: Bench, card: str) -> None:
-    """Medians as lines, everything as JSON."""
+    """Medians as lines."""
     asked, samples = bench.asked, bench.samples
     where = f"{card}, torch {torch.__version__}, {bench.world.size} ranks: {asked.shape}"
     lora = f", LoRA of rank {asked.lora}" if asked.lora else ""
     print(f"\n{where}{lora}, rows of {asked.row}, {len(samples.lengths)} samples, T = {samples.context:,.0f}")
     for name in dict.fromkeys(asked.methods):
         print("  " + line([turn for turn in turns if turn.method == name]))
+
+
+def write(turns: list[Measured], bench: Bench, card: str) -> None:
+    """All turns so far as JSON, so that those of a run that is cut short are not lost."""
+    asked, samples = bench.asked, bench.samples
     facts: dict[str, Any] = {
         "card": card, "cards": bench.world.size, "torch": torch.__version__, "python": platform.python_version(),
         "shape": asked.shape, "row": asked.row, "samples": len(samples.lengths), "tokens": samples.tokens,

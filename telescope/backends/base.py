@@ -95,11 +95,12 @@ Outcome = Saved | NotSaved
 @dataclass(frozen=True)
 class SaveSettings:
     """`training_state`: not the weights alone. `background`: written while training goes on, from a copy in host memory.
-    `timeout_s`: how long a save may take."""
+    `timeout_s`: how long a save may take. `expected`: saves will come, so that their host memory is worth having early."""
 
     training_state: bool = True
     background: bool = True
     timeout_s: float = 1800.0
+    expected: bool = False
 
 
 def unwatched(doing: str) -> None:

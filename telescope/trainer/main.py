@@ -164,5 +164,6 @@ def job(config: RunConfig, world: World, progress: Callable[[str], None], resume
             training_state=config.checkpoint.save_training_state,
             background=config.checkpoint.async_save,
             timeout_s=config.checkpoint.timeout_s,
+            expected=config.checkpoint.every > 0,
         ),
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -58,6 +59,9 @@ def stand_in(monkeypatch) -> Iterator[None]:
     monkeypatch.setitem(sys.modules, module.__name__, module)
     for kind in kernels.PACKAGES:
         monkeypatch.setitem(kernels.PACKAGES, kind, module.__name__)
+    monkeypatch.setattr(kernels, "_built_in", lambda: kernels._installed(module.__name__))
+    monkeypatch.setattr(attention, "LONG", 64)  # of LENGTHS two are
+    monkeypatch.setattr(attention, "STEP", 16)
     kernels.by_lengths.cache_clear()
     yield
     kernels.by_lengths.cache_clear()
@@ -90,7 +94,7 @@ def of_others(tensor: Tensor, changed: int, axis: int) -> Tensor:
     return tensor.index_select(axis, torch.tensor(kept))
 
 
-@pytest.mark.parametrize("kind", ["sdpa", "flash2", "flash3"])
+@pytest.mark.parametrize("kind", ["sdpa", "flash2", "flash3", "cudnn"])
 @pytest.mark.parametrize("window", [None, 8])
 @pytest.mark.parametrize("changed", range(len(LENGTHS)))
 def test_a_sample_that_changes_moves_no_bit_of_the_others_nor_of_their_gradients(stand_in, kind, window, changed):
@@ -115,10 +119,20 @@ def test_flex_sees_what_the_others_see(window):
             assert torch.equal(left, right)
 
 
-@pytest.mark.parametrize("kind", ["flash2", "flash3"])
+@pytest.mark.parametrize("kind", ["flash2", "flash3", "cudnn"])
 @pytest.mark.parametrize("window", [None, 8])
 def test_the_flash_kernels_are_told_lengths_scale_and_window(stand_in, kind, window):
     torch.testing.assert_close(attend(kind, inputs(), window), attend("sdpa", inputs(), window), rtol=0, atol=2e-6)
+
+
+def test_long_samples_have_a_kernel_of_their_own_and_neighbours_that_are_not_share_one():
+    """4,096 tokens are long."""
+    lengths = (5, 4095, 4096, 7, 5000, 5001, 2, 3)
+    parts = attention.segments("cudnn", np.cumsum([0, *lengths]), "cpu").parts
+    found = [(part.tokens, None if part.boundaries is None else part.boundaries.tolist(), part.longest) for part in parts]
+    assert found == [
+        (4100, [0, 5, 4100], 4095), (4096, None, 0), (7, [0, 7], 7), (5000, None, 0), (5001, None, 0), (5, [0, 2, 5], 3),
+    ]  # fmt: skip
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
@@ -202,8 +216,10 @@ BOTH = ("flash_attn_interface", "flash_attn")
     [
         (gpu(9, *BOTH), "flash3"),
         (gpu(8, *BOTH), "flash2"),
-        (gpu(10, *BOTH), "flash2"),
-        (gpu(9), "varlen"),
+        (gpu(10, *BOTH), "cudnn"),
+        (gpu(9), "cudnn"),
+        (gpu(8), "varlen"),
+        (replace(gpu(9), cudnn=False), "varlen"),
         (gpu(7), "flex"),
         (gpu(9, *BOTH, dtype=torch.float32), "flex"),
         (Machine("cpu", torch.float32), "sdpa"),
@@ -226,7 +242,7 @@ def test_flash_is_the_first_of_the_three_flash_kernels():
         (
             "flash2",
             gpu(9),
-            "backend.attention=flash2 needs the package flash_attn, which is not installed: use varlen, or auto",
+            "backend.attention=flash2 needs the package flash_attn, which is not installed: use cudnn, or auto",
         ),
         (
             "flash3",
@@ -237,6 +253,11 @@ def test_flash_is_the_first_of_the_three_flash_kernels():
             "varlen",
             gpu(7),
             "backend.attention=varlen needs a GPU of compute capability at least 8, and this one has 7: use flex",
+        ),
+        (
+            "cudnn",
+            gpu(8),
+            "backend.attention=cudnn needs a GPU of compute capability at least 9, and this one has 8: use varlen, or auto",
         ),
         ("flash", gpu(9, dtype=torch.float32), "computes in bfloat16 or float16 on a GPU, not float32 on cuda:0: use flex"),
         ("flex", Machine("cpu", torch.float32), "backend.attention=flex trains on a GPU only, not on cpu: use sdpa, or auto"),

@@ -211,6 +211,29 @@ def test_saves_are_copied_into_the_same_memory_and_a_changed_shape_into_new():
     assert first["a"].tolist() == [2.0] * 3
 
 
+def test_memory_reserved_ahead_is_what_saves_are_copied_into():
+    copies = HostCopies(pinned=False)
+    copies.reserve({"a": torch.ones(3)})
+    (home,) = copies._homes.values()
+    assert home.tolist() == [0.0] * 3
+    assert copies.take({"a": torch.ones(3)})["a"].data_ptr() == home.data_ptr()
+
+
+def test_memory_is_reserved_once_where_a_gpus_saves_will_come(tmp_path):
+    """The first save waits for it."""
+    assert not saving.Saver(0, "cpu", SaveSettings(expected=True)).wants_memory
+    assert not saving.Saver(0, "cuda:0", SaveSettings()).wants_memory
+    assert not saving.Saver(0, "cuda:0", SaveSettings(expected=True, background=False)).wants_memory
+    saver, outcomes = saving.Saver(0, "cuda:0", SaveSettings(expected=True)), queue.Queue()
+    assert saver.wants_memory
+    saver._copies = HostCopies(pinned=False)
+    saver.reserve({"a": torch.ones(3)})
+    assert not saver.wants_memory
+    saver.save({"a": torch.ones(3)}, tmp_path / "saved", outcomes.put)
+    assert isinstance(outcomes.get(timeout=PATIENCE_S), Saved)
+    assert saving.Reader(tmp_path / "saved").read("a", torch.float32).tolist() == [1.0] * 3
+
+
 def test_two_ranks_resume_as_one_and_as_two_and_one_as_two(build, tmp_path):
     """Of a model whose sizes two ranks can't share evenly; a world of the same size goes on to the bit."""
     model = random_model(tmp_path / "model", tie_word_embeddings=False, hidden_size=25, head_dim=10, vocab_size=129)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import torch.nn.attention.varlen
 
 from telescope.backends.common import attention, shards
 from telescope.backends.fsdp import recompute
@@ -85,8 +86,12 @@ def test_a_layer_keeps_as_many_bytes_a_token_as_plan_says(kept: str, told):
 def test_products_and_attention_are_worth_keeping_and_norms_are_not():
     aten = torch.ops.aten
     assert worth_keeping(aten.mm.default)
+    assert not worth_keeping(aten.mm.out)  # what a compiled layer calls: its result could not be put back
     assert worth_keeping(aten._scaled_dot_product_flash_attention_for_cpu.default)
     assert worth_keeping(aten._flash_attention_forward.default)
+    assert worth_keeping(aten._scaled_dot_product_cudnn_attention.default)
+    assert torch.nn.attention.varlen  # registers what comes next
+    assert worth_keeping(torch.ops.torch_attn._varlen_attn.default)
     assert not any(map(worth_keeping, (aten.mul.Tensor, aten.silu.default, aten.pow.Tensor_Scalar, aten.rsqrt.default)))
 
 
@@ -134,6 +139,30 @@ def test_gradients_of_rows_are_computed_in_bfloat16_and_added_in_float32(build):
     assert torch.equal(rows[0][name], rows[0][name].bfloat16().float())
     assert not torch.equal(gradient, gradient.bfloat16().float())
     torch.testing.assert_close(gradient, sum(row[name] for row in rows), rtol=1e-6, atol=1e-9)
+
+
+class OutsideGraphs(Counting):
+    """Lets layers be compiled under it, and sees what runs between their graphs."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_compiled_layers_that_keep_attention_make_the_same_gradient_and_attend_once(build):
+    found, attended = [], []
+    for settings in ({"gradient_checkpointing": True}, {"compile": True, "gradient_checkpointing": "selective"}):
+        torch._dynamo.reset()
+        backend = build(make_job(seq_len=128, pad_to_multiple_of=16), **settings)
+        with OutsideGraphs() as counted:
+            backend.train_step(make_shard())
+        found.append(backend.updates)
+        attended.append(counted.ran[PRODUCTS[1]])
+    torch._dynamo.reset()
+    assert distance(found[0][0], found[1][0]) < 1e-4
+    assert attended[1] == attended[0] / 2
 
 
 def named(backend):

@@ -8,25 +8,32 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from telescope.backends.base import TrainShard, World
+from telescope.backends.common import attention
 from tests.backends.models import random_model
 from tests.backends.shards import make_job, make_shard
 from tests.backends.watching import Watching, distance, watch
 
 GPU = World(0, 1, "cuda:0")
+CHOICES = ({"gradient_checkpointing": False}, {"gradient_checkpointing": True}, {"gradient_checkpointing": "selective"})
+COMPILED = tuple({"compile": True, **choice} for choice in CHOICES)
+"""Half a minute each, the first time."""
 CASES = (
     # attention, mixed precision, largest distance of a gradient, of a mean log-prob difference
     ("sdpa", None, 1e-3, 1e-4),
     ("sdpa", "bfloat16", 0.1, 0.05),
     ("flash", "bfloat16", 0.1, 0.05),
+    ("cudnn", "bfloat16", 0.1, 0.05),
     ("flex", "bfloat16", 0.1, 0.05),
     ("flash", "float16", 0.1, 0.05),
 )
@@ -39,26 +46,26 @@ def one_step(model: str, world: World, **settings: object) -> tuple[Watching, di
     return backend, result.metrics
 
 
-def agreement(folder: Path) -> bool:
+def agreement(folder: Path, kinds: list[str], choices: Sequence[dict[str, object]]) -> bool:
     """Each attention on the GPU against sdpa in float32 on the CPU."""
     model = random_model(folder / "model", hidden_size=256, head_dim=64, intermediate_size=512, initializer_range=0.05)
     backend, expected = one_step(model, World(0, 1, "cpu"), attention="sdpa")
     reference = backend.gradients
     backend.close()
     good = True
-    for kind, precision, of_gradient, of_metric in CASES:
-        for checkpointing in (False, True):
-            settings = {"attention": kind, "mixed_precision_dtype": precision, "gradient_checkpointing": checkpointing}
-            backend, found = one_step(model, GPU, **settings)
-            scale = 2.0**16 if precision == "float16" else 1.0
-            gradients = {name: tensor.cpu() / scale for name, tensor in backend.gradients.items()}
-            backend.close()
-            far = distance(reference, gradients)
-            apart = abs(found["kl_divergence_inference"] - expected["kl_divergence_inference"])
-            fine = far < of_gradient and apart < of_metric
-            good &= fine
-            verdict = "ok" if fine else "BAD"
-            print(f"{kind} {precision} checkpointing={checkpointing}: gradient {far:.1e}, kl {apart:.1e} {verdict}")
+    for (kind, precision, of_gradient, of_metric), choice in itertools.product(CASES, choices):
+        if kind not in kinds:
+            continue
+        settings = {"attention": kind, "mixed_precision_dtype": precision, **choice}
+        backend, found = one_step(model, GPU, **settings)
+        scale = 2.0**16 if precision == "float16" else 1.0
+        gradients = {name: tensor.cpu() / scale for name, tensor in backend.gradients.items()}
+        backend.close()
+        far = distance(reference, gradients)
+        apart = abs(found["kl_divergence_inference"] - expected["kl_divergence_inference"])
+        fine = far < of_gradient and apart < of_metric
+        good &= fine
+        print(f"{settings}: gradient {far:.1e}, kl {apart:.1e} {'ok' if fine else 'BAD'}", flush=True)
     return good
 
 
@@ -112,10 +119,13 @@ def long_shard(length: int, samples: int) -> TrainShard:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--speed", action="store_true")
+    parser.add_argument("--kinds", nargs="*", default=list(dict.fromkeys(kind for kind, *_ in CASES)))
+    parser.add_argument("--compiled", action="store_true", help="layers compiled too")
     given = parser.parse_args()
     print(torch.cuda.get_device_name(), "torch", torch.__version__, "numpy", np.__version__)
     with tempfile.TemporaryDirectory() as name:
-        good = agreement(Path(name))
+        attention.LONG = 128  # half of the samples
+        good = agreement(Path(name), given.kinds, (*CHOICES, *(COMPILED if given.compiled else ())))
         if given.speed:
             speed(Path(name))
     return 0 if good else 1

@@ -4,6 +4,7 @@ Owns what each kernel is told of a row; transformers models reach them by the na
 Which of them works where is kernels.py's. Refuses what it does not compute (soft caps, sinks, biases): none of it is left out.
 
     flash3, flash2, varlen   FlashAttention over lengths: two packages, and PyTorch's own. GPU, bfloat16 or float16
+    cudnn                    cuDNN's by scaled_dot_product_attention for each long segment, varlen for the others: Hopper, half
     flex                     FlexAttention with a block mask of the segments, compiled: GPU, any dtype
     sdpa                     PyTorch's scaled_dot_product_attention over segments of like length, stacked as a batch: everywhere
 """
@@ -25,8 +26,8 @@ from telescope.backends.common.kernels import Kind as Kind
 from telescope.backends.common.kernels import Lengths, by_lengths
 
 NAMES: dict[Kind, str] = {
-    "flash3": "telescope_lengths_3", "flash2": "telescope_lengths_2", "varlen": "telescope_lengths",
-    "flex": "telescope_blocks", "sdpa": "telescope_stacks",
+    "flash3": "telescope_lengths_3", "cudnn": "telescope_parts", "flash2": "telescope_lengths_2",
+    "varlen": "telescope_lengths", "flex": "telescope_blocks", "sdpa": "telescope_stacks",
 }  # fmt: skip
 """Not the kernels' own words: transformers takes a name with `flash` in it for one of its packages, and looks for that."""
 SMALLEST_BUCKET = 32
@@ -44,6 +45,22 @@ class Stacks:
     inverse: Tensor  # [T] int64, the place of each token of the row
 
 
+LONG = 4096
+"""Tokens from which on a segment is worth a launch of cuDNN's kernel of its own."""
+STEP = 256
+"""Long segments are padded to a multiple of this, as cuDNN makes a plan for each length it is told."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A long segment by itself, or a run of neighbours that are not."""
+
+    tokens: int
+    boundaries: Tensor | None = None
+    """Of a run: [S + 1] int32 on the device, from 0."""
+    longest: int = 0
+
+
 @dataclass(frozen=True)
 class Segments:
     """Where the segments of a row of T tokens lie, prepared once a row for every layer."""
@@ -54,6 +71,8 @@ class Segments:
     """Of sdpa alone."""
     masks: BlockMasks | None = None
     """Of flex alone."""
+    parts: tuple[Part, ...] = ()
+    """Of cudnn alone; they add up to T."""
     context: Context | None = None
     """The ranks that share the row; None: this rank has all of it."""
 
@@ -66,6 +85,8 @@ def register(kind: Kind) -> str:
         return NAMES[kind]  # whoever has wrapped it means it to stay so
     plain: dict[Kind, Function] = {"sdpa": _sdpa, "flex": _flex}
     function = plain[kind] if kind in plain else _flash(by_lengths(kind))
+    if kind == "cudnn":
+        function = _by_parts(by_lengths(kind), function)
     AttentionInterface.register(NAMES[kind], _over_ranks(function))
     return NAMES[kind]
 
@@ -77,7 +98,24 @@ def segments(kind: Kind, boundaries: np.ndarray, device: str, context: Context |
     on_device = torch.from_numpy(kept.astype(np.int32)).to(device, non_blocking=True)
     stacks = _stacks(kept[:-1], lengths, device) if kind == "sdpa" else None
     masks = BlockMasks(lengths, device) if kind == "flex" else None
-    return Segments(boundaries=on_device, longest=int(lengths.max()), stacks=stacks, masks=masks, context=context)
+    parts = _parts(lengths, device) if kind == "cudnn" else ()
+    longest = int(lengths.max())
+    return Segments(boundaries=on_device, longest=longest, stacks=stacks, masks=masks, parts=parts, context=context)
+
+
+def _parts(lengths: np.ndarray, device: str) -> tuple[Part, ...]:
+    parts: list[Part] = []
+    run: list[int] = []
+    for length in [*lengths.tolist(), None]:
+        if run and (length is None or length >= LONG):
+            at = np.cumsum([0, *run], dtype=np.int32)
+            parts.append(Part(sum(run), torch.from_numpy(at).to(device, non_blocking=True), max(run)))
+            run = []
+        if length is not None and length >= LONG:
+            parts.append(Part(length))
+        elif length is not None:
+            run.append(length)
+    return tuple(parts)
 
 
 def _stacks(starts: np.ndarray, lengths: np.ndarray, device: str) -> Stacks:
@@ -201,6 +239,38 @@ def _flash(kernel: Lengths) -> Function:
         return kernel(q, k, v, row.boundaries, row.longest, scaling, window)[None], None
 
     return attend
+
+
+def _by_parts(kernel: Lengths, whole: Function) -> Function:
+    """`whole` for layers with a window."""
+
+    def attend(
+        module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
+        row: Segments, scaling: float | None = None, sliding_window: int | None = None, **kwargs: Any,
+    ) -> Result:  # fmt: skip
+        if sliding_window is not None and row.longest > sliding_window:
+            return whole(
+                module, query, key, value, None, row=row, scaling=scaling, sliding_window=sliding_window, **kwargs
+            )  # fmt: skip
+        _refuse_unknown(kwargs)
+        sizes = [part.tokens for part in row.parts]
+        cut = zip(*(torch.split(tensor, sizes, dim=2) for tensor in (query, key, value)), strict=True)
+        found = [_part(kernel, part, q, k, v, scaling) for part, (q, k, v) in zip(row.parts, cut, strict=True)]
+        return (torch.cat(found) if len(found) > 1 else found[0])[None], None
+
+    return attend
+
+
+def _part(kernel: Lengths, part: Part, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+    """query [1, Hq, n, D], key and value [1, Hkv, n, D] -> [n, Hq, D]."""
+    if part.boundaries is not None:
+        q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
+        return kernel(q, k, v, part.boundaries, part.longest, scaling, -1)
+    if padding := -part.tokens % STEP:  # behind the last token, where nobody looks
+        query, key, value = (F.pad(tensor, (0, 0, 0, padding)) for tensor in (query, key, value))
+    gqa = query.shape[1] != key.shape[1]
+    out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=gqa)
+    return out[0, :, : part.tokens].transpose(0, 1)
 
 
 class BlockMasks:

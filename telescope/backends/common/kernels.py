@@ -17,13 +17,14 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-Kind = Literal["flash3", "flash2", "varlen", "flex", "sdpa"]
+Kind = Literal["flash3", "cudnn", "flash2", "varlen", "flex", "sdpa"]
 """In the order in which `auto` takes the first that works."""
 FLASH: tuple[Kind, ...] = ("flash3", "flash2", "varlen")
-Setting = Literal["auto", "flash", "flash3", "flash2", "varlen", "flex", "sdpa"]
+Setting = Literal["auto", "flash", "flash3", "cudnn", "flash2", "varlen", "flex", "sdpa"]
 PACKAGES: dict[Kind, str] = {"flash3": "flash_attn_interface", "flash2": "flash_attn"}
 WORDS: dict[Kind, str] = {
     "flash3": "flash3 (FlashAttention 3)",
+    "cudnn": "cudnn (cuDNN's for long samples, varlen for the others)",
     "flash2": "flash2 (the flash_attn package)",
     "varlen": "varlen (torch's own)",
     "flex": "flex (compiled FlexAttention)",
@@ -48,6 +49,8 @@ class Machine:
     """Major compute capability of the GPU; 0 on a CPU."""
     packages: frozenset[str] = frozenset()
     """Of `PACKAGES`, those that are installed."""
+    cudnn: bool = True
+    """Whether torch has it."""
 
     @property
     def gpu(self) -> bool:
@@ -58,7 +61,8 @@ def machine(device: str, dtype: torch.dtype) -> Machine:
     """This one."""
     installed = frozenset(name for name in PACKAGES.values() if importlib.util.find_spec(name) is not None)
     capability = torch.cuda.get_device_capability(device)[0] if device.startswith("cuda") else 0
-    return Machine(device, dtype, capability, installed)
+    cudnn: bool = torch.backends.cudnn.is_available()  # type: ignore[no-untyped-call]
+    return Machine(device, dtype, capability, installed, cudnn)
 
 
 def choose(setting: Setting, here: Machine) -> Kind:
@@ -85,10 +89,12 @@ def obstacle(kind: Kind, here: Machine) -> str | None:
     if not here.gpu or here.dtype not in HALF:
         name = str(here.dtype).removeprefix("torch.")
         return f"computes in bfloat16 or float16 on a GPU, not {name} on {here.device}"
-    least = HOPPER if kind == "flash3" else AMPERE
+    least = HOPPER if kind in ("flash3", "cudnn") else AMPERE
     if here.capability < least or (kind == "flash3" and here.capability > HOPPER):
         exactly = " exactly" if kind == "flash3" else " at least"
         return f"needs a GPU of compute capability{exactly} {least}, and this one has {here.capability}"
+    if kind == "cudnn" and not here.cudnn:
+        return "needs a torch that has cuDNN"
     package = PACKAGES.get(kind)
     if package is not None and package not in here.packages:
         return f"needs the package {package}, which is not installed"
@@ -98,7 +104,7 @@ def obstacle(kind: Kind, here: Machine) -> str | None:
 @functools.cache
 def by_lengths(kind: Kind) -> Lengths:
     """One of the flash kernels."""
-    return _built_in() if kind == "varlen" else _installed(PACKAGES[kind])
+    return _built_in() if kind in ("varlen", "cudnn") else _installed(PACKAGES[kind])
 
 
 def _installed(package: str) -> Lengths:

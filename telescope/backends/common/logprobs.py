@@ -2,11 +2,14 @@
 
 Logits of `chunk` tokens are made at a time, forward and again backward. Owns this one function and its gradient; refuses to
 know models, packing and losses. With weights in bfloat16 the products are still summed and kept in float32: a log-softmax in
-bfloat16 would carry 0.03 nats of noise.
+bfloat16 would carry 0.03 nats of noise. On a GPU, Triton kernels (softmax_rows.py) do in one pass over the logits what
+PyTorch's operators do in nine.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from typing import Any
 
 import torch
@@ -41,6 +44,31 @@ def matmul_float32(left: Tensor, right: Tensor) -> Tensor:
     return left.float() @ right.float()
 
 
+def add_matmul(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, summed in float32 as `total` is, without a second tensor of its size where the GPU can."""
+    if left.is_cuda and left.dtype == right.dtype != torch.float32:
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    elif left.dtype == right.dtype == torch.float32:
+        total.addmm_(left, right)
+    else:
+        total += matmul_float32(left, right)
+
+
+@functools.cache
+def _kernels() -> Any:
+    """The Triton kernels; None where there is no Triton."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from telescope.backends.common import softmax_rows
+
+    return softmax_rows
+
+
+def _fused(tensor: Tensor) -> Any:
+    """What computes in one pass over the logits, or None."""
+    return _kernels() if tensor.is_cuda else None
+
+
 class _ChunkedLogprobs(torch.autograd.Function):
     """Keeps only the log of each softmax denominator and the entropies, [T] each; logits are made again in backward."""
 
@@ -52,10 +80,14 @@ class _ChunkedLogprobs(torch.autograd.Function):
         logprob = hidden.new_empty(tokens, dtype=torch.float32)
         entropy = torch.empty_like(logprob)
         denominator = torch.empty_like(logprob)
+        fused = _fused(hidden)
         for start in range(0, tokens, chunk):
             here = slice(start, start + chunk)
-            logits = matmul_float32(hidden[here], head_weight.t()).div_(temperature)  # [chunk, V]
-            _cut(logits, targets[here], support)
+            logits, scale = _logits(hidden[here], head_weight, targets[here], temperature, support)
+            if fused is not None:
+                fused.statistics(logits, targets[here], scale, (logprob[here], entropy[here], denominator[here]))
+                continue
+            logits *= scale
             denominator[here] = logits.logsumexp(dim=-1)
             logprob[here] = logits.gather(1, targets[here, None]).squeeze(1) - denominator[here]
             logits -= denominator[here, None]
@@ -75,23 +107,21 @@ class _ChunkedLogprobs(torch.autograd.Function):
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         d_hidden = torch.empty_like(hidden) if need_hidden else None
         d_weight = torch.zeros_like(head_weight, dtype=torch.float32) if need_weight else None
+        fused = _fused(hidden)
         for start in range(0, hidden.shape[0], ctx.chunk):
             here = slice(start, start + ctx.chunk)
-            logits = matmul_float32(hidden[here], head_weight.t()).div_(ctx.temperature)
-            _cut(logits, targets[here], ctx.support)
-            logp = logits.sub_(denominator[here, None])
-            d_logits = _gradient_of_logits(
-                logp,
-                targets[here],
-                entropy[here],
-                None if of_logprob is None else of_logprob[here],
-                None if of_entropy is None else of_entropy[here],
-            ).div_(ctx.temperature)
-            d_logits = d_logits.to(hidden.dtype)
+            logits, scale = _logits(hidden[here], head_weight, targets[here], ctx.temperature, ctx.support)
+            upstream = [None if one is None else one[here] for one in (of_logprob, of_entropy)]
+            facts = targets[here], denominator[here], entropy[here], *upstream
+            if fused is not None:
+                d_logits = fused.gradient(logits, *facts, scale=scale, out_scale=1 / ctx.temperature, dtype=hidden.dtype)
+            else:
+                d_logits = _gradient_of_logits(logits.mul_(scale), *facts).div_(ctx.temperature).to(hidden.dtype)
+            del logits
             if d_hidden is not None:
                 d_hidden[here] = matmul_float32(d_logits, head_weight).to(hidden.dtype)
             if d_weight is not None:
-                d_weight += matmul_float32(d_logits.t(), hidden[here])
+                add_matmul(d_weight, d_logits.t(), hidden[here])
         return d_hidden, None if d_weight is None else d_weight.to(head_weight.dtype), None, None, None, None
 
 
@@ -99,15 +129,29 @@ NEVER = -1e30
 """Logit of a token that can't be sampled: its probability is 0, and 0 times its log is 0, not NaN."""
 
 
+def _logits(hidden: Tensor, head_weight: Tensor, targets: Tensor, temperature: float, support: Support) -> tuple[Tensor, float]:
+    """[chunk, V] float32, and what they are still to be multiplied with: what `support` keeps is known after temperature."""
+    logits = matmul_float32(hidden, head_weight.t())
+    if support.is_whole:
+        return logits, 1 / temperature
+    _cut(logits.div_(temperature), targets, support)
+    return logits, 1.0
+
+
 def _cut(logits: Tensor, targets: Tensor, support: Support) -> None:
-    if not support.is_whole:
-        logits.masked_fill_(left_out(logits, targets, support), NEVER)
+    logits.masked_fill_(left_out(logits, targets, support), NEVER)
 
 
 def _gradient_of_logits(
-    logp: Tensor, targets: Tensor, entropy: Tensor, of_logprob: Tensor | None, of_entropy: Tensor | None
+    logits: Tensor,
+    targets: Tensor,
+    denominator: Tensor,
+    entropy: Tensor,
+    of_logprob: Tensor | None,
+    of_entropy: Tensor | None,
 ) -> Tensor:
-    """[chunk, V] gradient with respect to the scaled logits. `logp` is used up: two such tensors exist at most."""
+    """[chunk, V] gradient with respect to the scaled logits, which are used up: two such tensors exist at most."""
+    logp = logits.sub_(denominator[:, None])
     if of_entropy is None:
         assert of_logprob is not None  # one of the two is there
         return logp.exp_().mul_(-of_logprob[:, None]).scatter_add_(1, targets[:, None], of_logprob[:, None])

@@ -44,8 +44,27 @@ class Saver:
 
     def __init__(self, rank: int, device: str, settings: SaveSettings) -> None:
         self._rank, self._settings = rank, settings
-        self._copies = HostCopies(pinned=device.startswith("cuda"))
+        self._pinned = device.startswith("cuda")
+        self._copies = HostCopies(pinned=self._pinned)
+        self._reserving: threading.Thread | None = None
         self._writing: threading.Thread | None = None
+
+    @property
+    def wants_memory(self) -> bool:
+        """Whether `reserve` is worth a call: saves of a GPU's tensors will come, and it was not called yet."""
+        return self._pinned and self._settings.expected and self._settings.background and self._reserving is None
+
+    def reserve(self, tensors: Mapping[str, Tensor]) -> None:
+        """Pin the host memory of saves of these tensors, in a thread, so that the first one stalls no longer than others."""
+        own = self._own(tensors)
+        self._reserving = threading.Thread(target=lambda: self._reserve(own), name="reserve-host-memory", daemon=True)
+        self._reserving.start()
+
+    def _reserve(self, own: dict[str, Tensor]) -> None:
+        try:
+            self._copies.reserve(own)
+        except (RuntimeError, MemoryError) as error:  # each save tries again, and says so
+            log.warning("host memory for checkpoints can't be had: %s", _first_line(error))
 
     def save(self, tensors: Mapping[str, Tensor], folder: Path, done: Callable[[Outcome], None]) -> None:
         """Returns when the tensors may change again. `done` is called once, from another thread or from here.
@@ -59,10 +78,12 @@ class Saver:
                 NotSaved(f"the checkpoint before was not written within {self._settings.timeout_s:g} s (checkpoint.timeout_s)")
             )
             return
-        own = {name: tensor.detach() for name, tensor in tensors.items() if _is_written_by(self._rank, name, tensor)}
+        own = self._own(tensors)
         if not self._settings.background:
             done(_written(own, folder, self._rank))
             return
+        if self._reserving is not None:
+            self._reserving.join(self._settings.timeout_s)
         try:
             staged = self._copies.take(own)
         except (RuntimeError, MemoryError) as error:
@@ -72,6 +93,9 @@ class Saver:
             target=lambda: done(_written(staged, folder, self._rank)), name=f"save-{folder.parent.name}", daemon=True
         )
         self._writing.start()
+
+    def _own(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor.detach() for name, tensor in tensors.items() if _is_written_by(self._rank, name, tensor)}
 
     def settle(self) -> bool:
         """Wait until nothing is being written; False where that takes longer than a save may."""

@@ -21,11 +21,11 @@ class FSDP(BackendSettings):
     null: that of the weights themselves."""
     gradient_checkpointing: bool | Literal["full", "selective"] = True
     """true, full: keep only each layer's input and compute the layer again in the backward pass: least memory, about a third
-    more time. selective: keep the results of matrix products and attention too, and compute again what is between them. false:
-    keep everything."""
-    attention: Literal["auto", "flash", "flash3", "flash2", "varlen", "flex", "sdpa"] = "auto"
-    """Kernel of the attention within each packed sample. auto: the first of flash3, flash2, varlen, flex and sdpa that works
-    here; flash: the first of the first three, which compute in half precision on a GPU."""
+    more time. selective: keep the results of matrix products and attention too, and compute again what is between them; with
+    compile=true those of attention alone. false: keep everything."""
+    attention: Literal["auto", "flash", "flash3", "cudnn", "flash2", "varlen", "flex", "sdpa"] = "auto"
+    """Kernel of the attention within each packed sample. auto: the first of flash3, cudnn, flash2, varlen, flex and sdpa that
+    works here; flash: the first of flash3, flash2 and varlen. All but flex and sdpa compute in half precision on a GPU."""
     context_parallel_size: int = Field(default=1, ge=1, le=64)
     """Trainer ranks that share each packed row, an equal part of its tokens each: longer rows in the same memory. Must divide
     the number of ranks, the model's attention heads and trainer.pad_to_multiple_of."""
@@ -64,7 +64,7 @@ class FSDP(BackendSettings):
         return self
 
     def _own_errors(self) -> Iterator[str]:
-        kept, group = self.gradient_checkpointing, self.reshard_after_forward
+        group = self.reshard_after_forward
         if not isinstance(group, bool) and group < 2:
             yield f"backend.reshard_after_forward={group} is no group of ranks: set true, false, or 2 or more"
         if self.offload == "optimizer" and self.optimizer == "sgd":
@@ -73,11 +73,6 @@ class FSDP(BackendSettings):
             yield (
                 f"backend.offload=parameters leaves the update to the host's processors, which are slow at what "
                 f"backend.optimizer={self.optimizer} does: set offload=optimizer, or optimizer=adamw"
-            )
-        if self.compile and kept == "selective":
-            yield (
-                "backend.compile=true hides the layers' products from backend.gradient_checkpointing=selective, which would "
-                "keep none of them: set gradient_checkpointing=full or false, or compile=false"
             )
         if self.compile and self.attention == "flex":
             yield "backend.compile=true leaves attention out, and attention=flex is compiled itself: set flash or sdpa"

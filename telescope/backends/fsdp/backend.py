@@ -79,7 +79,10 @@ class FSDPBackend:
     def train_step(self, shard: TrainShard) -> StepResult:
         """An optimiser update for each minibatch. A non-finite gradient leaves its own out: `update_skipped` counts these."""
         with ranks.watched(f"training step {shard.step}"):
-            return self._train_step(shard)
+            result = self._train_step(shard)
+        if self._saver.wants_memory:  # the optimiser has made its state by now
+            self._saver.reserve(self._state())
+        return result
 
     def _train_step(self, shard: TrainShard) -> StepResult:
         spans, tally, updates = Spans(self._device), self._tally(), StepUpdates()
@@ -159,9 +162,11 @@ class FSDPBackend:
         return self._policy.published(self._spread.shards)
 
     def save(self, step: int, folder: Path, done: Callable[[Outcome], None]) -> None:
+        self._saver.save(self._state(), folder, done)
+
+    def _state(self) -> dict[str, Tensor]:
         job = self._job
-        tensors = state.gathered(self._policy, self._updater, job.world, training_state=job.saving.training_state)
-        self._saver.save(tensors, folder, done)
+        return state.gathered(self._policy, self._updater, job.world, training_state=job.saving.training_state)
 
     def close(self) -> None:
         self._saver.settle()

@@ -37,7 +37,8 @@ def mode(setting: bool | Literal["full", "selective"]) -> Mode:
 def enable(lm: Any, kept: Mode) -> None:
     """Let the layers of a transformers model compute again what `kept` does not keep.
 
-    selective: results of matrix products and of attention stay, so that norms, rotations and activation functions alone are
+    selective: results of matrix products and of attention stay (of layers that are compiled those of attention alone: products
+    inside a compiled graph are out of reach), so that norms, rotations and activation functions alone are
     computed twice. As in Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models (2022), the other
     way round: there attention is what is computed again, which kernels that keep no scores have made needless.
     """
@@ -55,10 +56,12 @@ def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoin
 
 def worth_keeping(operator: Any) -> bool:
     """Whether it does most of a layer's arithmetic for what it returns."""
-    return operator in _kept_operators() or getattr(operator, "_qualified_op_name", "") in OTHERS
+    return operator in _kept_operators() or operator.name().partition(".")[0] in OTHERS
 
 
 @functools.cache
 def _kept_operators() -> frozenset[Any]:
+    """Without those that write into a tensor they are given, as compiled layers call them: such a result can't be put back."""
     packets = (getattr(torch.ops.aten, name, None) for name in (*PRODUCTS, *ATTENTIONS))
-    return frozenset(getattr(packet, overload) for packet in packets if packet is not None for overload in packet.overloads())
+    found = (getattr(packet, overload) for packet in packets if packet is not None for overload in packet.overloads())
+    return frozenset(operator for operator in found if not operator._schema.is_mutable)
