@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +40,7 @@ from tests.backends.cases import (
 )
 from tests.backends.models import random_model
 from tests.digits.batches import MAX_TOKENS, VARIANTS
+from tests.ports import free_ports
 
 SLIGHT = 1e-6
 LIMIT_S = 1200.0
@@ -85,11 +84,7 @@ def read(file: Path) -> dict[str, Found]:
 
 
 def start_gang(folder: Path, model: str) -> None:
-    with ExitStack() as held:
-        free = {world: held.enter_context(socket.socket()) for world in ALL_WORLDS}
-        for each in free.values():
-            each.bind(("127.0.0.1", 0))
-        ports = {world: each.getsockname()[1] for world, each in free.items()}
+    ports = dict(zip(ALL_WORLDS, free_ports(len(ALL_WORLDS)), strict=True))
     common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "PORTS": json.dumps(ports), "GLOO_SOCKET_IFNAME": "lo"}
     processes = [
         subprocess.Popen(

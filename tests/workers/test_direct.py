@@ -53,7 +53,7 @@ async def street(tmp_path: Path) -> AsyncIterator[Street]:
     run = RunDirectory.create(tmp_path / "run")
     make_keys(run, ("orchestrator", "worker-0", "server-0", "server-1"))
     identity = HubIdentity("r", "a", "c")
-    ports = {name: await Hub.open_door(run, name, identity, silent_s=2.0) for name in ("server-0", "server-1")}
+    ports = {name: await Hub.open_door(run, name, identity, silent_s=60.0) for name in ("server-0", "server-1")}
     count = itertools.count()
     doors = Doors(run, lambda: Hello("worker", "worker-0", "r", "a", f"i{next(count)}", "c", 0, 1, "here"))
     yield Street(run, doors, ports)
@@ -108,7 +108,7 @@ async def test_a_revoked_door_is_closed_at_once_and_a_new_ticket_opens_the_new_o
     with pytest.raises(DoorLost, match="server-0 was lost: killed by SIGKILL"):
         await asyncio.wait_for(bringing, 60)
     await street.ports["server-0"].close("over", timeout_s=0.0)
-    street.ports["server-0"] = await Hub.open_door(street.run, "server-0", HubIdentity("r", "a", "c"), silent_s=2.0)
+    street.ports["server-0"] = await Hub.open_door(street.run, "server-0", HubIdentity("r", "a", "c"), silent_s=60.0)
     again = street.bring("b")
     street.answer(await street.asked())
     assert (await asyncio.wait_for(again, 60))[0].request_id == "b"
