@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.backends.forking import run_forked
 from tests.backends.models import random_experts, random_model
 from tests.backends.shards import make_job, make_shard
 from tests.backends.watching import distance
@@ -21,26 +22,8 @@ def run_ranks(mode: str, folder: Path, *models: str) -> list[tuple[int, str]]:
     """Exit code and output of both."""
     # One a model: a process group can't be founded again at the port of the one before.
     ports = ",".join(str(port) for port in free_ports(len(models)))
-    common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "PORTS": ports, "GLOO_SOCKET_IFNAME": "lo"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.backends.rank", mode, str(folder), *models],
-            env={**common, "RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    ended = []
-    try:
-        for process in processes:
-            output, _ = process.communicate(timeout=300)
-            ended.append((process.returncode, output))
-    finally:
-        for process in processes:
-            process.kill()
-    return ended
+    environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "PORTS": ports, "GLOO_SOCKET_IFNAME": "lo"}
+    return run_forked(2, "tests.backends.rank", [mode, str(folder), *models], environment, limit_s=300.0)
 
 
 def test_two_ranks_make_the_update_of_one(build, tmp_path):
