@@ -7,6 +7,7 @@ output is printed when it has ended; the exit code is 0 only where all are.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import select
@@ -23,24 +24,25 @@ from typing import IO
 ROOT = Path(__file__).resolve().parent.parent
 AT_A_TIME = {"not slow": 3, "slow": 2}
 """Tests of the slow lane measure seconds or fill the cores by themselves."""
+LEAVE_S = 60.0
 FLOORS = "from importlinter.cli import lint_imports_command; lint_imports_command()"
 Streams = Mapping[str, tuple[str, ...]]
 
 FAST: Streams = {
-    "runs": ("tests/run",),
-    "faults": (
-        "tests/run/test_faults.py",
-        "tests/run/test_recovery.py",
-        "tests/run/test_flow_runs.py",
-        "tests/run/test_direct_runs.py",
-    ),
+    "learning runs": ("tests/run",),
     "learning": ("tests/learning", "tests/flow", "tests/digits"),
+    "processes": ("tests/process", "tests/slurm"),
+    "faults": (
+        *("tests/run/test_faults.py", "tests/run/test_recovery.py", "tests/run/test_real_engine.py"),
+        *("tests/run/test_flow_runs.py", "tests/run/test_direct_runs.py"),
+    ),
+    "backends": ("tests/backends", "tests/trainer", "tests/weights"),
     "inference": ("tests/inference", "tests/doctor", "tests/workers"),
-    "process": ("tests/process", "tests/slurm", "tests/wire", "tests/runlog"),
-    "backends": ("tests/backends", "tests/weights", "tests/trainer"),
-    "config": ("tests/config", "tests/cli", "tests/planning", "tests/packaging"),
+    "fake runs": ("tests/run/test_fake_runs.py", "tests/run/test_bare_metal.py", "tests/run/test_resumed_runs.py"),
+    "environments": ("tests/environments", "tests/env", "tests/sandboxes"),
+    "config": ("tests/config", "tests/cli", "tests/planning"),
 }
-"""Longest first: what begins last should be short."""
+"""The long ones first, and those that wait beside those that compute; what no stream names comes last."""
 SLOW: Streams = {}
 
 
@@ -110,9 +112,10 @@ def run(commands: Mapping[str, Sequence[str]], at_a_time: int) -> dict[str, tupl
                 end(done, ended[done.name][0])
                 done.output.close()
     finally:
-        for call in running.values():
-            call.process.send_signal(signal.SIGINT)
-        for call in running.values():
+        for call in running.values():  # a Ctrl-C has reached them as well; a second one would break off what they put in order
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                call.process.wait(LEAVE_S)
+            call.process.terminate()
             call.process.wait()
     return ended
 
