@@ -44,16 +44,15 @@ FAST: Streams = {
 }
 """The long ones first, and those that wait beside those that compute; what no stream names comes last."""
 SLOW: Streams = {
-    "processes": ("tests/process",),
-    "planning": ("tests/planning",),
+    "seconds": ("tests/process", "tests/planning", "tests/run/test_real_engine.py"),
     "learning runs": ("tests/run/test_learning.py",),
     "runs": ("tests/run",),
     "pythons": ("tests/packaging", "tests/learning", "tests/flow"),
     "slurm": ("tests/slurm", "tests/doctor", "tests/orchestrator"),
     "backends": ("tests/backends",),
 }
-ALONE = {"not slow": (), "slow": ("processes", "planning")}
-"""They measure seconds, so they begin when nothing else runs."""
+ALONE = {"not slow": (), "slow": ("seconds",)}
+"""They measure seconds, so nothing else runs at the time."""
 
 
 @dataclass
