@@ -18,7 +18,7 @@ from tests.inference.conftest import Served
 from tests.ports import free_port
 
 OLD = ModelSettings(name="old", chat_template="{% for message in messages %}{{ message['content'] }}{% endfor %}>")
-vllm = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
+vllm = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
 
 def marked(test):
