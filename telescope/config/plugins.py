@@ -86,7 +86,7 @@ class PluginFile:
 
 def files(kind: Kind[S], plugin_path: Sequence[str] = ()) -> dict[str, PluginFile]:
     """Candidates by name, our own first, without importing one. `base` and names with a leading underscore are none."""
-    found = {name: PluginFile(name, file, f"telescope.{kind.folder}.{name}") for name, file in _python_files(kind.home)}
+    found = _own(kind)
     for name, module in _installed(f"telescope.{kind.folder}"):
         _add(found, kind, PluginFile(name, None, module))
     for folder in plugin_path:
@@ -95,6 +95,10 @@ def files(kind: Kind[S], plugin_path: Sequence[str] = ()) -> dict[str, PluginFil
         for name, file in _python_files(home):
             _add(found, kind, PluginFile(name, file, f"telescope_plugins_{digest}.{name}"))
     return found
+
+
+def _own(kind: Kind[S]) -> dict[str, PluginFile]:
+    return {name: PluginFile(name, file, f"telescope.{kind.folder}.{name}") for name, file in _python_files(kind.home)}
 
 
 def _add(found: dict[str, PluginFile], kind: Kind[S], plugin: PluginFile) -> None:
@@ -124,8 +128,12 @@ def find(kind: Kind[S], plugin_path: Sequence[str] = ()) -> dict[str, type[S] | 
 
 
 def load(kind: Kind[S], name: str, plugin_path: Sequence[str] = ()) -> type[S]:
-    """The settings class of one plug-in; imports its file alone. Raises `PluginError` with the nearest name."""
-    plugin = files(kind, plugin_path).get(name)
+    """The settings class of one plug-in; imports its file alone. Raises `PluginError` with the nearest name.
+
+    One of our own is not looked for among all installed packages, which costs each process a tenth of a second: that no other
+    has its name is seen to where all are listed, before a run begins.
+    """
+    plugin = _own(kind).get(name) or files(kind, plugin_path).get(name)
     if plugin is None:
         known = find(kind, plugin_path)
         hint = did_you_mean(name, known)

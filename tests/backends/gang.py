@@ -1,4 +1,4 @@
-"""One of four ranks, started once: `python -m tests.backends.gang FOLDER MODEL` with RANK and PORTS, a port for each world.
+"""One of four ranks, forked once (forking.py): `tests.backends.gang FOLDER MODEL` with RANK and PORTS, a port for each world.
 
 The four train all cases as a world of four, then three of them as a world of three, and so on: real processes, real gloo, the
 real backend.
@@ -73,9 +73,3 @@ def flat(tensors: dict[str, torch.Tensor]) -> np.ndarray:
 def put_back(backend: Watching, start: list[torch.Tensor]) -> None:
     for parameter, first in zip(backend._policy.parameters(), start, strict=True):
         parameter.to_local().copy_(first)
-
-
-if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    os._exit(code)  # as the trainer's own process does: gloo's threads may not outlive the interpreter

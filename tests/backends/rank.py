@@ -1,4 +1,4 @@
-"""One of two ranks, started by test_ranks.py: `python -m tests.backends.rank MODE FOLDER` with torchrun's variables."""
+"""One of two ranks, forked for test_ranks.py (forking.py): `tests.backends.rank MODE FOLDER` with torchrun's variables."""
 
 from __future__ import annotations
 
@@ -84,9 +84,3 @@ def lose(model: str) -> int:
         print(f"{error} [{time.monotonic() - started:.0f} s]")
         return 3
     return 0
-
-
-if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    os._exit(code)  # as the trainer's own process does: gloo's threads may not outlive the interpreter

@@ -8,11 +8,6 @@ a direct computation from the log-probs of plain transformers.
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,8 +35,10 @@ from tests.backends.cases import (
     plain_logprobs,
     sample,
 )
+from tests.backends.forking import run_forked
 from tests.backends.models import random_model
 from tests.digits.batches import MAX_TOKENS, VARIANTS
+from tests.ports import free_ports
 
 SLIGHT = 1e-6
 LIMIT_S = 1200.0
@@ -85,28 +82,10 @@ def read(file: Path) -> dict[str, Found]:
 
 
 def start_gang(folder: Path, model: str) -> None:
-    with ExitStack() as held:
-        free = {world: held.enter_context(socket.socket()) for world in ALL_WORLDS}
-        for each in free.values():
-            each.bind(("127.0.0.1", 0))
-        ports = {world: each.getsockname()[1] for world, each in free.items()}
-    common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "PORTS": json.dumps(ports), "GLOO_SOCKET_IFNAME": "lo"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.backends.gang", str(folder), model],
-            env={**common, "RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(4)
-    ]
-    try:
-        said = [process.communicate(timeout=LIMIT_S)[0][-3000:] for process in processes]
-        assert [process.returncode for process in processes] == [0] * 4, "\n\n".join(said)
-    finally:
-        for process in processes:
-            process.kill()
+    ports = dict(zip(ALL_WORLDS, free_ports(len(ALL_WORLDS)), strict=True))
+    environment = {"MASTER_ADDR": "127.0.0.1", "PORTS": json.dumps(ports), "GLOO_SOCKET_IFNAME": "lo"}
+    ended = run_forked(4, "tests.backends.gang", [str(folder), model], environment, LIMIT_S)
+    assert [code for code, _ in ended] == [0] * 4, "\n\n".join(output[-3000:] for _, output in ended)
 
 
 @pytest.mark.timeout(1300)

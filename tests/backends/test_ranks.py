@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,43 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.backends.forking import run_forked
 from tests.backends.models import random_experts, random_model
 from tests.backends.shards import make_job, make_shard
 from tests.backends.watching import distance
-
-
-def free_ports(count: int) -> list[int]:
-    """One a model: a process group can't be founded again at the port of the one before."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
+from tests.ports import free_port, free_ports
 
 
 def run_ranks(mode: str, folder: Path, *models: str) -> list[tuple[int, str]]:
     """Exit code and output of both."""
+    # One a model: a process group can't be founded again at the port of the one before.
     ports = ",".join(str(port) for port in free_ports(len(models)))
-    common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "PORTS": ports, "GLOO_SOCKET_IFNAME": "lo"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.backends.rank", mode, str(folder), *models],
-            env={**common, "RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    ended = []
-    try:
-        for process in processes:
-            output, _ = process.communicate(timeout=300)
-            ended.append((process.returncode, output))
-    finally:
-        for process in processes:
-            process.kill()
-    return ended
+    environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "PORTS": ports, "GLOO_SOCKET_IFNAME": "lo"}
+    return run_forked(2, "tests.backends.rank", [mode, str(folder), *models], environment, limit_s=300.0)
 
 
 def test_two_ranks_make_the_update_of_one(build, tmp_path):
@@ -111,7 +86,7 @@ def test_the_meeting_place_of_the_ranks_is_at_its_one_address(tmp_path):
         "port = int(os.environ['MASTER_PORT']); socket.create_connection(('127.0.0.2', port)).close(); "
         "socket.create_server(('127.0.0.3', port)).close(); print('alone')"
     )
-    (port,) = free_ports(1)
+    port = free_port("127.0.0.2")
     environment = {**os.environ, "MASTER_ADDR": "127.0.0.2", "MASTER_PORT": str(port)}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100, check=False

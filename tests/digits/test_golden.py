@@ -1,29 +1,34 @@
 """The worked cases, through scripts/check_golden.py."""
 
+import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "scripts/check_golden.py"
 GOLDEN = ROOT / "tests/digits/golden/algorithms.json"
 
 
-def run(file: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts/check_golden.py"), str(file)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    return importlib.import_module("check_golden")
 
 
 def test_all_78_worked_cases_are_met_to_1e_9():
-    result = run(GOLDEN)
+    command = [sys.executable, str(SCRIPT), str(GOLDEN)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "78 cases: all within 1e-9" in result.stdout
 
 
 @pytest.mark.parametrize("quantity", ["advantages", "loss", "grad_current"])
-def test_one_wrong_digit_in_a_case_is_noticed(tmp_path: Path, quantity: str):
+def test_one_wrong_digit_in_a_case_is_noticed(script: ModuleType, tmp_path: Path, quantity: str):
     content = json.loads(GOLDEN.read_text())
     content["cases"] = content["cases"][:1]
     expected = content["cases"][0]["expected"]
@@ -34,9 +39,9 @@ def test_one_wrong_digit_in_a_case_is_noticed(tmp_path: Path, quantity: str):
     else:
         expected["grad_current"][2][1] += 1e-8
     (tmp_path / "wrong.json").write_text(json.dumps(content))
-    assert run(tmp_path / "wrong.json").returncode == 1
+    assert script.main([str(tmp_path / "wrong.json")]) == 1
 
 
-def test_a_file_without_cases_proves_nothing(tmp_path: Path):
+def test_a_file_without_cases_proves_nothing(script: ModuleType, tmp_path: Path):
     (tmp_path / "empty.json").write_text('{"cases": []}')
-    assert run(tmp_path / "empty.json").returncode == 1
+    assert script.main([str(tmp_path / "empty.json")]) == 1

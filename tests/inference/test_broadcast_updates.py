@@ -25,7 +25,7 @@ from telescope.weights.choose import Here, make_publisher
 from tests.inference.conftest import RUN, Served
 from tests.inference.test_vllm_engine import COLD, long_request, prompt, until_running
 
-pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
 SYNC = WeightSyncSettings(init_timeout_s=30.0, update_timeout_s=30.0, mode="per_tensor")
 

@@ -17,7 +17,7 @@ from telescope.inference.children import REAPED_S, Children
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 def test_each_call_to_a_killed_engine_tells_the_signal(vllm_folders: dict[str, Path], tmp_path: Path) -> None:
     """In a process of its own: vLLM's metrics are its process's, and other tests read those of the shared engine."""
     command = [sys.executable, "-m", "tests.inference.killed_engine", str(vllm_folders["old"]), str(tmp_path)]

@@ -15,9 +15,10 @@ from telescope.inference.http import PortTaken, bind, http_beside
 from telescope.inference.status import Status
 from telescope.inference.vllm_http import unknown_parsers
 from tests.inference.conftest import Served
+from tests.ports import free_port
 
 OLD = ModelSettings(name="old", chat_template="{% for message in messages %}{{ message['content'] }}{% endfor %}>")
-vllm = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
+vllm = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
 
 def marked(test):
@@ -178,12 +179,14 @@ def test_the_default_port_is_a_wish_and_the_next_free_one_is_taken_where_another
         first = held.enter_context(bind(None, DEFAULT_PORT, 0)).getsockname()[1]
         second = held.enter_context(bind(None, DEFAULT_PORT, 0)).getsockname()[1]
         third = held.enter_context(bind(None, DEFAULT_PORT, 1)).getsockname()[1]
-    assert DEFAULT_PORT < first < second < third < DEFAULT_PORT + 100
+    # In which order is not told: servers of other tests take and leave ports there at the same time.
+    assert len({first, second, third}) == 3
+    assert all(DEFAULT_PORT <= port < DEFAULT_PORT + 100 for port in (first, second))
+    assert DEFAULT_PORT < third < DEFAULT_PORT + 100
 
 
 def test_server_3_gets_the_base_port_plus_3():
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        base = free.getsockname()[1]
+    base = free_port()
     with bind(None, base - 3, 3) as listener:
         assert listener.getsockname() == ("127.0.0.1", base)
 

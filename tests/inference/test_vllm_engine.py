@@ -19,7 +19,7 @@ from telescope.maths.support import WHOLE, Support
 from telescope.records import Sampling, WeightManifest
 from tests.inference.conftest import Served
 
-pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
 
 COLD, HOT = 0.3, 2.0

@@ -246,17 +246,18 @@ async def test_a_worker_that_waits_at_a_door_is_not_stuck(tmp_path: Path):
     make_keys(run, ("orchestrator", "worker-0", "server-0"))
     hub = await Hub.open(run, run="r", attempt="a", config_hash="c", stuck_s=0.6, heartbeat_s=0.1)
     link = await join(run, "worker-0")
-    await hub.next(10)
+    await hub.next(60)
     hub.send("worker-0", m.RunRollout(ORDER))
     link.send(m.AskPlace("q", 11, 0, 0, 3))
-    asked = await hub.next(10)
+    asked = await hub.next(60)
     assert isinstance(asked, Delivery)
     hub.send("worker-0", m.Ticket("q", "server-0", DOOR, "s", 30.0), answers=asked)
     hub.elsewhere(asked, waits=True)
     assert await hub.next(1.5) is None
+    back = time.monotonic()
     hub.elsewhere(asked, waits=False)
-    stuck = await hub.next(3.0)
+    stuck = await hub.next(60)
     assert isinstance(stuck, PeerStuck)
-    assert stuck.seconds < 2.0
+    assert 0.6 <= stuck.seconds <= time.monotonic() - back  # the time at the door counts for nothing
     await asyncio.to_thread(link.close, "the test has ended")
     await hub.close("the test has ended", timeout_s=0.0)

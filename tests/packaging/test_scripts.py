@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -94,34 +97,43 @@ def test_with_an_environment_that_is_up_to_date_python_is_started_once(checkout:
     assert (answer.returncode, answer.stdout, answer.stderr) == (0, "started\n", "")  # Python was started once, for the run
 
 
-STAND_IN = """#!/bin/sh
-echo "$*" >> "$CALLS"
-case "$*" in
-    *pytest*--ignore=*) echo said by the first; exit "$FIRST" ;;
-    *pytest*) echo said by the second; exit "$SECOND" ;;
-esac
-"""
-
-
-@pytest.mark.parametrize(("first", "second", "code"), [(0, 0, 0), (0, 1, 1), (2, 0, 2), (2, 1, 2)])
-def test_the_fast_lane_is_two_calls_that_leave_nothing_out(
-    checkout: Path, tmp_path: Path, first: int, second: int, code: int
-) -> None:
-    python, calls = tmp_path / "python", tmp_path / "calls"
-    python.write_text(STAND_IN)
+@pytest.mark.parametrize(("given", "asked"), [((), "not slow"), (("--slow",), "slow")])
+def test_without_arguments_a_lane_is_run_as_streams(checkout: Path, tmp_path: Path, given: tuple[str, ...], asked: str) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "$*"\n')
     python.chmod(0o755)
-    variables = {"TELESCOPE_PYTHON": str(python), "CALLS": str(calls), "FIRST": str(first), "SECOND": str(second)}
-    answer = call(checkout / "scripts" / "test", cwd=tmp_path, **variables)
-    assert answer.returncode == code, answer.stderr
-    assert answer.stdout.startswith("said by the first\n")
-    assert answer.stdout.endswith("said by the second\n")
-    tests = [line.split()[4:] for line in calls.read_text().splitlines() if line.startswith("-m pytest -m not slow")]
-    assert len(tests) == 2
-    left_out = {word.removeprefix("--ignore=") for call in tests for word in call if word.startswith("--ignore=")}
-    played = {word for call in tests for word in call if word.startswith("tests/")}
-    assert left_out == played
-    assert left_out
-    assert all((CHECKOUT / folder).is_dir() for folder in left_out)
+    answer = call(checkout / "scripts" / "test", *given, cwd=tmp_path, TELESCOPE_PYTHON=str(python))
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.splitlines() == ["-m ruff check .", "-m ruff format --check .", f"scripts/_streams.py {asked}"]
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(CHECKOUT / "scripts"))
+    return importlib.import_module("_streams")
+
+
+@pytest.mark.parametrize("lane", ["slow", "not slow"])
+def test_every_file_of_tests_is_in_one_stream(streams: ModuleType, lane: str) -> None:
+    played = Counter[str]()
+    for arguments in streams.streams(lane).values():
+        paths = [CHECKOUT / word for word in arguments if not word.startswith("--")]
+        left_out = {CHECKOUT / word.removeprefix("--ignore=") for word in arguments if word.startswith("--ignore=")}
+        assert all(path.exists() for path in (*paths, *left_out))
+        found = {file for path in paths for file in ([path] if path.is_file() else path.rglob("test_*.py"))}
+        played.update(str(file) for file in found if not left_out & {file, *file.parents})
+    assert played == Counter({str(file): 1 for file in CHECKOUT.glob("tests/**/test_*.py")})
+
+
+def test_one_stream_that_fails_fails_the_lane_and_the_others_end(
+    streams: ModuleType, capfd: pytest.CaptureFixture[str]
+) -> None:
+    commands = {name: ["sh", "-c", f"echo I am {name}; exit {code}"] for name, code in (("a", 0), ("b", 3), ("c", 0))}
+    ended = streams.run(commands, at_a_time=2)
+    assert {name: code for name, (code, _) in ended.items()} == {"a": 0, "b": 3, "c": 0}
+    said = capfd.readouterr().out
+    assert all(f"I am {name}\n" in said for name in "abc")
+    assert streams.counts("===== 2 failed, 3 passed in 4.00s =====\nleaked") == ", 2 failed, 3 passed in 4.00s"
 
 
 def torch_report(*requirements: str) -> str:

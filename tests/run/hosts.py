@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
+
+from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 150.0
@@ -62,8 +63,7 @@ class Hosts:
         if self.real:
             self._wire_up()
         else:
-            with socket.create_server((self.address(0), 0)) as probe:
-                self.port = probe.getsockname()[1]
+            self.port = free_port(self.address(0))
 
     def address(self, host: int) -> str:
         return f"10.77.0.{host + 1}" if self.real else f"127.0.0.{host + 1}"

@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.ports import free_ports
+
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
 INSTALL_S, START_S, CLIENT_S, STOP_S = 300.0, 60.0, 60.0, 30.0
 POLL_S = 0.1
@@ -80,18 +82,6 @@ def install() -> None:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=INSTALL_S, check=False)
     if done.returncode:
         raise SlurmFailed(f"apt-get could not install {' '.join(PACKAGES)}: {done.stderr[-2000:]}")
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago, all at once."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for probe in sockets:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in sockets]
-    finally:
-        for probe in sockets:
-            probe.close()
 
 
 @dataclass

@@ -6,12 +6,13 @@ import json
 import os
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
 from typing import Any
+
+from tests.ports import free_port
 
 PATIENCE_S = 90.0
 """This machine may be busy: imports of torch alone then take half a minute."""
@@ -108,8 +109,3 @@ class Company:
         self.begin(version, epoch, **how)
         chosen = how.get("servers") or self.servers
         return [rank.said() for rank in self.ranks], [server.said() for server in chosen]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])

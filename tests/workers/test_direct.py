@@ -39,7 +39,7 @@ class Street:
         return asyncio.create_task(self.doors.bring(self.ticket(name, server, door), request, IDS))
 
     async def asked(self, server: str = "server-0") -> Delivery:
-        while not isinstance(happening := await self.ports[server].next(10), Delivery):
+        while not isinstance(happening := await self.ports[server].next(60), Delivery):
             assert isinstance(happening, PeerJoined)
         return happening
 
@@ -49,11 +49,13 @@ class Street:
 
 
 @pytest.fixture
-async def street(tmp_path: Path) -> AsyncIterator[Street]:
+async def street(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Street]:
+    """Nobody counts as silent on a busy machine, but where a test sets the time for it."""
+    silent_s = getattr(request, "param", 60.0)
     run = RunDirectory.create(tmp_path / "run")
     make_keys(run, ("orchestrator", "worker-0", "server-0", "server-1"))
     identity = HubIdentity("r", "a", "c")
-    ports = {name: await Hub.open_door(run, name, identity, silent_s=2.0) for name in ("server-0", "server-1")}
+    ports = {name: await Hub.open_door(run, name, identity, silent_s=silent_s) for name in ("server-0", "server-1")}
     count = itertools.count()
     doors = Doors(run, lambda: Hello("worker", "worker-0", "r", "a", f"i{next(count)}", "c", 0, 1, "here"))
     yield Street(run, doors, ports)
@@ -85,6 +87,7 @@ async def test_requests_to_two_servers_are_answered_each_by_its_own(street: Stre
     assert [list(port.peers) for port in street.ports.values()] == [["worker-0"]] * 2  # one link a server
 
 
+@pytest.mark.parametrize("street", [4.0], indirect=True)
 async def test_a_request_whose_server_falls_silent_fails_within_its_limit(street: Street):
     bringing = street.bring("a")
     await street.asked()
@@ -108,7 +111,7 @@ async def test_a_revoked_door_is_closed_at_once_and_a_new_ticket_opens_the_new_o
     with pytest.raises(DoorLost, match="server-0 was lost: killed by SIGKILL"):
         await asyncio.wait_for(bringing, 60)
     await street.ports["server-0"].close("over", timeout_s=0.0)
-    street.ports["server-0"] = await Hub.open_door(street.run, "server-0", HubIdentity("r", "a", "c"), silent_s=2.0)
+    street.ports["server-0"] = await Hub.open_door(street.run, "server-0", HubIdentity("r", "a", "c"), silent_s=60.0)
     again = street.bring("b")
     street.answer(await street.asked())
     assert (await asyncio.wait_for(again, 60))[0].request_id == "b"
