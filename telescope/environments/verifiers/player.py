@@ -32,7 +32,7 @@ def main(mode: str) -> None:
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     settings = json.loads(sys.stdin.buffer.readline())
-    sys.path[:0] = settings["path"]
+    sys.path[:] = [*settings["path"], *sys.path, os.path.join(os.path.dirname(__file__), "examples")]
     try:
         if mode == "tasks":
             say(out, {"tasks": {split: list(tasks_of(part)) for split, part in settings["splits"].items()}})
@@ -121,6 +121,15 @@ async def serve(settings: dict[str, Any], out: TextIO) -> None:
         for task in (left := tuple(playing.values())):
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
+    leave()
+
+
+def leave() -> None:
+    """Free what is left and end at once: an interpreter with so much in it takes seconds to end by itself."""
+    from verifiers.v1.runtimes.base import cleanup_at_exit
+
+    cleanup_at_exit()
+    os._exit(0)
 
 
 async def answered(out: TextIO, number: int, playing: Coroutine[Any, Any, dict[str, Any]]) -> None:
