@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from telescope.environments import textworld, verifiers
 from telescope.config import plugins
 from telescope.config.plugins import ALGORITHMS, BACKENDS, ENVIRONMENTS, PluginError
+from telescope.environments import textworld, verifiers
 from tests.config.conftest import ALGORITHM, write
 
 ROOT = Path(__file__).parents[2]
