@@ -43,7 +43,16 @@ from tests.learning.loop import shard
 
 EXPERIMENTS = (
     *("gsm8k", "hendrycks_math", "dapo_math", "deepscaler", "math500", "aime_2024", "aime_2025", "gpqa_diamond"),
-    *("reasoning_gym", "wordle", "countdown", "reverse_letters", "code_generation", "guess_letter", "letter_agent"),
+    *(
+        "hendrycks_math_python",
+        "reasoning_gym",
+        "wordle",
+        "countdown",
+        "reverse_letters",
+        "code_generation",
+        "guess_letter",
+        "letter_agent",
+    ),
 )
 STEPS, PROMPTS, GROUP_SIZE, MAX_TOKENS = 2, 2, 2, 4
 
@@ -102,8 +111,9 @@ def backend() -> Iterator[Backend]:
 
 
 def composed(experiment: str, copies: dict[str, Path]) -> RunConfig:
-    copy = copies.get(experiment)
-    data = [] if copy is None else [f"+environments.{experiment}.kwargs.data_dir={copy}"]
+    environment = experiment.removesuffix("_python")
+    copy = copies.get(environment)
+    data = [] if copy is None else [f"+environments.{environment}.kwargs.data_dir={copy}"]
     held_out = [f"+environments.{experiment}.kwargs.held_out=2"] if experiment in ("dapo_math", "deepscaler") else []
     point = compose_one(f"experiment={experiment}", "model=tiny", f"number_of_steps={STEPS}", *data, *held_out)
     assert point.config is not None, sentences(point)
