@@ -252,7 +252,8 @@ class Player:
         await self.start()
         self._numbers += 1
         number = self._numbers
-        future = self._waiting[number] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = future
         try:
             await self._send({"number": number, **request})
             return await future

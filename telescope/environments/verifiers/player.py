@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import sys
@@ -116,8 +117,8 @@ async def serve(settings: dict[str, Any], out: TextIO) -> None:
                 if number in playing:
                     playing[number].cancel()
                 continue
-            playing[number] = asyncio.create_task(answered(out, number, played(env, request)))
-            playing[number].add_done_callback(lambda _, number=number: playing.pop(number, None))
+            task = playing[number] = asyncio.create_task(answered(out, number, played(env, request)))
+            task.add_done_callback(functools.partial(forget, playing, number))
         for task in (left := tuple(playing.values())):
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
@@ -130,6 +131,10 @@ def leave() -> None:
 
     cleanup_at_exit()
     os._exit(0)
+
+
+def forget(playing: dict[int, asyncio.Task[None]], number: int, _: asyncio.Task[None]) -> None:
+    playing.pop(number, None)
 
 
 async def answered(out: TextIO, number: int, playing: Coroutine[Any, Any, dict[str, Any]]) -> None:
