@@ -12,6 +12,7 @@ import pytest
 
 from telescope.config import plugins
 from telescope.config.plugins import ALGORITHMS, BACKENDS, ENVIRONMENTS, PluginError
+from telescope.environments import textworld, verifiers
 from tests.config.conftest import ALGORITHM, write
 
 ROOT = Path(__file__).parents[2]
@@ -211,8 +212,9 @@ def test_shipped_environments_require_the_versions_that_the_extras_install():
         if isinstance(found, type)
         for requirement in found.requires
     }
-    assert asked == {"math-verify>=0.9,<0.10", "reasoning-gym>=0.1.25,<0.2"}
-    assert asked <= {*extras["math"], *extras["reasoning-gym"]}
+    assert asked == {"math-verify>=0.9,<0.10", "reasoning-gym>=0.1.25,<0.2", "textarena>=0.7.4,<0.8"}
+    assert asked <= {*extras["math"], *extras["reasoning-gym"], *extras["textarena"]}
+    assert (extras["textworld"], extras["verifiers"]) == ([textworld.REQUIREMENT], [verifiers.REQUIREMENT])
 
 
 def test_a_name_that_is_like_no_other_is_refused_with_the_folder_in_which_it_would_be_found(tmp_path):

@@ -2,16 +2,19 @@
 
 The preset is composed as a user composes it, its environment loaded as a worker loads it, its rollouts played and recorded as a
 worker does it, and the FSDP trainer trains. Only the server is another: transformers' model draws the tokens. Data sets are
-local copies of made-up questions. The first step is as a run without `discard_group_zero_advantage` has it: with the preset's
-algorithm's own advantages of the rewards that there were. A tiny model scores 0 nearly everywhere, so these are 0, and such a
-batch must have no gradient. The second step has made-up advantages, so that the tokens of every experiment are trained.
+local copies of made-up questions. Both steps are as a run without `discard_group_zero_advantage` has them: with the preset's
+algorithm's own advantages of the rewards that there were. A tiny model scores 0 nearly everywhere, and then these are 0: such a
+step must have no gradient, and must leave every weight as it was; any other step must move them. The optimiser is plain SGD, as
+a momentum left by another experiment would move weights by itself. That the tokens of every experiment can be trained is shown
+beside its steps: the same tokens with advantages of 1 and -1 in turn, which no run would give them, have a gradient.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +23,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from telescope.algorithms.grpo import GRPO
-from telescope.backends.base import Backend, Job, World
+from telescope.backends.base import Backend, Job, TrainShard, World
 from telescope.backends.fsdp import FSDP
 from telescope.config.models import model_source
 from telescope.config.parts import ModelSettings, TrainerSettings
@@ -31,7 +34,7 @@ from telescope.environments.template import ChatTemplate
 from telescope.records import PromptRef, RolloutOrder, Sampling, Trajectory
 from telescope.wire.messages import RolloutDone
 from telescope.workers.lengths import leave_out_too_long
-from telescope.workers.load import load_environments
+from telescope.workers.load import Loaded, load_environments
 from telescope.workers.play import Limits, play
 from telescope.workers.prefetch import Openings
 from tests.config.conftest import compose_one, sentences
@@ -40,7 +43,16 @@ from tests.learning.loop import shard
 
 EXPERIMENTS = (
     *("gsm8k", "hendrycks_math", "dapo_math", "deepscaler", "math500", "aime_2024", "aime_2025", "gpqa_diamond"),
-    *("reasoning_gym", "wordle", "countdown", "reverse_letters", "code_generation", "guess_letter", "letter_agent"),
+    *(
+        "hendrycks_math_python",
+        "reasoning_gym",
+        "wordle",
+        "countdown",
+        "reverse_letters",
+        "code_generation",
+        "guess_letter",
+        "letter_agent",
+    ),
 )
 STEPS, PROMPTS, GROUP_SIZE, MAX_TOKENS = 2, 2, 2, 4
 
@@ -87,20 +99,21 @@ def backend() -> Iterator[Backend]:
         algorithm=GRPO(),
         model=ModelSettings(name="tiny"),
         trainer=TrainerSettings(learning_rate=1e-4, seq_len=8192),
-        number_of_steps=STEPS * len(EXPERIMENTS),
+        number_of_steps=(STEPS + 1) * len(EXPERIMENTS),
         temperature=1.0,
         max_tokens=MAX_TOKENS,
         seed=0,
         world=World(rank=0, size=1, device="cpu"),
     )
-    built = FSDP(mixed_precision_dtype=None, gradient_checkpointing=False).build(job)
+    built = FSDP(optimizer="sgd", mixed_precision_dtype=None, gradient_checkpointing=False).build(job)
     yield built
     built.close()
 
 
 def composed(experiment: str, copies: dict[str, Path]) -> RunConfig:
-    copy = copies.get(experiment)
-    data = [] if copy is None else [f"+environments.{experiment}.kwargs.data_dir={copy}"]
+    environment = experiment.removesuffix("_python")
+    copy = copies.get(environment)
+    data = [] if copy is None else [f"+environments.{environment}.kwargs.data_dir={copy}"]
     held_out = [f"+environments.{experiment}.kwargs.held_out=2"] if experiment in ("dapo_math", "deepscaler") else []
     point = compose_one(f"experiment={experiment}", "model=tiny", f"number_of_steps={STEPS}", *data, *held_out)
     assert point.config is not None, sentences(point)
@@ -110,6 +123,58 @@ def composed(experiment: str, copies: dict[str, Path]) -> RunConfig:
 def advantages_of(config: RunConfig, rewards: list[float]) -> np.ndarray:
     groups = np.repeat(np.arange(PROMPTS), GROUP_SIZE)
     return config.algorithm.advantages(np.array(rewards), groups, group_size=GROUP_SIZE)
+
+
+@dataclass
+class Batch:
+    """One step's rollouts: a trajectory a branch, `belongs` to one of the rewards."""
+
+    trajectories: list[Trajectory] = field(default_factory=list)
+    groups: list[int] = field(default_factory=list)
+    belongs: list[int] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+
+    def shard(self, step: int, advantages: np.ndarray) -> TrainShard:
+        """With one advantage a reward."""
+        rows = list(range(len(self.belongs)))
+        return shard(step, rows, self.trajectories, np.array(self.groups), advantages[self.belongs])
+
+
+async def played(step: int, loaded: Loaded, openings: Openings, limits: Limits, server: TinyServer) -> Batch:
+    batch = Batch()
+    for group in range(PROMPTS):
+        for sample in range(GROUP_SIZE):
+            reference = PromptRef(loaded.label, "train", (step - 1) * PROMPTS + group)
+            order = RolloutOrder(group * GROUP_SIZE + sample, group, sample, 0, reference, seed=7 * group + sample)
+            done, arrays = await play(order, loaded, openings, limits, server.ask)
+            assert isinstance(done, RolloutDone), done
+            ends = np.cumsum(done.branch_lengths)
+            for branch in zip(*(np.split(array, ends[:-1]) for array in arrays), strict=True):
+                batch.trajectories.append(Trajectory(*branch))
+                batch.groups.append(group)
+                batch.belongs.append(len(batch.rewards))
+            batch.rewards.append(done.reward)
+    return batch
+
+
+def fingerprint(backend: Backend) -> str:
+    """Of every weight, to the bit."""
+    hashed = hashlib.sha256()
+    for name, tensor in backend.weights():
+        hashed.update(name.encode())
+        hashed.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return hashed.hexdigest()
+
+
+def train_honestly(backend: Backend, config: RunConfig, step: int, batch: Batch) -> None:
+    """A step with the advantages that the rewards give: its gradient is 0 where they are, and then no weight moves."""
+    advantages, before = advantages_of(config, batch.rewards), fingerprint(backend)
+    alike = not advantages.any()
+    assert alike == all(len({*part}) == 1 for part in np.split(np.array(batch.rewards), PROMPTS))
+    result = backend.train_step(batch.shard(step, advantages))
+    assert all(np.isfinite(value) for value in result.metrics.values())
+    assert (result.metrics["grad_norm"] == 0) is alike
+    assert (fingerprint(backend) == before) is alike
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
@@ -122,32 +187,14 @@ async def test_a_shipped_experiment_trains_two_steps(
     (loaded,) = load_environments(config).values()
     loaded = leave_out_too_long(loaded, template, limits.max_prompt_tokens, 60)
     openings = Openings(template)
-    start = EXPERIMENTS.index(experiment) * STEPS
+    before = EXPERIMENTS.index(experiment) * (STEPS + 1)
     async with grader_processes(1), AsyncExitStack() as stack:
         await loaded.environment.set_up()
         stack.push_async_callback(loaded.environment.tear_down)
         for step in range(1, STEPS + 1):
-            trajectories, groups, belongs, scored = [], [], [], list[float]()
-            for group in range(PROMPTS):
-                for sample in range(GROUP_SIZE):
-                    reference = PromptRef(loaded.label, "train", (step - 1) * PROMPTS + group)
-                    order = RolloutOrder(group * GROUP_SIZE + sample, group, sample, 0, reference, seed=7 * group + sample)
-                    done, arrays = await play(order, loaded, openings, limits, server.ask)
-                    assert isinstance(done, RolloutDone), done
-                    ends = np.cumsum(done.branch_lengths)
-                    for branch in zip(*(np.split(array, ends[:-1]) for array in arrays), strict=True):
-                        trajectories.append(Trajectory(*branch))
-                        groups.append(group)
-                        belongs.append(len(scored))
-                    scored.append(done.reward)
-            assert all(0 <= reward <= 1 for reward in scored)
-            honest = advantages_of(config, scored)
-            alike = not honest.any()
-            assert alike == all(len({scored[at] for at in part}) == 1 for part in np.split(np.arange(len(scored)), PROMPTS))
-            made_up = np.where(np.arange(len(scored)) % 2, 1.0, -1.0)
-            chosen = (honest if step == 1 else made_up)[belongs]
-            part = shard(start + step, list(range(len(belongs))), trajectories, np.array(groups), chosen)
-            result = backend.train_step(replace(part, step=start + step))
-            assert all(np.isfinite(value) for value in result.metrics.values())
-            assert (result.metrics["grad_norm"] == 0) is (step == 1 and alike)
+            batch = await played(step, loaded, openings, limits, server)
+            assert all(0 <= reward <= 1 for reward in batch.rewards)
+            train_honestly(backend, config, before + step, batch)
     openings.close()
+    made_up = np.where(np.arange(len(batch.rewards)) % 2, 1.0, -1.0)
+    assert backend.train_step(batch.shard(before + STEPS + 1, made_up)).metrics["grad_norm"] > 0

@@ -207,11 +207,13 @@ class Player:
         self._said: deque[str] = deque(maxlen=KEPT_LINES)
         self._reading: list[asyncio.Task[None]] = []
         self._starting = asyncio.Lock()
+        self._over = True
+        """Whether no player listens: none was started, or what it says has ended."""
 
     async def start(self) -> None:
         """Raises `ValueError` with the remedy where it refuses, `InfrastructureError` where it dies or takes too long."""
         async with self._starting:
-            if self._process is not None and self._process.returncode is None:
+            if not self._over:
                 return
             await self._end()
             await self._started()
@@ -242,6 +244,7 @@ class Player:
             _kill_group(process.pid)
             raise
         _parsed(first.strip().splitlines(), self._python, "\n".join(self._said))
+        self._over = False
         self._reading.append(asyncio.create_task(self._read(process.stdout)))
 
     async def play(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -249,7 +252,8 @@ class Player:
         await self.start()
         self._numbers += 1
         number = self._numbers
-        future = self._waiting[number] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = future
         try:
             await self._send({"number": number, **request})
             return await future
@@ -282,6 +286,7 @@ class Player:
                 if future is not None and not future.done():
                     future.set_result(said)
         finally:
+            self._over = True
             self._give_up()
 
     def _give_up(self) -> None:

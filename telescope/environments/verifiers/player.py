@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import sys
@@ -32,7 +33,7 @@ def main(mode: str) -> None:
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     settings = json.loads(sys.stdin.buffer.readline())
-    sys.path[:0] = settings["path"]
+    sys.path[:] = [*settings["path"], *sys.path, os.path.join(os.path.dirname(__file__), "examples")]
     try:
         if mode == "tasks":
             say(out, {"tasks": {split: list(tasks_of(part)) for split, part in settings["splits"].items()}})
@@ -116,11 +117,24 @@ async def serve(settings: dict[str, Any], out: TextIO) -> None:
                 if number in playing:
                     playing[number].cancel()
                 continue
-            playing[number] = asyncio.create_task(answered(out, number, played(env, request)))
-            playing[number].add_done_callback(lambda _, number=number: playing.pop(number, None))
+            task = playing[number] = asyncio.create_task(answered(out, number, played(env, request)))
+            task.add_done_callback(functools.partial(forget, playing, number))
         for task in (left := tuple(playing.values())):
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
+    leave()
+
+
+def leave() -> None:
+    """Free what is left and end at once: an interpreter with so much in it takes seconds to end by itself."""
+    from verifiers.v1.runtimes.base import cleanup_at_exit
+
+    cleanup_at_exit()
+    os._exit(0)
+
+
+def forget(playing: dict[int, asyncio.Task[None]], number: int, _: asyncio.Task[None]) -> None:
+    playing.pop(number, None)
 
 
 async def answered(out: TextIO, number: int, playing: Coroutine[Any, Any, dict[str, Any]]) -> None:

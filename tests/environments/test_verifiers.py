@@ -1,0 +1,199 @@
+"""The player of verifiers' environments, with a stand-in for that package: real processes, a real address, real tokens.
+
+The real package is played in the slow lane (tests/run/test_verifiers_runs.py): it can't be installed beside all else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+import pytest
+
+from telescope.environments.base import Reward
+from telescope.environments.chat import ChatError, TokenChat
+from telescope.environments.failures import ContextFull, GraderError, InfrastructureError
+from telescope.environments.proxy.sessions import Proxy
+from telescope.environments.template import ChatTemplate
+from telescope.environments.verifiers import Verifiers
+from tests.environments.proxy.conftest import Policy
+
+FAKE = str(Path(__file__).with_name("verifiers_fake"))
+
+
+def environment(*tasks: dict[str, Any], **env: Any) -> Verifiers:
+    return Verifiers(env={"taskset": {"tasks": [*tasks]}, **env}, path=(FAKE,))
+
+
+@contextlib.asynccontextmanager
+async def at_work(verifiers: Verifiers) -> AsyncIterator[Verifiers]:
+    try:
+        await verifiers.set_up()
+        yield verifiers
+    finally:
+        await verifiers.tear_down()
+
+
+class Table:
+    """Rollouts of an environment's prompts, each with a chat of its own."""
+
+    def __init__(self, verifiers: Verifiers, tokenizer: Any) -> None:
+        self._verifiers, self._tokenizer = verifiers, tokenizer
+
+    def chat(self, policy: Policy | None = None, room: int = 300) -> TokenChat:
+        return TokenChat(ChatTemplate(self._tokenizer, [1]), policy or Policy(self._tokenizer), room, max_tokens=20)
+
+    async def play(self, index: int, chat: TokenChat | None = None) -> Reward:
+        return await self._verifiers.play(self._verifiers.prompts("train")[index], chat or self.chat())
+
+
+@pytest.fixture
+def notes(tmp_path: Path) -> Path:
+    return tmp_path / "notes"
+
+
+async def test_an_episode_is_trained_as_one_dialogue_with_its_rewards(tiny_tokenizer: Any):
+    verifiers = environment({"says": ["a-g", "later"], "system_prompt": "find it", "prompt": "a-g"})
+    assert verifiers.prompts("train")[0].turns == (
+        {"role": "system", "content": "find it"},
+        {"role": "user", "content": "a-g"},
+    )
+    async with at_work(verifiers):
+        table = Table(verifiers, tiny_tokenizer)
+        chat = table.chat()
+        reward = await table.play(0, chat)
+    assert (reward.total, dict(reward.metrics)) == (1.0, {"right": 1.0, "agent_turns": 2.0, "agent_requests": 2.0})
+    (branch,) = chat.recording().branches
+    said = "<|user|>a-g<|assistant|>ok<eos><|user|>later<|assistant|>ok<eos>"
+    assert tiny_tokenizer.decode(branch.ids.tolist()) == said
+    assert branch.mask.sum() == 6
+
+
+async def test_rollouts_side_by_side_each_get_what_their_own_policy_said(tiny_tokenizer: Any):
+    verifiers = environment({}, {"says": ["b", "c"]})
+    async with at_work(verifiers):
+        table = Table(verifiers, tiny_tokenizer)
+        policies = [Policy(tiny_tokenizer, lambda prompt, say=say: say) for say in ("ok", "no") * 8]
+        rewards = await asyncio.gather(*(table.play(at % 3 % 2, table.chat(policy)) for at, policy in enumerate(policies)))
+    assert [reward.total for reward in rewards] == [1.0, 0.0] * 8
+
+
+async def test_a_failure_has_the_owner_that_it_has_in_verifiers(tiny_tokenizer: Any):
+    owners = {
+        "scores badly": (GraderError, "KeyError: 'board'"),
+        "judged badly": (GraderError, r"EnvError: Env\.finalize"),
+        "no value": (GraderError, "no value came of right"),
+        "no reward": (GraderError, "the task has no reward"),
+        "scoring_timeout": (GraderError, "ended with scoring_timeout"),
+        "setup_timeout": (InfrastructureError, "ended with setup_timeout"),
+        "twice": (InfrastructureError, "played 2 times in one episode"),
+        "frozen": (InfrastructureError, "the seat agent is not to be trained"),
+    }
+    verifiers = environment(*({"does": does} for does in owners), {"does": "agent_timeout"})
+    async with at_work(verifiers):
+        table = Table(verifiers, tiny_tokenizer)
+        for index, (kind, said) in enumerate(owners.values()):
+            with pytest.raises(kind, match=said):
+                await table.play(index)
+        assert (await table.play(len(owners))).tags == ("agent_timeout",)
+
+
+async def test_a_policy_that_cannot_answer_fails_the_rollout_and_one_that_is_too_long_is_scored(tiny_tokenizer: Any):
+    verifiers = environment({}, {"says": ["a" * 200, "b" * 200]})
+    async with at_work(verifiers):
+        table = Table(verifiers, tiny_tokenizer)
+        with pytest.raises(ChatError, match="the server is gone"):
+            await table.play(0, table.chat(Policy(tiny_tokenizer, broken=True)))
+        with pytest.raises(ContextFull):
+            await table.play(1)
+        assert (await table.play(0)).total == 1.0
+
+
+async def test_a_player_that_dies_fails_its_rollouts_and_the_next_one_starts_another(tiny_tokenizer: Any):
+    verifiers = environment({"does": "dies"}, {})
+    async with at_work(verifiers):
+        table = Table(verifiers, tiny_tokenizer)
+        for _ in range(2):
+            with pytest.raises(InfrastructureError, match="has ended; its last words: "):
+                await table.play(0)
+            assert (await table.play(1)).total == 1.0
+
+
+async def test_a_rollout_that_is_given_up_is_given_up_in_verifiers_too(tiny_tokenizer: Any, notes: Path):
+    verifiers = environment({"notes": str(notes)}, {})
+    async with at_work(verifiers):
+        table = Table(verifiers, tiny_tokenizer)
+        policy = Policy(tiny_tokenizer, held={"go<|assistant|>": asyncio.Event()})
+        rollout = asyncio.create_task(table.play(0, table.chat(policy)))
+        async with asyncio.timeout(60):
+            await policy.asked.wait()
+            rollout.cancel()
+            await asyncio.gather(rollout, return_exceptions=True)
+            while not notes.exists():
+                await asyncio.sleep(0.01)
+        assert policy.cancelled.is_set()
+        assert (await table.play(1)).total == 1.0
+
+
+async def test_the_player_ends_with_the_environment(tiny_tokenizer: Any):
+    verifiers = environment({})
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    async with at_work(verifiers):
+        started = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
+        assert len(started) == 1
+    assert not [child for child in started if child.is_running()]
+
+
+def test_both_splits_are_listed_and_chosen_from_as_verifiers_chooses():
+    tasks = [{"prompt": str(number)} for number in range(5)]
+    held_out = {"tasks": [{"prompt": "x"}, {"prompt": "y"}]}
+    verifiers = Verifiers(env={"taskset": {"tasks": tasks}}, path=(FAKE,), select={"limit": 3}, eval_taskset=held_out)
+    texts = {split: [prompt.turns[-1]["content"] for prompt in verifiers.prompts(split)] for split in ("train", "eval")}
+    assert texts == {"train": ["0", "1", "2"], "eval": ["x", "y"]}
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ({"seats": {"a": {}, "b": {}}}, r"2 seats of Env ask the policy \(a, b\): exactly one may"),
+        ({"seats": {"a": {"client": {}}}}, r"0 seats of Env ask the policy \(none\)"),
+        ({"retries": 2}, r"env\.retries must be left away"),
+        ({"taskset": {"endless": True}}, r"has no end: say how many with select=\{limit: 1000\}"),
+        ({"taskset": {"id": "unknown"}}, "taskset 'unknown' not found"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_with_the_remedy(env: dict[str, Any], said: str):
+    with pytest.raises(ValueError, match=said):
+        Verifiers(env=env, path=(FAKE,)).prompts("train")
+
+
+def test_a_python_without_verifiers_is_told_what_to_install(tmp_path: Path):
+    (tmp_path / "verifiers.py").write_text("raise ModuleNotFoundError(\"No module named 'verifiers'\", name='verifiers')")
+    with pytest.raises(ValueError, match=r"verifiers is not installed for .*: .* -m pip install 'verifiers>=0\.4,<0\.5'"):
+        Verifiers(path=(str(tmp_path),)).prompts("train")
+    with pytest.raises(ValueError, match="python=/nowhere/python can't be started"):
+        Verifiers(python="/nowhere/python").prompts("train")
+    with pytest.raises(ValueError, match="must not name another id"):
+        Verifiers(eval_taskset={"id": "other"})
+
+
+async def test_one_address_serves_all_rollouts_by_the_model_s_name(tiny_tokenizer: Any):
+    proxy, table = Proxy(), Table(environment(), tiny_tokenizer)
+    await proxy.start()
+    policies = [Policy(tiny_tokenizer, lambda prompt, say=say: say) for say in ("ab", "cd")]
+    (url, first, session), (other_url, second, _) = (proxy.open_by_model(table.chat(policy)) for policy in policies)
+    assert url == other_url
+    async with openai.AsyncOpenAI(base_url=url, api_key="any", timeout=100, max_retries=0) as client:
+        ask = client.chat.completions.create
+        said = [(await ask(model=model, messages=[{"role": "user", "content": "a"}])) for model in (first, second)]
+        assert [answer.choices[0].message.content for answer in said] == ["ab", "cd"]
+        await proxy.shut(session)
+        for model in (first, "gpt-4"):
+            with pytest.raises(openai.NotFoundError, match="there is no rollout of the model"):
+                await ask(model=model, messages=[{"role": "user", "content": "a"}])
+    await proxy.close()

@@ -1,0 +1,2 @@
+def agent_config_fields(config):
+    return config.seats

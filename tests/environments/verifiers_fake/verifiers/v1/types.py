@@ -1,0 +1,2 @@
+def content_text(content):
+    return content
