@@ -2,8 +2,8 @@
 
     seed, commands so far ─▶ the game played from its beginning in a grader process ─▶ what it says, its score, what may be done
 
-A game is made from its seed, compiled once into `games_dir` (about a second), and played again up to the present for each command
-(a fifth of a second, and milliseconds a command): nothing of it is kept between two turns, and any process can go on with it.
+A game is made from its seed, compiled once into `games_dir` (about a second), and played again up to the present for each
+command (a fifth of a second, and milliseconds a command): nothing of it is kept between two turns, and any process can go on.
 The package is not among `requires`: where a run is only composed or submitted, it need not be there.
 """
 

@@ -39,7 +39,9 @@ async def test_a_game_goes_its_way_in_the_dialogue_and_earns_the_game_s_own_rewa
     assert [int(reward.metrics["moves"]) for reward in again] == secrets
 
 
-async def test_a_game_that_does_not_end_earns_0_and_an_invalid_end_is_counted(graders: Graders, tiny: ChatTemplate):
+async def test_a_game_that_does_not_end_earns_0_an_invalid_end_is_counted_and_others_are_refused(
+    graders: Graders, tiny: ChatTemplate
+):
     lake = Textarena(game="FrozenLake-v0-raw", max_turns=2)
     reward, answers, _ = await played(tiny, lake, "[down]", "[up]")
     assert (reward.total, reward.metrics["finished"], reward.tags) == (0.0, 0.0, ("out_of_turns",))
@@ -49,9 +51,7 @@ async def test_a_game_that_does_not_end_earns_0_and_an_invalid_end_is_counted(gr
     assert "invalid move" in answers.prompts[2]
     assert (reward.metrics["invalid_move"], reward.metrics["won"]) == (1.0, 0.0)
     assert str(reward.info["reason"]).startswith("Invalid Move")
-
-
-async def test_what_can_t_be_played_is_refused_before_the_first_rollout(graders: Graders):
+    # What can't be played is refused before the first rollout.
     for settings, said in (
         ({"game": "Chess-v9-raw"}, "Chess-v9-raw"),
         ({"game": "Nim-v0-raw"}, "can't be played: .*player"),
