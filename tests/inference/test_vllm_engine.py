@@ -381,3 +381,25 @@ async def test_an_answer_ends_with_the_stop_text_and_all_its_tokens_are_there(ol
     assert mark not in tokenizer.decode(stopped.ids[:-1].tolist())
     assert len(stopped.logprobs) == len(stopped.versions) == count <= 6
     np.testing.assert_allclose(stopped.logprobs, whole.logprobs[:count], atol=1e-4)
+
+
+async def test_a_sleeping_engine_answers_what_ran_and_what_came_meanwhile_by_the_next_version(old: Served):
+    """On a CPU the memory stays; the order of things is that of a GPU (tests/gpu/check_sleep.py)."""
+    before = old.serving
+    running = asyncio.create_task(long_request(old, "running", prompt(8)))
+    await until_running(old, "running", 5)
+    async with asyncio.timeout(60):
+        await old.engine.sleep()
+        answer = await running
+    assert (len(answer.ids), set(answer.versions.tolist())) == (400, {before})
+    late = asyncio.create_task(old.generate(prompt(9), 12, seed=4, temperature=COLD))
+    manifest = old.publish("new")
+    await old.engine.prepare(manifest)
+    assert not late.done()
+    await old.engine.commit(manifest.version)
+    async with asyncio.timeout(60):
+        answer = await late
+    old.holds, old.serving = "new", manifest.version
+    assert set(answer.versions.tolist()) == {manifest.version}
+    assert np.abs(answer.logprobs - old.reference_logprobs("new", prompt(9), answer.ids, COLD)).max() < 1e-3
+    assert answer.cached_tokens == 0
