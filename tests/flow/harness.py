@@ -145,6 +145,8 @@ class World:
         self._placed: dict[str, str] = {}
         self._worker_lives: dict[str, int] = {}
         self._server_lives: dict[str, int] = {}
+        self._absent: set[str] = set()
+        """Servers that are down and come again."""
         self._held: dict[str, dict[str, int]] = {}
         """Tokens of each request that a server has."""
         self._thrown_out: dict[str, int] = {}
@@ -238,11 +240,13 @@ class World:
 
     def _worker_up(self, name: str) -> None:
         life = self._worker_lives[name] = self._worker_lives.get(name, 0) + 1
-        self.after(
-            self.some(self.manners.wire_s), lambda: self.tell(seen.WorkerJoined(name, self.manners.capacity, self.cards()))
-        )
+        self.after(self.some(self.manners.wire_s), lambda: self._worker_joined(name, life))
         if self.manners.worker_life_s:
             self.after(10 * self.manners.wire_s + self.some(self.manners.worker_life_s), lambda: self._worker_down(name, life))
+
+    def _worker_joined(self, name: str, life: int) -> None:
+        if self._worker_lives[name] == life:  # as with servers
+            self.tell(seen.WorkerJoined(name, self.manners.capacity, self.cards()))
 
     def _worker_down(self, name: str, life: int) -> None:
         self._worker_lives[name] = life + 1
@@ -290,19 +294,25 @@ class World:
     # ---- servers
 
     def _server_up(self, name: str, version: int) -> None:
+        self._absent.discard(name)
         life = self._server_lives[name] = self._server_lives.get(name, 0) + 1
-        self.after(
-            self.some(self.manners.wire_s), lambda: self.tell(seen.ServerJoined(name, version, self.manners.server_capacity))
-        )
+        self.after(self.some(self.manners.wire_s), lambda: self._server_joined(name, version, life))
         self._held[name], self._thrown_out[name] = {}, 0
         if self.manners.kv_tokens:
             self._report(name, life)
         if self.manners.server_life_s:
             self.after(10 * self.manners.wire_s + self.some(self.manners.server_life_s), lambda: self._server_down(name, life))
 
+    def _server_joined(self, name: str, version: int, life: int) -> None:
+        """Unless it is down again already: the hub never tells of a join after the loss of the same process, nor of its answers
+        after a second join."""
+        if self._server_lives[name] == life:
+            self.tell(seen.ServerJoined(name, version, self.manners.server_capacity))
+
     def _server_down(self, name: str, life: int) -> None:
-        if self._server_lives[name] != life:
-            return
+        if self._server_lives[name] != life or name in self._absent:
+            return  # a fence meant an earlier life, or one that had ended already
+        self._absent.add(name)
         for done in self._on_its_way.pop(name, []):
             self.tell(done)  # what it has said is heard before its end is
         self._server_lives[name] = life + 1
