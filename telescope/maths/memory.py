@@ -113,7 +113,8 @@ class TrainerMemory(msgspec.Struct, frozen=True, kw_only=True):
     at_work: int
     """Those of one layer while its gradient is computed."""
     logits: int
-    """A chunk of logits in float32, and the head's gradient, which is summed in float32."""
+    """A chunk of logits in float32, its gradient in the precision of the forward pass, and the head's gradient, which is summed
+    in float32."""
     reference: int = 0
     """A frozen copy of the base model."""
     handed: int = 0
@@ -201,7 +202,7 @@ def trainer_memory(
         layer_waiting=shape.layer_parameters * waits,
         kept=_kept(shape, row_tokens, compute_bytes, checkpointing),
         at_work=_at_work(shape, row_tokens, compute_bytes),
-        logits=LOGIT_COPIES * chunk * shape.vocabulary * 4 + head * 4,
+        logits=(4 + compute_bytes) * chunk * shape.vocabulary + head * 4,
         reference=0 if away else frozen,
         handed=shape.parameters * handed_bytes,
         visiting=min(moments, _visiting(shape, weight_bytes, ranks) * moments // (share * weight_bytes))
@@ -235,10 +236,6 @@ def moment_bytes(shape: ModelShape, optimizer: Optimizer, weight_bytes: int, ran
 def _visiting(shape: ModelShape, weight_bytes: int, ranks: int) -> int:
     """Bytes of the parameters of the largest piece."""
     return max(PIECE_BYTES, -(-shape.embedding_parameters // ranks) * weight_bytes)
-
-
-LOGIT_COPIES = 2
-"""[chunk, vocabulary] float32 tensors alive at once in the backward pass of the log-probs."""
 
 
 def _gathered(shape: ModelShape, compute_bytes: int, reshard: bool | int) -> int:
