@@ -28,6 +28,7 @@ from telescope.backends.base import Job, Saved, World
 from telescope.backends.fsdp import FSDP
 from telescope.backends.fsdp.backend import FSDPBackend
 from telescope.config.parts import ModelSettings, TrainerSettings
+from telescope.runlog import digests
 
 PATIENCE_S = 1800
 
@@ -35,7 +36,7 @@ PATIENCE_S = 1800
 @dataclass(frozen=True)
 class Measured:
     """Seconds. `in_place`: of a save without the copy, which holds training up until all is written. `state_gb`: what was
-    written. `load`: reading alone, of a backend's build."""
+    written. `load`: reading alone, of a backend's build; `verify`: reading all bytes before it and comparing their CRC-32."""
 
     parameters_m: float
     state_gb: float
@@ -43,6 +44,7 @@ class Measured:
     stall: float
     write: float
     in_place: float
+    verify: float
     load: float
     step: float | None
     step_beside_a_save: float | None
@@ -107,9 +109,13 @@ def measure(layers: int, hidden: int, device: str, folder: Path, train: bool) ->
     FSDPBackend(settings, job).close()
     build = time.perf_counter() - started
     started = time.perf_counter()
+    names = [path.name for path in (folder / "second").glob("*.safetensors")]
+    assert digests.differing(folder / "second", digests.of_files(folder / "second", names)) is None
+    verify = time.perf_counter() - started
+    started = time.perf_counter()
     FSDPBackend(settings, replace(job, resume=folder / "second")).close()
     load = time.perf_counter() - started - build
-    return Measured(numel / 1e6, written.nbytes / 1e9, first, stall, written.seconds, in_place, load, alone, beside)
+    return Measured(numel / 1e6, written.nbytes / 1e9, first, stall, written.seconds, in_place, verify, load, alone, beside)
 
 
 def _begin(backend: FSDPBackend, folder: Path, device: str, outcomes: queue.Queue[object]) -> float:
