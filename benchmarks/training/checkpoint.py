@@ -31,7 +31,11 @@ from telescope.backends.base import Job, Saved, World
 from telescope.backends.fsdp import FSDP
 from telescope.backends.fsdp.backend import FSDPBackend
 from telescope.config.parts import ModelSettings, TrainerSettings
+<<<<<<< HEAD
 from telescope.maths.memory import ModelShape
+=======
+from telescope.runlog import digests
+>>>>>>> refs/heads/moe
 
 PATIENCE_S = 1800
 
@@ -39,15 +43,21 @@ PATIENCE_S = 1800
 @dataclass(frozen=True)
 class Measured:
     """Seconds. `in_place`: of a save without the copy, which holds training up until all is written. `state_gb`: what was
-    written. `load`: reading alone, of a backend's build."""
+    written. `load`: reading alone, of a backend's build; `verify`: reading all bytes before it and comparing their CRC-32."""
 
     parameters_m: float
     state_gb: float
     first_stall: float
     stall: float
     write: float
+<<<<<<< HEAD
     in_place: float | None
     load: float | None
+=======
+    in_place: float
+    verify: float
+    load: float
+>>>>>>> refs/heads/moe
     step: float | None
     step_beside_a_save: float | None
 
@@ -130,8 +140,13 @@ def measure(given: argparse.Namespace, backend: FSDPBackend, job: Job) -> Measur
     FSDPBackend(settings, job).close()
     build = time.perf_counter() - started
     started = time.perf_counter()
+    names = [path.name for path in (folder / "second").glob("*.safetensors")]
+    assert digests.differing(folder / "second", digests.of_files(folder / "second", names)) is None
+    verify = time.perf_counter() - started
+    started = time.perf_counter()
     FSDPBackend(settings, replace(job, resume=folder / "second")).close()
     load = time.perf_counter() - started - build
+<<<<<<< HEAD
     return replace(found, in_place=in_place, load=load)
 
 
@@ -156,6 +171,9 @@ def _copies(backend: FSDPBackend, device: str) -> dict[str, float]:
         "step": alone, "step_while_reserving": sum(beside) / max(len(beside), 1), "longest": max(beside, default=0.0),
         "first_copy": copies[0], "copy": min(copies[1:]),
     }  # fmt: skip
+=======
+    return Measured(numel / 1e6, written.nbytes / 1e9, first, stall, written.seconds, in_place, verify, load, alone, beside)
+>>>>>>> refs/heads/moe
 
 
 def _begin(backend: FSDPBackend, folder: Path, device: str, outcomes: queue.Queue[object]) -> float:
