@@ -31,11 +31,8 @@ from telescope.backends.base import Job, Saved, World
 from telescope.backends.fsdp import FSDP
 from telescope.backends.fsdp.backend import FSDPBackend
 from telescope.config.parts import ModelSettings, TrainerSettings
-<<<<<<< HEAD
 from telescope.maths.memory import ModelShape
-=======
 from telescope.runlog import digests
->>>>>>> refs/heads/moe
 
 PATIENCE_S = 1800
 
@@ -50,14 +47,9 @@ class Measured:
     first_stall: float
     stall: float
     write: float
-<<<<<<< HEAD
     in_place: float | None
+    verify: float | None
     load: float | None
-=======
-    in_place: float
-    verify: float
-    load: float
->>>>>>> refs/heads/moe
     step: float | None
     step_beside_a_save: float | None
 
@@ -127,7 +119,7 @@ def measure(given: argparse.Namespace, backend: FSDPBackend, job: Job) -> Measur
     written = outcomes.get(timeout=PATIENCE_S)
     assert isinstance(written, Saved), written
     numel = sum(parameter.numel() for parameter in backend._policy.parameters())
-    found = Measured(numel / 1e6, written.nbytes / 1e9, first, stall, written.seconds, None, None, alone, beside)
+    found = Measured(numel / 1e6, written.nbytes / 1e9, first, stall, written.seconds, None, None, None, alone, beside)
     if given.brief:
         backend.close()
         return found
@@ -146,8 +138,7 @@ def measure(given: argparse.Namespace, backend: FSDPBackend, job: Job) -> Measur
     started = time.perf_counter()
     FSDPBackend(settings, replace(job, resume=folder / "second")).close()
     load = time.perf_counter() - started - build
-<<<<<<< HEAD
-    return replace(found, in_place=in_place, load=load)
+    return replace(found, in_place=in_place, verify=verify, load=load)
 
 
 def _copies(backend: FSDPBackend, device: str) -> dict[str, float]:
@@ -171,9 +162,6 @@ def _copies(backend: FSDPBackend, device: str) -> dict[str, float]:
         "step": alone, "step_while_reserving": sum(beside) / max(len(beside), 1), "longest": max(beside, default=0.0),
         "first_copy": copies[0], "copy": min(copies[1:]),
     }  # fmt: skip
-=======
-    return Measured(numel / 1e6, written.nbytes / 1e9, first, stall, written.seconds, in_place, verify, load, alone, beside)
->>>>>>> refs/heads/moe
 
 
 def _begin(backend: FSDPBackend, folder: Path, device: str, outcomes: queue.Queue[object]) -> float:
