@@ -2,12 +2,12 @@
 
 Much of a test of whole runs is waiting for processes to start and to end, and one pytest call leaves half of two cores idle.
 Owns which tests go together. What no stream names goes into one of its own, so a new folder is never left out. Each call's
-output is printed when it has ended; the exit code is 0 only where all are.
+output is printed when it has ended; the exit code is 0 only where all are. A signal that ends this ends them all: each call is
+a process group of its own, so that it gets one Ctrl-C and no more, whoever was told to stop.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import select
@@ -25,6 +25,8 @@ ROOT = Path(__file__).resolve().parent.parent
 AT_A_TIME = {"not slow": 3, "slow": 2}
 """Most tests of the slow lane fill a core by themselves."""
 LEAVE_S = 60.0
+"""For calls that are broken off to put things in order; then they are killed with all that they started."""
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FLOORS = "from importlinter.cli import lint_imports_command; lint_imports_command()"
 Streams = Mapping[str, tuple[str, ...]]
 
@@ -94,51 +96,88 @@ def calls(lane: str) -> dict[str, list[str]]:
     return {**tests, **checks}
 
 
+class Told(Exception):
+    """A signal has come."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+def hear() -> int:
+    """From now on a signal ends nothing by itself: the descriptor given tells its number."""
+    told, tell = os.pipe()
+    os.set_blocking(tell, False)
+    signal.set_wakeup_fd(tell)
+    for number in INTERRUPTS:  # a handler, not SIG_IGN, which the calls and the processes that tests interrupt would inherit
+        signal.signal(number, lambda number, frame: None)
+    return told
+
+
 def begin(name: str, command: Sequence[str]) -> Call:
     output = tempfile.TemporaryFile()  # noqa: SIM115 closed when it has been read
-    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, process_group=0
+    )
     print(f"{name}: begun", flush=True)
     return Call(name, process, output, time.monotonic())
 
 
-def end(call: Call, code: int) -> None:
-    """Print what it said."""
-    print(f"\n===== {call.name}: exit code {code} after {time.monotonic() - call.begun:.0f} s\n{call.said()}", flush=True)
+def end(call: Call, code: int) -> str:
+    """Print what it said, which is given back."""
+    said = call.said()
+    call.output.close()
+    print(f"\n===== {call.name}: exit code {code} after {time.monotonic() - call.begun:.0f} s\n{said}", flush=True)
+    return said
 
 
-def run(commands: Mapping[str, Sequence[str]], at_a_time: int) -> dict[str, tuple[int, str]]:
-    """Exit code and output of each. Everything ends with this process: a Ctrl-C goes to all of them."""
+def break_off(running: Mapping[int, Call], leave_s: float) -> None:
+    """A Ctrl-C to each; what has not ended then, and what it has left behind, is killed. What they said is printed."""
+    for call in running.values():
+        call.process.send_signal(signal.SIGINT)
+    limit = time.monotonic() + leave_s
+    for descriptor, call in running.items():
+        select.select([descriptor], [], [], max(0.0, limit - time.monotonic()))
+        os.killpg(call.process.pid, signal.SIGKILL)  # it has not been waited for, so the number is still its own
+        call.process.wait()
+        os.close(descriptor)
+    for call in running.values():
+        end(call, call.process.returncode)
+
+
+def run(
+    commands: Mapping[str, Sequence[str]], at_a_time: int, told: int | None = None, leave_s: float = LEAVE_S
+) -> dict[str, tuple[int, str]]:
+    """Exit code and output of each. Raises `Told` where the descriptor `told` has a signal's number. None outlives it."""
     waiting, running, ended = list(commands), dict[int, Call](), dict[str, tuple[int, str]]()
     try:
         while waiting or running:
             while waiting and len(running) < at_a_time:
                 call = begin(waiting[0], commands[waiting.pop(0)])
                 running[os.pidfd_open(call.process.pid)] = call
-            for ready in select.select(list(running), [], [])[0]:
-                done = running.pop(ready)
-                os.close(ready)
-                ended[done.name] = done.process.wait(), done.said()
-                end(done, ended[done.name][0])
-                done.output.close()
+            ready = select.select([*running, *([] if told is None else [told])], [], [])[0]
+            for number in ready:
+                if number == told:
+                    raise Told(os.read(number, 1)[0])
+                done = running.pop(number)
+                os.close(number)
+                code = done.process.wait()
+                ended[done.name] = code, end(done, code)
     finally:
-        for call in running.values():  # a Ctrl-C has reached them as well; a second one would break off what they put in order
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                call.process.wait(LEAVE_S)
-            call.process.terminate()
-            call.process.wait()
+        break_off(running, leave_s)
     return ended
 
 
 def main() -> int:
-    # Inherited as ignored where this was started behind an &, and so would the processes be that tests interrupt.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    told = hear()
     lane, begun = "slow" if sys.argv[1:] == ["slow"] else "not slow", time.monotonic()
     try:
         every = calls(lane)
-        ended = run({name: every.pop(name) for name in ALONE[lane]}, at_a_time=1)
-        ended |= run(every, AT_A_TIME[lane])
-    except KeyboardInterrupt:
-        return 130
+        ended = run({name: every.pop(name) for name in ALONE[lane]}, 1, told)
+        ended |= run(every, AT_A_TIME[lane], told)
+    except Told as signalled:
+        print(f"broken off by {signalled}", flush=True)
+        return 128 + signalled.number
     print("=" * 40)
     for name, (code, said) in ended.items():
         print(f"{name}: {'good' if code == 0 else f'FAILED with exit code {code}'}{counts(said)}")

@@ -185,19 +185,18 @@ def _complete(entry: EnvironmentEntry, plugin_path: Sequence[str]) -> Environmen
     """The entry with the defaults of its environment filled in; a `SecretStr` keeps what was given, a reference."""
     environment = plugins.load(plugins.ENVIRONMENTS, entry.name, plugin_path)
     made = environment.model_validate_json(json.dumps(entry.kwargs), strict=True)
-    return entry.model_copy(update={"kwargs": _with_references(made.model_dump(mode="json"), made, entry.kwargs)})
+    return entry.model_copy(update={"kwargs": _with_references(made.model_dump(mode="json"), made)})
 
 
-def _with_references(dumped: Any, made: Any, given: Any) -> Any:
-    """What was dumped, with what was given in place of each secret's stars, at any depth."""
+def _with_references(dumped: Any, made: Any) -> Any:
+    """What was dumped, with each secret's text, a reference as nothing is revealed yet, in place of its stars, at any depth."""
     if isinstance(made, SecretStr):
-        return made.get_secret_value() if given is None else given
+        return made.get_secret_value()
     if isinstance(dumped, dict) and isinstance(made, BaseModel | Mapping):
-        parts = made if isinstance(made, Mapping) else dict(made)
-        of = given if isinstance(given, Mapping) else {}
-        return {name: _with_references(value, parts.get(name), of.get(name)) for name, value in dumped.items()}
-    if isinstance(dumped, list) and isinstance(made, Sequence) and isinstance(given, Sequence):
-        return [_with_references(*each) for each in zip(dumped, made, given, strict=True)]
+        parts = {str(name): value for name, value in (made if isinstance(made, Mapping) else dict(made)).items()}
+        return {name: _with_references(value, parts.get(name)) for name, value in dumped.items()}
+    if isinstance(dumped, list) and isinstance(made, Sequence):
+        return [_with_references(*each) for each in zip(dumped, made, strict=True)]
     return dumped
 
 

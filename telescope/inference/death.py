@@ -1,10 +1,11 @@
-"""A call to an engine whose process is gone raises `EngineDead` with how it went, whichever call finds out first."""
+"""A call to an engine whose process is gone, or hangs, raises `EngineDead` with how it went, whichever call finds out first."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from telescope.inference.engine import EngineDead
@@ -56,3 +57,13 @@ async def _why(engine: Mortal) -> str:
             return await engine.dead()
     except TimeoutError:
         return "vLLM's engine says that it is dead; its own words are further up in this log"
+
+
+@asynccontextmanager
+async def answer_within(limit_s: float, what: str) -> AsyncIterator[None]:
+    """What is asked of the engine within must be answered in time. Raises `EngineDead`: it hangs."""
+    try:
+        async with asyncio.timeout(limit_s):
+            yield
+    except TimeoutError as error:
+        raise EngineDead(f"the engine has not answered {what} within {limit_s:g} s: it hangs") from error

@@ -4,7 +4,8 @@ vLLM keeps the experts of a layer as two stacks and arranges these for its kerne
 its grouped products, on a GPU by some kernels turned or in blocks, by others left alone. Where they are left alone they are
 copies as all else (copy_plan.py). Where not, a layer's new stacks are filled beside the old ones, arranged by vLLM's own
 code, and copied to where the old ones lie. Both are tried on the checkpoint that vLLM has loaded itself, before a server
-serves: what does not come out as vLLM left it, in any element, is no way to update. Refuses to know any kernel's order.
+serves (of what is arranged the first and the last layer): what does not come out as vLLM left it, in any element, is no way to
+update. Refuses to know any kernel's order.
 """
 
 from __future__ import annotations

@@ -23,9 +23,9 @@ from telescope.config.parts import LoraSettings, WeightSyncSettings
 from telescope.inference.adapters import Adapter, Adapters, Proof, disagreements, expected_tensors, up_projections
 from telescope.inference.adapters import write_adapter as write
 from telescope.inference.checkpoint import checkpoint_tensors
-from telescope.inference.death import tells_its_death
+from telescope.inference.death import answer_within, tells_its_death
 from telescope.inference.engine import Generated, WeightsRefused, WeightState
-from telescope.inference.vllm_engine import BREAK_OFF_S, VllmEngine, answer_within
+from telescope.inference.vllm_engine import BREAK_OFF_S, VllmEngine
 from telescope.inference.vllm_options import ServerPlan, served_dtype
 from telescope.records import Sampling, WeightGroup, WeightManifest
 from telescope.weights.base import Reader, TransferFailed, WeightsCorrupt

@@ -9,10 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import re
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,16 +19,17 @@ import numpy as np
 
 from telescope.config.models import end_ids
 from telescope.config.parts import WeightSyncSettings
+from telescope.inference.answers import first_line, generated, said, start_failure
 from telescope.inference.checkpoint import checkpoint_tensors, is_tied, version_bytes
-from telescope.inference.children import Children, how_it_ended
+from telescope.inference.children import Children
 from telescope.inference.core_commit import COMMIT, SLEEP, WAKE, teach_core
-from telescope.inference.death import tells_its_death
+from telescope.inference.death import answer_within, tells_its_death
 from telescope.inference.engine import EngineDead, EngineRefused, Generated, Load, RequestRefused, WeightsRefused, WeightState
 from telescope.inference.opening import Comparison, Opened, Opening, StageState
 from telescope.inference.steps import step_teller
 from telescope.inference.versions import Spans, Versions
 from telescope.inference.vllm_options import ServerPlan, engine_arguments, served_dtype, share_beside, spare_bytes
-from telescope.records import FinishReason, Sampling, WeightGroup, WeightManifest
+from telescope.records import Sampling, WeightGroup, WeightManifest
 
 FIRST_LOOK_S, LONGEST_LOOK_S = 0.002, 0.02
 """The worker is asked whether a version is staged after these pauses, which double; each question costs it part of a step."""
@@ -92,7 +91,7 @@ class VllmEngine:
             config = AsyncEngineArgs(**arguments).create_engine_config()
         except (ValueError, TypeError, KeyError, OSError, RuntimeError) as error:
             log.debug("the cause", exc_info=True)
-            raise EngineRefused(f"vLLM refuses model.name={self._plan.model.name} or its settings: {_said(error)}") from error
+            raise EngineRefused(f"vLLM refuses model.name={self._plan.model.name} or its settings: {said(error)}") from error
         if self._plan.device == "cpu":  # where torch was imported before OMP_NUM_THREADS stood; the fork inherits it
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         # vLLM asks for a fresh interpreter on a CPU; a fork has everything imported already. No thread of ours runs yet.
@@ -172,7 +171,7 @@ class VllmEngine:
             await self._versions.settled()
         finally:
             del self._requests[request_id]
-        return self._generated(output, request, time.monotonic() - started)
+        return generated(output, request.spans, self._state.version, time.monotonic() - started)
 
     def _adapter_of(self, request_id: str) -> Any:
         """vLLM's LoRARequest for a request; lora_engine.py has some."""
@@ -256,31 +255,6 @@ class VllmEngine:
             raise RequestRefused(str(error)) from error
         return output
 
-    def _generated(self, output: Any, request: _Request, total_s: float) -> Generated:
-        completion = output.outputs[0]
-        ids = np.asarray(completion.token_ids, dtype=np.int32)
-        kept = completion.logprobs
-        logprobs = np.asarray([kept.logprobs[i] for i in kept.start_indices] if kept else [], dtype=np.float32)
-        versions = request.spans.of(len(ids))
-        if len(logprobs) != len(ids) or not np.isfinite(logprobs).all():
-            raise RequestRefused(
-                f"the engine gave {len(logprobs)} log-probs, finite or not, for {len(ids)} tokens under weights version "
-                f"{self._state.version}; a missing one can't be trained on (are the weights finite?)"
-            )
-        queued_s = _queued_s(output.metrics)
-        reasons: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
-        if completion.finish_reason not in reasons:
-            raise RequestRefused(f"the engine ended the request with {completion.finish_reason!r}")
-        return Generated(
-            ids=ids,
-            logprobs=logprobs,
-            versions=versions,
-            finish_reason=reasons[completion.finish_reason],
-            cached_tokens=output.num_cached_tokens or 0,
-            queued_s=queued_s,
-            generated_s=max(0.0, total_s - queued_s),
-        )
-
     # ---- weights ----------------------------------------------------------------------------------------------------
 
     @tells_its_death
@@ -325,7 +299,7 @@ class VllmEngine:
                 raise
             except Exception as error:  # vLLM raises plain Exception; whatever it is, the model may be half new by now
                 raise EngineDead(
-                    f"weights version {version} could not be loaded ({_first_line(error)}): the engine may hold a mixture "
+                    f"weights version {version} could not be loaded ({first_line(error)}): the engine may hold a mixture "
                     "and must end"
                 ) from error
             pause_s = time.perf_counter() - started
@@ -464,42 +438,6 @@ class VllmEngine:
         return answers
 
 
-@asynccontextmanager
-async def answer_within(limit_s: float, what: str) -> AsyncIterator[None]:
-    """What is asked of the engine within must be answered in time. Raises `EngineDead`: it hangs."""
-    try:
-        async with asyncio.timeout(limit_s):
-            yield
-    except TimeoutError as error:
-        raise EngineDead(f"the engine has not answered {what} within {limit_s:g} s: it hangs") from error
-
-
 def _cause(states: list[StageState]) -> str:
     """Why a version is not taken, by the first worker that says so."""
     return next((state.cause for state in states if state.cause), "")
-
-
-def _queued_s(metrics: Any) -> float:
-    """Seconds between arrival in the engine and the first step of the request; 0 where it was never scheduled."""
-    if metrics is None or not metrics.scheduled_ts:
-        return 0.0
-    return max(0.0, float(metrics.scheduled_ts - metrics.queued_ts))
-
-
-def start_failure(said: str) -> str:
-    """A sentence for what vLLM says of a failed start, e.g. `... Failed core proc(s): {'EngineCore': -9}`: its processes' names
-    and exit codes."""
-    ends = [(name, int(code)) for name, code in re.findall(r"'([^']+)': (-?\d+)", said)]
-    if ends:
-        how = ", ".join(f"{name} {how_it_ended(code)}" for name, code in ends)
-        return f"the engine's process ended during its start ({how}); its own words are further up in this log"
-    return f"the engine did not start: {said.strip().splitlines()[0] if said.strip() else 'vLLM does not say why'}"
-
-
-def _said(error: BaseException) -> str:
-    """One line; pydantic puts the reason on the lines after its first."""
-    return " ".join(str(error).split())[:400] or type(error).__name__
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

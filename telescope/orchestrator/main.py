@@ -205,6 +205,7 @@ async def _train(
     )
     opened.push_async_callback(end.close, lambda: hub.close(end.outcome.reason, timeout_s=end.close_s))
     roster = Roster.of(config.cluster, config.inference.tensor_parallel_size)
+    servers = Servers(run, hub, roster, config.cluster.max_server_restarts)
     performer = Performer(
         hub,
         roster=roster,
@@ -227,7 +228,7 @@ async def _train(
             workers_per_server=config.inference.tensor_parallel_size,
         ),
         saves=_save_rules(place),
-        sleeps=config.inference.sleep_while_training != "off",
+        dying=servers.dying if config.inference.sleep_while_training != "off" else None,
     )
     for rollout in begun.shelf:
         performer.shelf.put(rollout)
@@ -237,7 +238,7 @@ async def _train(
         core=core,
         performer=performer,
         roster=roster,
-        servers=Servers(run, hub, roster, config.cluster.max_server_restarts),
+        servers=servers,
         journal=journal,
         recorder=recorder,
         lineage=begun.lineage,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from telescope.flow import commands, events
@@ -68,15 +68,15 @@ class Performer:
         recipe: Recipe,
         updates: UpdateRules,
         saves: SaveRules | None = None,
-        sleeps: bool = False,
+        dying: Callable[[], Collection[str]] | None = None,
     ) -> None:
-        """`sleeps`: servers sleep while a step is trained."""
+        """`dying`: where servers sleep while a step is trained, those given up that have not ended yet (`SleepDesk`)."""
         self._hub, self._roster, self._recorder, self._recipe = hub, roster, recorder, recipe
         self.complaints = Complaints(recorder)
         self.weights = WeightDesk(hub, recorder, self.complaints, roster.ranks, updates)
         self.checkpoints = CheckpointDesk(hub, recorder, self.complaints, roster.ranks, saves)
-        self.naps = SleepDesk(hub, self.complaints, updates.timeout_s)
-        self._sleeps = sleeps
+        self.naps = SleepDesk(hub, self.complaints, updates.timeout_s, dying or tuple)
+        self._sleeps = dying is not None
         self.relay = Relay(hub, self.complaints)
         self.shelf = Shelf()
         self._orders: dict[tuple[int, int], _Order] = {}

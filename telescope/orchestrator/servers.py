@@ -18,6 +18,8 @@ class Servers:
         self._run, self._hub, self._roster, self._limit = run, hub, roster, limit
         self.underway = False
         """Every part of the run has been there."""
+        self._given_up: dict[str, int] = {}
+        """The pid of each server's last process that was given up, until it has ended."""
 
     def begin(self) -> None:
         """All parts are there: from now on the run waits for a server rather than end with it."""
@@ -39,8 +41,16 @@ class Servers:
         ends = control.ends(self._run).items()
         return [(name, ended.how) for name, ended in ends if name in present and present[name].pid == ended.pid]
 
+    def dying(self) -> tuple[str, ...]:
+        """Servers given up whose process the supervisor has not seen end yet."""
+        if self._given_up:
+            ends = control.ends(self._run)
+            self._given_up = {name: pid for name, pid in self._given_up.items() if name not in ends or ends[name].pid != pid}
+        return tuple(self._given_up)
+
     def give_up(self, server: str, reason: str) -> None:
         """Hear nothing more of its process, and have the supervisor see to it that there is nothing more to hear."""
         hello = self._roster.lose(server)
         self._hub.expel(server, hello.incarnation, reason)
         control.ask_to_fence(self._run, server, control.Fence(hello.pid, reason))
+        self._given_up[server] = hello.pid

@@ -1,6 +1,6 @@
 """Servers that sleep while the trainer trains (`inference.sleep_while_training`): asked before a step, which waits for them.
 
-They wake by themselves with the next version.
+They wake by themselves with the next version. A server that is given up holds its memory until its process has ended.
 
 Owns who has been asked and what waits for it. Refuses to know what a step is.
 """
@@ -8,7 +8,7 @@ Owns who has been asked and what waits for it. Refuses to know what a step is.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from telescope.orchestrator.complaints import Complaints
 from telescope.wire.happenings import Delivery
@@ -17,12 +17,16 @@ from telescope.wire.messages import Asleep, Sleep
 
 log = logging.getLogger(__name__)
 
+END_S = 60.0
+"""Beyond the time to fall asleep: for a killed server to end. A supervisor that has not said so by then never will."""
+
 
 class SleepDesk:
-    """One step at a time. A server that does not fall asleep within `timeout_s` is fenced: its end frees the memory too."""
+    """One step at a time. A server that does not fall asleep within `timeout_s` is fenced: its end frees the memory too.
+    `dying` gives the servers that were given up and whose processes have not ended yet."""
 
-    def __init__(self, hub: Hub, complaints: Complaints, timeout_s: float) -> None:
-        self._hub, self._complaints, self._timeout_s = hub, complaints, timeout_s
+    def __init__(self, hub: Hub, complaints: Complaints, timeout_s: float, dying: Callable[[], Collection[str]]) -> None:
+        self._hub, self._complaints, self._timeout_s, self._dying = hub, complaints, timeout_s, dying
         self._asked: dict[tuple[str, int], int] = {}
         """The step, by server and number of its order."""
         self._then: Callable[[], None] | None = None
@@ -32,10 +36,14 @@ class SleepDesk:
     @property
     def doing(self) -> str:
         """What is waited for; empty where nothing is."""
-        return f"waiting for {', '.join(sorted(server for server, _ in self._asked))} to fall asleep" if self._asked else ""
+        if self._then is None:
+            return ""
+        if self._asked:
+            return f"waiting for {', '.join(sorted(server for server, _ in self._asked))} to fall asleep"
+        return f"waiting for the end of {', '.join(sorted(self._dying()))}"
 
     def begin(self, step: int, servers: Iterable[str], then: Callable[[], None], now: float) -> None:
-        """Send the servers to sleep and call `then` when none is awake."""
+        """Send the servers to sleep and call `then` when none holds its memory."""
         self._then, self._deadline = then, now + self._timeout_s
         for server in servers:
             try:
@@ -56,7 +64,7 @@ class SleepDesk:
         self._go_on()
 
     def lost(self, server: str) -> None:
-        """The server is gone, and its memory with it."""
+        """The server is gone; its memory is when its process has ended."""
         self._asked = {key: step for key, step in self._asked.items() if key[0] != server}
         self._fenced = [(name, why) for name, why in self._fenced if name != server]
         self._go_on()
@@ -66,6 +74,10 @@ class SleepDesk:
             late = f"it did not fall asleep within weight_sync.update_timeout_s={self._timeout_s:g} s"
             self._fenced.extend((server, late) for server, _ in self._asked)
             self._asked.clear()
+        if self._then is not None and now > self._deadline + END_S:
+            log.warning("nobody has said that %s ended: the step begins all the same", ", ".join(sorted(self._dying())))
+            self._begin_step()
+        self._go_on()
 
     def take_fenced(self) -> list[tuple[str, str]]:
         """Servers that must not run on, and why; whoever takes them says that they are `lost`."""
@@ -73,6 +85,10 @@ class SleepDesk:
         return fenced
 
     def _go_on(self) -> None:
-        if not self._asked and not self._fenced and self._then is not None:
-            then, self._then = self._then, None
-            then()
+        if self._then is not None and not (self._asked or self._fenced or self._dying()):
+            self._begin_step()
+
+    def _begin_step(self) -> None:
+        assert self._then is not None
+        then, self._then = self._then, None
+        then()

@@ -6,11 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
+from pydantic import Field, SecretStr, ValidationError
 
 from telescope.config import plugins
-from telescope.config.run import RunConfig, as_json, config_hash, dump_run, load_run
+from telescope.config.run import RunConfig, _with_references, as_json, config_hash, dump_run, load_run
 from telescope.config.secrets import SecretMissing
+from telescope.settings import Settings
 
 
 @pytest.fixture
@@ -121,3 +122,25 @@ def test_a_secret_is_read_where_the_environment_is_built(container, monkeypatch)
     monkeypatch.setenv("JUDGE_KEY", "s3cret")
     assert config.environment("echo").judge_api_key == "s3cret"
     assert "s3cret" not in dump_run(config)
+
+
+class Endpoint(Settings):
+    url: str
+    key: SecretStr
+
+
+class Jury(Settings):
+    first: Endpoint
+    others: tuple[Endpoint, ...] = (Endpoint(url="b", key=SecretStr("${oc.env:B}")),)
+    by_number: dict[int, SecretStr] = Field(default_factory=lambda: {3: SecretStr("${oc.env:C}")})
+    none: SecretStr | None = None
+
+
+def test_references_to_secrets_stay_at_any_depth_given_or_by_default():
+    jury = Jury(first=Endpoint(url="a", key=SecretStr("${oc.env:A}")))
+    assert _with_references(jury.model_dump(mode="json"), jury) == {
+        "first": {"url": "a", "key": "${oc.env:A}"},
+        "others": [{"url": "b", "key": "${oc.env:B}"}],
+        "by_number": {"3": "${oc.env:C}"},
+        "none": None,
+    }

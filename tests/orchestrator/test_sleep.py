@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from telescope.orchestrator.complaints import Complaints
+from telescope.orchestrator.roster import Roster
+from telescope.orchestrator.servers import Servers
 from telescope.orchestrator.sleep import SleepDesk
+from telescope.runlog import control
+from telescope.runlog.layout import RunDirectory
 from telescope.wire.happenings import Delivery
 from telescope.wire.hub import NoCredit
 from telescope.wire.messages import Asleep, Sleep
+from tests.wire.samples import hello
 
 
 class Hub:
@@ -19,6 +25,10 @@ class Hub:
     def __init__(self, gone: str = "", full: str = "") -> None:
         self.sent: list[tuple[str, Any]] = []
         self.gone, self.full = gone, full
+        self.expelled: list[str] = []
+
+    def expel(self, peer: str, incarnation: str, reason: str) -> None:
+        self.expelled.append(peer)
 
     def send(self, peer: str, body: Any) -> int:
         if peer == self.full:
@@ -33,7 +43,8 @@ class Night:
     def __init__(self, *servers: str, **hub: str) -> None:
         self.alerts: list[str] = []
         self.hub = Hub(**hub)
-        self.desk = SleepDesk(self.hub, Complaints(self), timeout_s=10.0)  # type: ignore[arg-type]
+        self.dying: set[str] = set()
+        self.desk = SleepDesk(self.hub, Complaints(self), 10.0, lambda: self.dying)  # type: ignore[arg-type]
         self.began: list[int] = []
         self.desk.begin(3, servers, lambda: self.began.append(3), now=100.0)
 
@@ -88,3 +99,38 @@ def test_a_server_without_credit_is_fenced():
     assert night.desk.take_fenced() == [("server-0", "it leaves its weight orders unanswered")]
     night.desk.lost("server-0")
     assert night.began == [3]
+
+
+def test_a_step_waits_for_the_end_of_a_server_that_was_given_up():
+    night = Night("server-0")
+    night.dying = {"server-0"}
+    night.desk.lost("server-0")
+    night.desk.tick(100.5)
+    assert (night.began, night.desk.doing) == ([], "waiting for the end of server-0")
+    night.dying = set()
+    night.desk.tick(101.0)
+    night.desk.tick(102.0)
+    assert (night.began, night.desk.doing) == ([3], "")
+
+
+def test_an_end_that_nobody_tells_of_is_not_waited_for_without_end():
+    night = Night("server-0")
+    night.dying = {"server-0"}
+    night.desk.lost("server-0")
+    night.desk.tick(170.0)
+    assert night.began == []
+    night.desk.tick(170.1)
+    assert night.began == [3]
+
+
+def test_a_server_given_up_is_dying_until_the_supervisor_has_seen_the_end_of_that_process(tmp_path: Path):
+    run = RunDirectory(tmp_path)
+    run.control.mkdir(parents=True)
+    roster = Roster((), ("server-0",), (), {"server-0": hello(pid=17)})
+    servers = Servers(run, Hub(), roster, 3)  # type: ignore[arg-type]
+    assert servers.dying() == ()
+    servers.give_up("server-0", "it hangs")
+    control.note_end(run, "server-0", control.Ended(1, 16, "an earlier life"))
+    assert servers.dying() == ("server-0",)
+    control.note_end(run, "server-0", control.Ended(2, 17, "killed"))
+    assert servers.dying() == ()

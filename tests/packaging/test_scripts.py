@@ -7,8 +7,10 @@ import importlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 from collections import Counter
 from pathlib import Path
 from types import ModuleType
@@ -134,6 +136,47 @@ def test_one_stream_that_fails_fails_the_lane_and_the_others_end(
     said = capfd.readouterr().out
     assert all(f"I am {name}\n" in said for name in "abc")
     assert streams.counts("===== 2 failed, 3 passed in 4.00s =====\nleaked") == ", 2 failed, 3 passed in 4.00s"
+
+
+POLITE = "trap 'echo put in order; exit 7' INT; sleep 1000 3> {alive} & echo > {ready}; wait"
+STUBBORN = "trap '' INT; sleep 1000 3> {alive} & exec 3> {alive}; echo > {ready}; wait"
+
+
+@pytest.mark.parametrize(("script", "leave_s", "last"), [(POLITE, 60.0, "7 put in order"), (STUBBORN, 0.0, "-9")])
+def test_a_signal_is_one_ctrl_c_for_a_call_and_nothing_outlives_it(
+    streams: ModuleType, capfd: pytest.CaptureFixture[str], tmp_path: Path, script: str, leave_s: float, last: str
+) -> None:
+    alive, ready = tmp_path / "alive", tmp_path / "ready"
+    os.mkfifo(alive)
+    os.mkfifo(ready)
+    told, tell = os.pipe()
+    left: list[bytes] = []
+
+    def interrupt() -> None:
+        with alive.open("rb") as held:  # by the call or what it has started
+            ready.read_bytes()
+            os.write(tell, bytes([signal.SIGTERM]))
+            left.append(held.read())  # ends when nobody has it open any more
+
+    asking = threading.Thread(target=interrupt, daemon=True)
+    asking.start()
+    commands = {"first": ["bash", "-c", script.format(alive=alive, ready=ready)], "never": ["echo", "too late"]}
+    with pytest.raises(streams.Told, match="SIGTERM"):
+        streams.run(commands, 1, told, leave_s)
+    asking.join(60)
+    assert left == [b""]
+    begun, ended = capfd.readouterr().out.split("=====")
+    assert begun == "first: begun\n\n"
+    words = ended.split()
+    assert words[:4] + words[7:] == ["first:", "exit", "code", *last.split()]
+
+
+def test_what_a_terminal_or_a_runner_sends_ends_a_lane_with_its_number(tmp_path: Path) -> None:
+    script = "import _streams, os; told = _streams.hear(); os.kill(os.getpid(), {number}); print(os.read(told, 1)[0])"
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        command = [sys.executable, "-c", script.format(number=int(number))]
+        answer = subprocess.run(command, cwd=CHECKOUT / "scripts", capture_output=True, text=True, timeout=60)
+        assert (answer.stdout, answer.stderr) == (f"{int(number)}\n", "")
 
 
 def torch_report(*requirements: str) -> str:
