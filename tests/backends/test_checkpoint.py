@@ -202,7 +202,7 @@ def test_a_disk_that_is_full_is_the_cause_of_one_failed_save_and_training_goes_o
 
 
 def test_saves_are_copied_into_the_same_memory_and_a_changed_shape_into_new():
-    copies = HostCopies(pinned=False)
+    copies = HostCopies("cpu")
     first = copies.take({"a": torch.ones(3), "b": torch.ones(2)})
     places = {name: tensor.data_ptr() for name, tensor in first.items()}
     again = copies.take({"a": torch.full((3,), 2.0), "b": torch.zeros(4)})
@@ -212,7 +212,7 @@ def test_saves_are_copied_into_the_same_memory_and_a_changed_shape_into_new():
 
 
 def test_memory_reserved_ahead_is_what_saves_are_copied_into():
-    copies = HostCopies(pinned=False)
+    copies = HostCopies("cpu")
     copies.reserve({"a": torch.ones(3)})
     (home,) = copies._homes.values()
     assert home.tolist() == [0.0] * 3
@@ -226,7 +226,7 @@ def test_memory_is_reserved_once_where_a_gpus_saves_will_come(tmp_path):
     assert not saving.Saver(0, "cuda:0", SaveSettings(expected=True, background=False)).wants_memory
     saver, outcomes = saving.Saver(0, "cuda:0", SaveSettings(expected=True)), queue.Queue()
     assert saver.wants_memory
-    saver._copies = HostCopies(pinned=False)
+    saver._copies = HostCopies("cpu")
     saver.reserve({"a": torch.ones(3)})
     assert not saver.wants_memory
     saver.save({"a": torch.ones(3)}, tmp_path / "saved", outcomes.put)

@@ -245,6 +245,18 @@ def test_a_judge_s_key_stays_a_reference_in_the_configuration(monkeypatch: pytes
     assert "open sesame" not in repr(tau) + json.dumps(tau.model_dump(mode="json"))
 
 
+async def test_half_a_surrogate_pair_in_a_text_is_judged_like_any_other():
+    async with judging(["Verdict: yes"]) as server:
+        assert await judge_of(server).yes_or_no("?", answer=json.loads('"half \\ud83d"'))
+    assert "\nhalf ?\n" in server.requests[0]["messages"][1]["content"]
+
+
+def test_a_password_in_the_address_is_refused_without_being_repeated():
+    with pytest.raises(ValidationError, match="base_url must hold no user name and no password") as refused:
+        JudgeSettings(base_url="https://me:sesame@host/v1", model="wise")
+    assert "sesame" not in refused.value.errors()[0]["msg"]
+
+
 def test_addresses_that_are_none_are_refused():
     for base_url in ("localhost:8000", "ftp://x/v1", "http://", "http://h/v1?key=1"):
         with pytest.raises(ValidationError, match="base_url="):

@@ -45,7 +45,7 @@ class Saver:
     def __init__(self, rank: int, device: str, settings: SaveSettings) -> None:
         self._rank, self._settings = rank, settings
         self._pinned = device.startswith("cuda")
-        self._copies = HostCopies(pinned=self._pinned)
+        self._copies = HostCopies(device)
         self._reserving: threading.Thread | None = None
         self._writing: threading.Thread | None = None
 
