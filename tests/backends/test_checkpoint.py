@@ -234,6 +234,20 @@ def test_memory_is_reserved_once_where_a_gpus_saves_will_come(tmp_path):
     assert saving.Reader(tmp_path / "saved").read("a", torch.float32).tolist() == [1.0] * 3
 
 
+def test_a_save_whose_memory_is_not_there_in_time_fails_alone(tmp_path):
+    saver, outcomes, had = saving.Saver(0, "cpu", SaveSettings(timeout_s=0.01)), queue.Queue(), threading.Event()
+    saver._copies.reserve = lambda own: had.wait(PATIENCE_S)
+    saver.reserve({"a": torch.ones(3)})
+    try:
+        saver.save({"a": torch.ones(3)}, tmp_path / "saved", outcomes.put)
+        found = outcomes.get(timeout=PATIENCE_S)
+    finally:
+        had.set()
+    assert isinstance(found, NotSaved)
+    assert found.cause == "host memory for the copy is still being pinned after 0.01 s (checkpoint.timeout_s)"
+    assert not (tmp_path / "saved").exists()
+
+
 def test_two_ranks_resume_as_one_and_as_two_and_one_as_two(build, tmp_path):
     """Of a model whose sizes two ranks can't share evenly; a world of the same size goes on to the bit."""
     model = random_model(tmp_path / "model", tie_word_embeddings=False, hidden_size=25, head_dim=10, vocab_size=129)
