@@ -337,6 +337,4 @@ def test_each_data_set_names_its_columns_and_nothing_else() -> None:
     for name in ("gsm8k", "hendrycks_math", "dapo_math", "deepscaler", "math500", "aime_2024", "aime_2025"):
         kind = plugins.load(plugins.ENVIRONMENTS, name)
         assert issubclass(kind, MathsQuestions)
-        assert {"question_field", "answer_field"} <= set(
-            kind.model_fields
-        )  # what they mean: tests/config/test_settings_table.py
+        assert {"question_field", "answer_field"} <= set(kind.model_fields)
