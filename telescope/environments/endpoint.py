@@ -79,7 +79,8 @@ class ChatEndpoint:
 
         Raises `EndpointDown` and `EndpointRefused`. Waiting for a free connection does not count against the time limit.
         """
-        body = orjson.dumps({"model": self._model, "messages": [dict(message) for message in messages], **options})
+        said = [{key: _sendable(text) for key, text in message.items()} for message in messages]
+        body = orjson.dumps({"model": self._model, "messages": said, **options})
         async with self._free:
             try:
                 async with asyncio.timeout(self._timeout_s):
@@ -128,7 +129,7 @@ class ChatEndpoint:
     async def _send(self, connection: _Connection, body: bytes) -> None:
         key = [("authorization", f"Bearer {self._api_key}")] if self._api_key else []
         headers = [
-            ("host", self._url.netloc.rpartition("@")[2]),
+            ("host", self._url.netloc),
             ("content-type", "application/json"),
             ("content-length", str(len(body))),
             *key,
@@ -194,12 +195,19 @@ async def _more(connection: _Connection, *, begun: bool) -> None:
 def parsed(base_url: str) -> SplitResult:
     """The parts of an address. Raises `ValueError` for one that is none."""
     url = urlsplit(base_url)
+    if "@" in url.netloc:  # it would stand in every message about the address
+        raise ValueError("base_url must hold no user name and no password: a key is given by itself (api_key)")
     if url.scheme not in ("http", "https") or not url.hostname:
         raise ValueError(f"base_url={base_url!r} must be an address such as http://localhost:8000/v1 or https://host/v1")
     if url.query or url.fragment:
         raise ValueError(f"base_url={base_url!r} must end with its path: what stands behind ? or # has no place in it")
     _ = url.port  # raises ValueError for one that is no number
     return url
+
+
+def _sendable(text: str) -> str:
+    """With ? for halves of surrogate pairs: a policy can write them into JSON, and UTF-8 has none."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _retry_after(headers: Mapping[str, str]) -> float:

@@ -1,8 +1,8 @@
 """Who is to blame when a rollout goes wrong: the machinery, the policy, or whoever scores. Types only.
 
-    InfrastructureError   a sandbox, a judge, a network is down   tried again after a pause, then the sample leaves its group
-    PolicyError           the policy did what it must not         a score (0 unless told otherwise), trained on, with a tag
-    GraderError           the reward function is broken           the sample leaves its group at once; never a score of 0
+    InfrastructureError   a sandbox, a server, a network is down     tried again after a pause, then the sample leaves its group
+    PolicyError           the policy did what it must not            a score (0 unless told otherwise), trained on, with a tag
+    GraderError           a reward function or a judge gives none    the sample leaves its group at once; never a score of 0
 
 Refuses to decide what becomes of a failure: the worker reports its kind, the core acts (docs/environments.md).
 """

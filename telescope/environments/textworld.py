@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import stat
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -82,6 +83,10 @@ class Textworld(MultiTurn):
     )
     """What stands before the game's own opening."""
 
+    async def set_up(self) -> None:
+        await super().set_up()
+        _ = self._games  # refused now
+
     def prompts(self, split: str) -> Sequence[Prompt]:
         if importlib.util.find_spec("textworld") is None:
             raise ValueError(f"env=textworld needs a package that is not installed: pip install '{REQUIREMENT}'")
@@ -144,7 +149,7 @@ class Textworld(MultiTurn):
     def _games(self) -> str:
         if self.games_dir:
             return str(Path(self.games_dir).expanduser().resolve())
-        return os.path.join(tempfile.gettempdir(), f"telescope-textworld-{os.getuid()}")
+        return str(own_games(Path(tempfile.gettempdir(), f"telescope-textworld-{os.getuid()}")))
 
     async def _replayed(self, seed: int, commands: Sequence[str]) -> Mapping[str, Any]:
         view: Mapping[str, Any] = await graded(
@@ -155,6 +160,16 @@ class Textworld(MultiTurn):
 
 def _user(text: str) -> tuple[Turn]:
     return ({"role": "user", "content": text},)
+
+
+def own_games(folder: Path) -> Path:
+    """The folder, made. Raises `ValueError` where it is another user's: anybody may put one at this place, and its games would
+    be loaded."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise ValueError(f"{folder} is not a folder that this user alone may write to: remove it, or name another games_dir")
+    return folder
 
 
 def file_of(options: Mapping[str, Any], folder: str) -> Path:

@@ -136,8 +136,9 @@ def finish(partial: Path, facts: Complete) -> Path:
     """Make the partial folder the complete checkpoint of its step; gives its new name. To be called when all parts are written.
 
     Every file and folder is on the disk before the one rename, and the rename before this returns. A complete checkpoint of the
-    same step, as an earlier attempt may have left, is replaced. Raises OSError; the partial folder is then as it was or gone
-    over whole. The files, their bytes and digests are put together here, whatever `facts` says of them.
+    same step, as an earlier attempt may have left, is replaced. Raises OSError, and `msgspec.DecodeError` where a note of
+    digests is none; the partial folder is then as it was or gone over whole. The files, their bytes and digests are put
+    together here, whatever `facts` says of them.
     """
     files = _files_below(partial)
     found = digests.of_files(partial, list(files))

@@ -67,8 +67,9 @@ class Keeper:
         """This rank ends. A step under way is kept if another rank has kept its part: it was its error that ended the step.
         From any thread."""
         with self._writing:
-            shard, self._under_way = self._under_way, None
+            shard = self._under_way
             if shard is not None and self.latest and kept.is_kept_by_another(self.run, shard.step, self.rank):
+                self._under_way = None  # else the next signal, or the end, may find it so
                 self._keep_wrong(shard, "another rank kept its part of it", None)
 
     def _keep_wrong(self, shard: TrainShard, why: str, scale: float | None) -> None:

@@ -202,7 +202,7 @@ def test_a_disk_that_is_full_is_the_cause_of_one_failed_save_and_training_goes_o
 
 
 def test_saves_are_copied_into_the_same_memory_and_a_changed_shape_into_new():
-    copies = HostCopies(pinned=False)
+    copies = HostCopies("cpu")
     first = copies.take({"a": torch.ones(3), "b": torch.ones(2)})
     places = {name: tensor.data_ptr() for name, tensor in first.items()}
     again = copies.take({"a": torch.full((3,), 2.0), "b": torch.zeros(4)})
@@ -212,7 +212,7 @@ def test_saves_are_copied_into_the_same_memory_and_a_changed_shape_into_new():
 
 
 def test_memory_reserved_ahead_is_what_saves_are_copied_into():
-    copies = HostCopies(pinned=False)
+    copies = HostCopies("cpu")
     copies.reserve({"a": torch.ones(3)})
     (home,) = copies._homes.values()
     assert home.tolist() == [0.0] * 3
@@ -226,12 +226,26 @@ def test_memory_is_reserved_once_where_a_gpus_saves_will_come(tmp_path):
     assert not saving.Saver(0, "cuda:0", SaveSettings(expected=True, background=False)).wants_memory
     saver, outcomes = saving.Saver(0, "cuda:0", SaveSettings(expected=True)), queue.Queue()
     assert saver.wants_memory
-    saver._copies = HostCopies(pinned=False)
+    saver._copies = HostCopies("cpu")
     saver.reserve({"a": torch.ones(3)})
     assert not saver.wants_memory
     saver.save({"a": torch.ones(3)}, tmp_path / "saved", outcomes.put)
     assert isinstance(outcomes.get(timeout=PATIENCE_S), Saved)
     assert saving.Reader(tmp_path / "saved").read("a", torch.float32).tolist() == [1.0] * 3
+
+
+def test_a_save_whose_memory_is_not_there_in_time_fails_alone(tmp_path):
+    saver, outcomes, had = saving.Saver(0, "cpu", SaveSettings(timeout_s=0.01)), queue.Queue(), threading.Event()
+    saver._copies.reserve = lambda own: had.wait(PATIENCE_S)
+    saver.reserve({"a": torch.ones(3)})
+    try:
+        saver.save({"a": torch.ones(3)}, tmp_path / "saved", outcomes.put)
+        found = outcomes.get(timeout=PATIENCE_S)
+    finally:
+        had.set()
+    assert isinstance(found, NotSaved)
+    assert found.cause == "host memory for the copy is still being pinned after 0.01 s (checkpoint.timeout_s)"
+    assert not (tmp_path / "saved").exists()
 
 
 def test_two_ranks_resume_as_one_and_as_two_and_one_as_two(build, tmp_path):

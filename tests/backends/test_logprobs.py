@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import shutil
 
 import pytest
 import torch
 
-from telescope.backends.common.logprobs import logprobs
+from telescope.backends.common.logprobs import _kernels, logprobs
 from telescope.maths.support import Support, left_out
 
 
@@ -116,3 +118,11 @@ def test_a_cut_distribution_is_normalised_over_what_it_keeps_with_the_gradients_
     whole, _ = logprobs(hidden, weight, targets, 0.7, chunk)
     assert (results[1][0] > whole + 1e-3).any()
     assert (results[1][0] >= whole - 1e-6).all()
+
+
+def test_a_host_without_a_c_compiler_does_without_triton_and_says_so(monkeypatch, caplog):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.delenv("CC", raising=False)
+    assert _kernels.__wrapped__() is None
+    assert "Triton finds no C compiler (install gcc, or set CC)" in caplog.text

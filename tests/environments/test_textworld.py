@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -37,3 +40,21 @@ def test_a_game_s_file_is_named_by_all_that_it_is_made_from():
     made = [Textworld(rooms=2), Textworld(objects=9), Textworld(quest_length=4), Textworld(theme="basic"), Textworld()]
     files = {file_of(game._options(seed), "/games") for game in made for seed in (0, 1)}
     assert len(files) == 10
+
+
+async def test_a_folder_of_games_that_others_may_write_to_is_refused_before_any_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    await Textworld().set_up()
+    (made,) = tmp_path.iterdir()
+    assert made.stat().st_mode & 0o777 == 0o700
+    made.chmod(0o777)
+    with pytest.raises(ValueError, match="this user alone may write to: remove it, or name another games_dir"):
+        await Textworld().set_up()
+    made.rmdir()
+    (tmp_path / "elsewhere").mkdir()
+    os.symlink(tmp_path / "elsewhere", made)
+    with pytest.raises(ValueError, match="this user alone"):
+        await Textworld().set_up()
+    await Textworld(games_dir=str(made)).set_up()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,25 @@ async def test_a_rollout_that_is_given_up_is_given_up_in_verifiers_too(tiny_toke
                 await asyncio.sleep(0.01)
         assert policy.cancelled.is_set()
         assert (await table.play(1)).total == 1.0
+
+
+async def test_a_rollout_of_a_player_that_reads_no_more_is_given_up_at_once():
+    verifiers = environment({})
+    async with at_work(verifiers):
+        player = verifiers._player
+        assert player is not None
+        assert player._process is not None
+        player._process.send_signal(signal.SIGSTOP)
+        rollout = asyncio.create_task(player.play({"task": {}, "base_url": "x" * 4_000_000, "model": "any"}))
+        while not player._waiting:
+            await asyncio.sleep(0)
+        rollout.cancel()
+        try:
+            async with asyncio.timeout(60):
+                (ended,) = await asyncio.gather(rollout, return_exceptions=True)
+        finally:
+            player._process.send_signal(signal.SIGCONT)
+        assert isinstance(ended, asyncio.CancelledError)
 
 
 async def test_the_player_ends_with_the_environment(tiny_tokenizer: Any):

@@ -207,7 +207,6 @@ def test_a_step_that_broke_on_one_rank_is_kept_by_those_that_waited_for_it(tmp_p
         keeping.begins(part(shard, [rank, rank + 3, *([6, 7] if rank == 2 else [])]))
     ranks[0].left()  # too early: nobody has kept anything, so this may be a run that is stopped
     assert kept.steps(run) == []
-    ranks[0].begins(part(shard, [0, 3]))
     ranks[1].broke(part(shard, [1, 4]), RuntimeError("out of memory"))
     for keeping in ranks:
         keeping.left()

@@ -10,12 +10,19 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import logging
+import os
+import shutil
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from telescope.maths.support import WHOLE, Support, left_out
+
+log = logging.getLogger(__name__)
+COMPILERS = ("gcc", "clang")
+"""Of which Triton takes the first that it finds."""
 
 
 def logprobs(
@@ -30,7 +37,7 @@ def logprobs(
     if temperature <= 0:
         raise ValueError(f"temperature={temperature} must be above 0")
     logprob, entropy = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, head_weight, targets, temperature, chunk, support
+        hidden, head_weight, targets.contiguous(), temperature, chunk, support
     )
     return logprob, entropy
 
@@ -56,8 +63,11 @@ def add_matmul(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 @functools.cache
 def _kernels() -> Any:
-    """The Triton kernels; None where there is no Triton."""
+    """The Triton kernels; None where there is no Triton, or no C compiler, without which it can't start one."""
     if importlib.util.find_spec("triton") is None:
+        return None
+    if not os.environ.get("CC") and not any(map(shutil.which, COMPILERS)):
+        log.warning("log-probs are computed by PyTorch, which is slower: Triton finds no C compiler (install gcc, or set CC)")
         return None
     from telescope.backends.common import softmax_rows
 

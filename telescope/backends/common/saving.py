@@ -45,7 +45,7 @@ class Saver:
     def __init__(self, rank: int, device: str, settings: SaveSettings) -> None:
         self._rank, self._settings = rank, settings
         self._pinned = device.startswith("cuda")
-        self._copies = HostCopies(pinned=self._pinned)
+        self._copies = HostCopies(device)
         self._reserving: threading.Thread | None = None
         self._writing: threading.Thread | None = None
 
@@ -82,8 +82,10 @@ class Saver:
         if not self._settings.background:
             done(_written(own, folder, self._rank))
             return
-        if self._reserving is not None:
-            self._reserving.join(self._settings.timeout_s)
+        if not self._has_memory():
+            limit = f"{self._settings.timeout_s:g} s (checkpoint.timeout_s)"
+            done(NotSaved(f"host memory for the copy is still being pinned after {limit}"))
+            return
         try:
             staged = self._copies.take(own)
         except (RuntimeError, MemoryError) as error:
@@ -93,6 +95,13 @@ class Saver:
             target=lambda: done(_written(staged, folder, self._rank)), name=f"save-{folder.parent.name}", daemon=True
         )
         self._writing.start()
+
+    def _has_memory(self) -> bool:
+        """Wait for the thread that takes it; False where it is still at that: two must not."""
+        if self._reserving is None:
+            return True
+        self._reserving.join(self._settings.timeout_s)
+        return not self._reserving.is_alive()
 
     def _own(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.detach() for name, tensor in tensors.items() if _is_written_by(self._rank, name, tensor)}

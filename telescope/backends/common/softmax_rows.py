@@ -1,7 +1,7 @@
 """Triton kernels over a chunk of logits: one pass each way, where PyTorch's operators make about nine.
 
 Owns the arithmetic of a row's log-softmax and of its gradient, on a GPU. Refuses products: logprobs.py makes the logits, and
-does all of this with PyTorch where there is no Triton. Imported only then; needs a C compiler on the host, as all of Triton.
+does all of this with PyTorch where there is no Triton or no C compiler, which Triton needs on the host. Imported by it alone.
 """
 
 from __future__ import annotations

@@ -18,15 +18,17 @@ PORTABLE = 1
 
 
 class HostCopies:
-    """Of tensors by name. `pinned`: the tensors are a GPU's."""
+    """Of tensors by name, on `device`: of a GPU's the copies are pinned."""
 
-    def __init__(self, *, pinned: bool) -> None:
-        self._pinned = pinned
+    def __init__(self, device: str) -> None:
+        self._device, self._pinned = device, device.startswith("cuda")
         self._homes: dict[str, Tensor] = {}
 
     def reserve(self, tensors: Mapping[str, Tensor]) -> None:
         """Take the memory for these tensors: seconds for tens of gigabytes, which `take` is then spared. Pages are touched
-        first, so that the GPU's driver, which others wait for while it pins, finds them there."""
+        first, so that the GPU's driver, which others wait for while it pins, finds them there. For a thread of its own."""
+        if self._pinned:
+            torch.cuda.set_device(self._device)  # a new thread has the first GPU, and would open a context there
         for name, tensor in tensors.items():
             self._home(name, _part(tensor), touched=True)
 

@@ -27,6 +27,7 @@ from telescope.environments.tau.records import DeskError, Tables
 from telescope.environments.tau.retail import RetailDesk
 from telescope.environments.tau.users import Endpoint, ModelUser, ScriptedUser, User, opening_of
 from telescope.environments.tool_environment import ToolEnvironment, ToolState
+from telescope.environments.tools.calls import without_thought
 from telescope.environments.tools.schema import BadArguments, ToolFunction
 
 NAMES = {"user": "user", "tool": "result of a call"}
@@ -45,7 +46,7 @@ class TauState(ToolState):
     said: list[str] = field(default_factory=list)
     """All that the agent said to the user."""
     lines: list[str] = field(default_factory=list)
-    """The dialogue as a judge reads it, calls and their results included."""
+    """The dialogue as a judge reads it: calls and their results included, thoughts left out."""
 
 
 class Tau(ToolEnvironment):
@@ -138,7 +139,7 @@ class Tau(ToolEnvironment):
     async def say(self, chat: Chat, state: TauState, turns: Sequence[Turn]) -> str:
         answer = await super().say(chat, state, turns)
         heard = [f"[{NAMES[turn['role']]}] {turn['content']}" for turn in turns if turn["role"] in NAMES]
-        state.lines += [*heard, f"[agent] {answer}"]
+        state.lines += [*heard, f"[agent] {without_thought(answer)}"]  # what the user can't hear must not move the judge
         return answer
 
     async def answered(self, state: TauState, text: str) -> Sequence[Turn]:

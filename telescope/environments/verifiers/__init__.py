@@ -259,7 +259,7 @@ class Player:
             return await future
         except asyncio.CancelledError:
             with contextlib.suppress(InfrastructureError):
-                await self._send({"number": number, "cancel": True})
+                self._write({"number": number, "cancel": True})  # without waiting for a player that may not read any more
             raise
         finally:
             self._waiting.pop(number, None)
@@ -270,13 +270,17 @@ class Player:
             await self._end()
 
     async def _send(self, message: Mapping[str, Any]) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps(message).encode() + b"\n")
-            await self._process.stdin.drain()
+            await self._write(message).drain()
         except ConnectionError as error:
             raise InfrastructureError(self._died()) from error
+
+    def _write(self, message: Mapping[str, Any]) -> asyncio.StreamWriter:
+        """Raises `InfrastructureError` where there is no player, as while one is being ended."""
+        if self._process is None or self._process.stdin is None:
+            raise InfrastructureError(self._died())
+        self._process.stdin.write(json.dumps(message).encode() + b"\n")
+        return self._process.stdin
 
     async def _read(self, stream: asyncio.StreamReader) -> None:
         try:
