@@ -52,6 +52,9 @@ EXPERIMENTS = (
         "code_generation",
         "guess_letter",
         "letter_agent",
+        "look_up",
+        "smollm2_countdown",
+        "textarena",
     ),
 )
 STEPS, PROMPTS, GROUP_SIZE, MAX_TOKENS = 2, 2, 2, 4
