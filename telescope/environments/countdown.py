@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -28,6 +28,11 @@ class Countdown(SingleTurn):
     """Reward 1 for a right expression, `wrong_value_reward` for one of all numbers with another value, else 0."""
 
     reward_in_thread: ClassVar[bool] = False
+    metrics_ranges: ClassVar[Mapping[str, tuple[float, float]]] = {
+        "exact": (0, 1),
+        "valid_format": (0, 1),
+        "all_numbers": (0, 1),
+    }
 
     num_numbers: int = Field(default=3, ge=2, le=12)
     """Numbers of a prompt; an answer uses each exactly once."""

@@ -5,7 +5,7 @@ Seven letters and three guesses: who halves what is left always finds it, whoeve
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -35,6 +35,7 @@ class GuessLetter(MultiTurn):
     """Reward 1 for finding the letter within `max_turns` guesses, else 0."""
 
     in_threads: ClassVar[bool] = False
+    metrics_ranges: ClassVar[Mapping[str, tuple[float, float]]] = {"exact": (0, 1), "sensible": (0, 1)}
 
     max_turns: int = Field(default=3, ge=1, le=26)
     """Guesses that are allowed."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from pydantic import Field, field_validator, model_validator
@@ -15,6 +15,12 @@ class ReverseLetters(SingleTurn):
     """Reward 1 for exactly the reversed letters, else 0 (or a part, see `partial_credit`)."""
 
     reward_in_thread: ClassVar[bool] = False
+    metrics_ranges: ClassVar[Mapping[str, tuple[float, float]]] = {
+        "exact": (0, 1),
+        "valid_format": (0, 1),
+        "same_letters": (0, 1),
+        "in_place": (0, 1),
+    }
 
     letters: str = "abcdefghij"
     """The letters that words are made of."""

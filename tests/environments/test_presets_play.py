@@ -1,4 +1,4 @@
-"""Every shipped experiment plays and trains two steps with the tiny model on the CPU, and says what it can learn from them.
+"""Shipped experiments play and trains two steps with the tiny model on the CPU, and say what it can learn from them.
 
 The preset is composed as a user composes it, its environment loaded as a worker loads it, its rollouts played and recorded as a
 worker does it, and the FSDP trainer trains. Only the server is another: transformers' model draws the tokens. Data sets are
@@ -12,6 +12,7 @@ beside its steps: the same tokens with advantages of 1 and -1 in turn, which no 
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from telescope.config.parts import ModelSettings, TrainerSettings
 from telescope.config.run import RunConfig
 from telescope.environments.chat import Sampled
 from telescope.environments.graders import grader_processes
+from telescope.environments.tau.data import folder_of
 from telescope.environments.template import ChatTemplate
 from telescope.records import PromptRef, RolloutOrder, Sampling, Trajectory
 from telescope.wire.messages import RolloutDone
@@ -52,8 +54,13 @@ EXPERIMENTS = (
         "code_generation",
         "guess_letter",
         "letter_agent",
+        "look_up",
+        "smollm2_countdown",
+        "textarena",
+        "tau_retail",
     ),
 )
+SLOW = ("textarena", "tau_retail")  # a package to import in a grader process, a large database to read
 STEPS, PROMPTS, GROUP_SIZE, MAX_TOKENS = 2, 2, 2, 4
 
 
@@ -110,12 +117,21 @@ def backend() -> Iterator[Backend]:
     built.close()
 
 
+def short_tau(folder: Path) -> list[str]:
+    """Settings of `tau` with its package's own tasks and database, under a policy and a tool prompt short enough for `tiny`."""
+    shutil.copytree(folder_of("retail", ""), folder / "retail")
+    (folder / "retail" / "policy.txt").write_text("Serve the customer.")
+    settings = {"data": str(folder), "tool_prompt": "none", "max_turns": 3}
+    return [f"+environments.tau.kwargs.{name}={value}" for name, value in settings.items()]
+
+
 def composed(experiment: str, copies: dict[str, Path]) -> RunConfig:
     environment = experiment.removesuffix("_python")
     copy = copies.get(environment)
     data = [] if copy is None else [f"+environments.{environment}.kwargs.data_dir={copy}"]
     held_out = [f"+environments.{experiment}.kwargs.held_out=2"] if experiment in ("dapo_math", "deepscaler") else []
-    point = compose_one(f"experiment={experiment}", "model=tiny", f"number_of_steps={STEPS}", *data, *held_out)
+    more = short_tau(copies["gsm8k"].parent / "tau") if experiment == "tau_retail" else []
+    point = compose_one(f"experiment={experiment}", "model=tiny", f"number_of_steps={STEPS}", *data, *held_out, *more)
     assert point.config is not None, sentences(point)
     return point.config
 
@@ -177,7 +193,9 @@ def train_honestly(backend: Backend, config: RunConfig, step: int, batch: Batch)
     assert (fingerprint(backend) == before) is alike
 
 
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
+@pytest.mark.parametrize(
+    "experiment", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in EXPERIMENTS]
+)
 async def test_a_shipped_experiment_trains_two_steps(
     experiment: str, copies: dict[str, Path], server: TinyServer, backend: Backend
 ) -> None:

@@ -138,6 +138,31 @@ def test_a_file_belongs_to_the_longest_subset_it_names_and_a_subset_must_have_th
         asked(tmp_path, "train", "algebra", "geometry")
 
 
+def test_without_a_local_copy_the_hubs_own_loader_gives_the_subset_and_the_split(
+    copies: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A repository of the hub with its card of subsets, laid on a disk: `datasets` reads it there without a network."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    repository = tmp_path / "dapo"
+    shutil.copytree(copies["dapo_math"], repository)
+    subsets = "".join(f"- config_name: {each}\n  data_files: {each}/train-*.parquet\n" for each in ("en", "cn"))
+    (repository / "README.md").write_text(f"---\nconfigs:\n{subsets}---\n")
+    reached = {"held_out": 3, "answer_field": "reward_model.ground_truth"}
+    from_the_loader = DapoMath(dataset=str(repository), **reached)
+    from_a_copy = DapoMath(data_dir=str(copies["dapo_math"]), **reached)
+    for split in ("train", "eval"):
+        assert from_the_loader.prompts(split) == from_a_copy.prompts(split)
+        assert from_the_loader.prompts(split)[0].turns[0]["content"].startswith("en What is ")
+    both = DapoMath(dataset=str(repository), subsets=("cn", "en"), **reached)
+    assert len(both.prompts("train")) + len(both.prompts("eval")) == 2 * SIZE
+    with pytest.raises(NoRows, match=r"has no column 'asked'; it has prompt, solution, reward_model: set the field's name"):
+        DapoMath(dataset=str(repository), question_field="asked").prompts("train")
+    with pytest.raises(NoRows, match=r"can't be had from the Hugging Face hub: ValueError: .*jp"):
+        DapoMath(dataset=str(repository), subsets=("jp",)).prompts("train")
+
+
 def test_what_is_missing_is_said_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NoRows, match=r"data_dir='.*nowhere' is not there: give the folder"):
         Math500(data_dir=str(tmp_path / "nowhere")).prompts("train")

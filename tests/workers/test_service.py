@@ -96,6 +96,24 @@ async def test_hundreds_of_rollouts_wait_side_by_side_and_finish_in_any_order(te
         assert {body.rollout_id: body.reward for body in done} == {n: float(n % 2) for n in range(400)}
 
 
+async def test_a_thousand_slow_rewards_are_awaited_at_once(template: ChatTemplate) -> None:
+    """None of them returns before all are under way: were one to hold the loop or a place, none would ever be done."""
+    all_here = asyncio.Barrier(1000)
+
+    class Together(Task):
+        async def reward(self, prompt: Prompt, answer: str) -> Reward:
+            await all_here.wait()
+            return Reward(float(answer == prompt.answer))
+
+    async with serving(template, Together(), replace(LIMITS, timeout_s=600.0)) as (link, _):
+        for rollout_id in range(1000):
+            link.deliver(RunRollout(order(rollout_id, rollout_id % 3)))
+        for request in await link.until_sent(Generate, 1000):
+            complete(link, request)
+        done = await link.until_sent(RolloutDone, 1000)
+        assert {body.rollout_id: body.reward for body in done} == dict.fromkeys(range(1000), 1.0)
+
+
 async def test_a_failed_generation_fails_its_rollout_alone(template: ChatTemplate) -> None:
     async with serving(template) as (link, _):
         link.deliver(RunRollout(order(1)))

@@ -12,6 +12,7 @@ from telescope.environments.tools.calls import Call, Malformed
 from telescope.environments.tools.schema import tool_of
 from telescope.environments.tools.vllm_parsers import vllm_parsers
 from tests.environments.conftest import EMBEDDED
+from tests.environments.real_tokenizers import model
 from tests.environments.tools.talk import Talk
 from tests.environments.tools.test_tool_environment import QUESTION, Desk, add, call
 
@@ -35,6 +36,17 @@ def test_hermes_and_pythonic_calls_thoughts_and_calls_gone_wrong(tokenizer: Any)
     assert wrong.reason == "<tool_call> begins a call that can't be read"
     pythonic = vllm_parsers("pythonic")
     assert pythonic.parse(tokenizer, SCHEMAS, "[add(a=1, b=2)]").calls == (Call("add", {"a": 1, "b": 2}),)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("reasoning", "thought"), [("qwen3", "hm"), ("deepseek_r1", "perhaps " + call("add", a=9, b=9))])
+def test_a_reasoning_parser_takes_the_thought_off_before_calls_are_looked_for(reasoning: str, thought: str) -> None:
+    """To vLLM's parser of Qwen 3 a call ends a thought; to the other one calls in a thought are none."""
+    both, tokenizer = vllm_parsers("hermes", reasoning), model("qwen3").tokenizer
+    parsed = both.parse(tokenizer, SCHEMAS, f"<think>\n{thought}\n</think>\n\nso {call('add', a=1, b=2)}")
+    assert (parsed.text, parsed.calls) == ("so", (Call("add", {"a": 1, "b": 2}),))
+    parsed = both.parse(tokenizer, SCHEMAS, f"<think>\n{thought}\n</think>\n\n5")
+    assert (parsed.text, parsed.calls) == ("5", ())
 
 
 @pytest.mark.slow
