@@ -27,7 +27,7 @@ COMMANDS = {
     "plan": Command("telescope.plan", "what a run would be: steps, staleness, processes, memory, times"),
     "runs": Command("telescope.runs", "list runs, follow one's log, stop one, go on with one"),
     "servers": Command("telescope.servers", "where a run's inference servers listen"),
-    "env": Command("telescope.env", "try an environment; print a trajectory token by token"),
+    "env": Command("telescope.env.__main__", "try an environment; print a trajectory token by token"),
     "doctor": Command("telescope.doctor", "compare trainer and server: log-probs, weights"),
     "replay": Command("telescope.replay", "does today's core decide as the run's journal says"),
     "export": Command("telescope.export", "a checkpoint's weights as a model that transformers and vLLM load"),

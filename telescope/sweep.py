@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from telescope.runlog.ending import read_object, reason
@@ -19,8 +20,13 @@ from telescope.runlog.layout import RunDirectory, write_atomically
 
 OBJECTIVE = "reward_mean_last"
 """The number of a run's summary that tells how good a point is, unless `--objective` names another."""
-SHOWN_REASON = 100
+SHOWN_REASON = 400
 RESULTS = "sweep.json"
+
+
+def shown(reason: str) -> str:
+    """In one line of the table; `sweep.json` has it whole."""
+    return shorten(reason, SHOWN_REASON, placeholder=" …")
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,7 @@ class Sweep:
         failures = [result for result in self.results if result.failed]
         if failures:
             lines.append(f"{len(failures)} of {len(self.results)} points failed:")
-            lines += [f"  {result.point}: {result.reason[:SHOWN_REASON]} ({result.run_dir})" for result in failures]
+            lines += [f"  {result.point}: {shown(result.reason)} ({result.run_dir})" for result in failures]
         return "\n".join([*lines, f"Results: {self.file}"])
 
     @property

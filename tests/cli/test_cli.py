@@ -12,8 +12,14 @@ from telescope.completion import SCRIPTS, candidates
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
-def test_each_command_is_a_module_with_main(name: str):
-    assert find_spec(cli.COMMANDS[name].module) is not None
+def test_each_command_answers_and_is_a_module_too(name: str, capsys):
+    try:
+        code = cli.main([name, "--help"])
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 0
+    assert capsys.readouterr().out.strip()
+    assert find_spec(f"telescope.{name}") is not None
 
 
 def test_without_a_command_it_says_what_there_is(capsys):

@@ -24,6 +24,20 @@ ENDINGS = {
     "pressed_servers_and_lanes_freed_early": ("all 5 steps are trained", {"discarded: zero_advantage": 7}),
     # a request was once taken for gone when its rollout had ended, and the wire ran out of credits
     "servers_that_answer_long_after_the_cancel": ("all 5 steps are trained", {"cancelled: off_policy": 20}),
+    # a failure with its server was once excused without end, and such a rollout tried for ever
+    "a_request_that_outlasts_its_servers_every_time": ("enough", {"failed: too slow": 1}),
+    # a cancel was once said once, and the run ended where the wire had lost it
+    "a_cancel_that_the_wire_lost": (
+        "worker-0 did not answer the cancel of rollout 0 within 30 s: it hangs, or a server that generates for it does; "
+        "see their logs",
+        {"failed: no answer from worker-0 within 100 s": 1},
+    ),
+    # the last save of a run once had no longer than a stop has, and a stop at that time no limit of its own
+    "a_last_save_that_takes_longer_than_a_stop_may": ("all 3 steps are trained", {"discarded: zero_advantage": 4}),
+    "a_stop_while_the_last_save_hangs": (
+        "all 3 steps are trained; no checkpoint of it: the checkpoint of step 3 was not done within 120 s",
+        {"discarded: zero_advantage": 4},
+    ),
 }
 
 

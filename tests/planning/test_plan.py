@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -278,6 +279,17 @@ def test_the_placement_names_hosts_gpus_threads_and_where_sockets_bind(say: Call
     assert "  trainer-3     GPU 3, 1 thread" in lines
     assert "Sockets bind to each host's own address" in said
     assert "HTTP of servers: loopback, ports from 8100 on, the next free ones where those are taken." in said
+
+
+def test_the_placement_of_the_docs_is_printed_as_there(say: Callable[..., tuple[int, str]]) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs/launching.md").read_text(encoding="utf-8")
+    block = page.partition("    $ python -m telescope.plan ")[2].partition("\n\n")[0].replace("\\\n", "")
+    command, *printed = (line.removeprefix("    ") for line in block.splitlines())
+    code, said = say(*command.split())
+    assert code == 0
+    lines = said.splitlines()
+    assert len(printed) == 10
+    assert [line for line in printed if line.strip() != "…" and line not in lines] == []
 
 
 def test_an_impossible_placement_is_refused_with_the_numbers(say: Callable[..., tuple[int, str]]) -> None:

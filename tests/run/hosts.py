@@ -58,6 +58,8 @@ class Hosts:
         self._switch = f"tel{os.getpid()}s"
         self.commands: dict[int, subprocess.Popen[bytes]] = {}
         self.seen: dict[int, set[psutil.Process]] = {host: set() for host in range(count)}
+        self.python, self.cwd = sys.executable, ROOT
+        """Those of another installation may be set before anything is started."""
         self.port = PORT
         """For whatever has to be told one: of the first host."""
         if self.real:
@@ -83,13 +85,15 @@ class Hosts:
     def start(self, host: int, *command: str) -> None:
         """A Python command (`-m`, module, arguments) on a host."""
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", "LD_PRELOAD": ""}
+        if self.cwd != ROOT:
+            environment.pop("PYTHONPATH", None)
         with self._said(host).open("ab") as output:
             self.commands[host] = subprocess.Popen(
-                [*self._entrance(host), sys.executable, *command],
+                [*self._entrance(host), self.python, *command],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                cwd=ROOT,
+                cwd=self.cwd,
                 env=environment,
                 start_new_session=True,
             )

@@ -15,8 +15,10 @@ import psutil
 import pytest
 
 from telescope.runlog.layout import RunDirectory
+from tests.packaging.test_wheel import python, wheel
 from tests.run.hosts import ROOT, Hosts
 
+__all__ = ["python", "wheel"]
 MAKE = Callable[..., Hosts]
 FAKE = ("experiment=fake", "cluster=bare_metal", "logging.progress=false", "cluster.placement_timeout_s=120")
 pytestmark = pytest.mark.timeout(400)
@@ -166,6 +168,17 @@ def test_the_death_of_torchrun_ends_the_command_below_it(hosts: MAKE, tmp_path: 
     pair.commands[1].kill()
     assert pair.wait(0) == 1
     assert json.loads(run.exit_json.read_text())["exit_code"] == 143
+    assert pair.left() == []
+
+
+@pytest.mark.slow
+def test_the_installed_wheel_runs_on_two_hosts_outside_the_checkout(hosts: MAKE, python: Path, tmp_path: Path) -> None:
+    pair = hosts(2)
+    pair.python, pair.cwd = str(python), tmp_path
+    for host in (0, 1):
+        plain(pair, host, "cluster.nodes=2", "cluster.env_num_workers=2", "number_of_steps=2", f"run_dir={tmp_path}/run")
+    assert (pair.wait(0), pair.wait(1)) == (0, 0), pair.everything()
+    assert summary(RunDirectory(tmp_path / "run"))["steps"] == 2
     assert pair.left() == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,8 @@ import os, sys, time, pathlib
 from telescope.config.parts import LoggingSettings
 from telescope.runlog.mirror import WandbMirror
 run_id, first, last = os.environ.get("RUN"), int(os.environ.get("FIRST", "1")), int(os.environ.get("LAST", "5"))
-mirror = WandbMirror(LoggingSettings(), name="a-run", folder=pathlib.Path(sys.argv[1]), config={"seed": 7}, run_id=run_id)
+settings = LoggingSettings(wandb_group="a-sweep")
+mirror = WandbMirror(settings, name="a-run", folder=pathlib.Path(sys.argv[1]), config={"seed": 7}, run_id=run_id)
 longest = 0.0
 for step in range(first, last + 1):
     begun = time.perf_counter()
@@ -51,6 +53,8 @@ def test_the_real_client_sends_each_step_once(tmp_path: Path):
     assert said.endswith("dropped=0 failure=")
     assert [(row["_step"], row["reward/mean"]) for row in server.history] == [(s, s / 10) for s in range(1, 6)]
     assert any("upsertBucket" in query for query in server.queries)
+    first = next(body for body in server.bodies if "mutation UpsertBucket" in body)
+    assert json.loads(first)["variables"]["groupName"] == "a-sweep"
     assert not any(KEY in body for body in server.bodies)  # the key travels as a header, never as data
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,10 @@ import psutil
 import pytest
 
 from telescope.runlog.attempts import Attempt, read_attempts
+from telescope.runlog.identity import read_identity
 from telescope.runlog.layout import RunDirectory
+from telescope.weights.shared_memory import default_folder, run_prefix
+from tests.run.conftest import kept
 from tests.slurm.real_slurm import POLL_S, Slurm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,6 +73,7 @@ class Job:
     slurm: Slurm
     directory: RunDirectory
     job_id: str
+    temporary: Path
     seen: set[psutil.Process] = field(default_factory=set)
 
     @property
@@ -115,9 +120,11 @@ class Job:
         self.until(lambda: self.slurm.job(self.job_id).get("JobState", "") in gone, "gone from the queue")
 
     def left(self) -> list[str]:
-        """What still lives of all processes ever seen, after they had time to go."""
+        """What is left after processes had time to go: of all that were ever seen, shared memory, files for temporary use."""
         _, alive = psutil.wait_procs(self.seen, timeout=LIMIT_S)
-        return [str(process) for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+        processes = [str(process) for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+        segments = default_folder().glob(f"{run_prefix(read_identity(self.directory).run_id)}*")
+        return [*processes, *map(str, segments), *(str(path) for path in self.temporary.iterdir() if not kept(path))]
 
 
 Submit = Callable[..., list[Job]]
@@ -125,15 +132,19 @@ Submit = Callable[..., list[Job]]
 
 @pytest.fixture
 def submit(tmp_path: Path) -> Iterator[Submit]:
-    """`submit(slurm, "experiment=fake")`: as on the command line; the jobs."""
+    """`submit(slurm, "experiment=fake")`: as on the command line; the jobs. `python`, `cwd`: of another installation."""
     jobs: list[Job] = []
+    temporary = Path(tempfile.mkdtemp(prefix="telescope-test-"))  # short: vLLM has its sockets there
 
-    def hand_over(slurm: Slurm, *overrides: str) -> list[Job]:
+    def hand_over(slurm: Slurm, *overrides: str, python: str | Path = sys.executable, cwd: Path = ROOT) -> list[Job]:
         environment = {**slurm.environment, "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", "LD_PRELOAD": ""}
+        environment["TMPDIR"] = str(temporary)
+        if cwd != ROOT:
+            environment.pop("PYTHONPATH", None)
         done = subprocess.run(
-            [sys.executable, "-m", "telescope.run", f'run_dir="{tmp_path}/a run"', "cluster=slurm", *overrides],
+            [python, "-m", "telescope.run", f'run_dir="{tmp_path}/a run"', "cluster=slurm", *overrides],
             env=environment,
-            cwd=ROOT,
+            cwd=cwd,
             capture_output=True,
             text=True,
             timeout=LIMIT_S,
@@ -141,7 +152,7 @@ def submit(tmp_path: Path) -> Iterator[Submit]:
         )
         assert done.returncode == 0, done.stderr
         found = re.findall(r"^job (\S+): run directory (.+)$", done.stdout, re.MULTILINE)
-        new = [Job(slurm, RunDirectory(Path(path)), job_id) for job_id, path in found]
+        new = [Job(slurm, RunDirectory(Path(path)), job_id, temporary) for job_id, path in found]
         jobs.extend(new)
         return new
 
@@ -152,3 +163,4 @@ def submit(tmp_path: Path) -> Iterator[Submit]:
         for process in job.seen:
             if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
                 process.send_signal(signal.SIGKILL)
+    shutil.rmtree(temporary, ignore_errors=True)

@@ -20,6 +20,7 @@ from telescope._launch.slurm.allocation import Node, allocated, expand, nominal
 from telescope._launch.slurm.batch import srun
 from telescope._launch.slurm.place import hosts_of
 from telescope._launch.slurm.submit import SubmitRefused, script_text, submit
+from telescope.config.run import load_run
 from telescope.config.slurm import SlurmGroup, SlurmSettings, minutes_of
 from telescope.runlog.attempts import begin, end, read_attempts, read_submission
 from telescope.runlog.identity import new_identity, write_identity
@@ -247,6 +248,7 @@ def test_a_dry_run_writes_the_batch_file_and_submits_nothing(tmp_path: Path):
         directory = RunDirectory(tmp_path / "sweep" / point)
         assert (read_submission(directory).job_id, read_submission(directory).script) == ("", str(script))
         assert directory.plan_json.exists()
+        assert load_run(directory.config_json).logging.wandb_group == "sweep"  # of all its points
 
 
 def test_a_run_that_does_not_fit_its_nodes_is_refused_before_it_is_submitted(tmp_path: Path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from pathlib import Path
 
 import psutil
 import pytest
@@ -14,9 +15,11 @@ from telescope.runlog.ending import read_object
 from telescope.runlog.identity import read_identity
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.lineage import read_lineage
+from tests.packaging.test_wheel import python, wheel
 from tests.slurm.conftest import Submit
 from tests.slurm.real_slurm import Slurm
 
+__all__ = ["python", "wheel"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 SMALL = ("experiment=fake", "cluster.slurm.cpus_per_node=4", "cluster.inference_num_workers=2", "cluster.trainer_num_workers=1")
@@ -145,6 +148,20 @@ def test_a_server_whose_step_is_killed_is_started_again_and_the_run_goes_on(slur
     slurm.client("scancel", job.job_id)
     job.until_gone()
     assert job.left() == []
+
+
+def test_the_installed_wheel_sweeps_outside_the_checkout(slurm: Slurm, submit: Submit, python: Path, tmp_path: Path):
+    """Batch process, shims and everything below them are those of the interpreter that has the wheel."""
+    (tmp_path / "elsewhere").mkdir()
+    jobs = submit(slurm, "-m", *LONG, "seed=0,1", "cluster.slurm.nodes=1", python=python, cwd=tmp_path / "elsewhere")
+    for job in jobs:
+        job.until_under_way()
+        assert {process.cmdline()[0] for process in job.processes().values()} == {str(python)}
+        assert not any("PYTHONPATH" in process.environ() for process in job.processes().values())
+        slurm.client("scancel", job.job_id)
+    for job in jobs:
+        job.until_gone()
+        assert job.left() == []
 
 
 def test_the_real_trainer_and_the_real_engine_train_in_a_job(slurm: Slurm, submit: Submit):
