@@ -126,7 +126,26 @@ async def test_a_player_that_dies_fails_its_rollouts_and_the_next_one_starts_ano
 
 
 async def test_a_rollout_that_is_given_up_is_given_up_in_verifiers_too(tiny_tokenizer: Any, notes: Path):
-    verifiers = environment({"notes": str(notes)}, {})
+    verifiers = environment({"does": "waits", "notes": str(notes)}, {})
+    async with at_work(verifiers):
+        table = Table(verifiers, tiny_tokenizer)
+        rollout = asyncio.create_task(table.play(0))
+        async with asyncio.timeout(60):
+            await written(notes, "began\n")
+            rollout.cancel()
+            await asyncio.gather(rollout, return_exceptions=True)
+            await written(notes, "began\ncancelled\n")
+        assert (await table.play(1)).total == 1.0
+
+
+async def written(notes: Path, text: str) -> None:
+    """Another process writes it."""
+    while not notes.exists() or notes.read_text() != text:
+        await asyncio.sleep(0.01)
+
+
+async def test_what_the_policy_samples_for_a_rollout_that_is_given_up_is_broken_off(tiny_tokenizer: Any):
+    verifiers = environment({})
     async with at_work(verifiers):
         table = Table(verifiers, tiny_tokenizer)
         policy = Policy(tiny_tokenizer, held={"go<|assistant|>": asyncio.Event()})
@@ -135,10 +154,8 @@ async def test_a_rollout_that_is_given_up_is_given_up_in_verifiers_too(tiny_toke
             await policy.asked.wait()
             rollout.cancel()
             await asyncio.gather(rollout, return_exceptions=True)
-            while not notes.exists():
-                await asyncio.sleep(0.01)
-        assert policy.cancelled.is_set()
-        assert (await table.play(1)).total == 1.0
+            await policy.cancelled.wait()
+        assert (await table.play(0)).total == 1.0
 
 
 async def test_a_rollout_of_a_player_that_reads_no_more_is_given_up_at_once():
