@@ -38,11 +38,11 @@ FAST: Streams = {
         *("tests/run/test_faults.py", "tests/run/test_recovery.py", "tests/run/test_real_engine.py"),
         *("tests/run/test_flow_runs.py", "tests/run/test_direct_runs.py"),
     ),
+    "environments": ("tests/environments", "tests/env", "tests/sandboxes"),
+    "config": ("tests/config", "tests/cli", "tests/planning"),
     "backends": ("tests/backends", "tests/trainer", "tests/weights"),
     "inference": ("tests/inference", "tests/doctor", "tests/workers"),
     "fake runs": ("tests/run/test_fake_runs.py", "tests/run/test_bare_metal.py", "tests/run/test_resumed_runs.py"),
-    "environments": ("tests/environments", "tests/env", "tests/sandboxes"),
-    "config": ("tests/config", "tests/cli", "tests/planning"),
 }
 """The long ones first, and those that wait beside those that compute; what no stream names comes last."""
 SLOW: Streams = {
