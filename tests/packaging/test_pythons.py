@@ -40,7 +40,7 @@ def requirements() -> list[str]:
         command = [sys.executable, CHECKOUT / "scripts" / "_requirements.py", "project", extra]
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.splitlines()
 
-    needed = listed("slurm,math,reasoning-gym")  # the presets name environments that check their packages
+    needed = listed("slurm,math,reasoning-gym,textarena")  # the presets name environments that check their packages
     tools = [line for line in listed("cpu,dev") if re.split(r"[^A-Za-z0-9._-]", line, maxsplit=1)[0] in TOOLS]
     return list(dict.fromkeys([*needed, *tools]))
 
