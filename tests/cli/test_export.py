@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import queue
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +25,7 @@ from telescope.runlog import checkpoints
 from telescope.runlog.layout import RunDirectory
 from tests.backends.models import random_model
 from tests.backends.shards import make_job, make_shard
+from tests.cli.doctored import gap
 
 SHARD = make_shard(3, seed=3)
 
@@ -116,17 +114,7 @@ def test_vllm_serves_what_was_trained_with_the_same_log_probs(full, tmp_path):
     assert full.export("2", "--to", str(tmp_path / "out")) == 0
     template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     (tmp_path / "out" / "chat_template.jinja").write_text(template)
-    said = subprocess.run(
-        [sys.executable, "-m", "telescope.doctor", "logprobs", f"model.name={tmp_path / 'out'}", "--samples", "8"],
-        capture_output=True,
-        text=True,
-        timeout=380,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        check=False,
-    )
-    assert said.returncode == 0, said.stderr[-3000:]
-    assert float(said.stdout.splitlines()[1].split()[4]) < 1e-4
-    assert said.stdout.splitlines()[-1] == "  trainer and server agree"
+    assert gap(tmp_path / "out", timeout_s=380) < 1e-4
 
 
 def test_bfloat16_in_shards_and_in_one_file(full, tmp_path):
