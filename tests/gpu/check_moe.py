@@ -36,11 +36,21 @@ FAR = 0.4
 """Other weights are apart by more, in the mean."""
 PROMPTS, TOKENS = 8, 48
 
-Facts = list[tuple[str, bool, str]]
+Fact = tuple[str, bool, str]
+Facts = list[Fact]
+
+
+def tell(fact: Fact) -> Fact:
+    """Print it at once: who is cut off has said how far it came."""
+    print("ok " if fact[1] else "BAD", fact[0], "|", fact[2], flush=True)
+    return fact
 
 
 def make_models(root: Path, kind: str, intermediate: int, seeds: int = 2) -> list[Path]:
     """Folders of one kind with other weights each. `intermediate`: the width of an expert."""
+    import torch
+
+    torch.set_num_threads(1)  # the engine forks this process, and a fork waits for ever for OpenMP threads that it has not
     made, characters = [], tokenizer()
     for seed in range(seeds):
         folder = random_experts(
@@ -109,16 +119,17 @@ class Check:
 
         async def note(name: str, held: Path, other: Path) -> None:
             right, wrong = await self.gap(held), await self.gap(other)
-            facts.append((f"{what}: {name}", right < close and wrong > FAR, f"own weights {right:.5f}, other {wrong:.3f} nats"))
+            said = f"own weights {right:.5f}, other {wrong:.3f} nats"
+            facts.append(tell((f"{what}: {name}", right < close and wrong > FAR, said)))
 
         await note("as loaded", old, new)
         running = asyncio.create_task(self.engine.generate("long", np.arange(5, 25, dtype=np.int32), Sampling(1.0, 400, 5), 0))
         said = await self.serve(new)
         answer = await running
-        facts.append((f"{what}: a request in flight goes on", len(answer.ids) > 0, f"{len(answer.ids)} tokens"))
+        facts.append(tell((f"{what}: a request in flight goes on", len(answer.ids) > 0, f"{len(answer.ids)} tokens")))
         await note(f"after an update ({said})", new, old)
         if self.engine._sync.staging != "none":
-            facts.append((f"{what}: every element", *await self.holds(new)))
+            facts.append(tell((f"{what}: every element", *await self.holds(new))))
         said = await self.serve(old)
         await note(f"and back ({said})", old, new)
         return facts
@@ -137,7 +148,7 @@ async def check(folders: list[Path], device: Any, staging: str, dtype: str, what
     try:
         references = {f: AutoModelForCausalLM.from_pretrained(f, attn_implementation="eager").float().eval() for f in folders}
         (opened,) = engine.opened
-        facts: Facts = [(f"{what}: a plan", opened.copies > 0, f"{opened}")]
+        facts = [tell((f"{what}: a plan", opened.copies > 0, f"{opened}"))]
         return facts + await Check(engine, publisher, references).run(folders[0], folders[1], CLOSE[dtype], what)
     finally:
         publisher.close()
@@ -160,8 +171,6 @@ def main() -> int:
             folders = make_models(Path(root), kind, asked.intermediate)
             for staging in asked.staging:
                 facts += asyncio.run(check(folders, asked.device, staging, dtype, f"{kind}, staging {staging}"))
-    for name, good, said in facts:
-        print("ok " if good else "BAD", name, "|", said)
     return 0 if all(good for _, good, _ in facts) else 1
 
 
