@@ -74,6 +74,17 @@ def test_the_card_says_what_was_measured() -> None:
     assert "a right expression (35%, the wanted one)" in card
 
 
+@pytest.mark.parametrize("which", ["countdown", "reverse"])
+def test_the_shipped_cards_are_the_scripts_with_the_figures_that_were_measured(script: Any, which: str) -> None:
+    recipe = script.RECIPES[which]
+    card = (EMBEDDED / recipe.folder / "MODEL_CARD.md").read_text()
+    head, *table = [line.strip("| ").split(" | ") for line in card.splitlines() if line.startswith("| ")]
+    columns = head[1:] if head[0] == "" else head
+    figures = {row[0]: dict(zip(columns, map(float, row[1:]), strict=True)) for row in table}
+    model = Qwen3ForCausalLM.from_pretrained(EMBEDDED / recipe.folder)
+    assert script.model_card(recipe, figures, model.num_parameters()) == card
+
+
 def test_the_script_makes_the_same_model_each_time(script: Any) -> None:
     recipe = dataclasses.replace(script.RECIPES["reverse"], steps=3)
     one, two = (script.train(recipe, script.make_tokenizer()).state_dict() for _ in range(2))
