@@ -5,10 +5,12 @@ from __future__ import annotations
 import signal
 import socket
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 
+from telescope.runlog import temporary
 from tests.run.conftest import Start, WholeRun
 
 LIMIT_S = 10.0
@@ -29,13 +31,13 @@ def process_of(run: WholeRun, victim: str) -> psutil.Process:
 
 @pytest.mark.slow
 @pytest.mark.vllm
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_whatever_is_killed_a_run_with_real_parts_is_over_within_10_s_and_says_why(start: Start, victim: str):
     """vLLM and FSDP at work. Where a server is started again: test_recovery.py."""
     once = "cluster.max_server_restarts=0"
     run = start("experiment=reverse_letters", "inference.http=false", "number_of_steps=10000", once)
-    run.until_step(2, limit_s=200)
+    run.until_step(2, limit_s=300)
     named = "server-0" if victim == "engine" else victim
     killed = process_of(run, victim)
     run.remember()
@@ -44,6 +46,8 @@ def test_whatever_is_killed_a_run_with_real_parts_is_over_within_10_s_and_says_w
     code = run.wait()
     left = run.left_after(60)
     took = time.monotonic() - begun
+    if victim == "supervisor":  # nobody is left to sweep the engine's folder of sockets: the next run does
+        left = [each for each in left if not Path(each).name.startswith(temporary.PREFIX)]
     assert left == []
     assert took < LIMIT_S
     if victim in ("supervisor", "Ctrl-C"):
@@ -55,7 +59,7 @@ def test_whatever_is_killed_a_run_with_real_parts_is_over_within_10_s_and_says_w
     assert f"The run failed: {named}" in said
     assert "SIGKILL" in said
     assert str(log) in said
-    assert log.read_text().splitlines()[-1] in said
+    assert all(line in said for line in log.read_text().splitlines()[-1:])  # a worker may have logged nothing
     if victim != "orchestrator":
         assert run.summary()["ok"] is False
 
