@@ -52,6 +52,7 @@ async def test_a_rollout_is_acknowledged_when_its_row_is_on_disk_and_not_before(
         event = await desk.worker_answer()
         assert isinstance(event, seen.RolloutDone)
         performer.settle(event, counts=True)
+        performer._recorder.catch_up()  # the loop does, as soon as no message waits
         worker.send(m.RolloutFailed(1, 0, "no tokens"), answers=second)
         assert isinstance(await desk.worker_answer(), seen.RolloutFailed)
         await until_kept(worker, {"RolloutDone"})  # what came later is acknowledged, and this is not
