@@ -51,16 +51,16 @@ def with_a_valid_key(run: WholeRun, rng: random.Random) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("attack", [raw, with_a_valid_key])
 def test_a_run_goes_on_through_ten_thousand_wrong_frames(start: Start, attack):
     run = start("experiment=fake", "number_of_steps=1000000", "backend.step_s=0.05")
-    run.until_step(2)
+    run.until_step(2, limit_s=120)
     orchestrator = psutil.Process(run.find("orchestrator").pid)
     resident = []
     for seed in (1, 2):
         attack(run, random.Random(seed))
-        run.until_step(run.status()["step"] + 3)
+        run.until_step(run.status()["step"] + 3, limit_s=120)
         resident.append(orchestrator.memory_info().rss)
     assert resident[1] - resident[0] < GROWTH_BYTES
     assert "dropped as malformed" in run.directory.log("orchestrator").read_text()
