@@ -16,23 +16,8 @@ from telescope.environments.failures import GraderError
 from telescope.environments.judge import Judge, JudgeSettings, tagged
 from telescope.environments.tau import Tau
 from tests.config.conftest import compose_one, sentences
-from tests.environments.judge_server import JudgeServer, judging
+from tests.environments.judge_server import Clock, JudgeServer, judging
 from tests.environments.tools.talk import Talk
-
-
-class Clock:
-    """A clock that only pauses move."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.pauses: list[float] = []
-
-    def __call__(self) -> float:
-        return self.now
-
-    async def pause(self, seconds: float) -> None:
-        self.pauses.append(seconds)
-        self.now += seconds
 
 
 def judge_of(server: JudgeServer, clock: Clock | None = None, **settings: Any) -> Judge:
