@@ -309,9 +309,7 @@ async def test_a_customer_s_model_that_is_down_is_no_fault_of_the_policy_and_soo
         with pytest.raises(InfrastructureError, match=r"^the customer's model m at http.* in 2 requests; .*out of memory"):
             await tau.play(prompt, Talk(["Done."]))
         for _ in range(3):
-            with pytest.raises(
-                InfrastructureError, match=r"in 0 requests; .* is not asked for 300 s after 2 failures"
-            ):
+            with pytest.raises(InfrastructureError, match=r"in 0 requests; .* is not asked for 300 s after 2 failures"):
                 await tau.play(prompt, Talk(["Done."]))
         await tau.tear_down()
     assert len(server.requests) == 2
