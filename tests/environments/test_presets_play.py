@@ -61,6 +61,8 @@ EXPERIMENTS = (
     ),
 )
 SLOW = ("textarena", "tau_retail")  # a package to import in a grader process, a large database to read
+ELSEWHERE = ("fake", "textworld", "verifiers")
+"""No task; a package in a Python environment of its own (tests/run)."""
 STEPS, PROMPTS, GROUP_SIZE, MAX_TOKENS = 2, 2, 2, 4
 
 
@@ -191,6 +193,11 @@ def train_honestly(backend: Backend, config: RunConfig, step: int, batch: Batch)
     assert all(np.isfinite(value) for value in result.metrics.values())
     assert (result.metrics["grad_norm"] == 0) is alike
     assert (fingerprint(backend) == before) is alike
+
+
+def test_no_shipped_experiment_is_forgotten() -> None:
+    shipped = Path(__file__).resolve().parents[2] / "conf" / "experiment"
+    assert {file.stem for file in shipped.glob("*.yaml")} == {*EXPERIMENTS, *ELSEWHERE}
 
 
 @pytest.mark.parametrize(
