@@ -52,6 +52,7 @@ EXPERIMENTS = (
         "countdown",
         "reverse_letters",
         "code_generation",
+        "i3_code",
         "guess_letter",
         "letter_agent",
         "look_up",
@@ -131,7 +132,7 @@ def composed(experiment: str, copies: dict[str, Path]) -> RunConfig:
     environment = experiment.removesuffix("_python")
     copy = copies.get(environment)
     data = [] if copy is None else [f"+environments.{environment}.kwargs.data_dir={copy}"]
-    held_out = [f"+environments.{experiment}.kwargs.held_out=2"] if experiment in ("dapo_math", "deepscaler") else []
+    held_out = [f"+environments.{experiment}.kwargs.held_out=2"] if experiment in ("dapo_math", "deepscaler", "i3_code") else []
     more = short_tau(copies["gsm8k"].parent / "tau") if experiment == "tau_retail" else []
     point = compose_one(f"experiment={experiment}", "model=tiny", f"number_of_steps={STEPS}", *data, *held_out, *more)
     assert point.config is not None, sentences(point)

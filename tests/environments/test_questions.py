@@ -49,13 +49,12 @@ def test_every_data_set_is_read_from_a_local_copy_as_the_hub_has_it(copies: dict
     sizes = {}
     for name, folder in copies.items():
         kind = plugins.load(plugins.ENVIRONMENTS, name)
-        extra = {"held_out": 3} if name in ("dapo_math", "deepscaler") else {}
+        extra = {"held_out": 3} if name in ("dapo_math", "deepscaler", "i3_code") else {}
         task = kind(data_dir=str(folder), **extra)
         assert task.prompts("train") == kind(data_dir=str(folder), **extra).prompts("train")
         sizes[name] = (len(task.prompts("train")), len(task.prompts("eval")))
-    parted = (SIZE - 3, 3)
     alike = dict.fromkeys(("gsm8k", "math500", "aime_2024", "aime_2025", "gpqa_diamond", "code_generation"), (SIZE, SIZE))
-    parted = dict.fromkeys(("dapo_math", "deepscaler"), (SIZE - 3, 3))
+    parted = dict.fromkeys(("dapo_math", "deepscaler", "i3_code"), (SIZE - 3, 3))
     assert sizes == {"hendrycks_math": (14, 14)} | alike | parted
 
 

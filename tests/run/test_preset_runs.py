@@ -18,7 +18,7 @@ OWN_MODEL = ("reverse_letters", "guess_letter")
 TOGETHER = (
     ("gsm8k", "hendrycks_math", "dapo_math", "deepscaler"),
     ("math500", "aime_2024", "aime_2025", "gpqa_diamond"),
-    ("code_generation", "textarena", "wordle", "reasoning_gym"),
+    ("code_generation", "i3_code", "textarena", "wordle", "reasoning_gym"),
     ("countdown", "smollm2_countdown", "reverse_letters", "guess_letter"),
 )
 """Started at once, as most of a run of two steps is waiting for its processes. The presets that tests of their own run whole:
@@ -32,7 +32,7 @@ SMALL = (
 
 def settings(experiment: str, copies: dict[str, Path]) -> list[str]:
     data = [f"+environments.{experiment}.kwargs.data_dir={copies[experiment]}"] if experiment in copies else []
-    held_out = [f"+environments.{experiment}.kwargs.held_out=2"] if experiment in ("dapo_math", "deepscaler") else []
+    held_out = [f"+environments.{experiment}.kwargs.held_out=2"] if experiment in ("dapo_math", "deepscaler", "i3_code") else []
     return [f"experiment={experiment}", *SMALL, *(() if experiment in OWN_MODEL else TINY), *data, *held_out]
 
 
