@@ -30,7 +30,7 @@ from telescope.runlog.identity import new_identity, read_identity, write_identit
 from telescope.runlog.layout import RunDirectory
 from telescope.wire.happenings import Delivery, PeerJoined, PeerLeft
 from telescope.wire.hub import Hub
-from telescope.wire.messages import Completion, Generate, RolloutDone, RolloutFailed, RunRollout
+from telescope.wire.messages import Completion, Generate, GenerationOver, RolloutDone, RolloutFailed, RunRollout
 from telescope.wire.security import make_keys
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,15 +54,15 @@ class Judged(SingleTurn):
 
 @dataclass
 class Seen:
-    """When each rollout asked for tokens and when it was scored, by its number."""
+    """When each rollout began to wait in its environment and when it was scored, by its number."""
 
-    asked: dict[int, float] = field(default_factory=dict)
+    waiting: dict[int, float] = field(default_factory=dict)
     done: dict[int, float] = field(default_factory=dict)
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     async def until(self, done: bool, numbers: set[int]) -> None:
         async with self.changed:
-            await self.changed.wait_for(lambda: numbers <= set(self.done if done else self.asked))
+            await self.changed.wait_for(lambda: numbers <= set(self.done if done else self.waiting))
 
 
 def a_run(folder: Path, slow_s: float, rollouts: int) -> tuple[RunDirectory, RunConfig]:
@@ -100,7 +100,8 @@ async def serve(hub: Hub, seen: Seen) -> None:
         body, now = happening.body, time.perf_counter()
         if isinstance(body, Generate):
             hub.send(WORKER, Completion(body.request_id, "stop", len(ids), 0, 0.0, 0.0), arrays, answers=happening)
-            seen.asked[body.rollout_id] = now
+        elif isinstance(body, GenerationOver):
+            seen.waiting[body.rollout_id] = now
         elif isinstance(body, RolloutDone):
             hub.acknowledge(happening)
             seen.done[body.rollout_id] = now
@@ -131,7 +132,7 @@ async def measured(hub: Hub, seen: Seen, rollouts: int) -> tuple[list[float], li
     begun = [order(hub, "slow", each) for each in sorted(slow)]
     await seen.until(done=False, numbers=slow)
     held, beside = rollouts - len(slow & set(seen.done)), []
-    while not slow & set(seen.done):  # all of them wait: the beginning and the end are another matter
+    while not slow & set(seen.done):  # all of them wait; where a thousand begin or end at once is another matter
         beside.append(await quick())
         await asyncio.sleep(QUICK_PAUSE_S)
     await seen.until(done=True, numbers=slow)
