@@ -61,7 +61,7 @@ EXPERIMENTS = (
         "tau_retail",
     ),
 )
-SLOW = ("textarena", "tau_retail")  # a package to import in a grader process, a large database to read
+SLOW = ("tau_retail",)  # a large database to read; the fast lane has a whole run of it (tests/run/test_tool_runs.py)
 ELSEWHERE = ("fake", "textworld", "verifiers")
 """No task; a package in a Python environment of its own (tests/run)."""
 STEPS, PROMPTS, GROUP_SIZE, MAX_TOKENS = 2, 2, 2, 4
