@@ -13,7 +13,7 @@ from telescope.environments.base import Prompt, Reward, SingleTurn
 from telescope.environments.code_answers import AssertTest, Result, Test, code_of, judge, read_tests
 from telescope.environments.draws import Draws
 from telescope.environments.questions.instruction import Instruction
-from telescope.environments.questions.rows import Row, Source
+from telescope.environments.questions.rows import NoRows, Row, Source
 from telescope.environments.sandboxes.base import SandboxError
 from telescope.environments.sandboxes.pool import Pool
 from telescope.environments.sandboxes.settings import SandboxSettings
@@ -135,7 +135,15 @@ class CodeGeneration(SingleTurn):
         }
 
     def _made(self, rows: Sequence[Row]) -> list[Prompt]:
-        return [self._prompt(row) for row in rows]
+        return [self._prompt_of(row, at) for at, row in enumerate(rows)]
+
+    def _prompt_of(self, row: Row, at: int) -> Prompt:
+        """Raises `NoRows` with the row and what is wrong with it."""
+        try:
+            return self._prompt(row)
+        except (ValueError, TypeError, LookupError) as error:
+            shown = ", ".join(f"{name}={str(value)[:40]!r}" for name, value in row.items())
+            raise NoRows(f"row {at} of {self.dataset} ({shown}) is none that can be tested: {error!r}") from error
 
     def _prompt(self, row: Row) -> Prompt:
         tests = json.dumps(_reached(row, self.tests_field))
