@@ -27,7 +27,7 @@ async def test_a_value_comes_from_the_main_thread_of_one_process_that_is_used_ag
 async def test_a_call_deep_in_c_is_killed_and_the_next_one_gets_a_new_process():
     async with grader_processes(1) as graders:
         first = await graded(tasks.process_id)
-        with pytest.raises(GraderOverrun, match=r"tasks.deaf: it used more than 0.3 s of processor time"):
+        with pytest.raises(GraderOverrun, match=r"grader_tasks.deaf: it used more than 0.3 s of processor time"):
             await graded(tasks.deaf, limit_s=0.3, clock_limit_s=100)
         assert not psutil.pid_exists(first)
         assert await graded(tasks.double, 1) == 2
