@@ -46,7 +46,7 @@ KEPT_LINES, KEPT_OF_A_LINE = 40, 1000
 READ = 64 * 1024
 PIPES_S = 1.5
 """For what is left in the pipes of a player that has ended."""
-HUNG_S = 120.0
+HUNG_S = 30.0
 """For the player to say that it has given up a rollout, once it is told to; one that says nothing hangs, and is killed."""
 OUT_OF_TIME = "agent_timeout"
 
