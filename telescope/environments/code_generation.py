@@ -16,7 +16,7 @@ from telescope.environments.code_answers import Result, behind, code_of, judge
 from telescope.environments.code_tests import AssertTest, CallTest, Test, read_tests
 from telescope.environments.draws import Draws
 from telescope.environments.questions.instruction import Instruction
-from telescope.environments.questions.rows import Row, Source
+from telescope.environments.questions.rows import NoRows, Row, Source
 from telescope.environments.sandboxes.base import SandboxError
 from telescope.environments.sandboxes.pool import Pool
 from telescope.environments.sandboxes.settings import SandboxSettings
@@ -153,12 +153,13 @@ class CodeGeneration(SingleTurn):
         for at, row in enumerate(rows):
             try:
                 made.append(self._prompt(row))
-            except (ValueError, LookupError, TypeError) as error:
-                left_out.append(f"row {at}: {type(error).__name__}: {error}")
+            except (ValueError, TypeError, LookupError) as error:
+                shown = ", ".join(f"{name}={str(value)[:40]!r}" for name, value in row.items())
+                left_out.append(f"row {at} of {self.dataset} ({shown}) is none that can be tested: {error!r}")
                 if self.unreadable == "refuse":
-                    raise ValueError(f"{self.dataset}: {left_out[0]} (unreadable=leave_out leaves such rows out)") from error
+                    raise NoRows(f"{left_out[0]}; unreadable=leave_out leaves such rows out") from error
         if left_out:
-            log.warning("%s: %d of %d rows are left out, the first is %s", self.dataset, len(left_out), len(rows), left_out[0])
+            log.warning("%d of %d rows are left out, the first: %s", len(left_out), len(rows), left_out[0])
         return made
 
     def _prompt(self, row: Row) -> Prompt:

@@ -18,7 +18,7 @@ from typing import TypeVar
 from pydantic import Field, SecretStr, model_validator
 
 from telescope.environments.breaker import Breaker, BreakerOpen
-from telescope.environments.endpoint import ChatEndpoint, EndpointDown, Message, parsed
+from telescope.environments.endpoint import ChatEndpoint, EndpointDown, Message, parsed, sendable_key
 from telescope.environments.failures import InfrastructureError
 from telescope.settings import Settings
 
@@ -60,6 +60,7 @@ class EndpointSettings(Settings):
     @model_validator(mode="after")
     def _an_address(self) -> EndpointSettings:
         parsed(self.base_url)
+        sendable_key(self.api_key.get_secret_value())
         return self
 
 

@@ -18,6 +18,7 @@ from telescope.environments.code_generation import CodeGeneration
 from telescope.environments.code_tests import AssertTest, CallTest, StdinTest, printed_alike, read_tests, returned_alike
 from telescope.environments.failures import InfrastructureError
 from telescope.environments.i3_code import PRELUDE, I3Code
+from telescope.environments.questions.rows import NoRows
 from telescope.environments.sandboxes.base import Limits
 from telescope.environments.sandboxes.pool import Guest, Pool
 from telescope.environments.sandboxes.settings import SandboxSettings
@@ -371,8 +372,8 @@ async def test_tasks_of_i3_call_functions_and_run_programs_and_unreadable_ones_a
     environment = I3Code.model_validate(settings)
     prompts = environment.prompts("train")
     assert [prompt.turns[0]["content"].split("\n")[0] for prompt in prompts] == ["Add up.", "Print the mean."]
-    assert "1 of 3 rows are left out, the first is row 2: ValueError: an argument" in caplog.text
-    with pytest.raises(ValueError, match=r"row 2: .*unreadable=leave_out leaves such rows out"):
+    assert "1 of 3 rows are left out, the first: row 2 of PrimeIntellect/INTELLECT-3-RL" in caplog.text
+    with pytest.raises(NoRows, match=r"row 2 .*import os.*unreadable=leave_out leaves such rows out"):
         I3Code.model_validate(settings | {"unreadable": "refuse"}).prompts("train")
     method = "class Solution:\n    def total(self, xs: List[int], more: int) -> int:\n        return sum(xs) + more"
     program = "n = int(input())\nprint(sum(map(int, input().split())) / n)"

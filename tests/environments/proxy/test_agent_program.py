@@ -190,6 +190,10 @@ def test_tasks_are_lines_and_broken_ones_are_named(tmp_path: Path) -> None:
     (tmp_path / "tasks.jsonl").write_text('{"task": "x"}\nnonsense\n')
     with pytest.raises(ValueError, match=r"tasks.jsonl line 2 is no"):
         AgentProgram(command=("x",), tasks=str(tmp_path / "tasks.jsonl")).prompts("train")
+    (tmp_path / "tasks.jsonl").write_bytes(b"\xff")
+    for place, said in (("tasks.jsonl", "can't decode byte"), ("none.jsonl", "No such file"), (".", "Is a directory")):
+        with pytest.raises(ValueError, match=f"the tasks in .* can't be read: .*{said}.*: name a file of JSON lines"):
+            AgentProgram(command=("x",), tasks=str(tmp_path / place)).prompts("train")
     with pytest.raises(ValueError, match="give command="):
         AgentProgram().prompts("train")
     assert "PATH" in os.environ
