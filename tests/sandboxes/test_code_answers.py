@@ -373,6 +373,8 @@ async def test_tasks_of_i3_call_functions_and_run_programs_and_unreadable_ones_a
     prompts = environment.prompts("train")
     assert [prompt.turns[0]["content"].split("\n")[0] for prompt in prompts] == ["Add up.", "Print the mean."]
     assert "1 of 3 rows are left out, the first: row 2 of PrimeIntellect/INTELLECT-3-RL" in caplog.text
+    shown = I3Code.model_validate(settings | {"shown_tests": 1}).prompts("train")[0].turns[0]["content"]
+    assert "Example:\ntotal([1, 2, 3], 10) returns 16 (as JSON)" in shown
     with pytest.raises(NoRows, match=r"row 2 .*import os.*unreadable=leave_out leaves such rows out"):
         I3Code.model_validate(settings | {"unreadable": "refuse"}).prompts("train")
     method = "class Solution:\n    def total(self, xs: List[int], more: int) -> int:\n        return sum(xs) + more"
