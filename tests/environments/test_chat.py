@@ -346,6 +346,18 @@ async def test_half_a_surrogate_pair_that_an_environment_says_is_put_to_the_poli
     assert tiny.lengths([(user("\ud800"),)]) == tiny.lengths([(user("\ufffd"),)])
 
 
+@pytest.mark.parametrize(
+    "turn", ["hello", {"content": "a"}, {"role": 3, "content": "a"}, {"role": "user"}, {"role": "user", "content": None}, None]
+)
+async def test_what_is_no_message_is_refused_and_the_dialogue_goes_on(tiny: ChatTemplate, turn: Any) -> None:
+    chat = TokenChat(tiny, Script(([72, 1], "stop")), 100)
+    for put in (chat.say, chat.restart):
+        with pytest.raises(TypeError, match=r"a turn is a message such as .*, not "):
+            await put(turn)
+    await chat.say(user("a"))
+    assert chat.recording().prompt_text == "<|user|>a<|assistant|>"
+
+
 async def test_a_template_that_refuses_the_roles_says_so(tiny_tokenizer: Any) -> None:
     strict = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}{% endfor %}"
     template = ChatTemplate(tiny_tokenizer, [1], chat_template=strict)

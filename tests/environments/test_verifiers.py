@@ -305,6 +305,8 @@ def test_a_python_without_verifiers_is_told_what_to_install(tmp_path: Path):
         Verifiers(path=(str(tmp_path),)).prompts("train")
     with pytest.raises(ValueError, match="python=/nowhere/python can't be started"):
         Verifiers(python="/nowhere/python").prompts("train")
+    with pytest.raises(ValueError, match=r"env\.taskset='my-tasks' must be a section of settings, e\.g\. {taskset"):
+        Verifiers(env={"taskset": "my-tasks"})
     with pytest.raises(ValueError, match="must not name another id"):
         Verifiers(eval_taskset={"id": "other"})
 

@@ -83,6 +83,9 @@ class Verifiers(Environment):
 
     @model_validator(mode="after")
     def _the_taskset_stays(self) -> Verifiers:
+        taskset = self.env.get("taskset", {})
+        if not isinstance(taskset, Mapping):
+            raise ValueError(f"env.taskset={taskset!r} must be a section of settings, e.g. {{taskset: {{id: my-tasks}}}}")
         if "id" in self.eval_taskset:
             raise ValueError("eval_taskset must not name another id: tasks of both splits are played by one environment")
         return self

@@ -21,6 +21,7 @@ from telescope.environments.chat import ChatError, TokenChat
 from telescope.environments.failures import InfrastructureError
 from telescope.environments.proxy.program import Outcome, run_program
 from telescope.environments.template import ChatTemplate
+from telescope.runlog import temporary
 from tests.environments.proxy.conftest import SHOWING, Policy
 
 AGENT = Path(__file__).parent / "agent.py"
@@ -103,6 +104,13 @@ async def test_at_its_limit_it_is_killed_with_all_it_started(tmp_path: Path) -> 
     assert outcome.timed_out
     await asyncio.to_thread(psutil.wait_procs, [child], 60)
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+async def test_programs_run_in_a_folder_that_is_swept_where_their_worker_was_killed(tmp_path: Path, policy: Policy) -> None:
+    reward = await play(program(tmp_path, sys.executable, "-S", "-c", "import os; print(os.getcwd())"), chat_of(policy))
+    folder = Path(reward.info["stdout"].strip())
+    assert folder.parent.name.startswith(temporary.PREFIX)
+    assert not folder.parent.exists()
 
 
 async def test_a_time_limit_ends_a_program(tmp_path: Path, policy: Policy) -> None:
