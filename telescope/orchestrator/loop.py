@@ -39,6 +39,8 @@ COMPONENT_FAILED = 70
 SAVED = 75
 """Told to stop, and all that was trained is in a checkpoint: run it again."""
 MAX_CAUSE_CHARACTERS = 2_000
+WRITTEN_A_LOOK = 8
+"""Scored rollouts written before the loop looks again whether a message has come: some milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ class Orchestrator:
         """Until the core says Stop or a part of the run fails that nobody starts again."""
         try:
             while self.outcome is None:
-                happening = await self._hub.next(TICK_S)
+                happening = await self._next()
                 if happening is not None:
                     self._take(happening)
                 self._look_at_the_clock()
@@ -91,11 +93,19 @@ class Orchestrator:
                 while self._events and self.outcome is None:
                     self._handle(self._events.popleft())
                     self._collect()
+            self._recorder.catch_up()
         finally:
             self._servers.end()
         last = {"state": "done" if self.outcome.ok else "failed", "doing": self.outcome.reason}
         self._recorder.status({**self._status(self.now), **last})
         return self.outcome
+
+    async def _next(self) -> Happening | None:
+        """What has happened next. While nothing has, scored rollouts are written that were put off: where the answers of many
+        lanes come at once, the next requests go first."""
+        while self._recorder.behind and self._hub.calm:
+            self._recorder.catch_up(WRITTEN_A_LOOK)
+        return await self._hub.next(TICK_S)
 
     def interrupt(self, number: int, reason: str = "") -> None:
         """A signal asks for the end, and leaves time to save the step under way; called on the event loop. `reason`: in other
@@ -136,6 +146,7 @@ class Orchestrator:
         now = self.now
         if now >= self._next_tick:
             self._next_tick = now + TICK_S
+            self._recorder.catch_up()
             self._events.append(events.Tick())
             self._performer.tick(time.monotonic())
             for server, cause in self._performer.take_hanging():

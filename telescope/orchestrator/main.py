@@ -204,6 +204,7 @@ async def _train(
         stuck_s=config.orchestrator.stuck_s,
     )
     opened.push_async_callback(end.close, lambda: hub.close(end.outcome.reason, timeout_s=end.close_s))
+    opened.push_async_callback(end.close, recorder.catch_up)
     roster = Roster.of(config.cluster, config.inference.tensor_parallel_size)
     servers = Servers(run, hub, roster, config.cluster.max_server_restarts)
     performer = Performer(

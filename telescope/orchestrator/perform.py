@@ -254,7 +254,7 @@ class Performer:
         )
 
     def settle(self, event: events.RolloutDone, *, counts: bool) -> None:
-        """Onto the shelf with what counts, and into the run directory: only then is it acknowledged."""
+        """Onto the shelf with what counts, and into the run directory when there is time: only then is it acknowledged."""
         rollout, delivery = self._arrived.pop((event.rollout_id, event.attempt))
         if counts:
             self.shelf.put(rollout)

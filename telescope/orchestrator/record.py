@@ -1,4 +1,8 @@
-"""What the orchestrator writes down: rows of the run directory, the status file, the summary. Reads clocks, decides nothing."""
+"""What the orchestrator writes down: rows of the run directory, the status file, the summary. Reads clocks, decides nothing.
+
+Scored rollouts are put off until the loop has nothing better to do (`catch_up`), so that a burst of them does not stand between
+free lanes and what is to be generated next. Whatever counts them catches up first.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -22,6 +26,7 @@ from telescope.maths.summaries import gini, group_mean, max_median_ratio
 from telescope.orchestrator.batch import Batch
 from telescope.orchestrator.kept_tokens import token_rows
 from telescope.orchestrator.rewards import RewardRanges
+from telescope.orchestrator.rollout_rows import order_row, rollout_row
 from telescope.orchestrator.saved import Counters
 from telescope.orchestrator.shelf import Scored
 from telescope.orchestrator.tally import Tally
@@ -56,6 +61,7 @@ class Recorder:
         self._run, self._log, self._mirror, self._steps = run, log, mirror, number_of_steps
         self.rewards = rewards or RewardRanges()
         self._tally = Tally()
+        self._put_off: deque[tuple[Scored, str, Callable[[], None], bool]] = deque()
         self._closing: dict[int, tuple[Batch, dict[str, float]]] = {}
         self.history: list[dict[str, float]] = []
         self.updates_skipped = 0
@@ -73,10 +79,12 @@ class Recorder:
     @property
     def last_row(self) -> int:
         """How far the run directory's rows have come."""
+        self.catch_up()
         return self._log.last_row
 
     def counters(self, shelf: frozenset[int]) -> Counters:
         """What a checkpoint keeps of the summary; `shelf`: rollouts that are kept with it."""
+        self.catch_up()
         return Counters(
             tokens=dict(self.tokens),
             seconds=dict(self.seconds),
@@ -130,7 +138,20 @@ class Recorder:
     # ---- rollouts and groups -----------------------------------------------------------------------------------------
 
     def scored(self, rollout: Scored, worker: str, safe: Callable[[], None], *, counts: bool) -> None:
-        """Write a rollout; `safe` runs on the event loop once it is on disk. `counts`: the core has not given it up."""
+        """A rollout to be written; `safe` runs on the event loop once it is on disk. `counts`: the core has not given it up."""
+        self._put_off.append((rollout, worker, safe, counts))
+
+    @property
+    def behind(self) -> bool:
+        """Whether scored rollouts wait to be written."""
+        return bool(self._put_off)
+
+    def catch_up(self, most: int | None = None) -> None:
+        """Write scored rollouts that wait for it, all or so many of them, in the order in which they came."""
+        for _ in range(len(self._put_off) if most is None else min(most, len(self._put_off))):
+            self._write_scored(*self._put_off.popleft())
+
+    def _write_scored(self, rollout: Scored, worker: str, safe: Callable[[], None], counts: bool) -> None:
         self._cancelled.discard((rollout.order.rollout_id, rollout.order.attempt))
         if counts:
             label = rollout.order.prompt.environment
@@ -141,7 +162,7 @@ class Recorder:
         self.tokens["prompt"] += rollout.done.prompt_tokens
         self.tokens["completion"] += rollout.done.completion_tokens
         loop = asyncio.get_running_loop()
-        row = {**_rollout_row(rollout, worker), "status": "scored" if counts else "ignored"}
+        row = {**rollout_row(rollout, worker), "status": "scored" if counts else "ignored"}
         self._log.append("rollouts", row, lambda: _schedule(loop, safe))
 
     def cancelled(self, rollout_id: int, attempt: int) -> None:
@@ -150,7 +171,7 @@ class Recorder:
 
     def failed(self, order: RolloutOrder, worker: str, cause: str, kind: FailureKind) -> None:
         key = order.rollout_id, order.attempt
-        row = {**_order_row(order), "status": "cancelled", "cause": cause, "worker": worker}
+        row = {**order_row(order), "status": "cancelled", "cause": cause, "worker": worker}
         if key not in self._cancelled:
             self._tally.failures[kind] += 1
             row |= {"status": "error", "failure": kind}
@@ -178,6 +199,7 @@ class Recorder:
 
     def batch(self, batch: Batch) -> None:
         """A batch has been cut: write it, and close the tally that led to it."""
+        self.catch_up()
         self._closing[batch.command.step] = (batch, self._tally.metrics_of_all())
         self._tally = Tally()
         self._log.append(
@@ -356,52 +378,4 @@ def _of_groups(batch: Batch) -> dict[str, float]:
         "reward/trained_mean": float(np.mean(rewards)),
         "rollouts/trained_completion_tokens/mean": float(np.mean(lengths)),
         **{name: value for name, value in measured.items() if value is not None},
-    }
-
-
-def _order_row(order: RolloutOrder) -> dict[str, Any]:
-    return {
-        "rollout_id": order.rollout_id,
-        "attempt": order.attempt,
-        "group_id": order.group_id,
-        "sample": order.sample,
-        "environment": order.prompt.environment,
-        "split": order.prompt.split,
-        "index": order.prompt.index,
-        "seed": order.seed,
-    }
-
-
-def _info(text: str) -> Any:
-    """What a worker sent as JSON; text that is none stays text."""
-    try:
-        return orjson.loads(text) if text else {}
-    except orjson.JSONDecodeError:
-        return text
-
-
-def _rollout_row(rollout: Scored, worker: str) -> dict[str, Any]:
-    done, versions = rollout.done, rollout.versions()
-    sampled = np.concatenate([branch.logprobs[branch.mask.astype(bool)] for branch in rollout.branches])
-    return {
-        **_order_row(rollout.order),
-        "reward": done.reward,
-        "length_penalty": rollout.length_penalty,
-        "metrics": done.metrics,
-        "prompt_tokens": done.prompt_tokens,
-        "completion_tokens": done.completion_tokens,
-        "turns": done.turns,
-        "finish_reason": done.finish_reason,
-        "version_first": int(versions.min(initial=np.iinfo(np.int32).max)) if len(versions) else None,
-        "version_last": int(versions.max(initial=-1)) if len(versions) else None,
-        "logprob_mean": float(sampled.mean()) if len(sampled) else None,
-        "worker": worker,
-        "started_ns": done.started_ns,
-        "generated_ns": done.generated_ns,
-        "scored_ns": done.scored_ns,
-        "prompt": done.prompt_text,
-        "completion": done.completion_text,
-        "golden_answers": list(done.golden_answers),
-        "tags": list(done.tags),
-        "info": _info(done.info),
     }

@@ -32,6 +32,9 @@ ROWS_PER_BLOCK = 20_000
 SECONDS_PER_BLOCK = 1800.0
 QUEUE_ROWS = 65_536
 FLUSH_S = 0.2
+PACE_S = 0.01
+"""From one write to the next: rows of a burst are written together. A thread that woke for each of them would take the
+interpreter from the one that appends, each time."""
 STALL_S = 30.0
 
 Written = Callable[[], None]
@@ -90,6 +93,7 @@ class RunLog:
         self._disk_is_full = False
         self._alerted_of_encoding = False
         self._failure: Exception | None = None
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._work, name=f"runlog-{self.writer}", daemon=True)
         self._thread.start()
 
@@ -123,6 +127,7 @@ class RunLog:
         """Write what is queued, seal every segment, end the thread. Raises `RunLogStalled`, and `RunLogFailed` where rows
         are missing because the thread has ended before."""
         self._check()
+        self._closing.set()
         try:
             self._queue.put(None, timeout=STALL_S)
         except queue.Full:
@@ -161,6 +166,8 @@ class RunLog:
             self._write(batch)
             for stream in [name for name, segment in self._segments.items() if self._is_due(segment)]:
                 self._seal(stream)
+            if batch and open_for_rows:
+                self._closing.wait(PACE_S)
         if self.seals_at_end:
             for stream in list(self._segments):
                 self._seal(stream)

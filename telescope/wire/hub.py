@@ -191,6 +191,13 @@ class Hub:
                 return None
         return happenings.popleft() if happenings else None
 
+    @property
+    def calm(self) -> bool:
+        """Whether nothing has happened that `next` has not given. Reads what the socket has."""
+        if not self._session.happenings:
+            self._guarded(self._pump)
+        return not self._session.happenings and self._failure is None
+
     def send(self, peer: str, body: Body, arrays: Sequence[np.ndarray] = (), answers: Delivery | None = None) -> int:
         """Send, see `HubSession.send`. Gives the message's number; `Delivery.answers` of its answer is the same number."""
         return self.relay(peer, body, RawArrays.of(arrays) if arrays else NO_ARRAYS, answers)

@@ -27,7 +27,8 @@ import msgspec
 import numpy as np
 
 from benchmarks.shapes import SHAPES
-from benchmarks.weights.pause import Trainer, machine
+from benchmarks.weights.children import Child, start_trainer
+from benchmarks.weights.pause import machine
 from telescope.config.parts import InferenceSettings, ModelSettings, WeightSyncSettings
 from telescope.inference.engine import Generated
 from telescope.inference.vllm_engine import VllmEngine
@@ -42,7 +43,7 @@ CLOSE = 0.02
 
 
 class Check:
-    def __init__(self, engine: VllmEngine, trainer: Trainer, card: str, fill: float) -> None:
+    def __init__(self, engine: VllmEngine, trainer: Child, card: str, fill: float) -> None:
         self._engine, self._trainer, self._card, self._fill = engine, trainer, card, fill
         self.facts: list[tuple[str, bool, str]] = []
         self._version = self._asked = 0
@@ -122,7 +123,7 @@ async def check(arguments: argparse.Namespace, folder: Path, directory: Path) ->
         "folder": str(folder), "directory": str(directory), "transport": "cuda_ipc" if gpu else "shared_memory",
         "weight_sync": sync.model_dump(mode="json"),
     }  # fmt: skip
-    trainer = await Trainer.start(asked, os.environ | {"CUDA_VISIBLE_DEVICES": card})
+    trainer = await start_trainer(asked, os.environ | {"CUDA_VISIBLE_DEVICES": card})
     await trainer.answer()
     os.environ["CUDA_VISIBLE_DEVICES"] = card
     os.environ.update(vllm_environment(arguments.device, os.environ))

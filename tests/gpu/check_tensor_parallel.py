@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from benchmarks.shapes import SHAPES, write_tokenizer
-from benchmarks.weights.pause import Trainer
+from benchmarks.weights.children import Child, start_trainer
 from telescope.config.parts import InferenceSettings, ModelSettings, WeightSyncSettings
 from telescope.inference.engine import Generated
 from telescope.inference.vllm_engine import VllmEngine
@@ -51,7 +51,7 @@ class Sender:
     """The trainer of one transport, the folders of the weights that it sends, in order, and its groups."""
 
     transport: str
-    trainer: Trainer
+    trainer: Child
     folders: list[Path]
     epoch: int
 
@@ -64,7 +64,7 @@ async def sender(given: argparse.Namespace, transport: str, root: Path, epoch: i
         "shape": given.shape, "device": "cuda:0" if gpu else "cpu", "dtype": "bfloat16" if gpu else "float32", "run": RUN,
         "folder": str(folder / "0"), "directory": str(folder), "transport": transport, "weight_sync": sync(given).model_dump(),
     }  # fmt: skip
-    trainer = await Trainer.start(asked, os.environ | {"CUDA_VISIBLE_DEVICES": card if gpu else ""})
+    trainer = await start_trainer(asked, os.environ | {"CUDA_VISIBLE_DEVICES": card if gpu else ""})
     await trainer.answer()
     rolled = [await asyncio.to_thread(roll, folder / str(n), folder / str(n + 1), given.shape) for n in range(UPDATES)]
     return Sender(transport, trainer, [folder / "0", *rolled], epoch)

@@ -20,9 +20,11 @@ class Letters(SingleTurn):
 
     length: int = Field(default=128, ge=1)
     """Letters, and so tokens, of a prompt."""
+    number: int = Field(default=100_000, ge=1)
+    """Prompts of a split."""
 
     def prompts(self, split: str) -> Sequence[Prompt]:
-        return LazyPrompts(100_000, lambda index: self._prompt(split, index))
+        return LazyPrompts(self.number, lambda index: self._prompt(split, index))
 
     def _prompt(self, split: str, index: int) -> Prompt:
         draws = Draws("letters", split, index)
