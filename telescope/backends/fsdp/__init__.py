@@ -30,8 +30,9 @@ class FSDP(BackendSettings):
     """Trainer ranks that share each packed row, an equal part of its tokens each: longer rows in the same memory. Must divide
     the number of ranks, the model's attention heads and trainer.pad_to_multiple_of."""
     reshard_after_forward: bool | int = True
-    """Free a layer's gathered weights after forward and gather them again for backward: less memory, more traffic. A number n:
-    keep them spread over groups of n ranks, neighbours, e.g. those of a host; n divides the ranks of a replica."""
+    """Free a layer's gathered weights after forward and gather them again for backward: less memory, more traffic. false: they
+    stay gathered through all rows of a minibatch. A number n: keep them spread over groups of n ranks, neighbours, e.g. those
+    of a host; n divides the ranks of a replica."""
     replicas: int = Field(default=1, ge=1, le=1_000_000)
     """Whole copies of the model, each spread over cluster.trainer_num_workers / replicas neighbouring ranks (HSDP): weights are
     gathered within a replica, gradients are summed over all. Must divide the ranks."""
