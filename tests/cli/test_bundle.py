@@ -6,12 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 
 from telescope import bundle_check
-from telescope.bundle import BundleError, Target, describe, main, make, needed, pack, platforms, requirements
+from telescope.bundle import BundleError, Target, describe, main, make, needed, pack, platforms, requirements, resolved
 from tests.packaging.test_pythons import find
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,6 +32,31 @@ def test_pip_is_asked_for_the_hosts_python_and_not_for_this_one():
     asked = list(Target("3.12", "manylinux_2_28_x86_64").pip_arguments())
     assert asked[:5] == ["--only-binary=:all:", "--python-version", "3.12", "--implementation", "cp"]
     assert asked[5:7] == ["--abi", "cp312"]
+
+
+@pytest.mark.parametrize(
+    ("python", "platform", "wanted"),
+    [("3.11", "manylinux_2_28_x86_64", ["for_old", "x"]), ("3.13", "manylinux_2_28_aarch64", ["for_arm", "for_new", "x"])],
+)
+def test_what_only_the_hosts_python_or_processor_needs_is_in_the_bundle(
+    tmp_path: Path, python: str, platform: str, wanted: list[str]
+):
+    """pip itself reads a requirement's marker as on the machine where it runs."""
+    markers = {
+        "for_old": 'python_version < "3.12"',
+        "for_new": 'python_version > "3.11"',
+        "for_arm": 'platform_machine == "aarch64"',
+    }
+    for name in ("x", *markers):
+        needs = [f"Requires-Dist: {each}; {marker}" for each, marker in markers.items()] if name == "x" else []
+        lines = ("Metadata-Version: 2.1", f"Name: {name}", "Version: 1.0", *needs)
+        with zipfile.ZipFile(tmp_path / f"{name}-1.0-py3-none-any.whl", "w") as archive:
+            archive.writestr(f"{name}-1.0.dist-info/METADATA", "\n".join(lines) + "\n")
+            archive.writestr(f"{name}-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            archive.writestr(f"{name}-1.0.dist-info/RECORD", "")
+    report = resolved(Target(python, platform), tmp_path, "--no-index", "--find-links", str(tmp_path), "x")
+    assert sorted(item["metadata"]["name"] for item in report["install"]) == wanted
+    assert needed(report, ["x"], frozenset()) == [f"{name}==1.0" for name in wanted]
 
 
 def test_parts_are_no_larger_than_asked_and_together_the_archive(tmp_path: Path):
