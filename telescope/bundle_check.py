@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
     told = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
     asked = [Requirement(line) for line in told["install"]]
     missing, others = [], []
-    for owner, need in needs(asked, [canonicalize_name(name.partition("-")[0]) for name in told["wheels"]]):
+    for owner, need in needs(asked, [file.partition("-")[0] for file in told["wheels"]]):
         there = version(need.name)
         if there is None:
             missing.append(f"{need.name} is neither in the bundle nor on this host: {owner} needs {need}")
@@ -43,7 +43,7 @@ def needs(asked: Sequence[Requirement], bundled: Iterable[str]) -> Iterator[tupl
     for name in bundled:
         for need in map(Requirement, metadata.requires(name) or ()):
             marker, need.marker = need.marker, None
-            if marker is None or any(marker.evaluate({"extra": extra}) for extra in ("", *extras.get(name, ()))):
+            if marker is None or any(marker.evaluate({"extra": extra}) for extra in ("", *extras.get(canonicalize_name(name), []))):
                 yield f"{name} {metadata.version(name)}", need
 
 
