@@ -40,10 +40,10 @@ def needs(asked: Sequence[Requirement], bundled: Iterable[str]) -> Iterator[tupl
     """What the bundle was to have, and what each package in it, with the extras asked of it, needs: (who, what)."""
     yield from (("this bundle", line) for line in asked)
     extras = {canonicalize_name(line.name): sorted(line.extras) for line in asked}
-    for name in bundled:
+    for name in map(canonicalize_name, bundled):
         for need in map(Requirement, metadata.requires(name) or ()):
             marker, need.marker = need.marker, None
-            if marker is None or any(marker.evaluate({"extra": extra}) for extra in ("", *extras.get(canonicalize_name(name), []))):
+            if marker is None or any(marker.evaluate({"extra": extra}) for extra in ("", *extras.get(name, []))):
                 yield f"{name} {metadata.version(name)}", need
 
 
