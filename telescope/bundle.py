@@ -30,8 +30,19 @@ from telescope._launch import terminal
 SDIST_ONLY = ("antlr4-python3-runtime==4.9.3",)
 """Requirements without any wheel on PyPI, made into one here; both are pure Python."""
 OLDEST_GLIBC = 5
+QUIETLY = ("--disable-pip-version-check", "--quiet")
 MEGABYTE = 1 << 20
 _INSTALL = Path(__file__).with_name("bundle_install.sh")
+_PIP_THERE = """
+import json, sys
+from pip._vendor.packaging import markers
+here, there = markers.default_environment, json.loads(sys.argv.pop(1))
+markers.default_environment = lambda: {**here(), **there}
+from pip._internal.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+"""pip, with the markers of requirements (`; python_version > "3.11"`) read as on the host. Of the options for another platform
+none says so: pip would leave out what only the host's Python needs."""
 
 
 class BundleError(RuntimeError):
@@ -53,6 +64,20 @@ class Target:
             yield from ("--abi", abi)
         for name in platforms(self.platform):
             yield from ("--platform", name)
+
+    def markers(self) -> Mapping[str, str]:
+        """What a requirement's marker may ask about, as it is on the host."""
+        return {
+            "python_version": self.python,
+            "python_full_version": f"{self.python}.0",
+            "implementation_version": f"{self.python}.0",
+            "implementation_name": "cpython",
+            "platform_python_implementation": "CPython",
+            "platform_machine": _machine(self.platform)[1],
+            "platform_system": "Linux",
+            "sys_platform": "linux",
+            "os_name": "posix",
+        }
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -126,13 +151,11 @@ def make(
             _pip("wheel", "--no-deps", "--wheel-dir", str(wheels), line)
         named = [line.replace("telescope-rl", str(own), 1) for line in asked]
         limits = [part for path in constraints for part in ("--constraint", str(path))]
-        choose = ("--find-links", str(wheels), *target.pip_arguments())
-        if without:
-            here = frozenset(path.name for path in wheels.iterdir())
-            pins = needed(_resolved(Path(scratch), *choose, *limits, *named), asked, without, here)
-            choose, named = (*choose, "--no-deps"), pins
-        if named:
-            _pip("download", "--dest", str(wheels), *choose, *limits, *named)
+        found = ("--find-links", str(wheels))
+        here = frozenset(path.name for path in wheels.iterdir())
+        pins = needed(resolved(target, Path(scratch), *found, *limits, *named), asked, without, here)
+        if pins:
+            _pip("download", "--no-deps", "--dest", str(wheels), *found, *target.pip_arguments(), *pins)
         kept = sorted(path for path in wheels.iterdir() if normal(path.name.split("-")[0]) not in without)
         parts = pack(kept, out, part_bytes)
         told = {"python": [target.python], "platform": [target.platform], "install": asked, "parts": parts}
@@ -165,12 +188,15 @@ def needed(
     ]
 
 
-def _resolved(scratch: Path, *arguments: str) -> Mapping[str, Any]:
-    """What pip would install, by the metadata alone."""
+def resolved(target: Target, scratch: Path, *arguments: str) -> Mapping[str, Any]:
+    """What pip would install there, by the metadata alone. Raises `BundleError`."""
     report = scratch / "report.json"
     nowhere = ("--target", str(scratch / "nowhere"))  # pip wants one for another platform
-    _pip("install", "--dry-run", "--ignore-installed", "--report", str(report), *nowhere, *arguments)
+    asks = ("install", "--dry-run", "--ignore-installed", "--report", str(report), *nowhere, *target.pip_arguments())
+    _run("pip install", "-c", _PIP_THERE, json.dumps(target.markers()), *QUIETLY, *asks, *arguments)
     told: Mapping[str, Any] = json.loads(report.read_text(encoding="utf-8"))
+    if told["environment"]["python_version"] != target.python:
+        raise BundleError(f"pip {told['pip_version']} takes no markers of another Python: run this with Python {target.python}")
     return told
 
 
@@ -266,12 +292,7 @@ def this_platform() -> str:
 
 def platforms(name: str) -> Iterator[str]:
     """All wheels' platform tags that a host of this one takes, newest first. Raises `BundleError` for a tag of another kind."""
-    found = re.fullmatch(r"manylinux_2_(\d+)_(\w+)", name)
-    if found is None:
-        raise BundleError(
-            f"--platform {name}: write it as manylinux_2_<glibc's minor version>_<machine>, e.g. {this_platform()}"
-        )
-    newest, machine = int(found[1]), found[2]
+    newest, machine = _machine(name)
     for minor in range(newest, OLDEST_GLIBC - 1, -1):
         yield f"manylinux_2_{minor}_{machine}"
         old = {17: "manylinux2014", 12: "manylinux2010", 5: "manylinux1"}.get(minor)
@@ -280,11 +301,24 @@ def platforms(name: str) -> Iterator[str]:
     yield f"linux_{machine}"
 
 
+def _machine(name: str) -> tuple[int, str]:
+    """glibc's minor version and the processor: 28 and x86_64 of manylinux_2_28_x86_64. Raises `BundleError`."""
+    found = re.fullmatch(r"manylinux_2_(\d+)_(\w+)", name)
+    if found is None:
+        raise BundleError(
+            f"--platform {name}: write it as manylinux_2_<glibc's minor version>_<machine>, e.g. {this_platform()}"
+        )
+    return int(found[1]), found[2]
+
+
 def _pip(*arguments: str) -> None:
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    _run(f"pip {arguments[0]}", "-m", "pip", *QUIETLY, *arguments)
+
+
+def _run(name: str, *arguments: str) -> None:
+    ended = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
     if ended.returncode:
-        raise BundleError(f"pip {arguments[0]} failed:\n{ended.stderr.strip()[-2000:]}")
+        raise BundleError(f"{name} failed:\n{ended.stderr.strip()[-2000:]}")
 
 
 if __name__ == "__main__":

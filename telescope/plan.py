@@ -1,8 +1,8 @@
 """`python -m telescope.plan [overrides]`: what a run would be, in numbers. Starts nothing and writes nothing.
 
 Takes the same overrides as `telescope.run`: batches, steps and staleness come from `flow.bounds`, the processes and their
-GPUs and threads from the launcher's own plan for this machine, memory from `maths.memory`, and times from the simulator
-(`flow.simulate`), with the latencies of a run (`--calibrate RUN_DIR`) or of a card (`--card h100`).
+GPUs and threads from the launcher's own plan for this machine or the nodes of a Slurm job, memory from `maths.memory`, and
+times from the simulator (`flow.simulate`), with the latencies of a run (`--calibrate RUN_DIR`) or of a card (`--card h100`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from telescope.planning.forecast import (
     splits,
     training,
 )
-from telescope.planning.hosts import BadHosts, describe_placement, hosts_of
+from telescope.planning.hosts import BadHosts, describe_placement, hosts_of, nodes_of
 from telescope.planning.report import (
     describe_assumed,
     describe_calibration,
@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _processes(config: RunConfig, warnings: Iterable[str], asked: argparse.Namespace) -> Iterator[str]:
-    """What this machine would start; nothing where another cluster is asked for."""
+    """What the hosts would start; nothing where a card is planned for that they need not have."""
     if asked.gpus is not None or asked.card is not None:
         yield from warnings
         return
@@ -119,11 +119,15 @@ def _as_placed(config: RunConfig, asked: argparse.Namespace) -> RunConfig:
 
 
 def _plan(config: RunConfig, asked: argparse.Namespace) -> Plan:
-    """For the hosts that were named, else for as many like this one as the run has. Raises `PlanError`, `BadHosts`."""
+    """For the hosts that were named, else for the nodes that Slurm is asked for, else for as many like this one as the run has.
+
+    Raises `PlanError`, `BadHosts`."""
     here = this_host()
-    if asked.hosts is None:
-        return make_plan(config, (here,) * (config.cluster.nodes or 1))
-    return make_plan(config, hosts_of(asked.hosts, here.cpus))
+    if asked.hosts is not None:
+        return make_plan(config, hosts_of(asked.hosts, here.cpus))
+    if config.cluster.slurm is not None:
+        return make_plan(config, nodes_of(config.cluster.slurm))
+    return make_plan(config, (here,) * (config.cluster.nodes or 1))
 
 
 def _forecast(config: RunConfig, asked: argparse.Namespace) -> Iterator[str]:

@@ -82,7 +82,7 @@ def run(run_dir: str) -> None:
     verdict = _judge(concluded, config, settings, allocation, directory)
     log.info("Attempt %d ended: %s, exit code %d; %s.", attempt.number, verdict.why, concluded.code, verdict.next)
     attempts.end(directory, attempt, verdict.why, concluded.code, requeued=verdict.next != "leave")
-    if verdict.next != "leave":
+    if verdict.next in ("requeue", "await"):
         _go_again(allocation.job_id, at_once=verdict.next == "requeue")
     raise SystemExit(concluded.code)
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 Why = Literal["done", "walltime", "preempted", "requeued", "node_failed", "cancelled", "failed"]
-Next = Literal["leave", "requeue", "await"]
-"""Leave for good; ask Slurm to run the job again; or wait: Slurm does so by itself, and an exit code would end the job."""
+Next = Literal["leave", "requeue", "await", "go"]
+"""Leave for good; ask Slurm to run the job again; wait: Slurm does so by itself, and an exit code would end the job; or go:
+Slurm has ended this attempt, counts the next one already, and gives the nodes to others once this process is gone."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ def judge(ended: Ended, job: JobFacts, *, requeue: bool, restart_after_walltime:
     if job.state.startswith("CANCELLED"):
         return Verdict("cancelled", "leave")
     if job.requeued:
-        return Verdict("preempted" if job.preempted else "node_failed" if job.nodes_down else "requeued", "await")
+        why: Why = "preempted" if job.preempted else "node_failed" if job.nodes_down else "requeued"
+        return Verdict(why, "go" if ended.interrupted else "await")
     if job.preempted:
         return Verdict("preempted", "await" if requeue else "leave")
     if job.nodes_down or job.state == "NODE_FAIL" or ended.carrier_lost:

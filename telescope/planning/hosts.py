@@ -6,8 +6,11 @@ import re
 from collections.abc import Iterator
 
 from telescope._launch.plan import Host, Plan, ProcessPlan
+from telescope._launch.slurm.allocation import nominal
+from telescope._launch.slurm.place import hosts_of as slurm_hosts
 from telescope.config.parts import DEFAULT_PORT
 from telescope.config.run import RunConfig
+from telescope.config.slurm import SlurmSettings
 
 _KIND = re.compile(r"^(?:(\d+)x)?(\d+)(?:x(\d+))?$")
 MOST_HOSTS = 10_000
@@ -33,6 +36,12 @@ def hosts_of(text: str, cpus: int) -> tuple[Host, ...]:
     return tuple(hosts)
 
 
+def nodes_of(settings: SlurmSettings) -> tuple[Host, ...]:
+    """Those of a Slurm job as it asks for them. Several have addresses that only Slurm will know."""
+    nodes = nominal(settings)
+    return slurm_hosts(nodes, {node.name: (node.name, "") for node in nodes} if len(nodes) > 1 else {})
+
+
 def describe_placement(config: RunConfig, plan: Plan) -> Iterator[str]:
     """Host by host: processes with their GPUs and threads, then ports and interfaces."""
     hosts = plan.hosts
@@ -54,7 +63,8 @@ def describe_placement(config: RunConfig, plan: Plan) -> Iterator[str]:
 def _host(host: Host) -> str:
     gpus = f"{len(host.gpus)} GPU{'s' * (len(host.gpus) != 1)}" if host.gpus else "no GPU"
     at = f", {host.address}{f' ({host.interface})' if host.interface else ''}" if host.address != host.name else ""
-    return f"{host.name}{at}, {host.cpus} core{'s' * (host.cpus != 1)}, {gpus}"
+    side = "" if host.kept_for == "both" else f", for {'servers' if host.kept_for == 'inference' else 'trainer ranks'} alone"
+    return f"{host.name}{at}, {host.cpus} core{'s' * (host.cpus != 1)}, {gpus}{side}"
 
 
 def _share(process: ProcessPlan) -> str:

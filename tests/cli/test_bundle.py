@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 
-from telescope.bundle import BundleError, Target, describe, main, make, needed, pack, platforms, requirements
+from telescope import bundle_check
+from telescope.bundle import BundleError, Target, describe, main, make, needed, pack, platforms, requirements, resolved
 from tests.packaging.test_pythons import find
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,6 +32,31 @@ def test_pip_is_asked_for_the_hosts_python_and_not_for_this_one():
     asked = list(Target("3.12", "manylinux_2_28_x86_64").pip_arguments())
     assert asked[:5] == ["--only-binary=:all:", "--python-version", "3.12", "--implementation", "cp"]
     assert asked[5:7] == ["--abi", "cp312"]
+
+
+@pytest.mark.parametrize(
+    ("python", "platform", "wanted"),
+    [("3.11", "manylinux_2_28_x86_64", ["for_old", "x"]), ("3.13", "manylinux_2_28_aarch64", ["for_arm", "for_new", "x"])],
+)
+def test_what_only_the_hosts_python_or_processor_needs_is_in_the_bundle(
+    tmp_path: Path, python: str, platform: str, wanted: list[str]
+):
+    """pip itself reads a requirement's marker as on the machine where it runs."""
+    markers = {
+        "for_old": 'python_version < "3.12"',
+        "for_new": 'python_version > "3.11"',
+        "for_arm": 'platform_machine == "aarch64"',
+    }
+    for name in ("x", *markers):
+        needs = [f"Requires-Dist: {each}; {marker}" for each, marker in markers.items()] if name == "x" else []
+        lines = ("Metadata-Version: 2.1", f"Name: {name}", "Version: 1.0", *needs)
+        with zipfile.ZipFile(tmp_path / f"{name}-1.0-py3-none-any.whl", "w") as archive:
+            archive.writestr(f"{name}-1.0.dist-info/METADATA", "\n".join(lines) + "\n")
+            archive.writestr(f"{name}-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            archive.writestr(f"{name}-1.0.dist-info/RECORD", "")
+    report = resolved(Target(python, platform), tmp_path, "--no-index", "--find-links", str(tmp_path), "x")
+    assert sorted(item["metadata"]["name"] for item in report["install"]) == wanted
+    assert needed(report, ["x"], frozenset()) == [f"{name}==1.0" for name in wanted]
 
 
 def test_parts_are_no_larger_than_asked_and_together_the_archive(tmp_path: Path):
@@ -114,19 +141,75 @@ def test_with_a_package_goes_what_only_it_needs():
     assert needed(report, ["telescope-rl", "torch==1.0"], frozenset({"torch"}), own) == ["numpy==1.0"]
 
 
+def installed(site: Path, name: str, version: str, *needs: str) -> None:
+    folder = site / f"{name}-{version}.dist-info"
+    folder.mkdir(parents=True)
+    lines = ("Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {need}" for need in needs))
+    (folder / "METADATA").write_text("\n".join(lines) + "\n")
+
+
+def test_what_a_bundle_leaves_out_must_be_on_the_host_and_another_version_is_told(tmp_path: Path, capsys, monkeypatch):
+    site, bundle = tmp_path / "site", tmp_path / "bundle.json"
+    needs = ('here-host==2.11.0; extra == "gpu"', 'here-other; extra == "cpu"', 'here-windows; sys_platform == "win32"')
+    installed(site, "here_own", "0.1", "here_engine<2", *needs)
+    installed(site, "here_engine", "1.0", "here-host>=2")
+    wheels = ["here_own-0.1-py3-none-any.whl", "here_engine-1.0-cp38-abi3-manylinux_2_28_x86_64.whl"]
+    bundle.write_text(json.dumps({"install": ["here-own[gpu]", "here-host==2.11.0"], "wheels": wheels}))
+    monkeypatch.syspath_prepend(str(site))
+    assert bundle_check.main([str(bundle)]) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "here-host is neither in the bundle nor on this host: this bundle needs here-host==2.11.0",
+        "here-host is neither in the bundle nor on this host: here-own 0.1 needs here-host==2.11.0",
+        "here-host is neither in the bundle nor on this host: here-engine 1.0 needs here-host>=2",
+    ]
+    installed(site, "here_host", "2.11.0a0+ours")
+    assert bundle_check.main([str(bundle)]) == 0
+    assert capsys.readouterr().err.splitlines() == [
+        "Warning: here-host is 2.11.0a0+ours here, and this bundle asks for here-host==2.11.0",
+        "Warning: here-host is 2.11.0a0+ours here, and here-own 0.1 asks for here-host==2.11.0",
+    ]
+    (site / "here_host-2.11.0a0+ours.dist-info").rename(site / "here_host-2.11.0.dist-info")
+    (site / "here_host-2.11.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: here_host\nVersion: 2.11.0\n")
+    assert bundle_check.main([str(bundle)]) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Path:
+    """The interpreter of a virtual environment that has a torch, as far as other packages can tell."""
+    folder = tmp_path / "host"
+    subprocess.run([find("3.12"), "-m", "venv", "--without-pip", folder], check=True, timeout=100)
+    site = folder / "lib" / "python3.12" / "site-packages"
+    installed(site, "torch", "2.13.0")
+    (site / "torch.py").write_text("__version__ = '2.13.0'\n")
+    return folder / "bin" / "python"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_bundle_for_another_python_whose_host_has_torch_installs_and_runs_without_a_network(tmp_path: Path):
-    """All of the extra `cpu` but torch and what only torch needs: for a host with a build of its own."""
+def test_a_bundle_for_another_python_whose_host_has_torch_installs_and_runs_without_a_network(tmp_path: Path, host: Path):
+    """All of the extra `cpu` but torch and what only torch needs: for a host with a build of its own, whose pip is set to
+    something else."""
     out, other = tmp_path / "bundle", "3.12"
     wanted = requirements(["cpu"], None, ["torch"])
     told = make(out, Target(other, "manylinux_2_28_x86_64"), wanted, source=ROOT)
     names = {name.split("-")[0] for name in told["wheels"]}
     assert {"telescope_rl", "transformers", "peft", "wandb", "pyarrow"} <= names
     assert not {name for name in names if name.startswith(("torch", "nvidia", "cuda", "triton", "sympy"))}
-    environ = {**os.environ, "PYTHON": find(other), "PIP_NO_INDEX": "1", "WANDB_MODE": "disabled", "LD_PRELOAD": ""}
+    (tmp_path / "constraints").write_text("numpy==1.26.4\ntransformers==4.1.0\n")
+    environ = {**os.environ, "PYTHON": str(host), "WANDB_MODE": "disabled", "LD_PRELOAD": ""}
+    environ |= {"PIP_CONSTRAINT": str(tmp_path / "constraints"), "PIP_INDEX_URL": "http://127.0.0.1:9/"}
     environ.pop("PYTHONPATH", None)
     subprocess.run(["bash", str(out / "install.sh"), str(tmp_path / "venv")], env=environ, check=True, timeout=900)
+    inside = tmp_path / "venv/bin/python"
+    seen = subprocess.check_output([inside, "-c", "import torch; print(torch.__file__)"], env=environ, text=True)
+    assert Path(seen.strip()).is_relative_to(host.parent.parent)
+    of_the_host = tmp_path / "venv/lib/python3.12/site-packages/of_the_host.pth"
+    of_the_host.rename(tmp_path / "aside")
+    check = [inside, "-m", "telescope.bundle_check", out / "bundle.json"]
+    without = subprocess.run(check, env=environ, capture_output=True, text=True, check=False, timeout=60)
+    assert (without.returncode, "torch is neither in the bundle nor on this host: " in without.stderr) == (1, True)
+    (tmp_path / "aside").rename(of_the_host)
     (tmp_path / "elsewhere").mkdir()
     command = [str(tmp_path / "venv/bin/telescope"), "run", "experiment=fake", "cluster.device=cpu", "run_dir=a"]
     run = subprocess.run(command, cwd=tmp_path / "elsewhere", env=environ, capture_output=True, text=True, timeout=300)

@@ -292,6 +292,24 @@ def test_the_placement_of_the_docs_is_printed_as_there(say: Callable[..., tuple[
     assert [line for line in printed if line.strip() != "…" and line not in lines] == []
 
 
+def test_the_placement_of_a_slurm_job_is_on_the_nodes_that_it_asks_for(say: Callable[..., tuple[int, str]]) -> None:
+    job = ("--placement", "cluster=slurm", "cluster.slurm.gpus_per_node=2", "cluster.slurm.cpus_per_node=32")
+    code, said = say(*job, "cluster.slurm.inference={nodes: 2, gpus_per_node: 4}", "cluster.inference_placement=SPREAD")
+    assert code == 0
+    assert re.findall(r"^(?:node|  server|  trainer)-.*", said, re.MULTILINE) == [
+        "node-0: node-0, 32 cores, 2 GPUs, for trainer ranks alone",
+        "  trainer-0     GPU 0, 4 threads",
+        "  trainer-1     GPU 1, 4 threads",
+        "node-1: inference-node-0, 32 cores, 4 GPUs, for servers alone",
+        "  server-0      GPU 0, 4 threads",
+        "node-2: inference-node-1, 32 cores, 4 GPUs, for servers alone",
+        "  server-1      GPU 0, 4 threads",
+    ]
+    code, said = say(*job, "cluster.inference_num_workers=3")
+    assert (code, "where a server and a rank share one, but node-0 has 2: ask for fewer" in said) == (1, True)
+    assert say(*job, "--hosts", "1x4", "cluster.inference_num_workers=3")[0] == 0
+
+
 def test_an_impossible_placement_is_refused_with_the_numbers(say: Callable[..., tuple[int, str]]) -> None:
     code, said = say("--placement", "--hosts", "2x2", "cluster.trainer_num_workers=3", "cluster.trainer_placement=STRICT_PACK")
     assert code == 1

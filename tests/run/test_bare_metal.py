@@ -88,9 +88,11 @@ def test_two_hosts_by_the_plain_command_and_a_key_file(hosts: MAKE, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_three_hosts_by_torchrun_and_a_link_that_is_cut(hosts: MAKE, tmp_path: Path) -> None:
-    """They share the run directory; a server is on every host. The reason names the node, and all processes everywhere end."""
+def test_three_hosts_by_torchrun_and_a_link_that_is_cut(hosts: MAKE, python: Path, tmp_path: Path) -> None:
+    """They have the installed wheel and share the run directory; a server is on every host. The reason names the node, and all
+    processes everywhere end."""
     three = hosts(3)
+    three.python, three.cwd = str(python), tmp_path
     run = RunDirectory(tmp_path / "run")
     settings = ("cluster.inference_num_workers=3", "cluster.inference_placement=STRICT_SPREAD", "cluster.env_num_workers=3")
     for host in (2, 0, 1):
