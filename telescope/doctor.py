@@ -2,7 +2,8 @@
 
 logprobs, on the probabilities of the same tokens: starts the configured engine, lets it answer prompts of the configured
 environments, ends it, builds the configured backend and asks it for the log-probs of the same tokens at the same temperature.
-One after the other, so that one GPU is enough. weights, on the weights after an update: see doctor_weights.py.
+One after the other, so that one GPU is enough; `--temperature 1 --temperature 0.7` asks one engine at both. weights, on the
+weights after an update: see doctor_weights.py.
 Exit codes: 0 they agree, 1 they don't or something failed, 2 usage.
 """
 
@@ -65,27 +66,42 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("check", choices=["logprobs", "weights"])
     parser.add_argument("--samples", type=int, default=SAMPLES, help="answers to compare (default %(default)s)")
     parser.add_argument("-cd", "--config-dir", help="a folder of your own presets and plug-ins")
+    parser.add_argument(
+        *("-t", "--temperature"), type=float, action="append", default=[], help="instead of the run's; logprobs takes several"
+    )
     parser.add_argument("overrides", nargs="*", help="as for telescope.run, e.g. model=qwen3-0.6b rollout.temperature=0.7")
     asked = parser.parse_intermixed_args(list(arguments))
     from telescope.compose.load import UsageError, load_points, places_for
     from telescope.config.words import ConfigError
 
-    try:
-        (point,) = load_points(asked.overrides, places_for(asked.config_dir), os.environ)
-    except UsageError as error:
-        sys.stderr.write(f"telescope.doctor: {error}\n")
-        return USAGE
-    if point.config is None:
-        sys.stderr.write(f"{ConfigError(point.problems)}\n")
-        return DISAGREE
-    if point.config.inference.engine == "fake" or point.config.backend_name == "fake":
+    at = [[*asked.overrides, f"rollout.temperature={each:g}"] for each in asked.temperature] or [asked.overrides]
+    configs: list[RunConfig] = []
+    for overrides in at:
+        try:
+            (point,) = load_points(overrides, places_for(asked.config_dir), os.environ)
+        except UsageError as error:
+            sys.stderr.write(f"telescope.doctor: {error}\n")
+            return USAGE
+        if point.config is None:
+            sys.stderr.write(f"{ConfigError(point.problems)}\n")
+            return DISAGREE
+        configs.append(point.config)
+    return examine(asked.check, configs, asked.samples)
+
+
+def examine(check: str, configs: Sequence[RunConfig], samples: int) -> int:
+    """`configs` differ in the temperature alone. Gives the exit code."""
+    if configs[0].inference.engine == "fake" or configs[0].backend_name == "fake":
         sys.stderr.write("telescope.doctor: a fake engine or backend has no model; use inference=vllm and a real backend\n")
         return USAGE
-    if asked.check == "weights":
-        return weights(point.config, asked.samples)
-    found = check_logprobs(point.config, asked.samples)
-    sys.stdout.write(found.report(point.config))
-    return AGREE if found.agree else DISAGREE
+    if check == "weights":
+        if len(configs) > 1:
+            sys.stderr.write("telescope.doctor: weights are the same at every temperature: give --temperature once or not\n")
+            return USAGE
+        return weights(configs[0], samples)
+    found = check_logprobs(configs, samples)
+    sys.stdout.write("".join(parity.report(config) for parity, config in zip(found, configs, strict=True)))
+    return AGREE if all(parity.agree for parity in found) else DISAGREE
 
 
 def weights(config: RunConfig, samples: int) -> int:
@@ -109,10 +125,12 @@ def weights(config: RunConfig, samples: int) -> int:
     return AGREE if found.agree else DISAGREE
 
 
-def check_logprobs(config: RunConfig, samples: int) -> Parity:
-    """Sample, then score the same tokens. Raises what engine and backend raise."""
+def check_logprobs(configs: Sequence[RunConfig], samples: int) -> list[Parity]:
+    """Sample, then score the same tokens, at the temperature of each: one engine answers for all. Raises what engine and
+    backend raise."""
     from telescope._launch.local import this_host
 
+    config = configs[0]
     gpus = this_host().gpus
     if gpus and config.cluster.device != "cpu" and not os.environ.get("CUDA_VISIBLE_DEVICES"):
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus[0]
@@ -121,9 +139,12 @@ def check_logprobs(config: RunConfig, samples: int) -> Parity:
     device = device_of(config, os.environ)
     engine = build_engine(config, secrets.token_hex(8), device)  # sets vLLM's environment: before anything imports torch
     prompts = prompts_of(config, samples)
-    answers = asyncio.run(answer(engine, prompts, config))
-    shard = as_shard(prompts, answers)
-    return compare(shard, score(shard, config, "cuda:0" if device == "gpu" else "cpu"), limit(config, device))
+    answers = asyncio.run(answer(engine, prompts, configs))
+    shards = [as_shard(prompts, got) for got in answers]
+    scorer = "cuda:0" if device == "gpu" else "cpu"
+    return [
+        compare(shard, score(shard, each, scorer), limit(each, device)) for shard, each in zip(shards, configs, strict=True)
+    ]
 
 
 def prompts_of(config: RunConfig, samples: int) -> list[np.ndarray]:
@@ -137,11 +158,11 @@ def prompts_of(config: RunConfig, samples: int) -> list[np.ndarray]:
     return [template.opening(prompt.turns).ids for prompt in chosen]
 
 
-async def answer(engine: Engine, prompts: Sequence[np.ndarray], config: RunConfig) -> list[Generated]:
-    """By an engine that lives for this alone."""
+async def answer(engine: Engine, prompts: Sequence[np.ndarray], configs: Sequence[RunConfig]) -> list[list[Generated]]:
+    """As each of `configs` samples, by an engine that lives for this alone."""
     try:
         await engine.start()
-        return await sampled(engine, prompts, config)
+        return [await sampled(engine, prompts, config) for config in configs]
     finally:
         await engine.close()
 

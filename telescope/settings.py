@@ -6,7 +6,9 @@ its checks in its own validators, each of which raises `ValueError` with a whole
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, SecretBytes, SecretStr
 
 
 class Settings(BaseModel):
@@ -20,3 +22,13 @@ class Settings(BaseModel):
         validate_default=True,
         protected_namespaces=(),
     )
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **options: Any) -> None:
+        """A secret's default is taken as it is: strict JSON has texts, and would refuse the wrapped one that stands there."""
+        super().__pydantic_init_subclass__(**options)
+        secrets = [field for field in cls.model_fields.values() if isinstance(field.default, SecretStr | SecretBytes)]
+        for field in secrets:
+            field.validate_default = False
+        if secrets:
+            cls.model_rebuild(force=True, raise_errors=False)

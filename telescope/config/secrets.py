@@ -61,9 +61,9 @@ SHORTEST_SCRUBBED = 8
 
 def secret_values(environ: Mapping[str, str], settings: Any = ()) -> frozenset[str]:
     """The values that must not be written down: of environment variables with a secret's name, and of those that the settings
-    refer to."""
-    named = {value for name, value in environ.items() if is_secret_name(name)}
-    return frozenset(value for value in named | set(_referred(settings, environ)) if len(value) >= SHORTEST_SCRUBBED)
+    refer to; also without the white space around them, as they are sent and quoted."""
+    named = {value for name, value in environ.items() if is_secret_name(name)} | set(_referred(settings, environ))
+    return frozenset(value for value in named | {value.strip() for value in named} if len(value) >= SHORTEST_SCRUBBED)
 
 
 def _referred(settings: Any, environ: Mapping[str, str]) -> Iterator[str]:
@@ -78,7 +78,7 @@ def _referred(settings: Any, environ: Mapping[str, str]) -> Iterator[str]:
 
 def scrubbed(text: str, secrets: Iterable[str]) -> str:
     """The text with `<redacted>` in place of each secret value."""
-    for secret in secrets:
+    for secret in sorted(secrets, key=len, reverse=True):  # one may be the beginning of another
         text = text.replace(secret, REDACTED)
     return text
 

@@ -10,7 +10,9 @@ confine the program: it runs with the worker's rights.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import ClassVar
 
 from pydantic import Field, PrivateAttr
@@ -21,6 +23,7 @@ from telescope.environments.proxy.program import Outcome, run_program
 from telescope.environments.proxy.sessions import Proxy
 from telescope.environments.proxy.shapes import MODEL
 from telescope.environments.tools.calls import CallFormat
+from telescope.runlog import temporary
 
 SHOWN = 2000
 TIMED_OUT, FAILED = "agent_timeout", "agent_failed"
@@ -43,12 +46,18 @@ class AgentEnvironment(Environment):
     """Further environment variables of the program."""
 
     _proxy: Proxy = PrivateAttr(default_factory=Proxy)
+    _folder: Path | None = PrivateAttr(default=None)
+    """Holds the folders of programs, and is swept after a worker that was killed."""
 
     async def set_up(self) -> None:
         await self._proxy.start()
+        self._folder = temporary.make()
 
     async def tear_down(self) -> None:
         await self._proxy.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
 
     def argv(self, prompt: Prompt) -> Sequence[str]:
         """The program for one task, and its arguments; no shell reads them."""
@@ -76,6 +85,7 @@ class AgentEnvironment(Environment):
                 limit_s=self.time_limit_s,
                 give_up=session.failed,
                 waited_s=session.waited_s,
+                below=self._folder,
             )
         finally:
             await self._proxy.shut(session)

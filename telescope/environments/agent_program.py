@@ -41,7 +41,10 @@ class AgentProgram(AgentEnvironment):
         if not self.command or not self.tasks:
             raise ValueError("give command=[program, argument, …] and tasks=/path/to/tasks.jsonl")
         file = Path(self.eval_tasks if split == "eval" and self.eval_tasks else self.tasks).expanduser()
-        lines = file.read_text(encoding="utf-8").splitlines()
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"the tasks in {file} can't be read: {error}: name a file of JSON lines in UTF-8") from error
         return [_prompt(line, f"{file} line {at}") for at, line in enumerate(lines, 1) if line.strip()]
 
     def argv(self, prompt: Prompt) -> Sequence[str]:
@@ -51,6 +54,8 @@ class AgentProgram(AgentEnvironment):
 def _prompt(line: str, place: str) -> Prompt:
     try:
         read: Any = json.loads(line)
+        if read["task"] is None:
+            raise ValueError("its task is null")
         return Prompt(({"role": "user", "content": str(read["task"])},), str(read.get("answer", "")), dict(read))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f'{place} is no {{"task": …, "answer": …}}: {error!r}') from error

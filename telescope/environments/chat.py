@@ -240,6 +240,7 @@ class TokenDialogue:
             raise ValueError("the first say of a dialogue needs at least one turn")
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"say was called with max_tokens={max_tokens}: an answer needs room for a token")
+        _check_turns(turns)
         self._busy = True
         self._record.asking += 1
         try:
@@ -273,6 +274,7 @@ class TokenDialogue:
         """Forget the messages so far; the next `say` begins a new branch with these turns before its own."""
         if self._busy:
             raise RuntimeError("restart was called while the policy was still answering")
+        _check_turns(turns)
         if self._branch is not None:
             self._transcript.append("\n[context restarted]\n")
         self._history, self._restated, self._branch, self._end_text = list(turns), {}, None, ""
@@ -408,6 +410,14 @@ class TokenChat(TokenDialogue):
             completion_text="".join(dialogue.transcript for dialogue in self._dialogues),
             generated_ns=record.generated_ns,
         )
+
+
+def _check_turns(turns: Sequence[Turn]) -> None:
+    """Raises `TypeError` for what is no message, or one that a template would write as "None"."""
+    for turn in turns:
+        role = turn.get("role") if isinstance(turn, Mapping) else None
+        if not isinstance(role, str) or (turn.get("content") is None and role != "assistant"):
+            raise TypeError(f'a turn is a message such as {{"role": "user", "content": "a text"}}, not {turn!r:.100}')
 
 
 def _told(turns: Sequence[Turn]) -> str:

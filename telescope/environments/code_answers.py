@@ -1,11 +1,10 @@
-"""Scores code by running it against tests in a sandbox: which passed, and why the others did not.
+"""Scores code by running it against tests (code_tests.py) in a sandbox: which passed, and why the others did not.
 
-Two kinds of test. A `StdinTest` runs the program on an input and compares what it prints, outside the sandbox: nothing that
-the program does can make a wrong output right. An `AssertTest` runs Python code (`assert add(1, 2) == 3`) in the program's own
-process; it counts as passed only when the harness reaches its end and says so with a word that is new each time. That meets
-`sys.exit(0)`, printed claims, replaced built-ins and a look through the frames. It can't meet what changes the test itself from
-within (an object that equals everything, a trace function that jumps over lines) or reads the process's memory: prefer the
-first kind.
+What a program prints on an input and what a function returns are compared outside the sandbox: nothing that the program does
+can make a wrong one right. An `AssertTest` runs in the program's own process; it counts as passed only when the harness reaches
+its end and says so with a word that is new each time. That meets `sys.exit(0)`, printed claims, replaced built-ins and a look
+through the frames. It can't meet what changes the test itself from within (an object that equals everything, a trace function
+that jumps over lines) or reads the process's memory: prefer the other kinds.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
+from telescope.environments.code_tests import CallTest, StdinTest, Test, printed_alike, returned_alike
 from telescope.environments.parsers import CodeBlock
 from telescope.environments.sandboxes.base import Ending, FileRefused, Outcome, Sandbox
 
@@ -43,23 +42,25 @@ there is nothing to replace and nothing to read. `os._exit` drops what was print
 """
 
 
-@dataclass(frozen=True)
-class StdinTest:
-    """`StdinTest("3 4\\n", "7\\n")`: what the program reads, and what it must print."""
-
-    stdin: str
-    expected: str
-
-
-@dataclass(frozen=True)
-class AssertTest:
-    """`AssertTest("assert add(3, 4) == 7")`: Python code that runs where the
-    answer's names are, and raises unless they are right."""
-
-    code: str
-
-
-Test = StdinTest | AssertTest
+CALLING = """\
+import ast, json, os, sys
+given = json.loads(sys.stdin.buffer.read())
+space = {"__name__": "solution"}
+exec(compile(given["code"], "solution.py", "exec"), space)
+name = given["name"]
+function = getattr(space["Solution"](), name, None) if "Solution" in space else None
+function = function or space.get(name)
+if function is None:
+    raise NameError(f"name {name!r} is not defined")
+value = json.dumps(function(*ast.literal_eval(given["arguments"])), default=list)
+left = memoryview((given["word"] + value).encode())
+while left:
+    left = left[os.write(1, left):]
+os._exit(0)
+"""
+"""Calls a function and tells its value. What is wanted is not in here: a program that says the word itself has only said its
+answer in another way.
+"""
 
 
 class Result(StrEnum):
@@ -103,28 +104,14 @@ def code_of(answer: str) -> str:
     return block + "\n" if block is not None else "" if _FENCE in said else said
 
 
-def read_tests(value: Any, entry_point: str = "") -> tuple[Test, ...]:
-    """Tests in any of the forms that data sets have them in; JSON text is read first.
-
-    `"def check(candidate): ..."` with an entry point (HumanEval); a text or a list of texts of assertions (MBPP);
-    `{"inputs": [...], "outputs": [...]}` (APPS, TACO); a list of `{"input": ..., "output": ...}` (LiveCodeBench, Codeforces).
-    Raises `ValueError` for anything else, and where there is no test.
-    """
-    if isinstance(value, str) and value.lstrip()[:1] in {"[", "{"}:
-        value = json.loads(value)
-    if isinstance(value, str):
-        tests: list[Test] = [AssertTest(f"{value}\ncheck({entry_point})\n" if entry_point else value)]
-    elif isinstance(value, Mapping) and {"inputs", "outputs"} <= value.keys():
-        tests = [StdinTest(_text(given), _text(out)) for given, out in zip(value["inputs"], value["outputs"], strict=True)]
-    elif isinstance(value, Sequence) and all(isinstance(one, str) for one in value):
-        tests = [AssertTest(one) for one in value]
-    elif isinstance(value, Sequence) and all(isinstance(one, Mapping) and {"input", "output"} <= one.keys() for one in value):
-        tests = [StdinTest(_text(one["input"]), _text(one["output"])) for one in value]
-    else:
-        raise ValueError(f"tests of the form {type(value).__name__} are not known: {str(value)[:80]}")
-    if not tests or any(isinstance(test, AssertTest) and not test.code.strip() for test in tests):
-        raise ValueError("there is no test, or an empty one: everything would pass")
-    return tuple(tests)
+def behind(prelude: str, code: str) -> str:
+    """The code with a prelude, e.g. of imports, before it. What it imports from `__future__` must come first, and does."""
+    if not prelude:
+        return code
+    lines = code.splitlines(keepends=True)
+    first = [line for line in lines if line.startswith("from __future__ import ")]
+    rest = [line for line in lines if not line.startswith("from __future__ import ")]
+    return "".join([*(line.rstrip("\n") + "\n" for line in first), prelude.rstrip("\n") + "\n", *rest])
 
 
 async def judge(
@@ -136,11 +123,12 @@ async def judge(
     total_s: float = 60.0,
     stop_at_failure: bool = False,
     site_packages: bool = False,
+    tolerance: float = 0.0,
 ) -> Verdict:
     """Run every test in a process of its own. Raises `SandboxError`, never because of the code.
 
-    `site_packages` shows the interpreter's installed packages to the code (start-up costs more). Raises `ValueError` without
-    tests.
+    `site_packages` shows the interpreter's installed packages to the code (start-up costs more). `tolerance` is how far printed
+    numbers may be off (`printed_alike`). Raises `ValueError` without tests.
     """
     if not tests:
         raise ValueError("there is no test: everything would pass")
@@ -157,7 +145,7 @@ async def judge(
         left = deadline - time.monotonic()
         if left <= 0:
             break
-        result, outcome = await _run(sandbox, python, code, test, min(test_s, left))
+        result, outcome = await _run(sandbox, python, code, test, min(test_s, left), tolerance)
         results.append(result)
         if result is not Result.PASSED:
             complaint = complaint or outcome.complaint
@@ -167,14 +155,22 @@ async def judge(
     return Verdict(tuple(results), complaint)
 
 
-async def _run(sandbox: Sandbox, python: list[str], code: str, test: Test, limit_s: float) -> tuple[Result, Outcome]:
+async def _run(
+    sandbox: Sandbox, python: list[str], code: str, test: Test, limit_s: float, tolerance: float
+) -> tuple[Result, Outcome]:
     if isinstance(test, StdinTest):
         # Written anew would be safer still, but a program that rewrites itself between tests only changes what it answers.
         outcome = await sandbox.exec([*python, "main.py"], stdin=test.stdin.encode(), timeout_s=limit_s)
-        right = _lines(outcome.text) == _lines(test.expected)
+        right = printed_alike(outcome.text, test.expected, tolerance)
         otherwise = Result.WRONG if outcome.exit_code == 0 else Result.ERROR
         return _result(outcome, right and outcome.exit_code == 0, otherwise), outcome
     word = secrets.token_hex(16)
+    if isinstance(test, CallTest):
+        call = {"code": code, "name": test.function, "arguments": test.arguments, "word": word}
+        outcome = await sandbox.exec([*python, "-c", CALLING], stdin=json.dumps(call).encode(), timeout_s=limit_s)
+        _, told, value = outcome.text.rpartition(word)
+        otherwise = Result.WRONG if outcome.ok and told else Result.ERROR
+        return _result(outcome, outcome.ok and bool(told) and returned_alike(value, test.expected), otherwise), outcome
     given = json.dumps({"code": code, "test": test.code, "word": word}).encode()
     outcome = await sandbox.exec([*python, "-c", HARNESS], stdin=given, timeout_s=limit_s)
     wrong = Result.WRONG if outcome.complaint.startswith("AssertionError") else Result.ERROR
@@ -185,16 +181,3 @@ def _result(outcome: Outcome, passed: bool, otherwise: Result) -> Result:
     if outcome.ending is not Ending.EXITED:
         return Result(outcome.ending.value)
     return Result.PASSED if passed else otherwise
-
-
-def _lines(text: str) -> list[str]:
-    """Trailing spaces and empty last lines don't count."""
-    return [line.rstrip() for line in text.rstrip().splitlines()]
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list) and all(isinstance(line, str) for line in value):
-        return "\n".join(value)
-    return str(value)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, Literal
@@ -10,13 +12,16 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, PrivateAttr
 
 from telescope.environments.base import Prompt, Reward, SingleTurn
-from telescope.environments.code_answers import AssertTest, Result, Test, code_of, judge, read_tests
+from telescope.environments.code_answers import Result, behind, code_of, judge
+from telescope.environments.code_tests import AssertTest, CallTest, Test, read_tests
 from telescope.environments.draws import Draws
 from telescope.environments.questions.instruction import Instruction
-from telescope.environments.questions.rows import Row, Source
+from telescope.environments.questions.rows import NoRows, Row, Source
 from telescope.environments.sandboxes.base import SandboxError
 from telescope.environments.sandboxes.pool import Pool
 from telescope.environments.sandboxes.settings import SandboxSettings
+
+log = logging.getLogger(__name__)
 
 _COMPLAINT_CHARACTERS = 500
 
@@ -58,6 +63,8 @@ class CodeGeneration(SingleTurn):
     """Column of the function's name, for tests that define `check(candidate)`; null: the tests call it themselves."""
     prefix_field: str | None = None
     """Column of code that goes before the answer's, e.g. HumanEval's `prompt` with its imports; null: none."""
+    prelude: str = ""
+    """Code that goes before every answer, e.g. imports that the questions take for granted."""
     solution_field: str | None = "code"
     """Column of a right program, shown beside the policy's answer; null: none."""
     instruction: Instruction = "{question}\n\nWrite Python code that solves this. Put it into one ```python block."
@@ -66,6 +73,12 @@ class CodeGeneration(SingleTurn):
     """Tests shown below the question: without one, the name of the wanted function is often unknown."""
     max_tests: int = Field(default=16, ge=1)
     """Of more tests than this only the first are run."""
+    unreadable: Literal["refuse", "leave_out"] = "refuse"
+    """What becomes of rows without tests that can be read: none is taken (the worker ends with the first of them), or they are
+    left out and counted in the worker's log."""
+    number_tolerance: float = Field(default=0.0, ge=0, le=0.1)
+    """How far a printed number that is no integer may be from the wanted one, absolutely or as a share of it; then words are
+    compared, and white space does not count. 0: the text must be the same."""
     score: Literal["all", "share"] = "all"
     """`all`: 1 where every test passes, else 0, and the first failure ends the run; `share`: the share of tests that pass."""
     test_s: float = Field(default=5.0, gt=0, le=600)
@@ -99,12 +112,13 @@ class CodeGeneration(SingleTurn):
         async with self._pool.sandbox() as guest:
             verdict = await judge(
                 guest,
-                prompt.facts["prefix"] + code,
+                behind(self.prelude, prompt.facts["prefix"] + code),
                 self._tests(prompt.facts["tests"], prompt.facts["setup"], prompt.facts["entry_point"]),
                 test_s=self.test_s,
                 total_s=self.total_s,
                 stop_at_failure=self.score == "all",
                 site_packages=self.site_packages,
+                tolerance=self.number_tolerance,
             )
         metrics = {"all_passed": float(verdict.all_passed), "tests_passed": verdict.passed, "has_code": 1.0}
         tags = tuple(sorted({result.value for result in verdict.results} - {Result.PASSED.value, Result.NOT_RUN.value}))
@@ -135,7 +149,18 @@ class CodeGeneration(SingleTurn):
         }
 
     def _made(self, rows: Sequence[Row]) -> list[Prompt]:
-        return [self._prompt(row) for row in rows]
+        made, left_out = [], []
+        for at, row in enumerate(rows):
+            try:
+                made.append(self._prompt(row))
+            except (ValueError, TypeError, LookupError) as error:
+                shown = ", ".join(f"{name}={str(value)[:40]!r}" for name, value in row.items())
+                left_out.append(f"row {at} of {self.dataset} ({shown}) is none that can be tested: {error!r}")
+                if self.unreadable == "refuse":
+                    raise NoRows(f"{left_out[0]}; unreadable=leave_out leaves such rows out") from error
+        if left_out:
+            log.warning("%d of %d rows are left out, the first: %s", len(left_out), len(rows), left_out[0])
+        return made
 
     def _prompt(self, row: Row) -> Prompt:
         tests = json.dumps(_reached(row, self.tests_field))
@@ -171,4 +196,7 @@ def _text(row: Row, path: str | None) -> str:
 def _shown(test: Test) -> str:
     if isinstance(test, AssertTest):
         return f"\n\nYour code must pass:\n{test.code.strip()}"
+    if isinstance(test, CallTest):
+        arguments = ", ".join(map(repr, ast.literal_eval(test.arguments)))
+        return f"\n\nExample:\n{test.function}({arguments}) returns {test.expected} (as JSON)"
     return f"\n\nExample input:\n{test.stdin}\nExample output:\n{test.expected}"

@@ -14,7 +14,7 @@ from typing import Any
 from telescope.environments.compat import Messages, MultiTurnEnvironment, RolloutState, Sample
 from telescope.environments.failures import InfrastructureError, PolicyError
 from telescope.environments.hidden import told
-from telescope.environments.off_loop import called
+from telescope.environments.off_loop import TimeLimit, called
 from telescope.environments.tools.calls import CallFormat, Malformed, how_to_call, parse_calls
 from telescope.environments.tools.schema import BadArguments, as_text, tool_of
 
@@ -49,13 +49,16 @@ class ToolEnvironment(MultiTurnEnvironment):
         tool_call_format: str = "xml",
         include_tool_schemas_in_prompt: bool = True,
         error_formatter: Callable[[Exception], str] | None = None,
+        tool_timeout_s: float = 10.0,
         system_prompt: str | None = None,
         instruction_prompt: str | None = None,
     ) -> None:
+        """`tool_timeout_s`: seconds one call may take; afterwards the policy is told that it took too long."""
         super().__init__(max_turns=max_turns, system_prompt=system_prompt, instruction_prompt=instruction_prompt)
         if tool_call_format not in _FORMATS:
             raise ValueError(f"tool_call_format={tool_call_format!r} must be xml or function")
         self.tools = tools or []
+        self.tool_timeout_s = tool_timeout_s
         self.tool_call_format = tool_call_format
         self.error_formatter = error_formatter or _formatted
         self.tool_map = {function.__name__: function for function in self.tools}
@@ -86,9 +89,13 @@ class ToolEnvironment(MultiTurnEnvironment):
             known = ", ".join(self._tools) or "none"
             return ToolResult(tool_call.name, f"there is no such tool; there are {known}", success=False, error="unknown_tool")
         try:
-            result = await called(functools.partial(tool.function, **tool.arguments(tool_call.arguments)))
+            run = functools.partial(tool.function, **tool.arguments(tool_call.arguments))
+            result = await called(run, limit_s=self.tool_timeout_s)
         except BadArguments as error:
             return ToolResult(tool_call.name, str(error), success=False, error="argument_error")
+        except TimeLimit:
+            said = f"it took longer than {self.tool_timeout_s:g} s"
+            return ToolResult(tool_call.name, said, success=False, error="timeout")
         except (InfrastructureError, PolicyError):
             raise
         except Exception as error:  # noqa: BLE001 the tool's own; the policy reads of it

@@ -65,7 +65,7 @@ class ChatEndpoint:
 
     def __init__(self, base_url: str, model: str, *, api_key: str = "", timeout_s: float = 60.0, connections: int = 32) -> None:
         self._url = parsed(base_url)
-        self._model, self._api_key, self._timeout_s = model, api_key, timeout_s
+        self._model, self._api_key, self._timeout_s = model, sendable_key(api_key), timeout_s
         self._free = asyncio.Semaphore(connections)
         self._kept: list[_Connection] = []
         self._tls = ssl.create_default_context() if self._url.scheme == "https" else None
@@ -195,14 +195,27 @@ async def _more(connection: _Connection, *, begun: bool) -> None:
 def parsed(base_url: str) -> SplitResult:
     """The parts of an address. Raises `ValueError` for one that is none."""
     url = urlsplit(base_url)
+    shown = base_url.partition("?")[0].partition("#")[0]  # some put keys behind it
     if "@" in url.netloc:  # it would stand in every message about the address
         raise ValueError("base_url must hold no user name and no password: a key is given by itself (api_key)")
     if url.scheme not in ("http", "https") or not url.hostname:
-        raise ValueError(f"base_url={base_url!r} must be an address such as http://localhost:8000/v1 or https://host/v1")
+        raise ValueError(f"base_url={shown!r} must be an address such as http://localhost:8000/v1 or https://host/v1")
     if url.query or url.fragment:
-        raise ValueError(f"base_url={base_url!r} must end with its path: what stands behind ? or # has no place in it")
-    _ = url.port  # raises ValueError for one that is no number
+        raise ValueError(f"base_url={shown!r} must end with its path: what stands behind ? or # has no place in it")
+    try:
+        _ = url.port
+    except ValueError:
+        raise ValueError("base_url must have a number between 0 and 65535 for its port, or none") from None
     return url
+
+
+def sendable_key(key: str) -> str:
+    """The key as a header may hold it, without the white space around it that files end with. Raises `ValueError`, and does not
+    show the key."""
+    key = key.strip()
+    if not key.isascii() or not key.isprintable():
+        raise ValueError("api_key holds what no header can: a line break or a letter outside ASCII; see how it is set")
+    return key
 
 
 def _sendable(text: str) -> str:

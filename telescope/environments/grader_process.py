@@ -29,6 +29,8 @@ from typing import Any, BinaryIO
 
 HARD_FACTOR, HARD_MARGIN_S = 1.5, 0.2  # processor time until the second timer: Python code must have heard the first by then
 MAX_ERROR_CHARACTERS = 500
+MAX_FRAME = 1 << 24
+"""The longest answer, in bytes."""
 
 
 class _Overrun(BaseException):  # no Exception: a library's own `except Exception` must not swallow it
@@ -129,7 +131,9 @@ def _read(pipe: BinaryIO) -> bytes | None:
 
 
 def _write(pipe: BinaryIO, value: dict[str, Any]) -> None:
-    frame = json.dumps(value, ensure_ascii=False).encode()  # raises TypeError for what JSON has no form for; nothing is written
+    frame = json.dumps(value).encode()  # raises TypeError for what JSON has no form for; nothing is written
+    if len(frame) > MAX_FRAME:
+        raise ValueError(f"its value is {len(frame)} bytes long, more than {MAX_FRAME}")
     pipe.write(len(frame).to_bytes(4, "big") + frame)
     pipe.flush()
 

@@ -24,16 +24,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from telescope.environments.failures import GraderError
+from telescope.environments.grader_process import MAX_FRAME
 from telescope.environments.passed_on import passed_on
 
 CLOCK_FACTOR = 10.0
 """On the clock a call may take so many times its processor time: the machine may be busy."""
 START_LIMIT_S = 180.0
 """For the start of a process and the imports of a function's module."""
+ENDING_S = 10.0
+"""For the end of a process that has closed its pipes."""
 MEMORY_MB = 2048
 CALLS_A_PROCESS = 2000  # then a new one: libraries cache for ever
 MAX_WAITING = 10_000
-MAX_FRAME = 1 << 24
 _FOR_PYTHON = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
 
 
@@ -245,7 +247,8 @@ class _Process:
     async def _reply(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         length = int.from_bytes(await self._process.stdout.readexactly(4), "big")
-        if length > MAX_FRAME:
+        if length > MAX_FRAME:  # no answer of ours: the call has got at the pipe
+            self.kill()
             raise ConnectionError(f"a value of {length} bytes")
         reply: dict[str, Any] = json.loads(await self._process.stdout.readexactly(length))
         return reply
@@ -255,9 +258,10 @@ class _Process:
             self._process.kill()
 
     async def ended(self) -> None:
-        """Wait until it is gone; it was killed or closed its pipes."""
-        try:
-            async with asyncio.timeout(START_LIMIT_S):
-                await self._process.wait()
-        except TimeoutError:
-            self.kill()
+        """Wait until it is gone; it was killed, or closed its pipes and is killed if that is not its end."""
+        for _ in range(2):
+            try:
+                async with asyncio.timeout(ENDING_S):
+                    await self._process.wait()
+            except TimeoutError:
+                self.kill()

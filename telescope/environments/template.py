@@ -7,6 +7,7 @@ loads one), so that environments and their tests need none.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +21,7 @@ from telescope.environments.recent import Recent
 Ids = np.ndarray  # [T] int32
 
 
+_SURROGATES = re.compile("[\ud800-\udfff]")
 _PROBE = "probe7391"
 _ASKED: Turn = {"role": "user", "content": "q"}
 
@@ -101,7 +103,8 @@ class ChatTemplate:
             if type(error).__module__.partition(".")[0] != "jinja2":  # templates refuse by raising; jinja2 is no import of ours
                 raise
             raise TemplateError(f"the chat template refuses the dialogue of {_roles(turns)}: {error}") from error
-        return str(text)
+        # Tokenizers take no half of a surrogate pair, and what an environment says may hold one (the name of a file, say).
+        return _SURROGATES.sub("\ufffd", str(text))
 
     @cached_property
     def shows_tools(self) -> bool:

@@ -9,11 +9,14 @@ The package is not among `requires`: where a run is only composed or submitted, 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import re
+import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +34,7 @@ REQUIREMENT = "textworld>=1.7,<1.8"
 MAX_COMMAND = 200
 COMPILING_S = 600.0
 """On the clock for a game to be made and compiled on a busy machine; the compiler is a process of its own."""
+_MAKING = "making-"
 _STATUS = re.compile(r"\n+>[^\n]*\Z")
 
 
@@ -85,7 +89,7 @@ class Textworld(MultiTurn):
 
     async def set_up(self) -> None:
         await super().set_up()
-        _ = self._games  # refused now
+        sweep(Path(self._games))  # another user's is refused now
 
     def prompts(self, split: str) -> Sequence[Prompt]:
         if importlib.util.find_spec("textworld") is None:
@@ -172,6 +176,14 @@ def own_games(folder: Path) -> Path:
     return folder
 
 
+def sweep(folder: Path) -> None:
+    """Remove what games were made in by processes that were killed."""
+    for aside in folder.glob(f"{_MAKING}*"):
+        with contextlib.suppress(OSError):  # another worker was faster
+            if time.time() - aside.stat().st_mtime > 2 * COMPILING_S:
+                shutil.rmtree(aside, ignore_errors=True)
+
+
 def file_of(options: Mapping[str, Any], folder: str) -> Path:
     """Where a game lies: its name holds all that it is made from."""
     made = "rooms{rooms}-objects{objects}-quest{quest_length}-{theme}-seed{seed}".format_map(options)
@@ -190,7 +202,7 @@ def compiled(options: Mapping[str, Any], folder: str) -> str:
     wanted.seeds = options["seed"]
     wanted.nb_rooms, wanted.nb_objects, wanted.quest_length = options["rooms"], options["objects"], options["quest_length"]
     wanted.grammar.theme = options["theme"]
-    with tempfile.TemporaryDirectory(dir=game.parent) as aside:
+    with tempfile.TemporaryDirectory(prefix=_MAKING, dir=game.parent) as aside:
         wanted.path = os.path.join(aside, game.name)
         textworld.make(wanted)
         for made in sorted(Path(aside).glob(f"{game.stem}.*"), key=lambda part: part.suffix == ".z8"):  # the game itself last

@@ -282,13 +282,17 @@ class Recorder:
         status = {
             "steps": self._steps,
             "step": len(self.history),
-            "reward": latest.get("reward/mean"),
-            "exact": latest.get("sample/exact"),
+            "reward": self._last("reward/mean"),
+            "exact": self._last("sample/exact"),
             "tokens_per_s": latest.get("tokens_per_s"),
             "lag": latest.get("staleness_mean"),
             **fields,
         }
         self._write(self._run.status_json, orjson.dumps(status, option=orjson.OPT_SERIALIZE_NUMPY).decode(), durable=False)
+
+    def _last(self, name: str) -> float | None:
+        """Of the latest step that has it: in a run's last steps all may have been scored before the step began."""
+        return next((metrics[name] for metrics in reversed(self.history) if name in metrics), None)
 
     def eta_s(self) -> float | None:
         """Seconds to go at the pace of the last steps; None before the second step."""

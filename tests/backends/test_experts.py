@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from telescope.backends.common import names
 from tests.backends.models import random_experts
 from tests.backends.shards import make_job, make_shard
+from tests.backends.test_fsdp import draw, logprobs_of, row_of
 from tests.backends.watching import distance
 
 KINDS = ("qwen3_moe", "mixtral")
@@ -98,3 +99,13 @@ def test_a_conversion_that_is_more_than_a_choice_of_rows_is_refused(models):
     ]
     with pytest.raises(names.Unpublishable, match=r"experts\.gate_up_proj is more than a stack of"):
         names.table(lm, dict(lm.named_parameters()))
+
+
+def test_a_router_that_trains_with_noise_does_without(build, tmp_path):
+    """A log-prob must not depend on chance."""
+    row = row_of(draw(30))
+    backend = build(make_job(model=random_experts(tmp_path / "noisy", "mixtral", router_jitter_noise=0.3)))
+    noisy = logprobs_of(backend, row)
+    assert torch.equal(noisy, logprobs_of(backend, row))
+    still = build(make_job(model=random_experts(tmp_path / "still", "mixtral")))
+    assert torch.equal(noisy, logprobs_of(still, row))

@@ -120,6 +120,29 @@ def test_no_gradient_is_whole_between_two_rows(build):
     assert set(seen) == {None}
 
 
+def test_weights_are_gathered_once_a_minibatch_where_they_stay_gathered_after_forward(build):
+    """3 rows: whole after the first two, shards after the last, so that the next step gathers what the update has made. To the
+    bit the updates of the plain way, which gathers in each row."""
+    gathered, found = [], []
+    for reshard in (True, False):
+        backend = build(make_job(seq_len=64, pad_to_multiple_of=16), reshard_after_forward=reshard)
+        groups = [group for module in backend._policy.fsdp_modules() for group in param_groups(module._get_fsdp_state())]
+        accumulate = backend._accumulate
+
+        def watched(*given, accumulate=accumulate, groups=groups):
+            accumulate(*given)
+            gathered.append({group.is_unsharded for group in groups})
+
+        backend._accumulate = watched
+        for step in (1, 2):
+            assert backend.train_step(make_shard(step)).metrics["rows"] == 3.0
+        found.append((backend.updates, dict(backend.weights())))
+    assert gathered == [{False}] * 6 + [{True}, {True}, {False}] * 2
+    (plain_updates, plain_weights), (updates, weights) = found
+    assert all(distance(one, other) == 0.0 for one, other in zip(plain_updates, updates, strict=True))
+    assert all(torch.equal(plain_weights[name], weights[name]) for name in plain_weights)
+
+
 def test_gradients_of_rows_are_computed_in_bfloat16_and_added_in_float32(build):
     """To the bit: each row's own gradient has 8 bits; of their sum bfloat16 would lose most of the smaller one."""
     shard = make_shard(lengths=(40, 40, 40, 40))

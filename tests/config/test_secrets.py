@@ -4,7 +4,7 @@ from omegaconf import OmegaConf
 
 from telescope.compose.resolve import resolve
 from telescope.config.run import dump_run
-from telescope.config.secrets import is_secret_name, redacted, reveal_all
+from telescope.config.secrets import is_secret_name, redacted, reveal_all, scrubbed, secret_values
 from tests.config.conftest import compose_one, sentences
 
 
@@ -81,3 +81,9 @@ def test_a_copy_for_mirrors_hides_literal_secrets_only():
         "list": [{"token": "<redacted>", "max_tokens": 3}],
         "other_key": "${oc.env:K}",
     }
+
+
+def test_a_secret_is_scrubbed_without_the_white_space_around_it_and_whole_where_another_begins_it():
+    secrets = secret_values({"A_TOKEN": "sk-abcdef\n", "B_TOKEN": "sk-abcdefghijk", "C_TOKEN": "short"})
+    assert scrubbed("no such key: sk-abcdef", secrets) == "no such key: <redacted>"
+    assert scrubbed("no such key: sk-abcdefghijk, short", secrets) == "no such key: <redacted>, short"

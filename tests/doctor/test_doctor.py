@@ -113,12 +113,22 @@ def test_a_typo_and_a_fake_engine_are_told_in_words():
     )
 
 
+def test_temperatures_that_cannot_be_are_told_in_words(capsys: pytest.CaptureFixture[str]):
+    assert doctor.main(["logprobs", "-t", "1", "-t", "0"]) == 1
+    assert "rollout.temperature=0 must be" in capsys.readouterr().err
+    assert doctor.main(["weights", "-t", "1", "-t", "0.7"]) == 2
+    assert "give --temperature once or not" in capsys.readouterr().err
+
+
 @pytest.mark.vllm
 @pytest.mark.timeout(300)
 def test_vllm_and_fsdp_agree_on_the_embedded_model():
-    said = ask("logprobs", "rollout.temperature=0.7", "--samples", "16")
+    said = ask("logprobs", "--temperature", "1", "--temperature", "0.7", "--samples", "16")
     assert said.returncode == 0, said.stderr[-3000:]
     lines = said.stdout.splitlines()
-    assert lines[0].endswith("tokens of tiny at temperature 0.7")
-    assert float(lines[1].split()[4]) < 1e-4
-    assert lines[-1] == "  trainer and server agree"
+    assert len(lines) == 10
+    for temperature, first in (("1", 0), ("0.7", 5)):
+        assert lines[first].endswith(f"tokens of tiny at temperature {temperature}")
+        assert float(lines[first + 1].split()[4]) < 1e-4
+        assert lines[first + 4] == "  trainer and server agree"
+    assert lines[1] != lines[6]  # two samplings, each scored at its own temperature

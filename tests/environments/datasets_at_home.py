@@ -110,8 +110,23 @@ def _code_generation(folder: Path) -> None:
         lines(folder / f"{split}.jsonl", rows)
 
 
+def _i3_code(folder: Path) -> None:
+    called = {"fn_name": "add", "inputs": ["1\n2", "3\n4"], "outputs": ["3", "7"]}
+    printed = {"fn_name": None, "inputs": ["1 2\n"], "outputs": ["3\n"]}
+    rows = [
+        {
+            "question": f"Task {n}: add two numbers.",
+            "info": json.dumps({"tests": json.dumps((called, printed)[n % 2]), "source": "x"}),
+        }
+        for n in range(SIZE)
+    ]
+    parquet(folder / "code" / "train-00000-of-00001.parquet", rows)
+    parquet(folder / "math" / "train-00000-of-00001.parquet", [{"question": "not these", "answer": "0"}])
+
+
 WRITERS = {
     "code_generation": _code_generation,
+    "i3_code": _i3_code,
     "gsm8k": _gsm8k,
     "hendrycks_math": _hendrycks_math,
     "dapo_math": _dapo_math,

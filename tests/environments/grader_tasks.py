@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -84,3 +85,29 @@ def in_main_thread() -> bool:
 
 def echo(*values: object) -> object:
     return list(values)
+
+
+def long_value() -> str:
+    return "x" * (20 << 20)
+
+
+def half_a_pair() -> str:
+    return "\ud800"
+
+
+def raises_half_a_pair() -> None:
+    raise ValueError("\ud800")
+
+
+def shuts_its_pipe() -> None:
+    for descriptor in range(3, 20):
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+    threading.Event().wait()
+
+
+def writes_into_the_pipe() -> None:
+    for descriptor in range(3, 20):
+        with contextlib.suppress(OSError):
+            os.write(descriptor, b"\xff" * 8)
+    threading.Event().wait()

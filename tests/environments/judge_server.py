@@ -13,6 +13,21 @@ Answer = str | tuple[int, str]
 """A message's text, or a status and a body as it stands."""
 
 
+class Clock:
+    """A clock that only pauses move."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.pauses: list[float] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    async def pause(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self.now += seconds
+
+
 @dataclass
 class JudgeServer:
     script: list[Answer] | Callable[[dict[str, Any]], Answer]

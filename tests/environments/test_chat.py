@@ -334,6 +334,30 @@ async def test_a_dialogue_without_an_answer_is_no_rollout(tiny: ChatTemplate) ->
         TokenChat(tiny, Script(), 100).recording()
 
 
+async def test_half_a_surrogate_pair_that_an_environment_says_is_put_to_the_policy_as_the_sign_for_none(
+    tiny: ChatTemplate,
+) -> None:
+    chat = TokenChat(tiny, Script(([72, 1], "stop"), ([72, 1], "stop")), 100)
+    await chat.say(user("a\ud800"))
+    await chat.say(user("b\udcff"))  # the name of a file that is no UTF-8
+    record = chat.recording()
+    assert record.prompt_text == "<|user|>a\ufffd<|assistant|>"
+    assert len(record.branches) == 1
+    assert tiny.lengths([(user("\ud800"),)]) == tiny.lengths([(user("\ufffd"),)])
+
+
+@pytest.mark.parametrize(
+    "turn", ["hello", {"content": "a"}, {"role": 3, "content": "a"}, {"role": "user"}, {"role": "user", "content": None}, None]
+)
+async def test_what_is_no_message_is_refused_and_the_dialogue_goes_on(tiny: ChatTemplate, turn: Any) -> None:
+    chat = TokenChat(tiny, Script(([72, 1], "stop")), 100)
+    for put in (chat.say, chat.restart):
+        with pytest.raises(TypeError, match=r"a turn is a message such as .*, not "):
+            await put(turn)
+    await chat.say(user("a"))
+    assert chat.recording().prompt_text == "<|user|>a<|assistant|>"
+
+
 async def test_a_template_that_refuses_the_roles_says_so(tiny_tokenizer: Any) -> None:
     strict = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}{% endfor %}"
     template = ChatTemplate(tiny_tokenizer, [1], chat_template=strict)

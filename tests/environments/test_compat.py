@@ -213,6 +213,22 @@ async def test_a_tool_class_calls_its_tools_and_counts_them(tmp_path: Path, tiny
     assert len(answers.prompts) == 4
 
 
+async def test_a_tool_that_hangs_is_given_up_and_the_policy_told(tmp_path: Path, tiny: ChatTemplate) -> None:
+    """Its thread is lost; here it ends with the test."""
+    waits = SHOP.replace("return PRICES[fruit]", "return released.wait() and 3").replace(
+        "PRICES = {", "import threading\n    released = threading.Event()\n    PRICES = {"
+    )
+    kind = task(tmp_path, "waits", waits)
+    released = sys.modules[kind.source_class.__module__].released
+    try:
+        call = '<tool_call>{"name": "price", "arguments": {"fruit": "pear"}}</tool_call>'
+        reward, answers, _ = await played(tiny, kind(tool_timeout_s=0.01), call, "3", max_prompt_tokens=9000)
+    finally:
+        released.set()
+    assert (reward.total, reward.metrics["tool_error_count"]) == (1.0, 1.0)
+    assert "[price] Error: it took longer than 0.01 s" in answers.prompts[1]
+
+
 def test_required_packages_that_are_missing_give_the_install_line(tmp_path: Path) -> None:
     stated = f'REQUIRED_PACKAGES = ["no-such-package>=2", "numpy"]\n{dedent(GAME)}'
     home = tmp_path / "environments"

@@ -57,10 +57,12 @@ def test_any_ascii_text_goes_through_the_tokenizer_and_back(name: str) -> None:
 
 
 @pytest.mark.parametrize(("which", "sampled", "greedy"), [("countdown", (0.22, 0.38), 0.78), ("reverse", (0.11, 0.27), 0.2)])
-def test_a_base_half_knows_its_task(script: Any, which: str, sampled: tuple[float, float], greedy: float) -> None:
+def test_a_base_half_knows_its_task(
+    script: Any, monkeypatch: pytest.MonkeyPatch, which: str, sampled: tuple[float, float], greedy: float
+) -> None:
     recipe = script.RECIPES[which]
     model = Qwen3ForCausalLM.from_pretrained(EMBEDDED / recipe.folder).eval()
-    script.CHECK_PROMPTS = 192
+    monkeypatch.setattr(script, "CHECK_PROMPTS", 192)
     figures = script.measure(recipe, model, script.make_tokenizer())
     assert sampled[0] < figures["sampled at temperature 1"]["exact"] < sampled[1]
     assert figures["greedy"]["exact"] > greedy
@@ -72,6 +74,17 @@ def test_the_card_says_what_was_measured() -> None:
     assert row is not None
     assert 0.22 < float(row[2]) < 0.38
     assert "a right expression (35%, the wanted one)" in card
+
+
+@pytest.mark.parametrize("which", ["countdown", "reverse"])
+def test_the_shipped_cards_are_the_scripts_with_the_figures_that_were_measured(script: Any, which: str) -> None:
+    recipe = script.RECIPES[which]
+    card = (EMBEDDED / recipe.folder / "MODEL_CARD.md").read_text()
+    head, *table = [line.strip("| ").split(" | ") for line in card.splitlines() if line.startswith("| ")]
+    columns = head[1:] if head[0] == "" else head
+    figures = {row[0]: dict(zip(columns, map(float, row[1:]), strict=True)) for row in table}
+    model = Qwen3ForCausalLM.from_pretrained(EMBEDDED / recipe.folder)
+    assert script.model_card(recipe, figures, model.num_parameters()) == card
 
 
 def test_the_script_makes_the_same_model_each_time(script: Any) -> None:
@@ -103,9 +116,9 @@ def turns_script(script: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("make_tiny_turns")
 
 
-def test_the_base_of_several_turns_half_knows_its_task(turns_script: Any) -> None:
+def test_the_base_of_several_turns_half_knows_its_task(turns_script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Qwen3ForCausalLM.from_pretrained(EMBEDDED / "tiny_turns").eval()
-    turns_script.CHECKED = 256
+    monkeypatch.setattr(turns_script, "CHECKED", 256)
     policy = turns_script.MAKER.policy(model, turns_script.tiny.make_tokenizer(), sample=True)
     found = turns_script.play(policy)
     assert 0.3 < found["exact"] < 0.5

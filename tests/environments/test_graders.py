@@ -155,3 +155,24 @@ async def test_a_function_of_a_users_own_file_is_found_by_its_path(tmp_path: Pat
         assert await graded(module.shout, "hey") == "HEY"
     finally:
         del sys.modules[spec.name]
+
+
+async def test_texts_that_no_utf8_has_and_values_that_are_too_long_leave_the_process_as_it_was():
+    async with grader_processes(1) as graders:
+        assert await graded(tasks.half_a_pair) == "\ud800"
+        with pytest.raises(GraderError, match="ValueError: \ud800"):
+            await graded(tasks.raises_half_a_pair)
+        with pytest.raises(GraderError, match="its value is 20971533 bytes long, more than 16777216"):
+            await graded(tasks.long_value)
+        assert await graded(tasks.double, 4) == 8
+        assert graders.started == 1
+
+
+async def test_a_call_that_gets_at_the_pipes_is_ended_and_the_next_one_gets_a_new_process(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("telescope.environments.graders.ENDING_S", 0.1)
+    async with grader_processes(1) as graders:
+        for hostile in (tasks.shuts_its_pipe, tasks.writes_into_the_pipe):
+            with pytest.raises(GraderError, match="its process ended with status"):
+                await graded(hostile, limit_s=100)
+            assert await graded(tasks.double, 4) == 8
+        assert graders.started == 3

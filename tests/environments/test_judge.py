@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
+from pydantic import SecretStr, ValidationError
 
 from telescope.environments.base import Prompt, Reward, SingleTurn
 from telescope.environments.breaker import State
@@ -16,23 +16,8 @@ from telescope.environments.failures import GraderError
 from telescope.environments.judge import Judge, JudgeSettings, tagged
 from telescope.environments.tau import Tau
 from tests.config.conftest import compose_one, sentences
-from tests.environments.judge_server import JudgeServer, judging
+from tests.environments.judge_server import Clock, JudgeServer, judging
 from tests.environments.tools.talk import Talk
-
-
-class Clock:
-    """A clock that only pauses move."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.pauses: list[float] = []
-
-    def __call__(self) -> float:
-        return self.now
-
-    async def pause(self, seconds: float) -> None:
-        self.pauses.append(seconds)
-        self.now += seconds
 
 
 def judge_of(server: JudgeServer, clock: Clock | None = None, **settings: Any) -> Judge:
@@ -49,6 +34,41 @@ async def test_a_verdict_is_the_last_line_of_that_form():
         await judge.close()
     assert verdicts == [True, False, False]
     assert server.connections == 1  # it was kept
+
+
+async def test_a_verdict_on_the_line_below_counts_and_one_without_words_does_not():
+    said = [
+        "Verdict:\n\n**yes**",
+        "Verdict: no\n> **Verdict**: `yes`.",
+        "no Verdict: yes\nVerdict: no",
+        "Verdict: yes\nVerdict: **",
+    ]
+    async with judging([*said]) as server:
+        judge = judge_of(server)
+        assert [await judge.yes_or_no("Is it so?", answer="it is") for _ in said] == [True, True, False, True]
+        await judge.close()
+
+
+@pytest.mark.parametrize(
+    "hostile", ["\n" * 1_000_000, "verdict: " + "*" * 1_000_000 + "x", "> " * 500_000, "verdict:\n" * 200_000]
+)
+async def test_an_answer_of_a_million_signs_holds_the_worker_up_no_longer_than_it_is_long(hostile: str):
+    async with judging([hostile, "Verdict: yes"]) as server:
+        assert await judge_of(server).yes_or_no("?", answer="x")
+    assert len(server.requests) == 2
+
+
+async def test_a_key_from_a_file_with_a_line_break_behind_it_is_sent_without_it():
+    async with judging(["Verdict: yes"]) as server:
+        assert await judge_of(server, api_key="sesame-open\n").yes_or_no("?", answer="x")
+    assert "authorization: bearer sesame-open\r\n" in server.heads[0].lower()
+
+
+def test_a_key_that_no_header_can_hold_is_refused_without_being_repeated():
+    for key in ("sesame\nopen", "s\u00e9same"):
+        with pytest.raises(ValidationError, match="api_key holds what no header can") as refused:
+            JudgeSettings(base_url="http://h/v1", model="wise", api_key=SecretStr(key))
+        assert "same" not in refused.value.errors()[0]["msg"]
 
 
 async def test_the_judge_reads_the_question_and_texts_that_cannot_close_their_tags():
@@ -236,6 +256,17 @@ async def test_a_tau_assertion_that_does_not_hold_earns_0_and_a_judge_that_fails
         await tau.tear_down()
 
 
+def test_a_judge_needs_no_key():
+    judge = "{base_url: 'http://localhost:8000/v1', model: wise}"
+    point = compose_one("experiment=tau_retail", f"environments.tau.kwargs.judge={judge}")
+    assert point.config is not None, sentences(point)
+    assert point.config.environments["tau"].kwargs["judge"]["api_key"] == ""
+    tau = point.config.environment("tau")
+    assert isinstance(tau, Tau)
+    assert tau.judge is not None
+    assert tau.judge.api_key.get_secret_value() == ""
+
+
 def test_a_judge_s_key_stays_a_reference_in_the_configuration(monkeypatch: pytest.MonkeyPatch):
     """At any depth of an environment's settings."""
     monkeypatch.setenv("JUDGE_KEY", "open sesame")
@@ -266,3 +297,10 @@ def test_addresses_that_are_none_are_refused():
     for base_url in ("localhost:8000", "ftp://x/v1", "http://", "http://h/v1?key=1"):
         with pytest.raises(ValidationError, match="base_url="):
             JudgeSettings(base_url=base_url, model="wise")
+
+
+@pytest.mark.parametrize("base_url", ["http://h/v1?key=sesame", "h/v1?key=sesame", "http://h/v1#sesame", "http://h:sesame/v1"])
+def test_what_may_be_a_key_in_an_address_is_not_repeated(base_url: str):
+    point = compose_one("experiment=tau_retail", f"environments.tau.kwargs.judge={{base_url: '{base_url}', model: wise}}")
+    assert "base_url" in sentences(point)
+    assert "sesame" not in sentences(point)

@@ -52,6 +52,7 @@ EXPERIMENTS = (
         "countdown",
         "reverse_letters",
         "code_generation",
+        "i3_code",
         "guess_letter",
         "letter_agent",
         "look_up",
@@ -60,7 +61,9 @@ EXPERIMENTS = (
         "tau_retail",
     ),
 )
-SLOW = ("textarena", "tau_retail")  # a package to import in a grader process, a large database to read
+SLOW = ("tau_retail",)  # a large database to read; the fast lane has a whole run of it (tests/run/test_tool_runs.py)
+ELSEWHERE = ("fake", "textworld", "verifiers")
+"""No task; a package in a Python environment of its own (tests/run)."""
 STEPS, PROMPTS, GROUP_SIZE, MAX_TOKENS = 2, 2, 2, 4
 
 
@@ -129,7 +132,7 @@ def composed(experiment: str, copies: dict[str, Path]) -> RunConfig:
     environment = experiment.removesuffix("_python")
     copy = copies.get(environment)
     data = [] if copy is None else [f"+environments.{environment}.kwargs.data_dir={copy}"]
-    held_out = [f"+environments.{experiment}.kwargs.held_out=2"] if experiment in ("dapo_math", "deepscaler") else []
+    held_out = [f"+environments.{experiment}.kwargs.held_out=2"] if experiment in ("dapo_math", "deepscaler", "i3_code") else []
     more = short_tau(copies["gsm8k"].parent / "tau") if experiment == "tau_retail" else []
     point = compose_one(f"experiment={experiment}", "model=tiny", f"number_of_steps={STEPS}", *data, *held_out, *more)
     assert point.config is not None, sentences(point)
@@ -191,6 +194,11 @@ def train_honestly(backend: Backend, config: RunConfig, step: int, batch: Batch)
     assert all(np.isfinite(value) for value in result.metrics.values())
     assert (result.metrics["grad_norm"] == 0) is alike
     assert (fingerprint(backend) == before) is alike
+
+
+def test_no_shipped_experiment_is_forgotten() -> None:
+    shipped = Path(__file__).resolve().parents[2] / "conf" / "experiment"
+    assert {file.stem for file in shipped.glob("*.yaml")} == {*EXPERIMENTS, *ELSEWHERE}
 
 
 @pytest.mark.parametrize(

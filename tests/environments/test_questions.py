@@ -49,13 +49,12 @@ def test_every_data_set_is_read_from_a_local_copy_as_the_hub_has_it(copies: dict
     sizes = {}
     for name, folder in copies.items():
         kind = plugins.load(plugins.ENVIRONMENTS, name)
-        extra = {"held_out": 3} if name in ("dapo_math", "deepscaler") else {}
+        extra = {"held_out": 3} if name in ("dapo_math", "deepscaler", "i3_code") else {}
         task = kind(data_dir=str(folder), **extra)
         assert task.prompts("train") == kind(data_dir=str(folder), **extra).prompts("train")
         sizes[name] = (len(task.prompts("train")), len(task.prompts("eval")))
-    parted = (SIZE - 3, 3)
     alike = dict.fromkeys(("gsm8k", "math500", "aime_2024", "aime_2025", "gpqa_diamond", "code_generation"), (SIZE, SIZE))
-    parted = dict.fromkeys(("dapo_math", "deepscaler"), (SIZE - 3, 3))
+    parted = dict.fromkeys(("dapo_math", "deepscaler", "i3_code"), (SIZE - 3, 3))
     assert sizes == {"hendrycks_math": (14, 14)} | alike | parted
 
 
@@ -181,6 +180,41 @@ def test_what_is_missing_is_said_with_a_remedy(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(NoRows, match=r"(?s)can't be had from the Hugging Face hub: .*hf download .* set data_dir=FOLDER"):
         Math500(dataset="nobody/nothing").prompts("train")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("array.json", b"[1, 2]", r"array\.json can't be read: ValueError: row 0 is no object of columns: 1"),
+        ("mixed.json", b'[{"question": "a", "answer": "1"}, 3]', "row 1 is no object of columns: 3"),
+        ("nothing.json", b"[]", r"nothing\.json has no rows"),
+        ("latin.jsonl", b'{"question": "\xe9t\xe9", "answer": "1"}\n', r"latin\.jsonl can't be read: it is no UTF-8"),
+        ("code.json", b'[{"question": "a", "answer": "{oops"}]', "row 0 of .* is none that can be tested: JSONDecodeError"),
+    ],
+)
+def test_a_file_that_holds_something_else_is_named_with_what_it_holds(
+    name: str, content: bytes, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    file = str(tmp_path / name)
+    task: Any = Gsm8k(data_dir=file)
+    if name.startswith("code"):
+        columns = {"question_field": "question", "tests_field": "answer", "setup_field": None, "solution_field": None}
+        task = plugins.load(plugins.ENVIRONMENTS, "code_generation")(data_dir=file, subsets=(), **columns)
+    with pytest.raises(NoRows, match=said):
+        task.prompts("train")
+
+
+def test_a_row_without_its_question_or_answer_is_left_out_and_a_path_that_leads_nowhere_is_refused(tmp_path: Path) -> None:
+    texts = ({"text": "1 + 1?"}, None, {"text": None})
+    rows = [*({"q": text, "a": "2"} for text in texts), {"q": {"text": "?"}, "a": None}]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    read = Gsm8k(data_dir=str(file), question_field="q.text", answer_field="a").prompts("train")
+    assert [prompt.answer for prompt in read] == ["2"]
+    for path, said in (("q.words", "what should hold 'words' has text"), ("a.b", "what should hold 'b' is str")):
+        with pytest.raises(NoRows, match=f"a row has nothing at '{path}': {said}"):
+            Gsm8k(data_dir=str(file), question_field=path, answer_field="a").prompts("train")
 
 
 def test_100_real_gsm8k_solutions_are_right_and_their_wrong_answers_wrong() -> None:

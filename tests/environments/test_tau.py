@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import http.server
 import json
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
+from pydantic import SecretStr, ValidationError
 
 from telescope.environments.base import Prompt, Turn
 from telescope.environments.failures import InfrastructureError
+from telescope.environments.patient import EndpointSettings, PatientEndpoint
 from telescope.environments.tau import Tau
 from telescope.environments.tau.airline import AirlineDesk
 from telescope.environments.tau.data import Task
@@ -22,6 +21,7 @@ from telescope.environments.tau.records import DeskError, Records
 from telescope.environments.tau.retail import RetailDesk
 from telescope.environments.tau.users import AGREES, ScriptedUser, first_person
 from telescope.environments.tools.schema import tool_of
+from tests.environments.judge_server import Clock, JudgeServer, judging
 from tests.environments.tools.talk import Talk
 
 SIZES = {"retail": {"train": 74, "eval": 40}, "airline": {"train": 30, "eval": 20}}
@@ -264,63 +264,70 @@ async def test_the_scripted_user_says_what_the_task_says_agrees_and_hangs_up():
     )
 
 
-@pytest.fixture
-def endpoint() -> Iterator[tuple[str, list[Any]]]:
-    """An OpenAI-compatible server of one process's own; the last entry of `asked` is the latest request."""
-    asked: list[Any] = []
-    replies = ["I am Ann, my lamp is broken.", "Yes.", "Thanks ###STOP###"]
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            asked.append(
-                (self.path, self.headers["Authorization"], json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            )
-            body = json.dumps({"choices": [{"message": {"content": replies[len(asked) - 1]}}]}).encode()
-            if self.path != "/v1/chat/completions":
-                body = b"{}"
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *arguments: Any) -> None: ...
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}", asked
-    server.shutdown()
-    server.server_close()
-    thread.join(60)
+def phoned_by(server: JudgeServer, clock: Clock | None = None, **settings: Any) -> Tau:
+    """A retail desk whose customers are played by the server's model; `clock` is what its patience goes by."""
+    user = EndpointSettings.model_validate({"base_url": server.base_url, "model": "m", "api_key": "sesame", **settings})
+    tau = Tau(user=user)
+    clock = clock or Clock()
+    tau._customer = PatientEndpoint("the customer's model", user, clock=clock, pause=clock.pause)
+    return tau
 
 
-async def test_a_model_behind_an_endpoint_plays_the_user(endpoint: tuple[str, list[Any]], tmp_path: Path):
-    url, asked = endpoint
-    (tmp_path / "key").write_text("secret\n")
-    tau = Tau(user="endpoint", user_base_url=f"{url}/v1", user_model="m", user_api_key_file=str(tmp_path / "key"))
-    talk = Talk(["Do you want your money back?", "Done."])
-    await tau.play(tau.prompts("train")[0], talk)
+async def test_a_model_behind_an_endpoint_plays_the_user():
+    async with judging(["I am Ann, my lamp is broken.", "<think>She asks.</think> Yes.", "Thanks ###STOP###"]) as server:
+        tau = Tau(user=EndpointSettings(base_url=server.base_url, model="m", api_key=SecretStr("sesame")))
+        await tau.set_up()
+        talk = Talk(["Do you want your money back?", "Done."])
+        await tau.play(tau.prompts("train")[0], talk)
+        await tau.tear_down()
     assert talk.said[0][1] == {"role": "user", "content": "I am Ann, my lamp is broken."}
     assert talk.said[1][0] == {"role": "user", "content": "Yes."}
-    path, key, body = asked[-1]
-    assert (path, key, body["model"]) == ("/v1/chat/completions", "Bearer secret", "m")
+    assert "authorization: bearer sesame" in server.heads[-1].lower()
+    body = server.requests[-1]
+    assert (body["model"], body["temperature"]) == ("m", 0.0)
     assert [message["role"] for message in body["messages"]] == ["system", "user", "assistant", "user", "assistant", "user"]
     assert "mechanical keyboard" in body["messages"][0]["content"]
+    assert server.connections == 1  # kept through the dialogue
 
 
-async def test_a_user_s_endpoint_that_fails_is_no_fault_of_the_policy(endpoint: tuple[str, list[Any]]):
-    for base, said in (
-        (f"{endpoint[0]}/other", "gave no chat completion"),
-        ("http://127.0.0.1:1", "failed"),
-        ("file:///", "must begin"),
-    ):
-        tau = Tau(user="endpoint", user_base_url=base, user_model="m")
-        with pytest.raises(InfrastructureError, match=said):
+async def test_a_customer_s_model_that_stumbles_is_asked_again_and_its_silence_is_no_hanging_up():
+    clock = Clock()
+    async with judging([(503, "busy"), "Hello.", "<think>hm</think>", "Thanks ###STOP###"]) as server:
+        tau = phoned_by(server, clock)
+        talk = Talk(["Done."])
+        await tau.play(tau.prompts("train")[0], talk)
+        await tau.tear_down()
+    assert talk.said[0][1] == {"role": "user", "content": "Hello."}
+    assert (len(server.requests), clock.pauses) == (4, [1.0, 1.0])
+
+
+async def test_a_customer_s_model_that_is_down_is_no_fault_of_the_policy_and_soon_asked_by_no_rollout():
+    clock = Clock()
+    async with judging([(500, "out of memory")]) as server:
+        tau = phoned_by(server, clock, max_attempts=2, breaker_failures=2, breaker_pause_s=300.0, patience_s=30.0)
+        prompt = tau.prompts("train")[0]
+        with pytest.raises(InfrastructureError, match=r"^the customer's model m at http.* in 2 requests; .*out of memory"):
+            await tau.play(prompt, Talk(["Done."]))
+        for _ in range(3):
+            with pytest.raises(InfrastructureError, match=r"in 0 requests; .* is not asked for 300 s after 2 failures"):
+                await tau.play(prompt, Talk(["Done."]))
+        await tau.tear_down()
+    assert len(server.requests) == 2
+
+
+async def test_a_customer_s_model_that_refuses_is_no_fault_of_the_policy_either():
+    async with judging([(401, "no such key")]) as server:
+        tau = phoned_by(server)
+        with pytest.raises(InfrastructureError, match=r"does not take the dialogue: .* answered 401: no such key"):
             await tau.play(tau.prompts("train")[0], Talk(["Done."]))
+        await tau.tear_down()
+    assert len(server.requests) == 1
+    with pytest.raises(InfrastructureError, match="was not set up"):
+        await Tau(user=tau.user).play(tau.prompts("train")[0], Talk(["Done."]))
 
 
 def test_what_is_missing_is_named_with_its_remedy(tmp_path: Path):
-    with pytest.raises(ValidationError, match="user=endpoint needs user_base_url and user_model"):
-        Tau(user="endpoint")
+    with pytest.raises(ValidationError, match=r"user\.model"):
+        Tau.model_validate({"user": {"base_url": "http://localhost:8000/v1"}})
     with pytest.raises(ValueError, match=r"has no retail/tasks\.json: name the folder"):
         Tau(data=str(tmp_path)).prompts("train")

@@ -58,3 +58,14 @@ async def test_a_folder_of_games_that_others_may_write_to_is_refused_before_any_
     with pytest.raises(ValueError, match="this user alone"):
         await Textworld().set_up()
     await Textworld(games_dir=str(made)).set_up()
+
+
+async def test_what_a_killed_process_made_a_game_in_is_swept_once_nobody_can_be_at_it(tmp_path: Path):
+    game, old, new = tmp_path / "textworld-1.7-x.z8", tmp_path / "making-old", tmp_path / "making-new"
+    game.write_text("")
+    for folder in (old, new):
+        folder.mkdir()
+    os.utime(old, (1, 1))
+    os.utime(game, (1, 1))
+    await Textworld(games_dir=str(tmp_path)).set_up()
+    assert sorted(tmp_path.iterdir()) == sorted([game, new])

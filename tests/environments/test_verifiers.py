@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import sys
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from telescope.environments.chat import ChatError, TokenChat
 from telescope.environments.failures import ContextFull, GraderError, InfrastructureError
 from telescope.environments.proxy.sessions import Proxy
 from telescope.environments.template import ChatTemplate
-from telescope.environments.verifiers import Verifiers
+from telescope.environments.verifiers import Player, Verifiers, listed
 from tests.environments.proxy.conftest import Policy
 
 FAKE = str(Path(__file__).with_name("verifiers_fake"))
@@ -120,7 +122,7 @@ async def test_a_player_that_dies_fails_its_rollouts_and_the_next_one_starts_ano
     async with at_work(verifiers):
         table = Table(verifiers, tiny_tokenizer)
         for _ in range(2):
-            with pytest.raises(InfrastructureError, match="has ended; its last words: "):
+            with pytest.raises(InfrastructureError, match=r"has ended.*; its last words: .*out of luck"):
                 await table.play(0)
             assert (await table.play(1)).total == 1.0
 
@@ -177,6 +179,94 @@ async def test_a_rollout_of_a_player_that_reads_no_more_is_given_up_at_once():
         assert isinstance(ended, asyncio.CancelledError)
 
 
+ENDS_WITH_ITS_INPUT = """
+import json, os, subprocess, sys
+sys.stdin.readline()
+{before}
+print(json.dumps({{"ready": True}}), flush=True)
+for line in sys.stdin:
+    number = json.loads(line)["number"]
+    {each}
+"""
+
+
+def player_of(folder: Path, each: str, before: str = "", hung_s: float = 60.0) -> Player:
+    """One whose program is another one: what may go wrong before and for each line that it is told."""
+    program, python = folder / "program.py", folder / "python"
+    program.write_text(ENDS_WITH_ITS_INPUT.format(before=before, each=each))
+    python.write_text(f"#!/bin/sh\nexec '{sys.executable}' '{program}'\n")
+    python.chmod(0o755)
+    return Player(str(python), {}, (), 100, hung_s)
+
+
+async def test_a_player_that_hangs_is_killed_once_it_does_not_say_that_it_has_given_up(tmp_path: Path):
+    player = player_of(tmp_path, "import signal; os.kill(os.getpid(), signal.SIGSTOP)", hung_s=0.1)
+    await player.start()
+    rollouts = [asyncio.create_task(player.play({})) for _ in range(2)]
+    while len(player._waiting) < 2:
+        await asyncio.sleep(0)
+    rollouts[0].cancel()
+    async with asyncio.timeout(100):
+        first, second = await asyncio.gather(*rollouts, return_exceptions=True)
+    assert isinstance(first, asyncio.CancelledError)
+    assert isinstance(second, InfrastructureError)
+    assert "last words: (it was killed: it did not give up a rollout within 0.1 s, so it hangs)" in str(second)
+    await player.close()
+
+
+async def test_a_player_that_says_that_it_has_given_up_lives_on(tiny_tokenizer: Any):
+    verifiers = environment({"says": ["held"]}, {})
+    async with at_work(verifiers):
+        table, player = Table(verifiers, tiny_tokenizer), verifiers._player
+        assert player is not None
+        policy = Policy(tiny_tokenizer, held={"held<|assistant|>": asyncio.Event()})
+        rollout = asyncio.create_task(table.play(0, table.chat(policy)))
+        async with asyncio.timeout(100):
+            await policy.asked.wait()
+            rollout.cancel()
+            await asyncio.gather(rollout, return_exceptions=True)
+            while player._given_up:
+                await asyncio.sleep(0.01)
+        process = player._process
+        assert (await table.play(1)).total == 1.0
+        assert player._process is process
+
+
+async def test_what_a_player_prints_without_end_holds_nothing_up_and_is_not_kept(tmp_path: Path):
+    flood = "[os.write(2, b'y' * 2**20) for _ in range(8)]; print(json.dumps({'number': number, 'reward': 1}), flush=True)"
+    player = player_of(tmp_path, flood)
+    await player.start()
+    async with asyncio.timeout(100):
+        assert await player.play({}) == {"number": 1, "reward": 1}
+    await player.close()
+    assert max(map(len, player._said)) <= 1000
+
+
+@pytest.mark.parametrize("noise", ["hello from a .pth file", "[1]"])
+async def test_a_player_that_says_what_is_no_answer_is_ended_and_quoted(noise: str, tmp_path: Path):
+    player = player_of(tmp_path, f"print({noise!r}, flush=True)")
+    await player.start()
+    async with asyncio.timeout(100):
+        with pytest.raises(InfrastructureError, match=r"has ended.*said what is no answer: .*; see what prints to stdout"):
+            await player.play({})
+    await player.close()
+    early = player_of(tmp_path, "", before=f"print({noise!r}, flush=True)")
+    with pytest.raises(ValueError, match=r"said what is no answer: .*see what prints to stdout as that Python starts"):
+        await early.start()
+    await early.close()
+
+
+def test_the_listing_of_tasks_waits_for_nothing_that_it_has_started_and_ends_it(tmp_path: Path):
+    child = "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)'])"
+    script = f"{child}\nopen({str(tmp_path / 'child')!r}, 'w').write(str(child.pid))"
+    python = player_of(tmp_path, "", before=script)._python
+    assert listed(python, {}, {}, 500) == {"ready": True}
+    left = int((tmp_path / "child").read_text())
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while psutil.Process(left).status() != psutil.STATUS_ZOMBIE:  # and gone where somebody collects it
+            time.sleep(0.01)
+
+
 async def test_the_player_ends_with_the_environment(tiny_tokenizer: Any):
     verifiers = environment({})
     before = {child.pid for child in psutil.Process().children(recursive=True)}
@@ -215,6 +305,8 @@ def test_a_python_without_verifiers_is_told_what_to_install(tmp_path: Path):
         Verifiers(path=(str(tmp_path),)).prompts("train")
     with pytest.raises(ValueError, match="python=/nowhere/python can't be started"):
         Verifiers(python="/nowhere/python").prompts("train")
+    with pytest.raises(ValueError, match=r"env\.taskset='my-tasks' must be a section of settings, e\.g\. {taskset"):
+        Verifiers(env={"taskset": "my-tasks"})
     with pytest.raises(ValueError, match="must not name another id"):
         Verifiers(eval_taskset={"id": "other"})
 

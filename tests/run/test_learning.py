@@ -26,6 +26,14 @@ def exact(run: WholeRun) -> list[float]:
     return [value for value in found if value is not None]
 
 
+def processor_s(run: WholeRun) -> float:
+    """Processor seconds of all processes from the first step to the last: a busy machine hardly changes them."""
+    steps = [row["metrics"] for row in run.rows("step_metrics")][1:]  # those of the first count from each process's start
+    found = [value for metrics in steps for name, value in metrics.items() if name.startswith("processor_s/")]
+    assert len(found) == 5 * len(steps)
+    return sum(found)
+
+
 @pytest.mark.vllm
 @pytest.mark.timeout(400)
 def test_reward_on_what_the_server_sampled_rises(start: Start):
@@ -117,8 +125,10 @@ def test_adapters_alone_learn_and_every_version_is_seen_in_the_servers_log_probs
 def test_the_quickstart_learns_with_three_seeds(start: Start):
     ends = []
     for seed in (0, 1, 2):
-        summary = finished(start(f"seed={seed}")).summary()
+        run = finished(start(f"seed={seed}"))
+        summary = run.summary()
         assert summary["steps"] == 60
+        assert processor_s(run) < 2 * 120  # what two cores have in the two minutes that are promised
         assert 0.2 < summary["exact_first"] < 0.45
         ends.append(summary["exact_last"])
     assert min(ends) >= 0.6, ends

@@ -15,7 +15,7 @@ def test_a_run_over_all_shipped_tasks_trains_two_steps(start: Start, tmp_path: P
     copies = write_all(tmp_path / "copies")
     tasks = [*copies, "reasoning_gym", "wordle"]
     settings = [f"+environments.{name}.kwargs.data_dir={copy}" for name, copy in copies.items()]
-    settings += [f"+environments.{name}.kwargs.held_out=2" for name in ("dapo_math", "deepscaler")]
+    settings += [f"+environments.{name}.kwargs.held_out=2" for name in ("dapo_math", "deepscaler", "i3_code")]
     run = start(
         *("experiment=fake", f"env=[{','.join(tasks)}]", "number_of_steps=2", *settings),
         *("inference.max_model_len=4096", "trainer.seq_len=8192", "rollout.group_size=2"),

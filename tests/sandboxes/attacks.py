@@ -61,6 +61,9 @@ ATTACKS = (
     Attack("resolve_a_name", "try: print(socket.getaddrinfo('example.com', 80))\nexcept OSError: print('no name')", "no name"),
     Attack("talk_to_the_hypervisor", "print(tried(lambda: socket.socket(40, socket.SOCK_STREAM) and 'vsock'))",
            ("EPERM", "EAFNOSUPPORT", "EINVAL")),
+    Attack("see_an_interface",
+           "print(tried(lambda: sorted(line.split(':')[0].strip() for line in open('/proc/net/dev') if ':' in line)))",
+           ("['lo']", "ENOENT", "done")),
     Attack("reach_an_abstract_unix_socket", "s = socket.socket(socket.AF_UNIX)\nprint(tried(lambda: s.connect('\\0ABSTRACT')))",
            ("ECONNREFUSED", "EACCES", "EINVAL")),
     # Files

@@ -13,9 +13,12 @@ from typing import Any
 import pytest
 
 from telescope.environments.base import Prompt
-from telescope.environments.code_answers import AssertTest, Result, StdinTest, Verdict, code_of, judge, read_tests
+from telescope.environments.code_answers import Result, Verdict, behind, code_of, judge
 from telescope.environments.code_generation import CodeGeneration
+from telescope.environments.code_tests import AssertTest, CallTest, StdinTest, printed_alike, read_tests, returned_alike
 from telescope.environments.failures import InfrastructureError
+from telescope.environments.i3_code import PRELUDE, I3Code
+from telescope.environments.questions.rows import NoRows
 from telescope.environments.sandboxes.base import Limits
 from telescope.environments.sandboxes.pool import Guest, Pool
 from telescope.environments.sandboxes.settings import SandboxSettings
@@ -64,6 +67,117 @@ def test_tests_are_read_in_the_forms_that_data_sets_have() -> None:
     for nothing in ([], "", ["  "], {"inputs": [], "outputs": []}, 7, [7]):
         with pytest.raises(ValueError, match="test"):
             read_tests(nothing)
+
+
+def test_a_test_that_calls_a_function_is_none_that_reads_and_prints() -> None:
+    add = (CallTest("add", "([1, 2], 'a b')", "3"),)
+    assert read_tests({"fn_name": "add", "inputs": ['[1, 2]\n"a b"'], "outputs": ["3"]}) == add  # a line an argument
+    assert read_tests({"fn_name": "add", "inputs": [[[1, 2], "a b"]], "outputs": [3]}) == add
+    assert read_tests([{"input": '[1, 2]\n"a b"', "output": "3", "testtype": "functional"}], "add") == add
+    assert read_tests([{"input": "1", "output": "3", "testtype": "stdin"}], "add") == (StdinTest("1", "3"),)
+    assert read_tests({"fn_name": None, "inputs": [[1, 2]], "outputs": [[3]]}) == (StdinTest("1\n2", "3"),)
+    (literal,) = read_tests({"fn_name": "f", "inputs": ["{1: (2, None)}\nTrue"], "outputs": ["(1, {2: False})"]})
+    assert literal == CallTest("f", "({1: (2, None)}, True)", '[1, {"2": false}]')
+    for tests, why in (
+        ([{"input": "1", "output": "3", "testtype": "functional"}], "the row names none"),
+        ([{"input": "1", "output": "3", "testtype": "interactive"}], "'interactive' are not known"),
+        ({"fn_name": "f", "inputs": ["import os"], "outputs": ["3"]}, "neither JSON nor a literal of Python: 'import os'"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            read_tests(tests)
+
+
+@pytest.mark.parametrize(
+    ("printed", "wanted", "tolerance", "alike"),
+    [
+        ("1 2 \n3\n\n", "1 2\n3", 0.0, True),
+        ("1 2 3", "1 2\n3", 0.0, False),
+        ("1 2 3", "1 2\n3", 1e-3, True),
+        ("0.3334", "0.33333333", 1e-3, True),
+        ("0.34", "0.33333333", 1e-3, False),
+        ("3", "3.0000", 1e-3, True),
+        ("1000001", "1000000", 1e-3, False),  # whole numbers are right or wrong
+        ("1e400", "1e401", 1e-3, False),
+        ("1_0.0", "10.0", 1e-3, False),
+        ("nan", "0.5", 1e-3, False),
+        ("yes", "YES", 1e-3, False),
+        ("1.0", "1.0 2.0", 1e-3, False),
+    ],
+)
+def test_what_is_printed_is_compared_by_text_or_by_words_and_numbers(
+    printed: str, wanted: str, tolerance: float, alike: bool
+) -> None:
+    assert printed_alike(printed, wanted, tolerance) is alike
+
+
+@pytest.mark.parametrize(
+    ("returned", "wanted", "alike"),
+    [
+        ("[1, [2, null]]", "[1, [2, null]]", True),
+        ("[1, 2]", "[2, 1]", False),
+        ("0.30000000000000004", "0.3", True),
+        ("3", "[3]", True),
+        ("[3]", "3", False),
+        ('"3"', "3", False),
+        ("true", "1", True),
+        ("true", "1.0", True),
+        ('{"a": [0.1]}', '{"a": [0.1000000001]}', True),
+        ('{"a": 1, "b": 2}', '{"a": 1}', False),
+        ("", "3", False),
+        ("[" * 100_000, "3", False),
+        ("9" * 100_000, "3", False),
+    ],
+)
+def test_what_is_returned_is_compared_as_a_value(returned: str, wanted: str, alike: bool) -> None:
+    assert returned_alike(returned, wanted) is alike
+
+
+def test_a_prelude_goes_behind_what_comes_from_the_future() -> None:
+    code = "\nfrom __future__ import annotations\nx: List[int] = []\n"
+    assert behind("import os", code) == "from __future__ import annotations\nimport os\n\nx: List[int] = []\n"
+    assert behind("", code) == code
+    compile(behind(PRELUDE, code), "solution.py", "exec")
+
+
+async def test_a_function_is_called_and_its_value_compared_outside(guest: Guest) -> None:
+    code = (
+        "import sys\nfrom collections import deque\n"
+        "def twice(x):\n    print('noise', flush=True)\n    sys.stdout = None\n    return 2 * x\n"
+        "def pair(x): return deque((x, (x,)))\n"
+        "def halves(x): return [x / 2] * 2\n"
+        "def thing(x): return object()\n"
+        "def leave(x): sys.exit(0)\n"
+        "def huge(x): return 'x' * 100_000\n"
+    )
+    wanted = {
+        CallTest("twice", "(3,)", "6"): Result.PASSED,
+        CallTest("twice", "(3,)", "7"): Result.WRONG,
+        CallTest("twice", "(3, 4)", "6"): Result.ERROR,
+        CallTest("pair", "(None,)", "[null, [null]]"): Result.PASSED,
+        CallTest("halves", "(0.2,)", "[0.1, 0.1]"): Result.PASSED,
+        CallTest("thing", "(1,)", "1"): Result.ERROR,
+        CallTest("leave", "(1,)", "null"): Result.ERROR,
+        CallTest("missing", "(1,)", "1"): Result.ERROR,
+        CallTest("huge", "(1,)", json.dumps("x" * 100_000)): Result.PASSED,
+    }
+    verdict = await judge(guest, code, list(wanted), test_s=60.0)
+    assert verdict.results == tuple(wanted.values())
+
+
+async def test_a_function_cannot_find_what_is_wanted_of_it(guest: Guest) -> None:
+    """It searches all that its process was given, and says the word itself: that is only another way to answer."""
+    code = """
+import gc, json, os, sys
+def f(x):
+    text = repr([o for o in gc.get_objects() if isinstance(o, dict) and 'word' in o]) + repr(sys.argv)
+    if '729' in text:
+        return 729
+    word = sys._getframe(1).f_globals['given']['word']
+    os.write(1, (word + '728').encode())
+    os._exit(0)
+"""
+    verdict = await judge(guest, code, [CallTest("f", "(9,)", "729"), CallTest("f", "(9,)", "728")], test_s=60.0)
+    assert verdict.results == (Result.WRONG, Result.PASSED)
 
 
 async def test_each_test_has_its_own_result_and_counts_its_own_share(guest: Guest) -> None:
@@ -236,3 +350,42 @@ async def test_without_its_sandboxes_an_answer_is_not_scored_0(tmp_path: Path) -
     environment = mbpp_like(tmp_path)
     with pytest.raises(InfrastructureError, match="was not set up"):
         await environment.scored(environment.reward, environment.prompts("train")[0], "x = 1")
+
+
+def i3_rows() -> list[dict[str, Any]]:
+    """As in the data set: the tests are JSON text within JSON text."""
+    call = {"fn_name": "total", "inputs": ["[1, 2, 3]\n10", "[]\n5"], "outputs": ["16", "5"]}
+    program = {"fn_name": None, "inputs": ["3\n1 2 4\n", "1\n5\n"], "outputs": ["2.3333333", "5.0"]}
+    broken = {"fn_name": "f", "inputs": ["import os"], "outputs": ["1"]}
+    rows = [("Add up.", call), ("Print the mean.", program), ("Nobody knows.", broken)]
+    return [
+        {"question": text, "info": json.dumps({"tests": json.dumps(tests), "source": "x"}), "avg@8": 0.5}
+        for text, tests in rows
+    ]
+
+
+async def test_tasks_of_i3_call_functions_and_run_programs_and_unreadable_ones_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, i3_rows())))
+    settings = {"data_dir": str(tmp_path), "eval_split": "train", "test_s": 60.0, "total_s": 60.0, "sandbox": SETTINGS}
+    environment = I3Code.model_validate(settings)
+    prompts = environment.prompts("train")
+    assert [prompt.turns[0]["content"].split("\n")[0] for prompt in prompts] == ["Add up.", "Print the mean."]
+    assert "1 of 3 rows are left out, the first: row 2 of PrimeIntellect/INTELLECT-3-RL" in caplog.text
+    shown = I3Code.model_validate(settings | {"shown_tests": 1}).prompts("train")[0].turns[0]["content"]
+    assert "Example:\ntotal([1, 2, 3], 10) returns 16 (as JSON)" in shown
+    with pytest.raises(NoRows, match=r"row 2 .*import os.*unreadable=leave_out leaves such rows out"):
+        I3Code.model_validate(settings | {"unreadable": "refuse"}).prompts("train")
+    method = "class Solution:\n    def total(self, xs: List[int], more: int) -> int:\n        return sum(xs) + more"
+    program = "n = int(input())\nprint(sum(map(int, input().split())) / n)"
+    await environment.set_up()
+    try:
+        rewards = [
+            await environment.reward(prompt, f"```python\n{code}\n```")
+            for prompt, code in ((prompts[0], method), (prompts[1], program), (prompts[0], program), (prompts[1], method))
+        ]
+    finally:
+        await environment.tear_down()
+    assert [reward.total for reward in rewards] == [1.0, 1.0, 0.0, 0.0]
+    assert [reward.tags for reward in rewards] == [(), (), ("error",), ("wrong",)]

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from telescope.environments.sandboxes import bubblewrap, cgroups, gvisor, seccomp
+from telescope.environments.sandboxes import bubblewrap, cgroups, gvisor, local, seccomp
 from telescope.environments.sandboxes.base import Ending, Limits, SandboxUnavailable, Wall
 from telescope.environments.sandboxes.settings import SandboxSettings, make_provider
+from telescope.runlog import temporary
 
 LIMITS = Limits(memory_mb=128, disk_mb=16, time_s=60.0)
 
@@ -159,3 +160,7 @@ def test_the_groups_of_a_killed_worker_are_removed_and_those_of_a_living_one_sta
         (tmp_path / f"telescope-{pid}" / "sandbox-1-1").mkdir(parents=True)
     cgroups._sweep(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [f"telescope-{os.getpid()}"]
+
+
+def test_the_folder_of_sandboxes_is_one_that_the_launcher_sweeps_after_a_worker_that_was_killed() -> None:
+    assert local.FOLDER.startswith(temporary.PREFIX)

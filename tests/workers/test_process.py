@@ -150,6 +150,51 @@ async def test_a_signal_in_the_middle_of_a_rollout_ends_it_with_goodbye(tmp_path
         assert await asyncio.wait_for(process.wait(), 60) == code
 
 
+TOGETHER = """
+import asyncio
+from telescope.environments.base import Prompt, Reward, SingleTurn
+
+inside, all_here, go = [0], asyncio.Event(), asyncio.Event()
+
+class Together(SingleTurn):
+    def prompts(self, split): return [Prompt(({"role": "user", "content": text},), text) for text in ("wait", "release")]
+    async def reward(self, prompt, answer):
+        if prompt.answer == "release":
+            await all_here.wait()
+            go.set()
+            return Reward(1.0)
+        inside[0] += 1
+        if inside[0] == 1000:
+            all_here.set()
+        await go.wait()
+        return Reward(0.0)
+"""
+
+
+async def test_one_worker_process_plays_a_rollout_while_a_thousand_wait_in_their_environment(tmp_path: Path) -> None:
+    """The thousand are let go by that one alone, and it waits until all of them are there."""
+    (tmp_path / "environments").mkdir()
+    (tmp_path / "environments" / "together.py").write_text(TOGETHER)
+    directory, config = run_of(tmp_path, (str(tmp_path),), "together", timeout_s=600.0)
+    ids = np.array([6, 1], np.int32)
+    arrays = (ids, np.full(2, -0.5, np.float32), np.zeros(2, np.int32))
+    rewards: dict[int, float] = {}
+    async with hub_and_worker(directory, config) as (hub, process):
+        await joined(hub)
+        for at in range(1001):
+            hub.send("worker-0", RunRollout(RolloutOrder(at, at, 0, 0, PromptRef("task", "train", at // 1000), at)))
+        while len(rewards) < 1001:
+            happening = await until(hub, lambda happening: isinstance(happening, Delivery))
+            if isinstance(happening.body, Generate):
+                hub.send("worker-0", Completion(happening.body.request_id, "stop", 2, 0, 0.0, 0.0), arrays, answers=happening)
+            elif isinstance(happening.body, RolloutDone):
+                hub.acknowledge(happening)
+                rewards[happening.body.rollout_id] = happening.body.reward
+        assert rewards == {**dict.fromkeys(range(1000), 0.0), 1000: 1.0}
+        await hub.close("enough")
+        assert await asyncio.wait_for(process.wait(), 60) == 0
+
+
 async def test_a_hanging_reward_function_does_not_keep_the_process(tmp_path: Path) -> None:
     (tmp_path / "environments").mkdir()
     (tmp_path / "environments" / "hanging.py").write_text(

@@ -510,23 +510,3 @@ async def test_a_tear_down_that_never_ends_keeps_neither_the_worker_nor_the_othe
     assert notes == ["set up", "torn down"]
     late = "environments.staying: its tear_down failed: not done within environments.staying.tear_down_timeout_s=0.05"
     assert late in caplog.messages
-
-
-async def test_two_hundred_slow_environments_wait_side_by_side(template: ChatTemplate) -> None:
-    """All of them are within their slow part at one and the same time; only then are they let go."""
-    inside, go = [0], asyncio.Event()
-
-    class Slow(Task):
-        async def reward(self, prompt: Prompt, answer: str) -> Reward:  # type: ignore[override]
-            inside[0] += 1
-            if inside[0] == 200:
-                go.set()
-            await go.wait()
-            return Reward(1.0)
-
-    async with serving(template, Slow(), Limits(1.0, 12, 200, 110.0)) as (link, _):
-        for rollout_id in range(200):
-            link.deliver(RunRollout(order(rollout_id)))
-        for request in await link.until_sent(Generate, 200):
-            complete(link, request)
-        assert len(await link.until_sent(RolloutDone, 200)) == 200

@@ -61,20 +61,24 @@ class Part:
     longest: int = 0
 
 
-@dataclass(frozen=True)
 class Segments:
-    """Where the segments of a row of T tokens lie, prepared once a row for every layer."""
+    """Where the segments of a row of T tokens lie, prepared once a row for every layer.
 
-    boundaries: Tensor  # [S + 1] int32 on the device
-    longest: int
-    stacks: Stacks | None = None
-    """Of sdpa alone."""
-    masks: BlockMasks | None = None
-    """Of flex alone."""
-    parts: tuple[Part, ...] = ()
-    """Of cudnn alone; they add up to T."""
-    context: Context | None = None
-    """The ranks that share the row; None: this rank has all of it."""
+    No dataclass: of those FSDP looks through every field, several times a layer, and makes a new one each time.
+    """
+
+    def __init__(
+        self, boundaries: Tensor, longest: int, *, stacks: Stacks | None = None, masks: BlockMasks | None = None,
+        parts: tuple[Part, ...] = (), context: Context | None = None,
+    ) -> None:  # fmt: skip
+        """boundaries: [S + 1] int32 on the device. `stacks` of sdpa alone, `masks` of flex, `parts`, which add up to T, of
+        cudnn. `context`: the ranks that share the row; None: this rank has all of it."""
+        self.boundaries = boundaries
+        self.longest = longest
+        self.stacks = stacks
+        self.masks = masks
+        self.parts = parts
+        self.context = context
 
 
 def register(kind: Kind) -> str:
@@ -100,7 +104,7 @@ def segments(kind: Kind, boundaries: np.ndarray, device: str, context: Context |
     masks = BlockMasks(lengths, device) if kind == "flex" else None
     parts = _parts(lengths, device) if kind == "cudnn" else ()
     longest = int(lengths.max())
-    return Segments(boundaries=on_device, longest=longest, stacks=stacks, masks=masks, parts=parts, context=context)
+    return Segments(on_device, longest, stacks=stacks, masks=masks, parts=parts, context=context)
 
 
 def _parts(lengths: np.ndarray, device: str) -> tuple[Part, ...]:

@@ -71,6 +71,7 @@ class FSDPBackend:
         self._work = work.training_work(self._policy.lm)
         self._peak = work.peak_flops(self._device, job.trainer.peak_flops)
         self._saver = Saver(job.world.rank, self._device, job.saving)
+        self._keeps_gathered = settings.reshard_after_forward is False
 
     @property
     def attention_length(self) -> float:
@@ -96,6 +97,8 @@ class FSDPBackend:
         for number, (minibatch, counts) in enumerate(zip(minibatches, shard.denominators, strict=True)):
             for place, row in enumerate(minibatch):
                 spans.at(number, place)
+                if self._keeps_gathered:
+                    self._policy.keep_gathered(place + 1 < len(minibatch))
                 self._accumulate(row, counts, spans, tally)
                 self._job.progress(f"train step {shard.step}: minibatch {number + 1}, row {place + 1} of {len(minibatch)}")
             spans.at(number)

@@ -105,9 +105,17 @@ class Policy(nn.Module):
         for layer in self.lm.get_decoder().layers:
             fully_shard(layer, reshard_after_forward=reshard_layers, **kept)
         fully_shard(self, reshard_after_forward=reshard_rest, **kept)
+        if mesh.size() == 1:
+            return  # nothing is averaged, and a factor of 1 would be a pass of its own over each gradient
         for module in self.fsdp_modules():
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+    def keep_gathered(self, kept: bool) -> None:
+        """Whether weights stay gathered after the backward passes from now on. They may until the next update alone, whose
+        new weights have to be gathered."""
+        for module in self.fsdp_modules():
+            module.set_reshard_after_backward(not kept, recurse=False)
 
     def fsdp_modules(self) -> list[FSDPModule]:
         return [module for module in self.modules() if isinstance(module, FSDPModule)]
@@ -224,7 +232,7 @@ def load(model: ModelSettings, kind: Kind, dtype: torch.dtype, *, adapters: bool
 def fitted(lm: Any, model: ModelSettings, *, adapters: bool) -> Any:
     """The model as it is trained: without dropout, with its adapters. Raises `UnfitModel`."""
     _check(lm)
-    _no_dropout(lm)
+    _no_chance(lm)
     if adapters and model.lora is not None:
         try:
             lora.inject(lm, model.lora)
@@ -276,8 +284,16 @@ def _check_heads(lm: Any, size: int) -> None:
         )
 
 
-def _no_dropout(lm: Any) -> None:
-    """Log-probs must not depend on chance: the ratio to the sampler would be noise. (Attention here never drops.)"""
+NOISES = ("jitter_noise", "input_jitter_noise", "router_jitter_noise", "moe_jitter_eps")
+"""What routers of experts call the width of the noise that they train with."""
+
+
+def _no_chance(lm: Any) -> None:
+    """Log-probs must not depend on chance: the ratio to the sampler would be noise. (Attention here never drops.) What a layer
+    computes again for its backward pass is then the same without a look at the random generators' states."""
     for module in lm.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+        for name in NOISES:
+            if getattr(module, name, None):
+                setattr(module, name, 0.0)

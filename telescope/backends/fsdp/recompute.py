@@ -41,10 +41,12 @@ def enable(lm: Any, kept: Mode) -> None:
     inside a compiled graph are out of reach), so that norms, rotations and activation functions alone are
     computed twice. As in Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models (2022), the other
     way round: there attention is what is computed again, which kernels that keep no scores have made needless.
+
+    Random states are not put back for it: nothing in a model that is trained here draws (policy.py sees to that).
     """
     if kept == "none":
         return
-    kwargs: dict[str, Any] = {"use_reentrant": False}
+    kwargs: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if kept == "selective":
         kwargs["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
     lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)

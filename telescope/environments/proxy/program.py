@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from telescope.environments.passed_on import passed_on
@@ -46,13 +47,15 @@ async def run_program(
     limit_s: float,
     give_up: asyncio.Event,
     waited_s: Callable[[], float] = lambda: 0.0,
+    below: Path | None = None,
 ) -> Outcome:
     """Run it in an empty folder of its own until it ends, `limit_s` has passed or `give_up` is set.
 
+    `below`: where that folder is made; the system's folder for temporary files by default.
     `waited_s`: how many seconds so far were none of the program's; they do not count against `limit_s`.
     Raises OSError where it can't be started.
     """
-    with tempfile.TemporaryDirectory(prefix="agent-", ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(prefix="agent-", dir=below, ignore_cleanup_errors=True) as folder:
         process = await asyncio.create_subprocess_exec(
             *argv,
             stdin=asyncio.subprocess.PIPE,

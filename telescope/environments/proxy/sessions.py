@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import logging
 import secrets
 import time
@@ -30,6 +31,7 @@ from telescope.environments.proxy.http import HttpServer, Request, Response
 from telescope.environments.proxy.shapes import ChatAnswer, ChatRequest, Message, Refused
 from telescope.environments.template import TemplateError
 from telescope.environments.tools.calls import Call, CallFormat, parse_calls
+from telescope.environments.tools.depth import deeper_than
 
 log = logging.getLogger(__name__)
 
@@ -278,9 +280,10 @@ def _plain(arguments: Any) -> Any:
     if not isinstance(arguments, str):
         return arguments
     try:
-        return orjson.loads(arguments)
+        read = orjson.loads(arguments)
     except orjson.JSONDecodeError:
         return arguments
+    return arguments if deeper_than(read) else read
 
 
 def _for_template(message: Message) -> Mapping[str, Any]:
@@ -293,5 +296,5 @@ def _for_template(message: Message) -> Mapping[str, Any]:
 
 
 def _call(call: Call) -> Message:
-    function = {"name": call.name, "arguments": orjson.dumps(dict(call.arguments)).decode()}
+    function = {"name": call.name, "arguments": json.dumps(dict(call.arguments), ensure_ascii=False, separators=(",", ":"))}
     return {"id": f"call_{secrets.token_hex(5)[:9]}", "type": "function", "function": function}

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import orjson
 
 from telescope.environments.proxy.http import Response
+from telescope.environments.tools.depth import MAX_DEPTH, deeper_than
 
 MODEL = "policy"
 """The one model there is; any name is answered by it."""
@@ -64,6 +65,8 @@ def read_request(body: bytes) -> ChatRequest:
         raise Refused(400, f"the body is no JSON: {error}") from error
     if not isinstance(asked, dict):
         raise Refused(400, "the body is no JSON object")
+    if deeper_than(asked):
+        raise Refused(400, f"the body is nested more than {MAX_DEPTH} deep")
     _refuse_what_is_not_done(asked)
     messages = asked.get("messages")
     if not isinstance(messages, list) or not messages:
@@ -97,9 +100,14 @@ def _refuse_what_is_not_done(asked: Mapping[str, Any]) -> None:
 
 def _tools(asked: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
     tools = asked.get("tools") or []
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) and tool.get("type") == "function" for tool in tools):
-        raise Refused(400, 'tools must be a list of {"type": "function", "function": {...}}', param="tools")
+    if not isinstance(tools, list) or not all(_is_tool(tool) for tool in tools):
+        raise Refused(400, 'tools must be a list of {"type": "function", "function": {"name": …, …}}', param="tools")
     return () if asked.get("tool_choice") == "none" else tuple(tools)
+
+
+def _is_tool(tool: Any) -> bool:
+    function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
 def _max_tokens(asked: Mapping[str, Any]) -> int | None:
@@ -115,7 +123,7 @@ def _max_tokens(asked: Mapping[str, Any]) -> int | None:
 
 def _message(message: Any, place: str) -> Message:
     role = message.get("role") if isinstance(message, dict) else None
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise Refused(400, f"{place} has the role {role!r}; known are {', '.join(ROLES)}", param=place)
     read: Message = {"role": ROLES[role], "content": _text(message.get("content"), place)}
     if message.get("tool_call_id") is not None:

@@ -145,12 +145,19 @@ class MathsQuestions(SingleTurn):
         prompts = tuple(prompt for row in rows if (prompt := self._prompt(row)) is not None)
         if len(prompts) < len(rows):
             log.warning(
-                "%s: %d of %d rows of %s have no answer: left out", self.dataset, len(rows) - len(prompts), len(rows), split
+                "%s: %d of %d rows of %s have no question or no answer: left out",
+                self.dataset,
+                len(rows) - len(prompts),
+                len(rows),
+                split,
             )
         return prompts
 
     def _prompt(self, row: Row) -> Prompt | None:
         answer = golden(str(field(row, self.answer_field) or ""))
-        question = self.instruction.replace("{question}", str(field(row, self.question_field)).strip())
+        asked = field(row, self.question_field)
+        if asked is None or not answer:
+            return None
+        question = self.instruction.replace("{question}", str(asked).strip())
         system: tuple[Turn, ...] = ({"role": "system", "content": self.system_prompt},) if self.system_prompt else ()
-        return Prompt(turns=(*system, {"role": "user", "content": question}), answer=answer) if answer else None
+        return Prompt(turns=(*system, {"role": "user", "content": question}), answer=answer)

@@ -42,9 +42,19 @@ class Source:
 
 
 def field(row: Row, path: str) -> Any:
-    """The value at a dotted path, e.g. `reward_model.ground_truth`; of a list of messages the last one's text."""
+    """The value at a dotted path, e.g. `reward_model.ground_truth`; of a list of messages the last one's text.
+
+    None where a part of the path is null. Raises `NoRows` where there is no such part.
+    """
     value: Any = row
     for part in path.split("."):
+        if value is None:
+            return None
+        if not isinstance(value, Mapping) or part not in value:
+            have = f"has {', '.join(map(str, value))}" if isinstance(value, Mapping) else f"is {type(value).__name__}"
+            raise NoRows(
+                f"a row has nothing at {path!r}: what should hold {part!r} {have}: set the field's name to what is there"
+            )
         value = value[part]
     if isinstance(value, list) and value and isinstance(value[-1], Mapping) and "content" in value[-1]:
         return value[-1]["content"]
@@ -78,7 +88,13 @@ def _from_folder(place: Path, subsets: Sequence[str], split: str, columns: Seque
     rows: list[Row] = []
     for file in _of_subsets(_of_split(files, place, split), files, place, subsets):
         table = _read(file, columns)
-        rows += table.select(_present(table.column_names, columns, f"{file}")).to_pylist()
+        if not table.column_names:
+            raise NoRows(f"{file} has no rows")
+        chosen = table.select(_present(table.column_names, columns, f"{file}"))
+        try:
+            rows += chosen.to_pylist()
+        except UnicodeDecodeError as error:
+            raise NoRows(f"{file} can't be read: it is no UTF-8: {error}") from error
     return rows
 
 
@@ -160,6 +176,9 @@ def _json_array(file: Path) -> list[Any] | None:
     if not content.lstrip().startswith(b"["):
         return None
     array: list[Any] = orjson.loads(content)
+    for at, row in enumerate(array):
+        if not isinstance(row, dict):
+            raise ValueError(f"row {at} is no object of columns: {str(row)[:80]}")
     return array
 
 

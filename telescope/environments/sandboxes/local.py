@@ -52,7 +52,7 @@ _FIRST_UID, _UIDS = 60578, 606
 """User ids that systemd's table keeps unused. Each sandbox gets the next, so that limits by user bind one sandbox alone."""
 _REFUSED = "the agent answered what it was not asked"
 
-FOLDER = "telescope-sandboxes-"
+FOLDER = f"{temporary.PREFIX}sandboxes-"
 """Start of the name of a worker's folder of sandboxes."""
 
 

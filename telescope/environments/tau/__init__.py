@@ -14,18 +14,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr
 
 from telescope.environments.base import Chat, Prompt, Reward, Turn
-from telescope.environments.failures import GraderError
+from telescope.environments.failures import GraderError, InfrastructureError
 from telescope.environments.judge import Judge, JudgeSettings
 from telescope.environments.off_loop import called
+from telescope.environments.patient import EndpointSettings, PatientEndpoint
 from telescope.environments.tau.airline import AirlineDesk
 from telescope.environments.tau.data import Task, folder_of, load_tables, load_tasks
 from telescope.environments.tau.desk import Desk
 from telescope.environments.tau.records import DeskError, Tables
 from telescope.environments.tau.retail import RetailDesk
-from telescope.environments.tau.users import Endpoint, ModelUser, ScriptedUser, User, opening_of
+from telescope.environments.tau.users import ModelUser, ScriptedUser, User, opening_of
 from telescope.environments.tool_environment import ToolEnvironment, ToolState
 from telescope.environments.tools.calls import without_thought
 from telescope.environments.tools.schema import BadArguments, ToolFunction
@@ -54,23 +55,15 @@ class Tau(ToolEnvironment):
 
     reward_min: ClassVar[float | None] = 0.0
     reward_max: ClassVar[float | None] = 1.0
-    in_threads: ClassVar[bool] = False  # every tool is a look-up of microseconds; a user's endpoint is asked in a thread
+    in_threads: ClassVar[bool] = False  # every tool is a look-up of microseconds
 
     domain: Literal["retail", "airline"] = "retail"
     """Which desk: 114 retail tasks (74 train, 40 eval) or 50 airline tasks (30 train, 20 eval)."""
     data: str = ""
     """Folder with `retail/` and `airline/`, each with db.json(.gz), tasks.json, split_tasks.json and policy.txt; empty: the
     data inside the installed package inspect-evals."""
-    user: Literal["scripted", "endpoint"] = "scripted"
-    """Who plays the user: a script made of the task's text, or a language model behind `user_base_url`."""
-    user_base_url: str = ""
-    """OpenAI-compatible endpoint of the user's model, e.g. `http://localhost:8000/v1`."""
-    user_model: str = ""
-    """Name of the user's model at that endpoint."""
-    user_api_key_file: str = ""
-    """File that holds the key of that endpoint; empty: none is sent."""
-    user_timeout_s: float = Field(default=60.0, gt=0)
-    """Seconds one message of the user's model may take."""
+    user: EndpointSettings | None = None
+    """The model that plays the customer, e.g. `{base_url: …, model: …}`; null: a script made of the task's text does."""
     judge: JudgeSettings | None = None
     """The model that is asked whether a task's assertions in prose hold, e.g. `{base_url: …, model: …}`; null: they are left
     out of the reward."""
@@ -78,12 +71,7 @@ class Tau(ToolEnvironment):
     """Answers of the policy in one rollout, at most: each is calls, or a message to the user."""
 
     _judge: Judge | None = PrivateAttr(default=None)
-
-    @model_validator(mode="after")
-    def _an_endpoint_is_named(self) -> Tau:
-        if self.user == "endpoint" and not (self.user_base_url and self.user_model):
-            raise ValueError("user=endpoint needs user_base_url and user_model: name both, or choose user=scripted")
-        return self
+    _customer: PatientEndpoint | None = PrivateAttr(default=None)
 
     @cached_property
     def _folder(self) -> Path:
@@ -97,20 +85,17 @@ class Tau(ToolEnvironment):
     def _tables(self) -> Tables:
         return load_tables(self._folder)
 
-    @cached_property
-    def _api_key(self) -> str:
-        file = self.user_api_key_file
-        return Path(file).expanduser().read_text(encoding="utf-8").strip() if file else ""
-
     async def set_up(self) -> None:
         """Load the database before the first rollout, not in it."""
         await super().set_up()
-        await called(lambda: (self._tables, self._api_key))
+        await called(getattr, self, "_tables")
         self._judge = None if self.judge is None else Judge(self.judge)
+        self._customer = None if self.user is None else PatientEndpoint("the customer's model", self.user)
 
     async def tear_down(self) -> None:
-        if self._judge is not None:
-            await self._judge.close()
+        for model in (self._judge, self._customer):
+            if model is not None:
+                await model.close()
         await super().tear_down()
 
     def prompts(self, split: str) -> Sequence[Prompt]:
@@ -193,7 +178,8 @@ class Tau(ToolEnvironment):
         return desk, refused
 
     def _user(self, task: Task) -> User:
-        if self.user == "scripted":
+        if self.user is None:
             return ScriptedUser(task)
-        endpoint = Endpoint(self.user_base_url, self.user_model, self._api_key, self.user_timeout_s)
-        return ModelUser(task, endpoint.complete)
+        if self._customer is None:
+            raise InfrastructureError("the environment was not set up: its customer's model is not there")
+        return ModelUser(task, self._customer)

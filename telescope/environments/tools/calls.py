@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import orjson
 
+from telescope.environments.tools.depth import MAX_DEPTH, deeper_than
 from telescope.environments.tools.literals import BadLiteral, read_calls
 
 CallFormat = Literal["json", "function", "python", "bare"]
@@ -163,6 +164,8 @@ def _from_json(read: Any, body: str) -> Call | Malformed:
             return Malformed(_shown(body), '"arguments" must be a JSON object')
     if not isinstance(arguments, dict):
         return Malformed(_shown(body), '"arguments" must be a JSON object')
+    if deeper_than(arguments):
+        return Malformed(_shown(body), f'"arguments" are nested more than {MAX_DEPTH} deep')
     return Call(name, arguments)
 
 

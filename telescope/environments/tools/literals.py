@@ -7,6 +7,7 @@ anything, and nesting beyond `MAX_DEPTH`: neither an answer of brackets nor one 
 from __future__ import annotations
 
 import ast
+import math
 import re
 from typing import Any
 
@@ -134,9 +135,11 @@ class _Reader:
 
     def _text_of(self, token: str) -> str:
         try:
-            return str(ast.literal_eval(token))  # one string token: no nesting, nothing to evaluate but its escapes
+            text = str(ast.literal_eval(token))  # one string token: no nesting, nothing to evaluate but its escapes
+            text.encode()  # raises for one half of a surrogate pair, which no JSON and no tokenizer takes
         except (SyntaxError, ValueError) as error:
             raise self.error(f"a text has a broken escape ({error})") from error
+        return text
 
     def _number_of(self, token: str) -> int | float:
         if len(token) > MAX_NUMBER:
@@ -146,6 +149,9 @@ class _Reader:
         except ValueError:
             pass
         try:
-            return float(token)
+            number = float(token)
         except ValueError as error:
             raise self.error(f"{token} is no number") from error
+        if not math.isfinite(number):
+            raise self.error(f"{token} is too large for a number")
+        return number

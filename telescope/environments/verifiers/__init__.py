@@ -5,8 +5,9 @@
 
 The player is a process beside each worker, in a Python environment of its own if need be: verifiers pins packages that others
 pin differently, and its import takes seconds. One JSON object a line goes in ({"number", "task", "base_url", "model"}, or
-{"number", "cancel"}), one comes out ({"number", "reward", …} or {"number", "failed", "blame"}). What the policy was asked is
-kept with its exact tokens as for every agent program (agent_environment.py). Refuses to know any taskset.
+{"number", "cancel"}), one comes out ({"number", "reward", …}, {"number", "failed", "blame"} or {"number", "cancelled"}). What
+the policy was asked is kept with its exact tokens as for every agent program (agent_environment.py). Refuses to know any
+taskset.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -40,7 +42,12 @@ REQUIREMENT = "verifiers>=0.4,<0.5"
 LINE = 256 * 1024 * 1024
 LEAVING_S = 8.0
 """For the player to end what it holds, once its input has ended; then it is killed."""
-KEPT_LINES = 40
+KEPT_LINES, KEPT_OF_A_LINE = 40, 1000
+READ = 64 * 1024
+PIPES_S = 1.5
+"""For what is left in the pipes of a player that has ended."""
+HUNG_S = 30.0
+"""For the player to say that it has given up a rollout, once it is told to; one that says nothing hangs, and is killed."""
 OUT_OF_TIME = "agent_timeout"
 
 
@@ -76,6 +83,9 @@ class Verifiers(Environment):
 
     @model_validator(mode="after")
     def _the_taskset_stays(self) -> Verifiers:
+        taskset = self.env.get("taskset", {})
+        if not isinstance(taskset, Mapping):
+            raise ValueError(f"env.taskset={taskset!r} must be a section of settings, e.g. {{taskset: {{id: my-tasks}}}}")
         if "id" in self.eval_taskset:
             raise ValueError("eval_taskset must not name another id: tasks of both splits are played by one environment")
         return self
@@ -112,20 +122,7 @@ class Verifiers(Environment):
         """The tasks of both splits, from a player that ends with them. Raises `ValueError` with the remedy."""
         held_out = {**self.env, "taskset": {**self.env.get("taskset", {}), **self.eval_taskset}}
         splits = {"train": {"env": self.env, "select": self.select}, "eval": {"env": held_out, "select": self.eval_select}}
-        try:
-            ended = subprocess.run(
-                argv(self._python, "tasks"),
-                input=json.dumps({"splits": splits, "path": self._path}).encode() + b"\n",
-                capture_output=True,
-                env=passed_on(*self.variables),
-                timeout=self.start_timeout_s,
-                check=False,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise ValueError(f"the tasks were not listed within start_timeout_s={self.start_timeout_s:g}: raise it") from error
-        except OSError as error:
-            raise ValueError(f"python={self._python} can't be started: {error}") from error
-        said = _parsed(ended.stdout.strip().splitlines(), self._python, ended.stderr.decode("utf-8", "replace"))
+        said = listed(self._python, {"splits": splits, "path": self._path}, passed_on(*self.variables), self.start_timeout_s)
         return {
             split: [Prompt(tuple(task["turns"]), facts={"task": task["data"]}) for task in tasks]
             for split, tasks in said["tasks"].items()
@@ -145,17 +142,54 @@ def argv(python: str, mode: str) -> list[str]:
     return [python, "-P", str(PLAYER), mode]
 
 
+def listed(python: str, settings: Mapping[str, Any], environ: Mapping[str, str], limit_s: float) -> dict[str, Any]:
+    """What a player says that lists the tasks; all that it has started ends with it. Raises `ValueError` with the remedy."""
+    # Into files: what it has started may hold a pipe open when it has ended long ago.
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        try:
+            process = subprocess.Popen(
+                argv(python, "tasks"), stdin=subprocess.PIPE, stdout=out, stderr=err, env=environ, start_new_session=True
+            )
+        except OSError as error:
+            raise ValueError(f"python={python} can't be started: {error}") from error
+        try:
+            process.communicate(json.dumps(settings).encode() + b"\n", limit_s)
+        except subprocess.TimeoutExpired as error:
+            raise ValueError(f"the tasks were not listed within start_timeout_s={limit_s:g}: raise it") from error
+        finally:
+            _kill_group(process.pid)
+            process.wait(LEAVING_S)
+        out.seek(0)
+        err.seek(-min(err.tell(), KEPT_LINES * KEPT_OF_A_LINE), os.SEEK_END)
+        return _parsed(out.read().strip().splitlines(), python, err.read().decode("utf-8", "replace"))
+
+
 def _parsed(lines: Sequence[bytes], python: str, stderr: str) -> dict[str, Any]:
     """The player's one line. Raises `ValueError` for a refusal, and where there is none."""
     if not lines:
         raise ValueError(
             f"verifiers under {python} ended without an answer; its last words: {stderr[-KEPT_LINES * 50 :].strip()}"
         )
-    said: dict[str, Any] = json.loads(lines[-1])
+    said = _object(lines[-1], python)
     if str(said.get("missing", "")).partition(".")[0] == "verifiers":
         raise ValueError(f"verifiers is not installed for {python}: {python} -m pip install '{REQUIREMENT}'")
     if "refused" in said:
         raise ValueError(f"verifiers refuses the environment: {said['refused']}")
+    return said
+
+
+def _object(line: bytes, python: str) -> dict[str, Any]:
+    """Raises `ValueError` for anything but a JSON object."""
+    try:
+        said = json.loads(line)
+    except ValueError:
+        said = None
+    if not isinstance(said, dict):
+        shown = line[:KEPT_OF_A_LINE].decode("utf-8", "replace").strip()
+        raise ValueError(
+            f"verifiers under {python} said what is no answer: {shown!r}; see what prints to stdout as that Python starts "
+            "(sitecustomize, .pth files)"
+        )
     return said
 
 
@@ -198,11 +232,19 @@ def _reward(outcome: Mapping[str, Any], session: Session, gave_up: bool) -> Rewa
 class Player:
     """The process that plays, and the rollouts that wait for it. One that has died is started again by the next rollout."""
 
-    def __init__(self, python: str, settings: Mapping[str, Any], variables: Sequence[str], start_timeout_s: float) -> None:
-        self._python, self._settings, self._start_timeout_s = python, settings, start_timeout_s
+    def __init__(
+        self,
+        python: str,
+        settings: Mapping[str, Any],
+        variables: Sequence[str],
+        start_timeout_s: float,
+        hung_s: float = HUNG_S,
+    ) -> None:
+        self._python, self._settings, self._start_timeout_s, self._hung_s = python, settings, start_timeout_s, hung_s
         self._environ = dict(passed_on(*variables))
         self._process: asyncio.subprocess.Process | None = None
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._given_up: dict[int, asyncio.TimerHandle] = {}
         self._numbers = 0
         self._said: deque[str] = deque(maxlen=KEPT_LINES)
         self._reading: list[asyncio.Task[None]] = []
@@ -243,6 +285,8 @@ class Player:
         except BaseException:
             _kill_group(process.pid)
             raise
+        if not first:
+            await self._last_words()
         _parsed(first.strip().splitlines(), self._python, "\n".join(self._said))
         self._over = False
         self._reading.append(asyncio.create_task(self._read(process.stdout)))
@@ -258,11 +302,26 @@ class Player:
             await self._send({"number": number, **request})
             return await future
         except asyncio.CancelledError:
-            with contextlib.suppress(InfrastructureError):
-                self._write({"number": number, "cancel": True})  # without waiting for a player that may not read any more
+            self._give_up_in_player(number)
             raise
         finally:
             self._waiting.pop(number, None)
+
+    def _give_up_in_player(self, number: int) -> None:
+        """Without waiting: it may not read any more. One that does not say that it has given up holds all its rollouts up, and
+        would for ever: it is killed, and the next rollout starts another."""
+        process = self._process
+        with contextlib.suppress(InfrastructureError):
+            self._write({"number": number, "cancel": True})
+            if process is not None:
+                hung = asyncio.get_running_loop().call_later(self._hung_s, self._kill_hung, process)
+                self._given_up[number] = hung
+
+    def _kill_hung(self, process: asyncio.subprocess.Process) -> None:
+        if process is self._process and not self._over:
+            self._said.append(f"(it was killed: it did not give up a rollout within {self._hung_s:g} s, so it hangs)")
+            log.warning("the process that plays verifiers' environments hangs and is killed")
+            _kill_group(process.pid)
 
     async def close(self) -> None:
         """End the input, and with it the player and all that it has started."""
@@ -285,27 +344,55 @@ class Player:
     async def _read(self, stream: asyncio.StreamReader) -> None:
         try:
             while line := await stream.readline():
-                said = json.loads(line)
-                future = self._waiting.get(said.get("number", 0))
+                said = _object(line, self._python)
+                number = int(said.get("number", 0))
+                if number in self._given_up:
+                    self._given_up.pop(number).cancel()
+                future = self._waiting.get(number)
                 if future is not None and not future.done():
                     future.set_result(said)
+            await self._last_words()
+        except (ValueError, TypeError) as error:  # a line too long among them
+            self._said.append(f"({error})"[:KEPT_OF_A_LINE])
         finally:
             self._over = True
             self._give_up()
 
+    async def _last_words(self) -> None:
+        """Until they are read and its status is known."""
+        ended = asyncio.create_task(self._process.wait()) if self._process is not None else None
+        await asyncio.wait((*self._reading[:1], *([ended] if ended is not None else [])), timeout=PIPES_S)
+        if ended is not None:
+            ended.cancel()
+
     def _give_up(self) -> None:
+        for timer in self._given_up.values():
+            timer.cancel()
+        self._given_up.clear()
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(InfrastructureError(self._died()))
 
     async def _listen(self, stream: asyncio.StreamReader) -> None:
-        while line := await stream.readline():
-            self._said.append(line.decode("utf-8", "replace").rstrip())
-            log.debug("verifiers: %s", self._said[-1])
+        """Keep the last lines, the end of each: a program may print without end, and without an end of line."""
+        line = b""
+        while part := await stream.read(READ):
+            *whole, line = (line + part).split(b"\n")
+            line = line[-KEPT_OF_A_LINE:]
+            for each in whole[-KEPT_LINES:]:
+                self._keep(each)
+        self._keep(line)
+
+    def _keep(self, line: bytes) -> None:
+        if words := line[-KEPT_OF_A_LINE:].decode("utf-8", "replace").rstrip():
+            self._said.append(words)
+            log.debug("verifiers: %s", words)
 
     def _died(self) -> str:
         words = " | ".join(self._said)[-2000:] or "(none)"
-        return f"the process that plays verifiers' environments has ended; its last words: {words}"
+        code = None if self._process is None else self._process.returncode
+        how = "" if code is None else f" with status {code}" if code >= 0 else f", killed by signal {-code}"
+        return f"the process that plays verifiers' environments has ended{how}; its last words: {words}"
 
     async def _end(self) -> None:
         process, self._process = self._process, None
@@ -320,10 +407,16 @@ class Player:
             log.warning("the process that plays verifiers' environments did not end within %g s and is killed", LEAVING_S)
         finally:
             _kill_group(process.pid)
-            for task in self._reading:
-                task.cancel()
-            await asyncio.gather(*self._reading, return_exceptions=True)
-        await process.wait()
+            await self._drained(process)
+
+    async def _drained(self, process: asyncio.subprocess.Process) -> None:
+        """Wait for the end of a killed player. What it has put into a group of its own may hold its pipes: that is not waited
+        for, and ends with the worker."""
+        ended = asyncio.create_task(process.wait())
+        await asyncio.wait((*self._reading, ended), timeout=PIPES_S)
+        for task in (*self._reading, ended):
+            task.cancel()
+        await asyncio.gather(*self._reading, ended, return_exceptions=True)
 
 
 def _kill_group(leader: int) -> None:

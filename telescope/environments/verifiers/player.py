@@ -114,8 +114,7 @@ async def serve(settings: dict[str, Any], out: TextIO) -> None:
             request = json.loads(line)
             number = request["number"]
             if request.get("cancel"):
-                if number in playing:
-                    playing[number].cancel()
+                give_up(out, playing.get(number), number)
                 continue
             task = playing[number] = asyncio.create_task(answered(out, number, played(env, request)))
             task.add_done_callback(functools.partial(forget, playing, number))
@@ -131,6 +130,14 @@ def leave() -> None:
 
     cleanup_at_exit()
     os._exit(0)
+
+
+def give_up(out: TextIO, task: asyncio.Task[None] | None, number: int) -> None:
+    """Cancel a rollout and say so: whoever gave it up sees that this program still listens."""
+    if task is not None:
+        task.cancel()
+    with contextlib.suppress(BrokenPipeError):
+        say(out, {"number": number, "cancelled": True})
 
 
 def forget(playing: dict[int, asyncio.Task[None]], number: int, _: asyncio.Task[None]) -> None:

@@ -21,6 +21,7 @@ from telescope.environments.chat import ChatError, TokenChat
 from telescope.environments.failures import InfrastructureError
 from telescope.environments.proxy.program import Outcome, run_program
 from telescope.environments.template import ChatTemplate
+from telescope.runlog import temporary
 from tests.environments.proxy.conftest import SHOWING, Policy
 
 AGENT = Path(__file__).parent / "agent.py"
@@ -103,6 +104,13 @@ async def test_at_its_limit_it_is_killed_with_all_it_started(tmp_path: Path) -> 
     assert outcome.timed_out
     await asyncio.to_thread(psutil.wait_procs, [child], 60)
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+async def test_programs_run_in_a_folder_that_is_swept_where_their_worker_was_killed(tmp_path: Path, policy: Policy) -> None:
+    reward = await play(program(tmp_path, sys.executable, "-S", "-c", "import os; print(os.getcwd())"), chat_of(policy))
+    folder = Path(reward.info["stdout"].strip())
+    assert folder.parent.name.startswith(temporary.PREFIX)
+    assert not folder.parent.exists()
 
 
 async def test_a_time_limit_ends_a_program(tmp_path: Path, policy: Policy) -> None:
@@ -190,6 +198,10 @@ def test_tasks_are_lines_and_broken_ones_are_named(tmp_path: Path) -> None:
     (tmp_path / "tasks.jsonl").write_text('{"task": "x"}\nnonsense\n')
     with pytest.raises(ValueError, match=r"tasks.jsonl line 2 is no"):
         AgentProgram(command=("x",), tasks=str(tmp_path / "tasks.jsonl")).prompts("train")
+    (tmp_path / "tasks.jsonl").write_bytes(b"\xff")
+    for place, said in (("tasks.jsonl", "can't decode byte"), ("none.jsonl", "No such file"), (".", "Is a directory")):
+        with pytest.raises(ValueError, match=f"the tasks in .* can't be read: .*{said}.*: name a file of JSON lines"):
+            AgentProgram(command=("x",), tasks=str(tmp_path / place)).prompts("train")
     with pytest.raises(ValueError, match="give command="):
         AgentProgram().prompts("train")
     assert "PATH" in os.environ

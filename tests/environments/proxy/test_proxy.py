@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 from typing import Any
 
@@ -12,10 +13,14 @@ import pytest
 
 from telescope.environments.proxy.sessions import Session
 from telescope.environments.proxy.shapes import ChatRequest, Refused, read_request
+from telescope.environments.tools.calls import CallFormat
 from tests.environments.proxy.conftest import Rollout
 
 LOOK: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 CALL = '<tool_call>{"name": "look", "arguments": {"at": 1}}</tool_call>'
+
+
+DEEP: Any = functools.reduce(lambda inner, _: {"a": inner}, range(200), 1)
 
 
 def user(text: str) -> Any:
@@ -62,6 +67,29 @@ async def test_a_call_gone_wrong_stays_text(rollout: Rollout) -> None:
     done = await rollout.client().chat.completions.create(model="any", messages=[user("a")], tools=[LOOK])
     assert done.choices[0].message.content == "<tool_call>look(</tool_call>"
     assert done.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("form", "written"),
+    [
+        ("json", json.dumps({"name": "look", "arguments": {"at": DEEP}})),
+        ("python", r'look(at="\ud800")'),
+        ("python", "look(at=1e999)"),
+    ],
+)
+async def test_a_call_that_no_json_can_carry_stays_text(rollout: Rollout, form: CallFormat, written: str) -> None:
+    text = f"<tool_call>{written}</tool_call>"
+    rollout.policy.answer = lambda prompt: text
+    session = Session(rollout.chat, call_format=form, max_requests=2)
+    answer = await session.complete(read_request(json.dumps({"messages": [user("a")], "tools": [LOOK]}).encode()))
+    assert (answer.content, answer.calls) == (text, ())
+
+
+async def test_a_call_with_a_number_of_more_than_64_bits_is_carried(rollout: Rollout) -> None:
+    rollout.policy.answer = lambda prompt: f"<tool_call>look(at={10**30})</tool_call>"
+    session = Session(rollout.chat, call_format="python", max_requests=2)
+    answer = await session.complete(read_request(json.dumps({"messages": [user("a")], "tools": [LOOK]}).encode()))
+    assert json.loads(answer.calls[0]["function"]["arguments"]) == {"at": 10**30}
 
 
 async def test_streams_give_the_same_in_pieces(rollout: Rollout) -> None:
@@ -255,6 +283,9 @@ async def test_a_server_that_fails_ends_the_rollout(rollout: Rollout) -> None:
         ({"logprobs": True}, "kept for training"),
         ({"max_tokens": 0}, "max_tokens=0"),
         ({"messages": []}, "at least one message"),
+        ({"messages": [{"role": ["user"], "content": "a"}]}, r"messages\[0\] has the role \['user'\]"),
+        ({"tools": [{"type": "function"}]}, "tools must be a list of"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": DEEP}}]}, "nested more than 64 deep"),
         ({"messages": [{"role": "boss", "content": "a"}]}, r"messages\[0\] has the role 'boss'"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "only text"),
     ],

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from telescope.environments.tools.calls import Call, CallFormat, Malformed, how_to_call, parse_calls, without_thought
 from telescope.environments.tools.literals import BadLiteral, read_calls
 
+DEEP = '{"a":' * 300 + "1" + "}" * 300
 FORMATS: tuple[CallFormat, ...] = ("json", "function", "python", "bare")
 
 
@@ -48,6 +49,7 @@ def test_an_answer_without_a_call_is_all_text():
         ("<tool_call>[1]</tool_call>", "a call is a JSON object"),
         ("<tool_call></tool_call>", "this is no JSON"),
         ('{"name": "add", "arguments": {"a": 1}}', "a call must stand between <tool_call> and </tool_call>"),
+        (f'<tool_call>{{"name": "add", "arguments": {DEEP}}}</tool_call>', "are nested more than 64 deep"),
     ],
 )
 def test_a_call_gone_wrong_is_malformed_and_no_final_answer(answer: str, reason: str):
