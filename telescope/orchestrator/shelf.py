@@ -89,9 +89,10 @@ def scored(order: RolloutOrder, done: RolloutDone, arrays: tuple[np.ndarray, ...
     if wrong:
         where = f"rollout {order.rollout_id} (environment {order.prompt.environment}, prompt {order.prompt.index})"
         raise UnusableRollout(f"{where}: {wrong}")
-    ids, mask, logprobs, versions = arrays
+    if len(done.branch_lengths) == 1:
+        return Scored(order, done, (Trajectory(*arrays),))
     ends = np.cumsum(done.branch_lengths)[:-1]
-    pieces = zip(*(np.split(array, ends) for array in (ids, mask, logprobs, versions)), strict=True)
+    pieces = zip(*(np.split(array, ends) for array in arrays), strict=True)
     return Scored(order, done, tuple(Trajectory(*piece) for piece in pieces))
 
 

@@ -195,3 +195,29 @@ async def test_left_out_prompts_and_rewards_out_of_range_stand_in_the_summary(ru
     told = [row["message"] for row in rows(run, "alerts")]
     assert told[0].startswith("17 of 7473 prompts of gsm8k are longer than ")
     assert len(told) == 2
+
+
+async def test_a_scored_rollout_is_written_and_called_safe_once_the_recorder_catches_up(run: RunDirectory):
+    log = RunLog(run, "orchestrator")
+    recorder = Recorder(run, log, None, number_of_steps=1)
+    safe: list[int] = []
+    for rollout_id in (0, 1, 2):
+        recorder.scored(make(rollout_id, 0, 1.0), "worker-0", lambda id=rollout_id: safe.append(id), counts=True)
+    assert recorder.behind
+    recorder.catch_up(2)
+    assert recorder.behind
+    assert recorder.tokens["completion"] == 2 * make(0, 0, 1.0).done.completion_tokens
+    assert recorder.last_row == 3  # whoever asks how far the rows have come gets all that had come before
+    assert not recorder.behind
+    log.close()
+    await asyncio.sleep(0)
+    assert safe == [0, 1, 2]
+    assert [row["rollout_id"] for row in rows(run, "rollouts")] == [0, 1, 2]
+
+
+async def test_a_checkpoint_counts_rollouts_that_were_put_off(run: RunDirectory):
+    log = RunLog(run, "orchestrator")
+    recorder = Recorder(run, log, None, number_of_steps=1)
+    recorder.scored(make(7, 0, 1.0), "worker-0", lambda: None, counts=True)
+    assert recorder.counters(frozenset({7})).tallied == (7,)
+    log.close()

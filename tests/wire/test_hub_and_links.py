@@ -95,6 +95,18 @@ async def test_a_request_is_relayed_undecoded_and_its_answer_comes_back(hub: Hub
     assert [array.tolist() for array in at_worker.arrays] == [array.tolist() for array in completion(6)]
 
 
+async def test_a_hub_is_calm_where_no_message_waits_in_its_socket_either(hub: Hub, connect) -> None:
+    worker = await connect("worker-0", hub)
+    assert hub.calm
+    worker.send(m.Generate("q", 1, 0, 0, SAMPLING), (IDS,))
+    end = time.monotonic() + DEADLINE_S
+    while hub.calm and time.monotonic() < end:  # the event loop has no turn meanwhile: the hub looks by itself
+        pass
+    assert not hub.calm
+    assert (await delivered(hub)).body == m.Generate("q", 1, 0, 0, SAMPLING)
+    assert hub.calm
+
+
 async def test_every_message_of_the_protocol_passes_in_its_direction(hub: Hub, connect) -> None:
     body = {sample.name: sample for sample in SAMPLES}
     worker, server, trainer = [await connect(name, hub) for name in ("worker-0", "server-0", "trainer-0")]
