@@ -103,7 +103,7 @@ class Fates:
         self._move(group, State.COMPLETE)
         self._lanes.leave_lane(group)
         self._patience.completed(group.prompt.environment)
-        if self._draws is not None:
+        if self._draws is not None and self.settings.curricula:
             self._draws.played(group.prompt, [sample.reward for sample in group.survivors])
         if self.settings.discard_zero_advantage and group.rewards_are_equal:
             self._discard(group)

@@ -91,9 +91,11 @@ class Placement:
         if name is None:
             self.waiting[request.request_id] = request
             return None
-        self.waiting.pop(request.request_id, None)
+        if self.waiting:
+            self.waiting.pop(request.request_id, None)
         group.server = request.server = name
-        request.tokens = request.prompt_tokens + self._answered_tokens // max(1, self._answered)
+        mean = self._answered_tokens // self._answered if self._answered else 0
+        request.tokens = request.prompt_tokens + mean
         self._charge(name, request.tokens, +1)
         return name
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from heapq import heapify, heappop, heappush
 from math import inf, sqrt
+from typing import Any
 
 from telescope.flow.latency import EngineTimes
 
@@ -25,19 +26,19 @@ class Generation:
     """One request on a server."""
 
     __slots__ = (
-        "cached", "completion", "done_at", "group", "key", "left", "number", "prefix", "prompt", "shared", "started_at",
+        "cached", "completion", "group", "key", "left", "number", "prompt", "readers", "shared", "started_at",
     )  # fmt: skip
 
-    def __init__(self, key: str, group: int, shared: int, prompt: int, completion: int, cached: int = 0) -> None:
-        self.key = key
+    def __init__(self, key: Any, group: int, shared: int, prompt: int, completion: int, cached: int = 0) -> None:
+        self.key = key  # whatever its owner knows it by
         self.group = group
         self.shared = shared  # tokens of the prompt that the whole group begins with
         self.prompt = prompt
         self.cached = cached  # tokens of its own earlier turns
         self.completion = completion
         self.left = float(completion)
-        self.prefix = (0, group)  # which copy of its group's prompt it reads
-        self.started_at = self.done_at = 0.0
+        self.readers: dict[int, int] | None = None  # where it is counted among those that read its group's prompt
+        self.started_at = 0.0
         self.number = -1  # of its stay in the batch; -1 while it waits
 
 
@@ -54,9 +55,10 @@ class SimulatedServer:
         self._speed = 1.0
         self._numbers = 0
         self._ends: list[tuple[float, int, Generation]] = []
-        self.running: dict[str, Generation] = {}
+        self.running: dict[int, Generation] = {}
+        """By their numbers, in order of their entry."""
         self.waiting: deque[Generation] = deque()
-        self._prefixes: dict[tuple[int, int], int] = {}  # sequences that read each cached prompt of a group
+        self._readers: dict[int, int] = {}  # of each group's cached prompt; another dict since each time all were forgotten
         self.resets = 0
         """Times that cached prefixes were forgotten."""
         self.generating_s = self.paused_s = self.sequence_s = self.worked_s = self.tokens = 0.0
@@ -154,6 +156,7 @@ class SimulatedServer:
             self._debt_s += self._times.prefill_token_s * self._held
         if forget_prefixes:
             self.resets += 1
+            self._readers = {}
 
     @property
     def kv_used(self) -> float:
@@ -172,50 +175,51 @@ class SimulatedServer:
 
     def _enters(self, sequence: Generation) -> bool:
         """Begin with it, if there is room."""
-        times, prefix = self._times, (self.resets, sequence.group)
-        if len(self.running) >= times.max_seqs:
+        times, running, prompt = self._times, self.running, sequence.prompt
+        if len(running) >= times.max_seqs:
             return False
-        known = sequence.shared if self._share_prefixes and prefix in self._prefixes else 0
-        if self.running and self._held + sequence.prompt - known > WATERMARK * times.kv_tokens:
+        readers = self._readers.get(sequence.group, 0)
+        known = sequence.shared if readers else 0
+        if running and self._held + prompt - known > WATERMARK * times.kv_tokens:
             return False
-        sequence.prefix = prefix
-        self._numbers += 1
-        sequence.number = self._numbers
-        sequence.started_at, sequence.done_at = self._made, self._made + sequence.left
         if self._share_prefixes:
-            self._prefixes[prefix] = self._prefixes.get(prefix, 0) + 1
+            sequence.readers = self._readers
+            self._readers[sequence.group] = readers + 1
+        number = sequence.number = self._numbers = self._numbers + 1
+        made = sequence.started_at = self._made
         cached = known if known > sequence.cached else sequence.cached
-        unread = sequence.prompt - cached if sequence.prompt > cached else 1
-        self._debt_s += unread * times.prefill_token_s
-        self._reads += sequence.prompt
-        self._held += sequence.prompt - known
-        self.running[sequence.key] = sequence
-        heappush(self._ends, (sequence.done_at, sequence.number, sequence))
+        self._debt_s += (prompt - cached if prompt > cached else 1) * times.prefill_token_s
+        self._reads += prompt
+        self._held += prompt - known
+        running[number] = sequence
+        heappush(self._ends, (made + sequence.left, number, sequence))
         return True
 
     def _leave(self, sequence: Generation) -> None:
-        del self.running[sequence.key]
-        made = self._made - sequence.started_at
-        left = sequence.done_at - self._made
-        sequence.left = left if left > 0.0 else 0.0
+        running, ends = self.running, self._ends
+        del running[sequence.number]
         sequence.number = -1
+        made = self._made - sequence.started_at
+        left = sequence.started_at + sequence.left - self._made
+        sequence.left = left if left > 0.0 else 0.0
         self._reads -= sequence.prompt + made
         self._held -= sequence.prompt + made - self._left_behind(sequence)
-        if not self.running:
+        if not running:
             self._reads = self._held = self._debt_s = 0.0  # no rounding is carried on
-        if len(self._ends) > 4 * len(self.running) + 64:
-            self._ends[:] = [entry for entry in self._ends if entry[2].number == entry[1]]
-            heapify(self._ends)
+        if len(ends) > 4 * len(running) + 64:
+            ends[:] = [entry for entry in ends if entry[2].number == entry[1]]
+            heapify(ends)
 
     def _left_behind(self, sequence: Generation) -> int:
         """Tokens of its prompt that stay in the cache, as a sibling reads them."""
-        if not self._share_prefixes:
+        readers, group = sequence.readers, sequence.group
+        if readers is None:
             return 0
-        readers = self._prefixes[sequence.prefix] - 1
-        if readers:
-            self._prefixes[sequence.prefix] = readers
+        others = readers[group] - 1
+        if others:
+            readers[group] = others
             return sequence.shared
-        del self._prefixes[sequence.prefix]
+        del readers[group]
         return 0
 
     def _preempt(self) -> None:
