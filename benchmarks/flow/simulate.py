@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import resource
 import time
 
@@ -53,7 +52,6 @@ def main() -> None:
     )
     workers = -(-given.servers * LANES // 1024)
     cluster = Cluster(servers=given.servers, ranks=given.servers // 2, server_capacity=LANES, workers=workers, max_tokens=8192)
-    gc.disable()
     started, wall = time.process_time(), time.perf_counter()
     outcome = simulate(settings, cluster, load())
     seconds, wall = time.process_time() - started, time.perf_counter() - wall

@@ -116,6 +116,10 @@ class Lanes:
         sample.fate = Fate.FAILED
         self.waiting -= 1
 
+    def flight_of(self, sample: Sample) -> Flight | None:
+        """The sample's present attempt, while a worker has it."""
+        return self.flights.get((sample.rollout_id, sample.attempt))
+
     @property
     def scoring(self) -> int:
         """Rollouts that run and hold no lane any more."""
@@ -123,17 +127,20 @@ class Lanes:
 
     def dispatch(self, lanes: int, version: int, now: float) -> Flight | None:
         """Start the first waiting rollout if one of the `lanes` of all servers and a credit are free."""
-        retried, fresh = self._retried, self._fresh
-        while retried and retried[0][3].fate is not Fate.WAITING:
+        retried, fresh, waiting = self._retried, self._fresh, Fate.WAITING
+        while retried and retried[0][3].fate is not waiting:
             heappop(retried)
-        while not retried and fresh and fresh[0][1].fate is not Fate.WAITING:
+        while not retried and fresh and fresh[0][1].fate is not waiting:
             fresh.popleft()
         if not retried and not fresh:
             return None
         if not self._has_lane(retried[0][2] if retried else fresh[0][0], lanes):
             return None
         name = self._freest.first()
-        if name is None or self.workers[name].taken >= self.workers[name].capacity:
+        if name is None:
+            return None
+        worker = self.workers[name]
+        if worker.taken >= worker.capacity:
             return None
         group, sample = heappop(retried)[2:] if retried else fresh.popleft()
         return self._start(group, sample, name, version, now)
@@ -147,7 +154,6 @@ class Lanes:
     def _start(self, group: Group, sample: Sample, name: str, version: int, now: float) -> Flight:
         flight = Flight(group, sample, name, version, now)
         sample.fate = Fate.RUNNING
-        sample.flight = flight
         self.waiting -= 1
         self.flights[flight.key] = flight
         self._generating += 1
@@ -184,9 +190,7 @@ class Lanes:
         worker = self.workers[flight.worker]
         worker.taken -= 1
         self._freest.put(flight.worker, worker.taken - worker.capacity)
-        group, sample = flight.group, flight.sample
-        if sample.flight is flight:
-            sample.flight = None
+        group = flight.group
         group.flights -= 1
         if not group.flights:
             self.leave_lane(group)

@@ -2,15 +2,16 @@
 
 All running sequences of a server get one token a step, so one number, the tokens made by each sequence since the start, says
 how far all of them are: `made` grows at 1 / step time. A sequence that needs L more tokens is done when `made` has grown by L,
-whoever comes and goes meanwhile, so a heap of those marks gives the next end in O(log n), and no event is needed for a token
+whoever comes and goes meanwhile, so a line of those marks in order gives the next end, and no event is needed for a token
 (processor sharing in virtual time: Parekh and Gallager 1993 for networks). The step's time rises as the sequences grow, so the
 time for x tokens of n sequences is `τ·x + kv_token_s·n·x²/2`, with τ the step time now.
 """
 
 from __future__ import annotations
 
+from array import array
+from bisect import bisect_left, bisect_right
 from collections import deque
-from heapq import heapify, heappop, heappush
 from math import inf, sqrt
 from typing import Any
 
@@ -26,7 +27,7 @@ class Generation:
     """One request on a server."""
 
     __slots__ = (
-        "cached", "completion", "group", "key", "left", "number", "prompt", "readers", "shared", "started_at",
+        "cached", "completion", "done_at", "group", "key", "left", "number", "prompt", "readers", "shared", "started_at",
     )  # fmt: skip
 
     def __init__(self, key: Any, group: int, shared: int, prompt: int, completion: int, cached: int = 0) -> None:
@@ -38,7 +39,7 @@ class Generation:
         self.completion = completion
         self.left = float(completion)
         self.readers: dict[int, int] | None = None  # where it is counted among those that read its group's prompt
-        self.started_at = 0.0
+        self.started_at = self.done_at = 0.0  # by the tokens that each sequence of the server has made
         self.number = -1  # of its stay in the batch; -1 while it waits
 
 
@@ -54,7 +55,8 @@ class SimulatedServer:
         self._reads = self._held = 0.0
         self._speed = 1.0
         self._numbers = 0
-        self._ends: list[tuple[float, int, Generation]] = []
+        self._ends = array("d")
+        self._by_end: list[Generation] = []
         self.running: dict[int, Generation] = {}
         """By their numbers, in order of their entry."""
         self.waiting: deque[Generation] = deque()
@@ -105,9 +107,7 @@ class SimulatedServer:
         sequences, times, ends = len(self.running), self._times, self._ends
         if not sequences:
             return inf
-        while ends[0][2].number != ends[0][1]:
-            heappop(ends)
-        tokens = ends[0][0] - self._made
+        tokens = ends[0] - self._made
         if sequences > 1 and (room := (times.kv_tokens - self._held) / sequences) < tokens:
             tokens = room
         if tokens < 0.0:
@@ -120,11 +120,8 @@ class SimulatedServer:
         """Take what has all its tokens by now; where the cache is full instead, put the youngest back."""
         done: list[Generation] = []
         ends, reached = self._ends, self._made + NEARLY
-        while ends and ends[0][0] <= reached:
-            _, number, sequence = heappop(ends)
-            if sequence.number == number:  # else it has left before
-                self._leave(sequence)
-                done.append(sequence)
+        while ends and ends[0] <= reached:
+            done.append(self._leave(0))
         while len(self.running) > 1 and self._held >= self._times.kv_tokens - NEARLY * len(self.running):
             self._preempt()
         if self.waiting:
@@ -141,7 +138,7 @@ class SimulatedServer:
     def remove(self, sequence: Generation) -> None:
         """An abort."""
         if sequence.number >= 0:
-            self._leave(sequence)
+            self._leave(self._place_of(sequence))
             self._admit()
         else:
             self.waiting.remove(sequence)
@@ -187,28 +184,34 @@ class SimulatedServer:
             self._readers[sequence.group] = readers + 1
         number = sequence.number = self._numbers = self._numbers + 1
         made = sequence.started_at = self._made
+        done_at = sequence.done_at = made + sequence.left
         cached = known if known > sequence.cached else sequence.cached
         self._debt_s += (prompt - cached if prompt > cached else 1) * times.prefill_token_s
         self._reads += prompt
         self._held += prompt - known
         running[number] = sequence
-        heappush(self._ends, (made + sequence.left, number, sequence))
+        place = bisect_right(self._ends, done_at)
+        self._ends.insert(place, done_at)
+        self._by_end.insert(place, sequence)
         return True
 
-    def _leave(self, sequence: Generation) -> None:
-        running, ends = self.running, self._ends
-        del running[sequence.number]
+    def _place_of(self, sequence: Generation) -> int:
+        """In order of the ends."""
+        return self._by_end.index(sequence, bisect_left(self._ends, sequence.done_at))
+
+    def _leave(self, place: int) -> Generation:
+        """The one at this place in order of the ends goes."""
+        done_at, sequence = self._ends.pop(place), self._by_end.pop(place)
+        del self.running[sequence.number]
         sequence.number = -1
         made = self._made - sequence.started_at
-        left = sequence.started_at + sequence.left - self._made
+        left = done_at - self._made
         sequence.left = left if left > 0.0 else 0.0
         self._reads -= sequence.prompt + made
         self._held -= sequence.prompt + made - self._left_behind(sequence)
-        if not running:
+        if not self.running:
             self._reads = self._held = self._debt_s = 0.0  # no rounding is carried on
-        if len(ends) > 4 * len(running) + 64:
-            ends[:] = [entry for entry in ends if entry[2].number == entry[1]]
-            heapify(ends)
+        return sequence
 
     def _left_behind(self, sequence: Generation) -> int:
         """Tokens of its prompt that stay in the cache, as a sibling reads them."""
@@ -226,7 +229,7 @@ class SimulatedServer:
         """The youngest is put back with what it has made, which becomes part of its prompt."""
         sequence = self.running[next(reversed(self.running))]
         made = round(self._made - sequence.started_at)
-        self._leave(sequence)
+        self._leave(self._place_of(sequence))
         sequence.prompt += made
         sequence.cached = 0
         self.waiting.appendleft(sequence)
