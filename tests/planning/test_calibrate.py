@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from benchmarks.flow.predict import ALWAYS, REAL, calibrated, play, predicted_processor_s, processor_s
+from benchmarks.flow.predict import ALWAYS, LIMIT, REAL, around, calibrated, off, play
 from telescope.flow import commands as do
 from telescope.flow import events as seen
 from telescope.flow.latency import EngineTimes, Load, empirical
@@ -133,15 +133,35 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_real_runs_cost_the_processor_seconds_that_another_ones_calibration_tells(tmp_path: Path) -> None:
-    """vLLM and FSDP on shared cores: the median step of a synchronous run and of one of half the batch. Measured within 13 % at
-    load averages up to 12 (benchmarks/results/plan.md); the limit leaves room for a machine that is busier still."""
-    names = {name: overrides for name, *overrides in REAL}
-    found = calibrated(play(tmp_path, "calibrated", tuple(names["calibrated"])))
-    for name in ("synchronous", "half_batch"):
-        run = play(tmp_path, name, tuple(names[name]))
-        assert predicted_processor_s(found, run) == pytest.approx(processor_s(run), rel=0.25), name
+@pytest.mark.timeout(1800)
+def test_real_runs_cost_the_processor_seconds_that_calibrations_beside_them_tell(tmp_path: Path) -> None:
+    """vLLM and FSDP on shared cores: the median step of a synchronous run and of one of half the batch, within 15 %. What a
+    step costs changes with what else the machine does, so a run is told by the calibrations before and after it, and one that is
+    missed is played again beside another one, twice at most: a gap of the model would be there each time."""
+    overrides = {name: tuple(words) for name, *words in REAL}
+    beside = [calibrated(play(tmp_path, "calibrated-0", overrides["calibrated"]))]
+    left, missed = ["synchronous", "half_batch"], list[tuple[str, float]]()
+    for turn in (1, 2, 3):
+        runs = {name: play(tmp_path, f"{name}-{turn}", overrides[name]) for name in left}
+        beside.append(calibrated(play(tmp_path, f"calibrated-{turn}", overrides["calibrated"])))
+        told = {name: off(beside[-2:], run) for name, run in runs.items()}
+        left = [name for name in left if abs(told[name]) > LIMIT]
+        missed += [(name, told[name]) for name in left]
+        if not left:
+            return
+    raise AssertionError(f"told off by {missed}")
+
+
+def test_a_run_is_told_by_the_calibrations_next_to_it() -> None:
+    names = ["calibrated", "a", "b", "calibrated_again", "c", "calibrated_at_last"]
+    assert [around(names, place) for place in range(len(names))] == [
+        ["calibrated_again"],
+        ["calibrated", "calibrated_again"],
+        ["calibrated", "calibrated_again"],
+        ["calibrated", "calibrated_at_last"],
+        ["calibrated_again", "calibrated_at_last"],
+        ["calibrated_again"],
+    ]
 
 
 def test_a_run_that_does_not_say_its_processor_time_is_calibrated_without(tmp_path: Path) -> None:
@@ -178,7 +198,7 @@ def test_a_run_without_steps_is_no_calibration(tmp_path: Path) -> None:
         calibrate(run, ranks=1)
 
 
-def testleast_squares_leave_out_what_would_be_negative() -> None:
+def test_least_squares_leave_out_what_would_be_negative() -> None:
     random = np.random.default_rng(0)
     features = random.random((200, 3))
     assert least_squares(features, features @ [1.0, 0.5, 0.0]) == pytest.approx([1.0, 0.5, 0.0], abs=1e-9)
