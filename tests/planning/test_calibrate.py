@@ -136,8 +136,8 @@ OTHERS: dict[str, dict[str, Any]] = {
 @pytest.mark.timeout(1800)
 def test_real_runs_cost_the_processor_seconds_that_calibrations_beside_them_tell(tmp_path: Path) -> None:
     """vLLM and FSDP on shared cores: the median step of a synchronous run and of one of half the batch, within 15 %. What a
-    step costs changes with what else the machine does, so a run is told by the calibrations before and after it, and one that is
-    missed is played again beside another one, twice at most: a gap of the model would be there each time."""
+    step costs changes with what else the machine does: a run is told by the calibrations before and after it, and one that is
+    missed is played again beside another one, twice at most. A gap of the model would be there each time."""
     overrides = {name: tuple(words) for name, *words in REAL}
     beside = [calibrated(play(tmp_path, "calibrated-0", overrides["calibrated"]))]
     left, missed = ["synchronous", "half_batch"], list[tuple[str, float]]()
