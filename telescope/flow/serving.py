@@ -63,7 +63,7 @@ class SimulatedServer:
         self._readers: dict[int, int] = {}  # of each group's cached prompt; another dict since each time all were forgotten
         self.resets = 0
         """Times that cached prefixes were forgotten."""
-        self.generating_s = self.paused_s = self.sequence_s = self.worked_s = self.tokens = 0.0
+        self.generating_s = self.paused_s = self.sequence_s = self.tokens = 0.0
         self.preemptions = 0
         self.scheduled_at = inf
 
@@ -85,7 +85,6 @@ class SimulatedServer:
             return
         self.generating_s += left
         self.sequence_s += left * sequences
-        self.worked_s += left * self._speed
         if self._debt_s:
             paid = min(self._debt_s, left * self._speed)
             self._debt_s -= paid
@@ -100,6 +99,11 @@ class SimulatedServer:
         self._reads += made
         self._held += made
         self.tokens += made
+
+    @property
+    def steps(self) -> float:
+        """Steps of the engine so far: each running sequence got one token in each of them."""
+        return self._made
 
     @property
     def next_at(self) -> float:

@@ -384,7 +384,7 @@ class _Simulation:
                 generating_s=sum(server.generating_s for server in servers),
                 paused_s=sum(server.paused_s for server in servers),
                 sequence_s=sum(server.sequence_s for server in servers),
-                worked_s=sum(server.worked_s for server in servers),
+                engine_steps=sum(server.steps for server in servers),
                 answers=self._answers,
                 scores=self._scores,
             )
