@@ -1,7 +1,7 @@
 """How long it takes to simulate a large cluster on one core: `python -m benchmarks.flow.simulate`.
 
-256 lanes a server, as many rollouts alive as lanes (B·G), max_async_rollout=3 (`--max-async`), log-normal completions around
-2,000 tokens.
+256 lanes a server, as many rollouts alive as lanes (B·G), max_async_rollout as a run has it by default (`--max-async`),
+log-normal completions around 2,000 tokens.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--servers", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--max-async", type=int, default=3)
+    parser.add_argument("--max-async", type=int, default=2)
     given = parser.parse_args()
     groups = given.servers * LANES // GROUP // (given.max_async + 1)
     settings = FlowSettings(
