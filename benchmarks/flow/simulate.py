@@ -1,13 +1,12 @@
 """How long it takes to simulate a large cluster on one core: `python -m benchmarks.flow.simulate`.
 
-256 lanes a server, as many rollouts alive as lanes (B·G), max_async_rollout=3 (`--max-async`), log-normal completions around
-2,000 tokens.
+256 lanes a server, as many rollouts alive as lanes (B·G), max_async_rollout as a run has it by default (`--max-async`),
+log-normal completions around 2,000 tokens.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import resource
 import time
 
@@ -39,7 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--servers", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--max-async", type=int, default=3)
+    parser.add_argument("--max-async", type=int, default=2)
     given = parser.parse_args()
     groups = given.servers * LANES // GROUP // (given.max_async + 1)
     settings = FlowSettings(
@@ -53,7 +52,6 @@ def main() -> None:
     )
     workers = -(-given.servers * LANES // 1024)
     cluster = Cluster(servers=given.servers, ranks=given.servers // 2, server_capacity=LANES, workers=workers, max_tokens=8192)
-    gc.disable()
     started, wall = time.process_time(), time.perf_counter()
     outcome = simulate(settings, cluster, load())
     seconds, wall = time.process_time() - started, time.perf_counter() - wall

@@ -103,12 +103,12 @@ class Core(Fates):
                 self._turns.started(event)
             case seen.TurnDone():
                 self._turns.done(event, self._updates.travelling is not None, self._updates.version)
+            case seen.RolloutDone():
+                self._rollout_done(event)
             case seen.GenerationOver():
                 self._generation_over(event)
             case seen.ServerLoad():
                 self._placement.hear(event, self._now)
-            case seen.RolloutDone():
-                self._rollout_done(event)
             case seen.RolloutFailed():
                 self._rollout_failed(event)
             case seen.Tick():
@@ -365,7 +365,7 @@ class Core(Fates):
                 self._lanes.queue(group, sample)
 
     def _dispatch(self) -> None:
-        lanes, version = self._placement.lanes, self._updates.version
+        settings, lanes, version = self.settings, self._placement.lanes, self._updates.version
         self._lanes.wake(self._now)
         while (flight := self._lanes.dispatch(lanes, version, self._now)) is not None:
             group, sample = flight.group, flight.sample
@@ -374,7 +374,7 @@ class Core(Fates):
                 self._reach(group, State.QUEUED)
                 if self._ahead is not None:
                     self._ahead.sent(group.group_id)
-            place = sample.rollout_id - group.samples[0].rollout_id
-            seed = sample_seed(self.settings.seed, group.group_id, place)
+            place = sample.rollout_id % settings.group_size
+            seed = sample_seed(settings.seed, group.group_id, place)
             order = RolloutOrder(sample.rollout_id, group.group_id, place, flight.attempt, group.prompt, seed)
             self._out.append(do.Run(flight.worker, order))

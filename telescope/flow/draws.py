@@ -52,7 +52,7 @@ class Permutation:
         if size < 1:
             raise ValueError(f"a permutation of {size} places is empty")
         self._size = size
-        self._key = key
+        self._rounds_begun = [blake2b(f"round/{key}/{turn}/".encode(), digest_size=8) for turn in range(_ROUNDS)]
         self._a = isqrt(size - 1) + 1
         self._b = -(-size // self._a)
 
@@ -67,9 +67,15 @@ class Permutation:
     def _rounds(self, place: int) -> int:
         left, right = divmod(place, self._b)
         for turn in range(0, _ROUNDS, 2):
-            left = (left + _hashed(f"round/{self._key}/{turn}/{right}")) % self._a
-            right = (right + _hashed(f"round/{self._key}/{turn + 1}/{left}")) % self._b
+            left = (left + self._word(turn, right)) % self._a
+            right = (right + self._word(turn + 1, left)) % self._b
         return left * self._b + right
+
+    def _word(self, turn: int, half: int) -> int:
+        """`keyed_hash("round", key, turn, half)`, begun when the permutation was made."""
+        word = self._rounds_begun[turn].copy()
+        word.update(b"%d" % half)
+        return int.from_bytes(word.digest(), "big")
 
 
 class Cursor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -217,6 +223,8 @@ class Draws:
         return self._order_of(label, cursor.epoch)[cursor.place]
 
     def _label_of(self, group_id: int) -> str:
+        if len(self._labels) == 1:
+            return self._labels[0]
         point = _unit(keyed_hash("environment", self._seed, group_id)) * self._edges[-1]
         return self._labels[min(bisect_right(self._edges, point), len(self._labels) - 1)]
 

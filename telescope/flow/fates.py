@@ -92,7 +92,7 @@ class Fates:
 
     def _reach(self, group: Group, state: State) -> None:
         """The group has come to a point of its play; only the first of its samples to do so moves it."""
-        if is_further(state, group.state) and group.playing:
+        if state is not group.state and is_further(state, group.state) and group.playing:
             self._move(group, state)
 
     def _decided(self, group: Group) -> None:
@@ -103,7 +103,7 @@ class Fates:
         self._move(group, State.COMPLETE)
         self._lanes.leave_lane(group)
         self._patience.completed(group.prompt.environment)
-        if self._draws is not None:
+        if self._draws is not None and self.settings.curricula:
             self._draws.played(group.prompt, [sample.reward for sample in group.survivors])
         if self.settings.discard_zero_advantage and group.rewards_are_equal:
             self._discard(group)
@@ -138,8 +138,8 @@ class Fates:
         for sample in group.samples:
             if sample.fate is Fate.WAITING:
                 self._lanes.unqueue(sample)
-            elif sample.fate is Fate.RUNNING and sample.flight is not None:
-                self._cancel(sample.flight, f"its group is {state}: {reason}")
+            elif sample.fate is Fate.RUNNING and (flight := self._lanes.flight_of(sample)) is not None:
+                self._cancel(flight, f"its group is {state}: {reason}")
         self._move(group, state, reason)
         if finished:
             self._out.append(do.Forget(tuple(sample.rollout_id for sample in finished)))

@@ -7,12 +7,8 @@ most once and the run directory gets one row a transition.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
 from telescope.records import PromptRef
-
-if TYPE_CHECKING:
-    from telescope.flow.lanes import Flight
 
 
 class State(StrEnum):
@@ -41,6 +37,7 @@ _NEXT: dict[State, frozenset[State]] = {
     **{s: frozenset() for s in _FINAL},
 }
 _RANK = {state: rank for rank, state in enumerate(State)}
+_COMPLETE = _RANK[State.COMPLETE]
 
 
 def transition(old: State, new: State) -> State:
@@ -67,7 +64,7 @@ class Fate(StrEnum):
 class Sample:
     """One of a group's G rollouts. `attempt` names the try that counts; `failures` are those charged to `max_attempts`."""
 
-    __slots__ = ("attempt", "excused", "failures", "fate", "flight", "reward", "rollout_id", "tokens")
+    __slots__ = ("attempt", "excused", "failures", "fate", "reward", "rollout_id", "tokens")
 
     def __init__(self, rollout_id: int) -> None:
         self.rollout_id = rollout_id
@@ -76,7 +73,6 @@ class Sample:
         self.excused = 0
         """Tries cut short by weight updates and lost servers."""
         self.fate = Fate.WAITING
-        self.flight: Flight | None = None
         self.reward = 0.0
         self.tokens = 0
 
@@ -110,7 +106,7 @@ class Group:
     @property
     def playing(self) -> bool:
         """Still incomplete and not retired."""
-        return _RANK[self.state] < _RANK[State.COMPLETE]
+        return _RANK[self.state] < _COMPLETE
 
     @property
     def final(self) -> bool:
@@ -118,11 +114,12 @@ class Group:
 
     @property
     def survivors(self) -> list[Sample]:
-        return [sample for sample in self.samples if sample.fate is Fate.DONE]
+        done = Fate.DONE  # looked up once
+        return [sample for sample in self.samples if sample.fate is done]
 
     @property
     def survivor_ids(self) -> tuple[int, ...]:
-        return tuple(sample.rollout_id for sample in self.survivors)
+        return tuple([sample.rollout_id for sample in self.survivors])
 
     @property
     def rewards_are_equal(self) -> bool:

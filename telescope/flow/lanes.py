@@ -18,31 +18,33 @@ class Flight:
     """One attempt at a rollout, from `Run` to the worker's answer."""
 
     __slots__ = (
-        "aborted", "attempt", "ended", "generated", "group", "key", "requests", "sample", "stopping", "tokens", "version",
-        "worker",
+        "aborted", "attempt", "ended", "generated", "group", "key", "requests", "sample", "since", "stopping", "tokens",
+        "version", "worker",
     )  # fmt: skip
 
-    def __init__(self, group: Group, sample: Sample, worker: str, version: int) -> None:
+    def __init__(self, group: Group, sample: Sample, worker: str, version: int, since: float) -> None:
         self.group = group
         self.sample = sample
         self.attempt = sample.attempt
         self.key = sample.rollout_id, sample.attempt
         self.worker = worker
         self.version = version  # served at the dispatch
+        self.since = since
         self.stopping = False  # cancelled, not answered yet
         self.ended = False
         self.generated = False  # asks for no more tokens: its lane is free, its credit is not
         self.aborted = False  # an update or a lost server cut a request short: its failure is nobody's fault
         self.tokens = 0  # sampled so far
-        self.requests: list[str] = []  # ids of all requests it ever made
+        self.requests: tuple[str, ...] = ()  # ids of all requests it ever made
 
 
 class Worker:
-    __slots__ = ("capacity", "flights")
+    __slots__ = ("capacity", "taken")
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.flights: dict[tuple[int, int], Flight] = {}
+        self.taken = 0
+        """Credits: orders that it has not answered."""
 
 
 class Lanes:
@@ -52,12 +54,15 @@ class Lanes:
         self._individual = settings.individual_lanes
         self._deadline_s = settings.rollout_deadline_s
         self._cancel_deadline_s = settings.cancel_deadline_s
-        self._queue: list[tuple[bool, int, int, Group, Sample]] = []
+        self._fresh: deque[tuple[Group, Sample]] = deque()
+        """Never sent out; they come in order of their ids."""
+        self._retried: list[tuple[int, int, Group, Sample]] = []
         self._resting: list[tuple[float, int, Group, Sample]] = []
         self._freest = Ranking()
         self._groups_with_lane = 0
         self._generating = 0
-        self._due: deque[tuple[float, Flight]] = deque()
+        self._sent: deque[Flight] = deque()
+        """In order of their dispatch; those that have ended are dropped when they come up."""
         self._remind_due: deque[tuple[float, Flight]] = deque()
         self._stop_due: deque[tuple[float, Flight]] = deque()
         self.workers: dict[str, Worker] = {}
@@ -72,7 +77,7 @@ class Lanes:
 
     def lose(self, worker: str) -> list[Flight]:
         """Forget the worker; its flights have ended and are returned in order of their dispatch."""
-        flights = list(self.workers[worker].flights.values())
+        flights = [flight for flight in self.flights.values() if flight.worker == worker]
         for flight in flights:
             self.end(flight)
         self._freest.remove(worker)
@@ -101,12 +106,19 @@ class Lanes:
                 self._line_up(group, sample)
 
     def _line_up(self, group: Group, sample: Sample) -> None:
-        heappush(self._queue, (sample.attempt == 0, sample.rollout_id, sample.attempt, group, sample))
+        if sample.attempt:
+            heappush(self._retried, (sample.rollout_id, sample.attempt, group, sample))
+        else:
+            self._fresh.append((group, sample))
 
     def unqueue(self, sample: Sample) -> None:
         """Give up a waiting sample."""
         sample.fate = Fate.FAILED
         self.waiting -= 1
+
+    def flight_of(self, sample: Sample) -> Flight | None:
+        """The sample's present attempt, while a worker has it."""
+        return self.flights.get((sample.rollout_id, sample.attempt))
 
     @property
     def scoring(self) -> int:
@@ -115,15 +127,22 @@ class Lanes:
 
     def dispatch(self, lanes: int, version: int, now: float) -> Flight | None:
         """Start the first waiting rollout if one of the `lanes` of all servers and a credit are free."""
-        queue = self._queue
-        while queue and queue[0][4].fate is not Fate.WAITING:
-            heappop(queue)
-        if not queue or not self._has_lane(queue[0][3], lanes):
+        retried, fresh, waiting = self._retried, self._fresh, Fate.WAITING
+        while retried and retried[0][3].fate is not waiting:
+            heappop(retried)
+        while not retried and fresh and fresh[0][1].fate is not waiting:
+            fresh.popleft()
+        if not retried and not fresh:
+            return None
+        if not self._has_lane(retried[0][2] if retried else fresh[0][0], lanes):
             return None
         name = self._freest.first()
-        if name is None or len(self.workers[name].flights) >= self.workers[name].capacity:
+        if name is None:
             return None
-        group, sample = heappop(queue)[3:]
+        worker = self.workers[name]
+        if worker.taken >= worker.capacity:
+            return None
+        group, sample = heappop(retried)[2:] if retried else fresh.popleft()
         return self._start(group, sample, name, version, now)
 
     def _has_lane(self, group: Group, lanes: int) -> bool:
@@ -133,24 +152,20 @@ class Lanes:
         return lanes > 0 and (group.has_lane or self._groups_with_lane < lanes)
 
     def _start(self, group: Group, sample: Sample, name: str, version: int, now: float) -> Flight:
-        flight = Flight(group, sample, name, version)
+        flight = Flight(group, sample, name, version, now)
         sample.fate = Fate.RUNNING
-        sample.flight = flight
         self.waiting -= 1
         self.flights[flight.key] = flight
         self._generating += 1
-        self._take_credit(name, flight)
+        worker = self.workers[name]
+        worker.taken += 1
+        self._freest.put(name, worker.taken - worker.capacity)
         group.flights += 1
         if not group.has_lane:
             group.has_lane = True
             self._groups_with_lane += 1
-        self._due.append((now + self._deadline_s, flight))
+        self._sent.append(flight)
         return flight
-
-    def _take_credit(self, name: str, flight: Flight) -> None:
-        worker = self.workers[name]
-        worker.flights[flight.key] = flight
-        self._freest.put(name, len(worker.flights) - worker.capacity)
 
     # ---- the end of a flight
 
@@ -169,15 +184,16 @@ class Lanes:
     def end(self, flight: Flight) -> None:
         """The worker has answered, or is lost: lane and credit are free."""
         flight.ended = True
-        self.generation_over(flight)
+        if not flight.generated:
+            self.generation_over(flight)
         del self.flights[flight.key]
         worker = self.workers[flight.worker]
-        del worker.flights[flight.key]
-        self._freest.put(flight.worker, len(worker.flights) - worker.capacity)
-        if flight.sample.flight is flight:
-            flight.sample.flight = None
-        flight.group.flights -= 1
-        self.leave_lane(flight.group)
+        worker.taken -= 1
+        self._freest.put(flight.worker, worker.taken - worker.capacity)
+        group = flight.group
+        group.flights -= 1
+        if not group.flights:
+            self.leave_lane(group)
 
     def leave_lane(self, group: Group) -> None:
         """Free a group's lane once it plays no more and no worker holds an order of it."""
@@ -187,7 +203,12 @@ class Lanes:
 
     def overdue(self, now: float) -> list[Flight]:
         """Flights past their deadline and not cancelled yet, each returned once."""
-        return [flight for flight in _due(self._due, now) if not flight.stopping]
+        sent, due = self._sent, list[Flight]()
+        while sent and (sent[0].ended or sent[0].since + self._deadline_s <= now):
+            flight = sent.popleft()
+            if not flight.ended and not flight.stopping:
+                due.append(flight)
+        return due
 
     def to_remind(self, now: float) -> list[Flight]:
         """Cancelled flights unanswered for half their time, each returned once: a cancel can be lost on the wire."""

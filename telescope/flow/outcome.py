@@ -27,8 +27,8 @@ class Step(msgspec.Struct, frozen=True):
     paused_s: float
     sequence_s: float
     """Running sequences, integrated over time."""
-    worked_s: float
-    """What the servers' engines would have needed at full speed."""
+    engine_steps: float
+    """Of the servers' engines."""
     answers: int
     """Requests answered."""
     scores: int

@@ -66,8 +66,8 @@ class Placement:
         self._answered_tokens = 0
 
     def join(self, server: str, version: int, capacity: int) -> None:
-        self.servers[server] = Server(version, capacity, Share(self._settings))
-        self._weigh(server)
+        known = self.servers[server] = Server(version, capacity, Share(self._settings))
+        self._weigh(server, known)
 
     def lose(self, server: str) -> list[Request]:
         """Forget the server; the requests placed on it are returned in order and forgotten too."""
@@ -91,9 +91,11 @@ class Placement:
         if name is None:
             self.waiting[request.request_id] = request
             return None
-        self.waiting.pop(request.request_id, None)
+        if self.waiting:
+            self.waiting.pop(request.request_id, None)
         group.server = request.server = name
-        request.tokens = request.prompt_tokens + self._answered_tokens // max(1, self._answered)
+        mean = self._answered_tokens // self._answered if self._answered else 0
+        request.tokens = request.prompt_tokens + mean
         self._charge(name, request.tokens, +1)
         return name
 
@@ -102,7 +104,7 @@ class Placement:
         server = self.servers.get(load.server)
         if server is not None:
             server.share.hear(load, server.outstanding, now)
-            self._weigh(load.server)
+            self._weigh(load.server, server)
 
     def next_waiting(self) -> Request | None:
         """The first waiting request that a server would take now."""
@@ -134,10 +136,11 @@ class Placement:
     def _choice(self, group: Group) -> str | None:
         sticky, v_start = group.server, group.v_start
         known = self.servers.get(sticky) if sticky is not None else None
-        if known is not None and (known.version < v_start or known.outstanding >= known.capacity):
-            known = None
-        if known is not None and not known.share.pressure:
-            return sticky
+        if known is not None:
+            if known.version < v_start or known.outstanding >= known.capacity:
+                known = None
+            elif not known.share.pressure:
+                return sticky
         best = self._least_loaded.first_that(lambda server: self._takes(server, v_start), below=FULL)
         if known is None or best is None:
             return best
@@ -156,11 +159,10 @@ class Placement:
         server.outstanding += requests
         if server.outstanding == 0:
             server.share.idle()
-        self._weigh(name)
+        self._weigh(name, server)
 
-    def _weigh(self, name: str) -> None:
+    def _weigh(self, name: str, server: Server) -> None:
         """The server's place in the order, and its lanes in the sum, after a change."""
-        server = self.servers[name]
         rank = server.load + server.share.pressure * PRESSED
         self._least_loaded.put(name, rank if server.outstanding < server.capacity else rank + FULL)
         if not self._settings.adaptive and server.lanes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 
 
 class Ranking:
@@ -34,7 +34,10 @@ class Ranking:
             else:
                 arrival = known[1]
             entry = current[name] = (rank, arrival, name)
-            heappush(heap, entry)
+            if heap and heap[0] is known:
+                heapreplace(heap, entry)  # whoever was chosen last, mostly
+            else:
+                heappush(heap, entry)
         self._moved.clear()
         if len(heap) > 8 * len(current) + 64:
             heap[:] = current.values()

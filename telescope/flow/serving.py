@@ -2,16 +2,18 @@
 
 All running sequences of a server get one token a step, so one number, the tokens made by each sequence since the start, says
 how far all of them are: `made` grows at 1 / step time. A sequence that needs L more tokens is done when `made` has grown by L,
-whoever comes and goes meanwhile, so a heap of those marks gives the next end in O(log n), and no event is needed for a token
+whoever comes and goes meanwhile, so a line of those marks in order gives the next end, and no event is needed for a token
 (processor sharing in virtual time: Parekh and Gallager 1993 for networks). The step's time rises as the sequences grow, so the
 time for x tokens of n sequences is `τ·x + kv_token_s·n·x²/2`, with τ the step time now.
 """
 
 from __future__ import annotations
 
+from array import array
+from bisect import bisect_left, bisect_right
 from collections import deque
-from heapq import heapify, heappop, heappush
 from math import inf, sqrt
+from typing import Any
 
 from telescope.flow.latency import EngineTimes
 
@@ -25,19 +27,19 @@ class Generation:
     """One request on a server."""
 
     __slots__ = (
-        "cached", "completion", "done_at", "group", "key", "left", "number", "prefix", "prompt", "shared", "started_at",
+        "cached", "completion", "done_at", "group", "key", "left", "number", "prompt", "readers", "shared", "started_at",
     )  # fmt: skip
 
-    def __init__(self, key: str, group: int, shared: int, prompt: int, completion: int, cached: int = 0) -> None:
-        self.key = key
+    def __init__(self, key: Any, group: int, shared: int, prompt: int, completion: int, cached: int = 0) -> None:
+        self.key = key  # whatever its owner knows it by
         self.group = group
         self.shared = shared  # tokens of the prompt that the whole group begins with
         self.prompt = prompt
         self.cached = cached  # tokens of its own earlier turns
         self.completion = completion
         self.left = float(completion)
-        self.prefix = (0, group)  # which copy of its group's prompt it reads
-        self.started_at = self.done_at = 0.0
+        self.readers: dict[int, int] | None = None  # where it is counted among those that read its group's prompt
+        self.started_at = self.done_at = 0.0  # by the tokens that each sequence of the server has made
         self.number = -1  # of its stay in the batch; -1 while it waits
 
 
@@ -53,13 +55,15 @@ class SimulatedServer:
         self._reads = self._held = 0.0
         self._speed = 1.0
         self._numbers = 0
-        self._ends: list[tuple[float, int, Generation]] = []
-        self.running: dict[str, Generation] = {}
+        self._ends = array("d")
+        self._by_end: list[Generation] = []
+        self.running: dict[int, Generation] = {}
+        """By their numbers, in order of their entry."""
         self.waiting: deque[Generation] = deque()
-        self._prefixes: dict[tuple[int, int], int] = {}  # sequences that read each cached prompt of a group
+        self._readers: dict[int, int] = {}  # of each group's cached prompt; another dict since each time all were forgotten
         self.resets = 0
         """Times that cached prefixes were forgotten."""
-        self.generating_s = self.paused_s = self.sequence_s = self.worked_s = self.tokens = 0.0
+        self.generating_s = self.paused_s = self.sequence_s = self.tokens = 0.0
         self.preemptions = 0
         self.scheduled_at = inf
 
@@ -81,7 +85,6 @@ class SimulatedServer:
             return
         self.generating_s += left
         self.sequence_s += left * sequences
-        self.worked_s += left * self._speed
         if self._debt_s:
             paid = min(self._debt_s, left * self._speed)
             self._debt_s -= paid
@@ -98,14 +101,17 @@ class SimulatedServer:
         self.tokens += made
 
     @property
+    def steps(self) -> float:
+        """Steps of the engine so far: each running sequence got one token in each of them."""
+        return self._made
+
+    @property
     def next_at(self) -> float:
         """When something happens if nobody comes: a sequence ends, or the KV cache is full. Infinite where nothing runs."""
         sequences, times, ends = len(self.running), self._times, self._ends
         if not sequences:
             return inf
-        while ends[0][2].number != ends[0][1]:
-            heappop(ends)
-        tokens = ends[0][0] - self._made
+        tokens = ends[0] - self._made
         if sequences > 1 and (room := (times.kv_tokens - self._held) / sequences) < tokens:
             tokens = room
         if tokens < 0.0:
@@ -118,11 +124,8 @@ class SimulatedServer:
         """Take what has all its tokens by now; where the cache is full instead, put the youngest back."""
         done: list[Generation] = []
         ends, reached = self._ends, self._made + NEARLY
-        while ends and ends[0][0] <= reached:
-            _, number, sequence = heappop(ends)
-            if sequence.number == number:  # else it has left before
-                self._leave(sequence)
-                done.append(sequence)
+        while ends and ends[0] <= reached:
+            done.append(self._leave(0))
         while len(self.running) > 1 and self._held >= self._times.kv_tokens - NEARLY * len(self.running):
             self._preempt()
         if self.waiting:
@@ -139,7 +142,7 @@ class SimulatedServer:
     def remove(self, sequence: Generation) -> None:
         """An abort."""
         if sequence.number >= 0:
-            self._leave(sequence)
+            self._leave(self._place_of(sequence))
             self._admit()
         else:
             self.waiting.remove(sequence)
@@ -154,6 +157,7 @@ class SimulatedServer:
             self._debt_s += self._times.prefill_token_s * self._held
         if forget_prefixes:
             self.resets += 1
+            self._readers = {}
 
     @property
     def kv_used(self) -> float:
@@ -172,57 +176,64 @@ class SimulatedServer:
 
     def _enters(self, sequence: Generation) -> bool:
         """Begin with it, if there is room."""
-        times, prefix = self._times, (self.resets, sequence.group)
-        if len(self.running) >= times.max_seqs:
+        times, running, prompt = self._times, self.running, sequence.prompt
+        if len(running) >= times.max_seqs:
             return False
-        known = sequence.shared if self._share_prefixes and prefix in self._prefixes else 0
-        if self.running and self._held + sequence.prompt - known > WATERMARK * times.kv_tokens:
+        readers = self._readers.get(sequence.group, 0)
+        known = sequence.shared if readers else 0
+        if running and self._held + prompt - known > WATERMARK * times.kv_tokens:
             return False
-        sequence.prefix = prefix
-        self._numbers += 1
-        sequence.number = self._numbers
-        sequence.started_at, sequence.done_at = self._made, self._made + sequence.left
         if self._share_prefixes:
-            self._prefixes[prefix] = self._prefixes.get(prefix, 0) + 1
+            sequence.readers = self._readers
+            self._readers[sequence.group] = readers + 1
+        number = sequence.number = self._numbers = self._numbers + 1
+        made = sequence.started_at = self._made
+        done_at = sequence.done_at = made + sequence.left
         cached = known if known > sequence.cached else sequence.cached
-        unread = sequence.prompt - cached if sequence.prompt > cached else 1
-        self._debt_s += unread * times.prefill_token_s
-        self._reads += sequence.prompt
-        self._held += sequence.prompt - known
-        self.running[sequence.key] = sequence
-        heappush(self._ends, (sequence.done_at, sequence.number, sequence))
+        self._debt_s += (prompt - cached if prompt > cached else 1) * times.prefill_token_s
+        self._reads += prompt
+        self._held += prompt - known
+        running[number] = sequence
+        place = bisect_right(self._ends, done_at)
+        self._ends.insert(place, done_at)
+        self._by_end.insert(place, sequence)
         return True
 
-    def _leave(self, sequence: Generation) -> None:
-        del self.running[sequence.key]
-        made = self._made - sequence.started_at
-        left = sequence.done_at - self._made
-        sequence.left = left if left > 0.0 else 0.0
+    def _place_of(self, sequence: Generation) -> int:
+        """In order of the ends."""
+        return self._by_end.index(sequence, bisect_left(self._ends, sequence.done_at))
+
+    def _leave(self, place: int) -> Generation:
+        """The one at this place in order of the ends goes."""
+        done_at, sequence = self._ends.pop(place), self._by_end.pop(place)
+        del self.running[sequence.number]
         sequence.number = -1
+        made = self._made - sequence.started_at
+        left = done_at - self._made
+        sequence.left = left if left > 0.0 else 0.0
         self._reads -= sequence.prompt + made
         self._held -= sequence.prompt + made - self._left_behind(sequence)
         if not self.running:
             self._reads = self._held = self._debt_s = 0.0  # no rounding is carried on
-        if len(self._ends) > 4 * len(self.running) + 64:
-            self._ends[:] = [entry for entry in self._ends if entry[2].number == entry[1]]
-            heapify(self._ends)
+        return sequence
 
     def _left_behind(self, sequence: Generation) -> int:
         """Tokens of its prompt that stay in the cache, as a sibling reads them."""
-        if not self._share_prefixes:
+        readers, group = sequence.readers, sequence.group
+        if readers is None:
             return 0
-        readers = self._prefixes[sequence.prefix] - 1
-        if readers:
-            self._prefixes[sequence.prefix] = readers
+        others = readers[group] - 1
+        if others:
+            readers[group] = others
             return sequence.shared
-        del self._prefixes[sequence.prefix]
+        del readers[group]
         return 0
 
     def _preempt(self) -> None:
         """The youngest is put back with what it has made, which becomes part of its prompt."""
         sequence = self.running[next(reversed(self.running))]
         made = round(self._made - sequence.started_at)
-        self._leave(sequence)
+        self._leave(self._place_of(sequence))
         sequence.prompt += made
         sequence.cached = 0
         self.waiting.appendleft(sequence)

@@ -7,6 +7,7 @@ answer. docs/planning.md says what is modelled and what is left out.
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
@@ -51,36 +52,37 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Keys and values of running generations are computed anew."""
 
 
+class _Prompt:
+    """What the rollouts of a group share."""
+
+    __slots__ = ("equal", "scored_tokens", "tokens")
+
+    def __init__(self, tokens: int, equal: bool) -> None:
+        self.tokens = tokens
+        self.equal = equal  # its group's rewards all are
+        self.scored_tokens = 0  # of the rollouts scored so far, prompts included
+
+
 class _Play:
     """A rollout with a worker."""
 
     __slots__ = (
-        "cached_at",
-        "completion",
-        "equal",
-        "history",
-        "order",
-        "over",
-        "sequence",
-        "server",
-        "shared",
-        "turn",
-        "turns",
+        "cached_at", "completion", "order", "over", "prompt", "request_id", "sequence", "server", "tokens", "turn", "turns",
         "worker",
-    )
+    )  # fmt: skip
 
-    def __init__(self, order: RolloutOrder, worker: str, prompt: int, equal: bool, turns: int) -> None:
+    def __init__(self, order: RolloutOrder, worker: str, prompt: _Prompt, turns: int) -> None:
         self.order = order
-        self.equal = equal  # its group's rewards all are
         self.worker = worker
-        self.shared = prompt
+        self.prompt = prompt
         self.turns = turns
         self.turn = 0
-        self.history = 0  # completion tokens of earlier turns
-        self.completion = 0
-        self.sequence: Generation | None = None
-        self.server = ""
-        self.cached_at = ("", 0)
+        self.tokens = 0  # of its present turn's completion
+        self.completion = 0  # of all its turns before
+        self.request_id = ""
+        self.sequence: Generation | None = None  # on a server
+        self.server: SimulatedServer | None = None
+        self.cached_at = 0  # the server's resets when it came there
         self.over = False
 
 
@@ -89,8 +91,18 @@ Watch = Callable[[float, seen.AnyEvent, Sequence[do.AnyCommand]], None]
 
 
 def simulate(settings: FlowSettings, cluster: Cluster, load: Load, watch: Watch | None = None) -> Outcome:
-    """Play the run to its end. Raises ValueError where it can't end."""
-    return _Simulation(settings, cluster, load, watch).run()
+    """Play the run to its end. Raises ValueError where it can't end.
+
+    Without the collector of cycles: none are made for a rollout, and it would look through millions of living objects again and
+    again to find that out.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return _Simulation(settings, cluster, load, watch).run()
+    finally:
+        if collects:
+            gc.enable()
 
 
 class _Simulation:
@@ -108,9 +120,8 @@ class _Simulation:
             for number in range(cluster.servers)
         }
         self._plays: dict[int, _Play] = {}  # of each rollout the attempt that plays: the next is ordered after its end
-        self._requests: dict[str, _Play] = {}
-        self._tokens: dict[int, int] = {}  # of each scored rollout
-        self._groups: dict[int, tuple[int, bool]] = {}
+        self._requests: dict[str, _Play] = {}  # asked, not placed yet
+        self._prompts: dict[int, _Prompt] = {}  # by group
         self._busy_until: dict[str, float] = {}  # workers
         self._steps: list[Step] = []
         self._begun: tuple[float, int, int] = (0.0, 0, 0)
@@ -210,9 +221,8 @@ class _Simulation:
 
     def _run(self, command: do.Run) -> None:
         order, load = command.order, self._load
-        prompt, equal = self._group(order.group_id)
         turns = int(drawn(load.turns, order.seed, 1))
-        play = _Play(order, command.worker, prompt, equal, turns if turns > 1 else 1)
+        play = _Play(order, command.worker, self._prompt_of(order.group_id), turns if turns > 1 else 1)
         self._plays[order.rollout_id] = play
         wait = drawn(load.dispatch_s, order.seed, 2)
         if load.start_s:
@@ -224,23 +234,21 @@ class _Simulation:
         until = self._busy_until[worker] = max(self._busy_until.get(worker, 0.0), self._now) + seconds
         return until - self._now
 
-    def _group(self, group_id: int) -> tuple[int, bool]:
-        """Prompt tokens of a group, and whether its rewards are all equal."""
-        known = self._groups.get(group_id)
+    def _prompt_of(self, group_id: int) -> _Prompt:
+        known = self._prompts.get(group_id)
         if known is None:
             load, seed = self._load, keyed_hash("simulated group", self._settings.seed, group_id) >> 16
             tokens = max(1, round(drawn(load.prompt_tokens, seed, 0)))
-            known = self._groups[group_id] = tokens, share_of(seed, 1) < load.equal_share
+            known = self._prompts[group_id] = _Prompt(tokens, share_of(seed, 1) < load.equal_share)
         return known
 
     def _ask(self, play: _Play) -> None:
         if play.over:
             return
-        order = play.order
-        request_id = f"{order.rollout_id}.{order.attempt}.{play.turn}"
+        order, turn = play.order, play.turn
+        request_id = play.request_id = f"{order.rollout_id}.{order.attempt}.{turn}"
         self._requests[request_id] = play
-        prompt = play.shared + play.history
-        self._say(seen.TurnStarted(request_id, order.rollout_id, order.attempt, play.turn, prompt))
+        self._say(seen.TurnStarted(request_id, order.rollout_id, order.attempt, turn, play.prompt.tokens + play.completion))
 
     def _answered(self, play: _Play) -> None:
         """The worker has the tokens of a turn."""
@@ -263,10 +271,10 @@ class _Simulation:
             return
         self._end(play)
         self._scores += 1
-        order = play.order
-        self._tokens[order.rollout_id] = play.shared + play.completion
-        reward = 0.0 if play.equal else float(order.sample % 2)
-        self._say(seen.RolloutDone(order.rollout_id, order.attempt, reward, play.shared, play.completion))
+        order, prompt, completion = play.order, play.prompt, play.completion
+        prompt.scored_tokens += prompt.tokens + completion
+        reward = 0.0 if prompt.equal else float(order.sample % 2)
+        self._say(seen.RolloutDone(order.rollout_id, order.attempt, reward, prompt.tokens, completion))
 
     def _fail(self, play: _Play, cause: str) -> None:
         if not play.over:
@@ -286,29 +294,28 @@ class _Simulation:
         play = self._plays.get(command.rollout_id)
         if play is None or play.order.attempt != command.attempt:
             return
-        if play.sequence is not None:
-            server = self._servers[play.server]
+        server = play.server
+        if play.sequence is not None and server is not None:
             server.advance(self._now)
-            self._abort(server, play)
+            self._abort(server, play.sequence)
             self._schedule(server)
         self._fail(play, "cancelled")
 
     # ---- servers
 
     def _place(self, command: do.Place) -> None:
-        play = self._requests[command.request_id]
-        order, load = play.order, self._load
-        tokens, most = round(drawn(load.completion_tokens, order.seed, 16 * play.turn)), self._cluster.max_tokens
-        tokens = most if tokens > most else tokens if tokens > 1 else 1
+        play = self._requests.pop(command.request_id)
+        order, load, cluster, shared = play.order, self._load, self._cluster, play.prompt.tokens
+        tokens, most = round(drawn(load.completion_tokens, order.seed, 16 * play.turn)), cluster.max_tokens
+        tokens = play.tokens = most if tokens > most else tokens if tokens > 1 else 1
         server = self._servers[command.server]
         # its own earlier turns are cached where it stays on its server and no update has come between
-        here = (command.server, server.resets)
-        prompt = play.shared + play.history
-        cached = prompt if self._cluster.prefix_caching and play.turn and play.cached_at == here else 0
-        play.sequence = Generation(command.request_id, order.group_id, play.shared, prompt, tokens, cached)
-        play.server, play.cached_at = command.server, here
+        stays = play.server is server and play.cached_at == server.resets and cluster.prefix_caching
+        prompt = shared + play.completion
+        sequence = play.sequence = Generation(play, order.group_id, shared, prompt, tokens, prompt if stays else 0)
+        play.server, play.cached_at = server, server.resets
         server.advance(self._now)
-        server.add(play.sequence)
+        server.add(sequence)
         at = server.next_at
         if at < server.scheduled_at:
             self._appoint(server, at)
@@ -322,53 +329,41 @@ class _Simulation:
     def _appoint(self, server: SimulatedServer, at: float) -> None:
         server.scheduled_at = at
         self._entries += 1
-        heappush(self._agenda, (at, self._entries, self._look, (server, at)))
+        heappush(self._agenda, (at, self._entries, self._look, server))
 
-    def _look(self, subject: tuple[SimulatedServer, float]) -> None:
-        server, at = subject
-        if at != server.scheduled_at:
+    def _look(self, server: SimulatedServer) -> None:
+        if self._now != server.scheduled_at:
             return  # an earlier look has been appointed since
         server.scheduled_at = inf
         server.advance(self._now)
+        request_s = self._load.request_s
         for sequence in server.ended():
-            self._generated(self._requests.pop(sequence.key), sequence)
-        self._schedule(server)
+            sequence.key.sequence = None
+            self._do_after(request_s, self._returned, sequence.key)
+        at = server.next_at
+        if at < server.scheduled_at:
+            self._appoint(server, at)
 
-    def _generated(self, play: _Play, sequence: Generation) -> None:
-        tokens = sequence.completion
-        play.sequence = None
-        play.completion += tokens
-        play.history += tokens
-        if self._load.request_s:
-            self._after(self._load.request_s, self._came_back, (play, sequence.key, tokens))
-        else:
-            self._returned(play, sequence.key, tokens)
-
-    def _came_back(self, subject: tuple[_Play, str, int]) -> None:
-        self._returned(*subject)
-
-    def _returned(self, play: _Play, request_id: str, tokens: int) -> None:
+    def _returned(self, play: _Play) -> None:
         """The relay tells the core and the worker at once."""
+        play.completion += play.tokens
         self._answers += 1
-        self._say(seen.TurnDone(request_id, play.order.rollout_id, tokens, "stop"))
+        self._say(seen.TurnDone(play.request_id, play.order.rollout_id, play.tokens, "stop"))
         self._answered(play)
 
-    def _abort(self, server: SimulatedServer, play: _Play) -> None:
-        sequence = play.sequence
-        assert sequence is not None
+    def _abort(self, server: SimulatedServer, sequence: Generation) -> None:
+        play: _Play = sequence.key
         server.remove(sequence)
         play.sequence = None
-        self._requests.pop(sequence.key, None)
         made = max(0, sequence.completion - round(sequence.left))
-        self._say(seen.TurnDone(sequence.key, play.order.rollout_id, made, "abort"))
+        self._say(seen.TurnDone(play.request_id, play.order.rollout_id, made, "abort"))
 
     # ---- the trainer
 
     def _train(self, command: do.Train) -> None:
         load = self._load
-        ids = [rollout_id for group in command.rollout_ids for rollout_id in group]
-        tokens = sum(self._tokens[rollout_id] for rollout_id in ids)
-        self._begun = (self._now, len(ids), tokens)
+        tokens = sum(self._prompts[group_id].scored_tokens for group_id in command.group_ids)
+        self._begun = (self._now, sum(map(len, command.rollout_ids)), tokens)
         self._slow(load.shared_share)
         self._after(load.train_step_s + load.train_token_s * tokens / self._cluster.ranks, self._trained, command.step)
 
@@ -389,7 +384,7 @@ class _Simulation:
                 generating_s=sum(server.generating_s for server in servers),
                 paused_s=sum(server.paused_s for server in servers),
                 sequence_s=sum(server.sequence_s for server in servers),
-                worked_s=sum(server.worked_s for server in servers),
+                engine_steps=sum(server.steps for server in servers),
                 answers=self._answers,
                 scores=self._scores,
             )
@@ -411,9 +406,8 @@ class _Simulation:
             server.advance(self._now)
             if self._cluster.abort_at_update:
                 for sequence in server.everyone():
-                    play = self._requests[sequence.key]
-                    self._abort(server, play)
-                    self._fail(play, "aborted by a weight update")
+                    self._abort(server, sequence)
+                    self._fail(sequence.key, "aborted by a weight update")
             server.pause(
                 self._load.pause_s,
                 forget_prefixes=self._cluster.reset_prefix_cache,
@@ -431,8 +425,8 @@ class _Simulation:
         self._say(seen.CheckpointDone(command.step))
 
     def _forget(self, command: do.Forget) -> None:
-        for rollout_id in command.rollout_ids:
-            self._tokens.pop(rollout_id, None)
+        for group_id in {rollout_id // self._settings.group_size for rollout_id in command.rollout_ids}:
+            self._prompts.pop(group_id, None)
 
     def _stopped(self, command: do.Stop) -> None:
         self._stop = command

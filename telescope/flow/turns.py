@@ -39,7 +39,7 @@ class Turns:
         elif flight.generated:
             self._say(do.Refuse(event.request_id, "its rollout has said that it asks for no more tokens"))
         else:
-            flight.requests.append(event.request_id)
+            flight.requests = (*flight.requests, event.request_id)
             self._place(Request(event.request_id, flight, event.turn, event.prompt_tokens))
 
     def done(self, event: seen.TurnDone, travelling: bool, version: int) -> None:

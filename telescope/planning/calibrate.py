@@ -10,6 +10,7 @@ docs/planning.md says how each number is fitted.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from telescope.flow.latency import Load, Spread, constant, empirical
 from telescope.flow.replay import JournalDamaged, decode_line, decode_opening
 from telescope.flow.settings import FlowSettings
 from telescope.planning.costs import Costs, Work, fit_costs, measured_step_s
-from telescope.planning.engine_fit import fit_engine
+from telescope.planning.engine_fit import Fitted, fit_engine
 from telescope.runlog.journal import journal_lines
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.reader import rows
@@ -81,7 +82,8 @@ class _Journal:
     runs: dict[tuple[int, int], tuple[float, str]] = field(default_factory=dict)
     started: set[tuple[int, int]] = field(default_factory=set)
     placed: dict[str, float] = field(default_factory=dict)
-    answered: dict[str, float] = field(default_factory=dict)
+    answered: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """When, and with how many tokens."""
     scored: list[float] = field(default_factory=list)
     turn_ends: dict[int, float] = field(default_factory=dict)
     between_s: list[float] = field(default_factory=list)
@@ -107,8 +109,8 @@ class _Journal:
                 self._worked(now, (rollout_id, attempt), None)
             case seen.TurnStarted(rollout_id=rollout_id) if rollout_id in self.turn_ends:
                 self.between_s.append(now - self.turn_ends[rollout_id])
-            case seen.TurnDone(rollout_id=rollout_id, request_id=request_id):
-                self.answered[request_id] = now
+            case seen.TurnDone(rollout_id=rollout_id, request_id=request_id, completion_tokens=tokens):
+                self.answered[request_id] = now, tokens
                 self.turn_ends[rollout_id] = now
                 self.turns[rollout_id] = self.turns.get(rollout_id, 0) + 1
             case seen.RolloutDone(rollout_id=rollout_id, attempt=attempt, prompt_tokens=prompt, completion_tokens=completion):
@@ -197,7 +199,7 @@ def calibrate(
         turns=len(turns),
         error=fitted.error,
         equal_shares=_equal_shares(journal, settings.group_size) if journal.discarded else (),
-        costs=_costs(journal, metrics, fitted.needed_s, epochs),
+        costs=_costs(journal, metrics, fitted, epochs),
         processor_step_s=measured_step_s([metrics[step] for step in sorted(metrics)]),
     )
 
@@ -325,21 +327,27 @@ def _training(journal: _Journal, by_step: Mapping[int, Mapping[str, float]], ran
     return _line(tokens, seconds)
 
 
-def _costs(
-    journal: _Journal, by_step: Mapping[int, Mapping[str, float]], needed_s: Mapping[str, float], epochs: int
-) -> Costs | None:
+def _costs(journal: _Journal, by_step: Mapping[int, Mapping[str, float]], fitted: Fitted, epochs: int) -> Costs | None:
     """Processor seconds of what was done between the end of the last step for warming up and the end of the run's last step."""
     steps = sorted(set(journal.trained) & set(by_step))
     warm = steps[WARM_UP_STEPS:] if len(steps) > 2 * WARM_UP_STEPS else steps[1:]
     if not warm:
         return None
     start, end = journal.trained[warm[0] - 1], journal.trained[warm[-1]]
-    answered = [request_id for request_id, at in journal.answered.items() if start < at <= end]
+    ends = [journal.trained[step] for step in warm]
+    engine_steps, sampled, requests = [0.0] * len(warm), [0.0] * len(warm), 0
+    for request_id, (at, tokens) in journal.answered.items():
+        if start < at <= end:
+            place = bisect_left(ends, at)
+            engine_steps[place] += fitted.steps.get(request_id, 0.0)
+            sampled[place] += tokens
+            requests += 1
     active = sum(by_step[step].get("timing_step_active", 0.0) for step in warm)
     work = Work(
-        steps=len(warm),
-        engine_s=sum(needed_s.get(request_id, 0.0) for request_id in answered),
-        requests=len(answered),
+        engine_steps=tuple(engine_steps),
+        sampled=tuple(sampled),
+        engine_step_s=fitted.times.step_s,
+        requests=requests,
         scores=sum(start < at <= end for at in journal.scored),
         tokens=epochs * sum(journal.trains[step][1] for step in warm),
         token_share=min(1.0, sum(_spans(by_step[step]) for step in warm) / active) if active else 0.0,

@@ -1,6 +1,6 @@
 """Processor seconds of a run's steps: what its parts cost by what they do, and what those of a simulated run would.
 
-    servers' engines    share · (seconds that the simulated engine works)
+    servers' engines    step_s · (engine steps) + token_s · (tokens sampled)
     servers             request_s · (requests answered)
     workers             score_s · (rollouts scored)
     orchestrator        rollout_s · (rollouts scored)
@@ -16,8 +16,10 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 
 import msgspec
+import numpy as np
 
 from telescope.flow.outcome import Step
+from telescope.planning.engine_fit import least_squares
 
 PREFIX = "processor_s/"
 PARTS = ("orchestrator", "workers", "servers", "engines", "trainers")
@@ -26,8 +28,10 @@ PARTS = ("orchestrator", "workers", "servers", "engines", "trainers")
 class Costs(msgspec.Struct, frozen=True, kw_only=True):
     """Processor seconds."""
 
-    engine_share: float
-    """For a second of the calibrated engine's time."""
+    engine_step_s: float
+    """Of an engine's step, whatever it serves."""
+    engine_token_s: float
+    """More for each token that it samples, prompts included as they come with them."""
     request_s: float
     score_s: float
     rollout_s: float
@@ -46,7 +50,7 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
             "orchestrator": self.rollout_s * grown("scores"),
             "workers": self.score_s * grown("scores"),
             "servers": self.request_s * grown("answers"),
-            "engines": self.engine_share * grown("worked_s"),
+            "engines": self.engine_step_s * grown("engine_steps") + self.engine_token_s * grown("sampled"),
             "trainers": self.train_step_s + self.train_token_s * step.tokens * epochs,
         }
 
@@ -57,11 +61,12 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run did in its settled steps, all together."""
+    """What a run did in its settled steps, all together or (tuples) one by one."""
 
-    steps: int
-    engine_s: float
-    """That its requests needed of the calibrated engine."""
+    engine_steps: tuple[float, ...]
+    sampled: tuple[float, ...]
+    engine_step_s: float
+    """Seconds of the wall clock that a step of an engine takes, whatever it serves."""
     requests: int
     scores: int
     tokens: int
@@ -88,11 +93,22 @@ def fit_costs(rows: Sequence[Mapping[str, float]], work: Work) -> Costs | None:
     if not found or not all(found):
         return None
     total = {part: sum(row[part] for row in found) for part in PARTS}
+    engine_step_s, engine_token_s = _engine([row["engines"] for row in found], work)
     return Costs(
-        engine_share=total["engines"] / max(work.engine_s, 1e-9),
+        engine_step_s=engine_step_s,
+        engine_token_s=engine_token_s,
         request_s=total["servers"] / max(work.requests, 1),
         score_s=total["workers"] / max(work.scores, 1),
         rollout_s=total["orchestrator"] / max(work.scores, 1),
-        train_step_s=(1 - work.token_share) * total["trainers"] / max(work.steps, 1),
+        train_step_s=(1 - work.token_share) * total["trainers"] / len(found),
         train_token_s=work.token_share * total["trainers"] / max(work.tokens, 1),
     )
+
+
+def _engine(seconds: Sequence[float], work: Work) -> tuple[float, float]:
+    """Of a step, and of a token: least squares over the train steps, which differ in how many sequences shared an engine's
+    step. It costs the processor no more than it takes; tokens have the rest."""
+    step_s = least_squares(np.array([work.engine_steps, work.sampled]).T, np.array(seconds))[0]
+    step_s = min(step_s, work.engine_step_s)
+    rest = sum(seconds) - step_s * sum(work.engine_steps)
+    return step_s, max(0.0, rest) / max(sum(work.sampled), 1.0)

@@ -12,6 +12,9 @@ import numpy as np
 from telescope.flow.latency import EngineTimes
 
 SHARE_LIMIT = 0.9
+ALONE = 4.0
+"""Sequences in a step, itself included, that take no longer than one."""
+FEWEST_ALONE = 5
 
 
 class Progress:
@@ -46,8 +49,8 @@ class Fitted(msgspec.Struct, frozen=True):
     shared_share: float
     error: float
     """Mean absolute error of a request's time, as a share of the mean time."""
-    needed_s: dict[str, float]
-    """Engine time that each request accounts for: its share of the steps it was in, and its prompt."""
+    steps: dict[str, float]
+    """Engine steps that each request accounts for: its tokens, shared with the sequences beside it."""
 
 
 def fit_engine(
@@ -71,7 +74,7 @@ def fit_engine(
     trainer = Progress(training)
     features: list[list[float]] = []
     took: list[float] = []
-    alone: list[tuple[str, float, float]] = []  # request, sequences in its steps, prompt tokens it had to read
+    steps: dict[str, float] = {}
     for name in sorted({row["server"] for row in turns}):
         mine = [row for row in turns if row["server"] == name]
         beside = Progress([(*ends(row), 1.0) for row in mine])
@@ -84,14 +87,12 @@ def fit_engine(
             tokens = float(row["completion_tokens"])
             reads = float(prompts[bisect_right(starts, end)] - prompts[bisect_right(starts, start - 1e-6)])
             took.append(max(0.0, row["generated_s"] - still.over(start, end) * (end - start)))
-            alone.append(
-                (row["request_id"], max(1.0, beside.over(start, end)), max(1, row["prompt_tokens"] - row["cached_tokens"]))
-            )
+            steps[row["request_id"]] = tokens / max(1.0, beside.over(start, end))
             features.append(
                 [tokens, tokens * beside.over(start, end), tokens * cached.over(start, end), reads,
                  tokens * min(1.0, trainer.over(start, end))]
             )  # fmt: skip
-    found = least_squares(np.array(features), np.array(took))
+    found = _fit(np.array(features), np.array(took))
     step_s, sequence_s, kv_token_s, prefill_token_s, beside_training_s = found
     fitted = np.array(features) @ np.array(found)
     base = float((np.array(features)[:, :3] @ np.array(found[:3])).sum() / np.array(features)[:, 0].sum())
@@ -104,16 +105,24 @@ def fit_engine(
         kv_tokens=kv_tokens,
         max_seqs=max_seqs,
     )
-    needed = {
-        request_id: (row[0] * step_s + row[2] * kv_token_s) / sequences + row[0] * sequence_s + reads * prefill_token_s
-        for (request_id, sequences, reads), row in zip(alone, features, strict=True)
-    }
-    return Fitted(times, shared, float(np.abs(fitted - took).mean() / max(np.mean(took), 1e-12)), needed)
+    error = float(np.abs(fitted - took).mean() / max(np.mean(took), 1e-12))
+    return Fitted(times, shared, error, steps)
 
 
 def _pause(row: Mapping[str, Any], origin: int) -> tuple[float, float, float]:
     end = (row["ended_ns"] - origin) / 1e9
     return end - row["pause_s"], end, 1.0
+
+
+def _fit(features: np.ndarray, took: np.ndarray) -> list[float]:
+    """A step's own time is what requests saw that ran nearly alone, where some did: least squares would not find it among all
+    the others, which fill and empty a crowded server at each train step."""
+    per_token, beside = took / features[:, 0], features[:, 1] / features[:, 0]
+    alone = beside < ALONE
+    if alone.sum() < FEWEST_ALONE:
+        return least_squares(features, took)
+    step_s = float(np.quantile(per_token[alone], 0.25))  # other work on the machine only ever adds
+    return [step_s, *least_squares(features[:, 1:], took - step_s * features[:, 0])]
 
 
 def least_squares(features: np.ndarray, values: np.ndarray) -> list[float]:

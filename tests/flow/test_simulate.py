@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from itertools import pairwise
 from math import inf
 
@@ -139,6 +140,13 @@ def test_the_same_run_twice_is_the_same_and_another_seed_is_another() -> None:
     first, again, other = (simulate(flow(seed=seed), cluster(), varied) for seed in (1, 1, 2))
     assert msgspec.json.encode(first) == msgspec.json.encode(again)
     assert first.steps != other.steps
+
+
+def test_the_collector_rests_while_a_run_is_simulated_and_not_after() -> None:
+    during: list[bool] = []
+    simulate(flow(number_of_steps=1), cluster(), load(), lambda *_: during.append(gc.isenabled()))
+    assert not any(during)
+    assert gc.isenabled()
 
 
 def test_a_server_that_loses_speed_while_the_trainer_works_takes_longer() -> None:
