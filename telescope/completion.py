@@ -10,6 +10,13 @@ from collections.abc import Iterator, Sequence
 
 OVERRIDDEN = ("run", "check", "plan", "doctor")
 """Commands that take overrides."""
+ACTIONS = {
+    "runs": ("list", "resume", "stop", "tail"),
+    "env": ("audit", "check"),
+    "doctor": ("logprobs", "weights"),
+    "completion": ("bash", "fish", "zsh"),
+}
+"""What stands first behind a command of several parts."""
 _BASH = """_telescope() {
     local IFS=$'\\n' line=${COMP_LINE:0:$COMP_POINT}
     local word=${line##* }
@@ -19,7 +26,7 @@ _BASH = """_telescope() {
         for index in "${!COMPREPLY[@]}"; do COMPREPLY[index]=${COMPREPLY[index]#"${word%%=*}="}; done ;; esac ;; esac
     case ${COMPREPLY[0]} in *=|*.) compopt -o nospace ;; esac
 }
-complete -F _telescope telescope
+complete -o default -F _telescope telescope
 """
 _ZSH = """#compdef telescope
 _telescope() {
@@ -60,13 +67,19 @@ def candidates(line: str) -> list[str]:
     last, before = words[-1], [word for word in words[1:-1] if word]
     if not before:
         return [name for name in sorted(COMMANDS) if name.startswith(last)]
-    if before[0] == "completion":
-        return [name for name in sorted(SCRIPTS) if name.startswith(last)]
-    if before[0] == "runs":
-        return [name for name in ("list", "stop", "tail") if name.startswith(last)] if len(before) == 1 else []
-    if before[0] not in OVERRIDDEN:
-        return []
-    return sorted(dict.fromkeys(_overrides(last)))
+    if len(before) == 1 and before[0] in ACTIONS:
+        return [name for name in ACTIONS[before[0]] if name.startswith(last)]
+    if before == ["env", "check"]:
+        return [name for name in sorted(_environments()) if name.startswith(last)]
+    if before[0] in OVERRIDDEN or (before[:2] == ["runs", "resume"] and len(before) > 2):
+        return sorted(dict.fromkeys(_overrides(last)))
+    return []  # folders and files, which the shell knows
+
+
+def _environments() -> Iterator[str]:
+    from telescope.compose.load import places_for
+
+    yield from places_for(None).options("env")
 
 
 def _overrides(word: str) -> Iterator[str]:

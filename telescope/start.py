@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from telescope.sweep import Sweep
 
 OK, CONFIG_ERROR, COMPONENT_FAILED = 0, 1, 70
+LONGER = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
+"""The variable by which vLLM is told to serve a model beyond its positions."""
 _log = logging.getLogger("telescope.run")
 
 
@@ -70,15 +72,32 @@ def planned(config: RunConfig) -> tuple[Standing, Plan | None]:
 
     Raises `PlanError`."""
     from telescope._launch.local import this_host
-    from telescope._launch.plan import make_plan
+    from telescope._launch.plan import PlanError, make_plan
     from telescope._launch.slurm.allocation import nominal
     from telescope._launch.slurm.place import hosts_of
     from telescope._launch.standing import Standing, standing
 
+    if mistake := too_long_for_its_model(config):
+        raise PlanError(mistake)
     if config.cluster.slurm is not None:
         return Standing(), make_plan(config, hosts_of(nominal(config.cluster.slurm)))
     found = standing(config.cluster, config.run_dir, os.environ)
     return found, make_plan(config, (this_host(),)) if found.nodes == 1 else None
+
+
+def too_long_for_its_model(config: RunConfig) -> str:
+    """Why vLLM would refuse `inference.max_model_len`; "" where it would not, or where that can't be told here."""
+    from telescope.config.models import positions
+
+    inference, model = config.inference, config.model.name
+    allowed = {**os.environ, **config.cluster.env}.get(LONGER, "0") not in ("", "0")
+    most = None if allowed or inference.engine != "vllm" else positions(model)
+    if most is None or inference.max_model_len <= most:
+        return ""
+    return (
+        f"inference.max_model_len={inference.max_model_len} is above the {most} positions of model.name={model}, and vLLM "
+        f"serves no model beyond them: set inference.max_model_len={most}, or name another model"
+    )
 
 
 def run_one(order: Order) -> int:

@@ -106,6 +106,11 @@ def _mistake(
         return Mistake(place, kind, f"{given}: there is no such setting.{_suggestion(place, model, below, root)}")
     if kind == "missing" and len(field) == len(below):
         return Mistake(place, kind, must_be_given(path))
+    if kind == "frozen_instance":
+        said = f"{model.__name__} sets {'.'.join(map(str, field))}: settings are fields of the class, with a type"
+        return Mistake(
+            place, kind, f"{'.'.join(map(str, above))}: {said}, and what set_up makes is a private field (docs/environments.md)"
+        )
     if kind == "plugin":
         return Mistake(place, kind, f"{path}: {message}")
     if kind == "value_error":

@@ -177,11 +177,27 @@ def end_ids(folder: Path) -> tuple[int, ...]:
 
 def attention_heads(name: str) -> int | None:
     """Query heads of an embedded or local model by its config.json; None where that can't be told here."""
+    found = _own_config(name).get("num_attention_heads")
+    return found if isinstance(found, int) and found > 0 else None
+
+
+def positions(name: str) -> int | None:
+    """Tokens that an embedded or local model was made for, e.g. 256; None where that can't be told here, or where its
+    positions are stretched."""
+    own = _own_config(name)
+    rope = own.get("rope_parameters") or own.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else ""
+    stretched = kind != "default" or any(isinstance(each, dict) for each in rope.values())
+    found = None if stretched or "model_max_length" in own else own.get("max_position_embeddings")
+    return found if isinstance(found, int) and found > 0 else None
+
+
+def _own_config(name: str) -> dict[str, Any]:
     folder = model_path(name)
     if folder is None:
-        return None
+        return {}
     try:
-        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))["num_attention_heads"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None  # whoever loads the model says what is wrong with its files
-    return found if isinstance(found, int) and found > 0 else None
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}  # whoever loads the model says what is wrong with its files
+    return found if isinstance(found, dict) else {}

@@ -25,6 +25,7 @@ from types import ModuleType
 from typing import Generic, TypeVar
 
 from packaging.requirements import InvalidRequirement, Requirement
+from pydantic import PydanticUserError
 
 from telescope.algorithms.base import Algorithm
 from telescope.backends.base import BackendSettings
@@ -34,6 +35,10 @@ from telescope.environments.base import Environment
 from telescope.settings import Settings
 
 S = TypeVar("S", bound=Settings)
+
+
+_UNTYPED = ("model-field-missing-annotation", "model-field-overridden")
+"""pydantic's codes for an attribute of a settings class that has no type."""
 
 
 class PluginError(ValueError):
@@ -245,9 +250,14 @@ def _import(kind: Kind[S], plugin: PluginFile) -> ModuleType:
         raise PluginError(_not_found(kind, plugin, error)) from error
     except BaseException as error:  # someone's own code: it may raise anything, and even leave with sys.exit
         sys.modules.pop(plugin.module, None)
-        raise PluginError(
-            f"{kind.word} '{plugin.name}' can't be imported: {type(error).__name__}: {error} (in {plugin.place})"
-        ) from error
+        raise PluginError(f"{kind.word} '{plugin.name}' can't be imported: {_said(error)} (in {plugin.place})") from error
+
+
+def _said(error: BaseException) -> str:
+    if isinstance(error, PydanticUserError) and error.code in _UNTYPED:
+        what = error.message.partition(". ")[0]
+        return f"{what}: write a setting with its type (`words: tuple[str, ...] = ...`), anything else as ClassVar[...]"
+    return f"{type(error).__name__}: {error}"
 
 
 def _not_found(kind: Kind[S], plugin: PluginFile, error: ModuleNotFoundError) -> str:

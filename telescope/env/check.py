@@ -2,7 +2,8 @@
 
 Composes a run as `telescope.run` would, loads its environment and tokenizer as a worker does, plays some prompts through the
 worker's own code, and prints openings, tokens and masks, rewards, metrics, failures, times and warnings. A word without a dot
-is a setting of the environment (`num_numbers=4`), one with a dot of the run (`rollout.max_tokens=64`).
+is a setting of the environment (`num_numbers=4`), one with a dot of the run (`rollout.max_tokens=64`), as is the choice of a
+preset (`experiment=wordle`, `model=tiny_turns`).
 
 The policy says each prompt's right answer, or what a file holds (--answers: a JSON text, or a list of texts for a dialogue, on
 each line), or is a small model in this process (--model tiny). Exit codes: 0 fine, 1 rollouts failed or prompts differ between
@@ -23,6 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from telescope.compose.load import UsageError, load_points, places_for
+from telescope.compose.options import GROUPS
 from telescope.config.models import ModelNotFound, model_folder
 from telescope.config.plugins import ENVIRONMENTS, PluginError, load
 from telescope.config.run import RunConfig
@@ -33,6 +35,7 @@ from telescope.env.report import Played, Stated, report
 from telescope.environments.chat import Sampled
 from telescope.environments.template import ChatTemplate
 from telescope.records import PromptRef, RolloutOrder, Sampling
+from telescope.wire.process import leave
 from telescope.workers.hooks import set_up, tear_down
 from telescope.workers.lengths import leave_out_too_long
 from telescope.workers.load import EnvironmentBroken, Loaded, load_environments
@@ -42,17 +45,20 @@ from telescope.workers.threads import RewardThreads
 from telescope.workers.tokenizer import TokenizerError, load_template
 
 OK, NOT_FINE, USAGE = 0, 1, 2
+THREADS = 32
+"""As a worker has for synchronous reward functions."""
 REFUSALS = (ConfigError, EnvironmentBroken, TokenizerError, ModelNotFound, PluginError, SecretMissing, ScriptBroken)
 
 
 def main(arguments: Sequence[str]) -> int:
     asked = _parser().parse_intermixed_args(list(arguments))
+    threads = RewardThreads(THREADS)
     try:
         config = _config(asked)
         if asked.digest:
             sys.stdout.write(load_environments(config)[asked.name].card.digest + "\n")
             return OK
-        lines, fine = asyncio.run(_checked(config, asked, list(arguments)))
+        lines, fine = asyncio.run(_checked(config, asked, list(arguments), threads))
     except UsageError as error:
         sys.stderr.write(f"telescope.env check: {error}\n")
         return USAGE
@@ -60,6 +66,8 @@ def main(arguments: Sequence[str]) -> int:
         sys.stderr.write(f"{error}\n")
         return NOT_FINE
     sys.stdout.write("\n".join(lines) + "\n")
+    if threads.hung(0):  # the interpreter's end would wait for them
+        leave(OK if fine else NOT_FINE)
     return OK if fine else NOT_FINE
 
 
@@ -86,13 +94,13 @@ def _parser() -> argparse.ArgumentParser:
 def _config(asked: argparse.Namespace) -> RunConfig:
     """The run that would be made. Raises `ConfigError`, `UsageError` or `PluginError`."""
     places = places_for(asked.config_dir)
-    load(ENVIRONMENTS, asked.name, places.plugin_path)  # an unknown name is told before anything else
+    kind = load(ENVIRONMENTS, asked.name, places.plugin_path)  # an unknown name is told before anything else
     overrides = [f"env={asked.name}", *([f"model.name={asked.model}"] if asked.model else ())]
     for override in asked.overrides:
         key, equals, _ = override.partition("=")
         if not equals:
             raise UsageError(f"{override!r} is no key=value")
-        is_run = "." in key or "/" in key
+        is_run = "." in key or "/" in key or (key in GROUPS and key not in kind.model_fields)
         overrides.append(override if is_run else f"environments.{asked.name}.kwargs.{override}")
     (point,) = load_points(overrides, places, os.environ)
     if point.config is None or point.problems:
@@ -100,7 +108,10 @@ def _config(asked: argparse.Namespace) -> RunConfig:
     return point.config
 
 
-async def _checked(config: RunConfig, asked: argparse.Namespace, arguments: list[str]) -> tuple[list[str], bool]:
+async def _checked(
+    config: RunConfig, asked: argparse.Namespace, arguments: list[str], threads: RewardThreads
+) -> tuple[list[str], bool]:
+    asyncio.get_running_loop().set_default_executor(threads)
     template = load_template(config.model, model_folder(config.model.name))
     whole = load_environments(config)[asked.name]
     limits = Limits(
@@ -142,7 +153,6 @@ async def _play_all(
     loaded: Loaded, template: ChatTemplate, limits: Limits, policy: Policy, prompts: int, samples: int
 ) -> list[Played]:
     """All rollouts side by side, between the environment's own beginning and end."""
-    asyncio.get_running_loop().set_default_executor(RewardThreads(32))
     openings = Openings(template)
     orders = [
         RolloutOrder(

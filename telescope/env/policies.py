@@ -66,8 +66,12 @@ class GoldenAnswers(Scripted):
 
 def read_script(path: Path) -> list[list[str]]:
     """One JSON value a line: a text, or a list of the texts of a dialogue. Raises `ScriptBroken`."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ScriptBroken(f"--answers {path} can't be read: {error}") from error
     dialogues = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:

@@ -32,7 +32,9 @@ class Recomputer:
         """Of a Hugging Face folder. Raises OSError where it holds no model."""
         import torch
         from transformers import AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
 
+        disable_progress_bar()
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         return cls(model, version, temperature, support)
 

@@ -101,11 +101,13 @@ def _rollouts(done: Sequence[Played]) -> Iterator[str]:
 
 
 def _metrics(done: Sequence[Played], stated: Stated) -> Iterator[str]:
-    yield "metric                     mean       min       max   stated"
-    for name, values in {"reward": _rewards(done), **_by_name(done)}.items():
+    rows = {"reward": _rewards(done), **_by_name(done)}
+    width = max(22, *map(len, rows))
+    yield f"{'metric':<{width}}     mean       min       max   stated"
+    for name, values in rows.items():
         ends = stated.reward_range if name == "reward" else stated.metrics_ranges.get(name)
         said = "–" if ends is None else "{:g} to {:g}".format(*ends)
-        yield f"{name:<22} {np.mean(values):>8.4g}  {min(values):>8.4g}  {max(values):>8.4g}   {said}"
+        yield f"{name:<{width}} {np.mean(values):>8.4g}  {min(values):>8.4g}  {max(values):>8.4g}   {said}"
 
 
 def _times(done: Sequence[Played]) -> Iterator[str]:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Protocol
 
 from telescope.environments.failures import GraderError, grading
 from telescope.environments.off_loop import TimeLimit, called
+from telescope.environments.written import to_be_given, turns_mistake
 from telescope.settings import Settings
 
 Turn = Mapping[str, Any]  # {"role": "user", "content": "rev hhfje"}, as OpenAI writes messages
@@ -31,6 +32,16 @@ class Prompt:
     turns: tuple[Turn, ...]
     answer: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raises `TypeError` in the line that made it: a mistake found later would be a failure of each of its rollouts."""
+        mistake = turns_mistake(self.turns)
+        if mistake:
+            raise TypeError(f"Prompt: {mistake}")
+        if not isinstance(self.answer, str):
+            raise TypeError(f"Prompt: answer={self.answer!r} must be text; what else the score needs goes into facts")
+        if not isinstance(self.facts, Mapping):
+            raise TypeError(f"Prompt: facts={self.facts!r} must be a mapping such as a dict")
 
 
 @dataclass(frozen=True)
@@ -126,13 +137,15 @@ class Environment(Settings):
     async def tear_down(self) -> None:
         """Once when the worker ends, whatever ended it. It has 10 seconds."""
 
+    @to_be_given
     def prompts(self, split: str) -> Sequence[Prompt]:
         """All prompts of a split, in a fixed order: the same settings give the same prompts anywhere, in any process.
 
         A sequence may make its prompts lazily (`draws.LazyPrompts`).
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} defines no prompts")
 
+    @to_be_given
     async def play(self, prompt: Prompt, chat: Chat) -> Reward:
         """One rollout. Runs on the event loop: slow synchronous work belongs in `off_loop.called`."""
         raise NotImplementedError
@@ -159,6 +172,7 @@ class SingleTurn(Environment):
     reward_in_thread: ClassVar[bool] = True
     """False for a reward of microseconds that cannot hang: handing it to a thread would cost more than it takes."""
 
+    @to_be_given
     def reward(self, prompt: Prompt, answer: str) -> Reward | Awaitable[Reward]:
         raise NotImplementedError
 

@@ -236,6 +236,9 @@ class TokenDialogue:
             raise RuntimeError("say was called while the policy was still answering: a dialogue has one answer at a time")
         if self._record.closed:
             raise RuntimeError("say was called after close: the lane to generate in has been given away")
+        for turn in turns:
+            if not isinstance(turn, Mapping):
+                raise TypeError(f"say takes messages one by one, say(*turns), and was given {turn!r:.80}")
         if not turns and not self._history:
             raise ValueError("the first say of a dialogue needs at least one turn")
         if max_tokens is not None and max_tokens < 1:

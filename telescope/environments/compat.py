@@ -72,19 +72,31 @@ class RolloutState:
         return len(self.trajectory)
 
 
+class _ClassName:
+    """No data descriptor, so that an instance may set the attribute."""
+
+    def __get__(self, instance: object, owner: type[Any]) -> str:
+        return owner.__name__
+
+
 class SourceEnvironment:
     """What such environments derive from. Plain objects: their `__init__` may set what it likes."""
 
     metrics_ranges: Any = MappingProxyType({})
+    name: Any = _ClassName()
+    """The class's own, unless a class gives another, as an attribute or as a property."""
 
     def __init__(self, *, system_prompt: str | None = None, instruction_prompt: str | None = None) -> None:
         self.system_prompt = system_prompt
         self.instruction_prompt = instruction_prompt
-        self.name = type(self).__name__
 
     def load_dataset(self, num_samples: int = -1, **kwargs: Any) -> list[Sample]:
         """All samples, the same ones in the same order in every process."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} defines no load_dataset")
+
+    def compute_reward(self, *arguments: Any, **by_name: Any) -> Any:
+        """The `RewardResult` of one rollout; subclasses say of what."""
+        raise NotImplementedError(f"{type(self).__name__} defines no compute_reward")
 
     def opening(self, sample: Sample) -> Messages:
         """The first messages: the system prompt, and the question with the instruction behind it after an empty line."""
@@ -114,7 +126,7 @@ class MultiTurnEnvironment(SourceEnvironment):
 
     def env_response(self, messages: Messages, state: RolloutState) -> Any:
         """The messages that follow the last answer; none ends the dialogue."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} defines no env_response")
 
     def is_done(self, state: RolloutState) -> Any:
         """Whether it is over, or (whether, why). Asked after each answer, and again after each `env_response`."""
@@ -210,7 +222,7 @@ class _Adapter(Environment):
 
     def _prompt(self, sample: Sample) -> SourcePrompt:
         answer = "" if sample.answer is None else str(sample.answer)
-        return SourcePrompt(tuple(self.source.opening(sample)), answer, sample.metadata, sample=sample)
+        return SourcePrompt(tuple(self.source.opening(sample)), answer, sample.metadata or {}, sample=sample)
 
     async def _rewarded(self, *arguments: Any) -> Reward:
         function = self.source.compute_reward

@@ -18,6 +18,7 @@ from pydantic import Field
 from telescope.environments.base import Chat, Environment, Prompt, Reward, Turn
 from telescope.environments.failures import ContextFull
 from telescope.environments.off_loop import called
+from telescope.environments.written import to_be_given, turns_mistake
 
 OUT_OF_TURNS = "out_of_turns"
 OVERLONG = "overlong"
@@ -41,6 +42,7 @@ class MultiTurn(Environment):
         """Answers after which the dialogue is cut off."""
         return self.max_turns
 
+    @to_be_given
     def initial_state(self, prompt: Prompt) -> Any:
         """Whatever one rollout needs to remember; any object."""
         raise NotImplementedError
@@ -49,14 +51,17 @@ class MultiTurn(Environment):
         """The turns before the first answer: those of the prompt, unless the state adds to them."""
         return prompt.turns
 
+    @to_be_given
     def reply(self, state: Any, answer: str) -> Sequence[Turn] | Awaitable[Sequence[Turn]]:
         """Take the policy's answer into the state, and give the turns that follow. What it gives at the end is not said."""
         raise NotImplementedError
 
+    @to_be_given
     def is_done(self, state: Any) -> bool | Awaitable[bool]:
         """Whether the dialogue is over; asked after each reply."""
         raise NotImplementedError
 
+    @to_be_given
     def reward(self, prompt: Prompt, state: Any) -> Reward | Awaitable[Reward]:
         """The score of the whole dialogue, however it ended."""
         raise NotImplementedError
@@ -98,6 +103,9 @@ class MultiTurn(Environment):
             turns, done = await self._answered(state, answer)
             if done:
                 return ()
+            mistake = turns_mistake(turns)
+            if mistake:
+                raise TypeError(f"{type(self).__name__}.reply: {mistake}")
             if not turns:
                 raise RuntimeError(f"{type(self).__name__}.reply gave no turn though is_done is False: nothing can follow")
         return (OUT_OF_TURNS,)

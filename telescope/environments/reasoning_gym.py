@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field, field_validator
 
+from telescope.config.words import did_you_mean
 from telescope.environments.base import Prompt, Reward, SingleTurn
 from telescope.environments.draws import LazyPrompts
 from telescope.environments.graders import GraderOverrun, graded
@@ -104,7 +105,7 @@ def problems(task: str, config: str) -> Any:
     from reasoning_gym.factory import DATASETS
 
     if task not in DATASETS:
-        raise ValueError(f"task={task!r} is no data set of reasoning-gym; it has {', '.join(sorted(DATASETS))}")
+        raise ValueError(f"task={task!r} is no data set of reasoning-gym.{did_you_mean(task, DATASETS)}")
     try:
         return reasoning_gym.create_dataset(task, **{"size": 2**62, **json.loads(config), "seed": 0})
     except (TypeError, AssertionError) as error:

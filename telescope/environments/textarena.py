@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
+from telescope.config.words import did_you_mean
 from telescope.environments.base import Prompt, Reward, Turn
 from telescope.environments.draws import LazyPrompts
 from telescope.environments.failures import GraderError
@@ -120,7 +121,10 @@ class Textarena(MultiTurn):
 def replayed(game: str, options: str, seed: int, moves: Sequence[str]) -> dict[str, Any]:
     """The game after these moves. For a grader process: it seeds the global `random` that the games draw from."""
     import textarena
+    from textarena.envs.registration import ENV_REGISTRY
 
+    if game not in ENV_REGISTRY:
+        raise ValueError(f"textarena has no such game.{did_you_mean(game, ENV_REGISTRY)}")
     random.seed(f"textarena:{seed}")
     env = textarena.make(game, **json.loads(options))
     env.reset(num_players=1, seed=seed)

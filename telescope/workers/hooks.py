@@ -6,8 +6,12 @@ Refuses to decide what becomes of the worker: a beginning that fails is raised, 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
+from collections.abc import Callable
+from typing import Any
 
+from telescope.environments.written import not_awaitable
 from telescope.workers.load import EnvironmentBroken, Loaded, describe, users_line
 
 log = logging.getLogger(__name__)
@@ -18,7 +22,7 @@ async def set_up(loaded: Loaded) -> None:
     place, limit_s = f"environments.{loaded.label}", loaded.set_up_timeout_s
     try:
         async with asyncio.timeout(limit_s) as limit:
-            await loaded.environment.set_up()
+            await _begun(f"{type(loaded.environment).__name__}.set_up", loaded.environment.set_up)
     except (Exception, SystemExit) as error:
         if limit.expired():
             raise EnvironmentBroken(
@@ -33,7 +37,14 @@ async def tear_down(loaded: Loaded) -> None:
     place, limit_s = f"environments.{loaded.label}", loaded.tear_down_timeout_s
     try:
         async with asyncio.timeout(limit_s) as limit:
-            await loaded.environment.tear_down()
+            await _begun(f"{type(loaded.environment).__name__}.tear_down", loaded.environment.tear_down)
     except (Exception, SystemExit) as error:  # noqa: BLE001 user code at the process's end: the others have theirs too
         why = f"not done within {place}.tear_down_timeout_s={limit_s:g}" if limit.expired() else describe(error)
         log.warning("%s: its tear_down failed: %s", place, why)
+
+
+async def _begun(name: str, hook: Callable[[], Any]) -> None:
+    waiting = hook()
+    if not inspect.isawaitable(waiting):
+        raise TypeError(not_awaitable(name, waiting))
+    await waiting

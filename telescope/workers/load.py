@@ -21,10 +21,12 @@ from telescope.config import plugins
 from telescope.config.run import RunConfig
 from telescope.config.secrets import secret_values
 from telescope.environments.base import Environment, Prompt
+from telescope.environments.written import class_mistake, prompts_mistake, ranges_mistake
 from telescope.records import EnvironmentCard
 
 SAMPLE = 256
 """Prompts of a split that the digest reads; a split of no more is read whole."""
+PACKAGE = Path(__file__).resolve().parent.parent
 
 
 class EnvironmentBroken(RuntimeError):
@@ -60,9 +62,11 @@ def _load(config: RunConfig, label: str) -> Loaded:
     place = f"{place} in {inspect.getfile(kind)}"
     try:
         environment = config.environment(label)
-        prompts = {split: environment.prompts(split) for split in environment.splits}
+        _no(ranges_mistake(environment.metrics_ranges))
+        prompts = {split: _prompts(environment, split) for split in environment.splits}
         if not prompts.get("train"):
             raise ValueError("it has no prompts in its train split")
+        _no(class_mistake(kind))
         secrets = secret_values(os.environ, entry.kwargs)
         card = make_card(label, environment, prompts)
         return Loaded(label, environment, prompts, card, secrets, entry.set_up_timeout_s, entry.tear_down_timeout_s)
@@ -74,6 +78,17 @@ def _load(config: RunConfig, label: str) -> Loaded:
         raise EnvironmentBroken(f"{place} can't be loaded: {describe(error)}") from error
 
 
+def _prompts(environment: Environment, split: str) -> Sequence[Prompt]:
+    prompts = environment.prompts(split)
+    _no(prompts_mistake(type(environment), split, prompts))
+    return prompts
+
+
+def _no(mistake: str) -> None:
+    if mistake:
+        raise TypeError(mistake)
+
+
 def make_card(label: str, environment: Environment, prompts: dict[str, Sequence[Prompt]]) -> EnvironmentCard:
     """Sizes, and a digest over settings and prompts: all of them up to `SAMPLE`, else `SAMPLE` spread over the split."""
     hashed = hashlib.sha256()
@@ -82,6 +97,8 @@ def make_card(label: str, environment: Environment, prompts: dict[str, Sequence[
     for split, sequence in prompts.items():
         _feed(hashed, [split, len(sequence)])
         for prompt in sampled(sequence):
+            if not isinstance(prompt, Prompt):
+                raise TypeError(f"prompts({split!r}) holds {prompt!r:.60}, which is no Prompt (telescope.environments.base)")
             _feed(hashed, [[dict(turn) for turn in prompt.turns], prompt.answer, dict(prompt.facts)])
     sizes = {split: len(sequence) for split, sequence in prompts.items()}
     return EnvironmentCard(label, sizes, hashed.hexdigest()[:16])
@@ -105,9 +122,10 @@ def describe(error: BaseException) -> str:
 
 
 def users_line(error: BaseException | None) -> str:
-    """`my_task.py line 41`: the last line of a user's file that it came through; empty where there is none."""
+    """`my_task.py line 41`: the last line of a user's file that it came through, else of a file of ours; else empty."""
     frames = traceback.extract_tb(error.__traceback__ if error else None)
     own = [frame for frame in frames if _is_users(Path(frame.filename))]
+    own = [frame for frame in own if not Path(frame.filename).is_relative_to(PACKAGE)] or own
     return f"{own[-1].filename} line {own[-1].lineno}" if own else ""
 
 
@@ -124,9 +142,8 @@ def _said(error: BaseException) -> str:
 
 def _is_users(path: Path) -> bool:
     """Whether a file may hold an environment: one of ours, or neither Telescope's own nor a library's."""
-    package = Path(__file__).resolve().parent.parent
-    if path.is_relative_to(package):
-        return path.is_relative_to(package / "environments")
+    if path.is_relative_to(PACKAGE):
+        return path.is_relative_to(PACKAGE / "environments")
     return "site-packages" not in path.parts and not path.is_relative_to(Path(inspect.__file__).parent) and path.is_file()
 
 

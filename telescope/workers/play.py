@@ -7,6 +7,7 @@ finite number, the server fails) is a RolloutFailed of its kind, never a reward 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from telescope.environments.chat import Recording, Sampled, TokenChat
 from telescope.environments.draws import Draws
 from telescope.environments.failures import GraderError, PolicyError
 from telescope.environments.hidden import hiding
+from telescope.environments.written import not_awaitable
 from telescope.maths.support import WHOLE, Support
 from telescope.records import FailureKind, RolloutOrder, Sampling
 from telescope.wire.messages import RolloutDone, RolloutFailed
@@ -101,7 +103,10 @@ async def play(
 async def _scored(environment: Environment, prompt: Prompt, chat: TokenChat) -> Reward:
     """The environment's score, or the one that the policy's own fault earns."""
     try:
-        return check_reward(await environment.play(prompt, chat))
+        playing = environment.play(prompt, chat)
+        if not inspect.isawaitable(playing):
+            raise TypeError(not_awaitable(f"{type(environment).__name__}.play", playing))
+        return check_reward(await playing)
     except PolicyError as error:
         return check_reward(blamed(error))
 

@@ -57,6 +57,14 @@ def test_check_says_all_that_is_wrong_and_starts_nothing(capsys, tmp_path, monke
         ("telescope run seed=1 trainer.learning_r", ["trainer.learning_rate="]),
         ("telescope plan train", ["trainer."]),
         ("telescope runs s", ["stop"]),
+        ("telescope runs ", ["list", "resume", "stop", "tail"]),
+        ("telescope runs tail ", []),
+        ("telescope runs resume ", []),
+        ("telescope runs resume runs/mine number_of", ["number_of_steps="]),
+        ("telescope env ", ["audit", "check"]),
+        ("telescope env check reason", ["reasoning_gym"]),
+        ("telescope doctor ", ["logprobs", "weights"]),
+        ("telescope doctor weights see", ["seed="]),
         ("telescope completion z", ["zsh"]),
         ("telescope replay x", []),
     ],
@@ -76,3 +84,23 @@ def test_the_shell_takes_the_script(shell: str):
         [shell, "-c", SCRIPTS[shell] + "\ncomplete -p telescope"], capture_output=True, text=True, check=True
     )
     assert "-F _telescope telescope" in ended.stdout
+
+
+def test_the_actions_that_are_completed_are_those_that_there_are(capsys):
+    from telescope.completion import ACTIONS
+    from telescope.env.__main__ import SUBCOMMANDS
+
+    assert ACTIONS["env"] == tuple(sorted(SUBCOMMANDS))
+    assert ACTIONS["completion"] == tuple(sorted(SCRIPTS))
+    for command in ("runs", "doctor"):
+        with pytest.raises(SystemExit):
+            cli.main([command, "--help"])
+        said = capsys.readouterr().out
+        assert all(action in said for action in ACTIONS[command])
+
+
+def test_where_nothing_is_offered_bash_completes_files():
+    ended = subprocess.run(
+        ["bash", "-c", SCRIPTS["bash"] + "\ncomplete -p telescope"], capture_output=True, text=True, check=True
+    )
+    assert "-o default" in ended.stdout

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -109,11 +111,39 @@ def test_the_tiny_model_answers_in_this_process(capsys: pytest.CaptureFixture[st
     assert "8 of 8 rollouts scored" in first
 
 
+def test_a_preset_is_chosen_as_for_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["check", "guess_letter", "experiment=guess_letter", "model=tiny", "--prompts", "1", "--no-second-process"]
+    assert main(arguments) == 0
+    assert "2 of 2 rollouts scored" in capsys.readouterr().out
+
+
+def test_long_names_of_metrics_keep_the_columns_in_line(odd: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    file = Path(odd[3]) / "plugins/environments/odd.py"
+    file.write_text(ODD.replace("now_and_then", "a_name_of_more_than_twenty_two_letters"))
+    assert main([*odd, "--no-second-process", "--samples", "1"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    rows = [line for line in said if line.startswith(("metric ", "reward ", "share ", "a_name_of_more"))]
+    assert len({len(line.rpartition("   ")[0]) for line in rows}) == 1
+
+
+def test_a_reward_that_hangs_does_not_keep_the_check_from_ending(odd: list[str]) -> None:
+    file = Path(odd[3]) / "plugins/environments/odd.py"
+    file.write_text(ODD.replace("        size =", "        import threading; threading.Event().wait()\n        size ="))
+    arguments = [*odd, "--no-second-process", "--prompts", "1", "--samples", "1", "rollout.timeout_s=0.5"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "telescope.env", *arguments], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == 1
+    assert "rollout.timeout_s=0.5 ran out in the environment's own code" in ended.stdout
+
+
 def test_what_cannot_be_is_refused_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "countdwn"]) == 1
     assert "there is no environment 'countdwn'. Did you mean countdown?" in capsys.readouterr().err
     assert main(["check", "countdown", "num_numbrs=3"]) == 1
     assert "num_numbers" in capsys.readouterr().err
+    assert main(["check", "countdown", "--answers", "nowhere.jsonl"]) == 1
+    assert "--answers nowhere.jsonl can't be read" in capsys.readouterr().err
     assert main(["check", "countdown", "nothing"]) == 2
     assert "'nothing' is no key=value" in capsys.readouterr().err
     assert main(["chek"]) == 2

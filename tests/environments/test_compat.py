@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from telescope.config import plugins
 from telescope.config.plugins import ENVIRONMENTS, PluginError
+from telescope.environments import compat
 from telescope.environments.failures import GraderError
 from telescope.environments.template import ChatTemplate
 from tests.environments.playing import played
@@ -242,3 +243,29 @@ def test_required_packages_that_are_missing_give_the_install_line(tmp_path: Path
 def test_the_shapes_themselves_are_no_environments() -> None:
     found = plugins.find(ENVIRONMENTS)
     assert not {"compat", "compat_tools", "multi_turn", "rubric", "failures"} & set(found)
+
+
+def test_a_name_may_be_a_property_or_an_attribute_of_the_class() -> None:
+    class ByProperty(compat.SingleTurnEnvironment):
+        @property
+        def name(self) -> str:
+            return "caps"
+
+    class ByAttribute(compat.SingleTurnEnvironment):
+        def __init__(self) -> None:
+            super().__init__()
+            self.name = "own"
+
+    class Unnamed(compat.MultiTurnEnvironment):
+        pass
+
+    assert (ByProperty().name, ByAttribute().name, Unnamed().name) == ("caps", "own", "Unnamed")
+
+
+def test_what_a_class_of_the_other_design_lacks_is_said() -> None:
+    for call, name in (
+        (compat.SingleTurnEnvironment().load_dataset, "load_dataset"),
+        (compat.MultiTurnEnvironment().compute_reward, "compute_reward"),
+    ):
+        with pytest.raises(NotImplementedError, match=f"Environment defines no {name}"):
+            call()

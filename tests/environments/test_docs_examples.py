@@ -29,11 +29,11 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return names
 
 
-async def test_shout_is_answered_in_capitals(shown: dict[str, Any], tiny: ChatTemplate) -> None:
-    reward, _, _ = await played(tiny, shown["Shout"](words=("ab",)), "AB")
+async def test_tally_is_answered_in_strokes(shown: dict[str, Any], tiny: ChatTemplate) -> None:
+    reward, _, _ = await played(tiny, shown["Tally"](numbers=(2,)), "++")
     assert (reward.total, dict(reward.metrics)) == (1.0, {"exact": 1.0, "length": 2.0})
-    with pytest.raises(ValueError, match="word"):
-        shown["Shout"](word=("ab",))
+    with pytest.raises(ValueError, match="number"):
+        shown["Tally"](number=(2,))
 
 
 async def test_guess_is_told_larger_and_smaller(shown: dict[str, Any], tiny: ChatTemplate) -> None:

@@ -53,7 +53,7 @@ async def test_a_game_that_does_not_end_earns_0_an_invalid_end_is_counted_and_ot
     assert str(reward.info["reason"]).startswith("Invalid Move")
     # What can't be played is refused before the first rollout.
     for settings, said in (
-        ({"game": "Chess-v9-raw"}, "Chess-v9-raw"),
+        ({"game": "Mastermid-v0-raw"}, r"no such game\. Did you mean Mastermind-v0-raw\?"),
         ({"game": "Nim-v0-raw"}, "can't be played: .*player"),
         ({"options": {"colour": "red"}}, "colour"),
     ):

@@ -85,14 +85,14 @@ def test_a_class_that_raises_while_it_makes_prompts(tmp_path: Path) -> None:
             "no prompts in its train split",
         ),
         (
-            "class T(SingleTurn):\n    def prompts(self, split): return ['text']\n",
-            "AttributeError: 'str' object has no attribute 'turns'",
+            "class T(SingleTurn):\n    def prompts(self, split): return ['text']\n    def reward(self): ...\n",
+            "prompts('train') holds 'text', which is no Prompt",
         ),
         (
             "class T(SingleTurn):\n    needed: int\n    def prompts(self, split): return []\n",
             "refuses its settings: needed: Field required",
         ),
-        ("class T(SingleTurn):\n    pass\n", "NotImplementedError"),
+        ("class T(SingleTurn):\n    pass\n", "T defines no prompts"),
     ],
 )
 def test_a_class_that_is_no_environment(tmp_path: Path, code: str, why: str) -> None:
@@ -134,7 +134,7 @@ class Lengths(SingleTurn):
 def test_turns_that_the_template_refuses_are_refused_at_load(tmp_path: Path, template: ChatTemplate) -> None:
     class Odd(Lengths):
         def prompts(self, split: str) -> Sequence[Prompt]:
-            return [Prompt(({"role": "user"},))]
+            return [Prompt(({"role": "user", "content": None},))]
 
     strict = ChatTemplate(template.tokenizer, [1], chat_template="{{ raise_exception('only one user') }}")
     with pytest.raises(EnvironmentBroken, match=r"environments.task: its prompts can't be rendered .*only one user"):
@@ -187,11 +187,11 @@ def test_all_end_tokens_of_the_generation_config_end_an_answer(tmp_path: Path) -
 def test_the_example_of_the_docs_loads_and_scores(tmp_path: Path) -> None:
     text = (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
     (tmp_path / "environments").mkdir()
-    (tmp_path / "environments" / "shout.py").write_text(text.split("```python\n")[1].split("```")[0])
-    found = load_environments(config_of(tmp_path, shout={"name": "shout", "kwargs": {"words": ["fig", "kiwi"]}}))["shout"]
+    (tmp_path / "environments" / "tally.py").write_text(text.split("```python\n")[1].split("```")[0])
+    found = load_environments(config_of(tmp_path, tally={"name": "tally", "kwargs": {"numbers": [2, 3]}}))["tally"]
     assert found.card.split_sizes == {"train": 2, "eval": 2}
-    reward = found.environment.reward(found.prompts["train"][1], " KIWI ")  # type: ignore[attr-defined]
-    assert (reward.total, reward.metrics) == (1.0, {"exact": 1.0, "length": 6.0})
+    reward = found.environment.reward(found.prompts["train"][1], "++")  # type: ignore[attr-defined]
+    assert (reward.total, reward.metrics) == (0.5, {"exact": 0.0, "length": 2.0})
 
 
 def test_a_folder_without_tokenizer_files_and_one_with_a_wrong_one_are_refused(tmp_path: Path) -> None:
