@@ -312,11 +312,26 @@ async def test_a_user_s_endpoint_that_fails_is_no_fault_of_the_policy(endpoint: 
     for base, said in (
         (f"{endpoint[0]}/other", "gave no chat completion"),
         ("http://127.0.0.1:1", "failed"),
-        ("file:///", "must begin"),
     ):
         tau = Tau(user="endpoint", user_base_url=base, user_model="m")
         with pytest.raises(InfrastructureError, match=said):
             await tau.play(tau.prompts("train")[0], Talk(["Done."]))
+
+
+@pytest.mark.parametrize("address", ["file:///", "https://me:sesame@h/v1", "https://h/v1?key=sesame", "https://[sesame/v1"])
+def test_an_address_of_the_user_s_model_that_is_none_is_refused_before_a_run_and_no_key_in_it_is_shown(address: str):
+    with pytest.raises(ValidationError, match="user_base_url") as refused:
+        Tau(user="endpoint", user_base_url=address, user_model="m")
+    assert "sesame" not in refused.value.errors()[0]["msg"]
+
+
+async def test_a_file_without_a_key_is_named_and_what_it_holds_is_not(tmp_path: Path):
+    (tmp_path / "key").write_text("sesame\nopen\n")
+    for file, said in (("key", "it holds what no header can"), ("none", "No such file")):
+        settings = {"user_base_url": "http://h/v1", "user_model": "m", "user_api_key_file": str(tmp_path / file)}
+        with pytest.raises(ValueError, match=f"user_api_key_file=.*{said}.*put the key of user_base_url into it") as refused:
+            await Tau(user="endpoint", **settings).set_up()
+        assert "sesame" not in str(refused.value)
 
 
 def test_what_is_missing_is_named_with_its_remedy(tmp_path: Path):

@@ -17,6 +17,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, PrivateAttr, model_validator
 
 from telescope.environments.base import Chat, Prompt, Reward, Turn
+from telescope.environments.endpoint import ChatEndpoint, parsed, sendable_key
 from telescope.environments.failures import GraderError
 from telescope.environments.judge import Judge, JudgeSettings
 from telescope.environments.off_loop import called
@@ -25,7 +26,7 @@ from telescope.environments.tau.data import Task, folder_of, load_tables, load_t
 from telescope.environments.tau.desk import Desk
 from telescope.environments.tau.records import DeskError, Tables
 from telescope.environments.tau.retail import RetailDesk
-from telescope.environments.tau.users import Endpoint, ModelUser, ScriptedUser, User, opening_of
+from telescope.environments.tau.users import ModelUser, ScriptedUser, User, opening_of
 from telescope.environments.tool_environment import ToolEnvironment, ToolState
 from telescope.environments.tools.calls import without_thought
 from telescope.environments.tools.schema import BadArguments, ToolFunction
@@ -78,11 +79,17 @@ class Tau(ToolEnvironment):
     """Answers of the policy in one rollout, at most: each is calls, or a message to the user."""
 
     _judge: Judge | None = PrivateAttr(default=None)
+    _endpoint: ChatEndpoint | None = PrivateAttr(default=None)
 
     @model_validator(mode="after")
     def _an_endpoint_is_named(self) -> Tau:
         if self.user == "endpoint" and not (self.user_base_url and self.user_model):
             raise ValueError("user=endpoint needs user_base_url and user_model: name both, or choose user=scripted")
+        if self.user_base_url:
+            try:
+                parsed(self.user_base_url)
+            except ValueError as error:
+                raise ValueError(f"user_{error}") from None
         return self
 
     @cached_property
@@ -100,7 +107,11 @@ class Tau(ToolEnvironment):
     @cached_property
     def _api_key(self) -> str:
         file = self.user_api_key_file
-        return Path(file).expanduser().read_text(encoding="utf-8").strip() if file else ""
+        try:
+            return sendable_key(Path(file).expanduser().read_text(encoding="utf-8")) if file else ""
+        except (OSError, ValueError) as error:
+            why = error if isinstance(error, OSError) else "it holds what no header can"  # never what it holds
+            raise ValueError(f"user_api_key_file={file} can't be read: {why}: put the key of user_base_url into it") from None
 
     async def set_up(self) -> None:
         """Load the database before the first rollout, not in it."""
@@ -111,6 +122,8 @@ class Tau(ToolEnvironment):
     async def tear_down(self) -> None:
         if self._judge is not None:
             await self._judge.close()
+        if self._endpoint is not None:
+            await self._endpoint.close()
         await super().tear_down()
 
     def prompts(self, split: str) -> Sequence[Prompt]:
@@ -195,5 +208,8 @@ class Tau(ToolEnvironment):
     def _user(self, task: Task) -> User:
         if self.user == "scripted":
             return ScriptedUser(task)
-        endpoint = Endpoint(self.user_base_url, self.user_model, self._api_key, self.user_timeout_s)
-        return ModelUser(task, endpoint.complete)
+        if self._endpoint is None:
+            self._endpoint = ChatEndpoint(
+                self.user_base_url, self.user_model, api_key=self._api_key, timeout_s=self.user_timeout_s
+            )
+        return ModelUser(task, self._endpoint)

@@ -5,23 +5,17 @@ Owns what a user says next and when they hang up. An endpoint that fails is an `
 
 from __future__ import annotations
 
-import http.client
 import re
-import urllib.error
-import urllib.request
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
-import orjson
-
+from telescope.environments.endpoint import ChatEndpoint, EndpointDown, EndpointRefused, Message
 from telescope.environments.failures import InfrastructureError
-from telescope.environments.off_loop import called
 from telescope.environments.tau.data import Task
 
 STOP = "###STOP###"
 AGREES = "Yes, please go ahead."
-MAX_REPLY_BYTES = 1 << 20
 _WORDS = {
     "you are": "I am",
     "you're": "I'm",
@@ -79,33 +73,12 @@ def opening_of(task: Task) -> str:
     return first_person(task.reason or task.instructions)
 
 
-@dataclass(frozen=True)
-class Endpoint:
-    """`POST {base_url}/chat/completions`, e.g. `Endpoint("http://localhost:8000/v1", "qwen", "", 60.0)`."""
-
-    base_url: str
-    model: str
-    api_key: str
-    timeout_s: float
-
-    def complete(self, messages: list[dict[str, str]]) -> str:
-        """The model's next message. Blocks; raises `InfrastructureError`."""
-        body = orjson.dumps({"model": self.model, "messages": messages, "temperature": 0.0})
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.api_key}"} if self.api_key else {})
-        url = f"{self.base_url.rstrip('/')}/chat/completions"
-        if not url.startswith(("http://", "https://")):
-            raise InfrastructureError(f"user_base_url={self.base_url} must begin with http:// or https://")
-        request = urllib.request.Request(url, body, headers)
-        try:
-            with urllib.request.urlopen(request, timeout=self.timeout_s) as reply:
-                said = orjson.loads(reply.read(MAX_REPLY_BYTES))["choices"][0]["message"]["content"]
-        except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
-            raise InfrastructureError(f"the user's endpoint {url} failed: {error}") from error
-        except (orjson.JSONDecodeError, LookupError, TypeError) as error:
-            raise InfrastructureError(f"the user's endpoint {url} gave no chat completion: {error}") from error
-        if not isinstance(said, str):
-            raise InfrastructureError(f"the user's endpoint {url} gave a message without a text")
-        return said
+async def spoken(endpoint: ChatEndpoint, messages: Sequence[Message]) -> str:
+    """The next message of the model that plays users. Raises `InfrastructureError`, also for what the endpoint refuses."""
+    try:
+        return await endpoint.chat(messages, temperature=0.0)
+    except (EndpointDown, EndpointRefused) as error:
+        raise InfrastructureError(f"the user's endpoint failed: {error}") from error
 
 
 @dataclass
@@ -113,7 +86,7 @@ class ModelUser:
     """A language model that plays the customer."""
 
     task: Task
-    complete: Callable[[list[dict[str, str]]], Any]
+    endpoint: ChatEndpoint
     _said: list[dict[str, str]] = field(default_factory=list)
 
     async def open(self) -> str:
@@ -129,6 +102,6 @@ class ModelUser:
 
     async def answer(self, agent: str) -> str:
         self._said.append({"role": "user", "content": agent})
-        said: str = await called(self.complete, list(self._said))
+        said = await spoken(self.endpoint, self._said)
         self._said.append({"role": "assistant", "content": said})
         return "" if STOP in said else said
