@@ -194,8 +194,11 @@ async def _more(connection: _Connection, *, begun: bool) -> None:
 
 def parsed(base_url: str) -> SplitResult:
     """The parts of an address. Raises `ValueError` for one that is none."""
-    url = urlsplit(base_url)
     shown = base_url.partition("?")[0].partition("#")[0]  # some put keys behind it
+    try:
+        url = urlsplit(base_url)
+    except ValueError:
+        raise ValueError("base_url is no address: its host is within [] and no IPv6 one") from None
     if "@" in url.netloc:  # it would stand in every message about the address
         raise ValueError("base_url must hold no user name and no password: a key is given by itself (api_key)")
     if url.scheme not in ("http", "https") or not url.hostname:
