@@ -326,7 +326,7 @@ def test_a_megabyte_of_rubbish_is_read_in_linear_time_and_is_no_answer_to_18(tex
 
 
 async def test_a_power_tower_in_a_box_is_wrong_and_the_grader_goes_on() -> None:
-    task = Math500(grading_limit_s=0.5)
+    task = Math500(grading_limit_s=2.0)  # a fresh process' first comparison takes a good part of a second on a full machine
     async with grader_processes(1) as graders:
         tower = await task.reward(Prompt((), answer="x^2+2x+1"), r"\boxed{9^{9^{9^9}}}")
         assert (tower.total, tower.tags) == (0.0, ("too_heavy",))
