@@ -236,9 +236,6 @@ class TokenDialogue:
             raise RuntimeError("say was called while the policy was still answering: a dialogue has one answer at a time")
         if self._record.closed:
             raise RuntimeError("say was called after close: the lane to generate in has been given away")
-        for turn in turns:
-            if not isinstance(turn, Mapping):
-                raise TypeError(f"say takes messages one by one, say(*turns), and was given {turn!r:.80}")
         if not turns and not self._history:
             raise ValueError("the first say of a dialogue needs at least one turn")
         if max_tokens is not None and max_tokens < 1:
@@ -420,7 +417,8 @@ def _check_turns(turns: Sequence[Turn]) -> None:
     for turn in turns:
         role = turn.get("role") if isinstance(turn, Mapping) else None
         if not isinstance(role, str) or (turn.get("content") is None and role != "assistant"):
-            raise TypeError(f'a turn is a message such as {{"role": "user", "content": "a text"}}, not {turn!r:.100}')
+            several = "; several are given one by one, say(*turns)" if isinstance(turn, list | tuple) else ""
+            raise TypeError(f'a turn is a message such as {{"role": "user", "content": "a text"}}, not {turn!r:.100}{several}')
 
 
 def _told(turns: Sequence[Turn]) -> str:

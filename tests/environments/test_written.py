@@ -131,7 +131,7 @@ async def test_turns_that_are_no_messages_fail_with_words(tiny: ChatTemplate) ->
             await chat.say(prompt.turns)
             return Reward(1)
 
-    with pytest.raises(TypeError, match=r"say takes messages one by one, say\(\*turns\), and was given \(\{'role'"):
+    with pytest.raises(TypeError, match=r"not \(\{'role'.*; several are given one by one, say\(\*turns\)"):
         await played(tiny, Starless(), "a")
 
     class OneMessage(MultiTurn):

@@ -400,7 +400,7 @@ def test_a_run_of_one_host_that_goes_on_in_slurm_has_that_attempt_put_aside(run:
 def test_a_host_that_is_not_the_head_makes_no_attempt_of_its_own(run: RunDirectory, capsys: pytest.CaptureFixture[str]):
     """torchrun gives the command on every host, and all of them see the run directory."""
     several = {"launcher": "bare_metal", "nodes": 2, "node_rank": 0, "placement_timeout_s": 1}
-    run.config_json.write_text(dump_run(config(run_dir=str(run.path), cluster=several)))
+    run.config_json.write_text(dump_run(config(run_dir=str(run.path), cluster=several, inference={"engine": "fake"})))
     checkpoint(run, 2)
     assert go_on_with_settings_of(run.path, ["cluster.node_rank=1"]) == 1
     assert "node-1: no head within 1 s" in capsys.readouterr().err
