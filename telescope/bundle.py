@@ -28,7 +28,7 @@ from packaging.requirements import Requirement
 from telescope._launch import terminal
 
 SDIST_ONLY = ("antlr4-python3-runtime==4.9.3",)
-"""Requirements without any wheel on PyPI, made into one here; both are pure Python."""
+"""Requirements without any wheel on PyPI, made into one here; they are pure Python."""
 OLDEST_GLIBC = 5
 QUIETLY = ("--disable-pip-version-check", "--quiet")
 MEGABYTE = 1 << 20

@@ -103,7 +103,7 @@ class Orchestrator:
     async def _next(self) -> Happening | None:
         """What has happened next. While nothing has, scored rollouts are written that were put off: where the answers of many
         lanes come at once, the next requests go first."""
-        while self._recorder.behind and self._hub.calm:
+        while self._recorder.behind and await self._hub.calm():
             self._recorder.catch_up(WRITTEN_A_LOOK)
         return await self._hub.next(TICK_S)
 

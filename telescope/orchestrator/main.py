@@ -211,18 +211,7 @@ async def _train(
         hub,
         roster=roster,
         recorder=recorder,
-        recipe=Recipe(
-            algorithm=config.algorithm,
-            group_size=config.rollout.group_size,
-            max_tokens=config.rollout.max_tokens,
-            minibatches=config.trainer.number_of_minibatches,
-            epochs=config.trainer.epochs_per_batch,
-            seq_len=config.trainer.seq_len,
-            truncates=config.trainer.overlong == "truncate",
-            seed=config.seed,
-            ranks_a_shard=config.backend.ranks_a_shard,
-            rewards=recorder.rewards,
-        ),
+        recipe=_recipe(config, recorder.rewards),
         updates=UpdateRules(
             timeout_s=config.weight_sync.update_timeout_s,
             max_retries=config.weight_sync.max_retries,
@@ -246,6 +235,21 @@ async def _train(
     )
     signals.watch_on_loop().add_done_callback(lambda came: _told_to_stop(orchestrator, run, came.result()))
     return await orchestrator.run()
+
+
+def _recipe(config: RunConfig, rewards: RewardRanges) -> Recipe:
+    return Recipe(
+        algorithm=config.algorithm,
+        group_size=config.rollout.group_size,
+        max_tokens=config.rollout.max_tokens,
+        minibatches=config.trainer.number_of_minibatches,
+        epochs=config.trainer.epochs_per_batch,
+        seq_len=config.trainer.seq_len,
+        truncates=config.trainer.overlong == "truncate",
+        seed=config.seed,
+        ranks_a_shard=config.backend.ranks_a_shard,
+        rewards=rewards,
+    )
 
 
 def _save_rules(place: Place) -> SaveRules | None:

@@ -346,7 +346,7 @@ def _costs(journal: _Journal, by_step: Mapping[int, Mapping[str, float]], fitted
     work = Work(
         engine_steps=tuple(engine_steps),
         sampled=tuple(sampled),
-        engine_step_s=fitted.times.step_s,
+        step_wall_s=fitted.times.step_s,
         requests=requests,
         scores=sum(start < at <= end for at in journal.scored),
         tokens=epochs * sum(journal.trains[step][1] for step in warm),

@@ -7,7 +7,8 @@
     trainers            step_s + token_s · (tokens of the batch)
 
 Seconds of the wall clock change with what else a machine does, and with how many of the run's processes share its cores; these
-hardly do. Fitted on the totals of a run's settled steps. Refuses runs that say nothing of their processor time.
+hardly do. Fitted on a run's settled steps: the engines' one by one, all else on the totals. Refuses runs that say nothing of
+their processor time.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
 
     engine_steps: tuple[float, ...]
     sampled: tuple[float, ...]
-    engine_step_s: float
-    """Seconds of the wall clock that a step of an engine takes, whatever it serves."""
+    step_wall_s: float
+    """What a step of an engine takes by the wall clock, whatever it serves."""
     requests: int
     scores: int
     tokens: int
@@ -109,6 +110,6 @@ def _engine(seconds: Sequence[float], work: Work) -> tuple[float, float]:
     """Of a step, and of a token: least squares over the train steps, which differ in how many sequences shared an engine's
     step. It costs the processor no more than it takes; tokens have the rest."""
     step_s = least_squares(np.array([work.engine_steps, work.sampled]).T, np.array(seconds))[0]
-    step_s = min(step_s, work.engine_step_s)
+    step_s = min(step_s, work.step_wall_s)
     rest = sum(seconds) - step_s * sum(work.engine_steps)
     return step_s, max(0.0, rest) / max(sum(work.sampled), 1.0)

@@ -191,10 +191,11 @@ class Hub:
                 return None
         return happenings.popleft() if happenings else None
 
-    @property
-    def calm(self) -> bool:
-        """Whether nothing has happened that `next` has not given. Reads what the socket has."""
+    async def calm(self) -> bool:
+        """Whether nothing has happened that `next` has not given. Before it answers yes the event loop has had a turn (acks,
+        heartbeats, signals), and what the socket has was read."""
         if not self._session.happenings:
+            await asyncio.sleep(0)
             self._guarded(self._pump)
         return not self._session.happenings and self._failure is None
 

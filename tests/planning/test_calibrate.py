@@ -185,13 +185,13 @@ def test_costs_are_totals_over_what_was_done() -> None:
 
 def test_a_step_of_the_engine_costs_no_more_than_it_takes() -> None:
     rows = [{f"processor_s/{part}": seconds for part in PARTS} for seconds in (4.0, 5.0)]
-    costs = fit_costs(rows, msgspec.structs.replace(WORK, engine_step_s=0.01))
+    costs = fit_costs(rows, msgspec.structs.replace(WORK, step_wall_s=0.01))
     assert costs is not None
     assert (costs.engine_step_s, costs.engine_token_s) == pytest.approx((0.01, (9.0 - 0.01 * 300) / 3000))
 
 
 WORK = Work(
-    engine_steps=(100.0, 200.0), sampled=(2000.0, 1000.0), engine_step_s=1.0, requests=100, scores=50, tokens=2000,
+    engine_steps=(100.0, 200.0), sampled=(2000.0, 1000.0), step_wall_s=1.0, requests=100, scores=50, tokens=2000,
     token_share=0.75,
 )  # fmt: skip
 
