@@ -21,6 +21,7 @@ class Settings(BaseModel):
         allow_inf_nan=False,
         validate_default=True,
         protected_namespaces=(),
+        hide_input_in_errors=True,  # a section that is refused may hold a key
     )
 
     @classmethod

@@ -53,12 +53,20 @@ REFUSALS = (ConfigError, EnvironmentBroken, TokenizerError, ModelNotFound, Plugi
 def main(arguments: Sequence[str]) -> int:
     asked = _parser().parse_intermixed_args(list(arguments))
     threads = RewardThreads(THREADS)
+    code = _told(asked, list(arguments), threads)
+    if threads.hung(0):  # the interpreter's end would wait for them
+        leave(code)
+    return code
+
+
+def _told(asked: argparse.Namespace, arguments: list[str], threads: RewardThreads) -> int:
+    """Print what is found, or why there is nothing; the exit code."""
     try:
         config = _config(asked)
         if asked.digest:
             sys.stdout.write(load_environments(config)[asked.name].card.digest + "\n")
             return OK
-        lines, fine = asyncio.run(_checked(config, asked, list(arguments), threads))
+        lines, fine = asyncio.run(_checked(config, asked, arguments, threads))
     except UsageError as error:
         sys.stderr.write(f"telescope.env check: {error}\n")
         return USAGE
@@ -66,8 +74,6 @@ def main(arguments: Sequence[str]) -> int:
         sys.stderr.write(f"{error}\n")
         return NOT_FINE
     sys.stdout.write("\n".join(lines) + "\n")
-    if threads.hung(0):  # the interpreter's end would wait for them
-        leave(OK if fine else NOT_FINE)
     return OK if fine else NOT_FINE
 
 

@@ -23,6 +23,7 @@ from telescope.environments.proxy.program import Outcome, run_program
 from telescope.environments.proxy.sessions import Proxy
 from telescope.environments.proxy.shapes import MODEL
 from telescope.environments.tools.calls import CallFormat
+from telescope.environments.written import to_be_given
 from telescope.runlog import temporary
 
 SHOWN = 2000
@@ -59,6 +60,7 @@ class AgentEnvironment(Environment):
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
 
+    @to_be_given
     def argv(self, prompt: Prompt) -> Sequence[str]:
         """The program for one task, and its arguments; no shell reads them."""
         raise NotImplementedError

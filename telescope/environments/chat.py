@@ -24,6 +24,7 @@ import numpy as np
 from telescope.environments.base import ToolSchema, Turn
 from telescope.environments.failures import ContextFull, InfrastructureError
 from telescope.environments.template import ChatTemplate, TemplateError, Tokenizer
+from telescope.environments.written import message_mistake
 from telescope.records import FinishReason, Trajectory
 
 _ABOVE_ZERO = 1e-3  # rounding of a log-softmax in low precision; anything more is no log-prob
@@ -413,12 +414,11 @@ class TokenChat(TokenDialogue):
 
 
 def _check_turns(turns: Sequence[Turn]) -> None:
-    """Raises `TypeError` for what is no message, or one that a template would write as "None"."""
+    """Raises `TypeError` for what is no message."""
     for turn in turns:
-        role = turn.get("role") if isinstance(turn, Mapping) else None
-        if not isinstance(role, str) or (turn.get("content") is None and role != "assistant"):
+        if mistake := message_mistake(turn):
             several = "; several are given one by one, say(*turns)" if isinstance(turn, list | tuple) else ""
-            raise TypeError(f'a turn is a message such as {{"role": "user", "content": "a text"}}, not {turn!r:.100}{several}')
+            raise TypeError(f"{mistake}{several}")
 
 
 def _told(turns: Sequence[Turn]) -> str:

@@ -163,6 +163,10 @@ def _same(given: Any, right: Any) -> bool:
     if isinstance(right, dict):
         return isinstance(given, dict) and given.keys() == right.keys() and all(_same(given[key], right[key]) for key in right)
     if isinstance(right, float) or isinstance(given, float):
-        numbers = isinstance(given, int | float) and isinstance(right, int | float)
-        return numbers and math.isclose(given, right, rel_tol=FLOAT_TOLERANCE, abs_tol=FLOAT_TOLERANCE)
+        if not (isinstance(given, int | float) and isinstance(right, int | float)):
+            return False
+        try:
+            return math.isclose(given, right, rel_tol=FLOAT_TOLERANCE, abs_tol=FLOAT_TOLERANCE)
+        except OverflowError:  # a whole number beyond all floats
+            return False
     return bool(given == right)

@@ -215,7 +215,8 @@ class _Adapter(Environment):
     @property
     def metrics_ranges(self) -> Mapping[str, tuple[float, float]]:  # type: ignore[override]
         ranges: Mapping[str, Mapping[str, float]] = self.source.metrics_ranges
-        return {name: (ends["min"], ends["max"]) for name, ends in ranges.items() if {"min", "max"} <= set(ends)}
+        known = {name: (ends.get("min"), ends.get("max")) for name, ends in ranges.items()}
+        return {name: (low, high) for name, (low, high) in known.items() if low is not None and high is not None}
 
     def prompts(self, split: str) -> Sequence[Prompt]:
         return [self._prompt(sample) for sample in self.source.load_dataset()]

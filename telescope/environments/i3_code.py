@@ -13,7 +13,7 @@ from telescope.environments.questions.instruction import Instruction
 
 PRELUDE = """\
 import bisect, collections, copy, datetime, functools, heapq, io, itertools, math, operator, os, random, re, string, sys
-from bisect import bisect, bisect_left, bisect_right, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import Counter, OrderedDict, defaultdict, deque
 from functools import cache, cmp_to_key, lru_cache, partial, reduce
 from heapq import heapify, heappop, heappush, heappushpop, heapreplace, merge, nlargest, nsmallest

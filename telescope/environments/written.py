@@ -26,11 +26,16 @@ def turns_mistake(turns: Any) -> str:
     """What is wrong with a list of messages; "" where it is one."""
     if isinstance(turns, str | bytes | Mapping) or not isinstance(turns, Sequence):
         return f"{_typed(turns)} is no list of messages like {_MESSAGE}"
-    for turn in turns:
-        if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
-            return f"{_typed(turn)} is no message like {_MESSAGE}"
-        if "content" not in turn and "tool_calls" not in turn:
-            return f"the message {_typed(turn)} has no content"
+    return next(filter(None, map(message_mistake, turns)), "")
+
+
+def message_mistake(turn: Any) -> str:
+    """What is wrong with one message; "" where it is one. A template would write "None" where the text is missing: only an
+    assistant's may be, as its calls can stand for it."""
+    if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
+        return f"{_typed(turn)} is no message like {_MESSAGE}"
+    if turn.get("content") is None and (turn["role"] != "assistant" or not {"content", "tool_calls"} & turn.keys()):
+        return f"the message {_typed(turn)} has no content"
     return ""
 
 

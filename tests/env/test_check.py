@@ -126,15 +126,32 @@ def test_long_names_of_metrics_keep_the_columns_in_line(odd: list[str], capsys: 
     assert len({len(line.rpartition("   ")[0]) for line in rows}) == 1
 
 
-def test_a_reward_that_hangs_does_not_keep_the_check_from_ending(odd: list[str]) -> None:
-    file = Path(odd[3]) / "plugins/environments/odd.py"
-    file.write_text(ODD.replace("        size =", "        import threading; threading.Event().wait()\n        size ="))
-    arguments = [*odd, "--no-second-process", "--prompts", "1", "--samples", "1", "rollout.timeout_s=0.5"]
+HANGS = "        import threading; threading.Event().wait()\n"
+HUNG_SET_UP = f"""
+    async def set_up(self):
+        from telescope.environments.off_loop import called
+        await called(self.load)
+
+    def load(self):
+{HANGS}"""
+
+
+@pytest.mark.parametrize(
+    ("text", "setting", "said"),
+    [
+        (ODD.replace("        size =", f"{HANGS}        size ="), "rollout.timeout_s=0.5", "ran out in the environment's own"),
+        (ODD + HUNG_SET_UP, "environments.odd.set_up_timeout_s=0.5", "set_up_timeout_s=0.5"),
+    ],
+    ids=["reward", "set_up"],
+)
+def test_a_thread_that_hangs_does_not_keep_the_check_from_ending(odd: list[str], text: str, setting: str, said: str) -> None:
+    (Path(odd[3]) / "plugins/environments/odd.py").write_text(text)
+    arguments = [*odd, "--no-second-process", "--prompts", "1", "--samples", "1", setting]
     ended = subprocess.run(
-        [sys.executable, "-m", "telescope.env", *arguments], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-m", "telescope.env", *arguments], capture_output=True, text=True, timeout=110, check=False
     )
     assert ended.returncode == 1
-    assert "rollout.timeout_s=0.5 ran out in the environment's own code" in ended.stdout
+    assert said in ended.stdout + ended.stderr
 
 
 def test_what_cannot_be_is_refused_in_words(capsys: pytest.CaptureFixture[str]) -> None:

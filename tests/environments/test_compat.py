@@ -36,7 +36,8 @@ ADDING = '''
 
         @property
         def metrics_ranges(self):
-            return self.rubric.metrics_ranges
+            open_ends = {"short": {"min": 0, "max": None}, "_length": {"min": 0}}
+            return {**self.rubric.metrics_ranges, **open_ends}
 
         def load_dataset(self, num_samples: int = -1, shuffle: bool = False, seed: int = 42, **kwargs):
             return [

@@ -69,6 +69,7 @@ def test_a_key_that_no_header_can_hold_is_refused_without_being_repeated():
         with pytest.raises(ValidationError, match="api_key holds what no header can") as refused:
             JudgeSettings(base_url="http://h/v1", model="wise", api_key=SecretStr(key))
         assert "same" not in refused.value.errors()[0]["msg"]
+        assert "same" not in str(refused.value)  # as a log shows it
 
 
 async def test_the_judge_reads_the_question_and_texts_that_cannot_close_their_tags():

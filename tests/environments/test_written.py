@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from telescope.compose.load import load_points, places_for
+from telescope.environments.agent_environment import AgentEnvironment
 from telescope.environments.base import Environment, Prompt, Reward, SingleTurn
 from telescope.environments.multi_turn import MultiTurn
 from telescope.environments.template import ChatTemplate
@@ -27,6 +28,8 @@ ASKED = {"role": "user", "content": "x"}
         (("question",), "", "'question' is no message like"),
         (({"content": "x"},), "", "is no message like"),
         (({"role": "user", "text": "x"},), "", "has no content"),
+        (({"role": "user", "content": None},), "", "has no content"),
+        (({"role": "assistant"},), "", "has no content"),
         ((ASKED,), 5, "answer=5 must be text"),
     ],
 )
@@ -66,13 +69,17 @@ def test_what_a_class_lacks_depends_on_its_shape() -> None:
     class Calls(ToolEnvironment):
         pass
 
-    said = [class_mistake(kind).partition(" (")[0] for kind in (Bare, Asks, Own, Talks, Calls)]
+    class Runs(AgentEnvironment):
+        pass
+
+    said = [class_mistake(kind).partition(" (")[0] for kind in (Bare, Asks, Own, Talks, Calls, Runs)]
     assert said == [
         "Bare defines no play and no prompts",
         "Asks defines no reward",
         "",
         "Talks defines no initial_state and no is_done and no prompts and no reply and no reward",
         "Calls defines no prompts and no reward",
+        "Runs defines no argv and no prompts",
     ]
 
 
@@ -131,7 +138,7 @@ async def test_turns_that_are_no_messages_fail_with_words(tiny: ChatTemplate) ->
             await chat.say(prompt.turns)
             return Reward(1)
 
-    with pytest.raises(TypeError, match=r"not \(\{'role'.*; several are given one by one, say\(\*turns\)"):
+    with pytest.raises(TypeError, match=r"^\(\{'role'.* is no message like .*; several are given one by one, say\(\*turns\)"):
         await played(tiny, Starless(), "a")
 
     class OneMessage(MultiTurn):

@@ -8,6 +8,7 @@ import json
 from collections.abc import AsyncIterator
 from importlib.metadata import files
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -126,6 +127,8 @@ def test_what_is_printed_is_compared_by_text_or_by_words_and_numbers(
         ("", "3", False),
         ("[" * 100_000, "3", False),
         ("9" * 100_000, "3", False),
+        ("9" * 400, "0.5", False),
+        ('"0.5"', "0.5", False),
     ],
 )
 def test_what_is_returned_is_compared_as_a_value(returned: str, wanted: str, alike: bool) -> None:
@@ -137,6 +140,16 @@ def test_a_prelude_goes_behind_what_comes_from_the_future() -> None:
     assert behind("import os", code) == "from __future__ import annotations\nimport os\n\nx: List[int] = []\n"
     assert behind("", code) == code
     compile(behind(PRELUDE, code), "solution.py", "exec")
+
+
+def test_no_name_of_the_prelude_hides_a_module_that_it_imports() -> None:
+    """`bisect.bisect_left(…)` is as usual as `bisect_left(…)`."""
+    space: dict[str, Any] = {}
+    exec(PRELUDE, space)
+    modules = [name.strip() for name in PRELUDE.splitlines()[0].removeprefix("import ").split(",")]
+    assert "bisect" in modules
+    assert [name for name in modules if not isinstance(space[name], ModuleType)] == []
+    assert space["bisect_left"] is space["bisect"].bisect_left
 
 
 async def test_a_function_is_called_and_its_value_compared_outside(guest: Guest) -> None:

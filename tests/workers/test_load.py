@@ -134,7 +134,7 @@ class Lengths(SingleTurn):
 def test_turns_that_the_template_refuses_are_refused_at_load(tmp_path: Path, template: ChatTemplate) -> None:
     class Odd(Lengths):
         def prompts(self, split: str) -> Sequence[Prompt]:
-            return [Prompt(({"role": "user", "content": None},))]
+            return [Prompt(({"role": "user", "content": "a"},))]
 
     strict = ChatTemplate(template.tokenizer, [1], chat_template="{{ raise_exception('only one user') }}")
     with pytest.raises(EnvironmentBroken, match=r"environments.task: its prompts can't be rendered .*only one user"):
