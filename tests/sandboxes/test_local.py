@@ -157,9 +157,27 @@ def test_no_filter_is_made_up_for_a_machine_whose_numbers_are_not_known() -> Non
 def test_the_groups_of_a_killed_worker_are_removed_and_those_of_a_living_one_stay(tmp_path: Path) -> None:
     gone = next(pid for pid in range(4_000_000, 1, -1) if not Path("/proc", str(pid)).exists())
     for pid in (gone, os.getpid()):
-        (tmp_path / f"telescope-{pid}" / "sandbox-1-1").mkdir(parents=True)
+        (tmp_path / f"telescope-{pid}-00ff" / "sandbox-1").mkdir(parents=True)
     cgroups._sweep(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [f"telescope-{os.getpid()}"]
+    assert [path.name for path in tmp_path.iterdir()] == [f"telescope-{os.getpid()}-00ff"]
+
+
+def test_two_environments_of_one_process_have_groups_of_their_own(tmp_path: Path) -> None:
+    """Once both began at the same name: the second one's first sandbox was refused while the first one's stood."""
+    (tmp_path / "cgroup.controllers").write_text("memory pids")
+    ours, others = (cgroups.find(tmp_path, tmp_path / "own") for _ in range(2))
+    assert ours is not None
+    assert others is not None
+    for places in (ours, others):  # what the kernel would not keep from removing a group
+        (places.parents[0] / "cgroup.subtree_control").unlink()
+    group = ours.make(LIMITS)
+    others.make(LIMITS)
+    others.forget(others.make(LIMITS))
+    ours.forget(group)
+    ours.close()
+    assert not ours.parents[0].exists()
+    assert [path.name for path in others.parents[0].iterdir()] == ["sandbox-1"]
+    others.make(LIMITS)
 
 
 def test_the_folder_of_sandboxes_is_one_that_the_launcher_sweeps_after_a_worker_that_was_killed() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,7 +79,7 @@ class Cgroups:
         Raises `OSError`, and leaves nothing behind then."""
         self.sweep()
         self._made += 1
-        group = Group(tuple(parent / f"sandbox-{os.getpid()}-{self._made}" for parent in self.parents))
+        group = Group(tuple(parent / f"sandbox-{self._made}" for parent in self.parents))
         try:
             for folder in group.folders:
                 folder.mkdir()
@@ -121,8 +122,9 @@ class Cgroups:
 
 
 def find(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> Cgroups | None:
-    """A place for groups that this process may write, or None. Makes a folder `telescope-<pid>` in it."""
-    name = f"{_NAME}{os.getpid()}"
+    """A place for groups that this process may write, or None. Makes a folder `telescope-<pid>-<random>` in it, whose groups
+    are the caller's alone: one process may have several environments with sandboxes."""
+    name = f"{_NAME}{os.getpid()}-{secrets.token_hex(4)}"
     if (root / "cgroup.controllers").is_file():
         lines = own.read_text().splitlines() if own.is_file() else []
         mine = next((line[3:].lstrip("/") for line in lines if line.startswith("0::")), "")
@@ -149,7 +151,7 @@ def find(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgrou
 def _sweep(place: Path) -> None:
     """Remove the groups of workers that were killed: those that name a process which is no more."""
     for folder in place.glob(f"{_NAME}*"):
-        pid = folder.name.removeprefix(_NAME)
+        pid = folder.name.removeprefix(_NAME).partition("-")[0]
         if not pid.isdigit() or Path("/proc", pid).exists():
             continue
         for below in (*folder.glob("sandbox-*"), folder):

@@ -13,6 +13,7 @@ import itertools
 import json
 import math
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -283,7 +284,7 @@ class LocalProvider(Provider):
     def __init__(self) -> None:
         self._cgroups: cgroups.Cgroups | None = None
         self._sandboxes: set[LocalSandbox] = set()
-        self._next_user = os.getpid() % _UIDS
+        self._next_user = secrets.randbelow(_UIDS)  # other workers' and environments' guests have users too
         self._folder: Path | None = None
 
     @abstractmethod
