@@ -15,6 +15,7 @@ servers, all in one broadcast group, and when the last has all, commit on all. P
 - wire: from the order to prepare until all bytes were in and checked on the last server; commit: from a server's order until
   its answer, the longest
 - decode: tokens/s during the transfer, against those without, of all servers together
+- collector: the longest full collection of garbage in a server's process from the order to commit on
 
 With several servers a line for each says its own gap, commit and decode.
 """
@@ -58,6 +59,7 @@ class Update:
     usual_s: float
     decode_during: float
     decode_before: float
+    collected_s: float
     servers: list[dict[str, float]]
 
 
@@ -130,6 +132,7 @@ async def one_update(version: int, servers: list[Child], trainer: Child) -> Upda
         usual_s=statistics.median(one["usual_s"] for one in seen),
         decode_during=sum(one["decode_during"] for one in seen),
         decode_before=sum(one["decode_before"] for one in seen),
+        collected_s=max(one["collected_s"] for one in seen),
         servers=seen,
     )
 
@@ -167,6 +170,7 @@ def table(result: dict[str, Any]) -> str:
     for name, title, unit, digits in (
         ("gap_s", "client's gap, ms", 1e3, 1), ("usual_s", "usual gap, ms", 1e3, 1), ("commit_s", "commit, ms", 1e3, 1),
         ("wire_s", "wire, ms", 1e3, 1), ("send_s", "send, ms", 1e3, 1), ("publish_s", "publish, ms", 1e3, 1),
+        ("collected_s", "collector, ms", 1e3, 1),
         ("decode_during", "decode during, tok/s", 1, 0), ("decode_before", "decode before, tok/s", 1, 0),
     ):  # fmt: skip
         lines.append(row(title, [update[name] * unit for update in updates], digits))

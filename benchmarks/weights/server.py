@@ -8,6 +8,7 @@ time are those of `time.perf_counter`, which all processes of a host share.
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import json
 import os
@@ -26,6 +27,7 @@ from telescope.config.parts import InferenceSettings, ModelSettings, WeightSyncS
 from telescope.inference.vllm_engine import VllmEngine
 from telescope.inference.vllm_options import Device, ServerPlan
 from telescope.records import Sampling, WeightGroup, WeightManifest
+from telescope.wire.heap import freeze_heap
 
 AFTER_S = 0.2
 STREAMS = 4
@@ -54,6 +56,23 @@ class Clients:
     arrivals: list[list[float]] = field(default_factory=lambda: [[] for _ in range(STREAMS)])
     steps: list[float] = field(default_factory=list)
     wrong: int = 0
+    collected: list[tuple[float, float]] = field(default_factory=list)
+    """When each full collection of this process's garbage ended, and its seconds."""
+
+    def watch_collector(self) -> None:
+        began = 0.0
+
+        def tell(phase: str, facts: dict[str, int]) -> None:
+            nonlocal began
+            if facts["generation"] < 2:
+                return
+            now = time.perf_counter()
+            if phase == "start":
+                began = now
+            else:
+                self.collected.append((now, now - began))
+
+        gc.callbacks.append(tell)
 
     async def one(self, name: str) -> None:
         turn = 0
@@ -121,6 +140,7 @@ class Server:
             "usual_s": clients.usual(self._ordered - 1, self._ordered),
             "decode_during": clients.rate(self._ordered, self._arrived),
             "decode_before": clients.rate(self._ordered - 1, self._ordered),
+            "collected_s": max((took for ended, took in clients.collected if ended >= ordered), default=0.0),
             "out_of_order": clients.wrong,
         }
 
@@ -136,9 +156,11 @@ async def serve(asked: Asked, answers: TextIO) -> None:
     engine = VllmEngine(plan, sync)
     started = time.perf_counter()
     await engine.start()
+    freeze_heap()
     opened = [msgspec.to_builtins(worker) for worker in engine.opened]
     ready = {"start_s": time.perf_counter() - started, "workers": opened}
     clients = Clients(engine, asked.requests)
+    clients.watch_collector()
     engine.on_step(lambda: clients.steps.append(time.perf_counter()))
     tasks = [asyncio.create_task(clients.one(f"r{index}")) for index in range(asked.requests)]
     tasks += [asyncio.create_task(clients.stream(index)) for index in range(STREAMS)]

@@ -33,6 +33,7 @@ from telescope.inference.repairs import repair
 from telescope.inference.staging import Arrival, Staging
 from telescope.records import TensorSpec, WeightGroup, WeightManifest
 from telescope.weights.buckets import misplaced
+from telescope.wire.heap import freeze_heap
 
 SHOWN = 3
 REMEDY = "Serve it in the precision of its files (inference.quantization=null), or train a dense model"
@@ -53,6 +54,7 @@ class WeightExtension:
         weights = Weights(self.model_runner.get_model(), self.vllm_config, torch.device(self.device or "cpu"), reload)
         self.telescope_weights = weights
         opened = weights.open(msgspec.json.decode(opening, type=Opening), self.rank)
+        freeze_heap()  # vLLM has done so itself, before the plan of copies was there
         return msgspec.json.encode(opened).decode()
 
     def telescope_stage(self, manifest: str, group: str) -> None:

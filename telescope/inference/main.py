@@ -38,6 +38,7 @@ from telescope.runlog.layout import RunDirectory, write_atomically
 from telescope.weights.base import Receiver
 from telescope.weights.choose import TransportRefused, make_receiver, planned
 from telescope.weights.shared_memory import SharedMemoryReader
+from telescope.wire.heap import freeze_heap
 from telescope.wire.hub import BindFailed, Hub
 from telescope.wire.hub_session import HubIdentity
 from telescope.wire.link import Link, LinkLost, WireRefused, WireTimeout
@@ -94,6 +95,7 @@ async def _live(place: Place, signals: Signals) -> int:
             http_beside(engine.client, listener, config.model, settings, key, status) as url,
             _door(place) as door,
         ):
+            freeze_heap()
             with _told(place, url):
                 async with await asyncio.to_thread(_connect, place, door) as link:
                     code = await _until_stopped(Server(link, engine, door, status), signalled)

@@ -38,6 +38,7 @@ from telescope.runlog.layout import RunDirectory, reserved
 from telescope.runlog.mirror import mirror_for
 from telescope.runlog.writer import RunLog, RunLogFailed, RunLogStalled
 from telescope.weights.choose import TransportRefused, planned
+from telescope.wire.heap import freeze_heap
 from telescope.wire.hub import BindFailed, Hub
 from telescope.wire.process import Interrupted, Known, Place, Signals, run_process, say_why
 from telescope.wire.security import BadKeys
@@ -234,6 +235,7 @@ async def _train(
         lineage=begun.lineage,
     )
     signals.watch_on_loop().add_done_callback(lambda came: _told_to_stop(orchestrator, run, came.result()))
+    freeze_heap()
     return await orchestrator.run()
 
 

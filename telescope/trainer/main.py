@@ -28,6 +28,7 @@ from telescope.trainer.timeline import Timeline
 from telescope.weights.base import NoRoomForWeights, Publisher
 from telescope.weights.choose import Here, TransportRefused, cards, choose, make_publisher, spread, wire_dtype
 from telescope.wire import meeting
+from telescope.wire.heap import freeze_heap
 from telescope.wire.link import Link, LinkLost, WireRefused, WireTimeout
 from telescope.wire.process import Known, Place, Signals, run_process
 from telescope.wire.security import BadKeys
@@ -66,6 +67,7 @@ def live(place: Place, signals: Signals) -> int:
 
     resume = read_resume(place.directory)
     backend = config.backend.build(job(config, world, progress, resume))
+    freeze_heap()
     hello = place.hello("trainer", capacity=CREDITS, rank=world.rank, attention_length=backend.attention_length)
     with Link.connect(place.directory, hello, deadline_s=config.cluster.placement_timeout_s) as connected:
         link = connected

@@ -15,6 +15,7 @@ from telescope.config.models import ModelNotFound, model_folder
 from telescope.config.plugins import PluginError
 from telescope.config.secrets import SecretMissing
 from telescope.config.words import ConfigError
+from telescope.wire.heap import freeze_heap
 from telescope.wire.link import Link, LinkLost, WireRefused, WireTimeout
 from telescope.wire.process import Interrupted, Known, Place, Signals, run_process
 from telescope.wire.security import BadKeys
@@ -64,6 +65,7 @@ def live(place: Place, signals: Signals) -> int:
         capacity=config.cluster.rollouts_per_env_worker,
         environments=tuple(loaded.card for loaded in environments.values()),
     )
+    freeze_heap()
     with Link.connect(place.directory, hello, deadline_s=config.cluster.placement_timeout_s) as link:
         return run_through(_until_stopped(Service(link, place.name, environments, template, limits, _doors(place)), signals))
 

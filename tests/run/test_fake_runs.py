@@ -104,3 +104,11 @@ def test_servers_sleep_before_each_step_and_wake_with_its_version(start: Start):
     assert -1 not in places
     assert places == sorted(places)
     assert run.rows("alerts") == []
+
+
+def test_each_process_sets_aside_what_it_has_loaded_before_it_begins(start: Start):
+    """Else a full collection of Python's garbage stops it for a tenth of a second now and then."""
+    run = start("experiment=fake", "number_of_steps=1", "debug=true")
+    assert run.wait() == 0, run.said()
+    for process in ("orchestrator", "worker-0", "server-0", "trainer-0"):
+        assert "are set aside from garbage collection" in run.directory.log(process).read_text(encoding="utf-8"), process
