@@ -32,6 +32,7 @@ LONG = 100
 """What counts as a long sample for `cudnn` here: two of them are."""
 HEADS, KEY_HEADS, WIDTH = 8, 2, 64
 LIMIT_S = 300.0
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 def drawn(device: str, dtype: torch.dtype, changed: int | None) -> tuple[Tensor, ...]:
@@ -82,9 +83,9 @@ def leak(kind: kernels.Kind, device: str, dtype: torch.dtype, window: int | None
     )
 
 
-def kernels_agree(device: str, kinds: list[kernels.Kind]) -> bool:
+def kernels_agree(device: str, kinds: list[kernels.Kind], dtypes: list[str]) -> bool:
     good = True
-    for kind, dtype in itertools.product(kinds, (torch.float32, torch.bfloat16, torch.float16)):
+    for kind, dtype in itertools.product(kinds, (getattr(torch, name) for name in dtypes)):
         reason = kernels.obstacle(kind, kernels.machine(device, dtype))
         if reason is not None:
             print(f"{kind} {reason}")
@@ -137,6 +138,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
     parser.add_argument("--kinds", nargs="*", default=list(get_args(kernels.Kind)), choices=get_args(kernels.Kind))
+    parser.add_argument("--dtypes", nargs="*", default=list(DTYPES), choices=DTYPES, help="a slim package may lack one")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -145,7 +147,7 @@ def main() -> int:
         os._exit(0)  # as the trainer's own process does: gloo's threads may not outlive the interpreter
     print(torch.cuda.get_device_name() if given.device == "cuda" else "cpu", "torch", torch.__version__)
     attention.LONG = LONG
-    good = kernels_agree("cuda:0" if given.device == "cuda" else "cpu", given.kinds)
+    good = kernels_agree("cuda:0" if given.device == "cuda" else "cpu", given.kinds, given.dtypes)
     if given.ranks > 1:
         good &= ranks_agree(given.ranks, given.device)
     return 0 if good else 1

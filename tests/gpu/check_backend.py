@@ -25,14 +25,20 @@ from tests.backends.shards import make_job, make_shard
 from tests.backends.watching import Watching, distance, watch
 
 GPU = World(0, 1, "cuda:0")
-CHOICES = ({"gradient_checkpointing": False}, {"gradient_checkpointing": True}, {"gradient_checkpointing": "selective"})
+CHOICES = (
+    {"gradient_checkpointing": False},
+    {"gradient_checkpointing": False, "reshard_after_forward": False},  # weights stay gathered over both rows
+    {"gradient_checkpointing": True},
+    {"gradient_checkpointing": "selective"},
+)
 COMPILED = tuple({"compile": True, **choice} for choice in CHOICES)
 """Half a minute each, the first time."""
 CASES = (
     # attention, mixed precision, largest distance of a gradient, of a mean log-prob difference
     ("sdpa", None, 1e-3, 1e-4),
     ("sdpa", "bfloat16", 0.1, 0.05),
-    ("flash", "bfloat16", 0.1, 0.05),
+    ("flash", "bfloat16", 0.1, 0.05),  # the first of flash3, flash2 and varlen that is there
+    ("varlen", "bfloat16", 0.1, 0.05),
     ("cudnn", "bfloat16", 0.1, 0.05),
     ("flex", "bfloat16", 0.1, 0.05),
     ("flash", "float16", 0.1, 0.05),
