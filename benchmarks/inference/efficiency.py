@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -83,8 +84,9 @@ async def one_round(engine: Any, ids: list[list[int]], given: argparse.Namespace
 
     lanes = asyncio.Semaphore(given.concurrent + given.spare)
 
-    async def one(index: int) -> int:
+    async def one(index: int) -> tuple[int, float]:
         async with lanes:
+            began = time.perf_counter()
             params = SamplingParams(
                 temperature=1.0, max_tokens=given.tokens, seed=index, logprobs=0, detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
@@ -93,12 +95,23 @@ async def one_round(engine: Any, ids: list[list[int]], given: argparse.Namespace
             tokens = 0
             async for output in engine.client.generate(prompt, params, f"{time.monotonic_ns()}-{index}"):
                 tokens = len(output.outputs[0].token_ids)
-            return tokens
+            return tokens, time.perf_counter() - began
 
     began = time.perf_counter()
-    tokens = sum(await asyncio.gather(*map(one, range(given.requests))))
-    seconds = time.perf_counter() - began
-    return {"tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds}
+    done = await asyncio.gather(*map(one, range(given.requests)))
+    return figures([tokens for tokens, _ in done], [served for _, served in done], time.perf_counter() - began, given)
+
+
+def figures(tokens: Sequence[int], served: Sequence[float], seconds: float, given: argparse.Namespace) -> dict[str, float]:
+    """Of one round. `served`: seconds of each request at the engine. All answers have the same length, so a round is waves of
+    as many as are in flight: `outside_s` is what a round takes beyond the waves' medians, when lanes are empty."""
+    found = {"tokens": sum(tokens), "seconds": seconds, "tokens_per_s": sum(tokens) / seconds}
+    if not given.spare:
+        waves = [
+            statistics.median(served[start : start + given.concurrent]) for start in range(0, given.requests, given.concurrent)
+        ]
+        found |= {"wave_s": statistics.fmean(waves), "outside_s": seconds - sum(waves)}
+    return found
 
 
 class Bare:
@@ -185,8 +198,8 @@ class System:
         for number, cpu in enumerate(self.cpu):
             batch = turns[number * size : (number + 1) * size]
             seconds = (max(turn["done_ns"] for turn in batch) - batch[0]["placed_ns"]) / 1e9
-            tokens = sum(turn["completion_tokens"] for turn in batch)
-            found.append({"tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds, **cpu})
+            served = [turn["queued_s"] + turn["generated_s"] for turn in batch]
+            found.append(figures([turn["completion_tokens"] for turn in batch], served, seconds, self._given) | cpu)
         return found
 
     def close(self) -> None:
