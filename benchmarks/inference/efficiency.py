@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -240,6 +240,15 @@ def watch_cpu(pid: int, seen: dict[tuple[str, int], tuple[float, float]], *, sta
 # ---- both ------------------------------------------------------------------------------------------------------------
 
 
+def visible_cards(environ: Mapping[str, str]) -> list[str]:
+    """The cards that may be used: the system's is the first, the bare engine's the last. Asks the driver, not CUDA."""
+    if (said := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [card for card in said.split(",") if card]
+    from torch.cuda import device_count
+
+    return [str(card) for card in range(device_count())]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="tiny")
@@ -261,7 +270,7 @@ def main() -> None:
     if given.bare:
         asyncio.run(bare(given, model))
         return
-    cards = [card for card in os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",") if card]
+    cards = visible_cards(os.environ)
     environ = {**os.environ, "WANDB_MODE": "disabled", "LD_PRELOAD": ""}
     with TemporaryDirectory() as folder:
         alone = Bare(sys.argv[1:], {**environ, "CUDA_VISIBLE_DEVICES": cards[-1] if cards else ""})

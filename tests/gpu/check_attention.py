@@ -8,6 +8,7 @@ nothing to say about it; `--device cpu` runs what works there.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import itertools
 import os
 import socket
@@ -31,7 +32,7 @@ LENGTHS = (5, 130, 64, 2, 300, 31)
 LONG = 100
 """What counts as a long sample for `cudnn` here: two of them are."""
 HEADS, KEY_HEADS, WIDTH = 8, 2, 64
-LIMIT_S = 300.0
+LIMIT_S, HANGS_S = 300.0, 40.0
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -97,6 +98,7 @@ def kernels_agree(device: str, kinds: list[kernels.Kind], dtypes: list[str]) -> 
 
 def one_rank(model: str, folder: Path, device: str) -> None:
     """One of the ranks that share rows, or the one that shares none; its gradient is written down."""
+    faulthandler.dump_traceback_later(HANGS_S)  # a rank that hangs says where
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     own = f"cuda:{rank}" if device == "cuda" else "cpu"
     backend = watch(make_job(model=model, world=World(rank, size, own), seq_len=512), context_parallel_size=size)
