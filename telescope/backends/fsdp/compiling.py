@@ -1,8 +1,9 @@
 """torch.compile for the layers of a model, each by itself, its attention left out.
 
 Owns what is compiled. Attention is left out because it is told the lengths of a row's samples, other ones in each row: its
-kernels are compiled already, and a graph for each set of lengths would never be used twice. The number of tokens in a row is a
-symbol, so that rows of all lengths share one graph.
+kernels are compiled already, and a graph for each set of lengths would never be used twice. A layer is then two graphs, all that
+comes before its attention and all that comes after. The number of tokens in a row is a symbol, so that rows of all lengths
+share them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ def compile_layers(lm: Any, kind: Kind) -> None:
     """Before sharding, so that the collectives of FSDP stay outside. Compilation itself happens in the first pass."""
     from transformers import AttentionInterface
 
+    # else the layer breaks too where the attention inside it does, and is four graphs, each of them started by the host
+    torch._dynamo.config.nested_graph_breaks = True
     name = attention.register(kind)
     AttentionInterface.register(name, torch.compiler.disable(AttentionInterface()[name]))  # type: ignore[no-untyped-call]
     for layer in lm.get_decoder().layers:
