@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from telescope.backends.fsdp import FSDP
-from telescope.backends.fsdp.sizing import BYTES, rank_memory
+from telescope.backends.fsdp.sizing import BYTES, rank_memory, too_short
 from telescope.config.run import RunConfig
 from telescope.flow.latency import Load, lognormal
 from telescope.flow.outcome import Outcome
@@ -20,17 +20,15 @@ from telescope.inference.vllm_options import CPU_MAX_NUM_SEQS, GPU_MAX_NUM_SEQS
 from telescope.maths.batching import assign
 from telescope.maths.memory import RUNTIME_BYTES, ModelShape, ServerMemory, TrainerMemory, server_memory
 from telescope.maths.packing import rows_needed
+from telescope.maths.short_rows import MEAN_SHARE, PROMPT_TOKENS, ShortRows
 from telescope.orchestrator.main import flow_settings
 from telescope.planning.calibrate import Calibration
 from telescope.planning.cards import GIB, Card, Work, latencies
 from telescope.planning.costs import Costs
 from telescope.weights.choose import choose
 
-MEAN_SHARE = 0.4
-"""Of max_tokens: the mean completion that is assumed where none is known."""
 SIGMA = 0.8
 """Of the logarithm of a completion's length, where none is known."""
-PROMPT_TOKENS = 200.0
 FEWEST_STEPS = 12
 """Simulated, where the run has as many: enough for a settled part behind the filling of the pipeline."""
 MOST_SPLITS = 24
@@ -275,6 +273,31 @@ def rows_a_rank(config: RunConfig, load: Load) -> int:
         return -(-count * round(sum(lengths) / shown) // (ranks * most))
     shares = assign([float(length) for length in lengths], ranks)
     return max(rows_needed([lengths[item] for item in share], seq_len=most) if share else 1 for share in shares)
+
+
+def waiting_cards(config: RunConfig, load: Load, shape: ModelShape, card: Card) -> ShortRows | None:
+    """Where rows are so short that cards of this kind would wait for their host."""
+    if not isinstance(config.backend, FSDP):
+        return None
+    length = load.prompt_tokens.mean + load.turns.mean * load.completion_tokens.clipped(config.rollout.max_tokens).mean
+    rollouts = config.orchestrator.prompts_batch_size_for_trainer * config.rollout.group_size
+
+    def fits(row: int) -> bool:
+        rank = training(config, shape, seq_len=row)
+        room = card.memory - (serving(config, shape, card).budget if shares_a_card(config) else 0)
+        return rank is not None and rank.needed <= room
+
+    return too_short(
+        config.backend,
+        shape,
+        config.model,
+        config.trainer,
+        ranks=config.cluster.trainer_num_workers,
+        length=length,
+        tokens=rollouts * length / config.trainer.number_of_minibatches,
+        peak=card.flops,
+        fits=fits,
+    )
 
 
 class Split(msgspec.Struct, frozen=True):
