@@ -61,13 +61,11 @@ class Case:
 
 
 CASES = tuple(Case(*model, *case) for model in MODELS for case in product((True, False), (1, 3)))  # checkpointing, rows
+# what benchmarks/results/trainer_memory.md has no peak of: another kind of layer, joined parts, the last layer's peak, adapters
 COMPILED = (
     Case("Qwen/Qwen2.5-0.5B", 4096, False, 3, compiled=True),
     Case("Qwen/Qwen2.5-0.5B", 32_768, "selective", 1, 8, compiled=True),
-    Case("Qwen/Qwen3-0.6B", 16_384, False, 3, 1, compiled=True),
     Case("Qwen/Qwen3-0.6B", 16_384, False, 3, 4, compiled=True, reshard=False),  # four parts of attention, joined
-    Case("Qwen/Qwen3-0.6B", 16_384, False, 3, 8, compiled=True),
-    Case("Qwen/Qwen3-0.6B", 65_536, "selective", 1, 1, compiled=True),
     Case("Qwen/Qwen3-0.6B", 65_536, True, 1, 1, compiled=True),
     Case("Qwen/Qwen3-0.6B", 65_536, True, 1, 1),  # the last layer's peak, not compiled
     Case("Qwen/Qwen3-0.6B", 16_384, False, 1, 1, compiled=True, lora=16),

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from telescope.compose.load import load_points, places_for
+from telescope.config.parts import LoraSettings
 from telescope.config.run import RunConfig
 from telescope.flow.latency import constant
 from telescope.plan import main
@@ -254,15 +255,17 @@ def test_adapters_need_a_fraction_of_that_and_compiled_layers_less() -> None:
     everything = ("backend.gradient_checkpointing=false", "backend.reshard_after_forward=false")
     config = composed(*long, *everything, "backend.compile=true")
     check_memory(config, shape, CARDS["h200"])
+    eager = config.backend.model_copy(update={"compile": False})
     with pytest.raises(Refused):
-        check_memory(composed(*long, *everything), shape, CARDS["h200"])
-    compiled, adapted = training(config, shape), training(composed(*long, "model.lora={rank:16}"), shape)
+        check_memory(config.model_copy(update={"backend": eager}), shape, CARDS["h200"])
+    adapters = config.model.model_copy(update={"lora": LoraSettings(rank=16)})
+    compiled, adapted = training(config, shape), training(config.model_copy(update={"model": adapters}), shape)
     assert compiled is not None
     assert adapted is not None
     assert compiled.needed == int(1.03 * compiled.total) + 2**30
     assert adapted.gradients == 4 * 33_030_144
-    shorter = composed(*long[:3], *everything, "backend.compile=true", "inference.max_model_len=8192")
-    joined = training(shorter, shape)  # long samples beside others: attention's results once more
+    served = config.inference.model_copy(update={"max_model_len": 8192})
+    joined = training(config.model_copy(update={"inference": served}), shape)  # no sample fills a row: attention in parts
     assert joined is not None
     assert joined.kept - compiled.kept == 16_384 * 36 * 2 * 4096
 
