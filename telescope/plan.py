@@ -40,6 +40,7 @@ from telescope.planning.forecast import (
     shares_a_card,
     splits,
     training,
+    waiting_cards,
 )
 from telescope.planning.hosts import BadHosts, describe_placement, hosts_of, nodes_of
 from telescope.planning.report import (
@@ -174,6 +175,8 @@ def _forecast(config: RunConfig, asked: argparse.Namespace) -> Iterator[str]:
     if calibration is None and card is not None:
         yield describe_assumed(load, card)
     yield describe_rows(config, load, rows_a_rank(config, load))
+    if shape is not None and card is not None and (short := waiting_cards(config, load, shape, card)) is not None:
+        yield short.sentence
     outcome = forecast(config, load)
     yield from describe_outcome(outcome)
     if calibration is not None and calibration.costs is not None and card is None:

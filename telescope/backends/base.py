@@ -128,6 +128,8 @@ class Job:
     resume: Path | None = None
     """The trainer's folder of the checkpoint to begin with; None: the model as it is."""
     saving: SaveSettings = SaveSettings()
+    rollouts: int = 0
+    """Of one update, all ranks together; 0: not known."""
 
 
 class Backend(Protocol):

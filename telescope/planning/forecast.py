@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from telescope.backends.fsdp import FSDP
+from telescope.backends.fsdp.sizing import BYTES, rank_memory, too_short
 from telescope.config.run import RunConfig
 from telescope.flow.latency import Load, lognormal
 from telescope.flow.outcome import Outcome
@@ -17,20 +18,17 @@ from telescope.flow.simulate import Cluster, simulate
 from telescope.inference.main import lanes
 from telescope.inference.vllm_options import CPU_MAX_NUM_SEQS, GPU_MAX_NUM_SEQS
 from telescope.maths.batching import assign
-from telescope.maths.memory import RUNTIME_BYTES, ModelShape, ServerMemory, TrainerMemory, server_memory, trainer_memory
+from telescope.maths.memory import RUNTIME_BYTES, ModelShape, ServerMemory, TrainerMemory, server_memory
 from telescope.maths.packing import rows_needed
+from telescope.maths.short_rows import MEAN_SHARE, PROMPT_TOKENS, ShortRows
 from telescope.orchestrator.main import flow_settings
 from telescope.planning.calibrate import Calibration
 from telescope.planning.cards import GIB, Card, Work, latencies
 from telescope.planning.costs import Costs
 from telescope.weights.choose import choose
 
-BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-MEAN_SHARE = 0.4
-"""Of max_tokens: the mean completion that is assumed where none is known."""
 SIGMA = 0.8
 """Of the logarithm of a completion's length, where none is known."""
-PROMPT_TOKENS = 200.0
 FEWEST_STEPS = 12
 """Simulated, where the run has as many: enough for a settled part behind the filling of the pipeline."""
 MOST_SPLITS = 24
@@ -92,24 +90,23 @@ def serving(config: RunConfig, shape: ModelShape, card: Card) -> ServerMemory:
     )
 
 
-def training(config: RunConfig, shape: ModelShape, ranks: int | None = None) -> TrainerMemory | None:
-    """Bytes of one trainer rank; None for a backend, and for adapters, whose memory is not known here."""
-    backend, trainer = config.backend, config.trainer
-    if not isinstance(backend, FSDP) or config.model.lora is not None:
+def training(
+    config: RunConfig, shape: ModelShape, ranks: int | None = None, seq_len: int | None = None
+) -> TrainerMemory | None:
+    """Bytes of one trainer rank; None for a backend whose memory is not known here."""
+    if not isinstance(config.backend, FSDP):
         return None
-    return trainer_memory(
+    handed = _transport(config) == "cuda_ipc" and config.model.lora is None
+    return rank_memory(
+        config.backend,
         shape,
-        ranks=(ranks or config.cluster.trainer_num_workers) // backend.replicas,
-        row_tokens=trainer.seq_len // backend.ranks_a_shard,
-        chunk=trainer.entropy_chunk_size,
-        weight_bytes=BYTES[config.model.dtype],
-        compute_bytes=BYTES[backend.mixed_precision_dtype or config.model.dtype],
-        checkpointing=backend.gradient_checkpointing,
-        reshard=backend.reshard_after_forward,
-        optimizer=backend.optimizer,
-        offload=backend.offload,
+        config.model,
+        config.trainer,
+        ranks=ranks or config.cluster.trainer_num_workers,
+        longest=config.inference.max_model_len,
         reference=config.algorithm.needs_reference,
-        handed_bytes=_served_bytes(config, gpu=True) if _transport(config) == "cuda_ipc" else 0,
+        handed_bytes=_served_bytes(config, gpu=True) if handed else 0,
+        seq_len=seq_len,
     )
 
 
@@ -126,10 +123,10 @@ def check_memory(config: RunConfig, shape: ModelShape, card: Card) -> None:
         )
     if rank is not None and shares_a_card(config):
         _check_shared(config, server, rank, card)
-    if rank is not None and needed(rank) > card.memory:
+    if rank is not None and rank.needed > card.memory:
         ranks = config.cluster.trainer_num_workers
         raise Refused(
-            f"A trainer rank needs about {_gib(needed(rank))}, and an {card.name} has {_gib(card.memory)}: weights, gradients "
+            f"A trainer rank needs about {_gib(rank.needed)}, and an {card.name} has {_gib(card.memory)}: weights, gradients "
             f"and moments {_gib(rank.weights + rank.gradients + rank.moments)} on cluster.trainer_num_workers={ranks}, "
             f"activations {_gib(rank.kept)} at trainer.seq_len={config.trainer.seq_len:,}. {_remedy(config, shape, card)}"
         )
@@ -139,7 +136,7 @@ def _check_shared(config: RunConfig, server: ServerMemory, rank: TrainerMemory, 
     """A rank beside a server: all of it where that is awake, what it keeps between its steps where that sleeps in them."""
     part = card.memory - server.budget
     asleep = config.inference.sleep_while_training != "off"
-    need = rank.between_steps + RUNTIME_BYTES if asleep else needed(rank)
+    need = rank.between_steps + RUNTIME_BYTES if asleep else rank.needed
     if need > part:
         handed = f", {_gib(rank.handed)} of it to hand versions to the server" if rank.handed else ""
         when = " between its steps" if asleep else ""
@@ -150,9 +147,9 @@ def _check_shared(config: RunConfig, server: ServerMemory, rank: TrainerMemory, 
             "or take a smaller model."
         )
     room = card.memory - server.staging - RUNTIME_BYTES
-    if asleep and needed(rank) > room:
+    if asleep and rank.needed > room:
         raise Refused(
-            f"A trainer rank needs about {_gib(needed(rank))} in its steps, and while the server sleeps {_gib(room)} of the "
+            f"A trainer rank needs about {_gib(rank.needed)} in its steps, and while the server sleeps {_gib(room)} of the "
             f"{card.name} are free: set weight_sync.staging=none, shorten rows (trainer.seq_len), or take a smaller model."
         )
 
@@ -187,18 +184,9 @@ REMEDIES = (
 )
 
 
-SLACK = 1.05
-"""Of a rank's tensors, for what an allocator can't use; estimates met measured peaks within as much."""
-
-
-def needed(rank: TrainerMemory) -> int:
-    """Bytes of a card that a rank takes, with its runtime."""
-    return int(rank.total * SLACK) + RUNTIME_BYTES
-
-
 def _fits(config: RunConfig, shape: ModelShape, card: Card) -> bool:
     rank = training(config, shape)
-    return rank is not None and needed(rank) <= card.memory
+    return rank is not None and rank.needed <= card.memory
 
 
 def assumed_load(config: RunConfig, shape: ModelShape, card: Card, completion_tokens: float | None = None) -> Load:
@@ -285,6 +273,31 @@ def rows_a_rank(config: RunConfig, load: Load) -> int:
         return -(-count * round(sum(lengths) / shown) // (ranks * most))
     shares = assign([float(length) for length in lengths], ranks)
     return max(rows_needed([lengths[item] for item in share], seq_len=most) if share else 1 for share in shares)
+
+
+def waiting_cards(config: RunConfig, load: Load, shape: ModelShape, card: Card) -> ShortRows | None:
+    """Where rows are so short that cards of this kind would wait for their host."""
+    if not isinstance(config.backend, FSDP):
+        return None
+    length = load.prompt_tokens.mean + load.turns.mean * load.completion_tokens.clipped(config.rollout.max_tokens).mean
+    rollouts = config.orchestrator.prompts_batch_size_for_trainer * config.rollout.group_size
+
+    def fits(row: int) -> bool:
+        rank = training(config, shape, seq_len=row)
+        room = card.memory - (serving(config, shape, card).budget if shares_a_card(config) else 0)
+        return rank is not None and rank.needed <= room
+
+    return too_short(
+        config.backend,
+        shape,
+        config.model,
+        config.trainer,
+        ranks=config.cluster.trainer_num_workers,
+        length=length,
+        tokens=rollouts * length / config.trainer.number_of_minibatches,
+        peak=card.flops,
+        fits=fits,
+    )
 
 
 class Split(msgspec.Struct, frozen=True):

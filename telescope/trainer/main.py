@@ -161,6 +161,9 @@ def job(config: RunConfig, world: World, progress: Callable[[str], None], resume
         seed=config.seed,
         world=world,
         progress=progress,
+        rollouts=config.orchestrator.prompts_batch_size_for_trainer
+        * config.rollout.group_size
+        // config.trainer.number_of_minibatches,
         resume=None if resume is None else trainer_part(Path(resume.folder)),
         saving=SaveSettings(
             training_state=config.checkpoint.save_training_state,

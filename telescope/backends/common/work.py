@@ -36,6 +36,11 @@ def training_work(lm: Any) -> flops.TrainingWork:
     )
 
 
+def card_bytes(device: str) -> int:
+    """Memory of the whole card; 0 on a CPU."""
+    return int(torch.cuda.get_device_properties(device).total_memory) if device.startswith("cuda") else 0
+
+
 def peak_flops(device: str, given: float | None) -> float | None:
     """Operations a second of one card: as given, else by its name; None on a CPU, and for an unknown card, said once."""
     if given is not None or not device.startswith("cuda"):

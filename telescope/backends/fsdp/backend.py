@@ -6,6 +6,7 @@ the same number of rows: a rank with fewer adds rows of padding, which weigh not
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from telescope.backends.common import attention, kernels, ranks, rows, shards, w
 from telescope.backends.common.saving import Saver
 from telescope.backends.common.spans import Spans
 from telescope.backends.common.tally import Tally
-from telescope.backends.fsdp import assembly, gather, search, state
+from telescope.backends.fsdp import assembly, gather, search, sizing, state
 from telescope.backends.fsdp.mesh import spread
 from telescope.backends.fsdp.policy import Policy, RowInput
 from telescope.backends.fsdp.updates import StepUpdates, Updater
@@ -34,6 +35,8 @@ from telescope.weights.buckets import Tensor as TensorKind
 
 if TYPE_CHECKING:
     from telescope.backends.fsdp import FSDP
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,9 @@ class FSDPBackend:
             raise
         self._work = work.training_work(self._policy.lm)
         self._peak = work.peak_flops(self._device, job.trainer.peak_flops)
+        architecture = self._policy.lm.config.get_text_config().to_dict()
+        if found := sizing.remark(settings, job, architecture, self._peak, work.card_bytes(self._device)):
+            log.warning("%s", found)
         self._saver = Saver(job.world.rank, self._device, job.saving)
         self._keeps_gathered = settings.reshard_after_forward is False
 
