@@ -14,9 +14,10 @@ import msgspec
 from telescope.maths.flops import TrainingWork
 from telescope.maths.memory import Checkpointing
 
-LAYER_S, AGAIN_S = 6.4e-3, 12.5e-3
+LAYER_S, AGAIN_S = 4.3e-3, 12.5e-3
 """Of the host for a row, a layer: without checkpointing, and where a layer is computed again (selective was not measured, and
-is taken as full). By rows of 4,096 tokens of 28 layers on an H200's host, 180 and 350 ms (benchmarks/results/training.md)."""
+is taken as full). By rows of 4,096 tokens of 28 layers on an H200's host: 121 ms, compiled, and 350 ms
+(benchmarks/results/training.md)."""
 REACHED, REACHED_AGAIN = 0.4, 0.3
 """MFU of rows that are long enough: 40 to 50 % without full checkpointing, 24 to 32 % with it (the same)."""
 WORTH = 1.1

@@ -35,4 +35,3 @@ assert gone() is None, "later cycles are still found"
 
 def test_loaded_objects_are_set_aside_and_garbage_is_not():
     subprocess.run([sys.executable, "-c", FROZEN], check=True, timeout=120)
-

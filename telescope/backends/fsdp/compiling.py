@@ -1,8 +1,8 @@
 """torch.compile for the layers of a model, each by itself, its attention left out.
 
 Owns what is compiled. Attention is left out because it is told the lengths of a row's samples, other ones in each row: its
-kernels are compiled already, and a graph for each set of lengths would never be used twice. A layer is then two graphs, all that
-comes before its attention and all that comes after. The number of tokens in a row is a symbol, so that rows of all lengths
+kernels are compiled already, and a graph for each set of lengths would never be used twice. A layer is then two graphs, all
+that comes before its attention and all that comes after. The number of tokens in a row is a symbol, so that rows of all lengths
 share them.
 """
 
