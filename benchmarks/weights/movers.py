@@ -67,12 +67,13 @@ class Model:
     def __init__(self, shape: str, device: str, dtype: torch.dtype) -> None:
         self.device = device
         self.parameters: dict[str, Tensor] = random_tensors(SHAPES[shape], device, dtype, seed=0)
+        self._packer = gather.Packer(lambda: self.parameters, 0, 1)
 
     def layout(self) -> tuple[TensorKind, ...]:
         return gather.layout(self.parameters)
 
     def pack(self, bucket: Bucket, out: Tensor | None) -> None:
-        gather.pack(self.parameters, bucket, out, 0, 1)
+        self._packer.pack(bucket, out)
 
     def weights(self, dtype: str | None = None) -> Iterator[tuple[str, Tensor]]:
         yield from gather.host_tensors(self.parameters, self.device, 0, 1, dtype)
@@ -91,7 +92,7 @@ class Model:
     def _packed(self, spec: TensorSpec) -> Tensor:
         bucket = Bucket(spec.offset, aligned(spec.offset + spec.nbytes), (spec,))
         out = torch.zeros(bucket.nbytes, dtype=torch.uint8, device=self.device)
-        self.pack(bucket, out)
+        gather.pack(self.parameters, bucket, out, 0, 1)  # once, and its memory is not kept
         return out
 
 

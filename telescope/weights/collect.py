@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from telescope.records import WeightGroup, WeightManifest
+from telescope.records import TensorSpec, WeightGroup, WeightManifest
 from telescope.weights.base import Load, TransferFailed, WeightsCorrupt
 from telescope.weights.buckets import IN_TURN, Bucket, buckets, largest
 from telescope.weights.channel import Channel, Flight
@@ -33,6 +33,7 @@ class CollectiveReceiver:
         self._turns = Turns(self._device)
         self._meeting: Meeting | None = None
         self._stream = new_stream(self._device)
+        self._known: tuple[tuple[tuple[TensorSpec, ...], int, int], tuple[Bucket, ...]] | None = None
 
     def receive(self, manifest: WeightManifest, group: WeightGroup | None, staging: Tensor, deadline_s: float) -> str:
         if staging.numel() < manifest.nbytes:
@@ -82,20 +83,31 @@ class CollectiveReceiver:
 
     def _in_place(self, manifest: WeightManifest, channel: Channel, staging: Tensor) -> str:
         """Straight to where it stays. The device looks at what has come while the next pieces come."""
-        cut, sample = _cut(manifest), self._sample(manifest)
+        cut, sample = self._cut(manifest), self._sample(manifest)
+        pieces: list[Tensor] = []
         flights: list[Flight] = []
         for number, bucket in enumerate(cut):
-            for ahead in range(len(flights), min(number + AHEAD, len(cut))):
-                flights.append(channel.broadcast(staging[cut[ahead].start : cut[ahead].stop]))
+            for ahead in cut[len(flights) : number + AHEAD]:
+                pieces.append(staging[ahead.start : ahead.stop])
+                flights.append(channel.broadcast(pieces[-1]))
             flights[number].order()
-            sample.add(staging[bucket.start : bucket.stop], bucket.start)
+            sample.add(pieces[number], bucket.start)
         return self._compare(manifest, channel, flights[-1:], sample)
+
+    def _cut(self, manifest: WeightManifest) -> tuple[Bucket, ...]:
+        """Kept as long as the layout is the same, as it is from version to version."""
+        layout = manifest.tensors, manifest.nbytes, manifest.bucket_bytes
+        if self._known is None or self._known[0] != layout:
+            cut = buckets(manifest.tensors, manifest.bucket_bytes)
+            _check(manifest, cut)
+            self._known = layout, cut
+        return self._known[1]
 
     def _sample(self, manifest: WeightManifest) -> Sample:
         return Sample(manifest.tensors, manifest.version, everything=manifest.compare_all, device=self._device)
 
     def _in_turn(self, manifest: WeightManifest, channel: Channel, load: Load) -> str:
-        cut, sample = _cut(manifest), self._sample(manifest)
+        cut, sample = self._cut(manifest), self._sample(manifest)
         if channel.own_buffers:
             self._turns.drop()  # those of an aborted epoch may still be written to
         self._turns.prepare(largest(cut))
@@ -111,24 +123,19 @@ class CollectiveReceiver:
 
     def _compare(self, manifest: WeightManifest, channel: Channel, flights: Sequence[Flight], sample: Sample) -> str:
         """Wait for all that came and for the sender's digests behind it."""
-        mine = sample.digests
-        told = torch.zeros_like(mine)
-        last = [channel.broadcast(told.view(torch.uint8))] if told.numel() else []
-        for flight in (*flights, *last):
+        mine = sample.sums
+        both = torch.stack((mine, torch.zeros_like(mine)))
+        last = [channel.broadcast(both[1].view(torch.uint8))] if mine.numel() else []
+        for flight in reversed((*flights, *last)):  # where pieces come in order, one wait is enough for all
             flight.land()
-        if not torch.equal(mine.cpu(), told.cpu()):
-            wrong = [spec.name for spec, a, b in zip(sample.specs, mine.tolist(), told.tolist(), strict=False) if a != b]
+        here, told = both.cpu()
+        if not torch.equal(here, told):
+            wrong = [spec.name for spec, a, b in zip(sample.specs, here.tolist(), told.tolist(), strict=False) if a != b]
             raise WeightsCorrupt(
                 f"weights version {manifest.version}: {len(wrong)} of {len(sample.specs)} compared tensors did not arrive as "
                 f"they were sent ({', '.join(wrong[:3])})"
             )
-        return sample.text()
-
-
-def _cut(manifest: WeightManifest) -> tuple[Bucket, ...]:
-    cut = buckets(manifest.tensors, manifest.bucket_bytes)
-    _check(manifest, cut)
-    return cut
+        return sample.text(here)
 
 
 def _check(manifest: WeightManifest, cut: Sequence[Bucket]) -> None:
