@@ -131,12 +131,15 @@ def receiver(asked: dict[str, Any]) -> None:
     receivers: dict[str, Any] = {}
     staging = torch.zeros(0, dtype=torch.uint8)
     for order in orders():
-        manifest = msgspec.json.decode(order["manifest"], type=WeightManifest)
+        if "manifest" in order:
+            manifest = msgspec.json.decode(order["manifest"], type=WeightManifest)
+            if staging.numel() != manifest.nbytes:
+                staging = torch.zeros(manifest.nbytes, dtype=torch.uint8, device=device)
+            say(ready=True)
+            continue
         if order.get("everything"):
             say(everything=text(digests(staging, manifest.tensors, whole=True), whole=True))
             continue
-        if staging.numel() != manifest.nbytes:
-            staging = torch.zeros(manifest.nbytes, dtype=torch.uint8, device=device)
         if manifest.transport not in receivers:
             receivers[manifest.transport] = make_receiver(
                 manifest.transport, run=RUN, member=name, device=device, init_timeout_s=60.0

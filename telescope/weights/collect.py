@@ -84,15 +84,16 @@ class CollectiveReceiver:
     def _in_place(self, manifest: WeightManifest, channel: Channel, staging: Tensor) -> str:
         """Straight to where it stays. The device looks at what has come while the next pieces come."""
         cut, sample = self._cut(manifest), self._sample(manifest)
-        pieces: list[Tensor] = []
+        told = self._told(sample)
+        pieces = [staging[bucket.start : bucket.stop] for bucket in cut]
+        coming = [*pieces, *_as_bytes(told)]  # the digests, too, are asked for before there is anything to compare
         flights: list[Flight] = []
         for number, bucket in enumerate(cut):
-            for ahead in cut[len(flights) : number + AHEAD]:
-                pieces.append(staging[ahead.start : ahead.stop])
-                flights.append(channel.broadcast(pieces[-1]))
+            flights += [channel.broadcast(piece) for piece in coming[len(flights) : number + AHEAD]]
             flights[number].order()
             sample.add(pieces[number], bucket.start)
-        return self._compare(manifest, channel, flights[-1:], sample)
+        flights += [channel.broadcast(piece) for piece in coming[len(flights) :]]
+        return self._compare(manifest, flights[len(cut) - 1 :], sample, told)
 
     def _cut(self, manifest: WeightManifest) -> tuple[Bucket, ...]:
         """Kept as long as the layout is the same, as it is from version to version."""
@@ -119,23 +120,32 @@ class CollectiveReceiver:
             data = self._turns.get(number, bucket.nbytes)
             sample.add(data, bucket.start)
             load(bucket, data)
-        return self._compare(manifest, channel, flights[-IN_TURN:], sample)
+        told = self._told(sample)
+        last = [channel.broadcast(piece) for piece in _as_bytes(told)]
+        return self._compare(manifest, (*flights[-IN_TURN:], *last), sample, told)
 
-    def _compare(self, manifest: WeightManifest, channel: Channel, flights: Sequence[Flight], sample: Sample) -> str:
-        """Wait for all that came and for the sender's digests behind it."""
+    def _told(self, sample: Sample) -> Tensor:
+        """[n] int64: where the sender's digests come to."""
+        return torch.zeros(len(sample.specs), dtype=torch.int64, device=self._device)
+
+    def _compare(self, manifest: WeightManifest, flights: Sequence[Flight], sample: Sample, told: Tensor) -> str:
+        """Wait for the last of what came, the sender's digests behind it."""
         mine = sample.sums
-        both = torch.stack((mine, torch.zeros_like(mine)))
-        last = [channel.broadcast(both[1].view(torch.uint8))] if mine.numel() else []
-        for flight in reversed((*flights, *last)):  # where pieces come in order, one wait is enough for all
+        for flight in reversed(flights):  # where pieces come in order, one wait is enough for all
             flight.land()
-        here, told = both.cpu()
-        if not torch.equal(here, told):
-            wrong = [spec.name for spec, a, b in zip(sample.specs, here.tolist(), told.tolist(), strict=False) if a != b]
+        here, there = torch.stack((mine, told)).cpu()
+        if not torch.equal(here, there):
+            wrong = [spec.name for spec, a, b in zip(sample.specs, here.tolist(), there.tolist(), strict=True) if a != b]
             raise WeightsCorrupt(
                 f"weights version {manifest.version}: {len(wrong)} of {len(sample.specs)} compared tensors did not arrive as "
                 f"they were sent ({', '.join(wrong[:3])})"
             )
         return sample.text(here)
+
+
+def _as_bytes(digests: Tensor) -> list[Tensor]:
+    """As one piece; none where there is nothing to tell."""
+    return [digests.view(torch.uint8)] if digests.numel() else []
 
 
 def _check(manifest: WeightManifest, cut: Sequence[Bucket]) -> None:
