@@ -148,12 +148,11 @@ def _sum_alone(words: Tensor, *tail: Tensor, whole: bool) -> Tensor:
     """[1]: of a tensor of any length."""
     stride = 1 if whole else max(1, -(-words.numel() // WORDS_AT_ONCE))
     words = words[::stride]
-    total = torch.zeros(1, dtype=torch.int64, device=words.device)
-    for start in range(0, words.numel(), WORDS_AT_ONCE):
-        total += _mixed(words[start : start + WORDS_AT_ONCE], start + 1)
-    for word in tail:
-        total += _mixed(word, 0)
-    return total
+    starts = range(0, words.numel(), WORDS_AT_ONCE)
+    total, *others = [_mixed(words[start : start + WORDS_AT_ONCE], start + 1) for start in starts]
+    for other in (*others, *(_mixed(word, 0) for word in tail)):
+        total += other
+    return total.view(1)
 
 
 def _mixed(words: Tensor, first: int) -> Tensor:
