@@ -67,12 +67,13 @@ class Model:
     def __init__(self, shape: str, device: str, dtype: torch.dtype) -> None:
         self.device = device
         self.parameters: dict[str, Tensor] = random_tensors(SHAPES[shape], device, dtype, seed=0)
+        self._packer = gather.Packer(lambda: self.parameters, 0, 1)
 
     def layout(self) -> tuple[TensorKind, ...]:
         return gather.layout(self.parameters)
 
     def pack(self, bucket: Bucket, out: Tensor | None) -> None:
-        gather.pack(self.parameters, bucket, out, 0, 1)
+        self._packer.pack(bucket, out)
 
     def weights(self, dtype: str | None = None) -> Iterator[tuple[str, Tensor]]:
         yield from gather.host_tensors(self.parameters, self.device, 0, 1, dtype)
@@ -91,7 +92,7 @@ class Model:
     def _packed(self, spec: TensorSpec) -> Tensor:
         bucket = Bucket(spec.offset, aligned(spec.offset + spec.nbytes), (spec,))
         out = torch.zeros(bucket.nbytes, dtype=torch.uint8, device=self.device)
-        self.pack(bucket, out)
+        gather.pack(self.parameters, bucket, out, 0, 1)  # once, and its memory is not kept
         return out
 
 
@@ -130,12 +131,15 @@ def receiver(asked: dict[str, Any]) -> None:
     receivers: dict[str, Any] = {}
     staging = torch.zeros(0, dtype=torch.uint8)
     for order in orders():
-        manifest = msgspec.json.decode(order["manifest"], type=WeightManifest)
+        if "manifest" in order:
+            manifest = msgspec.json.decode(order["manifest"], type=WeightManifest)
+            if staging.numel() != manifest.nbytes:
+                staging = torch.zeros(manifest.nbytes, dtype=torch.uint8, device=device)
+            say(ready=True)
+            continue
         if order.get("everything"):
             say(everything=text(digests(staging, manifest.tensors, whole=True), whole=True))
             continue
-        if staging.numel() != manifest.nbytes:
-            staging = torch.zeros(manifest.nbytes, dtype=torch.uint8, device=device)
         if manifest.transport not in receivers:
             receivers[manifest.transport] = make_receiver(
                 manifest.transport, run=RUN, member=name, device=device, init_timeout_s=60.0

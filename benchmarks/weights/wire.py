@@ -10,7 +10,8 @@ with `--out`, writes JSON:
 
 - raw: the best of a plain broadcast by torch.distributed in the same processes, of 256 MiB and 1 GiB (CPU: 4 and 16 MiB)
 - wire: from the order to send until the last receiver has everything and has compared the sample; the median and the best
-  over `--updates`. Where there is nothing to send (cuda_ipc, shared_memory, disk) it begins with the publishing.
+  over `--updates`. Receivers have read the manifest before; their order to receive comes just ahead of the sender's. Where
+  there is nothing to send (cuda_ipc, shared_memory, disk) the time of the publishing is counted, too.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -92,8 +94,13 @@ class Pair:
         names = [f"server-{index}/0" for index in range(len(self.servers))]
         group = {"epoch": self._epoch, "members": ["trainer-0", *names]} if self._transport in COLLECTIVE else None
         for server in self.servers:
-            server.tell(manifest=self._manifest, group=group)
-        start: float = published["start"]
+            server.tell(manifest=self._manifest)
+        for server in self.servers:
+            server.said()
+        told = time.perf_counter()
+        for server in self.servers:
+            server.tell(group=group)
+        start: float = told - (published["stop"] - published["start"])  # not what lay between publishing and receiving
         if group is not None:
             self.trainer.tell(send=self._version, group=group)
             start = self.trainer.said()["start"]
@@ -106,7 +113,7 @@ class Pair:
         """Whether every tensor is the same on both sides."""
         self.trainer.tell(everything=True)
         for server in self.servers:
-            server.tell(everything=True, manifest=self._manifest)
+            server.tell(everything=True)
         wanted = self.trainer.said()["everything"]
         return all(server.said()["everything"] == wanted for server in self.servers)
 

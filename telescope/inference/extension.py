@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import torch
 
+from telescope.inference.bell import ring
 from telescope.inference.checkpoint import (
     checkpoint_tensors,
     disagreements,
@@ -57,19 +58,18 @@ class WeightExtension:
         freeze_heap()  # vLLM has done so itself, before the plan of copies was there
         return msgspec.json.encode(opened).decode()
 
-    def telescope_stage(self, manifest: str, group: str) -> None:
-        """Begin to check and receive a version (a WeightManifest in JSON). A version staged before is forgotten."""
+    def telescope_stage(self, manifest: str, group: str, order: int) -> None:
+        """Begin to check and receive a version (a WeightManifest in JSON). A version staged before is forgotten. `order`: what
+        the server's bell is told at the end."""
         self.telescope_weights.stage(
-            msgspec.json.decode(manifest, type=WeightManifest), msgspec.json.decode(group, type=WeightGroup | None)
+            msgspec.json.decode(manifest, type=WeightManifest), msgspec.json.decode(group, type=WeightGroup | None), order
         )
 
     def telescope_stage_state(self, version: int) -> str:
         """How far the version is: a StageState in JSON."""
         arrival: Arrival | None = self.telescope_weights.staging.get(version)
-        if arrival is None:
-            state = StageState(True, f"weights version {version} is not staged here")
-        else:
-            state = StageState(arrival.over, arrival.cause, arrival.checksum, arrival.touched)
+        absent = StageState(True, f"weights version {version} is not staged here")
+        state = absent if arrival is None else state_of(arrival)
         return msgspec.json.encode(state).decode()
 
     def telescope_load(self, version: int) -> float:
@@ -102,6 +102,8 @@ class Weights:
         self._folder = Path(vllm_config.model_config.model)
         self._plan: CopyPlan | None = None
         self._bound: tuple[tuple[TensorSpec, ...], int, BoundPlan] | None = None
+        self._fits: tuple[tuple[TensorSpec, ...], int] | None = None
+        """The layout that was found to fit the model."""
 
     def open(self, opening: Opening, rank: int) -> Opened:
         started = time.perf_counter()
@@ -109,7 +111,7 @@ class Weights:
             return Opened(refused=refused)
         self._checkpoint = checkpoint_tensors(self._folder)
         self._tied = is_tied(self._folder)
-        self._deadline_s = opening.deadline_s
+        self._deadline_s, self._bell, self._rank = opening.deadline_s, opening.bell, rank
         self.staging = Staging(opening.place, self._device, opening.run, receivers(opening, rank, self._device))
         no_plan = ""
         try:
@@ -133,15 +135,21 @@ class Weights:
             with torch.inference_mode():
                 copy_all(some, [target.clone() for target in some])
 
-    def stage(self, manifest: WeightManifest, group: WeightGroup | None) -> None:
+    def stage(self, manifest: WeightManifest, group: WeightGroup | None, order: int = 0) -> None:
         def check() -> str:
-            misfits = disagreements(manifest, self._checkpoint, self._tied)
-            if found := misfits or misplaced(manifest.tensors, manifest.nbytes)[:SHOWN]:
-                return f"weights version {manifest.version} don't fit the model: {'; '.join(found)}"
+            layout = manifest.tensors, manifest.nbytes
+            if self._fits != layout:
+                misfits = disagreements(manifest, self._checkpoint, self._tied)
+                if found := misfits or misplaced(manifest.tensors, manifest.nbytes)[:SHOWN]:
+                    return f"weights version {manifest.version} don't fit the model: {'; '.join(found)}"
+                self._fits = layout
             self._bind(manifest)
             return ""
 
-        self.staging.begin(manifest, group, check, self._put, self._deadline_s)
+        def ended(arrival: Arrival) -> None:
+            ring(self._bell, order, self._rank, state_of(arrival))
+
+        self.staging.begin(manifest, group, check, self._put, self._deadline_s, ended)
 
     def load(self, version: int) -> float:
         started = time.perf_counter()
@@ -248,6 +256,10 @@ class Weights:
                 f"vLLM keeps matrices computed from weights at load ({absorbed[0]}.W_UK_T, …): an update would leave them stale"
             )
         return ""
+
+
+def state_of(arrival: Arrival) -> StageState:
+    return StageState(arrival.over, arrival.cause, arrival.checksum, arrival.touched)
 
 
 def receivers(opening: Opening, rank: int, device: torch.device) -> Callable[[str], Any]:

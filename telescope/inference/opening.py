@@ -10,6 +10,13 @@ Place = Literal["full", "host", "none"]
 """Where a version waits until it is committed; see staging.py."""
 
 
+class BellPlace(msgspec.Struct, frozen=True):
+    """Where a server hears its workers (bell.py): a socket's name in hex, empty where there is none, and the word to say."""
+
+    address: str = ""
+    word: str = ""
+
+
 class Opening(msgspec.Struct, frozen=True):
     """What a worker needs to know before its first update."""
 
@@ -18,6 +25,7 @@ class Opening(msgspec.Struct, frozen=True):
     place: Place
     deadline_s: float
     init_timeout_s: float
+    bell: BellPlace = BellPlace()
 
 
 class Opened(msgspec.Struct, frozen=True):

@@ -59,14 +59,21 @@ class Staging:
             self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device if on_device else "cpu", pin_memory=pinned)
 
     def begin(
-        self, manifest: WeightManifest, group: WeightGroup | None, check: Callable[[], str], put: Put, deadline_s: float
+        self,
+        manifest: WeightManifest,
+        group: WeightGroup | None,
+        check: Callable[[], str],
+        put: Put,
+        deadline_s: float,
+        ended: Callable[[Arrival], None] = lambda arrival: None,
     ) -> None:
         """Start to check and receive a version. One that is under way is broken off. `put` is called here only for a version
-        that is broadcast and not staged; generation must be paused then."""
+        that is broadcast and not staged; generation must be paused then. `ended`: called in the receiving thread when it is
+        over, whatever came of it."""
         before = self.arrival
         if before is not None:
             before.cancel()
-        self.arrival = Arrival(self, manifest, group, check, put, deadline_s, before)
+        self.arrival = Arrival(self, manifest, group, check, put, deadline_s, before, ended)
 
     def get(self, version: int) -> Arrival | None:
         return self.arrival if self.arrival is not None and self.arrival.manifest.version == version else None
@@ -132,7 +139,10 @@ class Arrival:
         put: Put,
         deadline_s: float,
         before: Arrival | None,
+        ended: Callable[[Arrival], None],
     ) -> None:
+        self.over = False
+        """Nothing more is done for it in its thread."""
         self.manifest = manifest
         self.cause = ""
         self.checksum = manifest.checksum
@@ -143,14 +153,11 @@ class Arrival:
         self._group = group
         self._deadline_s = deadline_s
         self._cancelled = False
+        self._ended = ended
         self._views: dict[str, torch.Tensor] = {}
         self._specs = {spec.name: spec for spec in manifest.tensors}
         self._thread = threading.Thread(target=self._run, args=(check, before), daemon=True, name=f"stage-{manifest.version}")
         self._thread.start()
-
-    @property
-    def over(self) -> bool:
-        return not self._thread.is_alive()
 
     def cancel(self) -> None:
         self._cancelled = True
@@ -195,6 +202,9 @@ class Arrival:
                 self._receive()
         except Exception as error:  # noqa: BLE001 - the edge of a thread: the cause travels to the one who asks
             self.cause = self.cause or f"{error}" or type(error).__name__
+        finally:
+            self.over = True
+            self._ended(self)
 
     def _receive(self) -> None:
         staging, manifest = self._staging, self.manifest

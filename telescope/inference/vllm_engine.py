@@ -20,6 +20,7 @@ import numpy as np
 from telescope.config.models import end_ids
 from telescope.config.parts import WeightSyncSettings
 from telescope.inference.answers import first_line, generated, said, start_failure
+from telescope.inference.bell import Bell
 from telescope.inference.checkpoint import checkpoint_tensors, is_tied, version_bytes
 from telescope.inference.children import Children
 from telescope.inference.core_commit import COMMIT, SLEEP, WAKE, teach_core
@@ -31,8 +32,9 @@ from telescope.inference.versions import Spans, Versions
 from telescope.inference.vllm_options import ServerPlan, engine_arguments, served_dtype, share_beside, spare_bytes
 from telescope.records import Sampling, WeightGroup, WeightManifest
 
-FIRST_LOOK_S, LONGEST_LOOK_S = 0.002, 0.02
-"""The worker is asked whether a version is staged after these pauses, which double; each question costs it part of a step."""
+FIRST_LOOK_S, LONGEST_LOOK_S = 0.02, 0.1
+"""Workers that have not rung the bell are asked after these pauses, which double, whether a version is staged; each question
+costs them part of a step."""
 BREAK_OFF_S = 20.0
 """For a version's threads to end once it is broken off: they wait for nothing longer than a transport's abort."""
 CLOSE_S = 1.0
@@ -69,6 +71,7 @@ class VllmEngine:
         self._weights = asyncio.Lock()
         self._llm: Any = None
         self._children = Children()
+        self._bell = Bell()
         self._versions: Versions
         self.opened: tuple[Opened, ...] = ()
         """How each worker takes updates, once started."""
@@ -123,8 +126,9 @@ class VllmEngine:
     async def _open(self) -> None:
         """Ask the workers how they take updates; said once in the log."""
         opening = Opening(
-            self._plan.run, self._plan.name, self._sync.staging, self._sync.update_timeout_s, self._sync.init_timeout_s
-        )
+            self._plan.run, self._plan.name, self._sync.staging, self._sync.update_timeout_s, self._sync.init_timeout_s,
+            self._bell.hang(),
+        )  # fmt: skip
         answers = await self._rpc("telescope_open", msgspec.json.encode(opening).decode())
         self.opened = tuple(msgspec.json.decode(answer, type=Opened) for answer in answers)
         for opened in self.opened:
@@ -371,7 +375,8 @@ class VllmEngine:
         """The checksum of what has arrived. Where it does not arrive whole, every worker is first brought to an end of it: only
         then is it known whether a parameter was written. Raises `WeightsRefused` where none was, else `EngineDead`."""
         version, limit_s = manifest.version, self._sync.update_timeout_s
-        await self._rpc("telescope_stage", *(msgspec.json.encode(value).decode() for value in (manifest, group)))
+        order, told = self._bell.expect(len(self.opened)), [msgspec.json.encode(value).decode() for value in (manifest, group)]
+        await self._rpc("telescope_stage", *told, order)
         states = await self._settled(version, limit_s, lambda states: all(state.over for state in states) or _cause(states))
         cause = _cause(states)
         if not cause and all(state.over for state in states):
@@ -389,9 +394,10 @@ class VllmEngine:
         """How far every worker is with the version, once that is `enough`, or when the limit has passed."""
         end, pause_s = time.monotonic() + limit_s, FIRST_LOOK_S
         while True:
-            await asyncio.sleep(pause_s)  # the worker can't call us
-            answers = await self._rpc("telescope_stage_state", version)
-            states = [msgspec.json.decode(answer, type=StageState) for answer in answers]
+            states = await self._bell.told(max(0.0, min(pause_s, end - time.monotonic())))
+            if states is None:
+                answers = await self._rpc("telescope_stage_state", version)
+                states = [msgspec.json.decode(answer, type=StageState) for answer in answers]
             if enough(states) or time.monotonic() >= end:
                 return states
             pause_s = min(2 * pause_s, LONGEST_LOOK_S)
@@ -417,6 +423,7 @@ class VllmEngine:
 
     async def close(self) -> None:
         self._children.stop_watching()
+        self._bell.close()
         if self._llm is not None:
             llm, self._llm = self._llm, None
             del self._versions

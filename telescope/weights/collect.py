@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from telescope.records import WeightGroup, WeightManifest
+from telescope.records import TensorSpec, WeightGroup, WeightManifest
 from telescope.weights.base import Load, TransferFailed, WeightsCorrupt
 from telescope.weights.buckets import IN_TURN, Bucket, buckets, largest
 from telescope.weights.channel import Channel, Flight
@@ -33,6 +33,7 @@ class CollectiveReceiver:
         self._turns = Turns(self._device)
         self._meeting: Meeting | None = None
         self._stream = new_stream(self._device)
+        self._known: tuple[tuple[tuple[TensorSpec, ...], int, int], tuple[Bucket, ...]] | None = None
 
     def receive(self, manifest: WeightManifest, group: WeightGroup | None, staging: Tensor, deadline_s: float) -> str:
         if staging.numel() < manifest.nbytes:
@@ -82,20 +83,32 @@ class CollectiveReceiver:
 
     def _in_place(self, manifest: WeightManifest, channel: Channel, staging: Tensor) -> str:
         """Straight to where it stays. The device looks at what has come while the next pieces come."""
-        cut, sample = _cut(manifest), self._sample(manifest)
+        cut, sample = self._cut(manifest), self._sample(manifest)
+        told = self._told(sample)
+        pieces = [staging[bucket.start : bucket.stop] for bucket in cut]
+        coming = [*pieces, *_as_bytes(told)]  # the digests, too, are asked for before there is anything to compare
         flights: list[Flight] = []
         for number, bucket in enumerate(cut):
-            for ahead in range(len(flights), min(number + AHEAD, len(cut))):
-                flights.append(channel.broadcast(staging[cut[ahead].start : cut[ahead].stop]))
+            flights += [channel.broadcast(piece) for piece in coming[len(flights) : number + AHEAD]]
             flights[number].order()
-            sample.add(staging[bucket.start : bucket.stop], bucket.start)
-        return self._compare(manifest, channel, flights[-1:], sample)
+            sample.add(pieces[number], bucket.start)
+        flights += [channel.broadcast(piece) for piece in coming[len(flights) :]]
+        return self._compare(manifest, flights[len(cut) - 1 :], sample, told)
+
+    def _cut(self, manifest: WeightManifest) -> tuple[Bucket, ...]:
+        """Kept as long as the layout is the same, as it is from version to version."""
+        layout = manifest.tensors, manifest.nbytes, manifest.bucket_bytes
+        if self._known is None or self._known[0] != layout:
+            cut = buckets(manifest.tensors, manifest.bucket_bytes)
+            _check(manifest, cut)
+            self._known = layout, cut
+        return self._known[1]
 
     def _sample(self, manifest: WeightManifest) -> Sample:
         return Sample(manifest.tensors, manifest.version, everything=manifest.compare_all, device=self._device)
 
     def _in_turn(self, manifest: WeightManifest, channel: Channel, load: Load) -> str:
-        cut, sample = _cut(manifest), self._sample(manifest)
+        cut, sample = self._cut(manifest), self._sample(manifest)
         if channel.own_buffers:
             self._turns.drop()  # those of an aborted epoch may still be written to
         self._turns.prepare(largest(cut))
@@ -107,28 +120,32 @@ class CollectiveReceiver:
             data = self._turns.get(number, bucket.nbytes)
             sample.add(data, bucket.start)
             load(bucket, data)
-        return self._compare(manifest, channel, flights[-IN_TURN:], sample)
+        told = self._told(sample)
+        last = [channel.broadcast(piece) for piece in _as_bytes(told)]
+        return self._compare(manifest, (*flights[-IN_TURN:], *last), sample, told)
 
-    def _compare(self, manifest: WeightManifest, channel: Channel, flights: Sequence[Flight], sample: Sample) -> str:
-        """Wait for all that came and for the sender's digests behind it."""
-        mine = sample.digests
-        told = torch.zeros_like(mine)
-        last = [channel.broadcast(told.view(torch.uint8))] if told.numel() else []
-        for flight in (*flights, *last):
+    def _told(self, sample: Sample) -> Tensor:
+        """[n] int64: where the sender's digests come to."""
+        return torch.zeros(len(sample.specs), dtype=torch.int64, device=self._device)
+
+    def _compare(self, manifest: WeightManifest, flights: Sequence[Flight], sample: Sample, told: Tensor) -> str:
+        """Wait for the last of what came, the sender's digests behind it."""
+        mine = sample.sums
+        for flight in reversed(flights):  # where pieces come in order, one wait is enough for all
             flight.land()
-        if not torch.equal(mine.cpu(), told.cpu()):
-            wrong = [spec.name for spec, a, b in zip(sample.specs, mine.tolist(), told.tolist(), strict=False) if a != b]
+        here, there = torch.stack((mine, told)).cpu()
+        if not torch.equal(here, there):
+            wrong = [spec.name for spec, a, b in zip(sample.specs, here.tolist(), there.tolist(), strict=True) if a != b]
             raise WeightsCorrupt(
                 f"weights version {manifest.version}: {len(wrong)} of {len(sample.specs)} compared tensors did not arrive as "
                 f"they were sent ({', '.join(wrong[:3])})"
             )
-        return sample.text()
+        return sample.text(here)
 
 
-def _cut(manifest: WeightManifest) -> tuple[Bucket, ...]:
-    cut = buckets(manifest.tensors, manifest.bucket_bytes)
-    _check(manifest, cut)
-    return cut
+def _as_bytes(digests: Tensor) -> list[Tensor]:
+    """As one piece; none where there is nothing to tell."""
+    return [digests.view(torch.uint8)] if digests.numel() else []
 
 
 def _check(manifest: WeightManifest, cut: Sequence[Bucket]) -> None:

@@ -142,6 +142,7 @@ class _Outgoing:
         self._sample = sample
         self._channel: Channel
         self._flights: deque[Flight] = deque()
+        self._unseen: tuple[Tensor, int] | None = None
 
     def attempt(self, step: Callable[[], None]) -> None:
         if self.failed is None:
@@ -160,16 +161,25 @@ class _Outgoing:
 
     def send(self, bucket: Bucket, buffer: Tensor) -> None:
         self._flights.append(self._channel.broadcast(buffer))
-        self._sample.add(buffer, bucket.start)
+        self._look()
+        self._unseen = buffer, bucket.start
+
+    def _look(self) -> None:
+        """At the piece before the last: only now, so that the last one did not have to wait for it. Its buffer has its next
+        turn after the last one's."""
+        if self._unseen is not None:
+            self._sample.add(*self._unseen)
+            self._unseen = None
 
     def finish(self) -> None:
         """Tell the digests, and wait until all has left."""
-        found = self._sample.digests
+        self._look()
+        found = self._sample.sums
         if found.numel():
             self._flights.append(self._channel.broadcast(found.view(torch.uint8)))
-        for flight in self._flights:
+        for flight in reversed(self._flights):  # where pieces leave in order, one wait is enough for all
             flight.land()
-        self.checksum = self._sample.text()
+        self.checksum = self._sample.text(found.cpu())
 
 
 def _host_memory(nbytes: int, pinned: bool) -> Tensor:

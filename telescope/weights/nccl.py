@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import threading
-import time
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from telescope.records import WeightGroup
 from telescope.weights.base import TransferFailed
+from telescope.weights.clock import Clock
 from telescope.weights.rendezvous import fetch
 
 SUCCESS, IN_PROGRESS = 0, 7
@@ -93,9 +93,11 @@ class NcclChannel:
         self.epoch, self.device = group.epoch, device
         self._lock = threading.Lock()
         self._library = library()
+        self._said = ctypes.PyDLL(self._library._name).ncclCommGetAsyncError
+        """Asked many times in a row and answered at once: without leaving the interpreter to its other threads in between."""
         self._comm: ctypes.c_void_p | None = ctypes.c_void_p()
         self._queued: deque[NcclFlight] = deque()
-        self.limit(timeout_s)
+        self._clock = Clock(self.abort, timeout_s)
         torch.cuda.set_device(device)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         identity = self._identity(store, rank, timeout_s, cancelled)
@@ -115,7 +117,7 @@ class NcclChannel:
             raise
 
     def limit(self, deadline_s: float) -> None:
-        self._end = time.monotonic() + deadline_s
+        self._clock.limit(deadline_s)
 
     def broadcast(self, data: Tensor) -> NcclFlight:
         while len(self._queued) >= IN_FLIGHT:
@@ -143,18 +145,14 @@ class NcclChannel:
     def wait_for(self, event: torch.cuda.Event) -> None:
         """Wait on the host. The time's end, like `abort`, makes the library's kernels give up, and so ends the wait itself."""
         if not event.query():  # type: ignore[no-untyped-call]
-            clock = threading.Timer(max(0.0, self._end - time.monotonic()), self.abort)
-            clock.daemon = True
-            clock.start()
-            try:
+            with self._clock.waiting():
                 event.synchronize()
-            finally:
-                clock.cancel()
         with self._lock:
             self._check_alive()
             self._check(self._async_error(), "broadcast")
 
     def abort(self) -> None:
+        self._clock.stop()
         with self._lock:
             comm, self._comm = self._comm, None
             if comm is not None and comm.value:
@@ -183,7 +181,7 @@ class NcclChannel:
             looks += 1
             if looks > LOOKS and pause.wait(LOOK_S):
                 raise TransferFailed(f"the group of epoch {self.epoch} was broken off")
-            if time.monotonic() > self._end:
+            if self._clock.is_up:
                 self.abort()
                 raise TransferFailed(f"NCCL did not {doing} the group of epoch {self.epoch} in its time")
             with self._lock:
@@ -193,7 +191,7 @@ class NcclChannel:
 
     def _async_error(self) -> int:
         code = ctypes.c_int()
-        self._library.ncclCommGetAsyncError(self._comm, ctypes.byref(code))
+        self._said(self._comm, ctypes.byref(code))
         return code.value
 
     def _check_alive(self) -> None:

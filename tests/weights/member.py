@@ -44,7 +44,8 @@ class Model:
     """Parameters sharded over the ranks, as FSDP's are."""
 
     def __init__(self, rank: int, size: int, bulk: int, device: str) -> None:
-        self.rank, self.size, self.bulk, self.device, self.packed = rank, size, bulk, device, 0
+        self.size, self.bulk, self.device, self.packed = size, bulk, device, 0
+        self.packer = gather.Packer(lambda: self.parameters, rank, size)
         self.set(0)
 
     def set(self, seed: int) -> None:
@@ -59,7 +60,7 @@ class Model:
 
     def pack(self, bucket: Bucket, out: Tensor | None) -> None:
         self.packed += 1
-        gather.pack(self.parameters, bucket, out, self.rank, self.size)
+        self.packer.pack(bucket, out)
 
 
 def say(**words: Any) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from telescope.records import TensorSpec
 from telescope.weights import digest
-from telescope.weights.buckets import Tensor, lay_out
-from telescope.weights.digest import digests, drawn, text
+from telescope.weights.buckets import Tensor, buckets, lay_out
+from telescope.weights.digest import Sample, digests, drawn, text
 
 SPECS, NBYTES = lay_out([Tensor(f"t{i}", "uint8", (100 + i,)) for i in range(40)])
 
@@ -77,3 +79,55 @@ def test_sixteen_tensors_are_drawn_evenly_and_each_has_its_turn():
     assert names[0] != names[1]
     assert {name for chosen in names for name in chosen} == {spec.name for spec in SPECS}
     assert drawn(SPECS[:5], 9) == SPECS[:5]
+
+
+def by_hand(data: bytes, *, whole: bool, at_once: int) -> int:
+    """The formula in integers: length, and the sum of stirred words; what is left at the end is at place 0."""
+    mask = (1 << 64) - 1
+    words = [int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data) // 8 * 8, 8)]
+    words = words[:: 1 if whole else max(1, -(-len(words) // at_once))]
+    placed = [*enumerate(words, 1), *([(0, int.from_bytes(data[len(data) // 8 * 8 :], "little"))] if len(data) % 8 else [])]
+    total = len(data)
+    for place, word in placed:
+        mixed = (place * (digest.POSITION & mask) ^ word) * (digest.SPREAD & mask) & mask
+        mixed = (mixed ^ signed(mixed) >> 29) * (digest.POSITION & mask) & mask
+        total += (mixed ^ signed(mixed) >> 32) & mask
+    return signed(total & mask)
+
+
+def signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word
+
+
+SIZES = (8, 0, 3, 640, 641, 24, 0, 4096, 5001, 16, 9, 80_000, 80_007, 1, 700, 0)
+"""Of 80 to 10 000 words and none, with and without odd bytes, some larger than what is looked at in one go below."""
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize(("together", "at_once"), [(1 << 21, 1 << 22), (600, 1 << 22), (100, 90), (2, 7)])
+def test_tensors_looked_at_together_have_the_digests_of_each_for_itself(monkeypatch, together, at_once, whole):
+    monkeypatch.setattr(digest, "TOGETHER", together)
+    monkeypatch.setattr(digest, "WORDS_AT_ONCE", at_once)
+    specs, nbytes = lay_out([Tensor(f"t{i}", "uint8", (size,)) for i, size in enumerate(SIZES)])
+    data = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    given = [data[spec.offset :][: spec.nbytes].numpy().tobytes() for spec in specs]
+    wanted = [by_hand(each, whole=whole, at_once=at_once) for each in given]
+    assert digests(data, specs, whole=whole).tolist() == wanted
+    assert [int(digests(data, [spec], whole=whole)) for spec in specs] == wanted
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_a_sample_added_bucket_by_bucket_says_what_the_digests_of_its_tensors_say(everything):
+    data = some_bytes()
+    sample = Sample(SPECS, 5, everything=everything, device=torch.device("cpu"))
+    for bucket in buckets(SPECS, 700):
+        sample.add(data[bucket.start : bucket.stop], bucket.start)
+    wanted = text(digests(data, sample.specs, whole=everything), whole=everything)
+    assert len(sample.specs) == (40 if everything else 16)
+    assert sample.text() == sample.text(sample.sums) == wanted
+
+
+def test_a_tensor_that_does_not_begin_at_a_word_is_refused():
+    spec = TensorSpec("askew", "uint8", (8,), 4, 8)
+    with pytest.raises(ValueError, match="askew begins at byte 4, which is no multiple of 8"):
+        digests(some_bytes(), [spec])

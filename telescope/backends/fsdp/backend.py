@@ -78,6 +78,8 @@ class FSDPBackend:
             log.warning("%s", found)
         self._saver = Saver(job.world.rank, self._device, job.saving)
         self._keeps_gathered = settings.reshard_after_forward is False
+        held = self._spread
+        self._packer = gather.Packer(self._published, held.shard, held.shards, held.group, self._device)
 
     @property
     def attention_length(self) -> float:
@@ -157,8 +159,7 @@ class FSDPBackend:
         if self._spread.replica:
             return  # the first replica has all of it
         with ranks.watched("gathering the weights"):
-            held = self._spread
-            gather.pack(self._published(), bucket, out, held.shard, held.shards, held.group, self._device)
+            self._packer.pack(bucket, out)
 
     def weights(self, dtype: str | None = None) -> Iterator[tuple[str, Any]]:
         if self._spread.replica:

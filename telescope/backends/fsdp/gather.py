@@ -7,7 +7,7 @@ whole at a time, and on rank 0 alone; it is cast to its dtype on the wire before
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,14 +49,19 @@ class Part:
         first, last = max(begin, self.start), min(end, self.start + self.rows)
         return (first - self.start, last - first, first - begin) if last > first else (0, 0, 0)
 
-    def local(self) -> Tensor:
-        """Its rows that lie here, [rows, ...], and those of its neighbours in the parameter."""
-        here = _local(self.parameter)
-        return here.flatten(0, 1) if self.depth == 2 else here
+    def local(self, first: int, count: int) -> Tensor:
+        """`count` rows [count, ...] of those that lie here, from `first` on; the rank's rows of its neighbours in the parameter
+        are counted, too. Without a gradient's history only under `torch.no_grad`."""
+        here = self.parameter.to_local() if isinstance(self.parameter, DTensor) else self.parameter
+        if self.depth == 2:
+            here = here.flatten(0, 1)
+        return here if not first and count == here.size(0) else here[first : first + count]
 
     def whole(self) -> Tensor:
         """Where the parameter is here as a whole."""
-        return self.local()[self.start :][: self.rows] if self.shape else self.local()
+        if self.shape:
+            return self.local(self.start, self.rows)
+        return self.parameter.to_local() if isinstance(self.parameter, DTensor) else self.parameter
 
 
 Published = Mapping[str, Tensor | Part]
@@ -89,26 +94,98 @@ class _Share:
         return math.prod(self.spec.shape[1:]) * ITEM_BYTES[self.spec.dtype]
 
 
-@torch.no_grad()
+class Packer:
+    """Writes versions of one model, bucket by bucket; see `telescope.weights.base.Source.pack`.
+
+    What is the same from version to version is worked out once: which rank has which rows, and, as long as a bucket is written
+    to the same memory, the tensors' places in it. That memory is kept for the next version: for a bucket written once there is
+    `pack`.
+    """
+
+    def __init__(
+        self, published: Callable[[], Published], rank: int, size: int,
+        group: dist.ProcessGroup | None = None, device: str | None = None,
+    ) -> None:  # fmt: skip
+        """`rank` and `size` are those in `group`, the ranks that hold the model together with rank 0 (none: all); `device`:
+        where they gather, if parameters lie elsewhere. `published` is asked at the first bucket of each version; it gives the
+        same mapping, never changed, as long as it is the same parameters."""
+        self._ask, self._rank, self._size, self._group = published, rank, size, group
+        self._device = None if device is None else torch.device(device)
+        self._published: Published | None = None
+        self._loads: dict[int, _Load] = {}
+
+    @torch.no_grad()
+    def pack(self, bucket: Bucket, out: Tensor | None) -> None:
+        load = self._load(bucket)
+        if load.sharded:
+            mine = load.mine(self._rank, self._device or load.sharded[0].parameter.device)
+            found = [torch.empty_like(mine) for _ in range(self._size)] if out is not None else None
+            dist.gather(mine, found, dst=0, group=self._group)
+            if out is not None and found is not None:
+                load.join(found, out)
+        if out is not None:
+            _copy([part.whole() for part in load.whole], load.places(out))
+
+    def _load(self, bucket: Bucket) -> _Load:
+        if not bucket.start or self._published is None:
+            published = self._ask()
+            if published is not self._published:
+                self._published, self._loads = published, {}
+        load = self._loads.get(bucket.start)
+        if load is None or load.bucket != bucket:
+            if not bucket.start:  # the layout is cut otherwise: nothing of the old cut is of use, nor are its places
+                self._loads = {}
+            load = self._loads[bucket.start] = _Load(self._published, bucket, self._size)
+        return load
+
+
 def pack(
     published: Published, bucket: Bucket, out: Tensor | None, rank: int, size: int,
     group: dist.ProcessGroup | None = None, device: str | None = None,
 ) -> None:  # fmt: skip
-    """See `telescope.weights.base.Source.pack`. `rank` and `size` are those in `group`, the ranks that hold the model together
-    with rank 0 (none: all); `device`: where they gather, if parameters lie elsewhere."""
-    parts = {spec.name: _part(published[spec.name]) for spec in bucket.specs}
-    sharded = [spec for spec in bucket.specs if size > 1 and _is_sharded(parts[spec.name].parameter)]
-    if sharded:
-        here = torch.device(device) if device is not None else parts[sharded[0].name].local().device
-        shares, nbytes = _shares(parts, sharded, size)
-        mine = _mine(parts, shares[rank], nbytes, here)
-        found = [torch.empty_like(mine) for _ in range(size)] if out is not None else None
-        dist.gather(mine, found, dst=0, group=group)
-        if out is not None and found is not None:
-            _join(found, shares, bucket.start, out)
-    if out is not None:
-        whole = [spec for spec in bucket.specs if spec not in sharded] if sharded else bucket.specs
-        _copy([parts[spec.name].whole() for spec in whole], [_view(out, bucket.start, spec) for spec in whole])
+    """A bucket once; see `Packer`."""
+    Packer(lambda: published, rank, size, group, device).pack(bucket, out)
+
+
+class _Load:
+    """What a bucket consists of, and where it goes. `sharded`: the parts of which this rank has rows at the most; `whole`: the
+    others."""
+
+    def __init__(self, published: Published, bucket: Bucket, size: int) -> None:
+        self.bucket = bucket
+        self._parts = {spec.name: _part(published[spec.name]) for spec in bucket.specs}
+        spread = [spec for spec in bucket.specs if size > 1 and _is_sharded(self._parts[spec.name].parameter)]
+        names = {spec.name for spec in spread}
+        self._specs = [spec for spec in bucket.specs if spec.name not in names]
+        self.sharded = [self._parts[spec.name] for spec in spread]
+        self.whole = [self._parts[spec.name] for spec in self._specs]
+        self._shares, self._nbytes = _shares(self._parts, spread, size)
+        self._places: tuple[int, list[Tensor]] | None = None
+
+    def places(self, out: Tensor) -> list[Tensor]:
+        """Those of the tensors that are no shards, in the bytes of the bucket."""
+        address = out.data_ptr()
+        if self._places is None or self._places[0] != address:
+            self._places = address, [_view(out, self.bucket.start, spec) for spec in self._specs]
+        return self._places[1]
+
+    def mine(self, rank: int, device: torch.device) -> Tensor:
+        """What this rank sends."""
+        message = torch.zeros(self._nbytes, dtype=torch.uint8, device=device)
+        shares = self._shares[rank]
+        rows = [self._parts[share.spec.name].local(share.place, share.count) for share in shares]
+        _copy(rows, [_rows_of(message, share) for share in shares])
+        return message
+
+    def join(self, messages: Sequence[Tensor], out: Tensor) -> None:
+        sources, targets = [], []
+        for message, own in zip(messages, self._shares, strict=True):
+            for share in own:
+                nbytes = share.count * share.row_bytes
+                offset = share.spec.offset - self.bucket.start + share.first * share.row_bytes
+                sources.append(message[share.start : share.start + nbytes])
+                targets.append(out[offset : offset + nbytes])
+        _copy(sources, targets)
 
 
 def host_tensors(
@@ -122,24 +199,6 @@ def host_tensors(
         if out is not None:
             here = out.cpu()
             yield from ((spec.name, _view(here, bucket.start, spec)) for spec in bucket.specs)
-
-
-def _mine(parts: Mapping[str, Part], shares: Sequence[_Share], nbytes: int, device: torch.device) -> Tensor:
-    """What this rank sends."""
-    mine = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    rows = [parts[share.spec.name].local()[share.place :][: share.count] for share in shares]
-    _copy(rows, [_rows_of(mine, share) for share in shares])
-    return mine
-
-
-def _join(messages: Sequence[Tensor], shares: Sequence[Sequence[_Share]], start: int, out: Tensor) -> None:
-    sources, targets = [], []
-    for message, own in zip(messages, shares, strict=True):
-        for share in own:
-            offset, nbytes = share.spec.offset - start + share.first * share.row_bytes, share.count * share.row_bytes
-            sources.append(message[share.start :][:nbytes])
-            targets.append(out[offset:][:nbytes])
-    _copy(sources, targets)
 
 
 def _shares(parts: Mapping[str, Part], specs: Sequence[TensorSpec], size: int) -> tuple[list[list[_Share]], int]:
@@ -170,18 +229,14 @@ def _is_sharded(parameter: Tensor) -> bool:
     return True
 
 
-def _local(parameter: Tensor) -> Tensor:
-    tensor = parameter.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _view(flat: Tensor, start: int, spec: TensorSpec) -> Tensor:
     """A tensor in place within the bytes of a bucket that begins at `start`."""
-    return flat[spec.offset - start :][: spec.nbytes].view(getattr(torch, spec.dtype)).view(spec.shape)
+    first = spec.offset - start
+    return flat[first : first + spec.nbytes].view(getattr(torch, spec.dtype)).view(spec.shape)
 
 
 def _rows_of(message: Tensor, share: _Share) -> Tensor:
-    piece = message[share.start :][: share.count * share.row_bytes]
+    piece = message[share.start : share.start + share.count * share.row_bytes]
     return piece.view(getattr(torch, share.spec.dtype)).view(share.count, *share.spec.shape[1:])
 
 

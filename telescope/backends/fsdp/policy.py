@@ -55,6 +55,9 @@ class Policy(nn.Module):
         self.kind: Kind = kind
         self.context = context
         self._rows: dict[str, names.Rows] | None = None
+        self._published: dict[str, Part] = {}
+        self._homes: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
+        """The modules' own tables, the name in them and the parameter, by which `_published` was made."""
 
     def forward(
         self, row: RowInput, temperature: float, chunk: int, whole_logits: bool = False, support: Support = WHOLE
@@ -143,13 +146,24 @@ class Policy(nn.Module):
     def published(self, shards: int) -> dict[str, Part]:
         """What a version consists of by the names of the model's own files, spread over `shards` ranks or not.
 
-        The matrices of a layer's experts come from all ranks in turn, so that what is gathered at once is gathered evenly.
+        The matrices of a layer's experts come from all ranks in turn, so that what is gathered at once is gathered evenly. The
+        same mapping as long as the parameters are the same, which is looked up again: FSDP puts others in their place while it
+        computes.
         """
-        parameters = self.by_name()
-        if self._rows is None:
-            where = names.table(self.lm, parameters) if not self.adapters else names.as_they_are(parameters)
-            self._rows = names.in_turn(where, parameters, shards)
-        return {name: Part(parameters[rows.name], rows.shape, rows.start, rows.depth) for name, rows in self._rows.items()}
+        if not self._homes or any(table.get(name) is not parameter for table, name, parameter in self._homes):
+            parameters = dict(lora.published(self, "lm.", adapters=self.adapters))
+            if self._rows is None:
+                where = names.table(self.lm, parameters) if not self.adapters else names.as_they_are(parameters)
+                self._rows = names.in_turn(where, parameters, shards)
+            rows = self._rows.items()
+            self._published = {name: Part(parameters[at.name], at.shape, at.start, at.depth) for name, at in rows}
+            self._homes = [
+                (module._parameters, name, parameter)
+                for module in self.modules()
+                for name, parameter in module._parameters.items()
+                if parameter is not None
+            ]
+        return self._published
 
     @torch.no_grad()
     def verify(self, device: str, temperature: float, tolerance: float) -> None:
