@@ -3,7 +3,8 @@
     python -m benchmarks.weights.fixed                                 # the tensors of Qwen2.5-0.5B, 1/32 as wide, over gloo
     python -m benchmarks.weights.fixed --shapes 0.5B 3B --profile 25   # and the functions that take longest
 
-The layout has as many tensors and as many buckets as the real one, and so few bytes that moving them costs next to nothing.
+The layout has as many tensors and as many buckets as the real one, whose tensors are as large in proportion to what digests
+look at in one go, and so few bytes that moving them costs next to nothing.
 Both ends are those of a run, each a thread of this process; `policy` is the path of the FSDP backend's names, `dict` that of
 `benchmarks.weights.wire`. On a GPU every operator that is no view is at least one kernel launch.
 
@@ -32,11 +33,13 @@ from benchmarks.weights.movers import Model
 from telescope.backends.fsdp import gather
 from telescope.maths.memory import ModelShape
 from telescope.records import WeightGroup, WeightManifest
+from telescope.weights import digest
 from telescope.weights.buckets import buckets
 from telescope.weights.collect import CollectiveReceiver
 from telescope.weights.collective import CollectivePublisher
 
 NARROWER, WARM_UP = 32, 3
+FULL = {"WORDS_AT_ONCE": digest.WORDS_AT_ONCE, "TOGETHER": digest.TOGETHER}
 MIB = 1 << 20
 
 
@@ -171,6 +174,12 @@ def profile(ends: Ends, wanted: str, given: argparse.Namespace) -> None:
     pstats.Stats(watched).sort_stats("tottime").print_stats(given.profile)
 
 
+def as_at_full_width(shape: ModelShape, narrowed: ModelShape) -> None:
+    """Let digests take a narrow tensor for as large as the real one is: how many operators see to it depends on that."""
+    for name, words in FULL.items():
+        setattr(digest, name, words * narrowed.parameters // shape.parameters)
+
+
 def bucket_bytes_of(shape: ModelShape, narrowed: ModelShape, mib: int) -> int:
     """So that the narrow layout falls into about as many buckets as the real one."""
     return mib * MIB * narrowed.parameters // shape.parameters
@@ -191,6 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for mib in given.bucket_mb:
             for source in given.sources:
                 narrowed = narrow(SHAPES[shape])
+                as_at_full_width(SHAPES[shape], narrowed)
                 model = dict_source(narrowed) if source == "dict" else PolicySource(narrowed)
                 measure(f"{shape} {source} {mib}", model, bucket_bytes_of(SHAPES[shape], narrowed, mib), given)
 

@@ -29,8 +29,9 @@ def check(what: str, holds: bool, found: Any = "") -> None:
 
 def same_digests() -> None:
     random = torch.Generator().manual_seed(0)
-    flat = torch.randint(0, 256, (1 << 26,), dtype=torch.uint8, generator=random)
-    specs, _ = lay_out([TensorKind("a", "uint8", (1 << 25,)), TensorKind("b", "bfloat16", (1001, 7))])
+    sizes = [1 << 25, *(7 * 13**power for power in range(6)), 9 << 22, 0, 1 << 21, 3 << 22, 17]
+    specs, nbytes = lay_out([TensorKind(f"t{place}", "uint8", (size,)) for place, size in enumerate(sizes)])
+    flat = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=random)
     for whole in (False, True):
         on_cpu, on_gpu = (text(digests(data, specs, whole=whole), whole=whole) for data in (flat, flat.cuda()))
         check(f"a GPU's digests are a CPU's (whole={whole})", on_cpu == on_gpu, on_gpu)

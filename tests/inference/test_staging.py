@@ -201,3 +201,16 @@ def test_a_close_breaks_off_and_closes_the_receivers():
     staging.close()
     until_over(arrival)
     assert receiver.closed
+
+
+@pytest.mark.parametrize(("refuse", "checksum"), [("", "sample:1"), ("it does not fit", "")])
+def test_whoever_waits_is_told_when_a_version_is_over_whatever_came_of_it(refuse, checksum):
+    staging, told, rung = make("full", Broadcast()), [], threading.Event()
+
+    def ended(arrival) -> None:
+        told.append((arrival.over, arrival.cause, arrival.checksum))
+        rung.set()
+
+    staging.begin(manifest(1), GROUP, lambda: refuse, Parameters().put, DEADLINE_S, ended)
+    assert rung.wait(DEADLINE_S)
+    assert told == [(True, refuse, checksum)]
