@@ -155,6 +155,21 @@ def test_an_error_of_the_orchestrators_own_is_exit_code_1_in_its_words(launch: L
     assert f"The run failed: orchestrator ended with exit code 1: {sentence}" in err
 
 
+def test_a_run_that_lost_its_last_checkpoint_is_exit_code_74_and_its_last_line_says_so(launch: Launch) -> None:
+    """The sentence names a rank, which is nobody's fault then: no part has failed, and nothing is started again."""
+    sentence = "all 5 steps are trained; no checkpoint of it: trainer-0 could not write its part: the disk is full. Mend it"
+    launched = launch(
+        stand_in("orchestrator", "confess", "74", sentence), stand_in("trainer-0", "finish"), stand_in("server-0", "finish")
+    )
+    launched.wait_until_up()
+    code, out, err = launched.end()
+    assert code == 74
+    assert err == f"The last checkpoint is lost: {sentence}.\n"
+    assert out == f"run directory: {launched.run.path}\n"
+    record = json.loads(launched.run.exit_json.read_text())
+    assert (record["exit_code"], record["cause"]) == (74, None)
+
+
 def test_what_a_process_leaves_behind_is_ended_with_it(launch: Launch) -> None:
     launched = launch(stand_in("orchestrator", "finish", "0.5"), stand_in("worker-0", "leave_orphan"))
     launched.wait_until_up()
