@@ -133,7 +133,7 @@ class Supervisor:
         self.processes: dict[str, Held] = {}
         watched = (wakeup.reader, *(nodes.descriptors if nodes else ()))
         self.home = Household(watched, console.say, surroundings.carrier)
-        self.progress = Progress(run, console) if plan.progress else None
+        self.progress = Progress(run, console, quoting=not plan.log_to_console) if plan.progress else None
         self.log_copy = LogCopy(run, plan.names, console) if plan.log_to_console else None
         self.revival = Revival(run, plan, console.say, patience.fence_s)
 
@@ -163,10 +163,17 @@ class Supervisor:
         return self.exit_code
 
     def start(self, port: dict[str, str]) -> None:
-        for plan in self.plan.processes:
+        """The orchestrator first. Hundreds take a while: the terminal is told, and a signal is heard in between."""
+        for begun, plan in enumerate(self.plan.processes, start=1):
             self.cause = self.begin(plan, port if plan.role == "trainer" else {})
             if self.cause:
                 self.kill_all()
+                return
+            if self.progress:
+                self.progress.start(begun, len(self.plan.processes))
+            if "orchestrator" in self.processes:
+                self.notice_signals()
+            if self.phase is not Phase.RUNNING:
                 return
 
     def begin(self, plan: ProcessPlan, extra: dict[str, str], life: int = 1) -> Cause | None:

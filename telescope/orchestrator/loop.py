@@ -23,7 +23,7 @@ from telescope.flow.replay import encode_line
 from telescope.orchestrator.perform import Performer
 from telescope.orchestrator.processor import Processor
 from telescope.orchestrator.record import Recorder
-from telescope.orchestrator.roster import Roster
+from telescope.orchestrator.roster import NAMED, Roster, few
 from telescope.orchestrator.servers import Servers
 from telescope.runlog.ending import UNSAVED
 from telescope.runlog.journal import Journal
@@ -181,10 +181,13 @@ class Orchestrator:
 
     def _status(self, now: float) -> dict[str, Any]:
         counts = self._core.counts()
-        missing = self._roster.missing
+        missing, expected = self._roster.missing, self._roster.expected
         return {
             "state": "running" if self._servers.underway else "starting",
-            "doing": f"waiting for {', '.join(missing)}" if missing else self._performer.doing,
+            "doing": f"waiting for {few(missing)}" if missing else self._performer.doing,
+            "processes": 1 + len(expected),
+            "ready": 1 + len(expected) - len(missing),
+            "missing": missing[:NAMED],
             "elapsed_s": now,
             "eta_s": self._recorder.eta_s(),
             "in_flight": counts.rollouts_running,
