@@ -36,7 +36,7 @@ from telescope.runlog.checkpoints import CheckpointUnreadable, claim, make_root,
 from telescope.runlog.ending import UNSAVED
 from telescope.runlog.journal import Journal, JournalError
 from telescope.runlog.layout import RunDirectory, reserved
-from telescope.runlog.mirror import mirror_for
+from telescope.runlog.mirror import mirror_for, share_of
 from telescope.runlog.writer import RunLog, RunLogFailed, RunLogStalled
 from telescope.weights.choose import TransportRefused, planned
 from telescope.wire.hub import BindFailed, Hub
@@ -161,7 +161,11 @@ async def _run(place: Place, signals: Signals) -> Outcome:
     core = begun.core
     run_log = RunLog(run, "orchestrator")
     mirror = mirror_for(
-        config.logging, name=config.name, folder=run.wandb, config=as_json(config), run_id=begun.mirror_id(place.identity)
+        config.logging,
+        name=config.name,
+        folder=run.wandb,
+        config=as_json(config),
+        share=share_of(run, begun.lineage, place.identity.run_id),
     )
     ranges = {label: ends for label in config.environments if (ends := config.reward_range(label))}
     rewards = RewardRanges(ranges, normalize=config.rollout.normalize_rewards)
