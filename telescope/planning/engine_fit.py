@@ -16,6 +16,7 @@ SHARE_LIMIT = 0.9
 ALONE = 4.0
 """Sequences in a step, itself included, that take no longer than one."""
 FEWEST_ALONE = 5
+NOTHING = 1e-12
 
 
 class Progress:
@@ -129,15 +130,16 @@ def _fit(features: np.ndarray, took: np.ndarray) -> list[float]:
 
 def least_squares(features: np.ndarray, values: np.ndarray) -> list[float]:
     """The coefficients of 0 or more [columns] with the smallest squared error. Columns that can't be told apart have equal
-    shares of what they explain together; one of zeros has none.
+    shares of what they explain together; one of (nearly) zeros has none.
 
     The best ones are the plain least squares of the columns that are above 0 in them, so that all sets of these few columns are
     tried, on the triangle of their QR decomposition rather than on the rows."""
-    columns = [column for column in range(features.shape[1]) if features[:, column].any()]
+    largest = np.abs(features).max(axis=0)
+    columns = [column for column in range(features.shape[1]) if largest[column] > NOTHING]
     result = [0.0] * features.shape[1]
     if not columns:
         return result
-    scale = np.abs(features[:, columns]).max(axis=0)
+    scale = largest[columns]
     orthogonal, triangle = np.linalg.qr(features[:, columns] / scale)
     target, least, best = orthogonal.T @ values, float("inf"), np.zeros(len(columns))
     for kept in _subsets(len(columns)):
