@@ -362,16 +362,16 @@ class Supervisor:
         if self.cause:
             self.console.say(f"The run failed: {self.cause.text()}")
         self.write(self.directory.exit_json, exit_record(code, self.cause, self.endings, self.revival.lives, self.interrupted))
-        self.say_farewell(code, self.cause.sentence if self.cause else "")
+        lost = self.lost_sentence if self.lost_checkpoint else ""
+        self.say_farewell(code, self.cause.sentence if self.cause else lost)
         summary = read_object(self.directory.summary_json)
         self.console.result(f"run directory: {self.directory.path}")
         if summary:
             self.console.result(summary_table(summary))
         if code == STOPPED and self.interrupted is not None:
             self.console.result(f"to go on: python -m telescope.runs resume {shlex.quote(str(self.directory.path))}")
-        elif self.lost_checkpoint:
-            why = reason(self.directory) or own_sentence(self.directory, "orchestrator")
-            self.console.say(f"The last checkpoint is lost: {why}.")
+        elif lost and not self.cause:
+            self.console.say(lost)
 
     # ---- derived facts -----------------------------------------------------------------------------------------------
 
@@ -406,6 +406,11 @@ class Supervisor:
     @property
     def lost_checkpoint(self) -> bool:
         return self.orchestrator_status == UNSAVED
+
+    @property
+    def lost_sentence(self) -> str:
+        why = reason(self.directory) or own_sentence(self.directory, "orchestrator")  # a full disk may have no summary
+        return f"The last checkpoint is lost: {why}."
 
     @property
     def carrier_lost(self) -> str:

@@ -178,7 +178,7 @@ async def _run(place: Place, signals: Signals) -> Outcome:
     async with AsyncExitStack() as opened:
         # closed in the opposite order: the summary before the log, whose sealing may be killed, and again with its last counts
         if mirror is not None:
-            opened.push_async_callback(end.close, lambda: mirror.close(end.close_s))
+            opened.push_async_callback(end.close, lambda: mirror.close(end.close_s, end.outcome.exit_code))
         opened.push_async_callback(end.close, summarize)
         opened.push_async_callback(end.close, run_log.close)
         opened.push_async_callback(end.close, summarize)

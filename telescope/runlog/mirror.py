@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import urlparse
 
 from telescope.config.parts import LoggingSettings
+from telescope.runlog.attempts import STOPPED
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.lineage import Lineage, read_lineage
 from telescope.runlog.reader import rows_of_attempt
@@ -95,6 +96,7 @@ class WandbMirror:
     ) -> None:
         self._settings, self._name, self._folder, self._config, self._share = settings, name, folder, config, share
         self._queue: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(QUEUE_STEPS)
+        self._exit_code = 0
         self.dropped = 0
         self.failure = ""
         self.abandoned = False
@@ -109,8 +111,11 @@ class WandbMirror:
         except queue.Full:
             self.dropped += 1
 
-    def close(self, timeout_s: float = 10.0) -> None:
-        """Let the client finish, but not for longer than `timeout_s`: what it has not sent stays in its folder."""
+    def close(self, timeout_s: float = 10.0, exit_code: int = 0) -> None:
+        """Let the client finish, but not for longer than `timeout_s`: what it has not sent stays in its folder.
+
+        `exit_code`: the run's, by which W&B calls it finished or failed; one that was stopped has not failed."""
+        self._exit_code = 0 if exit_code in STOPPED else exit_code
         try:
             self._queue.put(None, timeout=timeout_s)
         except queue.Full:
@@ -153,7 +158,7 @@ class WandbMirror:
         while (entry := self._queue.get()) is not None:
             step, metrics = entry
             run.log({**metrics, STEP: step, ATTEMPT: share.attempt}, step=before + step - share.after)
-        run.finish()
+        run.finish(exit_code=self._exit_code)
 
 
 def mirror_for(

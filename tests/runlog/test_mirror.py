@@ -32,7 +32,7 @@ for step in range(first, last + 1):
     begun = time.perf_counter()
     mirror.log(step, {"reward/mean": step / 10})
     longest = max(longest, time.perf_counter() - begun)
-mirror.close(timeout_s=float(sys.argv[2]))
+mirror.close(timeout_s=float(sys.argv[2]), exit_code=number("CODE", "0"))
 print(f"longest={longest:.4f} dropped={mirror.dropped} failure={mirror.failure}", flush=True)
 if mirror.abandoned:
     os._exit(0)
@@ -54,9 +54,10 @@ def run_mirror(folder: Path, timeout_s: float, **environ: str) -> str:
 
 def test_the_real_client_sends_each_step_once(tmp_path: Path):
     server = FakeWandb()
-    said = run_mirror(tmp_path, 60, WANDB_BASE_URL=server.url, WANDB_API_KEY=KEY)
+    said = run_mirror(tmp_path, 60, WANDB_BASE_URL=server.url, WANDB_API_KEY=KEY, CODE="74")
     server.shutdown()
     assert said.endswith("dropped=0 failure=")
+    assert server.exit_codes == [74]  # which W&B shows as a run that has failed
     assert [(row["_step"], row["reward/mean"]) for row in server.history] == [(s, s / 10) for s in range(1, 6)]
     assert any("upsertBucket" in query for query in server.queries)
     first = next(body for body in server.bodies if "mutation UpsertBucket" in body)
