@@ -362,9 +362,10 @@ class Supervisor:
         if self.cause:
             self.console.say(f"The run failed: {self.cause.text()}")
         self.write(self.directory.exit_json, exit_record(code, self.cause, self.endings, self.revival.lives, self.interrupted))
-        lost = self.lost_sentence if self.lost_checkpoint else ""
-        self.say_farewell(code, self.cause.sentence if self.cause else lost)
         summary = read_object(self.directory.summary_json)
+        # of a run that was stopped at its last save the summary alone says so
+        lost = self.lost_sentence if self.lost_checkpoint or summary.get("lost_checkpoint") else ""
+        self.say_farewell(code, self.cause.sentence if self.cause else lost)
         self.console.result(f"run directory: {self.directory.path}")
         if summary:
             self.console.result(summary_table(summary))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from telescope.runlog import checkpoints
 from telescope.runlog.attempts import read_attempts
 from tests.run.conftest import ROOT, Start
+from tests.run.plugins import hanging
 
 FAKE = ("experiment=fake", "number_of_steps=2", "checkpoint.every=1", "checkpoint.max_restarts=3")
 LIMIT_S = 120
@@ -55,6 +57,31 @@ def test_it_ends_with_74_says_how_to_mend_it_and_a_resume_brings_the_checkpoint(
     assert checkpoints.steps(saves) == [1, 2]
     assert again.summary()["ok"] is True
     assert [(attempt.why, attempt.exit_code) for attempt in read_attempts(run.directory)] == [("failed", 74), ("done", 0)]
+
+
+@pytest.mark.slow
+def test_a_last_save_that_is_not_done_in_time_is_lost(start: Start, tmp_path: Path):
+    place = hanging(tmp_path / "mine")
+    run = start("--config-dir", str(place), *FAKE, "backend=hangs", "checkpoint.timeout_s=5")
+    assert run.wait(LIMIT_S) == 74, run.said()
+    cause = "trainer-0 did not write within the time that checkpoint.timeout_s gives"
+    assert run.summary()["exit_reason"].startswith(f"all 2 steps are trained; no checkpoint of it: {cause}. ")
+    assert run.left_after(30) == []
+
+
+@pytest.mark.slow
+def test_who_stops_a_run_at_its_last_save_is_told_the_same_and_it_counts_as_stopped(start: Start, tmp_path: Path):
+    place = hanging(tmp_path / "mine")
+    run = start("--config-dir", str(place), *FAKE, "backend=hangs", "checkpoint.stop_timeout_s=2")
+    run.until((place / "plugins" / "backends" / "hanging").exists, "at its last save")
+    os.kill(run.process.pid, signal.SIGTERM)
+    assert run.wait(LIMIT_S) == 143, run.said()
+    told = run.summary()
+    assert (told["ok"], told["exit_code"], told["lost_checkpoint"]) == (False, 143, 2)
+    assert "no checkpoint of it: the checkpoint of step 2 was not done within 2 s. " in told["exit_reason"]
+    assert f"`telescope runs resume {run.directory.path}` goes on from the checkpoint of step 1" in told["exit_reason"]
+    assert run.said().splitlines()[-1] == f"The last checkpoint is lost: {told['exit_reason']}."
+    assert told["exit_reason"] in telescope("telescope.runs", "list", str(run.directory.path))
 
 
 @pytest.mark.slow
