@@ -4,9 +4,10 @@ Owns signals, deadlines and the exit code of a run. It is no peer on the wire an
 processes end. A silent or stuck peer is the orchestrator's to notice: it asks for a server to be fenced (revival.py), and for
 any other it exits 70, and the supervisor ends the rest.
 
-Exit codes: 0 done, 1 the orchestrator ended with an error of its own (a full disk, say), 70 a component failed, 129/130/143
-ended by SIGHUP/SIGINT/SIGTERM, 75 stopped before its walltime, or by one of these signals with all that was trained in a
-checkpoint: run it again.
+Exit codes: 0 done, 1 the orchestrator ended with an error of its own (a full disk, say), 70 a component failed, 74 all steps
+are trained and the last checkpoint is lost (docs/decisions/0009-a-lost-last-checkpoint.md), 129/130/143 ended by
+SIGHUP/SIGINT/SIGTERM, 75 stopped before its walltime, or by one of these signals with all that was trained in a checkpoint: run
+it again.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 
 from telescope._launch import child
 from telescope._launch.address import KeptPort
-from telescope._launch.causes import COMPONENT_FAILED, Cause, how, root_cause, tail
+from telescope._launch.causes import COMPONENT_FAILED, Cause, how, own_sentence, root_cause, tail
 from telescope._launch.household import Household
 from telescope._launch.plan import Plan, ProcessPlan, read_plan
 from telescope._launch.processes import Ending, Held
@@ -31,7 +32,7 @@ from telescope._launch.remote import Nodes
 from telescope._launch.revival import LOOK_S, Revival
 from telescope._launch.terms import PATIENCE, PLAIN_HOST, Conclusion, Patience, Surroundings, exit_record
 from telescope.runlog import temporary
-from telescope.runlog.ending import read_object
+from telescope.runlog.ending import UNSAVED, read_object, reason
 from telescope.runlog.layout import RunDirectory, write_atomically
 from telescope.weights import shared_memory
 from telescope.wire.security import make_keys
@@ -132,7 +133,7 @@ class Supervisor:
         self.processes: dict[str, Held] = {}
         watched = (wakeup.reader, *(nodes.descriptors if nodes else ()))
         self.home = Household(watched, console.say, surroundings.carrier)
-        self.progress = Progress(run, console) if plan.progress else None
+        self.progress = Progress(run, console, quoting=not plan.log_to_console) if plan.progress else None
         self.log_copy = LogCopy(run, plan.names, console) if plan.log_to_console else None
         self.revival = Revival(run, plan, console.say, patience.fence_s)
 
@@ -162,10 +163,17 @@ class Supervisor:
         return self.exit_code
 
     def start(self, port: dict[str, str]) -> None:
-        for plan in self.plan.processes:
+        """The orchestrator first. Hundreds take a while: the terminal is told, and a signal is heard in between."""
+        for begun, plan in enumerate(self.plan.processes, start=1):
             self.cause = self.begin(plan, port if plan.role == "trainer" else {})
             if self.cause:
                 self.kill_all()
+                return
+            if self.progress:
+                self.progress.start(begun, len(self.plan.processes))
+            if "orchestrator" in self.processes:
+                self.notice_signals()
+            if self.phase is not Phase.RUNNING:
                 return
 
     def begin(self, plan: ProcessPlan, extra: dict[str, str], life: int = 1) -> Cause | None:
@@ -257,7 +265,7 @@ class Supervisor:
         if self.phase is Phase.RUNNING and self.failed:
             for process in self.living:
                 process.read_reports()  # an earlier death may lie in another lifeline
-            told = {name: ending for name, ending in self.endings.items() if name not in self.revival.pending}
+            told = {name: ending for name, ending in self.endings.items() if self.counts(name)}
             self.fail(self.located(root_cause(self.directory, self.plan.names, told, self.revival.lives)))
         elif self.phase is Phase.RUNNING and self.orchestrator.ended:
             self.enter(Phase.LEAVING, self.patience.leave_s)
@@ -354,13 +362,17 @@ class Supervisor:
         if self.cause:
             self.console.say(f"The run failed: {self.cause.text()}")
         self.write(self.directory.exit_json, exit_record(code, self.cause, self.endings, self.revival.lives, self.interrupted))
-        self.say_farewell(code, self.cause.sentence if self.cause else "")
         summary = read_object(self.directory.summary_json)
+        # of a run that was stopped at its last save the summary alone says so
+        lost = self.lost_sentence if self.lost_checkpoint or summary.get("lost_checkpoint") else ""
+        self.say_farewell(code, self.cause.sentence if self.cause else lost)
         self.console.result(f"run directory: {self.directory.path}")
         if summary:
             self.console.result(summary_table(summary))
         if code == STOPPED and self.interrupted is not None:
             self.console.result(f"to go on: python -m telescope.runs resume {shlex.quote(str(self.directory.path))}")
+        elif lost and not self.cause:
+            self.console.say(lost)
 
     # ---- derived facts -----------------------------------------------------------------------------------------------
 
@@ -384,8 +396,22 @@ class Supervisor:
     @property
     def failed(self) -> list[str]:
         """Processes that ended badly without being told to, and that are not to be started again."""
-        back = self.revival.pending
-        return [name for name, ending in self.endings.items() if ending.status != 0 and not ending.ordered and name not in back]
+        bad = (name for name, ending in self.endings.items() if ending.status != 0 and not ending.ordered)
+        return [name for name in bad if self.counts(name)]
+
+    def counts(self, name: str) -> bool:
+        """Whether a bad end of the process would be the run's: a server may be on its way back, and the orchestrator of a run
+        whose last checkpoint is lost has done all else."""
+        return name not in self.revival.pending and not (name == "orchestrator" and self.lost_checkpoint)
+
+    @property
+    def lost_checkpoint(self) -> bool:
+        return self.orchestrator_status == UNSAVED
+
+    @property
+    def lost_sentence(self) -> str:
+        why = reason(self.directory) or own_sentence(self.directory, "orchestrator")  # a full disk may have no summary
+        return f"The last checkpoint is lost: {why}."
 
     @property
     def carrier_lost(self) -> str:
@@ -412,4 +438,6 @@ class Supervisor:
             return ERROR if own else COMPONENT_FAILED
         if (self.warned and self.orchestrator_status != 0) or self.orchestrator_status == STOPPED:
             return STOPPED  # warned and 0: it was done before it heard
-        return 0 if self.interrupted is None else 128 + self.interrupted
+        if self.interrupted is not None:
+            return 128 + self.interrupted
+        return UNSAVED if self.lost_checkpoint else 0

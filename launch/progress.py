@@ -6,6 +6,8 @@ goes: the display never ends a run, and neither does a terminal that went away.
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -17,6 +19,12 @@ from telescope.runlog.layout import RunDirectory
 
 PLAIN_EVERY_S = 1.0
 """A stream that is no terminal gets a line a step, at most this often."""
+START_EVERY_S, SAME_EVERY_S = 10.0, 60.0
+"""The same until all processes are ready, which takes minutes with hundreds of them or a large model; and where the line would
+be the same again."""
+TAIL_BYTES, SAID_CHARACTERS = 4_096, 100
+"""Of a log whose last line is shown."""
+_COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 COPY_BYTES = 65_536
 
 
@@ -59,17 +67,36 @@ class Console:
 
 
 class Progress:
-    """Shows `status.json`: one live line on a terminal, a line a step elsewhere."""
+    """Shows `status.json`: one live line on a terminal, a line a step elsewhere. Before there is one, and until all processes
+    are ready: how many are, and what one that is not says in its log. `quoting`: false where all logs are shown anyway."""
 
-    def __init__(self, run: RunDirectory, console: Console) -> None:
-        self._path = run.status_json
+    def __init__(self, run: RunDirectory, console: Console, *, quoting: bool = True) -> None:
+        self._run = run
         self._console = console
+        self._quoting = quoting
         self._shown: tuple[Any, ...] = ()
         self._shown_at = float("-inf")
+        self._began = time.monotonic()
+        self._told = False
+        """The orchestrator has written how the run stands."""
+
+    def start(self, begun: int, processes: int) -> None:
+        """So many have been begun; called after each."""
+        if self._console.tty:
+            self._starting(f"starting {processes} processes, {begun} begun", "orchestrator")
+        elif begun == 1:
+            self._starting(f"starting {processes} process{'es' * (processes != 1)}, logs in {self._run.path}/logs", "")
 
     def show(self) -> None:
-        status = read_object(self._path)
+        status = read_object(self._run.status_json)
         if not status:
+            if not self._told:  # else it can't be read at this moment
+                self._starting("starting: the orchestrator is not ready yet", "orchestrator")
+            return
+        self._told = True
+        if status.get("state") == "starting" and status.get("missing"):
+            waits = f"starting: {status.get('ready')} of {status.get('processes')} processes are ready, {status.get('doing')}"
+            self._starting(waits, str(status["missing"][0]))
             return
         if self._console.tty:
             self._console.live(status_line(status))
@@ -78,6 +105,20 @@ class Progress:
         now = time.monotonic()
         if told != self._shown and now - self._shown_at >= PLAIN_EVERY_S:
             self._console.say(status_line(status))
+            self._shown, self._shown_at = told, now
+
+    def _starting(self, line: str, name: str) -> None:
+        """`name`: the process whose last words are shown."""
+        now = time.monotonic()
+        if not self._console.tty and now - self._shown_at < START_EVERY_S:
+            return
+        said = last_words(self._run.log(name)) if self._quoting and name else ""
+        told = (line, said)
+        text = " · ".join(part for part in (duration(now - self._began), line, f"{name}: {said}" if said else "") if part)
+        if self._console.tty:
+            self._console.live(text)
+        elif told != self._shown or now - self._shown_at >= SAME_EVERY_S:
+            self._console.say(text)
             self._shown, self._shown_at = told, now
 
 
@@ -127,6 +168,19 @@ def status_line(status: Mapping[str, Any]) -> str:
         str(status.get("message") or status.get("doing") or ""),
     ]
     return " · ".join(part for part in parts if part)
+
+
+def last_words(log: Path) -> str:
+    """The last whole line of a log, as far as a terminal can show it; empty where there is none."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            text = file.read().decode("utf-8", errors="replace")
+    except OSError:
+        return ""
+    plain = (_COLOURS.sub("", line) for line in reversed(text.splitlines()))
+    lines = (" ".join("".join(c if c.isprintable() else " " for c in line).split()) for line in plain)
+    return next((line[:SAID_CHARACTERS] for line in lines if line), "")
 
 
 def summary_table(summary: Mapping[str, Any]) -> str:

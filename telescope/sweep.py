@@ -20,7 +20,7 @@ from telescope.runlog.layout import RunDirectory, write_atomically
 
 OBJECTIVE = "reward_mean_last"
 """The number of a run's summary that tells how good a point is, unless `--objective` names another."""
-SHOWN_REASON = 400
+SHOWN_REASON = 1_000
 RESULTS = "sweep.json"
 
 

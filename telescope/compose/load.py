@@ -7,12 +7,14 @@ Hydra's grammar. Nothing is started or written here.
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import hydra
 import yaml
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
@@ -31,6 +33,9 @@ from telescope.config.models import embedded_models, model_path, model_problem
 from telescope.config.plugins import PluginError
 from telescope.config.run import RunConfig
 from telescope.config.words import Problem, did_you_mean, nearest
+
+_DEFAULTS_SINCE = (1, 4)
+"""From this version on Hydra warns where it is told whose defaults to take; before, where it is not."""
 
 
 class UsageError(ValueError):
@@ -115,10 +120,25 @@ def composing(places: Places) -> Iterator[None]:
     """Within, Hydra composes our configuration; not to be nested."""
     GlobalHydra.instance().clear()
     try:
-        with registered(places), initialize_config_module("telescope._conf", version_base="1.3"):
+        with _quietly(), registered(places), initialize_config_module("telescope._conf", **base(hydra.__version__)):
             yield
     finally:
         GlobalHydra.instance().clear()
+
+
+def base(version: str) -> dict[str, str]:
+    """What a Hydra of this version has to be told of the defaults it takes: `1.3.8` to take its own, `1.4.0rc3` nothing."""
+    release = tuple(int(part) for part in version.split(".")[:2])
+    return {} if release >= _DEFAULTS_SINCE else {"version_base": "1.3"}
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Hydra 1.3 beside an omegaconf that is newer than it asks for works, and warns of what it does itself."""
+    with warnings.catch_warnings():
+        for own in (r"register_new_resolver\(\) is deprecated", r"Implicit conversion from Version to str at 'hydra\."):
+            warnings.filterwarnings("ignore", own)
+        yield
 
 
 def forced_for_hydra(parsed: Sequence[Override], places: Places) -> list[str]:

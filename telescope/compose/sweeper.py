@@ -130,10 +130,12 @@ def _launcher(launch: Callable[[Sequence[Sequence[str]]], Sequence[float | None]
     sys.modules.update(added)
     Plugins.instance().register(TelescopeLauncher)
     target = {"_target_": f"{_MODULE}.{name}"}
-    ConfigStore.instance().store(group="hydra/launcher", name="telescope", node=target, provider="telescope")
+    store = ConfigStore.instance()
+    store.store(group="hydra/launcher", name="telescope", node=target, provider="telescope")
     try:
         yield
     finally:
+        del store.repo["hydra"]["launcher"]["telescope.yaml"]
         for found in added:
             del sys.modules[found]
 

@@ -107,7 +107,7 @@ class Warn(Command, frozen=True):
 
 
 class Stop(Command, frozen=True):
-    """End the run. `ok`: it has done what it was asked. No command follows."""
+    """End the run. `ok`: all that it was to train is trained; whether it is saved, `checkpoint` says. No command follows."""
 
     reason: str
     ok: bool

@@ -78,6 +78,11 @@ class Core(Fates):
         return self._updates.version
 
     @property
+    def lost_checkpoint(self) -> int:
+        """After a `Stop` that is ok: the last step, where its checkpoint could not be written; else 0."""
+        return self._saving.lost
+
+    @property
     def data_position(self) -> DataPosition | None:
         """The state of drawing; None before the first worker has reported the environments' sizes."""
         return self._draws.position if self._draws else None

@@ -23,6 +23,8 @@ class Saving:
         self.under_way: int | None = None
         self.leaving: Stop | None = None
         """How the run ends, once what it waits for is there."""
+        self.lost = 0
+        """Step of the checkpoint that a run which has trained all ends without; 0: it ends with it, or has not ended."""
         self._give_up_at = float("inf")
         self._failure = ""
 
@@ -89,4 +91,5 @@ class Saving:
         if self.last == version > 0:
             reason = reason if self.leaving.ok else f"{reason}; the checkpoint of step {version} is complete"
             return Stop(reason, self.leaving.ok, checkpoint=version)
+        self.lost = version if self.leaving.ok else 0
         return Stop(f"{reason}; no checkpoint of it: {self._failure}" if self._failure else reason, self.leaving.ok)

@@ -16,7 +16,6 @@ from telescope.flow.settings import FlowSettings
 from telescope.orchestrator import saved
 from telescope.orchestrator.shelf import Scored
 from telescope.runlog.checkpoints import read_resume
-from telescope.runlog.identity import RunIdentity
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.lineage import Lineage, read_lineage
 from telescope.runlog.reader import rows
@@ -34,11 +33,6 @@ class Beginning:
     counters: saved.Counters = saved.Counters()  # noqa: RUF009 immutable
     history: tuple[Mapping[str, Any], ...] = ()
     """Metrics of the steps before, in order."""
-
-    def mirror_id(self, identity: RunIdentity) -> str:
-        """One for all attempts that go on; one that begins at step 1 again is another curve, and has another."""
-        begins_again = self.lineage.attempt > 1 and not self.lineage.step
-        return f"{identity.run_id}-{self.lineage.attempt}" if begins_again else identity.run_id
 
 
 def begin(run: RunDirectory, settings: FlowSettings) -> Beginning:

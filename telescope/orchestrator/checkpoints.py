@@ -7,6 +7,7 @@ Owns who has yet to write and the deadline of the whole. Refuses to decide when 
 from __future__ import annotations
 
 import logging
+import shlex
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -39,6 +40,8 @@ class SaveRules:
     training_state: bool = True
     keep_last: int | None = None
     keep_every: int | None = None
+    last_step: int = 0
+    """Step of the run's last checkpoint; 0: not told."""
 
 
 @dataclass
@@ -125,6 +128,25 @@ class CheckpointDesk:
         happened, self._events = self._events, []
         return happened
 
+    def remedy(self, lost: int, run_dir: str) -> str:
+        """What a user does about the checkpoint of step `lost`, the last, which could not be written: by what is on the disk
+        now. The processes that hold the weights are about to leave."""
+        rules = self._rules
+        assert rules is not None  # without rules no checkpoint is lost
+        mend = f"Mend that first (free space in {rules.directory}, or whatever it was)"
+        before = next((step for step in reversed(checkpoints.steps(rules.directory)) if step < lost), 0)
+        if before and rules.training_state:
+            return (
+                f"{mend}, then `telescope runs resume {shlex.quote(run_dir)}` goes on from the checkpoint of step {before}, "
+                f"trains {_steps(before + 1, lost)} again and saves"
+            )
+        there = (
+            f"the checkpoint of step {before} can be exported, but has weights alone (checkpoint.save_training_state=false)"
+            if before
+            else "there is no earlier checkpoint"
+        )
+        return f"{mend}. No run can go on from here, for {there}: give the run's command again, with another run_dir"
+
     @property
     def _timeout_s(self) -> float:
         return self._rules.timeout_s if self._rules is not None else 0.0
@@ -187,11 +209,17 @@ class CheckpointDesk:
         self._failed(save.step, cause, stall_s=save.stall_s)
 
     def _failed(self, step: int, cause: str, stall_s: float = 0.0) -> None:
-        sentence = f"the checkpoint of step {step} failed, and the run goes on: {cause}"
+        is_last = self._rules is not None and step == self._rules.last_step
+        how = ", the last, failed" if is_last else " failed, and the run goes on"
+        sentence = f"the checkpoint of step {step}{how}: {cause}"
         log.error("%s", sentence)
         self._recorder.alert("error", "checkpoint", sentence)
         self._recorder.checkpoint(step, "failed", stall_s=stall_s, cause=cause)
         self._events.append(events.CheckpointFailed(step=step, cause=cause))
+
+
+def _steps(first: int, last: int) -> str:
+    return f"step {last}" if first == last else f"steps {first} to {last}"
 
 
 def _error(done: Future[int] | Future[None]) -> str:

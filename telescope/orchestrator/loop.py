@@ -23,8 +23,9 @@ from telescope.flow.replay import encode_line
 from telescope.orchestrator.perform import Performer
 from telescope.orchestrator.processor import Processor
 from telescope.orchestrator.record import Recorder
-from telescope.orchestrator.roster import Roster
+from telescope.orchestrator.roster import NAMED, Roster, few
 from telescope.orchestrator.servers import Servers
+from telescope.runlog.ending import UNSAVED
 from telescope.runlog.journal import Journal
 from telescope.runlog.lineage import Lineage
 from telescope.wire import messages
@@ -45,12 +46,14 @@ WRITTEN_A_LOOK = 8
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the run ended. `exit_code`: 0 done, 70 a component failed for good, 75 stopped and saved, 128 + n interrupted by
-    signal n."""
+    """How the run ended. `exit_code`: 0 done, 70 a component failed for good, 74 all steps are trained and the last checkpoint
+    is lost, 75 stopped and saved, 128 + n interrupted by signal n."""
 
     ok: bool
     reason: str
     exit_code: int
+    lost_checkpoint: int = 0
+    """The last step, where all are trained and its checkpoint could not be written."""
 
 
 class Orchestrator:
@@ -132,11 +135,16 @@ class Orchestrator:
             if isinstance(command, commands.Checkpoint) and self._core.saved is not None:
                 self._performer.save(self._core.saved, self._lineage)
             elif isinstance(command, commands.Stop):
-                code = 0 if command.ok else self._exit_code or COMPONENT_FAILED
-                code = SAVED if command.checkpoint and code > 128 else code
-                self.outcome = Outcome(command.ok, command.reason, code)
+                self.outcome = self._ended(command)
             else:
                 self._events.extend(self._performer.perform(command))
+
+    def _ended(self, stop: commands.Stop) -> Outcome:
+        if stop.ok and (lost := self._core.lost_checkpoint):
+            remedy = self._performer.checkpoints.remedy(lost, str(self._config.run_dir))
+            return Outcome(False, f"{stop.reason}. {remedy}", self._exit_code or UNSAVED, lost)
+        code = 0 if stop.ok else self._exit_code or COMPONENT_FAILED
+        return Outcome(stop.ok, stop.reason, SAVED if stop.checkpoint and code > 128 else code)
 
     @property
     def now(self) -> float:
@@ -173,10 +181,13 @@ class Orchestrator:
 
     def _status(self, now: float) -> dict[str, Any]:
         counts = self._core.counts()
-        missing = self._roster.missing
+        missing, expected = self._roster.missing, self._roster.expected
         return {
             "state": "running" if self._servers.underway else "starting",
-            "doing": f"waiting for {', '.join(missing)}" if missing else self._performer.doing,
+            "doing": f"waiting for {few(missing)}" if missing else self._performer.doing,
+            "processes": 1 + len(expected),
+            "ready": 1 + len(expected) - len(missing),
+            "missing": missing[:NAMED],
             "elapsed_s": now,
             "eta_s": self._recorder.eta_s(),
             "in_flight": counts.rollouts_running,

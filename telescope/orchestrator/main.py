@@ -33,9 +33,10 @@ from telescope.orchestrator.servers import Servers
 from telescope.orchestrator.weights import UpdateRules
 from telescope.records import COLLECTIVE
 from telescope.runlog.checkpoints import CheckpointUnreadable, claim, make_root, of_another_run, root
+from telescope.runlog.ending import UNSAVED
 from telescope.runlog.journal import Journal, JournalError
 from telescope.runlog.layout import RunDirectory, reserved
-from telescope.runlog.mirror import mirror_for
+from telescope.runlog.mirror import mirror_for, share_of
 from telescope.runlog.writer import RunLog, RunLogFailed, RunLogStalled
 from telescope.weights.choose import TransportRefused, planned
 from telescope.wire.heap import freeze_heap
@@ -66,7 +67,8 @@ ABSENCE_MARGIN_S = 30.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0 done, 1 an error of our own, 70 a component failed, 128 + n interrupted."""
+    """Returns the exit code: 0 done, 1 an error of our own, 70 a component failed, 74 done but for its last checkpoint,
+    which is lost, 75 stopped and saved, 128 + n interrupted."""
     return run_process(live, prog="python -m telescope.orchestrator", known=KNOWN, arguments=arguments, held=True)
 
 
@@ -129,7 +131,8 @@ class _End:
 
     @property
     def close_s(self) -> float:
-        return CLOSE_S if self.outcome.ok else HURRIED_CLOSE_S
+        """A run that has trained all is in no hurry, even where its last checkpoint is lost."""
+        return CLOSE_S if self.outcome.exit_code in (0, UNSAVED) else HURRIED_CLOSE_S
 
     def came(self, outcome: Outcome) -> None:
         if self._outcome is None or (self._outcome.ok and not outcome.ok):
@@ -159,7 +162,11 @@ async def _run(place: Place, signals: Signals) -> Outcome:
     core = begun.core
     run_log = RunLog(run, "orchestrator")
     mirror = mirror_for(
-        config.logging, name=config.name, folder=run.wandb, config=as_json(config), run_id=begun.mirror_id(place.identity)
+        config.logging,
+        name=config.name,
+        folder=run.wandb,
+        config=as_json(config),
+        share=share_of(run, begun.lineage, place.identity.run_id),
     )
     ranges = {label: ends for label in config.environments if (ends := config.reward_range(label))}
     rewards = RewardRanges(ranges, normalize=config.rollout.normalize_rewards)
@@ -172,7 +179,7 @@ async def _run(place: Place, signals: Signals) -> Outcome:
     async with AsyncExitStack() as opened:
         # closed in the opposite order: the summary before the log, whose sealing may be killed, and again with its last counts
         if mirror is not None:
-            opened.push_async_callback(end.close, lambda: mirror.close(end.close_s))
+            opened.push_async_callback(end.close, lambda: mirror.close(end.close_s, end.outcome.exit_code))
         opened.push_async_callback(end.close, summarize)
         opened.push_async_callback(end.close, run_log.close)
         opened.push_async_callback(end.close, summarize)
@@ -273,6 +280,7 @@ def _save_rules(place: Place) -> SaveRules | None:
         training_state=settings.save_training_state,
         keep_last=settings.keep_last,
         keep_every=settings.keep_every,
+        last_step=place.config.number_of_steps,
     )
 
 
@@ -302,6 +310,7 @@ def _summary(outcome: Outcome, started: float) -> dict[str, Any]:
         "ok": outcome.ok,
         "exit_reason": outcome.reason,
         "exit_code": outcome.exit_code,
+        "lost_checkpoint": outcome.lost_checkpoint or None,
         "wall_s": round(time.monotonic() - started, 3),
         "versions": {"python": platform.python_version(), **_versions()},
     }

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from telescope.config.parts import ClusterSettings
 from telescope.records import EnvironmentCard
 from telescope.wire.messages import Hello
+
+NAMED = 3
+"""So many of those who are missing are named on the terminal, which has one line."""
 
 
 @dataclass
@@ -62,6 +66,12 @@ class Roster:
                     "give every environment worker the same files and settings"
                 )
         return ""
+
+
+def few(names: Sequence[str]) -> str:
+    """`server-0, server-1, server-2 and 297 more`."""
+    rest = len(names) - NAMED
+    return ", ".join(names[:NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _differing(some: tuple[EnvironmentCard, ...], others: tuple[EnvironmentCard, ...]) -> str:

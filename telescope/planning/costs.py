@@ -108,8 +108,9 @@ def fit_costs(rows: Sequence[Mapping[str, float]], work: Work) -> Costs | None:
 
 def _engine(seconds: Sequence[float], work: Work) -> tuple[float, float]:
     """Of a step, and of a token: least squares over the train steps, which differ in how many sequences shared an engine's
-    step. It costs the processor no more than it takes; tokens have the rest."""
+    step; where they do not (a single one, or all alike), each explains half. It costs the processor no more than it takes, and
+    all of them no more than was spent; tokens have the rest, so that both together are what was spent."""
     step_s = least_squares(np.array([work.engine_steps, work.sampled]).T, np.array(seconds))[0]
-    step_s = min(step_s, work.step_wall_s)
+    step_s = min(step_s, work.step_wall_s, sum(seconds) / max(sum(work.engine_steps), 1e-9))
     rest = sum(seconds) - step_s * sum(work.engine_steps)
     return step_s, max(0.0, rest) / max(sum(work.sampled), 1.0)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ SHARE_LIMIT = 0.9
 ALONE = 4.0
 """Sequences in a step, itself included, that take no longer than one."""
 FEWEST_ALONE = 5
+NOTHING = 1e-12
 
 
 class Progress:
@@ -61,7 +63,8 @@ def fit_engine(
     kv_tokens: float,
     max_seqs: int,
 ) -> Fitted:
-    """`training`: when the trainer worked, in seconds since the first request was placed.
+    """`turns`: finished requests, one at least, each with a token at least. `training`: when the trainer worked, in seconds
+    since the first request was placed.
 
     Least squares over the requests, no coefficient below 0: what a request took against its tokens, alone and times the
     sequences and the cached tokens beside it, the prompts that its server read meanwhile, and the trainer's work beside it."""
@@ -126,15 +129,33 @@ def _fit(features: np.ndarray, took: np.ndarray) -> list[float]:
 
 
 def least_squares(features: np.ndarray, values: np.ndarray) -> list[float]:
-    """Coefficients of 0 or more [columns]: columns that would need a negative one are left out, the worst first."""
-    kept = [column for column in range(features.shape[1]) if features[:, column].any()]
-    scale = np.maximum(np.abs(features).max(axis=0), 1e-12)
-    while kept:
-        found = np.linalg.lstsq(features[:, kept] / scale[kept], values, rcond=1e-9)[0]
-        if (found >= 0).all():
-            break
-        del kept[int(np.argmin(found))]
+    """The coefficients of 0 or more [columns] with the smallest squared error. Columns that can't be told apart have equal
+    shares of what they explain together; one of (nearly) zeros has none.
+
+    The best ones are the plain least squares of the columns that are above 0 in them, so that all sets of these few columns are
+    tried, on the triangle of their QR decomposition rather than on the rows."""
+    largest = np.abs(features).max(axis=0)
+    columns = [column for column in range(features.shape[1]) if largest[column] > NOTHING]
     result = [0.0] * features.shape[1]
-    for place, column in enumerate(kept):
-        result[column] = float(found[place] / scale[column])
+    if not columns:
+        return result
+    scale = largest[columns]
+    orthogonal, triangle = np.linalg.qr(features[:, columns] / scale)
+    target, least, best = orthogonal.T @ values, float("inf"), np.zeros(len(columns))
+    for kept in _subsets(len(columns)):
+        found = np.zeros(len(columns))
+        found[kept] = np.linalg.lstsq(triangle[:, kept], target, rcond=1e-9)[0] if kept else 0.0
+        error = float(((triangle @ found - target) ** 2).sum())
+        if (found >= 0).all() and error < least:
+            least, best = error, found
+            if len(kept) == len(columns):
+                break  # none of them is better than all
+    for place, column in enumerate(columns):
+        result[column] = float(best[place] / scale[place])
     return result
+
+
+def _subsets(count: int) -> Iterator[list[int]]:
+    """Of so many columns, the largest sets first."""
+    for size in range(count, -1, -1):
+        yield from map(list, combinations(range(count), size))

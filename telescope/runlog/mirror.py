@@ -12,14 +12,20 @@ import os
 import queue
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
 from telescope.config.parts import LoggingSettings
+from telescope.runlog.attempts import STOPPED
+from telescope.runlog.layout import RunDirectory
+from telescope.runlog.lineage import Lineage, read_lineage
+from telescope.runlog.reader import rows_of_attempt
 
 log = logging.getLogger(__name__)
 
+STEP, ATTEMPT = "step", "attempt"
 QUEUE_STEPS = 1024
 INIT_TIMEOUT_S = 60
 
@@ -43,19 +49,54 @@ def _has_stored_login(environ: Mapping[str, str]) -> bool:
         return False
 
 
+@dataclass(frozen=True)
+class Share:
+    """What one attempt has of a W&B run."""
+
+    run_id: str | None = None
+    """W&B's name for the run, which goes on where it is there already; None: a run of its own."""
+    attempt: int = 1
+    after: int = 0
+    """The step that the attempt goes on from."""
+    before: int = 0
+    """Rows that earlier attempts have in the same run, those of steps that are trained anew too."""
+
+
+def share_of(run: RunDirectory, lineage: Lineage, run_id: str) -> Share:
+    """All attempts that go on from each other are one W&B run; one that begins at step 1 again is another curve, and has
+    another, which is called after it."""
+    first, before = 1, 0
+    for number in range(1, lineage.attempt):
+        earlier = RunDirectory(run.earlier_attempt(number))
+        if number > 1 and not read_lineage(earlier).step:
+            first, before = number, 0
+        before += len(rows_of_attempt(earlier, "step_metrics"))
+    if not lineage.step:
+        first, before = lineage.attempt, 0
+    return Share(run_id if first == 1 else f"{run_id}-{first}", lineage.attempt, lineage.step, before)
+
+
 class WandbMirror:
     """Queue of step metrics in front of one W&B run.
 
     `config` is the resolved configuration, in which secrets are references only. `folder` holds the client's own files.
-    `run_id`: W&B's name for the run, which goes on where it is there already. A step that W&B has is not overwritten: what an
-    attempt trains anew, after the checkpoint that it began from, stands there once, as the first one had it.
+    W&B takes no row twice, nor one of an earlier step than its last: what an attempt trains anew, after the checkpoint that it
+    began from, comes as rows of its own behind the others. Each row has its `step`, which is the axis of all charts, and its
+    `attempt`; of a step's rows the last one counts.
     """
 
     def __init__(
-        self, settings: LoggingSettings, *, name: str, folder: Path, config: Mapping[str, Any], run_id: str | None = None
+        self,
+        settings: LoggingSettings,
+        *,
+        name: str,
+        folder: Path,
+        config: Mapping[str, Any],
+        share: Share = Share(),
     ) -> None:
-        self._settings, self._name, self._folder, self._config, self._id = settings, name, folder, config, run_id
+        self._settings, self._name, self._folder, self._config, self._share = settings, name, folder, config, share
         self._queue: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(QUEUE_STEPS)
+        self._exit_code = 0
         self.dropped = 0
         self.failure = ""
         self.abandoned = False
@@ -70,8 +111,11 @@ class WandbMirror:
         except queue.Full:
             self.dropped += 1
 
-    def close(self, timeout_s: float = 10.0) -> None:
-        """Let the client finish, but not for longer than `timeout_s`: what it has not sent stays in its folder."""
+    def close(self, timeout_s: float = 10.0, exit_code: int = 0) -> None:
+        """Let the client finish, but not for longer than `timeout_s`: what it has not sent stays in its folder.
+
+        `exit_code`: the run's, by which W&B calls it finished or failed; one that was stopped has not failed."""
+        self._exit_code = 0 if exit_code in STOPPED else exit_code
         try:
             self._queue.put(None, timeout=timeout_s)
         except queue.Full:
@@ -101,21 +145,26 @@ class WandbMirror:
             tags=list(self._settings.wandb_tags),
             config=dict(self._config),
             dir=str(self._folder),
-            id=self._id,
-            resume="allow" if self._id else None,
+            id=self._share.run_id,
+            resume="allow" if self._share.run_id else None,
             settings=wandb.Settings(init_timeout=INIT_TIMEOUT_S, silent=True, console="off", disable_git=True),
         )
         log.info("W&B mirrors this run: %s", run.url or f"offline in {self._folder}")
+        share = self._share
+        run.define_metric(STEP)
+        run.define_metric("*", step_metric=STEP)
+        # W&B's own count: what it has, it knows better than the disk of a run that was killed, and offline it knows nothing
+        before = max(share.before, run.starting_step - 1)
         while (entry := self._queue.get()) is not None:
             step, metrics = entry
-            run.log(metrics, step=step)
-        run.finish()
+            run.log({**metrics, STEP: step, ATTEMPT: share.attempt}, step=before + step - share.after)
+        run.finish(exit_code=self._exit_code)
 
 
 def mirror_for(
-    settings: LoggingSettings, *, name: str, folder: Path, config: Mapping[str, Any], run_id: str | None = None
+    settings: LoggingSettings, *, name: str, folder: Path, config: Mapping[str, Any], share: Share
 ) -> WandbMirror | None:
     """The mirror, if one is wanted and the client is installed."""
     if not wanted(settings, os.environ):
         return None
-    return WandbMirror(settings, name=name, folder=folder, config=config, run_id=run_id)
+    return WandbMirror(settings, name=name, folder=folder, config=config, share=share)

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from hydra.core.config_store import ConfigStore
 
-from telescope.compose.load import Point, UsageError, places_for
+from telescope.compose.load import Point, UsageError, base, places_for
 from telescope.compose.sweeper import Refused, Stopped, search, wants_sweeper
 from telescope.runlog.layout import RunDirectory
 from telescope.sweep import Sweep
@@ -44,6 +45,20 @@ def test_a_sweep_tells_every_point_and_all_failures_with_their_reasons(tmp_path:
     told = json.loads((tmp_path / "s/sweep.json").read_text())
     assert [point["exit_code"] for point in told["points"]] == [0, 70, 1]
     assert told["points"][0]["first"] == 0.25
+
+
+@pytest.mark.filterwarnings("error")
+def test_two_searches_in_one_process_warn_of_nothing(tmp_path: Path):
+    """Hydra's store once kept our launcher, and newer versions of it say so when it comes again."""
+    for _ in range(2):
+        search(GRID, places_for(None), os.environ, tmp_path, lambda points: [1.0] * len(points))
+    launchers = ConfigStore.instance().repo.get("hydra", {}).get("launcher", {})
+    assert "telescope.yaml" not in launchers
+
+
+@pytest.mark.parametrize(("version", "told"), [("1.3.8", {"version_base": "1.3"}), ("1.4.0rc3", {}), ("2.0.0", {})])
+def test_hydra_is_told_whose_defaults_to_take_only_where_it_wants_to_know(version: str, told: dict[str, str]):
+    assert base(version) == told
 
 
 def test_the_objective_is_any_number_of_the_summary(tmp_path: Path):

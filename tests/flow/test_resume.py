@@ -156,6 +156,7 @@ def test_a_checkpoint_is_made_each_so_many_steps_and_at_the_last():
     world = World(settings(number_of_steps=7, checkpoint_every=3), seed=2).run()
     assert [saved.step for saved in world.checkpoints] == [3, 6, 7]
     assert world.stop == do.Stop("all 7 steps are trained", ok=True, checkpoint=7)
+    assert world.core.lost_checkpoint == 0
 
 
 def test_without_checkpoints_there_are_none():
@@ -176,6 +177,7 @@ def test_a_failed_save_lets_the_run_go_on():
     world = World(settings(number_of_steps=4, checkpoint_every=1), Manners(save_failure_share=1.0), seed=3).run()
     assert world.checkpoints == []
     assert world.stop == do.Stop("all 4 steps are trained; no checkpoint of it: the disk is full", ok=True)
+    assert world.core.lost_checkpoint == 4
 
 
 def told_to_stop(world: World, step: int) -> World:
@@ -206,6 +208,7 @@ def test_a_stop_in_good_order_does_not_wait_for_ever():
     world = told_to_stop(World(settings(number_of_steps=50, checkpoint_every=10), Manners(save_s=1e7, tick_s=10.0), seed=4), 3)
     assert world.stop.checkpoint == 0
     assert "was not done within 120 s" in world.stop.reason
+    assert world.core.lost_checkpoint == 0  # it has not trained all: a run that was stopped, and says so anyway
 
 
 def test_the_last_checkpoint_of_a_run_that_is_done_has_as_long_as_any():
@@ -222,6 +225,7 @@ def test_who_is_told_to_stop_at_its_last_save_waits_as_long_as_for_any_stop():
     assert world.stop.reason == (
         "all 3 steps are trained; no checkpoint of it: the checkpoint of step 3 was not done within 120 s"
     )
+    assert world.core.lost_checkpoint == 3
 
 
 def test_a_fault_waits_for_nothing():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from telescope.config.parts import ClusterSettings
-from telescope.orchestrator.roster import Roster
+from telescope.orchestrator.roster import Roster, few
 from telescope.records import EnvironmentCard
 from telescope.wire.messages import Hello
 
@@ -22,6 +22,11 @@ def hello(name: str, role: str, digest: str = "d") -> Hello:
         host="here",
         environments=cards,
     )
+
+
+def test_of_many_the_first_three_are_named():
+    assert few(["server-0", "server-1", "server-2"]) == "server-0, server-1, server-2"
+    assert few([f"server-{number}" for number in range(300)]) == "server-0, server-1, server-2 and 297 more"
 
 
 def test_the_missing_are_named():

@@ -153,6 +153,35 @@ def test_a_rank_that_cannot_write_costs_the_checkpoint_and_leaves_nothing(tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
+def test_who_lost_the_last_checkpoint_is_told_what_brings_it_back(tmp_path: Path):
+    """Only what is on the disk counts: the attempts before this one may have saved too."""
+    desk, _ = desk_for(tmp_path / "saves", last_step=60)
+    mend = f"Mend that first (free space in {tmp_path}/saves, or whatever it was)"
+    assert desk.remedy(60, "/runs/a b") == (
+        f"{mend}. No run can go on from here, for there is no earlier checkpoint: give the run's command again, with another "
+        "run_dir"
+    )
+    for step in (20, 40):
+        place = checkpoints.begin(tmp_path / "saves", step, "a")
+        checkpoints.finish(place, checkpoints.Complete(1, step, step, "run", "a", "hash", 1, True, 0, 0.0, checkpoints.now()))
+    assert desk.remedy(60, "/runs/a b") == (
+        f"{mend}, then `telescope runs resume '/runs/a b'` goes on from the checkpoint of step 40, trains steps 41 to 60 again "
+        "and saves"
+    )
+    assert "trains step 41 again" in desk.remedy(41, "/runs/a")
+    alone, _ = desk_for(tmp_path / "saves", last_step=60, training_state=False)
+    assert "the checkpoint of step 40 can be exported, but has weights alone" in alone.remedy(60, "/runs/a")
+
+
+def test_of_the_last_checkpoint_nobody_says_that_the_run_goes_on(tmp_path: Path, part: saved.Part):
+    desk, listener = desk_for(tmp_path, last_step=1)
+    desk.begin(1, part, 0.0)
+    for rank in RANKS:
+        say(desk, rank, CheckpointFailed(1, "full"))
+    end_of(desk)
+    assert listener.alerts == ["the checkpoint of step 1, the last, failed: trainer-0 could not write its part: full"]
+
+
 def test_a_folder_that_takes_no_file_fails_the_checkpoint(tmp_path: Path, part: saved.Part):
     (tmp_path / "file").write_text("in the way")
     desk, listener = desk_for(tmp_path / "file")

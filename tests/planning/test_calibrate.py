@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from benchmarks.flow.predict import ALWAYS, LIMIT, REAL, around, calibrated, off, play
 from telescope.flow import commands as do
@@ -21,8 +24,8 @@ from telescope.flow.replay import encode_line, encode_opening
 from telescope.flow.settings import FlowSettings
 from telescope.flow.simulate import Cluster, simulate
 from telescope.planning.calibrate import Uncalibratable, _equal_shares, _Journal, _line, calibrate
-from telescope.planning.costs import PARTS, Costs, Work, fit_costs, measured_step_s
-from telescope.planning.engine_fit import Progress, _fit, least_squares
+from telescope.planning.costs import PARTS, Costs, Work, _engine, fit_costs, measured_step_s
+from telescope.planning.engine_fit import Progress, _fit, fit_engine, least_squares
 from telescope.runlog.journal import Journal
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.reader import rows
@@ -232,6 +235,102 @@ def test_least_squares_leave_out_what_would_be_negative() -> None:
     found = least_squares(features, features @ [1.0, 0.5, -0.2])
     assert found[2] == 0.0
     assert min(found) >= 0
+
+
+def all_sets(features: np.ndarray, values: np.ndarray) -> float:
+    """The smallest squared error of coefficients of 0 or more, by trying every set of columns."""
+    errors = []
+    for size in range(features.shape[1] + 1):
+        for kept in map(list, itertools.combinations(range(features.shape[1]), size)):
+            found = np.zeros(features.shape[1])
+            found[kept] = np.linalg.lstsq(features[:, kept], values, rcond=None)[0] if kept else 0.0
+            errors += [float(((features @ found - values) ** 2).sum())] * bool((found >= 0).all())
+    return min(errors)
+
+
+def test_of_all_coefficients_without_a_negative_one_least_squares_find_the_best() -> None:
+    """Leaving out the worst column first, and then the next, kept the wrong ones in one of a hundred such fits."""
+    random = np.random.default_rng(1)
+    for _ in range(300):
+        tokens, share = random.random(20) * 100 + 1, random.random((3, 20))
+        features = np.array([tokens, tokens * share[0] * 50, tokens * share[1] * 5000, share[2] * 300, tokens * share[2]]).T
+        values = np.abs(features @ [0.01, 2e-4, 1e-6, 1e-4, 0.002] * (1 + random.normal(size=20) / 2))
+        found = np.array(least_squares(features, values))
+        assert min(found) >= 0
+        assert ((features @ found - values) ** 2).sum() <= all_sets(features, values) * (1 + 1e-6) + 1e-12
+
+
+def engine(
+    seconds: Sequence[float], steps: Sequence[float], sampled: Sequence[float], wall: float = 1.0
+) -> tuple[float, float]:
+    return _engine(seconds, msgspec.structs.replace(WORK, engine_steps=tuple(steps), sampled=tuple(sampled), step_wall_s=wall))
+
+
+def test_steps_that_cannot_be_told_apart_give_half_to_the_engines_step_and_half_to_its_tokens() -> None:
+    half = pytest.approx((0.02, 0.001))
+    assert engine([4.0], [100], [2000]) == half
+    assert engine([4.0, 4.0], [100, 100], [2000, 2000]) == half
+    assert engine([4.0], [100], [2000], wall=0.01) == pytest.approx((0.01, 0.0015))
+
+
+def test_an_engine_that_spent_less_where_it_sampled_more_has_spent_all_of_it_on_its_steps_and_no_more() -> None:
+    """The slope of the tokens is below 0, and that of the steps alone would come to 5.4 seconds of the 5."""
+    assert engine([1.0, 4.0], [100, 200], [2000, 1000]) == pytest.approx((5 / 300, 0.0))
+
+
+AMOUNT = st.floats(0, 1e6)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.floats(0, 1e5), AMOUNT, AMOUNT), min_size=1, max_size=6), st.floats(1e-9, 10))
+def test_what_the_engines_spent_is_shared_out_and_nothing_is_negative(
+    spent: list[tuple[float, float, float]], wall: float
+) -> None:
+    seconds, steps, sampled = ([row[part] for row in spent] for part in range(3))
+    step_s, token_s = engine(seconds, steps, sampled, wall)
+    assert 0 <= step_s <= wall
+    assert 0 <= token_s < float("inf")
+    shared = step_s * sum(steps) + token_s * sum(sampled)
+    assert shared <= sum(seconds) * (1 + 1e-9) + 1e-9
+    if sum(sampled) >= 1:
+        assert shared == pytest.approx(sum(seconds), abs=1e-6)
+
+
+REQUEST = st.tuples(
+    st.integers(0, 5), st.integers(0, 3), st.integers(1, 500), st.integers(0, 500), st.floats(0, 3), st.booleans()
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(REQUEST, min_size=1, max_size=12))
+def test_any_finished_requests_give_times_that_a_simulation_takes(
+    requests: list[tuple[int, int, int, int, float, bool]],
+) -> None:
+    """A single one, equal ones, those that took no time, those that a pause covers."""
+    turns = [
+        {"request_id": str(number), "server": f"server-{server}", "placed_ns": at * 10**9,
+         "done_ns": int((at + took) * 1e9), "generated_s": took, "prompt_tokens": prompt, "cached_tokens": 0,
+         "completion_tokens": tokens}
+        for number, (at, server, tokens, prompt, took, _) in enumerate(requests)
+    ]  # fmt: skip
+    pauses = [
+        {"server": f"server-{server}", "ended_ns": int((at + took) * 1e9), "pause_s": took}
+        for at, server, _, _, took, paused in requests
+        if paused
+    ]
+    fitted = fit_engine(turns, pauses, [(0.0, 2.0, 1.0)], kv_tokens=1e5, max_seqs=64)
+    times = fitted.times
+    for value in (
+        times.step_s,
+        times.sequence_s,
+        times.kv_token_s,
+        times.prefill_token_s,
+        fitted.error,
+        *fitted.steps.values(),
+    ):
+        assert 0 <= value < float("inf")
+    assert times.step_s > 0
+    assert 0 <= fitted.shared_share <= 0.9
 
 
 def test_a_line_through_train_steps_is_believed_only_where_it_is_seen() -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import io
+import json
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from telescope._launch.progress import Console, LogCopy, Progress, duration, status_line, summary_table
+from telescope.orchestrator.roster import few
 from telescope.runlog.layout import RunDirectory
 
 STATUS = {
@@ -56,7 +60,62 @@ def test_a_terminal_gets_one_line_written_over(tmp_path: Path) -> None:
     run.status_json.write_text('{"step": 2, "steps": 2}')
     progress.show()
     console.say("done")
-    assert errors.getvalue() == "\r\x1b[Kstep 1/2\r\x1b[Kstep 2/2\r\x1b[Kdone\n"
+    first, _, rest = errors.getvalue().partition("not ready yet")
+    assert first == "\r\x1b[K0:00 · starting: the orchestrator is "
+    assert rest == "\r\x1b[Kstep 1/2\r\x1b[Kstep 2/2\r\x1b[Kdone\n"
+
+
+def starting(ready: int, *missing: str) -> str:
+    """What the orchestrator of 303 processes says until all are there."""
+    words = f"waiting for {few([*missing, *('more',) * (303 - ready - len(missing))])}"
+    return json.dumps({"state": "starting", "step": 0, "processes": 303, "ready": ready, "missing": missing, "doing": words})
+
+
+def test_hundreds_of_processes_that_start_are_counted_on_a_terminal_and_one_that_is_late_is_quoted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    run = RunDirectory.create(tmp_path / "run")
+    errors = Terminal()
+    progress = Progress(run, Console(errors, io.StringIO()))
+    progress.start(7, 303)
+    progress.show()
+    run.log("server-9").write_text("INFO 01:02 begins\n\x1b[32mLoading weights:  50%\r\x1b[0mLoading weights:  62%\n\n")
+    run.status_json.write_text(starting(297, "server-9", "server-11", "server-12"))
+    progress.show()
+    run.status_json.write_text('{"state": "running", "step": 0, "steps": 2, "processes": 303, "ready": 303, "missing": []}')
+    progress.show()
+    assert re.sub(r"\d+:\d\d · ", "", errors.getvalue()).split("\r\x1b[K")[1:] == [
+        "starting 303 processes, 7 begun",
+        "starting: the orchestrator is not ready yet",
+        "starting: 297 of 303 processes are ready, waiting for server-9, server-11, server-12 and 3 more · "
+        "server-9: Loading weights: 62%",
+        "step 0/2",
+    ]
+
+
+def test_elsewhere_a_start_is_a_line_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDirectory.create(tmp_path / "run")
+    errors, now = io.StringIO(), [100.0]
+    monkeypatch.setattr("telescope._launch.progress.time", SimpleNamespace(monotonic=lambda: now[0]))
+    progress = Progress(run, Console(errors, io.StringIO()))
+    for begun in range(1, 304):
+        progress.start(begun, 303)
+        now[0] += 0.01
+    run.log("server-9").write_text("Loading weights")
+    for second in range(140):
+        ready = 5 if second < 12 else 297
+        run.status_json.write_text(starting(ready, "server-9", "server-11", "server-12"))
+        progress.show()
+        now[0] += 1.0
+    quoted = "server-9: Loading weights"
+    assert errors.getvalue().splitlines() == [
+        f"0:00 · starting 303 processes, logs in {run.path}/logs",
+        f"0:10 · starting: 5 of 303 processes are ready, waiting for server-9, server-11, server-12 and 295 more · {quoted}",
+        f"0:20 · starting: 297 of 303 processes are ready, waiting for server-9, server-11, server-12 and 3 more · {quoted}",
+        f"1:20 · starting: 297 of 303 processes are ready, waiting for server-9, server-11, server-12 and 3 more · {quoted}",
+        f"2:20 · starting: 297 of 303 processes are ready, waiting for server-9, server-11, server-12 and 3 more · {quoted}",
+    ]
 
 
 def test_a_terminal_that_went_away_ends_nothing() -> None:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import msgspec
 import pytest
 from conftest import LIMIT_S, PROMISED_S, Launch, stand_in
 
+from telescope._launch.plan import Plan, write_plan
 from telescope._launch.terms import Patience
+from telescope.runlog.layout import RunDirectory
 
 FLEET = (
     stand_in("orchestrator", "obey"),
@@ -155,6 +160,21 @@ def test_an_error_of_the_orchestrators_own_is_exit_code_1_in_its_words(launch: L
     assert f"The run failed: orchestrator ended with exit code 1: {sentence}" in err
 
 
+def test_a_run_that_lost_its_last_checkpoint_is_exit_code_74_and_its_last_line_says_so(launch: Launch) -> None:
+    """The sentence names a rank, which is nobody's fault then: no part has failed, and nothing is started again."""
+    sentence = "all 5 steps are trained; no checkpoint of it: trainer-0 could not write its part: the disk is full. Mend it"
+    launched = launch(
+        stand_in("orchestrator", "confess", "74", sentence), stand_in("trainer-0", "finish"), stand_in("server-0", "finish")
+    )
+    launched.wait_until_up()
+    code, out, err = launched.end()
+    assert code == 74
+    assert err == f"The last checkpoint is lost: {sentence}.\n"
+    assert out == f"run directory: {launched.run.path}\n"
+    record = json.loads(launched.run.exit_json.read_text())
+    assert (record["exit_code"], record["cause"]) == (74, None)
+
+
 def test_what_a_process_leaves_behind_is_ended_with_it(launch: Launch) -> None:
     launched = launch(stand_in("orchestrator", "finish", "0.5"), stand_in("worker-0", "leave_orphan"))
     launched.wait_until_up()
@@ -218,6 +238,30 @@ def test_an_interrupt_while_the_summary_prints_lets_it_finish_and_is_the_exit_co
     assert out.count("x") >= 300_000
 
 
+EARLY = """
+import os, signal, sys
+from pathlib import Path
+from telescope._launch.node import Console, Signals, Supervisor
+from telescope._launch.plan import read_plan
+from telescope._launch.terms import PATIENCE
+from telescope.runlog.layout import RunDirectory
+run = RunDirectory(Path(sys.argv[1]))
+with Signals() as wakeup:
+    os.kill(os.getpid(), signal.SIGINT)
+    sys.exit(Supervisor(run, read_plan(run.plan_json), Console(sys.stderr, sys.stdout), wakeup, PATIENCE).run(0))
+"""
+
+
+def test_an_interrupt_while_processes_are_being_started_is_heard_before_all_are(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "run")
+    write_plan(Plan("cpu", (stand_in("orchestrator", "obey"), stand_in("worker-0", "obey")), False), run.plan_json)
+    command = [sys.executable, "-c", EARLY, str(run.path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 130, done.stderr
+    assert "Stopping: the orchestrator finishes" in done.stderr
+    assert not run.log("worker-0").exists()
+
+
 def test_a_second_interrupt_kills_at_once(launch: Launch) -> None:
     launched = launch(stand_in("orchestrator", "deaf"), stand_in("server-0", "family"), stand_in("worker-0", "deaf"))
     launched.wait_until_up()
@@ -277,7 +321,11 @@ def test_progress_is_a_line_a_step_and_the_summary_comes_last(launch: Launch) ->
     launched = launch(stand_in("orchestrator", "write_status"), progress=True)
     code, out, err = launched.end()
     assert code == 0
-    assert err.splitlines() == [f"step {step}/3 · reward 0.{step}00 · 5.1k tok/s" for step in (1, 2, 3)]
+    said = err.splitlines()
+    assert said[0] == f"0:00 · starting 1 process, logs in {launched.run.path}/logs"
+    assert [line for line in said if "starting" not in line] == [
+        f"step {step}/3 · reward 0.{step}00 · 5.1k tok/s" for step in (1, 2, 3)
+    ]
     assert out.splitlines() == [
         f"run directory: {launched.run.path}",
         "  steps             3",

@@ -49,6 +49,35 @@ class Breaks(FSDP):
 '''
 
 
+HANGS = '''
+from pathlib import Path
+from telescope.backends.fake import Fake
+
+class Hangs(Fake):
+    """Saves as Fake does, but for the second step, of which it never says how it went."""
+
+    def build(self, job):
+        backend = super().build(job)
+        save, hanging = backend.save, Path(__file__).with_name("hanging")
+
+        def never(step, folder, done):
+            if step == 2:
+                hanging.touch()
+            else:
+                save(step, folder, done)
+
+        backend.save = never
+        return backend
+'''
+
+
+def hanging(folder: Path) -> Path:
+    """A `--config-dir` with `backend=hangs`; `plugins/backends/hanging` is there once it does."""
+    (folder / "plugins" / "backends").mkdir(parents=True, exist_ok=True)
+    (folder / "plugins" / "backends" / "hangs.py").write_text(HANGS)
+    return folder
+
+
 def breaking(folder: Path) -> Path:
     """A `--config-dir` with `backend=breaks`."""
     (folder / "plugins" / "backends").mkdir(parents=True, exist_ok=True)

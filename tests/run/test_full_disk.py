@@ -40,14 +40,18 @@ def test_a_run_whose_disk_is_full_trains_on_says_so_and_keeps_the_checkpoint_tha
         timeout=240, check=False,
     )  # fmt: skip
     said = ended.stdout + ended.stderr
-    assert ended.returncode == 0, said[-4000:]
+    assert ended.returncode == 74, said[-4000:]
     assert [row["step"] for row in rows(run, "step_metrics")] == [1, 2, 3, 4, 5]
     saves = [(row["step"], row["state"]) for row in rows(run, "checkpoints")]
     assert saves[0] == (1, "complete")
     assert saves[1:] == [(step, "failed") for step in (2, 3, 4, 5)]
     told = [row["message"] for row in rows(run, "alerts")]
     for step, _ in saves[1:]:
-        sentence = f"the checkpoint of step {step} failed, and the run goes on: "
+        sentence = f"the checkpoint of step {step}{', the last, failed' if step == 5 else ' failed, and the run goes on'}: "
         assert any(message.startswith(sentence) and "No space left on device" in message for message in told), told
-    assert summary(run)["exit_reason"].startswith("all 5 steps are trained; no checkpoint of it: ")
+    told = summary(run)
+    assert (told["ok"], told["exit_code"], told["lost_checkpoint"]) == (False, 74, 5)
+    assert told["exit_reason"].startswith("all 5 steps are trained; no checkpoint of it: ")
+    assert f"`telescope runs resume {run.path}` goes on from the checkpoint of step 1, trains" in told["exit_reason"]
+    assert ended.stderr.splitlines()[-1] == f"The last checkpoint is lost: {told['exit_reason']}."
     assert sorted(path.name for path in after.iterdir() if path.is_dir()) == ["step_00000001"]

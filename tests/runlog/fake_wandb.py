@@ -36,6 +36,7 @@ class FakeWandb(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.history: list[dict[str, Any]] = []
         self.of_run: dict[str, list[dict[str, Any]]] = {}
+        self.exit_codes: list[int] = []
         self.queries: list[str] = []
         self.bodies: list[str] = []
         self.authorizations: set[str] = set()
@@ -96,6 +97,8 @@ class _Handler(BaseHTTPRequestHandler):
         return {}
 
     def _stream(self, post: dict[str, Any]) -> None:
+        if post.get("complete"):
+            self.server.exit_codes.append(post["exitcode"])
         lines = post.get("files", {}).get("wandb-history.jsonl", {}).get("content", [])
         found = [json.loads(line) for line in lines]
         self.server.history += found

@@ -10,23 +10,29 @@ from pathlib import Path
 import pytest
 
 from telescope.config.parts import LoggingSettings
-from telescope.runlog.mirror import wanted
+from telescope.runlog import attempts
+from telescope.runlog.layout import RunDirectory
+from telescope.runlog.lineage import Lineage, write_lineage
+from telescope.runlog.mirror import Share, share_of, wanted
+from telescope.runlog.writer import RunLog
 from tests.runlog.fake_wandb import FakeWandb
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 SCRIPT = """
 import os, sys, time, pathlib
 from telescope.config.parts import LoggingSettings
-from telescope.runlog.mirror import WandbMirror
-run_id, first, last = os.environ.get("RUN"), int(os.environ.get("FIRST", "1")), int(os.environ.get("LAST", "5"))
+from telescope.runlog.mirror import Share, WandbMirror
+number = lambda name, default: int(os.environ.get(name, default))
+share = Share(os.environ.get("RUN"), number("ATTEMPT", "1"), number("FIRST", "1") - 1, number("BEFORE", "0"))
+first, last = number("FIRST", "1"), number("LAST", "5")
 settings = LoggingSettings(wandb_group="a-sweep")
-mirror = WandbMirror(settings, name="a-run", folder=pathlib.Path(sys.argv[1]), config={"seed": 7}, run_id=run_id)
+mirror = WandbMirror(settings, name="a-run", folder=pathlib.Path(sys.argv[1]), config={"seed": 7}, share=share)
 longest = 0.0
 for step in range(first, last + 1):
     begun = time.perf_counter()
     mirror.log(step, {"reward/mean": step / 10})
     longest = max(longest, time.perf_counter() - begun)
-mirror.close(timeout_s=float(sys.argv[2]))
+mirror.close(timeout_s=float(sys.argv[2]), exit_code=number("CODE", "0"))
 print(f"longest={longest:.4f} dropped={mirror.dropped} failure={mirror.failure}", flush=True)
 if mirror.abandoned:
     os._exit(0)
@@ -48,9 +54,10 @@ def run_mirror(folder: Path, timeout_s: float, **environ: str) -> str:
 
 def test_the_real_client_sends_each_step_once(tmp_path: Path):
     server = FakeWandb()
-    said = run_mirror(tmp_path, 60, WANDB_BASE_URL=server.url, WANDB_API_KEY=KEY)
+    said = run_mirror(tmp_path, 60, WANDB_BASE_URL=server.url, WANDB_API_KEY=KEY, CODE="74")
     server.shutdown()
     assert said.endswith("dropped=0 failure=")
+    assert server.exit_codes == [74]  # which W&B shows as a run that has failed
     assert [(row["_step"], row["reward/mean"]) for row in server.history] == [(s, s / 10) for s in range(1, 6)]
     assert any("upsertBucket" in query for query in server.queries)
     first = next(body for body in server.bodies if "mutation UpsertBucket" in body)
@@ -58,16 +65,54 @@ def test_the_real_client_sends_each_step_once(tmp_path: Path):
     assert not any(KEY in body for body in server.bodies)  # the key travels as a header, never as data
 
 
-def test_another_attempt_goes_on_with_the_same_run_and_a_step_trained_anew_stands_there_once(tmp_path: Path):
+def test_another_attempt_goes_on_with_the_same_run_and_the_last_row_of_each_step_is_the_right_one(tmp_path: Path):
+    """The checkpoint was that of step 2, and step 3 was trained before the first attempt died. What of it had come to the disk
+    counts for nothing: W&B knows what it has."""
     server = FakeWandb()
     environ = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY, "RUN": "0a1b2c3d4e5f6071"}
-    for first, last in (("1", "3"), ("3", "5")):  # the checkpoint was that of step 2
-        folder = tmp_path / first
+    for attempt, first, last, before in (("1", "1", "3", "0"), ("2", "3", "5", "2")):
+        folder = tmp_path / attempt
         folder.mkdir()
-        assert run_mirror(folder, 60, **environ, FIRST=first, LAST=last).endswith("dropped=0 failure=")
+        said = run_mirror(folder, 60, **environ, ATTEMPT=attempt, FIRST=first, LAST=last, BEFORE=before)
+        assert said.endswith("dropped=0 failure=")
     server.shutdown()
     assert list(server.of_run) == ["0a1b2c3d4e5f6071"]
-    assert [row["_step"] for row in server.of_run["0a1b2c3d4e5f6071"]] == [1, 2, 3, 4, 5]
+    found = server.of_run["0a1b2c3d4e5f6071"]
+    assert [(row["_step"], row["step"], row["attempt"]) for row in found] == [
+        (1, 1, 1), (2, 2, 1), (3, 3, 1), (4, 3, 2), (5, 4, 2), (6, 5, 2),
+    ]  # fmt: skip
+    assert {row["step"]: row["attempt"] for row in found} == {1: 1, 2: 1, 3: 2, 4: 2, 5: 2}
+    said = [json.loads(body)["variables"] for body in server.bodies if "mutation UpsertBucket" in body]
+    axes = json.loads(next(v["config"] for v in reversed(said) if v.get("config")))["_wandb"]["value"]["m"]
+    # in W&B's own numbers: 1 is a metric's name, 2 a pattern of names, 5 the place of the metric that is its axis
+    assert [(axis.get("1"), axis.get("2"), axis.get("5")) for axis in axes] == [("step", None, None), (None, "*", 1)]
+
+
+def log_steps(run: RunDirectory, *steps: int) -> None:
+    written = RunLog(run, "orchestrator")
+    for step in steps:
+        written.append("step_metrics", {"step": step, "metrics": {"loss": 1.0}})
+    written.close()
+
+
+def next_attempt(run: RunDirectory, number: int, step: int) -> Share:
+    """It begins after `step`; 0: at step 1."""
+    attempts.put_aside(run, number - 1)
+    if step:
+        write_lineage(run, Lineage(number, step))
+    return share_of(run, Lineage(number, step), "ab12")
+
+
+def test_attempts_that_go_on_from_each_other_share_a_run_and_know_how_many_rows_it_has(tmp_path: Path):
+    run = RunDirectory.create(tmp_path / "run")
+    assert share_of(run, Lineage(1), "ab12") == Share("ab12", 1, 0, 0)
+    log_steps(run, 1, 2, 3)
+    assert next_attempt(run, 2, 2) == Share("ab12", 2, 2, 3)
+    log_steps(run, 3, 4, 5)
+    assert next_attempt(run, 3, 2) == Share("ab12", 3, 2, 6)
+    assert next_attempt(run, 4, 0) == Share("ab12-4", 4, 0, 0)  # another curve
+    log_steps(run, 1, 2)
+    assert next_attempt(run, 5, 1) == Share("ab12-4", 5, 1, 2)  # which this one goes on with
 
 
 def test_offline_leaves_a_file_to_sync(tmp_path: Path):

@@ -16,7 +16,7 @@ import pytest
 from telescope._launch.plan import Plan, ProcessPlan, write_plan
 from telescope._launch.processes import Process
 from telescope._launch.slurm.queue import state_of
-from telescope._launch.slurm.verdict import Ended, JobFacts, Next, Why, judge
+from telescope._launch.slurm.verdict import Ended, JobFacts, Next, Verdict, Why, judge
 from telescope.config.slurm import SlurmSettings
 from telescope.runlog import attempts
 from telescope.runlog.identity import new_identity, read_identity, write_identity
@@ -58,6 +58,13 @@ print(supervise_in(RunDirectory(Path(sys.argv[1])), around))
 def test_the_end_of_an_attempt_is_told_from_a_failure(ended: Ended, job: JobFacts, why: Why, then: Next):
     verdict = judge(ended, job, requeue=True, restart_after_walltime=True, budget=1)
     assert (verdict.why, verdict.next) == (why, then)
+
+
+def test_a_lost_last_checkpoint_asks_for_no_other_attempt_but_a_last_save_that_the_walltime_cut_short_does():
+    """The full disk is still full for the next attempt; time is what the other lacked."""
+    rules = {"requeue": True, "restart_after_walltime": True, "budget": 3}
+    assert judge(Ended(74), JobFacts("RUNNING"), **rules) == Verdict("failed", "leave")
+    assert judge(Ended(75, warned=True), JobFacts("RUNNING"), **rules) == Verdict("walltime", "requeue")
 
 
 def test_no_attempt_follows_where_none_is_wanted_or_left():
