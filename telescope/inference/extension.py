@@ -99,6 +99,8 @@ class Weights:
         self._device = device
         self._folder = Path(vllm_config.model_config.model)
         self._plan: CopyPlan | None = None
+        self._idle: frozenset[str] = frozenset()
+        """The checkpoint's tensors of which the plan copies nothing anywhere."""
         self._bound: tuple[tuple[TensorSpec, ...], int, BoundPlan] | None = None
 
     def open(self, opening: Opening, rank: int) -> Opened:
@@ -112,6 +114,7 @@ class Weights:
         no_plan = ""
         try:
             self._plan = self._make_plan()
+            self._idle = frozenset(needed_tensors(self._checkpoint, self._tied)) - self._plan.sources
         except NoPlan as reason:
             no_plan = str(reason)
             if layers_with_experts(self._model):
@@ -122,7 +125,8 @@ class Weights:
             self.staging.reserve(reserved)
             self._warm()
         copies, arranged, nbytes = (self._plan.count, len(self._plan.arranged), self._plan.nbytes) if self._plan else (0, 0, 0)
-        return Opened("", no_plan, copies, arranged, nbytes, self.staging.buffer.numel(), time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        return Opened("", no_plan, copies, arranged, nbytes, self.staging.buffer.numel(), seconds, tuple(sorted(self._idle)))
 
     def _warm(self) -> None:
         """The first copy of a kind loads its kernels, for tens of milliseconds: not at the first update."""
@@ -133,7 +137,7 @@ class Weights:
 
     def stage(self, manifest: WeightManifest, group: WeightGroup | None) -> None:
         def check() -> str:
-            misfits = disagreements(manifest, self._checkpoint, self._tied)
+            misfits = disagreements(manifest, self._checkpoint, self._tied, self._idle)
             if found := misfits or misplaced(manifest.tensors, manifest.nbytes)[:SHOWN]:
                 return f"weights version {manifest.version} don't fit the model: {'; '.join(found)}"
             self._bind(manifest)

@@ -138,6 +138,8 @@ class VllmEngine:
                     "experts are arranged for their kernel",
                     opened.copies, opened.nbytes / 1e9, opened.seconds, opened.staging_bytes / 1e9, opened.arranged,
                 )  # fmt: skip
+        if idle := self.opened[0].idle:
+            log.warning("vLLM computes nothing with %d tensors of the model's files, %s first", len(idle), idle[0])
 
     def on_step(self, stepped: Callable[[], None]) -> None:
         self._stepped = stepped

@@ -64,13 +64,6 @@ def config(**changes: object) -> RunConfig:
     return RunConfig(environments=entries, algorithm=GRPO(), **settings)
 
 
-def test_the_limit_is_that_of_the_coarser_precision():
-    assert doctor.limit(config(), "cpu") == 1e-3
-    assert doctor.limit(config(), "gpu") == 0.1
-    assert doctor.limit(config(inference=InferenceSettings(dtype="float32")), "gpu") == 1e-3
-    assert doctor.limit(config(backend=FSDP(mixed_precision_dtype="bfloat16")), "cpu") == 0.1
-
-
 def test_the_trainers_log_probs_are_those_of_transformers_at_the_same_temperature():
     import torch
     from transformers import AutoModelForCausalLM

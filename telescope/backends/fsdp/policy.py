@@ -55,6 +55,7 @@ class Policy(nn.Module):
         self.kind: Kind = kind
         self.context = context
         self._rows: dict[str, names.Rows] | None = None
+        self._kept: dict[str, Tensor] | None = None
 
     def forward(
         self, row: RowInput, temperature: float, chunk: int, whole_logits: bool = False, support: Support = WHOLE
@@ -145,11 +146,24 @@ class Policy(nn.Module):
 
         The matrices of a layer's experts come from all ranks in turn, so that what is gathered at once is gathered evenly.
         """
-        parameters = self.by_name()
+        parameters, kept = self.by_name(), self.kept()
+        every = parameters | kept
         if self._rows is None:
-            where = names.table(self.lm, parameters) if not self.adapters else names.as_they_are(parameters)
-            self._rows = names.in_turn(where, parameters, shards)
-        return {name: Part(parameters[rows.name], rows.shape, rows.start, rows.depth) for name, rows in self._rows.items()}
+            where = names.table(self.lm, every) if not self.adapters else names.as_they_are(every)
+            self._rows = names.in_turn(where, every, shards)
+        return {
+            name: Part(every[rows.name], rows.shape, rows.start, rows.depth, exact=rows.name in kept)
+            for name, rows in self._rows.items()
+        }
+
+    def kept(self) -> dict[str, Tensor]:
+        """What the model's files have beside its weights and no step changes, such as what a router adds to its experts' scores
+        (`e_score_correction_bias`): to a server it is a weight like any other, and not to be rounded. Nothing of adapters."""
+        if self._kept is None:
+            saved = set() if self.adapters else set(self.lm.state_dict())
+            buffers = ((name, buffer) for name, buffer in self.lm.named_buffers() if name in saved)
+            self._kept = {name: buffer for name, buffer in buffers if buffer.is_floating_point()}
+        return self._kept
 
     @torch.no_grad()
     def verify(self, device: str, temperature: float, tolerance: float) -> None:
