@@ -160,7 +160,8 @@ def check_logprobs(configs: Sequence[RunConfig], samples: int) -> list[Parity]:
     shards = [as_shard(prompts, got) for got in answers]
     scorer = "cuda:0" if device == "gpu" else "cpu"
     return [
-        compare(shard, score(shard, each, scorer), parity_limit(each, device)) for shard, each in zip(shards, configs, strict=True)
+        compare(shard, score(shard, each, scorer), parity_limit(each, device))
+        for shard, each in zip(shards, configs, strict=True)
     ]
 
 

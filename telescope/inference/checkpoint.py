@@ -92,7 +92,9 @@ def disagreements(
     found = [f"{len(missing)} tensors are missing: {_some(missing)}"] if missing else []
     found += [f"{len(unknown)} tensors are not the model's: {_some(unknown)}"] if unknown else []
     if vain := [name for name in given if name in idle]:
-        found.append(f"the engine computes nothing with {len(vain)} tensors, so what is trained is not what samples: {_some(vain)}")
+        found.append(
+            f"the engine computes nothing with {len(vain)} tensors, so what is trained is not what samples: {_some(vain)}"
+        )
     return found + shapes[:SHOWN] + dtypes[:SHOWN]
 
 

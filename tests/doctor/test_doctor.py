@@ -14,7 +14,7 @@ import pytest
 from telescope import doctor
 from telescope.algorithms.grpo import GRPO
 from telescope.backends.fsdp import FSDP
-from telescope.config.parts import EnvironmentEntry, InferenceSettings, ModelSettings
+from telescope.config.parts import EnvironmentEntry, ModelSettings
 from telescope.config.run import RunConfig
 from telescope.inference.engine import Generated
 

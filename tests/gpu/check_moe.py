@@ -1,10 +1,10 @@
 """Weight updates of models with experts in the vLLM engine on one GPU, whichever version is installed: `python -m
 tests.gpu.check_moe`.
 
-For a Qwen3-MoE, a Mixtral and a GLM-4-MoE with drawn weights, and each place of staging: served log-probs are transformers' before and
-after updates to and fro, with a request in flight, and every element of the engine's parameters is what the version says, each
-expert in the kernel's own order. Prints the kernel's way (copies alone, or arranged) and the pause. Exits 0 only if all hold.
-`--device cpu` runs the same on a CPU. No pytest module: it needs a GPU.
+For a Qwen3-MoE, a Mixtral and a GLM-4-MoE with drawn weights, and each place of staging: served log-probs are transformers'
+before and after updates to and fro, with a request in flight, and every element of the engine's parameters is what the version
+says, each expert in the kernel's own order. Prints the kernel's way (copies alone, or arranged) and the pause. Exits 0 only if
+all hold. `--device cpu` runs the same on a CPU. No pytest module: it needs a GPU.
 """
 
 from __future__ import annotations

@@ -34,7 +34,9 @@ def train_one_step(folder: Path, target: Path) -> None:
     save_file(version, target / "model.safetensors", {"format": "pt"})
 
 
-@pytest.mark.parametrize(("kind", "width"), [("qwen3_moe", 48), ("mixtral", 64), ("glm4_moe", 64)])  # vLLM pads 48 to 64 on a CPU
+@pytest.mark.parametrize(
+    ("kind", "width"), [("qwen3_moe", 48), ("mixtral", 64), ("glm4_moe", 64)]
+)  # vLLM pads 48 to 64 on a CPU
 def test_an_update_of_experts_and_router_is_what_the_engine_computes_with(
     vllm_variables, tmp_path: Path, kind: str, width: int
 ):

