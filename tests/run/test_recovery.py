@@ -129,6 +129,17 @@ def test_kill_9_of_the_only_server_in_mid_update(start: Start):
 
 
 @pytest.mark.slow
+def test_the_survivor_of_a_broken_broadcast_is_not_taken_for_one_that_hangs(start: Start):
+    """The sending fails at its first byte, as a member is dead, before the other member has begun to receive."""
+    run = start(*FAKE, SLOW, "weight_sync.transport=gloo", "cluster.inference_num_workers=2", f"number_of_steps={FEW}")
+    run.until_step(3)
+    run.until(lambda: in_phase(run, "being prepared"), "preparing")
+    run.until(lambda: not in_phase(run, "being prepared"), "done")
+    os.kill(run.find("server-0").pid, signal.SIGKILL)
+    assert_complete(run, restarts={"server-0": 1}, steps=FEW)
+
+
+@pytest.mark.slow
 def test_every_server_killed_at_once(start: Start):
     run = start(*FAKE, BUSY, "cluster.inference_num_workers=2")
     run.until_step(2)
