@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import os
 import secrets
 import sys
@@ -27,11 +28,10 @@ if TYPE_CHECKING:
     from telescope.config.run import RunConfig
     from telescope.inference.engine import Engine, Generated
 
+log = logging.getLogger(__name__)
+
 AGREE, DISAGREE, USAGE = 0, 1, 2
 SAMPLES = 32
-LIMITS = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
-"""Largest mean |difference| in nats, by the coarser of the two precisions. In bfloat16 two right implementations of a small
-model differ by 0.04 (docs/inference.md)."""
 
 
 @dataclass(frozen=True)
@@ -94,11 +94,31 @@ def examine(check: str, configs: Sequence[RunConfig], samples: int) -> int:
     if configs[0].inference.engine == "fake" or configs[0].backend_name == "fake":
         sys.stderr.write("telescope.doctor: a fake engine or backend has no model; use inference=vllm and a real backend\n")
         return USAGE
-    if check == "weights":
-        if len(configs) > 1:
-            sys.stderr.write("telescope.doctor: weights are the same at every temperature: give --temperature once or not\n")
-            return USAGE
-        return weights(configs[0], samples)
+    if check == "weights" and len(configs) > 1:
+        sys.stderr.write("telescope.doctor: weights are the same at every temperature: give --temperature once or not\n")
+        return USAGE
+    try:
+        return weights(configs[0], samples) if check == "weights" else logprobs(configs, samples)
+    except explained() as error:
+        log.debug("the cause", exc_info=error)
+        sys.stderr.write(f"telescope.doctor: {error}\n")
+        return DISAGREE
+
+
+def explained() -> tuple[type[BaseException], ...]:
+    """Errors of engine, trainer and plan whose text is all that there is to say. Imports torch."""
+    from telescope.backends.fsdp.policy import UnfitModel
+    from telescope.doctor_weights import PairFailed
+    from telescope.inference import main as server
+    from telescope.inference.engine import RequestRefused, WeightsRefused
+    from telescope.trainer import main as trainer
+
+    ours = (PairFailed, RequestRefused, WeightsRefused, UnfitModel)
+    return (*server.KNOWN.errors, *server.KNOWN.gone, *trainer.KNOWN.errors, *ours)
+
+
+def logprobs(configs: Sequence[RunConfig], samples: int) -> int:
+    """Both sides' log-probs of the same tokens, at each temperature. Gives the exit code."""
     found = check_logprobs(configs, samples)
     sys.stdout.write("".join(parity.report(config) for parity, config in zip(found, configs, strict=True)))
     return AGREE if all(parity.agree for parity in found) else DISAGREE
@@ -106,7 +126,7 @@ def examine(check: str, configs: Sequence[RunConfig], samples: int) -> int:
 
 def weights(config: RunConfig, samples: int) -> int:
     """A trained version's way to a server's parameters. Gives the exit code."""
-    from telescope.doctor_weights import PairFailed, check_weights
+    from telescope.doctor_weights import check_weights
 
     if config.model.lora is not None:
         sys.stderr.write("telescope.doctor: with model.lora only adapters travel; use `doctor weights` without it\n")
@@ -116,11 +136,7 @@ def weights(config: RunConfig, samples: int) -> int:
         prompts = prompts_of(pair, max(samples, 2 * pair.cluster.trainer_num_workers))
         return as_shard(prompts, await sampled(engine, prompts, pair))
 
-    try:
-        found = check_weights(config, shard)
-    except PairFailed as error:
-        sys.stderr.write(f"telescope.doctor: {error}\n")
-        return DISAGREE
+    found = check_weights(config, shard)
     sys.stdout.write(found.report())
     return AGREE if found.agree else DISAGREE
 
@@ -134,6 +150,7 @@ def check_logprobs(configs: Sequence[RunConfig], samples: int) -> list[Parity]:
     gpus = this_host().gpus
     if gpus and config.cluster.device != "cpu" and not os.environ.get("CUDA_VISIBLE_DEVICES"):
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus[0]
+    from telescope.config.precision import parity_limit
     from telescope.inference.main import build_engine, device_of
 
     device = device_of(config, os.environ)
@@ -143,7 +160,8 @@ def check_logprobs(configs: Sequence[RunConfig], samples: int) -> list[Parity]:
     shards = [as_shard(prompts, got) for got in answers]
     scorer = "cuda:0" if device == "gpu" else "cpu"
     return [
-        compare(shard, score(shard, each, scorer), limit(each, device)) for shard, each in zip(shards, configs, strict=True)
+        compare(shard, score(shard, each, scorer), parity_limit(each, device))
+        for shard, each in zip(shards, configs, strict=True)
     ]
 
 
@@ -220,15 +238,6 @@ def compare(shard: TrainShard, trainer: np.ndarray, limit: float) -> Parity:
         return Parity(int(sampled.sum()), float("inf"), float("inf"), float("nan"), limit)
     apart = np.abs(difference)
     return Parity(int(sampled.sum()), float(apart.mean()), float(apart.max()), float(np.exp(difference).mean()), limit)
-
-
-def limit(config: RunConfig, device: str) -> float:
-    """What two right implementations may differ by."""
-    served = config.inference.dtype
-    if served == "auto":
-        served = "bfloat16" if device == "gpu" else config.model.dtype
-    trained = getattr(config.backend, "mixed_precision_dtype", None) or config.model.dtype
-    return max(LIMITS[served], LIMITS[trained])
 
 
 def _spread(mask: np.ndarray, fill: float, values: Sequence[np.ndarray], dtype: type) -> np.ndarray:

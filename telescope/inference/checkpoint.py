@@ -7,7 +7,7 @@ the checkpoint before anything is touched. Names and shapes only, without torch;
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,11 @@ def needed_tensors(checkpoint: dict[str, tuple[int, ...]], tied: bool) -> dict[s
 
 
 def version_bytes(checkpoint: dict[str, tuple[int, ...]], tied: bool, dtype: str) -> int:
-    """Bytes of a version of this checkpoint on its way and in a staging buffer, e.g. with `dtype` bfloat16."""
-    _, nbytes = lay_out(Tensor(name, dtype, shape) for name, shape in needed_tensors(checkpoint, tied).items())
+    """Bytes of a version of this checkpoint on its way and in a staging buffer, at most, e.g. with `dtype` bfloat16: some
+    vectors keep float32 (`Policy.kept`)."""
+    vectors = "float32" if dtype in ("bfloat16", "float16") else dtype
+    needed = needed_tensors(checkpoint, tied).items()
+    _, nbytes = lay_out(Tensor(name, vectors if len(shape) == 1 else dtype, shape) for name, shape in needed)
     return nbytes
 
 
@@ -68,10 +71,13 @@ def is_tied(folder: Path) -> bool:
     return bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
 
 
-def disagreements(manifest: WeightManifest, checkpoint: dict[str, tuple[int, ...]], tied: bool) -> list[str]:
-    """What keeps a version from being loaded whole, in sentences; empty if nothing does."""
+def disagreements(
+    manifest: WeightManifest, checkpoint: dict[str, tuple[int, ...]], tied: bool, idle: Collection[str] = ()
+) -> list[str]:
+    """What keeps a version from being loaded whole, in sentences; empty if nothing does. `idle`: the checkpoint's tensors that
+    the engine is known to compute nothing with: a version may lack them, and one that has them trains what is not served."""
     given = {spec.name: spec for spec in manifest.tensors}
-    missing = [name for name in checkpoint if name not in given and not _may_be_left_out(name, tied)]
+    missing = [name for name in checkpoint if name not in given and name not in idle and not _may_be_left_out(name, tied)]
     unknown = [name for name in given if name not in checkpoint]
     shapes = [
         f"{name} has shape {list(spec.shape)} but the model's is {list(checkpoint[name])}"
@@ -85,6 +91,10 @@ def disagreements(manifest: WeightManifest, checkpoint: dict[str, tuple[int, ...
     ]
     found = [f"{len(missing)} tensors are missing: {_some(missing)}"] if missing else []
     found += [f"{len(unknown)} tensors are not the model's: {_some(unknown)}"] if unknown else []
+    if vain := [name for name in given if name in idle]:
+        found.append(
+            f"the engine computes nothing with {len(vain)} tensors, so what is trained is not what samples: {_some(vain)}"
+        )
     return found + shapes[:SHOWN] + dtypes[:SHOWN]
 
 
@@ -105,7 +115,7 @@ def _may_be_left_out(name: str, tied: bool) -> bool:
     return (tied and name.endswith("lm_head.weight")) or name.endswith("rotary_emb.inv_freq")
 
 
-def _some(names: list[str]) -> str:
+def _some(names: Collection[str]) -> str:
     return ", ".join(sorted(names)[:SHOWN]) + (", …" if len(names) > SHOWN else "")
 
 

@@ -101,6 +101,8 @@ class Weights:
         self._device = device
         self._folder = Path(vllm_config.model_config.model)
         self._plan: CopyPlan | None = None
+        self._idle: frozenset[str] = frozenset()
+        """The checkpoint's tensors of which the plan copies nothing anywhere."""
         self._bound: tuple[tuple[TensorSpec, ...], int, BoundPlan] | None = None
         self._fits: tuple[tuple[TensorSpec, ...], int] | None = None
         """The layout that was found to fit the model."""
@@ -116,6 +118,7 @@ class Weights:
         no_plan = ""
         try:
             self._plan = self._make_plan()
+            self._idle = frozenset(needed_tensors(self._checkpoint, self._tied)) - self._plan.sources
         except NoPlan as reason:
             no_plan = str(reason)
             if layers_with_experts(self._model):
@@ -126,7 +129,8 @@ class Weights:
             self.staging.reserve(reserved)
             self._warm()
         copies, arranged, nbytes = (self._plan.count, len(self._plan.arranged), self._plan.nbytes) if self._plan else (0, 0, 0)
-        return Opened("", no_plan, copies, arranged, nbytes, self.staging.buffer.numel(), time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        return Opened("", no_plan, copies, arranged, nbytes, self.staging.buffer.numel(), seconds, tuple(sorted(self._idle)))
 
     def _warm(self) -> None:
         """The first copy of a kind loads its kernels, for tens of milliseconds: not at the first update."""
@@ -139,7 +143,7 @@ class Weights:
         def check() -> str:
             layout = manifest.tensors, manifest.nbytes
             if self._fits != layout:
-                misfits = disagreements(manifest, self._checkpoint, self._tied)
+                misfits = disagreements(manifest, self._checkpoint, self._tied, self._idle)
                 if found := misfits or misplaced(manifest.tensors, manifest.nbytes)[:SHOWN]:
                     return f"weights version {manifest.version} don't fit the model: {'; '.join(found)}"
                 self._fits = layout

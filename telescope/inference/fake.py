@@ -139,6 +139,8 @@ class FakeEngine:
         self._weights = asyncio.Lock()
         self._bed = _Bed()
         self._arriving: tuple[int, Receiver, WeightGroup | None] | None = None
+        self._preparing: int | None = None
+        self._called_off = False
 
     @property
     def client(self) -> None:
@@ -229,11 +231,14 @@ class FakeEngine:
         async with self._weights:
             self._staged = None
             self._state = replace(self._state, prepared=None)
-            await asyncio.sleep(self._weights_s)  # stands for the work itself
+            self._preparing, self._called_off = manifest.version, False
             try:
+                await asyncio.sleep(self._weights_s)  # stands for the work itself
                 checksum = await self._receive(manifest, group)
             except (WeightsCorrupt, TransferFailed) as error:
                 raise WeightsRefused(str(error)) from error
+            finally:
+                self._preparing = None
             self._staged = msgspec.structs.replace(manifest, checksum=checksum)
             self._state = replace(self._state, prepared=manifest.version)
             return self._state
@@ -250,6 +255,8 @@ class FakeEngine:
         self._arriving = (manifest.version, receiver, group)
         place = torch.empty(manifest.nbytes, dtype=torch.uint8)
         try:
+            if self._called_off:
+                raise TransferFailed(f"weights version {manifest.version} were broken off")
             return await asyncio.to_thread(receiver.receive, manifest, group, place, self._deadline_s)
         finally:
             self._arriving = None
@@ -265,6 +272,7 @@ class FakeEngine:
             return self._state
 
     async def discard(self, version: int) -> WeightState:
+        self._called_off |= self._preparing == version
         if self._arriving is not None and self._arriving[0] == version:
             _, receiver, group = self._arriving
             receiver.cancel(None if group is None else group.epoch)

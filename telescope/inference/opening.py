@@ -30,7 +30,8 @@ class Opening(msgspec.Struct, frozen=True):
 
 class Opened(msgspec.Struct, frozen=True):
     """How a worker will take updates. `refused`: a sentence if it can't; `no_plan`: why it uses vLLM's own loader, or empty;
-    `arranged`: layers whose experts are arranged for vLLM's kernel at each update."""
+    `arranged`: layers whose experts are arranged for vLLM's kernel at each update; `idle`: the checkpoint's tensors that the
+    engine computes nothing with."""
 
     refused: str = ""
     no_plan: str = ""
@@ -39,6 +40,7 @@ class Opened(msgspec.Struct, frozen=True):
     nbytes: int = 0
     staging_bytes: int = 0
     seconds: float = 0.0
+    idle: tuple[str, ...] = ()
 
 
 class StageState(msgspec.Struct, frozen=True):

@@ -40,6 +40,8 @@ LOAD_EVERY_S = 0.25
 """The engine's load is told at most so often."""
 KV_DIGITS = 2
 """Smaller changes of the KV cache's use are no news."""
+AGAIN_S = 0.05
+"""An order to break off is repeated so often until the order that it breaks off is answered."""
 STOP_S = 1.0
 """How long running requests may still take to end when the run stops: they are aborted, and nobody waits for them."""
 
@@ -90,6 +92,8 @@ class Server:
         self._engine = engine
         self._requests: dict[str, asyncio.Task[None]] = {}
         self._weights = asyncio.Lock()
+        self._preparing: tuple[int, asyncio.Task[None]] | None = None
+        """The last order to prepare a version, answered or not."""
         self._others: set[asyncio.Task[None]] = set()
         self._failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self._told = Load()
@@ -131,7 +135,9 @@ class Server:
                     self._abort(order.request_id)
                 case Abort():
                     pass  # it had not come yet, and the door has said so
-                case PrepareWeights() | CommitWeights() | AbortWeights() as order:
+                case PrepareWeights() as order:
+                    self._preparing = order.manifest.version, self._start(self._change_weights(order, delivery))
+                case CommitWeights() | AbortWeights() as order:
                     self._start(self._change_weights(order, delivery))
                 case Sleep() as order:
                     self._start(self._sleep(order, delivery))
@@ -250,8 +256,14 @@ class Server:
             self._link.send(Asleep(step=order.step, seconds=seconds), answers=delivery)
 
     async def _break_off(self, version: int) -> None:
+        """Again until the order to prepare is answered: what comes before the engine has begun finds nothing to break off, and
+        the engine would then wait for a sender that has given up."""
+        preparing = self._preparing[1] if self._preparing is not None and self._preparing[0] == version else None
         with contextlib.suppress(EngineDead):  # told by the answer to the order
-            await self._engine.discard(version)
+            while True:
+                await self._engine.discard(version)
+                if preparing is None or (await asyncio.wait({preparing}, timeout=AGAIN_S))[0]:
+                    return
 
     async def _ordered(self, order: PrepareWeights | CommitWeights | AbortWeights) -> WeightState:
         match order:

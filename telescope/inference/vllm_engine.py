@@ -65,6 +65,8 @@ class VllmEngine:
         self._state = WeightState(version=0, prepared=None, checksum="", pause_s=0.0)
         self._staged: WeightManifest | None = None
         self._arriving: int | None = None
+        self._called_off = False
+        """Whether the version that arrives is not wanted any more."""
         self._held = False
         """Whether the engine is paused because a version is received in place."""
         self._asleep = False
@@ -142,6 +144,8 @@ class VllmEngine:
                     "experts are arranged for their kernel",
                     opened.copies, opened.nbytes / 1e9, opened.seconds, opened.staging_bytes / 1e9, opened.arranged,
                 )  # fmt: skip
+        if idle := self.opened[0].idle:
+            log.warning("vLLM computes nothing with %d tensors of the model's files, %s first", len(idle), idle[0])
 
     def on_step(self, stepped: Callable[[], None]) -> None:
         self._stepped = stepped
@@ -264,9 +268,9 @@ class VllmEngine:
     @tells_its_death
     async def prepare(self, manifest: WeightManifest, group: WeightGroup | None = None) -> WeightState:
         async with self._weights:
-            self._staged = None
+            version, self._staged = manifest.version, None
             self._state = replace(self._state, prepared=None)
-            self._arriving = version = manifest.version
+            self._arriving, self._called_off = version, False
             limit_s = self._sync.update_timeout_s + 2 * BREAK_OFF_S
             try:
                 async with asyncio.timeout(limit_s):
@@ -314,6 +318,7 @@ class VllmEngine:
     @tells_its_death
     async def discard(self, version: int) -> WeightState:
         if self._arriving == version:  # whoever waits in `prepare` is told
+            self._called_off = True
             await self._forget(version)
         async with self._weights:
             if self._staged is not None and self._staged.version == version:
@@ -377,6 +382,8 @@ class VllmEngine:
         version, limit_s = manifest.version, self._sync.update_timeout_s
         order, told = self._bell.expect(len(self.opened)), [msgspec.json.encode(value).decode() for value in (manifest, group)]
         await self._rpc("telescope_stage", *told, order)
+        if self._called_off:  # the order to forget it may have reached the workers before this one
+            await self._rpc("telescope_forget", version)
         states = await self._settled(version, limit_s, lambda states: all(state.over for state in states) or _cause(states))
         cause = _cause(states)
         if not cause and all(state.over for state in states):

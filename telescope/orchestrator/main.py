@@ -25,6 +25,7 @@ from telescope.orchestrator.batch import Recipe
 from telescope.orchestrator.beginning import Beginning, CannotGoOn, begin
 from telescope.orchestrator.checkpoints import SaveRules
 from telescope.orchestrator.loop import Orchestrator, Outcome
+from telescope.orchestrator.parity import Parity
 from telescope.orchestrator.perform import Performer
 from telescope.orchestrator.record import Recorder
 from telescope.orchestrator.rewards import RewardRanges
@@ -38,7 +39,7 @@ from telescope.runlog.journal import Journal, JournalError
 from telescope.runlog.layout import RunDirectory, reserved
 from telescope.runlog.mirror import mirror_for, share_of
 from telescope.runlog.writer import RunLog, RunLogFailed, RunLogStalled
-from telescope.weights.choose import TransportRefused, planned
+from telescope.weights.choose import TransportRefused, planned, planned_device
 from telescope.wire.heap import freeze_heap
 from telescope.wire.hub import BindFailed, Hub
 from telescope.wire.process import Interrupted, Known, Place, Signals, run_process, say_why
@@ -170,7 +171,9 @@ async def _run(place: Place, signals: Signals) -> Outcome:
     )
     ranges = {label: ends for label in config.environments if (ends := config.reward_range(label))}
     rewards = RewardRanges(ranges, normalize=config.rollout.normalize_rewards)
-    recorder = Recorder(run, run_log, mirror, config.number_of_steps, rewards, token_groups=config.logging.token_groups)
+    parity = Parity.of(config, planned_device(run.plan_json))
+    groups = config.logging.token_groups
+    recorder = Recorder(run, run_log, mirror, config.number_of_steps, rewards, token_groups=groups, parity=parity)
     recorder.go_on(begun.counters, begun.history, begun.shelf)
 
     def summarize() -> None:

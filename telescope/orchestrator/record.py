@@ -25,6 +25,7 @@ from telescope.flow.counts import Counts
 from telescope.maths.summaries import gini, group_mean, max_median_ratio
 from telescope.orchestrator.batch import Batch
 from telescope.orchestrator.kept_tokens import token_rows
+from telescope.orchestrator.parity import Parity
 from telescope.orchestrator.rewards import RewardRanges
 from telescope.orchestrator.rollout_rows import order_row, rollout_row
 from telescope.orchestrator.saved import Counters
@@ -56,8 +57,10 @@ class Recorder:
         rewards: RewardRanges | None = None,
         *,
         token_groups: int = 0,
+        parity: Parity | None = None,
     ) -> None:
         self._token_groups = token_groups
+        self._parity = parity or Parity()
         self._run, self._log, self._mirror, self._steps = run, log, mirror, number_of_steps
         self.rewards = rewards or RewardRanges()
         self._tally = Tally()
@@ -254,6 +257,9 @@ class Recorder:
         if metrics.get("update_skipped"):
             self.updates_skipped += int(metrics["update_skipped"])
             self.alert("warning", "trainer", f"step {done.step}: an update was left out, as its gradient was no finite number")
+        if sentence := self._parity.judge(done.step, metrics):
+            log.warning("%s", sentence)
+            self.alert("warning", "trainer", sentence)
         self.history.append(metrics)
         self._log.append("step_metrics", {"step": done.step, "metrics": metrics})
         if self._mirror is not None:

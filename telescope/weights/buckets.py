@@ -23,11 +23,13 @@ FLOATING = frozenset({"float64", "float32", "float16", "bfloat16"})
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor as its model names it, e.g. `Tensor("model.norm.weight", "float32", (2048,))`."""
+    """A tensor as its model names it, e.g. `Tensor("model.norm.weight", "float32", (2048,))`. `exact`: it keeps its dtype on
+    the way."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
+    exact: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ def lay_out(tensors: Iterable[Tensor], dtype: str | None = None) -> tuple[tuple[
     for tensor in tensors:
         if tensor.name in specs:
             raise ValueError(f"tensor {tensor.name} is given twice; tied tensors are published once")
-        kind = dtype if dtype is not None and tensor.dtype in FLOATING else tensor.dtype
+        kind = dtype if dtype is not None and tensor.dtype in FLOATING and not tensor.exact else tensor.dtype
         if kind not in ITEM_BYTES:
             raise ValueError(
                 f"tensor {tensor.name} has dtype {kind}, which servers can't read; known are {', '.join(ITEM_BYTES)}"

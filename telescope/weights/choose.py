@@ -87,14 +87,19 @@ def spread(plan_json: Path) -> bool:
     return writer is not None and any(process.host != writer for process in plan.processes if process.role == "server")
 
 
+def planned_device(plan_json: Path) -> str:
+    """Where the plan puts servers and trainer: gpu or cpu. cpu where there is no plan."""
+    try:
+        return msgspec.json.decode(plan_json.read_bytes(), type=_Plan).device
+    except FileNotFoundError:
+        return "cpu"
+
+
 def planned(transport: str, plan_json: Path, *, adapters: bool = False) -> Transport:
     """The same for the whole run, as its plan has it. Raises `TransportRefused`."""
-    try:
-        device = msgspec.json.decode(plan_json.read_bytes(), type=_Plan).device
-    except FileNotFoundError:
-        device = "cpu"
+    device = "cuda" if planned_device(plan_json) == "gpu" else "cpu"
     placed, hosts = cards(plan_json), spread(plan_json)
-    return choose(transport, "cuda" if device == "gpu" else "cpu", placed, adapters=adapters, hosts=hosts)
+    return choose(transport, device, placed, adapters=adapters, hosts=hosts)
 
 
 def choose(transport: str, device: str, placed: Cards, *, adapters: bool = False, hosts: bool = False) -> Transport:

@@ -33,7 +33,15 @@ def random_experts(folder: Path, kind: str = "qwen3_moe", seed: int = 2, **chang
     own = {
         "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 24, "norm_topk_prob": True},
         "mixtral": {"num_local_experts": 4},
-    }
+        "glm4_moe": {
+            "n_routed_experts": 4, "moe_intermediate_size": 24, "first_k_dense_replace": 1, "n_shared_experts": 1, "n_group": 1,
+            "topk_group": 1,
+        },
+    }  # fmt: skip
     config = AutoConfig.for_model(kind, **{**sizes, **own[kind], **changes})
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    lm = AutoModelForCausalLM.from_config(config)
+    for name, buffer in lm.named_buffers():
+        if name.endswith("e_score_correction_bias"):  # zeros when drawn
+            buffer.normal_(0, 0.3)
+    lm.save_pretrained(folder)
     return str(folder)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from telescope.backends.common import names
@@ -71,6 +72,21 @@ def test_experts_are_published_one_by_one_under_the_names_of_the_models_files(bu
     trained = {name.removeprefix("lm."): p.detach().full_tensor() for name, p in backend._policy.named_parameters()}
     assert moved.keys() == trained.keys()
     assert all(torch.equal(moved[name].detach(), trained[name]) for name in trained)
+
+
+def test_what_a_router_adds_to_scores_is_published_as_it_is_though_no_step_changes_it(build, tmp_path):
+    """A buffer to transformers, a weight to servers: without it they would refuse the version, and rounded to the wire's
+    bfloat16 it would choose other experts."""
+    folder = random_experts(tmp_path / "glm4_moe", "glm4_moe")
+    backend = build(make_job(model=folder))
+    backend.train_step(make_shard())
+    stored = load_file(Path(folder) / "model.safetensors")
+    published = dict(backend.weights("bfloat16"))
+    assert published.keys() == stored.keys()
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert torch.equal(published[name], stored[name])
+    assert {tensor.dtype for key, tensor in published.items() if key != name} == {torch.bfloat16}
+    assert [kind.name for kind in backend.layout() if kind.exact] == [name]
 
 
 def test_the_matrices_of_experts_are_published_by_all_ranks_in_turn(models):

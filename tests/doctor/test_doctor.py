@@ -14,7 +14,7 @@ import pytest
 from telescope import doctor
 from telescope.algorithms.grpo import GRPO
 from telescope.backends.fsdp import FSDP
-from telescope.config.parts import EnvironmentEntry, InferenceSettings, ModelSettings
+from telescope.config.parts import EnvironmentEntry, ModelSettings
 from telescope.config.run import RunConfig
 from telescope.inference.engine import Generated
 
@@ -62,13 +62,6 @@ def config(**changes: object) -> RunConfig:
     entries = {"reverse_letters": EnvironmentEntry(name="reverse_letters")}
     settings = {"model": ModelSettings(name="tiny_reverse"), "backend": fsdp} | changes
     return RunConfig(environments=entries, algorithm=GRPO(), **settings)
-
-
-def test_the_limit_is_that_of_the_coarser_precision():
-    assert doctor.limit(config(), "cpu") == 1e-3
-    assert doctor.limit(config(), "gpu") == 0.1
-    assert doctor.limit(config(inference=InferenceSettings(dtype="float32")), "gpu") == 1e-3
-    assert doctor.limit(config(backend=FSDP(mixed_precision_dtype="bfloat16")), "cpu") == 0.1
 
 
 def test_the_trainers_log_probs_are_those_of_transformers_at_the_same_temperature():

@@ -1,10 +1,10 @@
 """Weight updates of models with experts in the vLLM engine on one GPU, whichever version is installed: `python -m
 tests.gpu.check_moe`.
 
-For a Qwen3-MoE and a Mixtral with drawn weights, and each place of staging: served log-probs are transformers' before and
-after updates to and fro, with a request in flight, and every element of the engine's parameters is what the version says, each
-expert in the kernel's own order. Prints the kernel's way (copies alone, or arranged) and the pause. Exits 0 only if all hold.
-`--device cpu` runs the same on a CPU. No pytest module: it needs a GPU.
+For a Qwen3-MoE, a Mixtral and a GLM-4-MoE with drawn weights, and each place of staging: served log-probs are transformers'
+before and after updates to and fro, with a request in flight, and every element of the engine's parameters is what the version
+says, each expert in the kernel's own order. Prints the kernel's way (copies alone, or arranged) and the pause. Exits 0 only if
+all hold. `--device cpu` runs the same on a CPU. No pytest module: it needs a GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.backends.models import random_experts
 from tests.inference.models import tokenizer
 
 RUN = "gpu-experts-check"
-KINDS = ("qwen3_moe", "mixtral")
+KINDS = ("qwen3_moe", "mixtral", "glm4_moe")
 CLOSE = {"float32": 1e-3, "bfloat16": 0.15}
 """Mean |served - transformers in float32| in nats. In half precision a token now and then goes to another expert."""
 FAR = 0.4
@@ -55,7 +55,7 @@ def make_models(root: Path, kind: str, intermediate: int, seeds: int = 2) -> lis
     for seed in range(seeds):
         folder = random_experts(
             root / f"{kind}-{seed}", kind, seed, vocab_size=len(characters), hidden_size=128, head_dim=64, eos_token_id=1,
-            intermediate_size=intermediate, **({"moe_intermediate_size": intermediate} if kind == "qwen3_moe" else {}),
+            intermediate_size=intermediate, **({"moe_intermediate_size": intermediate} if kind != "mixtral" else {}),
         )  # fmt: skip
         characters.save_pretrained(folder)
         made.append(Path(folder))

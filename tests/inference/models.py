@@ -56,3 +56,26 @@ def make_model(folder: Path, seed: int, tied: bool = True, head_dim: int = 32) -
     model.save_pretrained(folder)
     characters.save_pretrained(folder)
     return folder
+
+
+def make_family(folder: Path, kind: str, seed: int, **changes: object) -> Path:
+    """Write a 2-layer model of any of transformers' kinds (`Phi3Config` has `phi3`) with weights drawn from `seed`, norms and
+    biases too, whose tokens are characters."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    characters = tokenizer()
+    sizes = {
+        "vocab_size": len(characters), "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 1024,
+        "initializer_range": 0.2, "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None, "tie_word_embeddings": False,
+    }  # fmt: skip
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**sizes, **changes})).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    characters.save_pretrained(folder)
+    return folder

@@ -140,6 +140,25 @@ async def test_a_broadcast_that_is_called_off_in_the_middle_leaves_the_old_versi
     await served.assert_serves("third")
 
 
+async def test_a_broadcast_that_is_called_off_before_it_began_is_not_waited_for(sender: Sender, unstaged: None):
+    """While generation is being paused for it: the order to forget it reaches the worker before the one to receive it. Nobody
+    ever sends."""
+    served = sender.served
+    await sender.serve("old")
+    served.version += 1
+    manifest = sender.publisher.publish(served.version)
+    group = WeightGroup(manifest.version, ("trainer-0", "server-0/0"))
+    preparing = asyncio.create_task(served.engine.prepare(manifest, group))
+    while served.engine._arriving is None:
+        await asyncio.sleep(0)
+    state = await served.engine.discard(manifest.version)
+    assert (state.version, state.prepared) == (served.serving, None)
+    with pytest.raises(WeightsRefused, match=f"weights version {manifest.version} were broken off"):
+        await preparing
+    await sender.serve("new")
+    await served.assert_serves("new")
+
+
 async def test_received_in_place_nothing_is_sampled_between_the_first_bucket_and_the_commit(sender: Sender, unstaged: None):
     served = sender.served
     task = asyncio.create_task(long_request(served, "held", prompt(10)))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from telescope.config.models import EMBEDDED, end_ids
-from telescope.inference.checkpoint import CheckpointUnreadable, checkpoint_tensors, disagreements, is_tied
+from telescope.inference.checkpoint import CheckpointUnreadable, checkpoint_tensors, disagreements, is_tied, version_bytes
 from telescope.records import TensorSpec, WeightManifest
 
 CHECKPOINT = {"embed.weight": (8, 4), "q_proj.weight": (4, 4), "k_proj.weight": (2, 4), "lm_head.weight": (8, 4)}
@@ -70,3 +70,18 @@ def test_strangers_shapes_and_dtypes_are_told():
         "q_proj.weight has shape [2, 8] but the model's is [4, 4]",
     ]
     assert disagreements(manifest(CHECKPOINT, "int8"), CHECKPOINT, tied=False)[0].startswith("embed.weight has dtype int8")
+
+
+def test_what_the_engine_computes_nothing_with_may_be_left_out_and_may_not_be_trained():
+    """Heads for several tokens at once that a trainer leaves alone; a bias that an engine has no place for."""
+    idle = frozenset({"k_proj.weight"})
+    assert disagreements(manifest(less("k_proj.weight")), CHECKPOINT, tied=False, idle=idle) == []
+    assert disagreements(manifest(CHECKPOINT), CHECKPOINT, tied=False, idle=idle) == [
+        "the engine computes nothing with 1 tensors, so what is trained is not what samples: k_proj.weight"
+    ]
+
+
+def test_room_for_a_version_is_kept_for_vectors_in_float32():
+    """4 rows of 32 in bfloat16 (256 bytes), and a vector of 40 that a router adds to scores, which is not rounded (192)."""
+    assert version_bytes({"a.weight": (4, 32), "b": (40,)}, tied=False, dtype="bfloat16") == 256 + 192
+    assert version_bytes({"a.weight": (4, 32), "b": (40,)}, tied=False, dtype="float32") == 512 + 192

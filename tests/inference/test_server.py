@@ -177,14 +177,39 @@ async def test_a_version_that_was_called_off_can_not_be_committed(publisher: Sha
     running.cancel()
 
 
+@pytest.mark.parametrize("weights_s", [0.0, 0.2])
+@pytest.mark.parametrize("turns", range(6))
+async def test_an_abort_close_behind_its_prepare_is_not_lost(turns: int, weights_s: float):
+    """A member of the group was dead before the sending began. `turns` of the event loop lie between the two orders."""
+    wire, receiver = Wire(), Endless()
+    running = asyncio.create_task(Server(wire, make(receivers=lambda transport: receiver, weights_s=weights_s)).run())
+    group = WeightGroup(7, ("trainer-0", "server-0/0", "server-1/0"))
+    manifest = WeightManifest(1, "gloo", "tcp://127.0.0.1:1/x", (), 0, "")
+    prepared = wire.order(PrepareWeights(manifest=manifest, group=group))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    called_off = wire.order(AbortWeights(version=1, reason="trainer-0 could not send"))
+    answers = [await wire.answer() for _ in range(2)]
+    assert [(seq, type(body)) for seq, body, _ in answers] == [(prepared, WeightsFailed), (called_off, WeightsReady)]
+    assert "broken off" in answers[0][1].cause
+    again = wire.order(PrepareWeights(manifest=manifest, group=WeightGroup(8, ("trainer-0", "server-0/0"))))
+    receiver.cancelled.clear()
+    receiver.arrives.set()
+    seq, body, _ = await wire.answer()  # the next round is not taken for the one that was called off
+    assert (seq, body.prepared) == (again, 1)
+    running.cancel()
+
+
 class Endless:
     """A receiver whose bytes never come, until it is broken off."""
 
     def __init__(self) -> None:
-        self.cancelled = threading.Event()
+        self.cancelled, self.arrives = threading.Event(), threading.Event()
         self.epochs: list[int | None] = []
 
     def receive(self, manifest, group, staging, deadline_s) -> str:
+        if self.arrives.is_set():
+            return "all"
         self.cancelled.wait(deadline_s)
         raise TransferFailed("the broadcast was broken off")
 

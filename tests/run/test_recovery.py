@@ -129,6 +129,18 @@ def test_kill_9_of_the_only_server_in_mid_update(start: Start):
 
 
 @pytest.mark.slow
+def test_the_survivor_of_a_broken_broadcast_is_not_taken_for_one_that_hangs(start: Start):
+    """Killed shortly before an update: its sending mostly fails at the first byte, before the other has begun to receive."""
+    run = start(*FAKE, SLOW, "backend.step_s=0.3", "weight_sync.transport=gloo", "cluster.inference_num_workers=2")
+    run.until_step(3)
+    run.until(lambda: in_phase(run, "being prepared"), "preparing")
+    run.until(lambda: not in_phase(run, "being prepared"), "done")  # a step follows before the next one
+    os.kill(run.find("server-0").pid, signal.SIGKILL)
+    assert_complete(run, restarts={"server-0": 1})
+    assert not any("hangs" in row["message"] for row in run.rows("alerts"))
+
+
+@pytest.mark.slow
 def test_every_server_killed_at_once(start: Start):
     run = start(*FAKE, BUSY, "cluster.inference_num_workers=2")
     run.until_step(2)

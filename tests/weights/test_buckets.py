@@ -24,6 +24,11 @@ def test_floating_tensors_take_the_dtype_of_the_wire_and_others_keep_theirs():
     assert nbytes == 64 + 64 + 192
 
 
+def test_a_tensor_that_is_exact_keeps_its_dtype_on_the_way():
+    specs, _ = lay_out([Tensor("a", "float32", (2,)), Tensor("bias", "float32", (2,), exact=True)], "bfloat16")
+    assert [(spec.dtype, spec.nbytes) for spec in specs] == [("bfloat16", 4), ("float32", 8)]
+
+
 def test_a_bucket_holds_what_fits_and_a_larger_tensor_is_alone():
     specs, nbytes = lay_out(THREE)
     assert [(cut.start, cut.stop) for cut in buckets(specs, 128)] == [(0, 128), (128, nbytes)]

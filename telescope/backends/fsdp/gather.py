@@ -35,6 +35,8 @@ class Part:
     shape: tuple[int, ...]
     start: int = 0
     depth: int = 1
+    exact: bool = False
+    """It keeps its dtype on the way."""
 
     @property
     def rows(self) -> int:
@@ -75,7 +77,7 @@ def _part(published: Tensor | Part) -> Part:
 def layout(published: Published) -> tuple[TensorKind, ...]:
     """The whole tensors, though only shards may be here."""
     parts = {name: _part(each) for name, each in published.items()}
-    return tuple(TensorKind(name, dtype_name(part.parameter), part.shape) for name, part in parts.items())
+    return tuple(TensorKind(name, dtype_name(part.parameter), part.shape, part.exact) for name, part in parts.items())
 
 
 @dataclass(frozen=True)

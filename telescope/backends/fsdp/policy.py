@@ -58,6 +58,7 @@ class Policy(nn.Module):
         self._published: dict[str, Part] = {}
         self._homes: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
         """The modules' own tables, the name in them and the parameter, by which `_published` was made."""
+        self._kept: dict[str, Tensor] | None = None
 
     def forward(
         self, row: RowInput, temperature: float, chunk: int, whole_logits: bool = False, support: Support = WHOLE
@@ -151,12 +152,15 @@ class Policy(nn.Module):
         computes.
         """
         if not self._homes or any(table.get(name) is not parameter for table, name, parameter in self._homes):
-            parameters = dict(lora.published(self, "lm.", adapters=self.adapters))
+            kept = self.kept()
+            every = dict(lora.published(self, "lm.", adapters=self.adapters)) | kept
             if self._rows is None:
-                where = names.table(self.lm, parameters) if not self.adapters else names.as_they_are(parameters)
-                self._rows = names.in_turn(where, parameters, shards)
-            rows = self._rows.items()
-            self._published = {name: Part(parameters[at.name], at.shape, at.start, at.depth) for name, at in rows}
+                where = names.table(self.lm, every) if not self.adapters else names.as_they_are(every)
+                self._rows = names.in_turn(where, every, shards)
+            self._published = {
+                name: Part(every[at.name], at.shape, at.start, at.depth, exact=at.name in kept)
+                for name, at in self._rows.items()
+            }
             self._homes = [
                 (module._parameters, name, parameter)
                 for module in self.modules()
@@ -164,6 +168,15 @@ class Policy(nn.Module):
                 if parameter is not None
             ]
         return self._published
+
+    def kept(self) -> dict[str, Tensor]:
+        """What the model's files have beside its weights and no step changes, such as what a router adds to its experts' scores
+        (`e_score_correction_bias`): to a server it is a weight like any other, and not to be rounded. Nothing of adapters."""
+        if self._kept is None:
+            saved = set() if self.adapters else set(self.lm.state_dict())
+            buffers = ((name, buffer) for name, buffer in self.lm.named_buffers() if name in saved)
+            self._kept = {name: buffer for name, buffer in buffers if buffer.is_floating_point()}
+        return self._kept
 
     @torch.no_grad()
     def verify(self, device: str, temperature: float, tolerance: float) -> None:
