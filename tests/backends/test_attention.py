@@ -174,6 +174,8 @@ REFUSED = {
         {"sliding_window": 20, "num_local_experts": 4},
         r"hides tokens of samples of 21 tokens and more by a mask alone .* set trainer\.seq_len=20 or less, which is 256",
     ),
+    "doge, a mask of numbers that it makes itself": (
+        "doge", {"num_experts": 4}, "DogeForCausalLM has a mask of its own making, which no attention of this backend computes"),
     "stablelm": ("stablelm", {"hidden_size": 64}, "layers do not hand on to their attention what they are given"),
 }
 
@@ -265,9 +267,11 @@ def test_the_shortest_sample_that_a_mask_treats_otherwise_is_found_to_the_token(
     look = Look(1000)
     with look.at("telescope_of_a_test"):
         mask = AttentionMaskInterface()["telescope_of_a_test"](batch_size=1, q_length=3, kv_length=3, mask_function=rule)
-        look.saw(mask, window)
-        look.saw(None, None)
+        look.saw(mask, {"sliding_window": window})
+        look.saw(mask[:, :, :2], {"sliding_window": window})  # a part of it, as some layers take
+        look.saw(None, {})
     assert look.shortest == shortest
+    assert not look.foreign
     assert "telescope_of_a_test" not in AttentionMaskInterface()
 
 

@@ -187,7 +187,7 @@ def _over_ranks(function: Function) -> Function:
                 "it can't be trained here"
             )
         if row.look is not None:
-            row.look.saw(attention_mask, kwargs.get("sliding_window"))
+            row.look.saw(attention_mask, kwargs)
         context = row.context
         if context is None:
             return function(module, query, key, value, attention_mask, row=row, **kwargs)

@@ -1,13 +1,14 @@
 """What a model lets a token see, by the mask that it asks transformers for, beside what attention here is told.
 
 Attention here makes no mask: it is told the samples' lengths, and of a layer's window by an argument of the call. A layer that
-keeps a window, or chunks, to its mask alone would be trained without it. Owns the look that finds such layers, at all lengths
-up to a limit, without a sample that long. Refuses to say what follows from it: that is the policy's.
+keeps a window, or chunks, to its mask alone would be trained without it, and so would one that makes a mask or a bias of its own.
+Owns the look that finds such layers, windows at all lengths up to a limit and without a sample that long. Refuses to say what
+follows from it: that is the policy's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,10 +21,12 @@ Rule = Callable[[int, int, Tensor, Tensor], Tensor]
 
 class Look:
     """Notes what the layers ask for during one forward pass. `shortest`: the length of the shortest sample, up to `longest`, of
-    which attention would show some token more or less than a layer's mask; None: there is none."""
+    which attention would show some token more or less than a layer's mask; None: there is none. `foreign`: what layers add to
+    their scores that attention here leaves out, in words; empty: nothing."""
 
     def __init__(self, longest: int) -> None:
         self._longest = longest
+        self.foreign = ""
         self._known: dict[tuple[int, int | None], tuple[Any, int | None]] = {}
 
     @property
@@ -43,14 +46,20 @@ class Look:
         finally:
             del known[name]
 
-    def saw(self, mask: Tensor | None, window: int | None) -> None:
-        """One layer's attention has been called with this mask, and told of this window."""
-        rule = getattr(mask, "rule", None)
+    def saw(self, mask: Tensor | None, told: Mapping[str, Any]) -> None:
+        """One layer's attention has been called with this mask, and been told this besides."""
+        window, rule = told.get("sliding_window"), getattr(mask, "rule", None)
+        biases = [name for name, value in told.items() if isinstance(value, Tensor) and value.is_floating_point()]
+        if biases:
+            self.foreign = f"{biases[0]}, numbers that it hands to its attention"
+        elif mask is not None and rule is None and not (mask.dtype == torch.bool and bool(mask.all())):  # a part of it is well
+            self.foreign = "a mask of its own making"
         if rule is None:
-            return  # it asked for none, or for one of its own making
+            return
         key = (id(rule), window)
         if key not in self._known:
-            self._known[key] = (rule, _first_difference(rule, window, self._longest, mask.device))  # type: ignore[union-attr]
+            assert mask is not None
+            self._known[key] = (rule, _first_difference(rule, window, self._longest, mask.device))
 
 
 def _with_rule(

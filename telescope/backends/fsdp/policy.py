@@ -180,6 +180,10 @@ class Policy(nn.Module):
                 f"{name} changes its logits after the head or looks across samples: log-probs differ by {difference:.2g} "
                 "from those of its own forward pass, so what is trained would not be what is sampled"
             )
+        if look.foreign:
+            raise UnfitModel(
+                f"{name} has {look.foreign}, which no attention of this backend computes: it can't be trained here"
+            )
         if look.shortest is not None:
             raise UnfitModel(
                 f"{name} hides tokens of samples of {look.shortest} tokens and more by a mask alone (a window, or chunks), of "
