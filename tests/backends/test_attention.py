@@ -159,6 +159,16 @@ TAKEN = {
     "phi3, fused q, k and v": ("phi3", {}),
     "gemma3, windows and two kinds of positions": ("gemma3_text", {
         "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 20}),
+    "gemma4, heads of two widths, the last layers with the keys of those before": ("gemma4_text", {
+        "sliding_window": 8, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "global_head_dim": 32, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128, "num_kv_shared_layers": 2}),
+    "deepseek_v3, a compressed cache, values narrower than keys": ("deepseek_v3", {
+        "head_dim": None, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+        "moe_intermediate_size": 24, "first_k_dense_replace": 2}),
+    "seed_oss, biases and dropout by function": ("seed_oss", {"residual_dropout": 0.1}),
+    "smollm3, layers without positions": ("smollm3", {"no_rope_layers": [1, 0]}),
+    "apertus, numbers without an axis": ("apertus", {"rope_scaling": None}),
 }  # fmt: skip
 REFUSED = {
     "gemma2": ("gemma2", {"sliding_window": 8}, "attention uses softcap, which no attention of this backend computes"),
@@ -175,7 +185,10 @@ REFUSED = {
         r"hides tokens of samples of 21 tokens and more by a mask alone .* set trainer\.seq_len=20 or less, which is 256",
     ),
     "doge, a mask of numbers that it makes itself": (
-        "doge", {"num_experts": 4}, "DogeForCausalLM has a mask of its own making, which no attention of this backend computes"),
+        "doge",
+        {"num_experts": 4},
+        "DogeForCausalLM has a mask of its own making, which no attention of this backend computes",
+    ),
     "stablelm": ("stablelm", {"hidden_size": 64}, "layers do not hand on to their attention what they are given"),
 }
 
