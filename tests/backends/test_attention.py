@@ -318,6 +318,12 @@ def test_auto_takes_the_first_kernel_that_works(here: Machine, kind: str):
     assert choose("sdpa", here) == "sdpa"
 
 
+def test_the_log_names_the_kernel_that_was_taken(build, caplog):
+    with caplog.at_level("INFO", logger="telescope.backends.fsdp.assembly"):
+        build(make_job())
+    assert "computing in float32, attention sdpa (samples of like length stacked), checkpointing none" in caplog.text
+
+
 def test_flash_is_the_first_of_the_three_flash_kernels():
     assert choose("flash", gpu(9, "flash_attn")) == "flash2"
     assert choose("flash", gpu(9)) == "varlen"

@@ -1,7 +1,7 @@
 """What a model lets a token see, by the mask that it asks transformers for, beside what attention here is told.
 
 Attention here makes no mask: it is told the samples' lengths, and of a layer's window by an argument of the call. A layer that
-keeps a window, or chunks, to its mask alone would be trained without it, and so would one that makes a mask or a bias of its own.
+keeps a window, or chunks, to its mask alone would be trained without it, and so would one that makes a mask or a bias itself.
 Owns the look that finds such layers, windows at all lengths up to a limit and without a sample that long. Refuses to say what
 follows from it: that is the policy's.
 """

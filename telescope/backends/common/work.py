@@ -41,11 +41,11 @@ def _by_layer(config: Any, layers: int) -> list[Any]:
 
 
 def _head_dim(config: Any, heads: int) -> float:
-    """Numbers of a head that are multiplied for a pair of tokens; with a compressed cache scores and values have as many each."""
+    """The width of a head; with a compressed cache the mean of its keys' and its values', which are not alike."""
     scores, values = getattr(config, "qk_nope_head_dim", None), getattr(config, "v_head_dim", None)
     if scores and values:
-        return (scores + config.qk_rope_head_dim + values) / 2
-    return getattr(config, "head_dim", None) or config.hidden_size // heads
+        return float(scores + config.qk_rope_head_dim + values) / 2
+    return float(getattr(config, "head_dim", None) or config.hidden_size // heads)
 
 
 def peak_flops(device: str, given: float | None) -> float | None:
