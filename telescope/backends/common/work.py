@@ -30,14 +30,17 @@ def training_work(lm: Any) -> flops.TrainingWork:
         trained += count if parameter.requires_grad else 0.0
         frozen += 0.0 if parameter.requires_grad else count
     layers, heads = config.num_hidden_layers, config.num_attention_heads
-    mean = sum(_head_dim(each, heads) for each in _by_layer(config, layers)) / layers
+    mean = sum(_head_dims(config, layers, heads)) / layers
     return flops.TrainingWork.of(trained=trained, frozen=frozen, layers=layers, heads=heads, head_dim=mean)
 
 
-def _by_layer(config: Any, layers: int) -> list[Any]:
-    """The configuration of each layer: where they differ, transformers gives no common number."""
-    own = getattr(config, "per_layer_config", None)
-    return [own[number] for number in range(layers)] if own else [config] * layers
+def _head_dims(config: Any, layers: int, heads: int) -> list[float]:
+    """Of each layer. Where they differ newer transformers has no common number, and older one a second for full attention."""
+    if own := getattr(config, "per_layer_config", None):
+        return [_head_dim(own[number], heads) for number in range(layers)]
+    if wide := getattr(config, "global_head_dim", None):
+        return [float(wide if kind == "full_attention" else config.head_dim) for kind in config.layer_types]
+    return [_head_dim(config, heads)] * layers
 
 
 def _head_dim(config: Any, heads: int) -> float:
