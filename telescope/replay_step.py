@@ -1,7 +1,8 @@
 """One recorded train step, run again alone: its loss, its metrics, and what in it is no finite number.
 
 Reads what a run kept (`kept/step_…`), puts the ranks' shards together, builds the run's own backend in this process and trains
-the step once. Writes nothing. Under torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) each process takes its share.
+the step once. Writes nothing. Under torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) each process takes its share;
+torchrun itself listens there, and says so by TORCHELASTIC_USE_AGENT_STORE.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ def _world(device: str | None, config: RunConfig) -> World:
         raise CannotReplay(f"--device {device}: PyTorch finds no GPU here; leave it out, or give --device cpu")
     if device == "cuda":
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
-    return World(rank=rank, size=size, device=device)
+    return World(rank=rank, size=size, device=device, met=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
 
 
 def _has_gpu() -> bool:

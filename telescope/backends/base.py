@@ -60,12 +60,14 @@ class StepResult:
 @dataclass(frozen=True)
 class World:
     """Where this process stands among the trainer ranks. `device` is `cpu` or `cuda:<index>`; `memory_share` is how much of
-    its GPU's memory it may take: less than 1 where a server shares the card."""
+    its GPU's memory it may take: less than 1 where a server shares the card. `met`: somebody else listens at the ranks' meeting
+    place already, so rank 0 goes there like the others."""
 
     rank: int
     size: int
     device: str
     memory_share: float = 1.0
+    met: bool = False
 
 
 class RankLost(RuntimeError):

@@ -23,7 +23,7 @@ class TrainingWork(msgspec.Struct, frozen=True, kw_only=True):
     """Operations a token and token of context: 6 · layers · heads · head_dim."""
 
     @classmethod
-    def of(cls, *, trained: float, frozen: float = 0.0, layers: int, heads: int, head_dim: int) -> TrainingWork:
+    def of(cls, *, trained: float, frozen: float = 0.0, layers: int, heads: int, head_dim: float) -> TrainingWork:
         """From counts of the weights that each token is multiplied with (of experts the active ones)."""
         return cls(token=6.0 * trained + 4.0 * frozen, pair=6.0 * layers * heads * head_dim)
 

@@ -38,10 +38,23 @@ def random_experts(folder: Path, kind: str = "qwen3_moe", seed: int = 2, **chang
             "topk_group": 1,
         },
     }  # fmt: skip
-    config = AutoConfig.for_model(kind, **{**sizes, **own[kind], **changes})
+    config = AutoConfig.for_model(kind, **{**sizes, **own.get(kind, {}), **changes})
     lm = AutoModelForCausalLM.from_config(config)
     for name, buffer in lm.named_buffers():
         if name.endswith("e_score_correction_bias"):  # zeros when drawn
             buffer.normal_(0, 0.3)
     lm.save_pretrained(folder)
+    return str(folder)
+
+
+def random_other(folder: Path, kind: str, **changes: object) -> str:
+    """A small model of another kind, by transformers' name of it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(3)
+    sizes = {
+        "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.2,
+    }  # fmt: skip
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**sizes, **changes})).save_pretrained(folder)
     return str(folder)

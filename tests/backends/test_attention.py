@@ -15,10 +15,16 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
+from transformers.masking_utils import (
+    causal_mask_function,
+    chunked_causal_mask_function,
+    sliding_window_causal_mask_function,
+)
 
 from telescope.backends.common import attention, kernels
 from telescope.backends.common.kernels import Machine, choose
+from telescope.backends.common.masks import Look
 from telescope.backends.fsdp.policy import UnfitModel
 from tests.backends.plain import token_mean
 from tests.backends.shards import make_job, make_shard
@@ -153,11 +159,37 @@ TAKEN = {
     "phi3, fused q, k and v": ("phi3", {}),
     "gemma3, windows and two kinds of positions": ("gemma3_text", {
         "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 20}),
+    "gemma4, heads of two widths, the last layers with the keys of those before": ("gemma4_text", {
+        "sliding_window": 8, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "global_head_dim": 32, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128, "num_kv_shared_layers": 2}),
+    "deepseek_v3, a compressed cache, values narrower than keys": ("deepseek_v3", {
+        "head_dim": None, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+        "moe_intermediate_size": 24, "first_k_dense_replace": 2}),
+    "seed_oss, biases and dropout by function": ("seed_oss", {"residual_dropout": 0.1}),
+    "smollm3, layers without positions": ("smollm3", {"no_rope_layers": [1, 0]}),
+    "apertus, numbers without an axis": ("apertus", {"rope_scaling": None}),
 }  # fmt: skip
 REFUSED = {
     "gemma2": ("gemma2", {"sliding_window": 8}, "attention uses softcap, which no attention of this backend computes"),
     "gpt_oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2}, "attention uses s_aux, which no attention"),
     "mamba2": ("mamba2", {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1}, "Mamba2ForCausalLM"),
+    "lfm2, convolutions that reach into the sample before": (
+        "lfm2",
+        {"layer_types": ["conv", "full_attention"]},
+        "Lfm2ForCausalLM lets a packed sample see its neighbour",
+    ),
+    "phimoe, a window in its mask alone": (
+        "phimoe",
+        {"sliding_window": 20, "num_local_experts": 4},
+        r"hides tokens of samples of 21 tokens and more by a mask alone .* set trainer\.seq_len=20 or less, which is 256",
+    ),
+    "doge, a mask of numbers that it makes itself": (
+        "doge",
+        {"num_experts": 4},
+        "DogeForCausalLM has a mask of its own making, which no attention of this backend computes",
+    ),
+    "stablelm": ("stablelm", {"hidden_size": 64}, "layers do not hand on to their attention what they are given"),
 }
 
 
@@ -201,6 +233,61 @@ def test_a_model_whose_layers_do_more_is_refused_with_the_reason(build, tmp_path
         build(make_job(model=folder))
 
 
+@pytest.mark.parametrize(("seq_len", "taken"), [(20, True), (21, False)])
+def test_a_window_that_no_layer_tells_its_attention_of_is_refused_where_samples_may_be_longer(build, tmp_path, seq_len, taken):
+    """Qwen2-MoE's layers keep it to their mask, which attention here does not make. Up to the window they are trained."""
+    kind = ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 2, "num_experts": 4,
+                          "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24})  # fmt: skip
+    folder = drawn(tmp_path / "model", *kind)
+    job = make_job(model=folder, seq_len=seq_len, pad_to_multiple_of=1)
+    if not taken:
+        with pytest.raises(UnfitModel, match="Qwen2MoeForCausalLM hides tokens of samples of 21 tokens and more"):
+            build(job)
+        return
+    samples = draw(20)
+    plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    with torch.no_grad():
+        logp = plain(torch.from_numpy(samples[0])[None]).logits[0].log_softmax(-1)
+    expected = logp[:-1].gather(1, torch.from_numpy(samples[0])[1:, None]).squeeze(1)
+    torch.testing.assert_close(logprobs_of(build(job), row_of(samples)), expected, rtol=0, atol=1e-4)
+
+
+Rule = Callable[[int, int, Tensor, Tensor], Tensor]
+
+
+def chunks_of(size: int) -> Rule:
+    return chunked_causal_mask_function(size, torch.zeros(1, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("rule", "window", "shortest"),
+    [
+        (causal_mask_function, None, None),
+        (causal_mask_function, 1000, None),
+        (causal_mask_function, 999, 1000),
+        (sliding_window_causal_mask_function(7), 7, None),
+        (sliding_window_causal_mask_function(7), None, 8),
+        (sliding_window_causal_mask_function(7), 8, 8),
+        (sliding_window_causal_mask_function(8), 7, 8),
+        (sliding_window_causal_mask_function(999), None, 1000),
+        (sliding_window_causal_mask_function(1000), None, None),
+        (chunks_of(100), None, 101),
+        (chunks_of(1000), None, None),
+    ],
+)
+def test_the_shortest_sample_that_a_mask_treats_otherwise_is_found_to_the_token(rule: Rule, window: int | None, shortest):
+    """Of samples up to 1,000 tokens: a window of w tokens hides something from the sample of w + 1 tokens on."""
+    look = Look(1000)
+    with look.at("telescope_of_a_test"):
+        mask = AttentionMaskInterface()["telescope_of_a_test"](batch_size=1, q_length=3, kv_length=3, mask_function=rule)
+        look.saw(mask, {"sliding_window": window})
+        look.saw(mask[:, :, :2], {"sliding_window": window})  # a part of it, as some layers take
+        look.saw(None, {})
+    assert look.shortest == shortest
+    assert not look.foreign
+    assert "telescope_of_a_test" not in AttentionMaskInterface()
+
+
 # ---- the choice ------------------------------------------------------------------------------------------------------
 
 
@@ -229,6 +316,12 @@ BOTH = ("flash_attn_interface", "flash_attn")
 def test_auto_takes_the_first_kernel_that_works(here: Machine, kind: str):
     assert choose("auto", here) == kind
     assert choose("sdpa", here) == "sdpa"
+
+
+def test_the_log_names_the_kernel_that_was_taken(build, caplog):
+    with caplog.at_level("INFO", logger="telescope.backends.fsdp.assembly"):
+        build(make_job())
+    assert "computing in float32, attention sdpa (samples of like length stacked), checkpointing none" in caplog.text
 
 
 def test_flash_is_the_first_of_the_three_flash_kernels():

@@ -18,7 +18,7 @@ from telescope.backends.common import randomness, saving
 from telescope.backends.common.staging import HostCopies
 from telescope.backends.probe import Probe
 from telescope.config.parts import LoraSettings, ModelSettings
-from tests.backends.models import random_model
+from tests.backends.models import random_experts, random_model
 from tests.backends.shards import make_job, make_shard
 from tests.backends.test_ranks import run_ranks
 
@@ -73,6 +73,31 @@ def test_two_steps_a_checkpoint_and_two_more_are_four_steps_to_the_bit(build, tm
     found = weights(second)
     assert all(torch.equal(found[name], ends_at[name]) for name in ends_at)
     assert found.keys() == ends_at.keys()
+
+
+def test_a_weight_that_nothing_flows_through_is_no_obstacle_to_going_on(build, tmp_path):
+    """The bias with which Ernie's routers choose is a parameter without a gradient: it has no moments, before and after."""
+    experts = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_layer_start_index": 1}
+    job = make_job(model=random_experts(tmp_path / "model", "ernie4_5_moe", **experts))
+    first = build(job)
+    train(first, 1)
+    bias = next(p for name, p in first._policy.named_parameters() if name.endswith("e_score_correction_bias"))
+    assert bias not in first._updater.optimizer.state
+    save(first, 1, tmp_path / "trainer")
+    expected, ends_at = train(first, 2), weights(first)
+    second = build(replace(job, resume=tmp_path / "trainer"))
+    assert train(second, 2) == expected
+    found = weights(second)
+    assert all(torch.equal(found[name], ends_at[name]) for name in ends_at)
+
+
+@pytest.mark.parametrize(("before", "after"), [("adamw", "sgd"), ("adamw", "muon"), ("muon", "adamw"), ("adamw", "adamw_8bit")])
+def test_another_optimisers_state_is_refused(build, tmp_path, before, after):
+    first = build(make_job(), optimizer=before)
+    train(first, 1)
+    save(first, 1, tmp_path / "trainer")
+    with pytest.raises(CheckpointUnfit, match=r"resume with the backend\.optimizer that wrote it"):
+        build(replace(make_job(), resume=tmp_path / "trainer"), optimizer=after)
 
 
 def test_what_is_written_are_the_weights_of_the_step_though_training_goes_on(build, tmp_path, monkeypatch):

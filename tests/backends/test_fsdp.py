@@ -14,7 +14,7 @@ from telescope.algorithms.grpo import GRPO
 from telescope.backends.common import attention
 from telescope.backends.fsdp.policy import RowInput, UnfitModel
 from telescope.config.models import model_source
-from tests.backends.models import random_model
+from tests.backends.models import random_model, random_other
 from tests.backends.plain import token_mean
 from tests.backends.shards import VOCABULARY, make_job, make_shard, part
 from tests.backends.watching import distance
@@ -318,8 +318,17 @@ def test_rotations_that_follow_the_longest_sample_of_a_row_are_refused_where_sam
         build(make_job(model=model, seq_len=most + 1))
 
 
-def test_dropout_is_switched_off(build, tmp_path):
-    backend = build(make_job(model=random_model(tmp_path / "dropping", attention_dropout=0.5)))
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("phi3", {"resid_pdrop": 0.5, "pad_token_id": 0}),
+        ("seed_oss", {"residual_dropout": 0.5, "head_dim": 16, "pad_token_id": 0}),
+        ("opt", {"layerdrop": 0.5, "dropout": 0.5, "ffn_dim": 64, "word_embed_proj_dim": 32}),
+    ],
+    ids=["a module", "a function", "a whole layer"],
+)
+def test_dropout_is_switched_off(build, tmp_path, kind, changes):
+    backend = build(make_job(model=random_other(tmp_path / "dropping", kind, **changes)))
     row = row_of(draw(30))
     assert torch.equal(logprobs_of(backend, row), logprobs_of(backend, row))
 

@@ -20,7 +20,7 @@ from telescope.backends.fsdp.mesh import spread
 from telescope.backends.fsdp.policy import Policy, UnfitModel
 from telescope.config.parts import LoraSettings, ModelSettings
 from tests.backends.counting import Counting
-from tests.backends.models import random_model
+from tests.backends.models import random_model, random_other
 
 SIZES = {"hidden_size": 100, "intermediate_size": 300, "vocab_size": 501, "num_hidden_layers": 4}
 
@@ -98,6 +98,26 @@ def copied(folder: Path, to: Path, change) -> ModelSettings:
     shutil.copy(folder / "config.json", to)
     save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
     return ModelSettings(name=str(to))
+
+
+def test_a_number_without_an_axis_is_read_as_any_buffer(tmp_path):
+    """Apertus keeps two numbers of its activation so. With rows to read, there were none."""
+    model = random_other(tmp_path / "apertus", "apertus", rope_scaling=None)
+    policy, _, _ = shards_of(1, ModelSettings(name=model))
+    held = load_file(Path(model) / "model.safetensors")
+    assert not held["model.layers.0.mlp.act_fn.beta"].shape
+    buffers = dict(policy.lm.named_buffers())
+    for name in ("model.layers.0.mlp.act_fn.beta", "model.layers.1.mlp.act_fn.eps"):
+        assert torch.equal(buffers[name], held[name].float())
+
+
+def test_a_weight_that_is_frozen_by_its_makers_makes_no_adapters_of_the_others(folder):
+    """A version is still all weights, under their own names."""
+    lm, _ = loading.outline(ModelSettings(name=str(folder)), "sdpa", torch.float32)
+    lm.get_parameter("model.norm.weight").requires_grad_(False)
+    policy = Policy(lm, "sdpa")
+    assert not policy.adapters
+    assert set(policy.by_name()) == {name for name, _ in lm.named_parameters()}
 
 
 def test_a_tensor_that_is_missing_is_named(folder, tmp_path):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from telescope.algorithms.grpo import GRPO
 from telescope.backends.common.work import peak_flops, training_work
-from tests.backends.models import random_model
+from tests.backends.models import random_model, random_other
 from tests.backends.shards import LENGTHS, in_minibatches, make_job, make_shard
 
 
@@ -31,6 +32,22 @@ def test_an_embedding_that_is_only_looked_up_does_not_count(build, tmp_path):
     everything = sum(parameter.numel() for parameter in lm.parameters())
     looked_up = lm.get_input_embeddings().weight.numel()
     assert training_work(lm).token == 6.0 * (everything - looked_up)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "width"),
+    [
+        ("gemma4_text", {"layer_types": ["sliding_attention", "full_attention"], "head_dim": 16, "global_head_dim": 32,
+                         "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128}, 16 + 32),
+        ("deepseek_v2", {"head_dim": None, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16,
+                         "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "first_k_dense_replace": 2}, 18 + 18),
+    ],
+    ids=["heads of two widths", "values narrower than keys"],
+)  # fmt: skip
+def test_each_layers_heads_count_by_their_own_width(tmp_path, kind, changes, width):
+    """Two layers of 4 heads; 12 operations for each number of keys, half of them over the triangle: 6."""
+    lm = AutoModelForCausalLM.from_pretrained(random_other(tmp_path / "model", kind, pad_token_id=0, **changes))
+    assert training_work(lm).pair == 6.0 * 4 * width
 
 
 def test_every_phase_of_every_row_is_a_span_in_its_place(build):

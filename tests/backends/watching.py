@@ -19,7 +19,8 @@ class Watching(FSDPBackend):
         update = self._updater.update
 
         def watched(step: int, *, empty: bool = False) -> Update:
-            gradient = {name: p.grad.full_tensor().clone() for name, p in self._policy.named_parameters() if p.requires_grad}
+            found = ((name, p.grad) for name, p in self._policy.named_parameters())
+            gradient = {name: grad.full_tensor().clone() for name, grad in found if grad is not None}
             self.updates.append(gradient)
             return update(step, empty=empty)
 

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
+import torch.distributed as dist
 
+from telescope import replay_step
 from telescope.algorithms.grpo import GRPO
 from telescope.backends.base import Saved, StepResult, TrainShard, World
+from telescope.backends.common import ranks
 from telescope.backends.fsdp import FSDP
 from telescope.config.parts import EnvironmentEntry, TrainerSettings
 from telescope.config.run import RunConfig, config_hash, dump_run
@@ -135,6 +140,43 @@ def test_a_sound_step_gives_the_loss_and_norm_of_the_run_whatever_ranks_trained_
     backend.close()
     assert f"loss {result.metrics['loss']:.4g}"[:-1] in said
     assert f"gradient norm {result.metrics['grad_norm']:.4g}"[:-1] in said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_three_processes_of_torchrun_find_what_one_finds(tmp_path, capsys):
+    """As the page says. torchrun listens at the ranks' meeting place itself."""
+    run, config = kept_run(tmp_path)
+    keeper(run, config, every=3).trained(in_minibatches(make_shard(3), (4, 4)), wrong(0.0))
+    assert main([str(run.path), "--step", "3", "--device", "cpu"]) == 0
+    alone = capsys.readouterr().out
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "-m", "telescope.replay"]
+    done = subprocess.run(
+        [sys.executable, *command, str(run.path), "--step", "3", "--device", "cpu"],
+        cwd=ROOT, capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert first_numbers(done.stdout) == pytest.approx(first_numbers(alone), rel=1e-4)
+
+
+def first_numbers(report: str) -> tuple[float, float]:
+    """The loss and the gradient's norm."""
+    found = re.search(r"loss (\S+), gradient norm (\S+)", report)
+    assert found is not None, report
+    return float(found[1]), float(found[2])
+
+
+def test_under_torchrun_the_meeting_place_is_there_already(tmp_path, monkeypatch):
+    _, config = kept_run(tmp_path)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(name, value)
+    world = replay_step._world("cpu", config)
+    assert world == World(rank=0, size=2, device="cpu", met=True)
+    agents = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    agents.set("who", "torchrun's")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(agents.port))
+    assert ranks._store(world, timedelta(seconds=60)).get("who") == b"torchrun's"
 
 
 def test_a_step_of_ranks_that_shared_rows_and_weights_is_run_by_one(tmp_path, capsys):

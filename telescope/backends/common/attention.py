@@ -24,6 +24,7 @@ from torch import Tensor
 from telescope.backends.common.context import Context
 from telescope.backends.common.kernels import Kind as Kind
 from telescope.backends.common.kernels import Lengths, by_lengths
+from telescope.backends.common.masks import Look
 
 NAMES: dict[Kind, str] = {
     "flash3": "telescope_lengths_3", "cudnn": "telescope_parts", "flash2": "telescope_lengths_2",
@@ -69,16 +70,18 @@ class Segments:
 
     def __init__(
         self, boundaries: Tensor, longest: int, *, stacks: Stacks | None = None, masks: BlockMasks | None = None,
-        parts: tuple[Part, ...] = (), context: Context | None = None,
+        parts: tuple[Part, ...] = (), context: Context | None = None, look: Look | None = None,
     ) -> None:  # fmt: skip
         """boundaries: [S + 1] int32 on the device. `stacks` of sdpa alone, `masks` of flex, `parts`, which add up to T, of
-        cudnn. `context`: the ranks that share the row; None: this rank has all of it."""
+        cudnn. `context`: the ranks that share the row; None: this rank has all of it. `look`: who wants to know what layers
+        ask for."""
         self.boundaries = boundaries
         self.longest = longest
         self.stacks = stacks
         self.masks = masks
         self.parts = parts
         self.context = context
+        self.look = look
 
 
 def register(kind: Kind) -> str:
@@ -175,9 +178,16 @@ def _over_ranks(function: Function) -> Function:
 
     def attend(
         module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
-        row: Segments, **kwargs: Any,
+        row: Segments | None = None, **kwargs: Any,
     ) -> Result:  # fmt: skip
         """query [1, Hq, T / C, D], key and value [1, Hkv, T / C, D] -> [1, T / C, Hq, D]."""
+        if row is None:
+            raise ValueError(
+                "the model's layers do not hand on to their attention what they are given for it, so samples can't be packed: "
+                "it can't be trained here"
+            )
+        if row.look is not None:
+            row.look.saw(attention_mask, kwargs)
         context = row.context
         if context is None:
             return function(module, query, key, value, attention_mask, row=row, **kwargs)

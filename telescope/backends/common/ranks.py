@@ -36,9 +36,9 @@ def join(world: World, timeout_s: float, *, host: bool = False) -> None:
 
 
 def _store(world: World, timeout: timedelta) -> Any:
-    """Rank 0 listens on MASTER_ADDR alone; by itself torch would listen on every address of the host."""
+    """Rank 0 listens on MASTER_ADDR alone, unless somebody does; by itself torch would listen on every address of the host."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    if world.rank:
+    if world.rank or world.met:
         return dist.TCPStore(address, port, world.size, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, port), family=family)

@@ -20,7 +20,7 @@ def training_work(lm: Any) -> flops.TrainingWork:
     looked up does not."""
     config = lm.config.get_text_config()
     experts = next((count for name in EXPERTS if (count := getattr(config, name, None))), 0)
-    active = getattr(config, "num_experts_per_tok", experts) / experts if experts else 1.0
+    active = (getattr(config, "num_experts_per_tok", None) or experts) / experts if experts else 1.0
     embedding, head = lm.get_input_embeddings().weight, lm.get_output_embeddings().weight
     trained = frozen = 0.0
     for name, parameter in lm.named_parameters():
@@ -29,11 +29,26 @@ def training_work(lm: Any) -> flops.TrainingWork:
         count = parameter.numel() * (active if ".experts." in name else 1.0)
         trained += count if parameter.requires_grad else 0.0
         frozen += 0.0 if parameter.requires_grad else count
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return flops.TrainingWork.of(
-        trained=trained, frozen=frozen, layers=config.num_hidden_layers, heads=heads, head_dim=head_dim
-    )
+    layers, heads = config.num_hidden_layers, config.num_attention_heads
+    mean = sum(_head_dims(config, layers, heads)) / layers
+    return flops.TrainingWork.of(trained=trained, frozen=frozen, layers=layers, heads=heads, head_dim=mean)
+
+
+def _head_dims(config: Any, layers: int, heads: int) -> list[float]:
+    """Of each layer. Where they differ newer transformers has no common number, and older one a second for full attention."""
+    if own := getattr(config, "per_layer_config", None):
+        return [_head_dim(own[number], heads) for number in range(layers)]
+    if wide := getattr(config, "global_head_dim", None):
+        return [float(wide if kind == "full_attention" else config.head_dim) for kind in config.layer_types]
+    return [_head_dim(config, heads)] * layers
+
+
+def _head_dim(config: Any, heads: int) -> float:
+    """The width of a head; with a compressed cache the mean of its keys' and its values', which are not alike."""
+    scores, values = getattr(config, "qk_nope_head_dim", None), getattr(config, "v_head_dim", None)
+    if scores and values:
+        return float(scores + config.qk_rope_head_dim + values) / 2
+    return float(getattr(config, "head_dim", None) or config.hidden_size // heads)
 
 
 def card_bytes(device: str) -> int:

@@ -38,7 +38,8 @@ def trained(settings: FSDP, job: Job, kind: kernels.Kind, computing: torch.dtype
     offload = _offload(settings, job)
     policy.shard(spread.mesh, precision, reshard_layers=settings.reshard_after_forward, offload=offload)
     loading.fill(policy, checkpoint, _home(settings, job), spread)
-    policy.verify(job.world.device, job.temperature, tolerance=1e-3 if computing == torch.float32 else 0.5)
+    tolerance = 1e-3 if computing == torch.float32 else 0.5
+    policy.verify(job.world.device, job.temperature, tolerance, job.trainer.seq_len)
     log.info(
         "%s: %.2fM weights in %s, %.2fM of them trained, computing in %s, attention %s, checkpointing %s%s",
         type(lm).__name__,

@@ -165,8 +165,8 @@ class Reader:
                 f"and {list(target.shape)} by its config.json: the files do not belong together"
             )
         part = local(target)
-        if target is part or not shape:  # a buffer, which every rank has whole
-            rows = source[:]
+        if target is part:  # a buffer, which every rank has whole
+            rows = source[:] if shape else self._open[self._checkpoint.files[name]].get_tensor(name)
         else:
             first, count = spread.rows(shape[0])
             if not count:

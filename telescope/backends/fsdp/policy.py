@@ -19,6 +19,7 @@ from telescope.backends.common import attention, lora, names
 from telescope.backends.common.context import Context, Piece
 from telescope.backends.common.kernels import Kind
 from telescope.backends.common.logprobs import logprobs
+from telescope.backends.common.masks import Look
 from telescope.backends.fsdp.gather import Part
 from telescope.config.models import check_files, check_weights, model_path, model_problem, model_source
 from telescope.maths.support import WHOLE, Support
@@ -133,7 +134,7 @@ class Policy(nn.Module):
     @property
     def adapters(self) -> bool:
         """Whether adapters are trained rather than the weights themselves; a version then consists of them alone."""
-        return any(not parameter.requires_grad for parameter in self.parameters())
+        return any(f".{lora.ADAPTER}." in name for name, _ in self.named_parameters())
 
     @property
     def experts(self) -> bool:
@@ -179,15 +180,20 @@ class Policy(nn.Module):
         return self._kept
 
     @torch.no_grad()
-    def verify(self, device: str, temperature: float, tolerance: float) -> None:
+    def verify(self, device: str, temperature: float, tolerance: float, seq_len: int) -> None:
         """Raise `UnfitModel` unless a packed sample's log-probs are those of the sample alone by the model's own head,
         and are the same, to the bit, whatever is packed before it; within the tolerance where there are experts, as how many
-        tokens of a row an expert gets decides how its products are rounded."""
+        tokens of a row an expert gets decides how its products are rounded. And unless its layers' masks show a token of
+        samples up to `seq_len` what attention here shows it."""
         vocabulary = self.lm.get_input_embeddings().weight.shape[0]
-        first, second, other = np.random.default_rng(0).integers(0, vocabulary, (3, 9))
+        tokens = 9 if self.context is None else -(-9 // self.context.size) * self.context.size
+        first, second, other = np.random.default_rng(0).integers(0, vocabulary, (3, tokens))
         rows = [self._sample_row([first, second], device), self._sample_row([other, second], device)]
-        together, beside_other = (self(row, temperature, 16)[0][8:] for row in rows)
-        alone = self(self._sample_row([second], device), temperature, 16, whole_logits=True)[0]
+        together, beside_other = (self(row, temperature, 16)[0][tokens - 1 :] for row in rows)
+        row = self._sample_row([second], device)
+        row.segments.look = look = Look(seq_len)
+        with look.at(attention.NAMES[self.kind]), torch.compiler.set_stance("force_eager"):
+            alone = self(row, temperature, 16, whole_logits=True)[0]
         self.free_gathered()
         name = type(self.lm).__name__
         moved = (together - beside_other).abs().max().item()
@@ -200,6 +206,16 @@ class Policy(nn.Module):
             raise UnfitModel(
                 f"{name} changes its logits after the head or looks across samples: log-probs differ by {difference:.2g} "
                 "from those of its own forward pass, so what is trained would not be what is sampled"
+            )
+        if look.foreign:
+            raise UnfitModel(
+                f"{name} has {look.foreign}, which no attention of this backend computes: it can't be trained here"
+            )
+        if look.shortest is not None:
+            raise UnfitModel(
+                f"{name} hides tokens of samples of {look.shortest} tokens and more by a mask alone (a window, or chunks), of "
+                f"which attention here is not told, so what is trained would not be what is sampled: set "
+                f"trainer.seq_len={look.shortest - 1} or less, which is {seq_len}, and inference.max_model_len no higher"
             )
 
     def _sample_row(self, samples: list[np.ndarray], device: str) -> RowInput:
@@ -321,6 +337,9 @@ def _no_chance(lm: Any) -> None:
     for module in lm.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        for name in NOISES:
-            if getattr(module, name, None):
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and (name in NOISES or "drop" in name):  # of functional.dropout, or of whole layers
                 setattr(module, name, 0.0)
+    for name, value in list(vars(lm.config).items()):  # some layers look there
+        if isinstance(value, float) and "drop" in name:
+            setattr(lm.config, name, 0.0)

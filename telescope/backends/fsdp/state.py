@@ -53,13 +53,20 @@ def put_back(folder: Path, policy: Policy, updater: Updater, world: World) -> No
     counters = randomness.from_bytes(reader.read(COUNTERS, torch.uint8))
     updater.set_counters(counters)
     if any(OPTIMIZER in name for name in reader.shapes) or counters["optimizer"]:
-        updater.make_state()
+        updater.make_state(_with_state(reader, counters["optimizer"], policy))
         tensors, _ = _optimizer(policy, updater, world)
         _check_same_optimizer(folder, reader, tensors)
         reader.read_into(tensors)
         _set_numbers(policy, updater, counters["optimizer"])
     if (name := own_key(world.rank, RANDOM)) in reader.shapes:
         randomness.restore(reader.read(name, torch.uint8), world.device)
+
+
+def _with_state(reader: Reader, numbers: Mapping[str, Any], policy: Policy) -> list[nn.Parameter]:
+    """The parameters that have a state there. One that nothing flows through, e.g. the bias of a router's choice, gets none."""
+    keys = (name.partition(OPTIMIZER)[2] for name in reader.shapes if OPTIMIZER in name)
+    there = {key.rpartition(".")[0] for key in keys} | set(numbers)
+    return [parameter for name, parameter in lora.published(policy, "lm.", adapters=policy.adapters) if name in there]
 
 
 def _optimizer(policy: Policy, updater: Updater, world: World) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:

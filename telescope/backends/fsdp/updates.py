@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -136,12 +136,12 @@ class Updater:
         if self._job.probe is not None and self._job.probe.loss_scale is not None and self._scale.enabled:
             self._scale.scale = self._job.probe.loss_scale
 
-    def make_state(self) -> None:
-        """Let the optimiser make its state, which it does at its first step, so that it can be read into: a step with a rate
-        and gradients of 0, which leaves the weights as they are."""
+    def make_state(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Let the optimiser make the state of these parameters, which it does at their first step, so that it can be read into:
+        a step with a rate and gradients of 0, which leaves the weights as they are."""
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0
-        for parameter in self._parameters:
+        for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
         (self._hosted or self.optimizer).step()
         self.optimizer.zero_grad(set_to_none=True)
