@@ -11,6 +11,7 @@ import asyncio
 import gc
 import itertools
 import json
+import math
 import os
 import statistics
 import sys
@@ -95,9 +96,10 @@ class Clients:
             prompt = tokens_input(prompt_token_ids=list(range(2, 66)))
             async for _ in self.engine.client.generate(prompt, params, f"stream-{index}-{turn}"):
                 self.arrivals[index].append(time.perf_counter())
+            self.arrivals[index].append(math.nan)  # the way to the next request is no wait for a token
 
     def gaps(self, start: float, stop: float) -> list[float]:
-        """Of each stream the longest wait that reaches into the window."""
+        """Of each stream the longest wait between two tokens of one answer that reaches into the window."""
         found = []
         for times in self.arrivals:
             pairs = itertools.pairwise(times)

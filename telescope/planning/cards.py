@@ -72,12 +72,12 @@ class Way(msgspec.Struct, frozen=True):
 
 
 WAYS = {
-    "nccl": Way(0.042, 245e9, 0.006),
+    "nccl": Way(0.014, 290e9, 0.007),
     "cuda_ipc": Way(0.042, 105e9, 0.0075),
     "shared_memory": Way(0.2, 3e9, 0.05),
     "disk": Way(0.2, 1e9, 0.05),
 }
-"""By transport. `nccl`: the straight line through four models of 0.99 to 8.04 GB on two H200 of one host, within 35 %;
+"""By transport. `nccl`: the straight line through four models of 0.99 to 8.04 GB on two H200 of one host, within 20 %;
 `cuda_ipc`: one model of 6.17 GB on one H200 (benchmarks/results/updates). The others were not measured with GPUs."""
 
 
