@@ -42,6 +42,17 @@ class Opened(msgspec.Struct, frozen=True):
     seconds: float = 0.0
     idle: tuple[str, ...] = ()
 
+    @property
+    def way(self) -> str:
+        """How versions are put in place, for the log."""
+        if self.no_plan:
+            return f"updates go through vLLM's own loader, which takes longer: {self.no_plan}"
+        return (
+            f"updates are {self.copies} copies of {self.nbytes / 1e9:.2f} GB in all, found and checked in {self.seconds:.1f} "
+            f"s; staging buffer {self.staging_bytes / 1e9:.2f} GB; {self.arranged} layers' experts are arranged for "
+            "their kernel"
+        )
+
 
 class StageState(msgspec.Struct, frozen=True):
     """How far a version has come in a worker. `cause`: why it will not come; `touched`: parameters may have been written."""

@@ -197,7 +197,8 @@ class Arrival:
                 if not before.over:
                     self.cause = f"weights version {before.manifest.version} could not be broken off"
                     return
-            self.cause = self.cause or check()
+            misfit = "" if self.cause else check()
+            self.cause = self.cause or misfit  # it may have been broken off in the meantime
             if not self.cause:
                 self._receive()
         except Exception as error:  # noqa: BLE001 - the edge of a thread: the cause travels to the one who asks

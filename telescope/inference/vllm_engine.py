@@ -136,14 +136,7 @@ class VllmEngine:
         for opened in self.opened:
             if opened.refused:
                 raise EngineDead(opened.refused)
-            if opened.no_plan:
-                log.warning("updates go through vLLM's own loader, which takes longer: %s", opened.no_plan)
-            else:
-                log.info(
-                    "updates are %d copies of %.2f GB in all, found and checked in %.1f s; staging buffer %.2f GB; %d layers' "
-                    "experts are arranged for their kernel",
-                    opened.copies, opened.nbytes / 1e9, opened.seconds, opened.staging_bytes / 1e9, opened.arranged,
-                )  # fmt: skip
+            log.log(logging.WARNING if opened.no_plan else logging.INFO, "%s", opened.way)
         if idle := self.opened[0].idle:
             log.warning("vLLM computes nothing with %d tensors of the model's files, %s first", len(idle), idle[0])
 

@@ -134,11 +134,16 @@ class CheckpointDesk:
         rules = self._rules
         assert rules is not None  # without rules no checkpoint is lost
         mend = f"Mend that first (free space in {rules.directory}, or whatever it was)"
-        before = next((step for step in reversed(checkpoints.steps(rules.directory)) if step < lost), 0)
+        resume = f"`telescope runs resume {shlex.quote(run_dir)}`"
+        try:
+            before = next((step for step in reversed(checkpoints.steps(rules.directory)) if step < lost), 0)
+        except OSError as error:  # what kept the checkpoint from being written may keep others from being read
+            later = f"{resume} then goes on from the latest checkpoint, if there is one"
+            return f"{mend}. {later}: now none can be looked for ({error})"
         if before and rules.training_state:
             return (
-                f"{mend}, then `telescope runs resume {shlex.quote(run_dir)}` goes on from the checkpoint of step {before}, "
-                f"trains {_steps(before + 1, lost)} again and saves"
+                f"{mend}, then {resume} goes on from the checkpoint of step {before}, trains {_steps(before + 1, lost)} again "
+                "and saves"
             )
         there = (
             f"the checkpoint of step {before} can be exported, but has weights alone (checkpoint.save_training_state=false)"

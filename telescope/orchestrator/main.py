@@ -167,7 +167,7 @@ async def _run(place: Place, signals: Signals) -> Outcome:
         name=config.name,
         folder=run.wandb,
         config=as_json(config),
-        share=share_of(run, begun.lineage, place.identity.run_id),
+        share=lambda: share_of(run, begun.lineage, place.identity.run_id),
     )
     ranges = {label: ends for label in config.environments if (ends := config.reward_range(label))}
     rewards = RewardRanges(ranges, normalize=config.rollout.normalize_rewards)

@@ -11,7 +11,7 @@ import netrc
 import os
 import queue
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,8 @@ def share_of(run: RunDirectory, lineage: Lineage, run_id: str) -> Share:
 class WandbMirror:
     """Queue of step metrics in front of one W&B run.
 
-    `config` is the resolved configuration, in which secrets are references only. `folder` holds the client's own files.
+    `config` is the resolved configuration, in which secrets are references only. `folder` holds the client's own files. `share`
+    is asked in the mirror's own thread: it reads what earlier attempts left, which may be damaged and must not end the run.
     W&B takes no row twice, nor one of an earlier step than its last: what an attempt trains anew, after the checkpoint that it
     began from, comes as rows of its own behind the others. Each row has its `step`, which is the axis of all charts, and its
     `attempt`; of a step's rows the last one counts.
@@ -92,7 +93,7 @@ class WandbMirror:
         name: str,
         folder: Path,
         config: Mapping[str, Any],
-        share: Share = Share(),
+        share: Callable[[], Share] = Share,
     ) -> None:
         self._settings, self._name, self._folder, self._config, self._share = settings, name, folder, config, share
         self._queue: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(QUEUE_STEPS)
@@ -135,6 +136,7 @@ class WandbMirror:
             log.warning("W&B mirroring has ended (%s); the run goes on, its directory is whole", self.failure)
 
     def _mirror(self) -> None:
+        share = self._share()
         import wandb
 
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -145,12 +147,11 @@ class WandbMirror:
             tags=list(self._settings.wandb_tags),
             config=dict(self._config),
             dir=str(self._folder),
-            id=self._share.run_id,
-            resume="allow" if self._share.run_id else None,
+            id=share.run_id,
+            resume="allow" if share.run_id else None,
             settings=wandb.Settings(init_timeout=INIT_TIMEOUT_S, silent=True, console="off", disable_git=True),
         )
         log.info("W&B mirrors this run: %s", run.url or f"offline in {self._folder}")
-        share = self._share
         run.define_metric(STEP)
         run.define_metric("*", step_metric=STEP)
         # W&B's own count: what it has, it knows better than the disk of a run that was killed, and offline it knows nothing
@@ -162,7 +163,7 @@ class WandbMirror:
 
 
 def mirror_for(
-    settings: LoggingSettings, *, name: str, folder: Path, config: Mapping[str, Any], share: Share
+    settings: LoggingSettings, *, name: str, folder: Path, config: Mapping[str, Any], share: Callable[[], Share]
 ) -> WandbMirror | None:
     """The mirror, if one is wanted and the client is installed."""
     if not wanted(settings, os.environ):

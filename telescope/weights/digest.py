@@ -27,7 +27,8 @@ class Sample:
     """What of a version is compared, and what was found of it so far: a side adds bucket by bucket, in order."""
 
     def __init__(self, specs: Sequence[TensorSpec], version: int, *, everything: bool, device: torch.device) -> None:
-        self.specs = tuple(specs) if everything else drawn(specs, version)
+        chosen = specs if everything else drawn(specs, version)
+        self.specs = tuple(spec for spec in chosen if spec.nbytes)  # what is empty lies in no piece
         self._whole, self._device = everything, device
         self._places: Tensor | None = None
         self._found: list[Tensor] = []

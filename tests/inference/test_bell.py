@@ -58,13 +58,17 @@ async def test_the_order_before_is_not_taken_for_the_one_that_is_expected():
 
 
 async def test_noise_and_whoever_does_not_know_the_word_are_not_heard():
+    loop, said = asyncio.get_running_loop(), []
+    loop.set_exception_handler(lambda _, context: said.append(context))
     with hung() as (bell, place):
         order = bell.expect(1)
         send(place, b"")
         send(place, b"{")
+        send(place, b'{"word":"\xff"}')
         send(place, msgspec.json.encode(Rung("guessed", order, 0, CAME)))
         ring(place, order, 0, FAILED)
         assert await bell.told(PATIENCE_S) == [FAILED]
+    assert said == []
 
 
 async def test_a_server_that_has_gone_and_one_without_a_bell_are_no_trouble_to_a_worker():

@@ -138,6 +138,22 @@ def test_a_forgotten_version_breaks_off_its_receive_and_its_epoch():
     assert receiver.cancelled == [4]
 
 
+def test_a_version_that_is_forgotten_while_it_is_checked_is_not_received():
+    receiver, begun, over = Broadcast(), threading.Event(), threading.Event()
+    staging = make("full", receiver)
+
+    def check() -> str:
+        assert begun.wait(DEADLINE_S)
+        staging.forget(1)
+        return ""
+
+    staging.begin(manifest(1), GROUP, check, Parameters().put, DEADLINE_S, lambda arrival: over.set())
+    begun.set()
+    assert over.wait(DEADLINE_S)
+    assert staging.get(1).cause == "weights version 1 were broken off"
+    assert (receiver.received, receiver.cancelled) == (0, [4])
+
+
 def test_the_next_version_waits_for_the_end_of_the_one_it_replaces():
     receiver = Broadcast()
     receiver.go.clear()

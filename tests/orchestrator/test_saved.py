@@ -173,6 +173,15 @@ def test_who_lost_the_last_checkpoint_is_told_what_brings_it_back(tmp_path: Path
     assert "the checkpoint of step 40 can be exported, but has weights alone" in alone.remedy(60, "/runs/a")
 
 
+def test_a_folder_of_checkpoints_that_cannot_be_read_does_not_hide_the_remedy(tmp_path: Path):
+    loop = tmp_path / "saves"
+    loop.symlink_to(loop)
+    desk, _ = desk_for(loop, last_step=60)
+    said = desk.remedy(60, "/runs/a")
+    assert "`telescope runs resume /runs/a` then goes on from the latest checkpoint, if there is one: now none can be" in said
+    assert "Too many levels of symbolic links" in said
+
+
 def test_of_the_last_checkpoint_nobody_says_that_the_run_goes_on(tmp_path: Path, part: saved.Part):
     desk, listener = desk_for(tmp_path, last_step=1)
     desk.begin(1, part, 0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from telescope.config.parts import LoggingSettings
 from telescope.runlog import attempts
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.lineage import Lineage, write_lineage
-from telescope.runlog.mirror import Share, share_of, wanted
+from telescope.runlog.mirror import Share, WandbMirror, share_of, wanted
 from telescope.runlog.writer import RunLog
 from tests.runlog.fake_wandb import FakeWandb
 
@@ -23,7 +24,7 @@ import os, sys, time, pathlib
 from telescope.config.parts import LoggingSettings
 from telescope.runlog.mirror import Share, WandbMirror
 number = lambda name, default: int(os.environ.get(name, default))
-share = Share(os.environ.get("RUN"), number("ATTEMPT", "1"), number("FIRST", "1") - 1, number("BEFORE", "0"))
+share = lambda: Share(os.environ.get("RUN"), number("ATTEMPT", "1"), number("FIRST", "1") - 1, number("BEFORE", "0"))
 first, last = number("FIRST", "1"), number("LAST", "5")
 settings = LoggingSettings(wandb_group="a-sweep")
 mirror = WandbMirror(settings, name="a-run", folder=pathlib.Path(sys.argv[1]), config={"seed": 7}, share=share)
@@ -151,3 +152,17 @@ def test_the_mirror_is_wanted_where_a_login_or_a_mode_exists(
 def test_a_stored_login_counts(tmp_path: Path):
     (tmp_path / "netrc").write_text(f"machine api.wandb.ai login user password {KEY}\n")
     assert wanted(LoggingSettings(), {"NETRC": str(tmp_path / "netrc")})
+
+
+def test_an_earlier_attempt_that_cannot_be_read_ends_the_mirror_and_not_the_run(tmp_path: Path):
+    run = RunDirectory.create(tmp_path / "run")
+    attempts.put_aside(run, 1)
+    block = run.earlier_attempt(1) / "blocks" / "step_metrics" / "orchestrator-0.parquet"
+    block.parent.mkdir(parents=True, exist_ok=True)
+    block.write_bytes(b"no parquet")
+    share = partial(share_of, run, Lineage(2, 3), "ab12")
+    mirror = WandbMirror(LoggingSettings(), name="a", folder=tmp_path / "wandb", config={}, share=share)
+    mirror.log(4, {"loss": 1.0})
+    mirror.close(60.0)
+    assert "arquet" in mirror.failure
+    assert not mirror.abandoned

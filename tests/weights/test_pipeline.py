@@ -78,9 +78,9 @@ class Model:
         self._packer.pack(bucket, out)
 
 
-def sent(bucket_bytes: int, version: int, *, compare_all: bool = False):
+def sent(bucket_bytes: int, version: int, *, compare_all: bool = False, model: Model | None = None):
     """The model, the manifest, what went over the wire and the checksum."""
-    model, wire = Model(), Wire()
+    model, wire = model or Model(), Wire()
     publisher = CollectivePublisher(
         "gloo", model, rank=0, device="cpu", address="127.0.0.1", dtype="bfloat16", bucket_bytes=bucket_bytes,
         init_timeout_s=60.0, update_timeout_s=60.0, compare_all=compare_all,
@@ -119,6 +119,17 @@ def test_a_changed_byte_of_a_compared_tensor_is_found_and_named(piece):
         WeightsCorrupt, match=r"weights version 3: 1 of 24 compared tensors did not arrive as they were sent \(t"
     ):
         received(manifest, wire.pieces)
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, 600, 1 << 20])
+def test_empty_tensors_keep_nobody_waiting_wherever_they_are(bucket_bytes):
+    """At the end of the layout one lies in no piece, and has no digest on either side."""
+    empty = {name: torch.zeros(0, WIDTH) for name in ("first", "last")}
+    model = Model()
+    model.parameters = {"first": empty["first"], **model.parameters, "last": empty["last"]}
+    _, manifest, out, checksum = sent(bucket_bytes, 3, compare_all=True, model=model)
+    assert out.pieces[-1].numel() == 8 * TENSORS
+    assert received(manifest, out.pieces)[1] == checksum
 
 
 def test_a_changed_digest_is_found():
