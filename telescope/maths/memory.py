@@ -69,6 +69,8 @@ class ModelShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 QWEN2_TYPES = ("qwen2",)
 QK_NORM_TYPES = ("qwen3",)
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""What a config.json calls the number of experts of a layer."""
 
 
 def shape_from(config: Mapping[str, Any]) -> ModelShape:
@@ -76,7 +78,7 @@ def shape_from(config: Mapping[str, Any]) -> ModelShape:
     try:
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         kind = str(config.get("model_type", ""))
-        if config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts"):
+        if any(config.get(name) for name in EXPERTS):
             raise ValueError(f"a model of type {kind} has experts, which this arithmetic does not know")
         return ModelShape(
             layers=int(config["num_hidden_layers"]),
@@ -258,7 +260,7 @@ def trainer_memory(
         logits=(4 + compute_bytes) * chunk * shape.vocabulary + (0 if adapters else head * 4),
         reference=0 if away else frozen,
         handed=shape.parameters * handed_bytes,
-        visiting=min(moments, _visiting(shape, weight_bytes, ranks) * moments // (trained * trained_bytes))
+        visiting=min(moments, _visiting(shape, weight_bytes, ranks) * moments // max(1, trained * trained_bytes))
         if offload == "optimizer"
         else 0,
         host=on_host,
