@@ -1,4 +1,4 @@
-"""What a model takes: parameters, bytes on a GPU to train it and to serve it, floating-point operations. Pure arithmetic.
+"""What a model takes: parameters, bytes on a GPU to train it and to serve it. Pure arithmetic; operations are flops.py's.
 
 For decoder-only transformers of the Llama and Qwen kind (grouped attention, gated MLP, RMSNorm), as Hugging Face computes them.
 Owns counts; refuses to know files, cards and configurations. Bytes are bytes, not GiB.
@@ -441,18 +441,3 @@ def server_memory(
 
 RUNTIME_BYTES = 2**30
 """CUDA context, libraries' workspaces and graphs."""
-
-
-# ---- operations
-
-
-def forward_flops_per_token(shape: ModelShape, context: float = 0.0) -> float:
-    """2 a weight, and attention's products with `context` tokens of keys and values: 4 · layers · query width · context."""
-    return 2.0 * shape.computing_parameters + 4.0 * shape.layers * shape.query * context
-
-
-def train_flops_per_token(shape: ModelShape, mean_length: float, *, checkpointing: Checkpointing) -> float:
-    """Forward once (twice with full checkpointing: all but the head) and backward twice; a causal sample of L tokens looks back
-    at L/2 on average."""
-    forward = forward_flops_per_token(shape, mean_length / 2)
-    return forward * (4 if checkpointing and checkpointing != "selective" else 3)

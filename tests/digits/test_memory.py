@@ -8,17 +8,16 @@ import numpy as np
 import pytest
 
 from telescope.config.models import EMBEDDED
+from telescope.maths.flops import forward_flops_per_token, train_flops_per_token
 from telescope.maths.memory import (
     Adapters,
     compiled_activation_bytes,
     compiled_attention_bytes,
-    forward_flops_per_token,
     layer_activation_bytes,
     layer_product_bytes,
     moment_bytes,
     server_memory,
     shape_from,
-    train_flops_per_token,
     trainer_memory,
 )
 from telescope.planning.shapes import ShapeUnknown, shape_of
