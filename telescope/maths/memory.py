@@ -202,24 +202,11 @@ Offload = Literal["none", "optimizer", "parameters"]
 
 
 def trainer_memory(
-    shape: ModelShape,
-    *,
-    ranks: int,
-    row_tokens: int,
-    chunk: int,
-    weight_bytes: int = 4,
-    compute_bytes: int = 2,
-    checkpointing: Checkpointing = True,
-    reshard: bool | int = True,
-    optimizer: Optimizer = "adamw",
-    offload: Offload = "none",
-    reference: bool = False,
-    handed_bytes: int = 0,
-    rows: int = 2,
-    compiled: bool = False,
-    joined: bool = False,
+    shape: ModelShape, *, ranks: int, row_tokens: int, chunk: int, weight_bytes: int = 4, compute_bytes: int = 2,
+    checkpointing: Checkpointing = True, reshard: bool | int = True, optimizer: Optimizer = "adamw", offload: Offload = "none",
+    reference: bool = False, handed_bytes: int = 0, rows: int = 2, compiled: bool = False, joined: bool = False,
     adapters: Adapters | None = None,
-) -> TrainerMemory:
+) -> TrainerMemory:  # fmt: skip
     """One of `ranks` that share a model under FSDP2, with rows of `row_tokens` tokens and logits of `chunk` tokens at once.
 
     `weight_bytes`: of a master weight and its gradient; `compute_bytes`: of a value in the forward pass; `reshard`: gathered
