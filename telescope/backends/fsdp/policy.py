@@ -349,6 +349,7 @@ def _no_chance(lm: Any) -> None:
         for name, value in list(vars(module).items()):
             if isinstance(value, float) and (name in NOISES or "drop" in name):  # of functional.dropout, or of whole layers
                 setattr(module, name, 0.0)
-    for name, value in list(vars(lm.config).items()):  # some layers look there
-        if isinstance(value, float) and "drop" in name:
-            setattr(lm.config, name, 0.0)
+    for config in (lm.config, lm.config.get_text_config()):  # some layers look there
+        for name, value in list(vars(config).items()):
+            if isinstance(value, float) and "drop" in name:
+                setattr(config, name, 0.0)
