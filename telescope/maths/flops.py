@@ -13,6 +13,8 @@ from collections.abc import Iterable
 
 import msgspec
 
+from telescope.maths.memory import Checkpointing, ModelShape
+
 
 class TrainingWork(msgspec.Struct, frozen=True, kw_only=True):
     """What one model takes to be trained."""
@@ -71,3 +73,15 @@ def peak_of(card: str) -> float | None:
     """By the name that the driver gives, e.g. `NVIDIA H100 80GB HBM3`; None for a card that is not listed."""
     words = f" {card.lower().replace('-', ' ')} "
     return next((peak for name, peak in PEAKS if f" {name} " in words), None)
+
+
+def forward_flops_per_token(shape: ModelShape, context: float = 0.0) -> float:
+    """2 a weight, and attention's products with `context` tokens of keys and values: 4 · layers · query width · context."""
+    return 2.0 * shape.computing_parameters + 4.0 * shape.layers * shape.query * context
+
+
+def train_flops_per_token(shape: ModelShape, mean_length: float, *, checkpointing: Checkpointing) -> float:
+    """Forward once (twice with full checkpointing: all but the head) and backward twice; a causal sample of L tokens looks back
+    at L/2 on average."""
+    forward = forward_flops_per_token(shape, mean_length / 2)
+    return forward * (4 if checkpointing and checkpointing != "selective" else 3)

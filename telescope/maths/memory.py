@@ -1,4 +1,4 @@
-"""What a model takes: parameters, bytes on a GPU to train it and to serve it, floating-point operations. Pure arithmetic.
+"""What a model takes: parameters, bytes on a GPU to train it and to serve it. Pure arithmetic; operations are flops.py's.
 
 For decoder-only transformers of the Llama and Qwen kind (grouped attention, gated MLP, RMSNorm), as Hugging Face computes them.
 Owns counts; refuses to know files, cards and configurations. Bytes are bytes, not GiB.
@@ -69,6 +69,8 @@ class ModelShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 QWEN2_TYPES = ("qwen2",)
 QK_NORM_TYPES = ("qwen3",)
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""What a config.json calls the number of experts of a layer."""
 
 
 def shape_from(config: Mapping[str, Any]) -> ModelShape:
@@ -76,7 +78,7 @@ def shape_from(config: Mapping[str, Any]) -> ModelShape:
     try:
         hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         kind = str(config.get("model_type", ""))
-        if config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts"):
+        if any(config.get(name) for name in EXPERTS):
             raise ValueError(f"a model of type {kind} has experts, which this arithmetic does not know")
         return ModelShape(
             layers=int(config["num_hidden_layers"]),
@@ -200,24 +202,11 @@ Offload = Literal["none", "optimizer", "parameters"]
 
 
 def trainer_memory(
-    shape: ModelShape,
-    *,
-    ranks: int,
-    row_tokens: int,
-    chunk: int,
-    weight_bytes: int = 4,
-    compute_bytes: int = 2,
-    checkpointing: Checkpointing = True,
-    reshard: bool | int = True,
-    optimizer: Optimizer = "adamw",
-    offload: Offload = "none",
-    reference: bool = False,
-    handed_bytes: int = 0,
-    rows: int = 2,
-    compiled: bool = False,
-    joined: bool = False,
+    shape: ModelShape, *, ranks: int, row_tokens: int, chunk: int, weight_bytes: int = 4, compute_bytes: int = 2,
+    checkpointing: Checkpointing = True, reshard: bool | int = True, optimizer: Optimizer = "adamw", offload: Offload = "none",
+    reference: bool = False, handed_bytes: int = 0, rows: int = 2, compiled: bool = False, joined: bool = False,
     adapters: Adapters | None = None,
-) -> TrainerMemory:
+) -> TrainerMemory:  # fmt: skip
     """One of `ranks` that share a model under FSDP2, with rows of `row_tokens` tokens and logits of `chunk` tokens at once.
 
     `weight_bytes`: of a master weight and its gradient; `compute_bytes`: of a value in the forward pass; `reshard`: gathered
@@ -258,7 +247,7 @@ def trainer_memory(
         logits=(4 + compute_bytes) * chunk * shape.vocabulary + (0 if adapters else head * 4),
         reference=0 if away else frozen,
         handed=shape.parameters * handed_bytes,
-        visiting=min(moments, _visiting(shape, weight_bytes, ranks) * moments // (trained * trained_bytes))
+        visiting=min(moments, _visiting(shape, weight_bytes, ranks) * moments // max(1, trained * trained_bytes))
         if offload == "optimizer"
         else 0,
         host=on_host,
@@ -439,18 +428,3 @@ def server_memory(
 
 RUNTIME_BYTES = 2**30
 """CUDA context, libraries' workspaces and graphs."""
-
-
-# ---- operations
-
-
-def forward_flops_per_token(shape: ModelShape, context: float = 0.0) -> float:
-    """2 a weight, and attention's products with `context` tokens of keys and values: 4 · layers · query width · context."""
-    return 2.0 * shape.computing_parameters + 4.0 * shape.layers * shape.query * context
-
-
-def train_flops_per_token(shape: ModelShape, mean_length: float, *, checkpointing: Checkpointing) -> float:
-    """Forward once (twice with full checkpointing: all but the head) and backward twice; a causal sample of L tokens looks back
-    at L/2 on average."""
-    forward = forward_flops_per_token(shape, mean_length / 2)
-    return forward * (4 if checkpointing and checkpointing != "selective" else 3)

@@ -9,14 +9,13 @@ from __future__ import annotations
 import msgspec
 
 from telescope.flow.latency import EngineTimes, Load, Spread, constant
+from telescope.maths.flops import forward_flops_per_token, train_flops_per_token
 from telescope.maths.memory import (
     Checkpointing,
     ModelShape,
     Offload,
     Optimizer,
-    forward_flops_per_token,
     moment_bytes,
-    train_flops_per_token,
 )
 
 GIB = 2**30

@@ -17,8 +17,12 @@ import torch
 from torch import Tensor
 from transformers import AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import (
+    bidirectional_mask_function,
+    blockwise_overlay,
     causal_mask_function,
     chunked_causal_mask_function,
+    or_masks,
+    sliding_window_bidirectional_mask_function,
     sliding_window_causal_mask_function,
 )
 
@@ -189,6 +193,11 @@ REFUSED = {
         {"num_experts": 4},
         "DogeForCausalLM has a mask of its own making, which no attention of this backend computes",
     ),
+    "minimax_m3, which chooses blocks of keys": (
+        "minimax_m3_vl_text",
+        {"num_local_experts": 4, "layer_types": ["full_attention", "minimax_m3_sparse"]},
+        "attention uses block_indices, which no attention of this backend computes",
+    ),
     "stablelm": ("stablelm", {"hidden_size": 64}, "layers do not hand on to their attention what they are given"),
 }
 
@@ -286,6 +295,40 @@ def test_the_shortest_sample_that_a_mask_treats_otherwise_is_found_to_the_token(
     assert look.shortest == shortest
     assert not look.foreign
     assert "telescope_of_a_test" not in AttentionMaskInterface()
+
+
+def looked(seen: Callable[[Tensor], Tensor], rule: Rule = causal_mask_function, tokens: int = 9) -> Look:
+    """What is found where a layer of a row of 9 tokens hands this of its mask to its attention."""
+    look = Look(1000)
+    with torch.no_grad(), look.at("telescope_of_a_test"):
+        mask = AttentionMaskInterface()["telescope_of_a_test"](
+            batch_size=1, q_length=tokens, kv_length=tokens, mask_function=rule
+        )
+        look.saw(seen(mask), {})
+    return look
+
+
+def test_a_part_of_a_mask_is_judged_by_its_rule_and_one_made_of_it_is_refused_though_it_hides_nothing_of_nine_tokens():
+    window = sliding_window_causal_mask_function(20)
+    assert looked(lambda mask: mask[:, :, :, :9].expand(1, 4, 9, 9), window).shortest == 21
+    assert looked(lambda mask: mask[:, :, :3]).foreign == ""
+    made = looked(lambda mask: mask & torch.ones(9, 9, dtype=torch.bool), window)
+    assert (made.shortest, made.foreign) == (None, "a mask of its own making")
+
+
+@pytest.mark.parametrize("rule", [bidirectional_mask_function, sliding_window_bidirectional_mask_function(20)])
+def test_a_mask_that_shows_a_token_what_comes_after_it_is_refused(rule: Rule):
+    assert "shows a token what comes after it" in looked(lambda mask: mask, rule).foreign
+
+
+def test_a_rule_that_looks_up_the_rows_own_tokens_is_not_asked_about_others():
+    """Of text alone Gemma 4's masks say of each of the row's tokens that it belongs to no image."""
+    rule = or_masks(causal_mask_function, blockwise_overlay(torch.full((1, 9), -1)))
+    with pytest.raises(IndexError):
+        rule(0, 0, torch.tensor([9]), torch.arange(10))
+    found = looked(lambda mask: mask, rule)
+    assert (found.shortest, found.foreign) == (None, "")
+    assert looked(lambda mask: mask, or_masks(rule, bidirectional_mask_function)).foreign
 
 
 # ---- the choice ------------------------------------------------------------------------------------------------------

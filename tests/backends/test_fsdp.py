@@ -8,11 +8,11 @@ import struct
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from telescope.algorithms.grpo import GRPO
 from telescope.backends.common import attention
-from telescope.backends.fsdp.policy import RowInput, UnfitModel
+from telescope.backends.fsdp.policy import RowInput, UnfitModel, _no_chance
 from telescope.config.models import model_source
 from tests.backends.models import random_model, random_other
 from tests.backends.plain import token_mean
@@ -331,6 +331,13 @@ def test_dropout_is_switched_off(build, tmp_path, kind, changes):
     backend = build(make_job(model=random_other(tmp_path / "dropping", kind, **changes)))
     row = row_of(draw(30))
     assert torch.equal(logprobs_of(backend, row), logprobs_of(backend, row))
+
+
+def test_so_is_what_the_language_model_of_one_that_sees_images_looks_up_in_its_own_configuration():
+    lm = torch.nn.Module()
+    lm.config = AutoConfig.for_model("gemma3", text_config={"attention_dropout": 0.5})
+    _no_chance(lm)
+    assert lm.config.text_config.attention_dropout == 0.0
 
 
 @pytest.mark.parametrize(

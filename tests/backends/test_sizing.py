@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from telescope.backends.base import Job, World
-from telescope.backends.fsdp import FSDP
+from telescope.backends.common import attention
+from telescope.backends.fsdp import FSDP, sizing
 from telescope.backends.fsdp.sizing import remark
 from telescope.backends.probe import Probe
 from telescope.config.parts import LoraSettings, ModelSettings
@@ -69,3 +70,7 @@ def test_nothing_is_said_of_a_card_or_a_model_that_is_not_known() -> None:
     assert said(on_a_card(), peak=None) is None
     assert said(on_a_card(), gib=10) is None  # nothing longer fits
     assert remark(FSDP(), on_a_card(), {**SMALL, "num_experts": 64}, 989e12, 140 * GIB) is None
+
+
+def test_a_sample_is_as_long_for_the_estimate_as_for_attention() -> None:
+    assert sizing.LONG == attention.LONG

@@ -8,17 +8,16 @@ import numpy as np
 import pytest
 
 from telescope.config.models import EMBEDDED
+from telescope.maths.flops import forward_flops_per_token, train_flops_per_token
 from telescope.maths.memory import (
     Adapters,
     compiled_activation_bytes,
     compiled_attention_bytes,
-    forward_flops_per_token,
     layer_activation_bytes,
     layer_product_bytes,
     moment_bytes,
     server_memory,
     shape_from,
-    train_flops_per_token,
     trainer_memory,
 )
 from telescope.planning.shapes import ShapeUnknown, shape_of
@@ -57,9 +56,10 @@ def test_an_unknown_model_is_said_to_be_unknown() -> None:
         shape_of("some/model")
 
 
-def test_a_mixture_of_experts_is_refused() -> None:
+@pytest.mark.parametrize(("kind", "name"), [("qwen3_moe", "num_experts"), ("ernie4_5_moe", "moe_num_experts")])
+def test_a_mixture_of_experts_is_refused(kind: str, name: str) -> None:
     with pytest.raises(ValueError, match="has experts"):
-        shape_from({"model_type": "qwen3_moe", "num_experts": 128, "hidden_size": 64, "num_attention_heads": 4})
+        shape_from({"model_type": kind, name: 128, "hidden_size": 64, "num_attention_heads": 4})
 
 
 def test_the_cache_of_a_token() -> None:
@@ -188,6 +188,15 @@ def test_adapters_are_all_that_has_gradients_and_moments() -> None:
     told = trainer_memory(shape, ranks=2, row_tokens=4096, chunk=1024, **LORA)
     assert (told.weights, told.gradients, told.moments) == (4_022_468_096 + 2 * trained, 2 * trained, 4 * trained)
     assert (told.waiting, told.head_gradient) == (0, 0)
+
+
+def test_adapters_of_matrices_that_are_not_known_count_nothing() -> None:
+    """Those of Phi3, say, whose queries, keys and values are one product."""
+    adapters = Adapters(rank=16, modules=("qkv_proj", "gate_up_proj"))
+    told = trainer_memory(
+        shape_of("Qwen/Qwen3-4B"), ranks=1, row_tokens=4096, chunk=1024, weight_bytes=2, offload="optimizer", adapters=adapters
+    )
+    assert (told.weights, told.gradients, told.host, told.visiting) == (2 * 4_022_468_096, 0, 0, 0)
 
 
 def test_moments_by_optimiser_in_bytes_a_parameter() -> None:

@@ -1,7 +1,7 @@
 """The FSDP backend on one GPU against the CPU in float32: `python -m tests.gpu.check_backend [--speed]`.
 
-Exits 0 only if all agree. No pytest module: machines without a GPU have nothing to say about it. With `--speed` a 0.6B-shaped
-model with drawn weights is timed at 16,384 tokens a row.
+Exits 0 only if all agree, and if the look at layers' masks finds a window by each kernel. No pytest module: machines without a
+GPU have nothing to say about it. With `--speed` a 0.6B-shaped model with drawn weights is timed at 16,384 tokens a row.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import torch
 
 from telescope.backends.base import TrainShard, World
 from telescope.backends.common import attention
-from tests.backends.models import random_model
+from telescope.backends.fsdp.policy import UnfitModel
+from tests.backends.models import random_model, random_other
 from tests.backends.shards import make_job, make_shard
 from tests.backends.watching import Watching, distance, watch
 
@@ -72,6 +73,26 @@ def agreement(folder: Path, kinds: list[str], choices: Sequence[dict[str, object
         fine = far < of_gradient and apart < of_metric
         good &= fine
         print(f"{settings}: gradient {far:.1e}, kl {apart:.1e} {'ok' if fine else 'BAD'}", flush=True)
+    return good
+
+
+def looks(folder: Path, kinds: list[str], choices: Sequence[dict[str, object]], world: World = GPU) -> bool:
+    """A window that layers keep to their mask alone is found before the first step, whatever computes."""
+    changes = {"hidden_size": 256, "initializer_range": 0.05, "num_local_experts": 4}
+    model = random_other(folder / "windows", "phimoe", sliding_window=20, **changes)
+    good = True
+    for (kind, precision, *_), choice in itertools.product(CASES, choices):
+        if kind not in kinds or (kind == "flex" and "compile" in choice):
+            continue
+        settings = {"attention": kind, "mixed_precision_dtype": precision, **choice}
+        said = "nothing"
+        try:
+            watch(make_job(model=model, world=world, seq_len=1024), **settings).close()
+        except UnfitModel as error:
+            said = str(error)
+        found = "hides tokens of samples of 21 tokens and more" in said
+        good &= found
+        print(f"{settings}: the look finds {'the window ok' if found else f'no window BAD: {said}'}", flush=True)
     return good
 
 
@@ -132,6 +153,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         attention.LONG = 128  # half of the samples
         good = agreement(Path(name), given.kinds, (*CHOICES, *(COMPILED if given.compiled else ())))
+        good &= looks(Path(name), given.kinds, (CHOICES[0], *(COMPILED[:1] if given.compiled else ())))
         if given.speed:
             speed(Path(name))
     return 0 if good else 1

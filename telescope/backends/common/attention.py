@@ -1,7 +1,8 @@
 """Causal attention inside the segments of a packed row, and nowhere else: by lengths, never by a [T, T] mask.
 
 Owns what each kernel is told of a row; transformers models reach them by the name in `NAMES` through transformers' registry.
-Which of them works where is kernels.py's. Refuses what it does not compute (soft caps, sinks, biases): none of it is left out.
+Which of them works where is kernels.py's. Refuses what it does not compute (soft caps, sinks, biases, chosen keys): none of it
+is left out.
 
     flash3, flash2, varlen   FlashAttention over lengths: two packages, and PyTorch's own. GPU, bfloat16 or float16
     cudnn                    cuDNN's by scaled_dot_product_attention for each long segment, varlen for the others: Hopper, half
@@ -199,7 +200,7 @@ def _over_ranks(function: Function) -> Function:
 
 
 def _refuse_unknown(kwargs: dict[str, Any]) -> None:
-    for name in ("softcap", "s_aux", "position_bias", "head_mask"):
+    for name in ("softcap", "s_aux", "position_bias", "head_mask", "indices", "block_indices"):
         if kwargs.get(name) is not None:
             raise ValueError(
                 f"the model's attention uses {name}, which no attention of this backend computes: it can't be trained here"

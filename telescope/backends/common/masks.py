@@ -1,9 +1,9 @@
 """What a model lets a token see, by the mask that it asks transformers for, beside what attention here is told.
 
 Attention here makes no mask: it is told the samples' lengths, and of a layer's window by an argument of the call. A layer that
-keeps a window, or chunks, to its mask alone would be trained without it, and so would one that makes a mask or a bias itself.
-Owns the look that finds such layers, windows at all lengths up to a limit and without a sample that long. Refuses to say what
-follows from it: that is the policy's.
+keeps a window, or chunks, to its mask alone would be trained without it, as would one that makes a mask or a bias itself, and
+one that lets a token see what comes after it. Owns the look that finds such layers, windows at all lengths up to a limit and
+without a sample that long. Refuses to say what follows from it: that is the policy's.
 """
 
 from __future__ import annotations
@@ -48,18 +48,21 @@ class Look:
 
     def saw(self, mask: Tensor | None, told: Mapping[str, Any]) -> None:
         """One layer's attention has been called with this mask, and been told this besides."""
-        window, rule = told.get("sliding_window"), getattr(mask, "rule", None)
         biases = [name for name, value in told.items() if isinstance(value, Tensor) and value.is_floating_point()]
         if biases:
             self.foreign = f"{biases[0]}, numbers that it hands to its attention"
-        elif mask is not None and rule is None and not (mask.dtype == torch.bool and bool(mask.all())):  # a part of it is well
-            self.foreign = "a mask of its own making"
+        if mask is None:
+            return
+        window, rule = told.get("sliding_window"), _rule_of(mask)
         if rule is None:
+            self.foreign = self.foreign or "a mask of its own making"
             return
         key = (id(rule), window)
         if key not in self._known:
-            assert mask is not None
-            self._known[key] = (rule, _first_difference(rule, window, self._longest, mask.device))
+            longest = mask.shape[-1] - 1 if _reads_tokens(rule) else self._longest
+            self._known[key] = (rule, _first_difference(rule, window, longest, mask.device))
+        if self._known[key][1] == 1:
+            self.foreign = self.foreign or "a mask that shows a token what comes after it, or hides it from itself"
 
 
 def _with_rule(
@@ -71,9 +74,33 @@ def _with_rule(
     return mask
 
 
+def _rule_of(mask: Tensor) -> Rule | None:
+    """Of a mask, or of a part of it, as some layers take; None where a layer has made it, or another of it."""
+    base = mask._base
+    found: Rule | None = getattr(mask if base is None else base, "rule", None)
+    return found
+
+
+def _reads_tokens(rule: Rule) -> bool:
+    """Whether it looks something up that is known of the row's own tokens [1, T], such as which are of one image: it has no
+    answer beyond them, and on a GPU the question would end the process."""
+    waiting, known = [rule], set[int]()
+    while waiting:
+        each: Any = waiting.pop()
+        if isinstance(each, Tensor) and each.ndim > 1:
+            return True
+        if id(each) not in known:
+            known.add(id(each))
+            waiting += each if isinstance(each, (tuple, list)) else ()
+            waiting += [cell.cell_contents for cell in getattr(each, "__closure__", None) or ()]
+    return False
+
+
 def _first_difference(rule: Rule, window: int | None, longest: int, device: torch.device) -> int | None:
     """Windows and chunks hide nothing of short samples, and something of all longer ones: so lengths are doubled, and between
     the last that agrees and the first that does not the place is found by halves."""
+    if longest < 1:
+        return None
     agrees, length = 0, 1
     while not _differs(rule, window, length, device):
         if length >= longest:
@@ -89,8 +116,9 @@ def _first_difference(rule: Rule, window: int | None, longest: int, device: torc
 
 
 def _differs(rule: Rule, window: int | None, length: int, device: torch.device) -> bool:
-    """Whether the last token of a sample of that length sees other ones by the rule than within the window."""
-    places = torch.arange(length, device=device)
-    last = places[-1:]
-    sees = places > length - 1 - (length if window is None else window)
+    """Whether the last token of a sample of that length, or one with another behind it, sees other ones by the rule than
+    itself and those before it within the window."""
+    places = torch.arange(length + 1, device=device)
+    last = places[-2:-1]
+    sees = (places < length) & (places > length - 1 - (length if window is None else window))
     return not torch.equal(rule(0, 0, last, places).broadcast_to(places.shape), sees)

@@ -8,11 +8,9 @@ from typing import Any
 import torch
 
 from telescope.maths import flops
+from telescope.maths.memory import EXPERTS
 
 log = logging.getLogger(__name__)
-
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""What configurations call the number of experts of a layer."""
 
 
 def training_work(lm: Any) -> flops.TrainingWork:

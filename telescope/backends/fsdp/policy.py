@@ -6,6 +6,7 @@ optimisers and steps.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -190,10 +191,8 @@ class Policy(nn.Module):
         first, second, other = np.random.default_rng(0).integers(0, vocabulary, (3, tokens))
         rows = [self._sample_row([first, second], device), self._sample_row([other, second], device)]
         together, beside_other = (self(row, temperature, 16)[0][tokens - 1 :] for row in rows)
-        row = self._sample_row([second], device)
-        row.segments.look = look = Look(seq_len)
-        with look.at(attention.NAMES[self.kind]), torch.compiler.set_stance("force_eager"):
-            alone = self(row, temperature, 16, whole_logits=True)[0]
+        alone = self(self._sample_row([second], device), temperature, 16, whole_logits=True)[0]
+        look = self._look(second, device, temperature, seq_len)
         self.free_gathered()
         name = type(self.lm).__name__
         moved = (together - beside_other).abs().max().item()
@@ -217,6 +216,16 @@ class Policy(nn.Module):
                 f"which attention here is not told, so what is trained would not be what is sampled: set "
                 f"trainer.seq_len={look.shortest - 1} or less, which is {seq_len}, and inference.max_model_len no higher"
             )
+
+    def _look(self, sample: np.ndarray, device: str, temperature: float, seq_len: int) -> Look:
+        """A pass of its own, whose results nobody compares: compiled layers would be compiled once more to be given a mask, so
+        they run as they are written, and in half precision round otherwise than those that train."""
+        row = self._sample_row([sample], device)
+        row.segments.look = look = Look(seq_len)
+        with look.at(attention.NAMES[self.kind]), torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "flex_attention called without")  # it is compiled in all other passes
+            self(row, temperature, 16, whole_logits=True)
+        return look
 
     def _sample_row(self, samples: list[np.ndarray], device: str) -> RowInput:
         """All tokens but each sample's first as sampled ones; padded where ranks share it, so that it can be cut."""
@@ -340,6 +349,7 @@ def _no_chance(lm: Any) -> None:
         for name, value in list(vars(module).items()):
             if isinstance(value, float) and (name in NOISES or "drop" in name):  # of functional.dropout, or of whole layers
                 setattr(module, name, 0.0)
-    for name, value in list(vars(lm.config).items()):  # some layers look there
-        if isinstance(value, float) and "drop" in name:
-            setattr(lm.config, name, 0.0)
+    for config in (lm.config, lm.config.get_text_config()):  # some layers look there
+        for name, value in list(vars(config).items()):
+            if isinstance(value, float) and "drop" in name:
+                setattr(config, name, 0.0)
