@@ -199,8 +199,8 @@ def _merge(reader: Reader, lm: Any, lora: LoraSettings) -> None:
 
 
 def _write_adapters(reader: Reader, model: ModelSettings, lora: LoraSettings, folder: Path, dtype: str) -> None:
-    """adapter_config.json and adapter_model.safetensors, as peft writes them, and the tokenizer. The model beneath is named by its
-    hub id, and else by its path: nobody but us knows the name of an embedded one."""
+    """adapter_config.json and adapter_model.safetensors, as peft writes them, and the tokenizer. The model beneath is named by
+    its hub id, and else by its path: nobody but us knows the name of an embedded one."""
     import torch
     from peft import LoraConfig
     from safetensors.torch import save_file

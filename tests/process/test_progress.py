@@ -70,7 +70,8 @@ def test_an_alert_is_a_line_of_its_own_once_and_of_many_the_latest(tmp_path: Pat
     errors, now = io.StringIO(), [100.0]
     monkeypatch.setattr("telescope._launch.progress.time", SimpleNamespace(monotonic=lambda: now[0]))
     progress = Progress(run, Console(errors, io.StringIO()))
-    for alerts, alert in ((0, ""), (1, "the checkpoint of step 6 failed"), (1, "the checkpoint of step 6 failed"), (2, "a"), (4, "c")):
+    failed = "the checkpoint of step 6 failed"
+    for alerts, alert in ((0, ""), (1, failed), (1, failed), (2, "a"), (4, "c")):
         run.status_json.write_text(json.dumps({"step": 1, "steps": 9, "alerts": alerts, "alert": alert}))
         progress.show()
         now[0] += 4.0
