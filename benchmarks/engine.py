@@ -5,9 +5,9 @@ Prints seconds to ready; wall and own CPU time of 256 requests at once; the paus
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
-import sys
 import time
 from typing import Any
 
@@ -86,5 +86,8 @@ async def abort(engine: VllmEngine, attempt: int) -> None:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.engine", description=str(__doc__).splitlines()[0])
+    parser.add_argument("model", nargs="?", default="tiny", help="an embedded model's name, or a folder")
+    model = parser.parse_args().model
     os.environ.update(vllm_environment("cpu", os.environ))
-    asyncio.run(measure(sys.argv[1] if len(sys.argv) > 1 else "tiny"))
+    asyncio.run(measure(model))

@@ -22,6 +22,8 @@ PLAIN_EVERY_S = 1.0
 START_EVERY_S, SAME_EVERY_S = 10.0, 60.0
 """The same until all processes are ready, which takes minutes with hundreds of them or a large model; and where the line would
 be the same again."""
+ALERT_EVERY_S = 10.0
+"""Of many alerts one, at most this often."""
 TAIL_BYTES, SAID_CHARACTERS = 4_096, 100
 """Of a log whose last line is shown."""
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -79,6 +81,7 @@ class Progress:
         self._began = time.monotonic()
         self._told = False
         """The orchestrator has written how the run stands."""
+        self._alerts, self._alerted_at = 0, float("-inf")
 
     def start(self, begun: int, processes: int) -> None:
         """So many have been begun; called after each."""
@@ -98,6 +101,7 @@ class Progress:
             waits = f"starting: {status.get('ready')} of {status.get('processes')} processes are ready, {status.get('doing')}"
             self._starting(waits, str(status["missing"][0]))
             return
+        self._alert(status)
         if self._console.tty:
             self._console.live(status_line(status))
             return
@@ -106,6 +110,15 @@ class Progress:
         if told != self._shown and now - self._shown_at >= PLAIN_EVERY_S:
             self._console.say(status_line(status))
             self._shown, self._shown_at = told, now
+
+    def _alert(self, status: Mapping[str, Any]) -> None:
+        """The latest alert in a line of its own, with how many more there were since the last one shown."""
+        count, now = status.get("alerts"), time.monotonic()
+        if not isinstance(count, int) or count <= self._alerts or now - self._alerted_at < ALERT_EVERY_S:
+            return
+        more = count - self._alerts - 1
+        self._console.say(f"alert: {status.get('alert')}" + (f" ({more} more before it: the stream `alerts`)" if more else ""))
+        self._alerts, self._alerted_at = count, now
 
     def _starting(self, line: str, name: str) -> None:
         """`name`: the process whose last words are shown."""

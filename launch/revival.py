@@ -78,6 +78,7 @@ class Revival:
         self._due[process.name] = now + wait_s
         process.give_up_at = now + self._fence_s
         self._say(f"{sentence} It is started again" + (f" in {wait_s:g} s." if wait_s else "."))
+        self._run.server(process.name).unlink(missing_ok=True)  # one that was killed listens no more, and could not say so
         control.note_end(self._run, process.name, control.Ended(process.life, process.pid or 0, sentence))
         return ""
 

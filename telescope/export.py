@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from telescope.backends.base import CheckpointUnfit
-from telescope.config.models import ModelNotFound, model_folder
+from telescope.config.models import ModelNotFound, model_folder, model_source
 from telescope.config.parts import LoraSettings, ModelSettings
 from telescope.config.run import load_run
 from telescope.runlog import checkpoints
@@ -35,7 +35,9 @@ MODEL = "model."
 ADAPTER = "base_model.model."
 AT_ONCE_BYTES = 2 << 30
 """What is read of a checkpoint at a time."""
-BESIDE_WEIGHTS = ("generation_config.json", "*token*", "vocab.*", "merges.txt", "*.model", "chat_template*", "*.py")
+BESIDE_ADAPTERS = ("*token*", "vocab.*", "merges.txt", "*.model", "chat_template*")
+"""What goes with adapters as it is: all that a dialogue needs before it is token ids."""
+BESIDE_WEIGHTS = ("generation_config.json", "*.py", *BESIDE_ADAPTERS)
 """What goes with the weights as it is."""
 
 
@@ -167,7 +169,12 @@ def _write_model(reader: Reader, model: ModelSettings, folder: Path, wanted: Wan
         for name, tensor in _read(reader, list(parameters), held):
             parameters[name].copy_(tensor)
     lm.save_pretrained(folder, max_shard_size=wanted.shard_bytes)
-    for pattern in BESIDE_WEIGHTS:
+    _copy_beside(BESIDE_WEIGHTS, base, model, folder)
+
+
+def _copy_beside(patterns: Sequence[str], base: Path, model: ModelSettings, folder: Path) -> None:
+    """The files of the model that the patterns name, and the run's own chat template where it had one."""
+    for pattern in patterns:
         for file in base.glob(pattern):
             if file.is_file():
                 shutil.copyfile(file, folder / file.name)
@@ -192,7 +199,8 @@ def _merge(reader: Reader, lm: Any, lora: LoraSettings) -> None:
 
 
 def _write_adapters(reader: Reader, model: ModelSettings, lora: LoraSettings, folder: Path, dtype: str) -> None:
-    """adapter_config.json and adapter_model.safetensors, as peft writes them."""
+    """adapter_config.json and adapter_model.safetensors, as peft writes them, and the tokenizer. The model beneath is named by
+    its hub id, and else by its path: nobody but us knows the name of an embedded one."""
     import torch
     from peft import LoraConfig
     from safetensors.torch import save_file
@@ -209,9 +217,10 @@ def _write_adapters(reader: Reader, model: ModelSettings, lora: LoraSettings, fo
         lora_dropout=0.0,
         bias="none",
         task_type="CAUSAL_LM",
-        base_model_name_or_path=model.name,
+        base_model_name_or_path=model_source(model.name),
         inference_mode=True,
     ).save_pretrained(str(folder))
+    _copy_beside(BESIDE_ADAPTERS, model_folder(model.name), model, folder)
 
 
 def _read(reader: Reader, names: Sequence[str], dtype: Any) -> Iterator[tuple[str, Tensor]]:

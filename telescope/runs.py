@@ -194,6 +194,9 @@ def _tail(asked: argparse.Namespace) -> int:
     run = RunDirectory(asked.run)
     log = run.log(asked.process)
     if not log.exists():
+        if not log.parent.is_dir() and not run.config_json.exists():
+            sys.stderr.write(f"{asked.run} is no run directory: it has neither logs nor config.json\n")
+            return FAILED
         there = ", ".join(sorted(path.stem for path in log.parent.glob("*.log"))) or "none yet"
         sys.stderr.write(f"{asked.run} has no log of {asked.process}; there are: {there}\n")
         return FAILED

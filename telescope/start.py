@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from telescope.sweep import Sweep
 
 OK, CONFIG_ERROR, COMPONENT_FAILED = 0, 1, 70
+BY_SIGNAL = (130, 143)
 LONGER = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 """The variable by which vLLM is told to serve a model beyond its positions."""
 _log = logging.getLogger("telescope.run")
@@ -110,7 +111,25 @@ def run_one(order: Order) -> int:
             break
         say("A part of the run has died: it goes on from its latest checkpoint (checkpoint.max_restarts).")
         order, code = again, _attempt(again)
+    if sentence := way_on(order.config, code):
+        say(sentence)
     return code
+
+
+def way_on(config: RunConfig, code: int) -> str:
+    """How a run that failed, or was stopped and could not save, goes on from the checkpoint that it has; empty where it has
+    none, and where its last words say so already."""
+    from telescope.runlog import checkpoints
+    from telescope.runlog.ending import read_object
+    from telescope.runlog.layout import RunDirectory
+
+    if code not in (COMPONENT_FAILED, *BY_SIGNAL) or not (config.checkpoint.on and config.checkpoint.save_training_state):
+        return ""
+    run = RunDirectory(Path(str(config.run_dir)))
+    there = checkpoints.steps(checkpoints.root(run, config.checkpoint.dir))
+    if not there or there[-1] >= config.number_of_steps or read_object(run.summary_json).get("lost_checkpoint"):
+        return ""
+    return f"to go on from the checkpoint of step {there[-1]}: python -m telescope.runs resume {shlex.quote(str(run.path))}"
 
 
 def _after_failure(order: Order, code: int) -> Order | None:

@@ -218,7 +218,7 @@ class CheckpointDesk:
         how = ", the last, failed" if is_last else " failed, and the run goes on"
         sentence = f"the checkpoint of step {step}{how}: {cause}"
         log.error("%s", sentence)
-        self._recorder.alert("error", "checkpoint", sentence)
+        self._recorder.alert("error", "checkpoint", sentence, shown=not is_last)
         self._recorder.checkpoint(step, "failed", stall_s=stall_s, cause=cause)
         self._events.append(events.CheckpointFailed(step=step, cause=cause))
 

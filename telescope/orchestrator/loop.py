@@ -121,7 +121,7 @@ class Orchestrator:
         """A part of the run has failed for good."""
         if self.outcome is None:
             log.error("%s", sentence)
-            self._recorder.alert("error", "orchestrator", sentence)
+            self._recorder.alert("error", "orchestrator", sentence, shown=False)
             self._exit_code = COMPONENT_FAILED
             self._events.append(events.StopRequested(reason=sentence, ok=False))
 
@@ -222,7 +222,7 @@ class Orchestrator:
 
     def _give_up(self, server: str, cause: str) -> None:
         log.warning("%s is given up: %s", server, cause)
-        self._recorder.alert("warning", server, f"{server} is given up and started again: {cause}")
+        self._recorder.alert("warning", server, f"{server} is given up and started again: {cause}", shown=False)
         self._servers.give_up(server, cause)
         answers = self._performer.server_lost(server, time.monotonic())
         self._events.append(events.ServerLost(server=server, cause=cause[:MAX_CAUSE_CHARACTERS]))

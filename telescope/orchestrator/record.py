@@ -76,6 +76,8 @@ class Recorder:
         self._cancelled: set[tuple[int, int]] = set()
         self._step_ends: list[float] = []
         self._next_step: dict[str, float] = {}
+        self._alerts = (0, "")
+        """How many the terminal shall show, and the last of them."""
         self.restarts: Counter[str] = Counter()
         """How often each server has come back."""
 
@@ -195,8 +197,11 @@ class Recorder:
     def turn(self, row: Mapping[str, Any]) -> None:
         self._log.append("turns", row)
 
-    def alert(self, level: str, source: str, message: str) -> None:
+    def alert(self, level: str, source: str, message: str, *, shown: bool = True) -> None:
+        """`shown`: on the launcher's terminal too; not what that says in words of its own."""
         self._log.append("alerts", {"level": level, "source": source, "message": message})
+        if shown:
+            self._alerts = (self._alerts[0] + 1, message)
 
     # ---- steps and weights -------------------------------------------------------------------------------------------
 
@@ -292,6 +297,8 @@ class Recorder:
             "exact": self._last("sample/exact"),
             "tokens_per_s": latest.get("tokens_per_s"),
             "lag": latest.get("staleness_mean"),
+            "alerts": self._alerts[0],
+            "alert": self._alerts[1],
             **fields,
         }
         self._write(self._run.status_json, orjson.dumps(status, option=orjson.OPT_SERIALIZE_NUMPY).decode(), durable=False)

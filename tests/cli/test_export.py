@@ -185,6 +185,16 @@ def test_adapters_alone_are_those_that_peft_loads(adapters, tmp_path):
     np.testing.assert_allclose(logprobs(model), adapters.logprobs, atol=1e-4)
 
 
+def test_adapters_load_by_their_folder_alone_with_the_tokenizer(adapters, tmp_path):
+    """The embedded model beneath is found though no hub knows its name."""
+    assert adapters.export("2", "--to", str(tmp_path / "out")) == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    np.testing.assert_allclose(logprobs(model), adapters.logprobs, atol=1e-4)
+    ours, base = (AutoTokenizer.from_pretrained(folder) for folder in (tmp_path / "out", export.model_folder("tiny")))
+    assert ours("12 + 3").input_ids == base("12 + 3").input_ids
+    assert ours.chat_template == base.chat_template
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

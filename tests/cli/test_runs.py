@@ -94,6 +94,8 @@ def test_a_log_is_shown_to_its_end_once_the_run_is_over(tmp_path: Path, capsys):
     assert capsys.readouterr().out == "line 48\nline 49\n"
     assert runs.main(["tail", str(run.path), "--process", "server-9"]) == 1
     assert "has no log of server-9; there are: orchestrator" in capsys.readouterr().err
+    assert runs.main(["tail", str(tmp_path / "nowhere")]) == 1
+    assert "nowhere is no run directory: it has neither logs nor config.json" in capsys.readouterr().err
 
 
 def test_stop_asks_the_process_that_watches_as_ctrl_c_would_and_waits_for_its_end(tmp_path: Path, capsys):

@@ -6,6 +6,7 @@ Log-probs against transformers in float32, an update in flight with the versions
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from telescope._launch.local import this_host
 from telescope.config.parts import InferenceSettings, ModelSettings, WeightSyncSettings
 from telescope.inference.engine import WeightsRefused
 from telescope.inference.vllm_engine import VllmEngine
@@ -116,6 +118,9 @@ async def abort(engine: VllmEngine, prompt: np.ndarray) -> Facts:
 
 
 def main() -> int:
+    argparse.ArgumentParser(prog="python -m tests.gpu.check_engine", description=str(__doc__).splitlines()[0]).parse_args()
+    if not this_host().gpus:
+        raise SystemExit("this machine has no GPU: the check needs one")
     os.environ.update(vllm_environment("gpu", os.environ))
     with tempfile.TemporaryDirectory() as folder:
         old, new = (make_model(Path(folder) / name, seed, head_dim=64) for seed, name in enumerate(("old", "new")))

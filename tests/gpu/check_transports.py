@@ -6,12 +6,14 @@ gloo on any machine (tests/weights/test_collective.py); this shows them of NCCL,
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from typing import Any
 
 import torch
 
+from telescope._launch.local import this_host
 from telescope.weights.buckets import Tensor as TensorKind
 from telescope.weights.buckets import lay_out
 from telescope.weights.digest import digests, text
@@ -48,6 +50,10 @@ def one_update(company: Company, version: int, epoch: int, server: int, **how: A
 
 
 def main() -> int:
+    argparse.ArgumentParser(prog="python -m tests.gpu.check_transports", description=str(__doc__).splitlines()[0]).parse_args()
+    gpus = len(this_host().gpus)
+    if gpus < 2:
+        raise SystemExit(f"this machine has {gpus} GPUs: the check needs two")
     same_digests()
     with Company(ranks=1, servers=4, gpus=["0", "1", "1", "1", "1"]) as company:
         company.set_up(1, bucket_bytes=4096, bulk=1024)

@@ -133,6 +133,18 @@ async def test_the_summary_compares_the_first_five_steps_with_the_last_five(run:
     assert summary["exit_reason"] == "all 12 steps are trained"
 
 
+async def test_the_status_has_the_latest_alert_that_the_terminal_shall_show(run: RunDirectory):
+    log = RunLog(run, "orchestrator")
+    recorder = Recorder(run, log, None, number_of_steps=3)
+    recorder.alert("error", "checkpoint", "the checkpoint of step 6 failed")
+    recorder.alert("warning", "server-0", "server-0 is given up and started again", shown=False)
+    recorder.status({})
+    log.close()
+    status = orjson.loads(run.status_json.read_bytes())
+    assert (status["alerts"], status["alert"]) == (1, "the checkpoint of step 6 failed")
+    assert len(rows(run, "alerts")) == 2
+
+
 async def test_the_status_keeps_the_reward_of_the_step_before_where_nothing_was_scored_since(run: RunDirectory):
     log = RunLog(run, "orchestrator")
     recorder = Recorder(run, log, None, number_of_steps=3)

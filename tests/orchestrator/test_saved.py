@@ -88,7 +88,7 @@ class Listener:
     def checkpoint(self, step: int, state: str, **_: Any) -> None:
         self.rows.append((step, state))
 
-    def alert(self, level: str, source: str, message: str) -> None:
+    def alert(self, level: str, source: str, message: str, *, shown: bool = True) -> None:
         self.alerts.append(message)
 
     def note(self, peer: str, sentence: str) -> None:

@@ -65,6 +65,23 @@ def test_a_terminal_gets_one_line_written_over(tmp_path: Path) -> None:
     assert rest == "\r\x1b[Kstep 1/2\r\x1b[Kstep 2/2\r\x1b[Kdone\n"
 
 
+def test_an_alert_is_a_line_of_its_own_once_and_of_many_the_latest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDirectory.create(tmp_path / "run")
+    errors, now = io.StringIO(), [100.0]
+    monkeypatch.setattr("telescope._launch.progress.time", SimpleNamespace(monotonic=lambda: now[0]))
+    progress = Progress(run, Console(errors, io.StringIO()))
+    failed = "the checkpoint of step 6 failed"
+    for alerts, alert in ((0, ""), (1, failed), (1, failed), (2, "a"), (4, "c")):
+        run.status_json.write_text(json.dumps({"step": 1, "steps": 9, "alerts": alerts, "alert": alert}))
+        progress.show()
+        now[0] += 4.0
+    assert errors.getvalue().splitlines() == [
+        "step 1/9",
+        "alert: the checkpoint of step 6 failed",
+        "alert: c (2 more before it: the stream `alerts`)",
+    ]
+
+
 def starting(ready: int, *missing: str) -> str:
     """What the orchestrator of 303 processes says until all are there."""
     words = f"waiting for {few([*missing, *('more',) * (303 - ready - len(missing))])}"

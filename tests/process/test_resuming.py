@@ -96,6 +96,21 @@ def test_an_attempt_begins_at_the_latest_checkpoint_and_finds_an_empty_house(run
     assert attempts.read_attempts(run)[-1].why == "stopped"
 
 
+def test_who_fails_or_is_killed_by_a_signal_is_told_from_which_checkpoint_the_run_goes_on(run: RunDirectory):
+    ours = config(run_dir=str(run.path))
+    assert start.way_on(ours, 70) == ""  # there is no checkpoint yet
+    checkpoint(run, 2)
+    checkpoint(run, 4)
+    told = f"to go on from the checkpoint of step 4: python -m telescope.runs resume {run.path}"
+    assert [start.way_on(ours, code) for code in (0, 1, 70, 74, 75, 130, 143)] == ["", "", told, "", "", told, told]
+    assert start.way_on(config(run_dir=str(run.path), checkpoint={"every": 2, "save_training_state": False}), 70) == ""
+    run.summary_json.write_text('{"lost_checkpoint": 9}')  # then the launcher has said so
+    assert start.way_on(ours, 130) == ""
+    run.summary_json.unlink()
+    checkpoint(run, 9)
+    assert start.way_on(ours, 70) == ""  # all is trained
+
+
 @pytest.mark.parametrize(("code", "why"), [(0, "done"), (75, "stopped"), (143, "stopped"), (70, "failed"), (None, "")])
 def test_the_first_attempts_end_is_written_down_when_the_second_begins(run: RunDirectory, code: int | None, why: str):
     """Nobody wrote lines for it while it was the only one; what was killed has no end."""

@@ -47,8 +47,12 @@ def interrupted(launched: Launched) -> tuple[dict[str, object], str]:
 def test_a_killed_server_gets_a_second_life_with_a_log_of_its_own(launch: Launch) -> None:
     launched = under_way(launch(ORCHESTRATOR, stand_in("server-0", "family"), WORKER, restarts=3))
     first, *below = launched.pids("server-0")
+    listens = launched.run.server("server-0")
+    listens.parent.mkdir(exist_ok=True)
+    listens.write_text('{"url": "http://127.0.0.1:8100/v1"}')
     os.kill(first, signal.SIGKILL)
     second = next_life(launched, "server-0", first)
+    assert not listens.exists()  # nor does the run directory say that it listens
     assert not any(psutil.pid_exists(pid) for pid in (first, *below))  # nothing of the first life holds its memory or port
     ended = control.ends(launched.run)
     assert ended == {"server-0": control.Ended(1, first, "server-0 was killed by signal 9 (SIGKILL).")}
