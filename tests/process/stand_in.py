@@ -213,8 +213,8 @@ def write_status(run: Path, name: str) -> int:
 BEHAVIOURS = {
     function.__name__: function
     for function in (
-        obey, finish, closing, crash, follow, confess, deaf, waits_for_the_signal, family, engine_owner, leave_orphan, stop_shim,
-        signal_group, show_environment, write_status,
+        closing, obey, finish, crash, follow, confess, deaf, waits_for_the_signal, family, engine_owner, leave_orphan,
+        stop_shim, signal_group, show_environment, write_status,
     )
 }  # fmt: skip
 
