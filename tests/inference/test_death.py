@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import mmap
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -111,6 +113,30 @@ async def test_the_workers_of_a_killed_engine_are_no_news(follows: bool) -> None
     assert said == f"the engine's process (pid {process.pid}) was killed by SIGKILL; nothing can be served any more"
     watcher.stop_watching()
     watcher.end_all(5)
+
+
+def engine_with_segment(ready: Connection) -> None:
+    file, name = tempfile.mkstemp(prefix="psm_", dir="/dev/shm")
+    os.truncate(file, 64)
+    with mmap.mmap(file, 64):
+        ready.send(name)
+        signal.pause()
+
+
+@pytest.mark.asyncio
+async def test_shared_memory_of_a_killed_engine_is_removed() -> None:
+    watcher, (here, there) = Children(), multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=engine_with_segment, args=(there,))
+    process.start()
+    segment = Path(here.recv())
+    watcher.watch_new()
+    process.kill()
+    async with asyncio.timeout(60):
+        await watcher.first_end()
+    assert segment.exists()
+    watcher.stop_watching()
+    watcher.end_all(5)
+    assert not segment.exists()
 
 
 class Ends:
