@@ -160,6 +160,7 @@ class Supervisor:
             shared_memory.sweep()  # weights whose writer was killed; those of other runs alive are locked by theirs
             if self.nodes and self.living:
                 self.say_farewell(ERROR, "the head ended with a defect of its own")
+        self.absolve()
         return self.exit_code
 
     def start(self, port: dict[str, str]) -> None:
@@ -412,6 +413,13 @@ class Supervisor:
     def lost_sentence(self) -> str:
         why = reason(self.directory) or own_sentence(self.directory, "orchestrator")  # a full disk may have no summary
         return f"The last checkpoint is lost: {why}."
+
+    def absolve(self) -> None:
+        """An orchestrator that ends with 0 has trained and saved all: what broke while it closed is no failure of the run."""
+        if self.cause and self.cause.process != "orchestrator" and self.orchestrator_status in (0, UNSAVED):
+            self.cause = None
+            with contextlib.suppress(OSError):
+                self.directory.verdict.unlink(missing_ok=True)
 
     @property
     def carrier_lost(self) -> str:

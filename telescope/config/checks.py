@@ -345,6 +345,11 @@ def _weights(config: RunConfig) -> Iterator[Conflict]:
             ("weight_sync.transport", "cluster.device"),
             f"weight_sync.transport={sync.transport} needs GPUs, and cluster.device=cpu: set weight_sync.transport=auto",
         )
+    if sync.transport == "gloo" and config.cluster.device == "gpu":
+        yield Conflict(
+            ("weight_sync.transport", "cluster.device"),
+            "weight_sync.transport=gloo is for CPUs, and cluster.device=gpu: set weight_sync.transport=auto",
+        )
 
 
 def _typed(value: object) -> str:

@@ -11,7 +11,8 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 from telescope.inference.engine import EngineDead
 
 TOLD_S = 5.0
-"""From vLLM's word that its engine is dead to the end of the process being seen."""
+"""From vLLM's word that its engine is dead, or that an order failed, to the end of the process being seen."""
+SAYS_SO = "vLLM's engine says that it is dead; its own words are further up in this log"
 
 
 class Mortal(Protocol):
@@ -41,7 +42,13 @@ def tells_its_death(
                 raise EngineDead(dying.result())
             return work.result()
         except EngineDeadError as error:
-            raise EngineDead(await _why(self)) from error
+            raise EngineDead(await _why(self) or SAYS_SO) from error
+        except Exception as error:
+            # vLLM's word for an order that failed in the engine, the death of a worker process among other reasons: the engine
+            # then ends in a moment
+            if type(error) is Exception and (why := await _why(self)):
+                raise EngineDead(f"{why} ({error})") from error
+            raise
         finally:
             dying.cancel()
             if not work.done():
@@ -52,11 +59,12 @@ def tells_its_death(
 
 
 async def _why(engine: Mortal) -> str:
+    """Empty where its process lives on."""
     try:
         async with asyncio.timeout(TOLD_S):
             return await engine.dead()
     except TimeoutError:
-        return "vLLM's engine says that it is dead; its own words are further up in this log"
+        return ""
 
 
 @asynccontextmanager

@@ -25,7 +25,7 @@ from telescope.orchestrator.main import flow_settings
 from telescope.planning.calibrate import Calibration
 from telescope.planning.cards import GIB, Card, Work, latencies
 from telescope.planning.costs import Costs
-from telescope.weights.choose import choose
+from telescope.weights.choose import TransportRefused, choose
 
 SIGMA = 0.8
 """Of the logarithm of a completion's length, where none is known."""
@@ -96,7 +96,7 @@ def training(
     """Bytes of one trainer rank; None for a backend whose memory is not known here."""
     if not isinstance(config.backend, FSDP):
         return None
-    handed = _transport(config) == "cuda_ipc" and config.model.lora is None
+    handed = _hands_on_the_card(config) and config.model.lora is None
     return rank_memory(
         config.backend,
         shape,
@@ -219,10 +219,18 @@ def assumed_load(config: RunConfig, shape: ModelShape, card: Card, completion_to
 
 
 def _transport(config: RunConfig) -> str:
-    """What `auto` means for servers and ranks with cards of their own; one card for both only where it is asked for."""
-    wanted = config.weight_sync.transport
-    same = wanted in ("auto", "cuda_ipc") and shares_a_card(config)
-    return choose(wanted, "cuda", "same" if same else "apart", adapters=config.model.lora is not None)
+    """What `auto` means for servers and ranks with cards of their own; one card for both only where it is asked for. Raises
+    `Refused` for a transport that is none of cards."""
+    same = _hands_on_the_card(config)
+    try:
+        return choose(config.weight_sync.transport, "cuda", "same" if same else "apart", adapters=config.model.lora is not None)
+    except TransportRefused as error:
+        raise Refused(str(error)) from error
+
+
+def _hands_on_the_card(config: RunConfig) -> bool:
+    """Whether a version lies on the card that server and rank share; false for a run on CPUs, whatever its transport."""
+    return config.weight_sync.transport in ("auto", "cuda_ipc") and shares_a_card(config)
 
 
 def fitted_load(calibration: Calibration, config: RunConfig, shape: ModelShape | None, card: Card | None) -> Load:

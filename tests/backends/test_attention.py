@@ -186,7 +186,8 @@ REFUSED = {
     "phimoe, a window in its mask alone": (
         "phimoe",
         {"sliding_window": 20, "num_local_experts": 4},
-        r"hides tokens of samples of 21 tokens and more by a mask alone .* set trainer\.seq_len=20 or less, which is 256",
+        r"hides tokens of samples of 21 tokens and more by a mask alone .* set trainer\.pad_to_multiple_of=1 and "
+        r"trainer\.seq_len=20 or less, which is 256",
     ),
     "doge, a mask of numbers that it makes itself": (
         "doge",
@@ -197,6 +198,11 @@ REFUSED = {
         "minimax_m3_vl_text",
         {"num_local_experts": 4, "layer_types": ["full_attention", "minimax_m3_sparse"]},
         "attention uses block_indices, which no attention of this backend computes",
+    ),
+    "phimoe, a window that is no multiple of what rows are": (
+        "phimoe",
+        {"sliding_window": 150, "num_local_experts": 4},
+        r"hides tokens of samples of 151 tokens and more .* set trainer\.seq_len=128 or less, which is 256",
     ),
     "stablelm": ("stablelm", {"hidden_size": 64}, "layers do not hand on to their attention what they are given"),
 }

@@ -287,6 +287,11 @@ def test_a_missing_model_folder_is_named(build):
         build(make_job(model="/nowhere/model"))
 
 
+def test_a_model_that_chooses_its_attention_from_a_list_of_its_own_is_refused_in_words(build, tmp_path):
+    with pytest.raises(UnfitModel, match="its layers choose their attention from a list of their own"):
+        build(make_job(model=random_other(tmp_path / "model", "falcon")))
+
+
 def test_a_model_whose_logits_are_changed_after_the_head_is_refused(build, tmp_path):
     from transformers import GraniteConfig, GraniteForCausalLM
 
@@ -315,7 +320,9 @@ def test_rotations_that_follow_the_longest_sample_of_a_row_are_refused_where_sam
     with pytest.raises(
         UnfitModel, match=rf"{rope['rope_type']}\) as soon as a sample is longer than {most} tokens.*seq_len={most}"
     ):
-        build(make_job(model=model, seq_len=most + 1))
+        build(make_job(model=model, seq_len=most + 64))
+    with pytest.raises(UnfitModel, match=f"set trainer.seq_len={most - most % 48} or less, which is 480"):
+        build(make_job(model=model, seq_len=480, pad_to_multiple_of=48))  # what it says to set is taken
 
 
 @pytest.mark.parametrize(

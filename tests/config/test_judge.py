@@ -180,6 +180,10 @@ def test_a_combination_with_a_broken_setting_is_not_judged(container):
             {"weight_sync": {"transport": "nccl", "dir": "/w"}},
             "weight_sync.dir=/w does nothing with weight_sync.transport=nccl",
         ),
+        (
+            {"weight_sync": {"transport": "gloo"}, "cluster": {"device": "gpu"}},
+            "weight_sync.transport=gloo is for CPUs, and cluster.device=gpu: set weight_sync.transport=auto",
+        ),
         ({"weight_sync": {"pin_memory": False}}, "weight_sync.pin_memory=false is about the memory of weight_sync.cpu_staging"),
         (
             {"weight_sync": {"mode": "per_tensor", "bucket_mb": 64}},

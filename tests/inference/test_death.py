@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import mmap
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import tempfile
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
+from telescope.inference import children, death
 from telescope.inference.children import REAPED_S, Children
+from telescope.inference.death import tells_its_death
+from telescope.inference.engine import EngineDead, WeightsRefused
 
 
 @pytest.mark.vllm
@@ -54,6 +60,112 @@ async def test_an_exit_code_that_another_thread_is_slow_to_write_down_is_waited_
     assert len(looks) >= 12
     watcher.stop_watching()
     watcher.end_all(5)
+
+
+def engine_with_worker(ready: Connection, follows: bool) -> None:
+    """A process with one of its own, called as vLLM's; it ends with it, as vLLM does, or lives on."""
+    worker = os.fork()
+    if not worker:
+        Path("/proc/self/comm").write_text("VLLM::Worker_0")
+        ready.send(os.getpid())
+        signal.pause()
+    if follows:
+        os.waitpid(worker, 0)
+        os._exit(3)
+    signal.pause()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("follows", [True, False])
+async def test_a_worker_that_was_lost_is_named(monkeypatch: pytest.MonkeyPatch, follows: bool) -> None:
+    """vLLM's own words of it are `Call to collective_rpc method failed: cancelled`."""
+    monkeypatch.setattr(children, "ALONE_S", 60.0 if follows else 0.1)
+    watcher, (here, there) = Children(), multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=engine_with_worker, args=(there, follows))
+    process.start()
+    worker = here.recv()
+    watcher.watch_new()
+    os.kill(worker, signal.SIGKILL)
+    name = f"VLLM::Worker_0 (pid {worker})"
+    async with asyncio.timeout(60):
+        said = await watcher.first_end()
+    if follows:
+        assert f"(pid {process.pid}) ended with exit code 3, its worker {name} before it: " in said
+    else:
+        assert said == f"the engine's worker {name} ended; nothing can be served any more"
+    watcher.stop_watching()
+    watcher.end_all(0.1)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("follows", [True, False])
+async def test_the_workers_of_a_killed_engine_are_no_news(follows: bool) -> None:
+    """Whichever of them is seen to end first."""
+    watcher, (here, there) = Children(), multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=engine_with_worker, args=(there, follows))
+    process.start()
+    worker = here.recv()
+    watcher.watch_new()
+    process.kill()
+    os.kill(worker, signal.SIGKILL)
+    async with asyncio.timeout(60):
+        said = await watcher.first_end()
+    assert said == f"the engine's process (pid {process.pid}) was killed by SIGKILL; nothing can be served any more"
+    watcher.stop_watching()
+    watcher.end_all(5)
+
+
+def engine_with_segment(ready: Connection) -> None:
+    file, name = tempfile.mkstemp(prefix="psm_", dir="/dev/shm")
+    os.truncate(file, 64)
+    with mmap.mmap(file, 64):
+        ready.send(name)
+        signal.pause()
+
+
+@pytest.mark.asyncio
+async def test_shared_memory_of_a_killed_engine_is_removed() -> None:
+    watcher, (here, there) = Children(), multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=engine_with_segment, args=(there,))
+    process.start()
+    segment = Path(here.recv())
+    watcher.watch_new()
+    process.kill()
+    async with asyncio.timeout(60):
+        await watcher.first_end()
+    assert segment.exists()
+    watcher.stop_watching()
+    watcher.end_all(5)
+    assert not segment.exists()
+
+
+class Ends:
+    """An engine that is asked for what its worker did not live to do."""
+
+    def __init__(self, error: Exception, dead: str) -> None:
+        self._error, self._dead = error, dead
+
+    async def dead(self) -> str:
+        await asyncio.sleep(0.05 if self._dead else 60)
+        return self._dead
+
+    @tells_its_death
+    async def ask(self) -> None:
+        raise self._error
+
+
+@pytest.mark.vllm
+@pytest.mark.asyncio
+async def test_an_order_that_fails_for_the_engines_end_tells_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = Exception("Call to collective_rpc method failed: cancelled")
+    with pytest.raises(EngineDead, match=r"^it ended \(Call to collective_rpc method failed: cancelled\)$"):
+        await Ends(failed, "it ended").ask()
+    monkeypatch.setattr(death, "TOLD_S", 0.05)
+    with pytest.raises(Exception, match="cancelled") as raised:
+        await Ends(failed, "").ask()
+    assert raised.value is failed
+    with pytest.raises(WeightsRefused):  # a sentence of ours is passed on at once
+        await Ends(WeightsRefused("no"), "it ended").ask()
 
 
 @pytest.mark.slow

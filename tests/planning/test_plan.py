@@ -87,6 +87,16 @@ def test_what_cannot_fit_is_refused_with_the_numbers(say: Callable[..., tuple[in
     assert "--completion-tokens 600 must lie between 1 and rollout.max_tokens=512" in said
 
 
+def test_a_transport_of_cpus_is_planned_for_them_and_refused_for_a_card(say: Callable[..., tuple[int, str]]) -> None:
+    code, said = say("model=tiny", "cluster.device=cpu", "weight_sync.transport=gloo")
+    assert code == 0
+    assert "A trainer rank of 1 needs about" in said
+    assert say(*SMALL, "weight_sync.transport=gloo", "--card", "h100") == (
+        1,
+        "weight_sync.transport=gloo is for CPUs; on GPUs set weight_sync.transport=auto\n",
+    )
+
+
 def test_a_folder_that_is_no_run_is_refused(say: Callable[..., tuple[int, str]], tmp_path: object) -> None:
     code, said = say("cluster.device=cpu", "--calibrate", str(tmp_path))
     assert code == 1

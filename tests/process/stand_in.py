@@ -68,6 +68,14 @@ def finish(run: Path, name: str, seconds: str = "0") -> int:
     return 0
 
 
+def closing(run: Path, name: str) -> int:
+    """Has done all, and is told of a failure before it has ended."""
+    on_term(0)
+    ready(run, name)
+    time.sleep(FOREVER_S)
+    return 1
+
+
 def crash(run: Path, name: str, code: str, message: str, seconds: str = "0") -> int:
     ready(run, name)
     wait_for_all(run)
@@ -205,8 +213,8 @@ def write_status(run: Path, name: str) -> int:
 BEHAVIOURS = {
     function.__name__: function
     for function in (
-        obey, finish, crash, follow, confess, deaf, waits_for_the_signal, family, engine_owner, leave_orphan, stop_shim,
-        signal_group, show_environment, write_status,
+        closing, obey, finish, crash, follow, confess, deaf, waits_for_the_signal, family, engine_owner, leave_orphan,
+        stop_shim, signal_group, show_environment, write_status,
     )
 }  # fmt: skip
 

@@ -299,6 +299,18 @@ def test_a_bad_end_after_the_run_is_told_but_does_not_undo_it(launch: Launch) ->
     assert "After the run was done, server-0 ended with exit code 1" in err
 
 
+def test_a_bad_end_before_an_orchestrator_that_has_done_all_is_gone_does_not_undo_it_either(launch: Launch) -> None:
+    """A server that died in the last second of a run whose summary said that all is well was called the run's failure."""
+    launched = launch(stand_in("orchestrator", "closing"), stand_in("server-0", "crash", "70", "late"))
+    launched.wait_until_up()
+    code, _, err = launched.end()
+    assert code == 0
+    assert err == f"After the run was done, server-0 ended with exit code 70; its log: {launched.run.log('server-0')}\n"
+    record = json.loads(launched.run.exit_json.read_text())
+    assert (record["exit_code"], record["cause"], record["processes"]) == (0, None, {"orchestrator": 0, "server-0": 70})
+    assert not launched.run.verdict.exists()  # which says why a run has failed
+
+
 def test_a_program_that_cannot_start_is_named(launch: Launch) -> None:
     missing = msgspec.structs.replace(stand_in("worker-0", "obey"), program=("-m", "telescope.no_such_part"))
     launched = launch(stand_in("orchestrator", "obey"), missing)

@@ -27,7 +27,7 @@ def trained(settings: FSDP, job: Job, kind: kernels.Kind, computing: torch.dtype
     """The policy, ready for its first step. A collective."""
     master = getattr(torch, job.model.dtype)
     lm, checkpoint = loading.outline(job.model, kind, master)
-    check_rotations(lm, job.trainer.seq_len)
+    check_rotations(lm, job.trainer)
     kept = recompute.mode(settings.gradient_checkpointing)
     recompute.enable(lm, kept)
     if settings.compile:
@@ -39,7 +39,7 @@ def trained(settings: FSDP, job: Job, kind: kernels.Kind, computing: torch.dtype
     policy.shard(spread.mesh, precision, reshard_layers=settings.reshard_after_forward, offload=offload)
     loading.fill(policy, checkpoint, _home(settings, job), spread)
     tolerance = 1e-3 if computing == torch.float32 else 0.5
-    policy.verify(job.world.device, job.temperature, tolerance, job.trainer.seq_len)
+    policy.verify(job.world.device, job.temperature, tolerance, job.trainer)
     log.info(
         "%s: %.2fM weights in %s, %.2fM of them trained, computing in %s, attention %s, checkpointing %s%s",
         type(lm).__name__,

@@ -26,7 +26,7 @@ from telescope.config.models import check_files, check_weights, model_path, mode
 from telescope.maths.support import WHOLE, Support
 
 if TYPE_CHECKING:
-    from telescope.config.parts import ModelSettings
+    from telescope.config.parts import ModelSettings, TrainerSettings
 
 
 class UnfitModel(ValueError):
@@ -181,18 +181,18 @@ class Policy(nn.Module):
         return self._kept
 
     @torch.no_grad()
-    def verify(self, device: str, temperature: float, tolerance: float, seq_len: int) -> None:
+    def verify(self, device: str, temperature: float, tolerance: float, trainer: TrainerSettings) -> None:
         """Raise `UnfitModel` unless a packed sample's log-probs are those of the sample alone by the model's own head,
         and are the same, to the bit, whatever is packed before it; within the tolerance where there are experts, as how many
         tokens of a row an expert gets decides how its products are rounded. And unless its layers' masks show a token of
-        samples up to `seq_len` what attention here shows it."""
+        samples up to `trainer.seq_len` what attention here shows it."""
         vocabulary = self.lm.get_input_embeddings().weight.shape[0]
         tokens = 9 if self.context is None else -(-9 // self.context.size) * self.context.size
         first, second, other = np.random.default_rng(0).integers(0, vocabulary, (3, tokens))
         rows = [self._sample_row([first, second], device), self._sample_row([other, second], device)]
         together, beside_other = (self(row, temperature, 16)[0][tokens - 1 :] for row in rows)
         alone = self(self._sample_row([second], device), temperature, 16, whole_logits=True)[0]
-        look = self._look(second, device, temperature, seq_len)
+        look = self._look(second, device, temperature, trainer.seq_len)
         self.free_gathered()
         name = type(self.lm).__name__
         moved = (together - beside_other).abs().max().item()
@@ -214,7 +214,7 @@ class Policy(nn.Module):
             raise UnfitModel(
                 f"{name} hides tokens of samples of {look.shortest} tokens and more by a mask alone (a window, or chunks), of "
                 f"which attention here is not told, so what is trained would not be what is sampled: set "
-                f"trainer.seq_len={look.shortest - 1} or less, which is {seq_len}, and inference.max_model_len no higher"
+                f"{_rows_up_to(look.shortest - 1, trainer)}, and inference.max_model_len no higher"
             )
 
     def _look(self, sample: np.ndarray, device: str, temperature: float, seq_len: int) -> Look:
@@ -271,6 +271,11 @@ def load(model: ModelSettings, kind: Kind, dtype: torch.dtype, *, adapters: bool
             output_loading_info=True,
         )
     except (OSError, ValueError, KeyError, SafetensorError) as error:
+        if isinstance(error, KeyError) and error.args == (attention.NAMES[kind],):
+            raise UnfitModel(
+                f"model.name={model.name}: its layers choose their attention from a list of their own, which that of this "
+                "backend is not in, so samples can't be packed: it can't be trained here"
+            ) from error
         said = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UnfitModel(f"model.name={model.name}: it can't be loaded: {said}") from error
     if absent := sorted(facts["missing_keys"]):
@@ -306,7 +311,14 @@ def _check(lm: Any) -> None:
         )
 
 
-def check_rotations(lm: Any, seq_len: int) -> None:
+def _rows_up_to(most: int, trainer: TrainerSettings) -> str:
+    """What to set for rows of at most so many tokens, in settings that are taken."""
+    whole = most // trainer.pad_to_multiple_of * trainer.pad_to_multiple_of
+    rows = f"trainer.seq_len={whole}" if whole else f"trainer.pad_to_multiple_of=1 and trainer.seq_len={most}"
+    return f"{rows} or less, which is {trainer.seq_len}"
+
+
+def check_rotations(lm: Any, trainer: TrainerSettings) -> None:
     """Raise `UnfitModel` where rotations of positions are chosen by the longest sample of a row (or of a rank's part of it),
     which a server never does, and samples may be so long that the choice is another."""
     config = lm.config.get_text_config()
@@ -317,11 +329,11 @@ def check_rotations(lm: Any, seq_len: int) -> None:
             continue
         own = parameters.get("original_max_position_embeddings") if kind == "longrope" else None
         most = own or config.max_position_embeddings
-        if seq_len > most:
+        if trainer.seq_len > most:
             raise UnfitModel(
                 f"{type(lm).__name__} rotates positions by other angles ({kind}) as soon as a sample is longer than {most} "
                 f"tokens, and those packed beside it too, so what is trained would not be what is sampled: set "
-                f"trainer.seq_len={most} or less, which is {seq_len}, and inference.max_model_len no higher"
+                f"{_rows_up_to(most, trainer)}, and inference.max_model_len no higher"
             )
 
 
