@@ -5,9 +5,8 @@ processes end. A silent or stuck peer is the orchestrator's to notice: it asks f
 any other it exits 70, and the supervisor ends the rest.
 
 Exit codes: 0 done, 1 the orchestrator ended with an error of its own (a full disk, say), 70 a component failed, 74 all steps
-are trained and the last checkpoint is lost (docs/decisions/0009-a-lost-last-checkpoint.md), 129/130/143 ended by
-SIGHUP/SIGINT/SIGTERM, 75 stopped before its walltime, or by one of these signals with all that was trained in a checkpoint: run
-it again.
+are trained and the last checkpoint is lost (decision 9), 129/130/143 ended by SIGHUP/SIGINT/SIGTERM, 75 stopped before its
+walltime, or by one of these signals with all that was trained in a checkpoint: run it again.
 """
 
 from __future__ import annotations

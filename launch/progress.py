@@ -6,7 +6,6 @@ goes: the display never ends a run, and neither does a terminal that went away.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import time
@@ -14,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO, TypeGuard
 
+from telescope._launch.causes import tail_text
 from telescope.runlog.ending import read_object
 from telescope.runlog.layout import RunDirectory
 
@@ -24,8 +24,8 @@ START_EVERY_S, SAME_EVERY_S = 10.0, 60.0
 be the same again."""
 ALERT_EVERY_S = 10.0
 """Of many alerts one, at most this often."""
-TAIL_BYTES, SAID_CHARACTERS = 4_096, 100
-"""Of a log whose last line is shown."""
+SAID_CHARACTERS = 100
+"""Of a log's last line."""
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 COPY_BYTES = 65_536
 
@@ -186,10 +186,8 @@ def status_line(status: Mapping[str, Any]) -> str:
 def last_words(log: Path) -> str:
     """The last whole line of a log, as far as a terminal can show it; empty where there is none."""
     try:
-        with log.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            text = file.read().decode("utf-8", errors="replace")
-    except OSError:
+        text = tail_text(log)
+    except OSError:  # the display ends no run
         return ""
     plain = (_COLOURS.sub("", line) for line in reversed(text.splitlines()))
     lines = (" ".join("".join(c if c.isprintable() else " " for c in line).split()) for line in plain)
