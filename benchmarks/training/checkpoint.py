@@ -109,7 +109,7 @@ def one(given: argparse.Namespace) -> dict[str, float | None]:
 def measure(given: argparse.Namespace, backend: FSDPBackend, job: Job) -> Measured:
     device, folder, train = given.device, given.folder, given.train
     settings = FSDP(mixed_precision_dtype=None if device == "cpu" else "bfloat16")
-    backend._updater.make_state()
+    backend._updater.make_state(backend._policy.parameters())
     first, _ = _save(backend, folder / "first", device)
     shutil.rmtree(folder / "first")
     alone = _step(backend, 1) if train else None
