@@ -102,7 +102,7 @@ def losses_and_gradients(algorithm: Algorithm, case: dict[str, Any], advantages:
     for row in rows_of([item.length for item in items]):
         packed = packed_row(row, sequences, current, trajectories, items)
         loss = loss + algorithm.loss(packed, denominators, max_tokens=case["config"]["max_tokens"]).loss
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     return float(loss.detach()), [grad_of(each) for each in current]
 
 

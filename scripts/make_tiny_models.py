@@ -29,7 +29,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from telescope.environments.base import Prompt, SingleTurn
+from telescope.environments.base import Prompt, Reward, SingleTurn
 from telescope.environments.countdown import Countdown
 from telescope.environments.draws import Draws
 from telescope.environments.reverse_letters import ReverseLetters
@@ -176,9 +176,9 @@ def batch_of(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, step: int) -> t
     width = max(len(prompt) + len(answer) for prompt, answer in rows)
     ids = torch.full((BATCH, width), PAD)
     labels = torch.full((BATCH, width), -100)
-    for row, (prompt, answer) in enumerate(rows):
-        ids[row, : len(prompt) + len(answer)] = torch.tensor(prompt + answer)
-        labels[row, len(prompt) : len(prompt) + len(answer)] = torch.tensor(answer)
+    for row, (asked, wanted) in enumerate(rows):
+        ids[row, : len(asked) + len(wanted)] = torch.tensor(asked + wanted)
+        labels[row, len(asked) : len(asked) + len(wanted)] = torch.tensor(wanted)
     return ids, labels
 
 
@@ -203,7 +203,7 @@ def train(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, batch: Batches = b
         # Right padding and a causal mask: padding lies behind every token that counts.
         logits = model(input_ids=ids).logits[:, :-1]
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels[:, 1:].flatten())
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -235,6 +235,7 @@ def exact_rate(
     totals: dict[str, float] = {}
     for prompt, row in zip(prompts, chosen[:, encoded["input_ids"].shape[1] :], strict=True):
         reward = recipe.task.reward(prompt, tokenizer.decode(row, skip_special_tokens=True))
+        assert isinstance(reward, Reward), "these tasks reward at once"
         for name, value in {"reward": reward.total, **reward.metrics}.items():
             totals[name] = totals.get(name, 0.0) + value
     return {name: round(value / len(prompts), 3) for name, value in totals.items()}

@@ -44,7 +44,8 @@ def demonstrate(draws: Draws) -> list[tuple[str, str]]:
     state = TASK.initial_state(prompt)
     first, low, high = state.low, state.low, state.high
     stubborn = draws.between(low, high)
-    said, message = [], str(prompt.turns[0]["content"])
+    message = str(prompt.turns[0]["content"])
+    said: list[tuple[str, str]] = []
     while not TASK.is_done(state) and len(said) < TASK.max_turns:
         guess = {"walk": first + len(said), "repeat": stubborn}.get(habit, (low + high) // 2)
         said.append((f"<|user|>{message}", ALPHABET[guess]))

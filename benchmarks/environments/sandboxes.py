@@ -24,7 +24,10 @@ def percentile(values: list[float], share: float) -> float:
 
 
 async def measured(provider: Provider, limits: Limits, starts: int, workers: int) -> str:
-    slots, started, ran, again = asyncio.Semaphore(workers), [], [], []
+    slots = asyncio.Semaphore(workers)
+    started: list[float] = []
+    ran: list[float] = []
+    again: list[float] = []
 
     async def one() -> None:
         async with slots:

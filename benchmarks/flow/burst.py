@@ -157,7 +157,7 @@ class Watch:
     def __init__(self, performer: Performer) -> None:
         self.waves: list[dict[str, float]] = []
         self._place, self._answer = performer.relay.place, performer.relay.answer
-        performer.relay.place, performer.relay.answer = self.place, self.answer  # type: ignore[method-assign]
+        performer.relay.place, performer.relay.answer = self.place, self.answer  # type: ignore[method-assign, assignment]
         self._at = 0.0
 
     def answer(self, *given: Any) -> Any:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import time
 
+from msgspec import structs
+
 from telescope.flow.core import Core
 from telescope.flow.events import AnyEvent
 from telescope.flow.replay import decode_line, decode_opening, encode_line
@@ -20,9 +22,9 @@ from tests.flow.harness import Manners, World, sometimes_equal
 
 def shapes(events: int) -> dict[str, tuple[FlowSettings, Manners]]:
     """Runs of about so many events: a small cluster with single turns, a large one with several, a troubled one."""
-    common = {"environments": (("countdown", 1.0), ("math", 2.0)), "group_size": 8}
-    small = FlowSettings(number_of_steps=max(1, events // 2500), groups_per_batch=32, **common)
-    large = FlowSettings(number_of_steps=max(1, events // 20000), groups_per_batch=128, **common)
+    environments = (("countdown", 1.0), ("math", 2.0))
+    small = FlowSettings(number_of_steps=max(1, events // 2500), groups_per_batch=32, environments=environments, group_size=8)
+    large = structs.replace(small, number_of_steps=max(1, events // 20000), groups_per_batch=128)
     return {
         "2 servers, 1 worker, 1 turn": (small, Manners(workers=1, capacity=1024, most_turns=1, reward=sometimes_equal)),
         "64 servers, 32 workers, 4 turns": (large, Manners(workers=32, capacity=512, servers=64, most_turns=4)),

@@ -18,6 +18,7 @@ import multiprocessing
 import tempfile
 import time
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 from msgspec import structs
@@ -39,7 +40,7 @@ from telescope.wire.messages import AskPlace, Completion, Generate, GenerateFail
 from telescope.wire.security import make_keys
 from telescope.workers.direct import Doors
 
-Reports = "multiprocessing.SimpleQueue[dict[str, float]]"
+Reports: TypeAlias = "multiprocessing.SimpleQueue[dict[str, float]]"
 
 
 class Instant(FakeEngine):
@@ -100,6 +101,7 @@ async def _work(run: RunDirectory, name: str, direct: bool, trips: int, window: 
                 body = delivery.body
                 if isinstance(body, GenerateFailed):
                     raise RuntimeError(body.cause)
+                assert isinstance(body, Ticket | Completion), body
                 waiting.pop(body.request_id).set_result(body)
 
         hearing = asyncio.create_task(hear())
@@ -170,6 +172,7 @@ async def _pass_on(hub: Hub, servers: list[str], trips: int) -> float:
 
 
 def _place(relay: Relay, asked: Delivery, server_name: str) -> None:
+    assert isinstance(asked.body, Generate | AskPlace), asked.body
     relay.ask(asked, asked.body)
     relay.place(asked.body.request_id, server_name, 0)
 

@@ -96,7 +96,8 @@ def main() -> int:
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--waves", type=int, default=12)
     parser.add_argument("--rest", type=float, default=0.7, help="seconds without an arrival that end a wave")
-    given, given.overrides = parser.parse_known_args()
+    given, overrides = parser.parse_known_args()
+    given.overrides = overrides
     print(json.dumps(summary(measure(given))))
     return 0
 

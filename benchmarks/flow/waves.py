@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import psutil
 
+from telescope.config.models import model_folder
 from telescope.inference import main as serving
 from telescope.inference.engine import Engine, Generated
 from telescope.inference.fake import FakeEngine
@@ -92,9 +93,9 @@ def processor_s() -> dict[str, float]:
 
 
 def build(config: Any, run: str, *_: Any) -> Engine:
-    return Waves(serving.model_folder(config.model.name), run, **json.loads(os.environ["WAVES"]))
+    return Waves(model_folder(config.model.name), run, **json.loads(os.environ["WAVES"]))
 
 
 if __name__ == "__main__":
-    serving.build_engine = build
+    serving.build_engine = build  # type: ignore[assignment]
     leave(serving.main())

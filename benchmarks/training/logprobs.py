@@ -107,7 +107,7 @@ def measure(name: str, given: argparse.Namespace) -> Measured:
         started = time.perf_counter()
         logprob, entropy = method_of(name)(hidden, weight, targets)
         loss = logprob.sum() + entropy.sum() if given.bonus else logprob.sum()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         if device == "cuda":
             torch.cuda.synchronize()
         times.append(time.perf_counter() - started)

@@ -42,7 +42,8 @@ def plain(row: int, folder: Path, world: World, samples: Samples) -> tuple[Step,
     )
     for layer in lm.model.layers:
         shard(layer)
-    model = shard(Padded(lm))
+    model = Padded(lm)
+    shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0, fused=True)
     batches = list(padded(samples, row, world))
 
@@ -70,8 +71,8 @@ class Padded(torch.nn.Module):
         hidden = self.lm.model(input_ids=ids, attention_mask=(places < lengths[:, None]).long(), use_cache=False)[0]
         counted = ((places >= PROMPT) & (places < lengths[:, None]))[:, 1:]
         states, targets = hidden[:, :-1][counted], ids[:, 1:][counted]
-        total = states.new_zeros((), dtype=torch.float32)
-        for some, wanted in zip(states.split(CHUNK), targets.split(CHUNK), strict=True):
+        total: Tensor = states.new_zeros((), dtype=torch.float32)
+        for some, wanted in zip(torch.split(states, CHUNK), torch.split(targets, CHUNK), strict=True):
             total = total + checkpoint(negative, some, self.lm.lm_head.weight, wanted, use_reentrant=False)
         return total / max(len(targets), 1)
 

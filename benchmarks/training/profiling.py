@@ -30,7 +30,7 @@ def profiled(step: Callable[[], Any], *, gpu: bool, shown: int = SHOWN) -> str:
 
 def _counts(row: Any, gpu: bool) -> bool:
     """On a GPU kernels and copies, and not the operators that start them."""
-    return not gpu or row.device_type == torch.autograd.DeviceType.CUDA
+    return not gpu or row.device_type == torch.profiler.DeviceType.CUDA
 
 
 def _milliseconds(row: Any, gpu: bool) -> float:

@@ -31,7 +31,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -118,7 +118,7 @@ def ours(method: str, bench: Bench) -> tuple[Step, Callable[[], None]]:
     asked = bench.asked
     trainer = TrainerSettings(learning_rate=1e-6, seq_len=asked.row, entropy_chunk_size=chunk_of(method))
     lora = LoraSettings(rank=asked.lora) if asked.lora else None
-    dtype = "bfloat16" if asked.lora else "float32"
+    dtype: Literal["bfloat16", "float32"] = "bfloat16" if asked.lora else "float32"
     job = Job(
         algorithm=GRPO(), model=ModelSettings(name=str(bench.folder), lora=lora, dtype=dtype), trainer=trainer,
         number_of_steps=1000, temperature=1.0, max_tokens=asked.row, seed=0, world=bench.world,
@@ -143,7 +143,7 @@ def measure(method: str, bench: Bench, *, profile: bool) -> Measured:
     """One turn of one method."""
     if bench.gpu:
         torch.cuda.reset_peak_memory_stats()
-    torch._dynamo.reset()  # type: ignore[no-untyped-call]
+    torch._dynamo.reset()
     try:
         return _turn(method, bench, profile=profile)
     except torch.OutOfMemoryError as error:

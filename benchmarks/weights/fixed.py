@@ -45,11 +45,11 @@ FULL = {"WORDS_AT_ONCE": digest.WORDS_AT_ONCE, "TOGETHER": digest.TOGETHER}
 MIB = 1 << 20
 
 
-class Count(TorchDispatchMode):
+class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Operators of the thread that enters it, by name."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.views: Counter[str] = Counter()
         self.others: Counter[str] = Counter()
 
@@ -73,7 +73,7 @@ class PolicySource(Model):
         from telescope.backends.fsdp.policy import Policy
 
         self.device = "cpu"
-        self._policy = Policy(AutoModelForCausalLM.from_config(model_config(shape)).float(), "sdpa")  # type: ignore[arg-type]
+        self._policy = Policy(AutoModelForCausalLM.from_config(model_config(shape)).float(), "sdpa")
         self.parameters = dict(self._policy.by_name())
         self._packer = gather.Packer(lambda: self._policy.published(1), 0, 1)
 
@@ -90,15 +90,22 @@ class Ends:
 
     def __init__(self, source: Model, bucket_bytes: int) -> None:
         self.source = source
-        limits = {"init_timeout_s": 60.0, "update_timeout_s": 60.0}
         self.sender = CollectivePublisher(
-            "gloo", source, rank=0, device="cpu", address="127.0.0.1", dtype="bfloat16", bucket_bytes=bucket_bytes, **limits
+            "gloo",
+            source,
+            rank=0,
+            device="cpu",
+            address="127.0.0.1",
+            dtype="bfloat16",
+            bucket_bytes=bucket_bytes,
+            init_timeout_s=60.0,
+            update_timeout_s=60.0,
         )
         self.receiver = CollectiveReceiver("gloo", "server-0/0", device="cpu", init_timeout_s=60.0)
         self.version = 0
         self.staging = torch.zeros(0, dtype=torch.uint8)
 
-    def update(self, around: Callable[[str, Callable[[], str]], None]) -> WeightManifest:
+    def update(self, around: Callable[[str, Callable[[], str]], object]) -> WeightManifest:
         """`around` is given the name of each end and its part, which runs in that end's thread."""
         self.version += 1
         self.source.change()

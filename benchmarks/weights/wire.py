@@ -178,7 +178,10 @@ def machine(device: str) -> dict[str, Any]:
     found: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__}
     if device != "cpu":
         found |= {"card": torch.cuda.get_device_name(0), "cards": torch.cuda.device_count()}
-        found |= {"nccl": ".".join(map(str, torch.cuda.nccl.version())), "cuda": torch.version.cuda}
+        found |= {
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),  # type: ignore[no-untyped-call]
+            "cuda": torch.version.cuda,
+        }
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -80,10 +81,10 @@ def part(shard: TrainShard, indices: Sequence[int]) -> TrainShard:
 
 
 def make_job(
-    *, model: str = "tiny", dtype: str = "float32", temperature: float = 1.0, world: World | None = None,
-    algorithm: Algorithm | None = None, steps: int = 4, **trainer: object,
+    *, model: str = "tiny", dtype: Literal["float32", "float16", "bfloat16"] = "float32", temperature: float = 1.0,
+    world: World | None = None, algorithm: Algorithm | None = None, steps: int = 4, **trainer: Any,
 ) -> Job:  # fmt: skip
-    settings = {"learning_rate": 1e-3, "seq_len": 256, "grad_clip": 1e9, **trainer}
+    settings: dict[str, Any] = {"learning_rate": 1e-3, "seq_len": 256, "grad_clip": 1e9, **trainer}
     return Job(
         algorithm=algorithm or GRPO(),
         model=ModelSettings(name=model, dtype=dtype),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch.distributed.tensor import DTensor
 
 from telescope.backends.base import Job
 from telescope.backends.fsdp import FSDP
@@ -20,18 +23,18 @@ class Watching(FSDPBackend):
 
         def watched(step: int, *, empty: bool = False) -> Update:
             found = ((name, p.grad) for name, p in self._policy.named_parameters())
-            gradient = {name: grad.full_tensor().clone() for name, grad in found if grad is not None}
+            gradient = {name: grad.full_tensor().clone() for name, grad in found if isinstance(grad, DTensor)}
             self.updates.append(gradient)
             return update(step, empty=empty)
 
-        self._updater.update = watched
+        self._updater.update = watched  # type: ignore[method-assign]
 
     @property
     def gradients(self) -> dict[str, torch.Tensor]:
         return self.updates[-1]
 
 
-def watch(job: Job, **settings: object) -> Watching:
+def watch(job: Job, **settings: Any) -> Watching:
     return Watching(FSDP(**{"mixed_precision_dtype": None, "gradient_checkpointing": False, **settings}), job)
 
 

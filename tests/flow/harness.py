@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -392,7 +393,7 @@ class World:
         seconds = self.some(self.manners.update_s)
         for name, life in self._server_lives.items():
             if self.manners.fenced_share and self.random.random() < self.manners.fenced_share:
-                self.after(self.random.random() * seconds, lambda name=name, life=life: self._server_down(name, life))
+                self.after(self.random.random() * seconds, functools.partial(self._server_down, name, life))
         self.after(seconds, lambda: self._updated(command.version, dict(self._server_lives)))
 
     def _updated(self, version: int, lives: dict[str, int]) -> None:

@@ -253,9 +253,9 @@ class Rules:
             case do.Cancel():
                 order = self.orders.get((command.rollout_id, command.attempt))
                 reminder = isinstance(event, seen.Tick)
-                keep(
-                    order is not None and (reminder or not order.cancelled), f"{command} is about an order that is not running"
-                )
+                running = order is not None and (reminder or not order.cancelled)
+                keep(running, f"{command} is about an order that is not running")
+                assert order is not None
                 keep(order.worker == command.worker, f"{command} goes to the wrong worker")
                 order.cancelled = True
             case do.Place():

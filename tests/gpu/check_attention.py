@@ -63,7 +63,8 @@ def run(kind: kernels.Kind, device: str, dtype: torch.dtype, window: int | None,
     row = attention.segments(kind, np.cumsum([0, *LENGTHS]), device)
     out, _ = function(torch.nn.Module(), *inputs, None, row=row, scaling=None, sliding_window=window)
     out.backward(upstream)
-    return [out[0].detach().float().cpu(), *(tensor.grad[0].transpose(0, 1).float().cpu() for tensor in inputs)]
+    gradients = [tensor.grad for tensor in inputs if tensor.grad is not None]
+    return [out[0].detach().float().cpu(), *(grad[0].transpose(0, 1).float().cpu() for grad in gradients)]
 
 
 def check(kind: kernels.Kind, device: str, dtype: torch.dtype, window: int | None) -> bool:

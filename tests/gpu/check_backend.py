@@ -26,13 +26,13 @@ from tests.backends.shards import make_job, make_shard
 from tests.backends.watching import Watching, distance, watch
 
 GPU = World(0, 1, "cuda:0")
-CHOICES = (
+CHOICES: tuple[dict[str, object], ...] = (
     {"gradient_checkpointing": False},
     {"gradient_checkpointing": False, "reshard_after_forward": False},  # weights stay gathered over both rows
     {"gradient_checkpointing": True},
     {"gradient_checkpointing": "selective"},
 )
-COMPILED = tuple({"compile": True, **choice} for choice in CHOICES)
+COMPILED: tuple[dict[str, object], ...] = tuple({"compile": True, **choice} for choice in CHOICES)
 """Half a minute each, the first time."""
 CASES = (
     # attention, mixed precision, largest distance of a gradient, of a mean log-prob difference
