@@ -6,7 +6,7 @@
 A Qwen3 with drawn weights in float32 and AdamW's two moments, sharded over one rank, saved twice (the first save also takes the
 host memory that later ones use again) and loaded by a backend built anew. `--train`: a step is trained while the second save
 is written, and one without, to see what writing costs it. `--shape`: a model of benchmarks/shapes.py in place of layers and
-hidden size. `--brief`: only the two saves. Each size runs in a process of its own.
+hidden size. `--brief`: only the two saves; `--once`: only the first. Each size runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Measured:
     parameters_m: float
     state_gb: float
     first_stall: float
-    stall: float
+    stall: float | None
     write: float
     in_place: float | None
     verify: float | None
@@ -61,6 +61,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--shape", choices=sorted(SHAPES))
     parser.add_argument("--brief", action="store_true")
+    parser.add_argument("--once", action="store_true", help="only the first save")
     parser.add_argument("--copies", action="store_true", help="memory for copies, and copies; nothing is written")
     parser.add_argument("--folder", type=Path, help="where to write; default: a temporary one")
     parser.add_argument("--train", action="store_true")
@@ -85,7 +86,7 @@ def main() -> None:
 
 def _run(layers: int, given: argparse.Namespace, folder: Path) -> str:
     arguments = ["--one", str(layers), "--hidden", str(given.hidden), "--device", given.device, "--folder", str(folder)]
-    arguments += [f"--{name}" for name in ("train", "brief", "copies") if getattr(given, name)]
+    arguments += [f"--{name}" for name in ("train", "brief", "once", "copies") if getattr(given, name)]
     arguments += ["--shape", given.shape] if given.shape else []
     ran = subprocess.run(
         [sys.executable, "-m", "benchmarks.training.checkpoint", *arguments],
@@ -110,16 +111,20 @@ def measure(given: argparse.Namespace, backend: FSDPBackend, job: Job) -> Measur
     device, folder, train = given.device, given.folder, given.train
     settings = FSDP(mixed_precision_dtype=None if device == "cpu" else "bfloat16")
     backend._updater.make_state(backend._policy.parameters())
-    first, _ = _save(backend, folder / "first", device)
+    first, wrote = _save(backend, folder / "first", device)
+    _tell(f"first save: {first:.3f} s held up, {wrote.nbytes / 1e9:.2f} GB written in {wrote.seconds:.1f} s")
+    if given.once:
+        backend.close()
+        return Measured(_millions(backend), wrote.nbytes / 1e9, first, None, wrote.seconds, None, None, None, None, None)
     shutil.rmtree(folder / "first")
     alone = _step(backend, 1) if train else None
     outcomes: queue.Queue[object] = queue.Queue()
     stall = _begin(backend, folder / "second", device, outcomes)
+    _tell(f"second save: {stall:.3f} s held up")
     beside = _step(backend, 2) if train else None
     written = outcomes.get(timeout=PATIENCE_S)
     assert isinstance(written, Saved), written
-    numel = sum(parameter.numel() for parameter in backend._policy.parameters())
-    found = Measured(numel / 1e6, written.nbytes / 1e9, first, stall, written.seconds, None, None, None, alone, beside)
+    found = Measured(_millions(backend), written.nbytes / 1e9, first, stall, written.seconds, None, None, None, alone, beside)
     if given.brief:
         backend.close()
         return found
@@ -141,6 +146,15 @@ def measure(given: argparse.Namespace, backend: FSDPBackend, job: Job) -> Measur
     return replace(found, in_place=in_place, verify=verify, load=load)
 
 
+def _millions(backend: FSDPBackend) -> float:
+    return sum(parameter.numel() for parameter in backend._policy.parameters()) / 1e6
+
+
+def _tell(words: str) -> None:
+    """At once, so that a measurement that is cut off has said what it knew."""
+    print(words, file=sys.stderr, flush=True)
+
+
 def _copies(backend: FSDPBackend, device: str) -> dict[str, float]:
     """Memory reserved while steps go on; then copies to it, which is all that a stall consists of but the start of a thread."""
     alone = min(_step(backend, number) for number in range(1, 5))
@@ -157,12 +171,16 @@ def _copies(backend: FSDPBackend, device: str) -> dict[str, float]:
         started = time.perf_counter()
         backend._saver._copies.take(tensors)
         copies.append(time.perf_counter() - started)
-    numel = sum(parameter.numel() for parameter in backend._policy.parameters())
     return {
-        "parameters_m": numel / 1e6, "state_gb": sum(tensor.nbytes for tensor in tensors.values()) / 1e9, "reserving": reserved,
-        "step": alone, "step_while_reserving": sum(beside) / max(len(beside), 1), "longest": max(beside, default=0.0),
-        "first_copy": copies[0], "copy": min(copies[1:]),
-    }  # fmt: skip
+        "parameters_m": _millions(backend),
+        "state_gb": sum(tensor.nbytes for tensor in tensors.values()) / 1e9,
+        "reserving": reserved,
+        "step": alone,
+        "step_while_reserving": sum(beside) / max(len(beside), 1),
+        "longest": max(beside, default=0.0),
+        "first_copy": copies[0],
+        "copy": min(copies[1:]),
+    }
 
 
 def _begin(backend: FSDPBackend, folder: Path, device: str, outcomes: queue.Queue[object]) -> float:
