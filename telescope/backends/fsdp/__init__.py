@@ -23,6 +23,9 @@ class FSDP(BackendSettings):
     """true, full: keep only each layer's input and compute the layer again in the backward pass: least memory, about a third
     more time. selective: keep the results of matrix products and attention too, and compute again what is between them; with
     compile=true those of attention alone. false: keep everything."""
+    checkpointed_layers: int | None = Field(default=None, ge=1)
+    """So many layers, the first ones, do as gradient_checkpointing says, and the others keep everything: memory for time, layer
+    by layer. null: all of them. `python -m telescope.plan` names the smallest number that fits."""
     attention: Literal["auto", "flash", "flash3", "cudnn", "flash2", "varlen", "flex", "sdpa"] = "auto"
     """Kernel of the attention within each packed sample. auto: the first of flash3, cudnn, flash2, varlen, flex and sdpa that
     works here; flash: the first of flash3, flash2 and varlen. All but flex and sdpa compute in half precision on a GPU."""
@@ -66,6 +69,11 @@ class FSDP(BackendSettings):
 
     def _own_errors(self) -> Iterator[str]:
         group = self.reshard_after_forward
+        if self.checkpointed_layers is not None and self.gradient_checkpointing is False:
+            yield (
+                f"backend.checkpointed_layers={self.checkpointed_layers} says how many layers compute again, and with "
+                "backend.gradient_checkpointing=false none does: set gradient_checkpointing=full, or leave it out"
+            )
         if not isinstance(group, bool) and group < 2:
             yield f"backend.reshard_after_forward={group} is no group of ranks: set true, false, or 2 or more"
         if self.offload == "optimizer" and self.optimizer == "sgd":
@@ -105,6 +113,15 @@ class FSDP(BackendSettings):
             yield (
                 ("backend.offload", "cluster.device"),
                 f"backend.offload={self.offload} frees the memory of a GPU, and cluster.device=cpu has none: leave it out",
+            )
+
+    def model_errors(self, *, layers: int) -> Iterator[tuple[tuple[str, ...], str]]:
+        """See `BackendSettings.model_errors`."""
+        if self.checkpointed_layers is not None and self.checkpointed_layers > layers:
+            yield (
+                ("backend.checkpointed_layers", "model.name"),
+                f"backend.checkpointed_layers={self.checkpointed_layers} is more than the {layers} layers of the model: "
+                "set fewer, or leave it out, so that all of them compute again",
             )
 
     def build(self, job: Job) -> Backend:
