@@ -205,15 +205,17 @@ def trainer_memory(
     shape: ModelShape, *, ranks: int, row_tokens: int, chunk: int, weight_bytes: int = 4, compute_bytes: int = 2,
     checkpointing: Checkpointing = True, checkpointed_layers: int | None = None, reshard: bool | int = True,
     optimizer: Optimizer = "adamw", offload: Offload = "none", reference: bool = False, handed_bytes: int = 0,
-    rows: int = 2, compiled: bool = False, joined: bool = False, adapters: Adapters | None = None,
+    rows: int = 2, compiled: bool = False, pointwise_again: bool = False, joined: bool = False,
+    adapters: Adapters | None = None,
 ) -> TrainerMemory:  # fmt: skip
     """One of `ranks` that share a model under FSDP2, with rows of `row_tokens` tokens and logits of `chunk` tokens at once.
 
     `weight_bytes`: of a master weight and its gradient; `compute_bytes`: of a value in the forward pass;
     `checkpointed_layers`: the first so many do as `checkpointing` says, the others keep everything (None: all do); `reshard`:
     gathered layers are freed after the forward pass, or spread over so many ranks; `handed_bytes`: of a value in the buffer for
-    servers on the same card, 0 where there is none; `rows`: of one update on a rank; `compiled`: layers are; `joined`: their
-    attention is computed in parts of a row; `adapters`: all that is trained. docs/planning.md derives each term.
+    servers on the same card, 0 where there is none; `rows`: of one update on a rank; `compiled`: layers are; `pointwise_again`:
+    those that keep everything leave out `compiled_pointwise_bytes`; `joined`: their attention is computed in parts of a row;
+    `adapters`: all that is trained. docs/planning.md derives each term.
     """
     share = -(-shape.parameters // ranks)
     trained = -(-adapters.parameters(shape) // ranks) if adapters else share
@@ -232,6 +234,7 @@ def trainer_memory(
     on_host = {"none": 0, "optimizer": moments, "parameters": weights + trained * trained_bytes + moments + frozen}[offload]
     again = layers_again(shape.layers, checkpointing, checkpointed_layers)
     everything = _layer_own(shape, compute_bytes, compiled, joined, adapters)
+    everything -= compiled_pointwise_bytes(shape, compute_bytes) if pointwise_again else 0  # they are back when it is at work
     little = _layer_kept(shape, compute_bytes, checkpointing, compiled) if again else everything
     own, gradients = _layer_at_work(shape, compute_bytes, compiled, joined, adapters)
     tail = (4 + 3 * compute_bytes) * shape.hidden
@@ -331,6 +334,12 @@ def compiled_activation_bytes(shape: ModelShape, compute_bytes: int) -> int:
     attention = compute_bytes * (2 * shape.query + 2 * shape.key) + 4 * shape.heads
     qk_norms = compute_bytes * (shape.query + shape.key) + 4 * (shape.heads + shape.kv_heads)
     return norms + attention + (qk_norms if shape.qk_norm else 0) + 3 * compute_bytes * shape.intermediate
+
+
+def compiled_pointwise_bytes(shape: ModelShape, compute_bytes: int) -> int:
+    """Of these, what `pointwise_again` leaves out, for one token: the outputs of the two norms, and the MLP's product of up and
+    activated gate."""
+    return compute_bytes * (2 * shape.hidden + shape.intermediate)
 
 
 def compiled_attention_bytes(shape: ModelShape, compute_bytes: int) -> int:

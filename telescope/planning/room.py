@@ -138,7 +138,7 @@ def _remedy(config: RunConfig, shape: ModelShape, card: Card) -> str:
     for name, value in REMEDIES:
         changed = _with(config, {name: value})
         if changed is not None and _fits(changed, shape, card.memory):
-            found.append(f"backend.{name}={value}")
+            found.append(typed({name: value}))
     if not found:
         return (
             "No one setting makes room: give it more ranks and shorter rows (trainer.seq_len), with backend.offload=parameters."
@@ -181,7 +181,8 @@ def typed(settings: Mapping[str, object]) -> str:
     return " ".join(f"backend.{name}={json.dumps(value).strip(chr(34))}" for name, value in settings.items())
 
 
-REMEDIES = (
+REMEDIES: tuple[tuple[str, bool | str], ...] = (
+    ("recompute_pointwise", True),
     ("optimizer", "adamw_8bit"),
     ("offload", "optimizer"),
     ("offload", "parameters"),

@@ -74,21 +74,22 @@ def test_adapters_and_experts_do_so_too(build: Any, model: str, tmp_path: Path, 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 def test_compiled_layers_do_so_to_the_bit_and_need_no_graph_more(build: Any, model: str) -> None:
     from torch._dynamo.utils import counters
 
     job, found = make_job(model=model, pad_to_multiple_of=16), {}
-    for kept, number in ((False, None), ("full", None), ("full", 2), ("selective", 3)):
+    cases = (False, None, False), ("full", None, False), ("full", 2, False), ("selective", 3, True), (False, None, True)
+    for kept, number, pointwise in cases:
         torch._dynamo.reset()
         counters.clear()
-        backend = build(job, compile=True, gradient_checkpointing=kept, checkpointed_layers=number)
-        calls, gradient = trained(backend)
-        found[kept, number] = calls, gradient, counters["stats"]["unique_graphs"]
+        settings = {"gradient_checkpointing": kept, "checkpointed_layers": number, "recompute_pointwise": pointwise}
+        calls, gradient = trained(build(job, compile=True, **settings))
+        found[kept, number, pointwise] = calls, gradient, counters["stats"]["unique_graphs"]
     torch._dynamo.reset()
-    assert [calls for calls, _, _ in found.values()] == [[1] * 4, [2] * 4, [2, 2, 1, 1], [2, 2, 2, 1]]
-    assert [distance(found[False, None][1], gradient) for _, gradient, _ in found.values()] == [0.0] * 4
-    assert [graphs for _, _, graphs in found.values()] == [4, 8, 8, 8]
+    assert [calls for calls, _, _ in found.values()] == [[1] * 4, [2] * 4, [2, 2, 1, 1], [2, 2, 2, 1], [1] * 4]
+    assert [distance(found[cases[0]][1], gradient) for _, gradient, _ in found.values()] == [0.0] * 5
+    assert [graphs for _, _, graphs in found.values()] == [4, 8, 8, 8, 4]
 
 
 @pytest.mark.parametrize("kept", ["full", "selective"])

@@ -23,6 +23,8 @@ from telescope.backends.fsdp import FSDP
             "backend.checkpointed_layers=2 says .* none does: set gradient_checkpointing=full, or leave it out",
         ),
         ({"checkpointed_layers": 0}, "checkpointed_layers\n.*greater than or equal to 1"),
+        ({"recompute_pointwise": True, "gradient_checkpointing": False}, "set backend.compile=true, or leave it out"),
+        ({"recompute_pointwise": True, "compile": True}, "checkpointing=true all compute again: set .*=false, or checkpointed"),
         ({"compile": True, "attention": "flex"}, "attention=flex is compiled itself: set flash or sdpa"),
     ],
 )
@@ -54,7 +56,8 @@ def test_options_that_go_together() -> None:
     assert not list(FSDP(replicas=2, reshard_after_forward=2).run_errors(ranks=8, adapters=False, on_cpu=True))
     FSDP(offload="optimizer", optimizer="adamw_8bit", gradient_checkpointing="selective")
     FSDP(compile=True, gradient_checkpointing="full")
-    FSDP(compile=True, gradient_checkpointing="selective", checkpointed_layers=4)
+    FSDP(compile=True, gradient_checkpointing="selective", checkpointed_layers=4, recompute_pointwise=True)
+    FSDP(compile=True, gradient_checkpointing=False, recompute_pointwise=True)
 
 
 def test_as_many_layers_compute_again_as_the_model_has_and_no_more() -> None:

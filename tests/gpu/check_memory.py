@@ -48,6 +48,8 @@ class Case:
     reshard: bool = True
     layers: int | None = None
     """Those that compute again; None: all."""
+    pointwise: bool = False
+    """What no product made is computed again."""
     lora: int = 0
     """Rank of adapters of a bfloat16 model."""
 
@@ -57,6 +59,7 @@ class Case:
             f" in {self.layers} layers" * (self.layers is not None),
             f", rank {self.lora}" * bool(self.lora),
             ", compiled" * self.compiled,
+            ", pointwise again" * self.pointwise,
             ", kept gathered" * (not self.reshard),
         )
         shape = f"{self.model} {self.rows} rows of {self.tokens} in {self.samples} samples"
@@ -76,6 +79,9 @@ COMPILED = (
     Case("Qwen/Qwen3-0.6B", 16_384, True, 2, 1, compiled=True, layers=27),  # the peak of all 28, or the head's
     Case("Qwen/Qwen3-0.6B", 16_384, "selective", 2, 1, compiled=True, layers=14),
     Case("Qwen/Qwen3-0.6B", 16_384, True, 2, 1, layers=14),
+    Case("Qwen/Qwen3-0.6B", 16_384, False, 2, 1, compiled=True, pointwise=True),
+    Case("Qwen/Qwen3-0.6B", 16_384, True, 2, 1, compiled=True, layers=14, pointwise=True),
+    Case("Qwen/Qwen3-0.6B", 16_384, False, 1, 1, compiled=True, lora=16, pointwise=True),
     Case("Qwen/Qwen3-0.6B", 16_384, False, 1, 1, compiled=True, lora=16),
     Case("Qwen/Qwen3-0.6B", 65_536, "selective", 1, 1, compiled=True, lora=16),
 )
@@ -94,6 +100,7 @@ def settings_of(case: Case) -> FSDP:
         gradient_checkpointing=case.checkpointing,
         checkpointed_layers=case.layers,
         compile=case.compiled,
+        recompute_pointwise=case.pointwise,
         reshard_after_forward=case.reshard,
     )
 

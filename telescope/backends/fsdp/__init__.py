@@ -49,6 +49,9 @@ class FSDP(BackendSettings):
     compile: bool = False
     """Compile each layer (torch.compile), without its attention: fewer passes over memory, and a minute or so at first.
     Needs a C++ compiler on the host."""
+    recompute_pointwise: bool = False
+    """Of compiled layers that keep everything: compute the outputs of norms, and the MLP's up times its activated gate, again
+    in the backward pass. No matrix product is computed twice; 23 % of a Qwen3-0.6B layer's activations less, 27 % of 4B's."""
     collective_timeout_s: float = Field(default=600.0, gt=0)
     """Until a rank that waits for the others, at the start or in a collective, gives up with an error."""
 
@@ -82,6 +85,17 @@ class FSDP(BackendSettings):
             yield (
                 f"backend.offload=parameters leaves the update to the host's processors, which are slow at what "
                 f"backend.optimizer={self.optimizer} does: set offload=optimizer, or optimizer=adamw"
+            )
+        if self.recompute_pointwise and not self.compile:
+            yield (
+                "backend.recompute_pointwise=true is a choice in the making of compiled layers: set backend.compile=true, or "
+                "leave it out"
+            )
+        elif self.recompute_pointwise and self.gradient_checkpointing and self.checkpointed_layers is None:
+            yield (
+                "backend.recompute_pointwise=true is for layers that keep everything, and with backend.gradient_checkpointing="
+                f"{str(self.gradient_checkpointing).lower()} all compute again: set gradient_checkpointing=false, or "
+                "checkpointed_layers to so many, or leave it out"
             )
         if self.compile and self.attention == "flex":
             yield "backend.compile=true leaves attention out, and attention=flex is compiled itself: set flash or sdpa"

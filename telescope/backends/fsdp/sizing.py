@@ -53,6 +53,7 @@ def rank_memory(
         reference=reference,
         handed_bytes=handed_bytes,
         compiled=settings.compile,
+        pointwise_again=settings.recompute_pointwise,
         joined=settings.attention in ("auto", "cudnn") and LONG <= longest < rows,
         adapters=None if model.lora is None else adapters(model.lora),
     )
