@@ -179,7 +179,7 @@ def test_the_plan_names_the_fewest_layers_that_have_to_compute_again(say: Callab
     assert "leaves room" not in out
     code, out = say(*LONG, f"backend.checkpointed_layers={number - 1}")
     assert code == 1
-    assert f"backend.checkpointed_layers={number}, or backend.optimizer=adamw_8bit, or" in out
+    assert f"backend.checkpointed_layers={number}, or backend.recompute_pointwise=true, or" in out
 
 
 def test_a_rank_with_room_for_everything_is_told_to_keep_it(say: Callable[..., tuple[int, str]]) -> None:

@@ -77,7 +77,7 @@ def _only_the_first(lm: Any, layers: int) -> None:
         )
     for place, layer in enumerate(every):
         for module in layer.modules():
-            if isinstance(module, GradientCheckpointingLayer):
+            if hasattr(module, "gradient_checkpointing"):
                 module.gradient_checkpointing = place < layers
 
 
