@@ -27,19 +27,13 @@ from telescope.orchestrator.main import flow_settings
 from telescope.planning.calibrate import Calibration, Uncalibratable, calibrate
 from telescope.planning.cards import CARDS, Card
 from telescope.planning.forecast import (
-    Refused,
     assumed_load,
     best,
-    check_memory,
-    divided_as,
     fitted_load,
     forecast,
     processor_step_s,
     rows_a_rank,
-    serving,
-    shares_a_card,
     splits,
-    training,
     waiting_cards,
 )
 from telescope.planning.hosts import BadHosts, describe_placement, hosts_of, nodes_of
@@ -51,8 +45,19 @@ from telescope.planning.report import (
     describe_processor,
     describe_rows,
     describe_server_memory,
+    describe_spare,
     describe_splits,
     describe_trainer_memory,
+)
+from telescope.planning.room import (
+    Refused,
+    check_memory,
+    check_model,
+    divided_as,
+    serving,
+    shares_a_card,
+    spare_memory,
+    training,
 )
 from telescope.planning.shapes import ShapeUnknown, shape_of
 from telescope.runlog.layout import RunDirectory
@@ -144,8 +149,10 @@ def _forecast(config: RunConfig, asked: argparse.Namespace) -> Iterator[str]:
     except ShapeUnknown as error:
         shape = None
         yield f"No estimate of memory: {error}"
-    if shape is not None and asked.gpus is None:
-        yield from _memory(config, shape, card)
+    if shape is not None:
+        check_model(config, shape)
+        if asked.gpus is None:
+            yield from _memory(config, shape, card)
     calibration = _calibration(asked.calibrate)
     if calibration is None and (card is None or shape is None):
         yield "Not simulated: --calibrate RUN_DIR takes the times of a run, --card h100 those of a data sheet."
@@ -177,6 +184,8 @@ def _forecast(config: RunConfig, asked: argparse.Namespace) -> Iterator[str]:
     yield describe_rows(config, load, rows_a_rank(config, load))
     if shape is not None and card is not None and (short := waiting_cards(config, load, shape, card)) is not None:
         yield short.sentence
+    if shape is not None and card is not None and (spare := spare_memory(config, shape, card)) is not None:
+        yield describe_spare(spare, card)
     outcome = forecast(config, load)
     yield from describe_outcome(outcome)
     if calibration is not None and calibration.costs is not None and card is None:

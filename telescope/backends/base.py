@@ -188,6 +188,11 @@ class BackendSettings(Settings):
         `adapters`: model.lora is given; `on_cpu`: the run was told to use no GPU."""
         yield from ()
 
+    def model_errors(self, *, layers: int) -> Iterator[tuple[tuple[str, ...], str]]:
+        """What of these settings can't be with a model of so many layers, as in `run_errors`. Asked as soon as somebody knows
+        the model: at the command line where its config.json lies here, in planning, else at a rank's start."""
+        yield from ()
+
     @property
     def ranks_a_shard(self) -> int:
         """Neighbouring ranks that train the same trajectories together, and are all sent them; 1: each has its own."""

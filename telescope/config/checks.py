@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from telescope.config.models import attention_heads
+from telescope.config.models import attention_heads, layers
 from telescope.config.parts import WeightSyncSettings
 from telescope.config.run import RunConfig
 
@@ -363,6 +363,9 @@ def _backend(config: RunConfig) -> Iterator[Conflict]:
         ranks=cluster.trainer_num_workers, adapters=config.model.lora is not None, on_cpu=cluster.device == "cpu"
     )
     yield from (Conflict(paths, sentence) for paths, sentence in found)
+    known = layers(config.model.name)
+    if known is not None:
+        yield from (Conflict(paths, sentence) for paths, sentence in config.backend.model_errors(layers=known))
 
 
 def _checkpoints(config: RunConfig) -> Iterator[Conflict]:

@@ -177,8 +177,12 @@ def end_ids(folder: Path) -> tuple[int, ...]:
 
 def attention_heads(name: str) -> int | None:
     """Query heads of an embedded or local model by its config.json; None where that can't be told here."""
-    found = _own_config(name).get("num_attention_heads")
-    return found if isinstance(found, int) and found > 0 else None
+    return _own_count(name, "num_attention_heads")
+
+
+def layers(name: str) -> int | None:
+    """Layers of an embedded or local model by its config.json; None where that can't be told here."""
+    return _own_count(name, "num_hidden_layers")
 
 
 def positions(name: str) -> int | None:
@@ -189,6 +193,11 @@ def positions(name: str) -> int | None:
     kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else ""
     stretched = kind != "default" or any(isinstance(each, dict) for each in rope.values())
     found = None if stretched or "model_max_length" in own else own.get("max_position_embeddings")
+    return found if isinstance(found, int) and found > 0 else None
+
+
+def _own_count(name: str, key: str) -> int | None:
+    found = _own_config(name).get(key)
     return found if isinstance(found, int) and found > 0 else None
 
 

@@ -203,16 +203,19 @@ Offload = Literal["none", "optimizer", "parameters"]
 
 def trainer_memory(
     shape: ModelShape, *, ranks: int, row_tokens: int, chunk: int, weight_bytes: int = 4, compute_bytes: int = 2,
-    checkpointing: Checkpointing = True, reshard: bool | int = True, optimizer: Optimizer = "adamw", offload: Offload = "none",
-    reference: bool = False, handed_bytes: int = 0, rows: int = 2, compiled: bool = False, joined: bool = False,
+    checkpointing: Checkpointing = True, checkpointed_layers: int | None = None, reshard: bool | int = True,
+    optimizer: Optimizer = "adamw", offload: Offload = "none", reference: bool = False, handed_bytes: int = 0,
+    rows: int = 2, compiled: bool = False, pointwise_again: bool = False, joined: bool = False,
     adapters: Adapters | None = None,
 ) -> TrainerMemory:  # fmt: skip
     """One of `ranks` that share a model under FSDP2, with rows of `row_tokens` tokens and logits of `chunk` tokens at once.
 
-    `weight_bytes`: of a master weight and its gradient; `compute_bytes`: of a value in the forward pass; `reshard`: gathered
-    layers are freed after the forward pass, or spread over so many ranks; `handed_bytes`: of a value in the buffer for servers
-    on the same card, 0 where there is none; `rows`: of one update on a rank; `compiled`: layers are; `joined`: their attention
-    is computed in parts of a row; `adapters`: all that is trained. docs/planning.md derives each term.
+    `weight_bytes`: of a master weight and its gradient; `compute_bytes`: of a value in the forward pass;
+    `checkpointed_layers`: the first so many do as `checkpointing` says, the others keep everything (None: all do); `reshard`:
+    gathered layers are freed after the forward pass, or spread over so many ranks; `handed_bytes`: of a value in the buffer for
+    servers on the same card, 0 where there is none; `rows`: of one update on a rank; `compiled`: layers are; `pointwise_again`:
+    those that keep everything leave out `compiled_pointwise_bytes`; `joined`: their attention is computed in parts of a row;
+    `adapters`: all that is trained. docs/planning.md derives each term.
     """
     share = -(-shape.parameters // ranks)
     trained = -(-adapters.parameters(shape) // ranks) if adapters else share
@@ -229,7 +232,10 @@ def trainer_memory(
     moments = _adapter_moments(trained, optimizer) if adapters else moment_bytes(shape, optimizer, weight_bytes, ranks)
     frozen = share * compute_bytes if reference else 0
     on_host = {"none": 0, "optimizer": moments, "parameters": weights + trained * trained_bytes + moments + frozen}[offload]
-    kept = _layer_kept(shape, compute_bytes, checkpointing, compiled, joined, adapters)
+    again = layers_again(shape.layers, checkpointing, checkpointed_layers)
+    everything = _layer_own(shape, compute_bytes, compiled, joined, adapters)
+    everything -= compiled_pointwise_bytes(shape, compute_bytes) if pointwise_again else 0  # they are back when it is at work
+    little = _layer_kept(shape, compute_bytes, checkpointing, compiled) if again else everything
     own, gradients = _layer_at_work(shape, compute_bytes, compiled, joined, adapters)
     tail = (4 + 3 * compute_bytes) * shape.hidden
     return TrainerMemory(
@@ -239,10 +245,10 @@ def trainer_memory(
         gathered=_gathered(shape, compute_bytes, reshard) if cast or ranks > 1 else 0,
         waiting=heads * waits,
         layer_waiting=layer * waits,
-        kept=row_tokens * (shape.layers * kept + tail),
+        kept=row_tokens * (again * little + (shape.layers - again) * everything + tail),
         tail=row_tokens * tail,
         at_work=row_tokens * (own + gradients),
-        again=row_tokens * (own + gradients - kept),
+        again=row_tokens * (own + gradients - (little if again == shape.layers else everything)),
         head_gradient=heads * compute_bytes,
         logits=(4 + compute_bytes) * chunk * shape.vocabulary + (0 if adapters else head * 4),
         reference=0 if away else frozen,
@@ -330,21 +336,30 @@ def compiled_activation_bytes(shape: ModelShape, compute_bytes: int) -> int:
     return norms + attention + (qk_norms if shape.qk_norm else 0) + 3 * compute_bytes * shape.intermediate
 
 
+def compiled_pointwise_bytes(shape: ModelShape, compute_bytes: int) -> int:
+    """Of these, what `pointwise_again` leaves out, for one token: the outputs of the two norms, and the MLP's product of up and
+    activated gate."""
+    return compute_bytes * (2 * shape.hidden + shape.intermediate)
+
+
 def compiled_attention_bytes(shape: ModelShape, compute_bytes: int) -> int:
     """What one compiled layer keeps with selective checkpointing, for one token: its input, and attention's result with its
     float32 log-sum a head. The other products are inside its graphs, out of reach."""
     return compute_bytes * (shape.hidden + shape.query) + 4 * shape.heads
 
 
-def _layer_kept(
-    shape: ModelShape, compute_bytes: int, checkpointing: Checkpointing, compiled: bool, joined: bool, adapters: Adapters | None
-) -> int:
-    """Of one layer and token, until its turn in the backward pass."""
+def layers_again(layers: int, checkpointing: Checkpointing, checkpointed: int | None) -> int:
+    """How many of a model's layers do not keep everything: `layers_again(28, "full", 14)` is 14, with None 28."""
+    if not checkpointing:
+        return 0
+    return layers if checkpointed is None else min(checkpointed, layers)
+
+
+def _layer_kept(shape: ModelShape, compute_bytes: int, checkpointing: Checkpointing, compiled: bool) -> int:
+    """Of one layer that computes again, and token, until its turn in the backward pass."""
     if checkpointing == "selective":
         return (compiled_attention_bytes if compiled else layer_product_bytes)(shape, compute_bytes)
-    if checkpointing:
-        return compute_bytes * shape.hidden
-    return _layer_own(shape, compute_bytes, compiled, joined, adapters)
+    return compute_bytes * shape.hidden
 
 
 def _layer_own(shape: ModelShape, compute_bytes: int, compiled: bool, joined: bool, adapters: Adapters | None) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from telescope.maths.flops import TrainingWork
-from telescope.maths.memory import Checkpointing
+from telescope.maths.memory import Checkpointing, layers_again
 
 LAYER_S, AGAIN_S = 4.3e-3, 12.5e-3
 """Of the host for a row, a layer: without checkpointing, and where a layer is computed again (selective was not measured, and
@@ -62,6 +62,7 @@ def short_rows(
     tokens: float,
     peak: float,
     checkpointing: Checkpointing,
+    checkpointed_layers: int | None = None,
     fits: Callable[[int], bool],
 ) -> ShortRows | None:
     """None where rows are long enough, where one has all `tokens` of an update already, or where no longer one fits.
@@ -69,8 +70,10 @@ def short_rows(
     `length`: of the average token's sample; `tokens`: of one update, on the ranks that share a row; `peak`: operations a second
     of one card; `fits`: whether rows of so many tokens do.
     """
-    host_s = layers * (AGAIN_S if checkpointing else LAYER_S)
-    share = REACHED_AGAIN if checkpointing and checkpointing != "selective" else REACHED
+    again = layers_again(layers, checkpointing, checkpointed_layers)
+    host_s = again * AGAIN_S + (layers - again) * LAYER_S
+    slower = 0.0 if checkpointing == "selective" else again / layers
+    share = 1 / (slower / REACHED_AGAIN + (1 - slower) / REACHED)
 
     def card_s(row: int) -> float:
         return work.operations(row, row * length) / ranks_a_row / (peak * share)

@@ -91,6 +91,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     kv_tokens: float
     max_seqs: int
     checkpointing: Checkpointing = True
+    checkpointed_layers: int | None = None
     replicas: int = 1
     optimizer: Optimizer = "adamw"
     offload: Offload = "none"
@@ -121,7 +122,10 @@ def latencies(card: Card, work: Work) -> Load:
         kv_tokens=max(1.0, work.kv_tokens),
         max_seqs=work.max_seqs,
     )
-    train_token_s = train_flops_per_token(shape, length, checkpointing=work.checkpointing) / (card.flops * TRAIN_SHARE)
+    trained = train_flops_per_token(
+        shape, length, checkpointing=work.checkpointing, checkpointed_layers=work.checkpointed_layers
+    )  # fmt: skip
+    train_token_s = trained / (card.flops * TRAIN_SHARE)
     return Load(
         prompt_tokens=work.prompt_tokens,
         completion_tokens=work.completion_tokens,

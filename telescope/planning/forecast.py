@@ -1,6 +1,6 @@
-"""From a run's configuration to what the simulator and the memory arithmetic need, and to the best split of GPUs.
+"""From a run's configuration to what the simulator needs, and to the best split of GPUs.
 
-Owns which setting becomes which number. Refuses to print (report.py does) and to read files other than a model's config.json.
+Owns which setting becomes which number of it; bytes are room.py's. Refuses to print (report.py does) and to read files.
 """
 
 from __future__ import annotations
@@ -10,32 +10,36 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from telescope.backends.fsdp import FSDP
-from telescope.backends.fsdp.sizing import BYTES, rank_memory, too_short
+from telescope.backends.fsdp.sizing import BYTES, too_short
 from telescope.config.run import RunConfig
 from telescope.flow.latency import Load, lognormal
 from telescope.flow.outcome import Outcome
 from telescope.flow.simulate import Cluster, simulate
 from telescope.inference.main import lanes
-from telescope.inference.vllm_options import CPU_MAX_NUM_SEQS, GPU_MAX_NUM_SEQS
 from telescope.maths.batching import assign
-from telescope.maths.memory import RUNTIME_BYTES, ModelShape, ServerMemory, TrainerMemory, server_memory
+from telescope.maths.memory import ModelShape
 from telescope.maths.packing import rows_needed
 from telescope.maths.short_rows import MEAN_SHARE, PROMPT_TOKENS, ShortRows
 from telescope.orchestrator.main import flow_settings
 from telescope.planning.calibrate import Calibration
-from telescope.planning.cards import GIB, Card, Work, latencies
+from telescope.planning.cards import Card, Work, latencies
 from telescope.planning.costs import Costs
-from telescope.weights.choose import TransportRefused, choose
+from telescope.planning.room import (
+    Refused,
+    divided_as,
+    max_seqs,
+    room_of,
+    served_bytes,
+    serving,
+    training,
+    transport_of,
+)
 
 SIGMA = 0.8
 """Of the logarithm of a completion's length, where none is known."""
 FEWEST_STEPS = 12
 """Simulated, where the run has as many: enough for a settled part behind the filling of the pipeline."""
 MOST_SPLITS = 24
-
-
-class Refused(ValueError):
-    """The combination can't work; the text is one whole sentence with the numbers and the remedy."""
 
 
 def cluster_of(config: RunConfig) -> Cluster:
@@ -54,139 +58,13 @@ def cluster_of(config: RunConfig) -> Cluster:
     )
 
 
-def max_seqs(config: RunConfig, device: str) -> int:
-    """Sequences in one engine step."""
-    if config.inference.engine == "fake":
-        return lanes(config)
-    return config.inference.max_num_seqs or min(lanes(config), CPU_MAX_NUM_SEQS if device == "cpu" else GPU_MAX_NUM_SEQS)
-
-
 def kv_tokens(config: RunConfig, shape: ModelShape | None, card: Card | None) -> float:
     """Tokens that one server's KV cache holds; infinite where nothing is known of it."""
     if shape is None or config.inference.engine == "fake":
         return float("inf")
     if card is not None:
         return float(max(1, serving(config, shape, card).kv_tokens))
-    return config.inference.cpu_kv_cache_mb * 2**20 / shape.kv_bytes_per_token(_served_bytes(config, gpu=False))
-
-
-def shares_a_card(config: RunConfig) -> bool:
-    """Whether a server and a rank are on one card, as far as settings say so; `cluster=one_gpu` alone depends on the host."""
-    return config.weight_sync.transport == "cuda_ipc" or config.inference.sleep_while_training != "off"
-
-
-def serving(config: RunConfig, shape: ModelShape, card: Card) -> ServerMemory:
-    """Bytes of one server on this card."""
-    return server_memory(
-        shape,
-        card_bytes=card.memory,
-        utilization=config.inference.gpu_memory_utilization,
-        bytes_per_value=_served_bytes(config, gpu=True),
-        staging=config.weight_sync.staging == "full" and config.model.lora is None,
-        bucket_bytes=config.weight_sync.bucket_bytes if _transport(config) == "nccl" else None,
-        batched_tokens=config.inference.max_num_batched_tokens or 8192,
-        sequences=max_seqs(config, "gpu"),
-        parallel=config.inference.tensor_parallel_size,
-    )
-
-
-def training(
-    config: RunConfig, shape: ModelShape, ranks: int | None = None, seq_len: int | None = None
-) -> TrainerMemory | None:
-    """Bytes of one trainer rank; None for a backend whose memory is not known here."""
-    if not isinstance(config.backend, FSDP):
-        return None
-    handed = _hands_on_the_card(config) and config.model.lora is None
-    return rank_memory(
-        config.backend,
-        shape,
-        config.model,
-        config.trainer,
-        ranks=ranks or config.cluster.trainer_num_workers,
-        longest=config.inference.max_model_len,
-        reference=config.algorithm.needs_reference,
-        handed_bytes=_served_bytes(config, gpu=True) if handed else 0,
-        seq_len=seq_len,
-    )
-
-
-def check_memory(config: RunConfig, shape: ModelShape, card: Card) -> None:
-    """Raises `Refused` where a rank or a server can't hold what it must."""
-    server, rank = serving(config, shape, card), training(config, shape)
-    need = config.inference.max_model_len
-    if server.kv_tokens < need:
-        raise Refused(
-            f"A server needs {_gib(server.weights + server.staging + server.overhead)} for weights and steps of "
-            f"the {_gib(server.budget)} that inference.gpu_memory_utilization={config.inference.gpu_memory_utilization} leaves "
-            f"it on an {card.name}: room for {server.kv_tokens:,} tokens of KV cache, and one sequence may have "
-            f"inference.max_model_len={need:,}. Raise the utilization, lower max_model_len, or take a smaller model."
-        )
-    if rank is not None and shares_a_card(config):
-        _check_shared(config, server, rank, card)
-    if rank is not None and rank.needed > card.memory:
-        ranks = config.cluster.trainer_num_workers
-        raise Refused(
-            f"A trainer rank needs about {_gib(rank.needed)}, and an {card.name} has {_gib(card.memory)}: weights, gradients "
-            f"and moments {_gib(rank.weights + rank.gradients + rank.moments)} on cluster.trainer_num_workers={ranks}, "
-            f"activations {_gib(rank.kept)} at trainer.seq_len={config.trainer.seq_len:,}. {_remedy(config, shape, card)}"
-        )
-
-
-def _check_shared(config: RunConfig, server: ServerMemory, rank: TrainerMemory, card: Card) -> None:
-    """A rank beside a server: all of it where that is awake, what it keeps between its steps where that sleeps in them."""
-    part = card.memory - server.budget
-    asleep = config.inference.sleep_while_training != "off"
-    need = rank.between_steps + RUNTIME_BYTES if asleep else rank.needed
-    if need > part:
-        handed = f", {_gib(rank.handed)} of it to hand versions to the server" if rank.handed else ""
-        when = " between its steps" if asleep else ""
-        remedy = "lower it" if asleep else "lower it, set cluster=one_gpu_in_turns, which gives a step the whole card"
-        raise Refused(
-            f"A trainer rank needs about {_gib(need)}{when}{handed}, and inference.gpu_memory_utilization="
-            f"{config.inference.gpu_memory_utilization:g} leaves it {_gib(part)} of the {card.name} that it shares: {remedy}, "
-            "or take a smaller model."
-        )
-    room = card.memory - server.staging - RUNTIME_BYTES
-    if asleep and rank.needed > room:
-        raise Refused(
-            f"A trainer rank needs about {_gib(rank.needed)} in its steps, and while the server sleeps {_gib(room)} of the "
-            f"{card.name} are free: set weight_sync.staging=none, shorten rows (trainer.seq_len), or take a smaller model."
-        )
-
-
-def _remedy(config: RunConfig, shape: ModelShape, card: Card) -> str:
-    """What would make it fit, one setting each; worked out, not guessed."""
-    ranks = config.cluster.trainer_num_workers
-    found = []
-    for more in (2, 4, 8):
-        if _fits(divided_as(config, config.cluster.inference_num_workers, more * ranks), shape, card):
-            found.append(f"cluster.trainer_num_workers={more * ranks}")
-            break
-    for name, value in REMEDIES:
-        try:
-            changed = type(config.backend).model_validate({**config.backend.model_dump(), name: value}, strict=True)
-        except ValueError:
-            continue  # it does not go with the other settings
-        if _fits(config.model_copy(update={"backend": changed}), shape, card):
-            found.append(f"backend.{name}={value}")
-    if not found:
-        return (
-            "No one setting makes room: give it more ranks and shorter rows (trainer.seq_len), with backend.offload=parameters."
-        )
-    return f"It would fit with {', or '.join(found)}; or with shorter rows."
-
-
-REMEDIES = (
-    ("gradient_checkpointing", "full"),
-    ("optimizer", "adamw_8bit"),
-    ("offload", "optimizer"),
-    ("offload", "parameters"),
-)
-
-
-def _fits(config: RunConfig, shape: ModelShape, card: Card) -> bool:
-    rank = training(config, shape)
-    return rank is not None and rank.needed <= card.memory
+    return config.inference.cpu_kv_cache_mb * 2**20 / shape.kv_bytes_per_token(served_bytes(config, gpu=False))
 
 
 def assumed_load(config: RunConfig, shape: ModelShape, card: Card, completion_tokens: float | None = None) -> Load:
@@ -204,6 +82,7 @@ def assumed_load(config: RunConfig, shape: ModelShape, card: Card, completion_to
         kv_tokens=kv_tokens(config, shape, card),
         max_seqs=max_seqs(config, "gpu"),
         checkpointing=fsdp.gradient_checkpointing,
+        checkpointed_layers=fsdp.checkpointed_layers,
         compute_bytes=BYTES[fsdp.mixed_precision_dtype or config.model.dtype],
         weight_bytes=BYTES[config.model.dtype],
         replicas=fsdp.replicas,
@@ -212,25 +91,10 @@ def assumed_load(config: RunConfig, shape: ModelShape, card: Card, completion_to
         updates=config.trainer.number_of_minibatches * config.trainer.epochs_per_batch,
         epochs=config.trainer.epochs_per_batch,
         parallel=config.inference.tensor_parallel_size,
-        transport=_transport(config),
+        transport=transport_of(config),
         sent_share=0.0 if config.model.lora is not None else 1.0,
     )
     return latencies(card, work)
-
-
-def _transport(config: RunConfig) -> str:
-    """What `auto` means for servers and ranks with cards of their own; one card for both only where it is asked for. Raises
-    `Refused` for a transport that is none of cards."""
-    same = _hands_on_the_card(config)
-    try:
-        return choose(config.weight_sync.transport, "cuda", "same" if same else "apart", adapters=config.model.lora is not None)
-    except TransportRefused as error:
-        raise Refused(str(error)) from error
-
-
-def _hands_on_the_card(config: RunConfig) -> bool:
-    """Whether a version lies on the card that server and rank share; false for a run on CPUs, whatever its transport."""
-    return config.weight_sync.transport in ("auto", "cuda_ipc") and shares_a_card(config)
 
 
 def fitted_load(calibration: Calibration, config: RunConfig, shape: ModelShape | None, card: Card | None) -> Load:
@@ -290,9 +154,10 @@ def waiting_cards(config: RunConfig, load: Load, shape: ModelShape, card: Card) 
     length = load.prompt_tokens.mean + load.turns.mean * load.completion_tokens.clipped(config.rollout.max_tokens).mean
     rollouts = config.orchestrator.prompts_batch_size_for_trainer * config.rollout.group_size
 
+    room = room_of(config, shape, card)
+
     def fits(row: int) -> bool:
         rank = training(config, shape, seq_len=row)
-        room = card.memory - (serving(config, shape, card).budget if shares_a_card(config) else 0)
         return rank is not None and rank.needed <= room
 
     return too_short(
@@ -341,22 +206,7 @@ def _can_train(config: RunConfig, ranks: int) -> bool:
     )
 
 
-def divided_as(config: RunConfig, servers: int, ranks: int) -> RunConfig:
-    shares = config.cluster.model_copy(update={"inference_num_workers": servers, "trainer_num_workers": ranks})
-    return config.model_copy(update={"cluster": shares})
-
-
 def best(divisions: list[Split]) -> Split | None:
     """That of most trained tokens a second."""
     possible = [split for split in divisions if split.outcome is not None and split.outcome.ok]
     return max(possible, key=lambda split: split.outcome.tokens_per_s if split.outcome else 0.0, default=None)
-
-
-def _served_bytes(config: RunConfig, *, gpu: bool) -> int:
-    if config.inference.dtype != "auto":
-        return BYTES[config.inference.dtype]
-    return 2 if gpu else BYTES[config.model.dtype]
-
-
-def _gib(nbytes: float) -> str:
-    return f"{nbytes / GIB:.1f} GiB"

@@ -11,6 +11,7 @@ from telescope.maths.memory import ModelShape, ServerMemory, TrainerMemory
 from telescope.planning.calibrate import Calibration
 from telescope.planning.cards import GIB, Card
 from telescope.planning.forecast import Split
+from telescope.planning.room import Spare, typed
 
 
 def describe_rows(config: RunConfig, load: Load, rows: int) -> str:
@@ -48,6 +49,15 @@ def describe_trainer_memory(memory: TrainerMemory, ranks: int) -> str:
     said = ", ".join(f"{name} {_gib(part)}" for name, part in parts.items() if part)
     host = f" It has {_gib(memory.host)} in its host's memory besides." if memory.host else ""
     return f"A trainer rank of {ranks} needs about {_gib(memory.total)} at its peak; not all at once: {said}.{host}"
+
+
+def describe_spare(spare: Spare, card: Card) -> str:
+    """Where memory would do instead of time."""
+    return (
+        f"A trainer rank leaves room: it needs about {_gib(spare.needed)} of {_gib(spare.room)} on an {card.name}. "
+        f"{typed(spare.settings)} fits as well, by the estimate of memory, and of the {spare.layers} layers "
+        f"{spare.fewest} compute again, not {spare.again}."
+    )
 
 
 def describe_server_memory(memory: ServerMemory, max_model_len: int, card: Card) -> str:

@@ -45,7 +45,7 @@ COMBINATIONS: dict[str, Combination] = {
     "shared rows in replicas": Combination({"context_parallel_size": 2, "replicas": 2}, sizes=(4, 4)),
     "rows shared over replicas": Combination({"context_parallel_size": 4, "replicas": 2}),
     "shared rows, adapters, the base model": Combination(
-        {"context_parallel_size": 2, "replicas": 2, "gradient_checkpointing": True},
+        {"context_parallel_size": 2, "replicas": 2, "gradient_checkpointing": True, "checkpointed_layers": 1},
         algorithm="grpo, penalties of all kinds",
         lora=True,
     ),

@@ -28,6 +28,8 @@ SAME_TO_THE_BIT: dict[str, dict[str, Any]] = {
     "plain": {},
     "selective": {"gradient_checkpointing": "selective"},
     "full": {"gradient_checkpointing": "full"},
+    "the first layer alone": {"gradient_checkpointing": "full", "checkpointed_layers": 1, "reshard_after_forward": False},
+    "the first layer's products": {"gradient_checkpointing": "selective", "checkpointed_layers": 1, "offload": "parameters"},
     "gathered throughout": {"reshard_after_forward": False},
     "gathered by pairs": {"reshard_after_forward": 2, "gradient_checkpointing": "selective"},
     "moments on the host": {"offload": "optimizer"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ CUT_ALONE = "aot_eager_decomp_partition"
 
 def compiled(
     monkeypatch: pytest.MonkeyPatch, kind: str, layers: int, sizes: dict[str, int],
-    *, kept: recompute.Mode = "none", backend: str = CUT_ALONE,
+    *, kept: recompute.Mode = "none", pointwise_again: bool = False, backend: Any = CUT_ALONE,
 ) -> Any:  # fmt: skip
     """A model in bfloat16."""
     import transformers
@@ -35,7 +36,7 @@ def compiled(
     lm = getattr(transformers, f"{kind}ForCausalLM")(config).bfloat16().train()
     recompute.enable(lm, kept)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
-    compiling.compile_layers(lm, "sdpa")
+    compiling.compile_layers(lm, "sdpa", pointwise_again=pointwise_again)
     monkeypatch.undo()
     return lm
 
@@ -94,6 +95,45 @@ def test_so_do_other_kinds_of_layers_in_other_sizes(monkeypatch: pytest.MonkeyPa
     shape, copied = told(lm)
     assert kept_by_the_second_layer(lm, 96) - copied == compiled_activation_bytes(shape, 2)
     torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("kind", "sizes"), [("Qwen3", SIZES), ("Qwen3", WIDER), ("Qwen2", SIZES), ("Llama", WIDER)])
+def test_outputs_of_norms_and_the_activated_product_are_all_that_need_not_be_kept(
+    monkeypatch: pytest.MonkeyPatch, kind: str, sizes: dict[str, int]
+) -> None:
+    """To the byte, and no matrix product is in a backward graph more than before."""
+    found, products = [], []
+    for again in (False, True):
+        counted: Counter[str] = Counter()
+        lm = compiled(monkeypatch, kind, 2, sizes, pointwise_again=again, backend=counting(counted))
+        shape, copied = told(lm)
+        found.append(kept_by_the_second_layer(lm, 96) - copied)
+        products.append(counted)
+    torch._dynamo.reset()
+    everything = compiled_activation_bytes(shape, 2)
+    assert found == [everything, everything - 2 * (2 * shape.hidden + shape.intermediate)]
+    assert products[0] == products[1]
+    assert products[0]["backward"] > products[0]["forward"] == 7
+
+
+def counting(products: Counter[str]) -> Any:
+    """As CUT_ALONE, and counts the matrix products of forward and backward graphs."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
+    def count(name: str, graph: Any, _: Any) -> Any:
+        products[name] += sum(node.op == "call_function" and "mm" in str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    return aot_autograd(
+        fw_compiler=functools.partial(count, "forward"),
+        bw_compiler=functools.partial(count, "backward"),
+        decompositions=select_decomp_table,
+        partition_fn=functools.partial(min_cut_rematerialization_partition, compiler="inductor"),
+    )
 
 
 @pytest.mark.slow

@@ -18,6 +18,13 @@ from telescope.backends.fsdp import FSDP
             "backend.optimizer=muon does: set offload=optimizer, or optimizer=adamw",
         ),
         ({"offload": "parameters", "optimizer": "adamw_8bit"}, "set offload=optimizer, or optimizer=adamw"),
+        (
+            {"gradient_checkpointing": False, "checkpointed_layers": 2},
+            "backend.checkpointed_layers=2 says .* none does: set gradient_checkpointing=full, or leave it out",
+        ),
+        ({"checkpointed_layers": 0}, "checkpointed_layers\n.*greater than or equal to 1"),
+        ({"recompute_pointwise": True, "gradient_checkpointing": False}, "set backend.compile=true, or leave it out"),
+        ({"recompute_pointwise": True, "compile": True}, "checkpointing=true all compute again: set .*=false, or checkpointed"),
         ({"compile": True, "attention": "flex"}, "attention=flex is compiled itself: set flash or sdpa"),
     ],
 )
@@ -49,4 +56,12 @@ def test_options_that_go_together() -> None:
     assert not list(FSDP(replicas=2, reshard_after_forward=2).run_errors(ranks=8, adapters=False, on_cpu=True))
     FSDP(offload="optimizer", optimizer="adamw_8bit", gradient_checkpointing="selective")
     FSDP(compile=True, gradient_checkpointing="full")
-    FSDP(compile=True, gradient_checkpointing="selective")
+    FSDP(compile=True, gradient_checkpointing="selective", checkpointed_layers=4, recompute_pointwise=True)
+    FSDP(compile=True, gradient_checkpointing=False, recompute_pointwise=True)
+
+
+def test_as_many_layers_compute_again_as_the_model_has_and_no_more() -> None:
+    assert not list(FSDP(checkpointed_layers=28).model_errors(layers=28))
+    ((paths, sentence),) = FSDP(checkpointed_layers=29).model_errors(layers=28)
+    assert paths == ("backend.checkpointed_layers", "model.name")
+    assert sentence.startswith("backend.checkpointed_layers=29 is more than the 28 layers of the model: set fewer")

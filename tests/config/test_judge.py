@@ -215,6 +215,10 @@ def test_a_combination_with_a_broken_setting_is_not_judged(container):
             },
             "backend.context_parallel_size=8 must divide the 4 attention heads of model.name=tiny: set it to one of 1, 2, 4",
         ),
+        (
+            {"backend": {"name": "fsdp", "checkpointed_layers": 3}, "model": {"name": "tiny"}},
+            "backend.checkpointed_layers=3 is more than the 2 layers of the model: set fewer, or leave it out",
+        ),
         ({"cluster": {"env": {"A=B": "x"}}}, "cluster.env: 'A=B' can't name an environment variable"),
     ],
 )

@@ -13,6 +13,7 @@ from telescope.maths.memory import (
     Adapters,
     compiled_activation_bytes,
     compiled_attention_bytes,
+    compiled_pointwise_bytes,
     layer_activation_bytes,
     layer_product_bytes,
     moment_bytes,
@@ -238,6 +239,51 @@ def test_selective_checkpointing_keeps_products_of_which_full_checkpointing_comp
     assert layer_activation_bytes(shape, 2) == 71_848
     assert train_flops_per_token(shape, 0, checkpointing="selective") == train_flops_per_token(shape, 0, checkpointing=False)
     assert train_flops_per_token(shape, 0, checkpointing="full") == train_flops_per_token(shape, 0, checkpointing=True)
+
+
+def test_some_layers_compute_again_and_the_others_keep_everything() -> None:
+    """0.6B, compiled, rows of 16,384. The last layer alone, spared, makes no higher peak there than all of them."""
+    shape = shape_of("Qwen/Qwen3-0.6B")
+
+    def told(number: int | None, kept: bool | str = "full") -> Any:
+        return trainer_memory(
+            shape, ranks=1, row_tokens=16_384, chunk=256, checkpointing=kept, checkpointed_layers=number, compiled=True
+        )  # fmt: skip
+
+    layer = 16_384 * (compiled_activation_bytes(shape, 2) - 2 * 1024)
+    assert [told(number - 1).kept - told(number).kept for number in (2, 15, 28)] == [layer] * 3
+    assert told(28) == told(None)
+    assert told(27).at_the_last_layer == told(28).at_the_last_layer
+    assert told(14).total - told(27).total == 13 * layer
+    assert told(0).total == told(None, False).total
+    assert round(told(14).total / GIB, 2) == 21.15
+    attention = 16_384 * (compiled_activation_bytes(shape, 2) - compiled_attention_bytes(shape, 2))
+    assert told(14, "selective").kept - told(15, "selective").kept == attention
+
+
+def test_what_no_product_made_need_not_be_kept() -> None:
+    """Two norms' outputs and the MLP's activated product, of layers that keep everything; at work a layer has them again."""
+    shape = shape_of("Qwen/Qwen3-0.6B")
+    less = 2 * (2 * 1024 + 3072)
+    assert compiled_pointwise_bytes(shape, 2) == less == 10_240
+
+    def told(number: int | None, *, again: bool) -> Any:
+        return trainer_memory(
+            shape, ranks=1, row_tokens=16_384, chunk=256, checkpointing=number is not None, checkpointed_layers=number,
+            compiled=True, pointwise_again=again,
+        )  # fmt: skip
+
+    for number, keeping in ((None, 28), (14, 14)):
+        plain, again = told(number, again=False), told(number, again=True)
+        assert plain.kept - again.kept == 16_384 * keeping * less
+        assert (again.at_work, again.again - plain.again) == (plain.at_work, 16_384 * less)
+        assert plain.at_the_last_layer - again.at_the_last_layer == 16_384 * (keeping - 1) * less
+
+
+def test_layers_that_keep_everything_are_not_computed_twice() -> None:
+    shape = shape_of("Qwen/Qwen3-0.6B")
+    assert train_flops_per_token(shape, 0, checkpointing="full", checkpointed_layers=14) == 7 * shape.computing_parameters
+    assert train_flops_per_token(shape, 0, checkpointing="selective", checkpointed_layers=14) == 6 * shape.computing_parameters
 
 
 def test_gradients_of_earlier_rows_stand_while_the_next_one_is_at_the_head() -> None:

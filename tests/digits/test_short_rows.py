@@ -53,6 +53,10 @@ def test_a_layer_computed_again_is_more_work_for_both() -> None:
     selective = asked(checkpointing="selective")
     assert selective is not None
     assert (selective.host_s, selective.share) == (found.host_s, 0.4)
+    half = asked(checkpointing=True, checkpointed_layers=14)
+    assert half is not None
+    assert half.host_s == pytest.approx(14 * (12.5e-3 + 4.3e-3))
+    assert half.card_s == pytest.approx((0.05162 + found.card_s) / 2, rel=1e-3)
 
 
 @pytest.mark.parametrize(

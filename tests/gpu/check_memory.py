@@ -46,14 +46,20 @@ class Case:
     samples: int = 4
     compiled: bool = False
     reshard: bool = True
+    layers: int | None = None
+    """Those that compute again; None: all."""
+    pointwise: bool = False
+    """What no product made is computed again."""
     lora: int = 0
     """Rank of adapters of a bfloat16 model."""
 
     @property
     def words(self) -> str:
         options = (
+            f" in {self.layers} layers" * (self.layers is not None),
             f", rank {self.lora}" * bool(self.lora),
             ", compiled" * self.compiled,
+            ", pointwise again" * self.pointwise,
             ", kept gathered" * (not self.reshard),
         )
         shape = f"{self.model} {self.rows} rows of {self.tokens} in {self.samples} samples"
@@ -68,6 +74,14 @@ COMPILED = (
     Case("Qwen/Qwen3-0.6B", 16_384, False, 3, 4, compiled=True, reshard=False),  # four parts of attention, joined
     Case("Qwen/Qwen3-0.6B", 65_536, True, 1, 1, compiled=True),
     Case("Qwen/Qwen3-0.6B", 65_536, True, 1, 1),  # the last layer's peak, not compiled
+    Case("Qwen/Qwen3-0.6B", 16_384, True, 2, 1, compiled=True),
+    Case("Qwen/Qwen3-0.6B", 16_384, True, 2, 1, compiled=True, layers=14),
+    Case("Qwen/Qwen3-0.6B", 16_384, True, 2, 1, compiled=True, layers=27),  # the peak of all 28, or the head's
+    Case("Qwen/Qwen3-0.6B", 16_384, "selective", 2, 1, compiled=True, layers=14),
+    Case("Qwen/Qwen3-0.6B", 16_384, True, 2, 1, layers=14),
+    Case("Qwen/Qwen3-0.6B", 16_384, False, 2, 1, compiled=True, pointwise=True),
+    Case("Qwen/Qwen3-0.6B", 16_384, True, 2, 1, compiled=True, layers=14, pointwise=True),
+    Case("Qwen/Qwen3-0.6B", 16_384, False, 1, 1, compiled=True, lora=16, pointwise=True),
     Case("Qwen/Qwen3-0.6B", 16_384, False, 1, 1, compiled=True, lora=16),
     Case("Qwen/Qwen3-0.6B", 65_536, "selective", 1, 1, compiled=True, lora=16),
 )
@@ -84,7 +98,9 @@ def settings_of(case: Case) -> FSDP:
     return FSDP(
         mixed_precision_dtype="bfloat16",
         gradient_checkpointing=case.checkpointing,
+        checkpointed_layers=case.layers,
         compile=case.compiled,
+        recompute_pointwise=case.pointwise,
         reshard_after_forward=case.reshard,
     )
 
@@ -116,8 +132,8 @@ def dry_run() -> int:
     tiny = shape_of("tiny")
     with tempfile.TemporaryDirectory() as name:
         model = str(make_model(tiny, Path(name)))
-        for kept, compiled, lora in product((True, False), (False, True), (0, 2)):
-            case = Case("tiny", 256, kept, 2, 4, compiled=compiled, lora=lora)
+        for (kept, layers), compiled, lora in product(((True, None), (True, 1), (False, None)), (False, True), (0, 2)):
+            case = Case("tiny", 256, kept, 2, 4, compiled=compiled, lora=lora, layers=layers)
             peak(model, World(0, 1, "cpu"), case)
             print(f"{case.words}: estimate {estimate(tiny, case).total / GIB:.4f} GiB")
     return 0

@@ -16,17 +16,19 @@ from telescope.flow.latency import constant
 from telescope.plan import main
 from telescope.planning.cards import CARDS
 from telescope.planning.forecast import (
-    Refused,
     assumed_load,
     best,
-    check_memory,
     cluster_of,
-    divided_as,
     forecast,
     kv_tokens,
     rows_a_rank,
-    serving,
     splits,
+)
+from telescope.planning.room import (
+    Refused,
+    check_memory,
+    divided_as,
+    serving,
     training,
 )
 from telescope.planning.shapes import shape_of
@@ -152,6 +154,46 @@ def test_the_plan_says_where_a_gpu_would_wait_for_its_host(
     assert code == 0
     remarks = [line for line in out.splitlines() if "leaves a GPU waiting for its host" in line]
     assert [f"{said}, the largest power of two that fits" in line for line in remarks] == [True] * (said is not None)
+
+
+LONG = ("model=qwen3-0.6b", "cluster.trainer_num_workers=1", "trainer.seq_len=65536", "backend.compile=true", "--card", "h100")
+NONE = "backend.gradient_checkpointing=false"
+
+
+def test_the_plan_names_the_fewest_layers_that_have_to_compute_again(say: Callable[..., tuple[int, str]]) -> None:
+    """Of a rank that does not fit, of one that leaves room, and none where so many do; with one less it does not fit."""
+    code, out = say(*LONG, NONE)
+    assert code == 1
+    number = int(
+        out.partition("It would fit with backend.gradient_checkpointing=full backend.checkpointed_layers=")[2].split(";")[0]
+    )
+    assert 1 < number < 28
+    code, out = say(*LONG)
+    assert code == 0
+    assert "\nA trainer rank leaves room: it needs about " in out
+    assert (
+        f" backend.checkpointed_layers={number} fits as well, by the estimate of memory, and of the 28 layers {number} " in out
+    )
+    code, out = say(*LONG, f"backend.checkpointed_layers={number}")
+    assert code == 0
+    assert "leaves room" not in out
+    code, out = say(*LONG, f"backend.checkpointed_layers={number - 1}")
+    assert code == 1
+    assert f"backend.checkpointed_layers={number}, or backend.recompute_pointwise=true, or" in out
+
+
+def test_a_rank_with_room_for_everything_is_told_to_keep_it(say: Callable[..., tuple[int, str]]) -> None:
+    short = [part.replace("65536", "8192") for part in LONG]
+    assert "H100. backend.gradient_checkpointing=false fits as well" in say(*short)[1]
+    both = "backend.gradient_checkpointing=false backend.checkpointed_layers=null fits as well"
+    assert both in say(*short, "backend.gradient_checkpointing=selective", "backend.checkpointed_layers=9")[1]
+    for few in (NONE, "backend.checkpointed_layers=2"):
+        assert "leaves room" not in say(*short, few)[1]
+
+
+def test_more_layers_than_the_model_has_are_refused_by_its_known_shape(say: Callable[..., tuple[int, str]]) -> None:
+    code, out = say("model=qwen3-0.6b", "backend.checkpointed_layers=29", "--card", "h100")
+    assert (code, "backend.checkpointed_layers=29 is more than the 28 layers of the model" in out) == (1, True)
 
 
 def test_settings_become_the_simulators_cluster() -> None:

@@ -29,9 +29,9 @@ def trained(settings: FSDP, job: Job, kind: kernels.Kind, computing: torch.dtype
     lm, checkpoint = loading.outline(job.model, kind, master)
     check_rotations(lm, job.trainer)
     kept = recompute.mode(settings.gradient_checkpointing)
-    recompute.enable(lm, kept)
+    recompute.enable(lm, kept, settings.checkpointed_layers)
     if settings.compile:
-        compiling.compile_layers(lm, kind)
+        compiling.compile_layers(lm, kind, pointwise_again=settings.recompute_pointwise)
     policy = Policy(lm, kind, spread.context)
     uniform = all(parameter.dtype == computing for parameter in policy.parameters())  # adapters are float32 in any model
     precision = MixedPrecisionPolicy(param_dtype=None if uniform else computing, reduce_dtype=torch.float32)
@@ -48,7 +48,7 @@ def trained(settings: FSDP, job: Job, kind: kernels.Kind, computing: torch.dtype
         sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad) / 1e6,
         str(computing).removeprefix("torch."),
         kernels.WORDS[kind],
-        kept,
+        kept if settings.checkpointed_layers is None else f"{kept} in the first {settings.checkpointed_layers} layers",
         ", layers compiled" if settings.compile else "",
     )
     return policy

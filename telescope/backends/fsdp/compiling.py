@@ -11,17 +11,25 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._functorch import config as functorch
 
 from telescope.backends.common import attention
 from telescope.backends.common.kernels import Kind
 
 
-def compile_layers(lm: Any, kind: Kind) -> None:
-    """Before sharding, so that the collectives of FSDP stay outside. Compilation itself happens in the first pass."""
+def compile_layers(lm: Any, kind: Kind, *, pointwise_again: bool = False) -> None:
+    """Before sharding, so that the collectives of FSDP stay outside. Compilation itself happens in the first pass.
+
+    `pointwise_again`: PyTorch's partitioner, which cuts a graph into forward and backward, keeps what a product of the backward
+    pass takes as it is: the outputs of norms and the MLP's activated gate times up. With it they are made again from what is
+    kept anyway; no product is computed twice. (`torch._functorch.config.activation_memory_budget` below 1 begins with the same,
+    but goes on to products by a solver's estimates, so that nobody could say what a layer keeps.)
+    """
     from transformers import AttentionInterface
 
     # else the layer breaks too where the attention inside it does, and is four graphs, each of them started by the host
     torch._dynamo.config.nested_graph_breaks = True
+    functorch.ban_recompute_materialized_backward = not pointwise_again
     name = attention.register(kind)
     AttentionInterface.register(name, torch.compiler.disable(AttentionInterface()[name]))  # type: ignore[no-untyped-call]
     for layer in lm.get_decoder().layers:

@@ -46,12 +46,14 @@ def rank_memory(
         weight_bytes=BYTES[model.dtype],
         compute_bytes=BYTES[settings.mixed_precision_dtype or model.dtype],
         checkpointing=settings.gradient_checkpointing,
+        checkpointed_layers=settings.checkpointed_layers,
         reshard=settings.reshard_after_forward,
         optimizer=settings.optimizer,
         offload=settings.offload,
         reference=reference,
         handed_bytes=handed_bytes,
         compiled=settings.compile,
+        pointwise_again=settings.recompute_pointwise,
         joined=settings.attention in ("auto", "cudnn") and LONG <= longest < rows,
         adapters=None if model.lora is None else adapters(model.lora),
     )
@@ -90,6 +92,7 @@ def too_short(
         tokens=tokens * settings.ranks_a_shard / ranks,
         peak=peak,
         checkpointing=settings.gradient_checkpointing,
+        checkpointed_layers=settings.checkpointed_layers,
         fits=lambda row: row % trainer.pad_to_multiple_of == 0 and fits(row),
     )
 

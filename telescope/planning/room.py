@@ -1,0 +1,258 @@
+"""Whether a trainer rank and a server fit on a card, what would make them fit, and what room they leave.
+
+Owns which setting becomes which number of bytes. Refuses to know times (forecast.py) and to print (report.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+import msgspec
+
+from telescope.backends.fsdp import FSDP
+from telescope.backends.fsdp.sizing import BYTES, rank_memory
+from telescope.config.run import RunConfig
+from telescope.inference.main import lanes
+from telescope.inference.vllm_options import CPU_MAX_NUM_SEQS, GPU_MAX_NUM_SEQS
+from telescope.maths.memory import RUNTIME_BYTES, ModelShape, ServerMemory, TrainerMemory, layers_again, server_memory
+from telescope.planning.cards import GIB, Card
+from telescope.weights.choose import TransportRefused, choose
+
+SPARE_SHARE = 1 / 8
+"""Of the layers: fewer that need not compute again are not worth a remark (an eighth of them is 3 % of a step)."""
+
+
+class Refused(ValueError):
+    """The combination can't work; the text is one whole sentence with the numbers and the remedy."""
+
+
+def max_seqs(config: RunConfig, device: str) -> int:
+    """Sequences in one engine step."""
+    if config.inference.engine == "fake":
+        return lanes(config)
+    return config.inference.max_num_seqs or min(lanes(config), CPU_MAX_NUM_SEQS if device == "cpu" else GPU_MAX_NUM_SEQS)
+
+
+def shares_a_card(config: RunConfig) -> bool:
+    """Whether a server and a rank are on one card, as far as settings say so; `cluster=one_gpu` alone depends on the host."""
+    return config.weight_sync.transport == "cuda_ipc" or config.inference.sleep_while_training != "off"
+
+
+def serving(config: RunConfig, shape: ModelShape, card: Card) -> ServerMemory:
+    """Bytes of one server on this card."""
+    return server_memory(
+        shape,
+        card_bytes=card.memory,
+        utilization=config.inference.gpu_memory_utilization,
+        bytes_per_value=served_bytes(config, gpu=True),
+        staging=config.weight_sync.staging == "full" and config.model.lora is None,
+        bucket_bytes=config.weight_sync.bucket_bytes if transport_of(config) == "nccl" else None,
+        batched_tokens=config.inference.max_num_batched_tokens or 8192,
+        sequences=max_seqs(config, "gpu"),
+        parallel=config.inference.tensor_parallel_size,
+    )
+
+
+def training(
+    config: RunConfig, shape: ModelShape, ranks: int | None = None, seq_len: int | None = None
+) -> TrainerMemory | None:
+    """Bytes of one trainer rank; None for a backend whose memory is not known here."""
+    if not isinstance(config.backend, FSDP):
+        return None
+    handed = _hands_on_the_card(config) and config.model.lora is None
+    return rank_memory(
+        config.backend,
+        shape,
+        config.model,
+        config.trainer,
+        ranks=ranks or config.cluster.trainer_num_workers,
+        longest=config.inference.max_model_len,
+        reference=config.algorithm.needs_reference,
+        handed_bytes=served_bytes(config, gpu=True) if handed else 0,
+        seq_len=seq_len,
+    )
+
+
+def check_model(config: RunConfig, shape: ModelShape) -> None:
+    """Raises `Refused` where the backend's settings can't be with a model of this shape: of one that lies elsewhere it is not
+    known earlier."""
+    for _, sentence in config.backend.model_errors(layers=shape.layers):
+        raise Refused(sentence)
+
+
+def check_memory(config: RunConfig, shape: ModelShape, card: Card) -> None:
+    """Raises `Refused` where a rank or a server can't hold what it must."""
+    server, rank = serving(config, shape, card), training(config, shape)
+    need = config.inference.max_model_len
+    if server.kv_tokens < need:
+        raise Refused(
+            f"A server needs {_gib(server.weights + server.staging + server.overhead)} for weights and steps of "
+            f"the {_gib(server.budget)} that inference.gpu_memory_utilization={config.inference.gpu_memory_utilization} leaves "
+            f"it on an {card.name}: room for {server.kv_tokens:,} tokens of KV cache, and one sequence may have "
+            f"inference.max_model_len={need:,}. Raise the utilization, lower max_model_len, or take a smaller model."
+        )
+    if rank is not None and shares_a_card(config):
+        _check_shared(config, server, rank, card)
+    if rank is not None and rank.needed > card.memory:
+        ranks = config.cluster.trainer_num_workers
+        raise Refused(
+            f"A trainer rank needs about {_gib(rank.needed)}, and an {card.name} has {_gib(card.memory)}: weights, gradients "
+            f"and moments {_gib(rank.weights + rank.gradients + rank.moments)} on cluster.trainer_num_workers={ranks}, "
+            f"activations {_gib(rank.kept)} at trainer.seq_len={config.trainer.seq_len:,}. {_remedy(config, shape, card)}"
+        )
+
+
+def _check_shared(config: RunConfig, server: ServerMemory, rank: TrainerMemory, card: Card) -> None:
+    """A rank beside a server: all of it where that is awake, what it keeps between its steps where that sleeps in them."""
+    part = card.memory - server.budget
+    asleep = config.inference.sleep_while_training != "off"
+    need = rank.between_steps + RUNTIME_BYTES if asleep else rank.needed
+    if need > part:
+        handed = f", {_gib(rank.handed)} of it to hand versions to the server" if rank.handed else ""
+        when = " between its steps" if asleep else ""
+        remedy = "lower it" if asleep else "lower it, set cluster=one_gpu_in_turns, which gives a step the whole card"
+        raise Refused(
+            f"A trainer rank needs about {_gib(need)}{when}{handed}, and inference.gpu_memory_utilization="
+            f"{config.inference.gpu_memory_utilization:g} leaves it {_gib(part)} of the {card.name} that it shares: {remedy}, "
+            "or take a smaller model."
+        )
+    room = card.memory - server.staging - RUNTIME_BYTES
+    if asleep and rank.needed > room:
+        raise Refused(
+            f"A trainer rank needs about {_gib(rank.needed)} in its steps, and while the server sleeps {_gib(room)} of the "
+            f"{card.name} are free: set weight_sync.staging=none, shorten rows (trainer.seq_len), or take a smaller model."
+        )
+
+
+def _remedy(config: RunConfig, shape: ModelShape, card: Card) -> str:
+    """What would make it fit, one setting each; worked out, not guessed."""
+    ranks = config.cluster.trainer_num_workers
+    found = []
+    for more in (2, 4, 8):
+        if _fits(divided_as(config, config.cluster.inference_num_workers, more * ranks), shape, card.memory):
+            found.append(f"cluster.trainer_num_workers={more * ranks}")
+            break
+    if (fewest := fewest_again(config, shape, card.memory)) is not None:
+        found.append(typed(fewest))
+    for name, value in REMEDIES:
+        changed = _with(config, {name: value})
+        if changed is not None and _fits(changed, shape, card.memory):
+            found.append(typed({name: value}))
+    if not found:
+        return (
+            "No one setting makes room: give it more ranks and shorter rows (trainer.seq_len), with backend.offload=parameters."
+        )
+    return f"It would fit with {', or '.join(found)}; or with shorter rows."
+
+
+def fewest_again(config: RunConfig, shape: ModelShape, room: int) -> dict[str, bool | int | str | None] | None:
+    """What of the backend's settings to change so that a rank fits into `room` bytes and as few layers as possible compute
+    again, in the way that is set, else in the way that keeps least; empty where nothing is to be changed. None where they do
+    not fit at all."""
+    backend = config.backend
+    if not isinstance(backend, FSDP):
+        return None
+    ways = (
+        ("selective", "full") if backend.gradient_checkpointing == "selective" else (backend.gradient_checkpointing or "full",)
+    )
+    tried: list[dict[str, bool | int | str | None]] = [{"gradient_checkpointing": False, "checkpointed_layers": None}]
+    for way in ways:
+        tried += ({"gradient_checkpointing": way, "checkpointed_layers": number} for number in range(1, shape.layers))
+        tried.append({"gradient_checkpointing": way, "checkpointed_layers": None})
+    for settings in tried:
+        changed = _with(config, settings)
+        if changed is not None and _fits(changed, shape, room):
+            return {name: value for name, value in settings.items() if value != getattr(backend, name)}
+    return None
+
+
+def _with(config: RunConfig, settings: Mapping[str, object]) -> RunConfig | None:
+    """With these of the backend's settings; None where they do not go with the others."""
+    try:
+        changed = type(config.backend).model_validate({**config.backend.model_dump(), **settings}, strict=True)
+    except ValueError:
+        return None
+    return config.model_copy(update={"backend": changed})
+
+
+def typed(settings: Mapping[str, object]) -> str:
+    """Of the backend, as on a command line: `backend.gradient_checkpointing=full backend.checkpointed_layers=12`."""
+    return " ".join(f"backend.{name}={json.dumps(value).strip(chr(34))}" for name, value in settings.items())
+
+
+REMEDIES: tuple[tuple[str, bool | str], ...] = (
+    ("recompute_pointwise", True),
+    ("optimizer", "adamw_8bit"),
+    ("offload", "optimizer"),
+    ("offload", "parameters"),
+)
+
+
+def _fits(config: RunConfig, shape: ModelShape, room: int) -> bool:
+    rank = training(config, shape)
+    return rank is not None and rank.needed <= room
+
+
+def transport_of(config: RunConfig) -> str:
+    """What `auto` means for servers and ranks with cards of their own; one card for both only where it is asked for. Raises
+    `Refused` for a transport that is none of cards."""
+    same = _hands_on_the_card(config)
+    try:
+        return choose(config.weight_sync.transport, "cuda", "same" if same else "apart", adapters=config.model.lora is not None)
+    except TransportRefused as error:
+        raise Refused(str(error)) from error
+
+
+def _hands_on_the_card(config: RunConfig) -> bool:
+    """Whether a version lies on the card that server and rank share; false for a run on CPUs, whatever its transport."""
+    return config.weight_sync.transport in ("auto", "cuda_ipc") and shares_a_card(config)
+
+
+def room_of(config: RunConfig, shape: ModelShape, card: Card) -> int:
+    """Bytes of the card that a rank may take."""
+    return card.memory - (serving(config, shape, card).budget if shares_a_card(config) else 0)
+
+
+class Spare(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory that layers which compute again leave unused."""
+
+    needed: int
+    room: int
+    layers: int
+    again: int
+    """Layers that compute again now, and with `settings`."""
+    fewest: int
+    settings: dict[str, bool | int | str | None]
+    """Of the backend."""
+
+
+def spare_memory(config: RunConfig, shape: ModelShape, card: Card) -> Spare | None:
+    """None where layers that compute again leave no room for an eighth of them to keep everything."""
+    rank, backend, room = training(config, shape), config.backend, room_of(config, shape, card)
+    settings = fewest_again(config, shape, room)
+    if rank is None or not settings or not isinstance(backend, FSDP) or rank.needed > room:
+        return None
+    then = {name: getattr(backend, name) for name in ("gradient_checkpointing", "checkpointed_layers")} | settings
+    again, fewest = (
+        layers_again(shape.layers, found["gradient_checkpointing"], found["checkpointed_layers"])
+        for found in (backend.model_dump(), then)
+    )
+    if again - fewest < SPARE_SHARE * shape.layers:
+        return None
+    return Spare(needed=rank.needed, room=room, layers=shape.layers, again=again, fewest=fewest, settings=settings)
+
+
+def divided_as(config: RunConfig, servers: int, ranks: int) -> RunConfig:
+    shares = config.cluster.model_copy(update={"inference_num_workers": servers, "trainer_num_workers": ranks})
+    return config.model_copy(update={"cluster": shares})
+
+
+def served_bytes(config: RunConfig, *, gpu: bool) -> int:
+    if config.inference.dtype != "auto":
+        return BYTES[config.inference.dtype]
+    return 2 if gpu else BYTES[config.model.dtype]
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / GIB:.1f} GiB"
