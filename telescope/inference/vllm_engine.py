@@ -102,6 +102,7 @@ class VllmEngine:
         # vLLM asks for a fresh interpreter on a CPU; a fork has everything imported already. No thread of ours runs yet.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         teach_core()
+        self._children.expect_new()
         try:
             self._llm = AsyncLLM.from_vllm_config(config, stat_loggers=[step_teller(self._has_stepped)])
         except RuntimeError as error:
