@@ -248,12 +248,13 @@ def test_an_engine_that_hangs_in_prepare_abort_sleep_or_commit_is_given_up_at_it
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     told = json.loads(done.stdout.splitlines()[-1])
     assert {name: said for name, (said, _) in told.items()} == {
-        "prepare": "EngineDead: the engine's workers have not answered for 7 s (weights 1)",  # 3 s, and twice 2 to break off
+        "prepare": "EngineDead: the engine's workers have not answered for 7 s (weights 1; weight_sync.update_timeout_s=3 s "
+        "and 4 s to break off): they hang",
         "discard": "EngineDead: the engine has not answered the order to forget weights 1 within 2 s: it hangs",
         "sleep": "EngineDead: the engine did not fall asleep within weight_sync.update_timeout_s=3 s: a request runs longer, "
         "or the engine hangs",
-        "commit": "EngineDead: weights version 2 could not be loaded (TimeoutError): the engine may hold a mixture and must "
-        "end",
+        "commit": "EngineDead: weights version 2 could not be loaded (not within weight_sync.update_timeout_s=3 s): the "
+        "engine may hold a mixture and must end",
     }
     waited = [seconds for _, seconds in told.values()]
     assert all(seconds >= limit for seconds, limit in zip(waited, (7.0, 2.0, 3.0, 3.0), strict=True))
