@@ -56,7 +56,8 @@ class Segments:
         """The processes have ended."""
         self.begun()
         if self._folder is not None:
-            temporary.remove_noted(self._folder)
+            temporary.discard(self._folder)
+            self._folder = None
 
 
 def segments_of(pid: int) -> set[Path]:

@@ -36,8 +36,13 @@ def sweep(prefix: str = PREFIX) -> None:
     for folder in _base().glob(f"{prefix}*"):
         with contextlib.suppress(OSError):
             if folder.stat().st_uid == os.getuid() and _left(folder):
-                remove_noted(folder)
-                shutil.rmtree(folder, ignore_errors=True)
+                discard(folder)
+
+
+def discard(folder: Path) -> None:
+    """Remove a folder that is needed no more, with what was noted in it."""
+    remove_noted(folder)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def note(folder: Path, files: Iterable[Path]) -> None:
