@@ -32,6 +32,7 @@ from telescope._launch.plan import Host
 from telescope._launch.remote import BEAT_S, own_words
 from telescope._launch.standing import Standing, end_with_parent
 from telescope._launch.talk import Assign, End, GiveUp, Kill, Leave, NodeTalk, Order, Orders, Report, Start, State, Write
+from telescope.runlog import temporary
 from telescope.runlog.attempts import put_aside
 from telescope.runlog.identity import RunIdentity, read_identity
 from telescope.runlog.layout import RunDirectory, RunDirectoryInUse, write_atomically
@@ -82,6 +83,7 @@ def join(invitation: Invitation, say: Callable[[str], None]) -> int:
             return node.run()
         finally:
             node.home.close()
+            temporary.sweep()  # folders of processes that were killed, and shared memory that is noted in them
             shared_memory.sweep()
             talk.close(LAST_WORD_S)
 

@@ -155,7 +155,7 @@ class Supervisor:
                 self.display()
         finally:
             self.home.close()
-            temporary.sweep()  # folders of processes that were killed
+            temporary.sweep()  # folders of processes that were killed, and shared memory that is noted in them
             shared_memory.sweep()  # weights whose writer was killed; those of other runs alive are locked by theirs
             if self.nodes and self.living:
                 self.say_farewell(ERROR, "the head ended with a defect of its own")

@@ -69,9 +69,9 @@ class Revival:
             return ""
         if not process.fenced and (process.ending.status == 0 or process.ending.ordered):
             return ""  # it left by itself: if the run still needs it, the orchestrator asks for the fence
-        own = own_sentence(self._run, process.name)
-        why = how(process.ending) + (f": {own}" if own else ".")
-        sentence = f"{process.name} was fenced: {process.fenced}" if process.fenced else f"{process.name} {why}"
+        own = own_sentence(self._run, process.name).removeprefix(f"{process.name}: ")
+        why = how(process.ending) + (f": {own}" if own else "")
+        sentence = _whole(f"{process.name} was fenced: {process.fenced}" if process.fenced else f"{process.name} {why}")
         wait_s = self._budget.spend(process.name, now)
         if wait_s is None:
             return sentence + self._budget.used_up(process.name)
@@ -100,3 +100,8 @@ class Revival:
         failure = self._run.failure(process.name)
         if failure.exists():
             failure.replace(self._run.earlier_failure(process.name, process.life))
+
+
+def _whole(sentence: str) -> str:
+    """With the full stop that most reasons lack: another sentence follows."""
+    return sentence if sentence.endswith((".", "!", "?")) else f"{sentence}."

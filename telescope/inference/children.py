@@ -10,14 +10,13 @@ import signal
 import time
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 
 import psutil
 
+from telescope.inference.segments import Segments
+
 REAPED_S, LOOK_EVERY_S = 3.0, 0.05
 """Another thread may have reaped a process and not written down its exit code: how long for that, and how often looked."""
-SEGMENTS = ("/dev/shm/psm_", "/dev/shm/vllm_dist_")
-"""Shared memory by which vLLM's processes talk where a server has several; those that end by a signal leave it behind."""
 WORKER = "VLLM::Worker"
 """How vLLM calls the processes that the engine's process has where a server has several cards."""
 ALONE_S = 3.0
@@ -32,10 +31,15 @@ class Children:
         self._watched: dict[int, BaseProcess] = {}  # by process descriptor
         self._workers: dict[int, str] = {}  # what they are called, by process descriptor
         self._lost = ""
-        self._segments: set[Path] = set()
+        self._segments = Segments()
         self._ended: asyncio.Future[str] | None = None
 
+    def expect_new(self) -> None:
+        """Some are about to be forked."""
+        self._segments.begin()
+
     def watch_new(self) -> None:
+        self._segments.begun()
         loop = asyncio.get_running_loop()
         self._ended = loop.create_future()
         for process in self._new():
@@ -44,7 +48,7 @@ class Children:
             descriptor = os.pidfd_open(process.pid)
             self._watched[descriptor] = process
             loop.add_reader(descriptor, self._on_end, descriptor)
-            self._segments |= segments_of(process.pid)
+            self._segments.note_of(process.pid)
             for worker, name in _workers_of(process.pid):
                 self._workers[worker] = name
                 loop.add_reader(worker, self._on_worker_end, worker)
@@ -58,7 +62,7 @@ class Children:
     def stop_watching(self) -> None:
         for process in self._watched.values():
             if process.pid is not None:
-                self._segments |= segments_of(process.pid)
+                self._segments.note_of(process.pid)
         for descriptor in (*self._watched, *self._workers):
             asyncio.get_running_loop().remove_reader(descriptor)
 
@@ -74,10 +78,7 @@ class Children:
             if process.is_alive() and process.pid is not None:
                 kill_tree(process.pid)
                 process.join(deadline_s)
-        for segment in self._segments:
-            with contextlib.suppress(OSError):
-                segment.unlink(missing_ok=True)
-        self._segments.clear()
+        self._segments.remove()
 
     def _new(self) -> list[BaseProcess]:
         return [process for process in multiprocessing.active_children() if process.pid not in self._before]
@@ -106,18 +107,6 @@ class Children:
     def _tell_of_worker(self) -> None:
         if self._ended is not None and not self._ended.done():
             self._ended.set_result(f"the engine's worker {self._lost} ended; nothing can be served any more")
-
-
-def segments_of(pid: int) -> set[Path]:
-    """Those that the process and all below it have in their address space."""
-    found: set[Path] = set()
-    with contextlib.suppress(psutil.NoSuchProcess):
-        root = psutil.Process(pid)
-        for process in (root, *root.children(recursive=True)):
-            with contextlib.suppress(OSError):
-                lines = (line.split(maxsplit=5) for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines())
-                found |= {Path(line[5]) for line in lines if len(line) == 6 and line[5].startswith(SEGMENTS)}
-    return found
 
 
 def _workers_of(pid: int) -> Iterator[tuple[int, str]]:

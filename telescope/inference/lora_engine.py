@@ -8,6 +8,7 @@ one version. Owns when adapters come and go; what they are is adapters.py's.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
 import shutil
@@ -171,8 +172,12 @@ class LoraEngine(VllmEngine):
             raise WeightsRefused(f"weights version {manifest.version} don't fit model.lora: {'; '.join(found)}")
         adapter = self._adapters.new(manifest)
         assert adapter.folder is not None
+        writing = asyncio.ensure_future(asyncio.to_thread(_write, adapter.folder, self._lora, manifest, self._plan.run))
         try:
-            adapter.up = await asyncio.to_thread(_write, adapter.folder, self._lora, manifest, self._plan.run)
+            adapter.up = await asyncio.shield(writing)
+        except asyncio.CancelledError:  # nobody stops the thread; what it writes is nobody's
+            writing.add_done_callback(functools.partial(_remove, adapter.folder))
+            raise
         except (WeightsCorrupt, TransferFailed) as error:
             raise WeightsRefused(str(error)) from error
         except OSError as error:
@@ -256,5 +261,14 @@ def _asked(adapter: Adapter) -> Any:
 def _write(folder: Path, lora: LoraSettings, manifest: WeightManifest, run: str) -> np.ndarray:
     reader: Reader = DiskReader() if manifest.transport == "disk" else SharedMemoryReader(run)
     tensors = [(spec, memoryview(bytes(data))) for spec, data in reader.read(manifest)]  # small, and free of the transport
-    write(folder, lora, tensors)
+    try:
+        write(folder, lora, tensors)
+    except OSError:  # half an adapter on a full disk leaves no room for the next
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     return up_projections(tensors)
+
+
+def _remove(folder: Path, written: asyncio.Future[np.ndarray]) -> None:
+    written.cancelled() or written.exception()  # asked for, so that asyncio does not log it as lost
+    shutil.rmtree(folder, ignore_errors=True)

@@ -102,6 +102,7 @@ class VllmEngine:
         # vLLM asks for a fresh interpreter on a CPU; a fork has everything imported already. No thread of ours runs yet.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         teach_core()
+        self._children.expect_new()
         try:
             self._llm = AsyncLLM.from_vllm_config(config, stat_loggers=[step_teller(self._has_stepped)])
         except RuntimeError as error:
@@ -154,6 +155,11 @@ class VllmEngine:
 
     async def dead(self) -> str:
         return await self._children.first_end()
+
+    @property
+    def _limit(self) -> str:
+        """Of what an order about weights may take, as sentences name it."""
+        return f"weight_sync.update_timeout_s={self._sync.update_timeout_s:g} s"
 
     @property
     def client(self) -> Any:
@@ -270,7 +276,10 @@ class VllmEngine:
                     await self._hold_if_unstaged(manifest)
                     checksum = await self._stage(manifest, group)
             except TimeoutError as error:
-                raise EngineDead(f"the engine's workers have not answered for {limit_s:g} s (weights {version})") from error
+                raise EngineDead(
+                    f"the engine's workers have not answered for {limit_s:g} s (weights {version}; {self._limit} and "
+                    f"{2 * BREAK_OFF_S:g} s to break off): they hang"
+                ) from error
             except WeightsRefused:  # and only then: what can't be taken back is never sampled from
                 if self._asleep:  # it waits for a version that it can take
                     self._held = False
@@ -299,9 +308,9 @@ class VllmEngine:
             except EngineDeadError:
                 raise
             except Exception as error:  # vLLM raises plain Exception; whatever it is, the model may be half new by now
+                why = f"not within {self._limit}" if isinstance(error, TimeoutError) else first_line(error)
                 raise EngineDead(
-                    f"weights version {version} could not be loaded ({first_line(error)}): the engine may hold a mixture "
-                    "and must end"
+                    f"weights version {version} could not be loaded ({why}): the engine may hold a mixture and must end"
                 ) from error
             pause_s = time.perf_counter() - started
             self._state = WeightState(version=version, prepared=None, checksum=self._staged.checksum, pause_s=pause_s)
@@ -349,8 +358,7 @@ class VllmEngine:
                     await core.call_utility_async(SLEEP, level)
             except TimeoutError as error:
                 raise EngineDead(
-                    f"the engine did not fall asleep within weight_sync.update_timeout_s={limit_s:g} s: a request runs longer, "
-                    "or the engine hangs"
+                    f"the engine did not fall asleep within {self._limit}: a request runs longer, or the engine hangs"
                 ) from error
             self._asleep = True
 
@@ -381,7 +389,7 @@ class VllmEngine:
         cause = _cause(states)
         if not cause and all(state.over for state in states):
             return states[0].checksum
-        cause = cause or f"weights version {version} did not arrive within weight_sync.update_timeout_s={limit_s:g} s"
+        cause = cause or f"weights version {version} did not arrive within {self._limit}"
         await self._rpc("telescope_forget", version)
         states = await self._settled(version, BREAK_OFF_S, lambda states: all(state.over for state in states))
         if any(state.touched for state in states):

@@ -64,7 +64,7 @@ class GlooChannel:
             raise TransferFailed(f"the members of epoch {group.epoch} could not connect: {_said(error)}") from error
 
     def limit(self, deadline_s: float) -> None:
-        self._end = time.monotonic() + deadline_s
+        self._limit_s, self._end = deadline_s, time.monotonic() + deadline_s
 
     def broadcast(self, data: Tensor) -> GlooFlight:
         options = dist.BroadcastOptions()
@@ -89,7 +89,9 @@ class GlooChannel:
             if self._aborted:
                 raise TransferFailed(f"the group of epoch {self.epoch} was broken off")
             if not came:
-                raise TransferFailed(f"a broadcast of epoch {self.epoch} was not over in its time")
+                raise TransferFailed(
+                    f"a broadcast of epoch {self.epoch} was not over within weight_sync.update_timeout_s={self._limit_s:g} s"
+                )
 
     def abort(self) -> None:
         with self._changed:

@@ -113,11 +113,12 @@ class HostReceiver:
 
     def _begin(self, deadline_s: float) -> None:
         self._cancelled.clear()
-        self._end = time.monotonic() + deadline_s
+        self._deadline_s, self._end = deadline_s, time.monotonic() + deadline_s
 
     def _check(self, manifest: WeightManifest) -> None:
         if self._cancelled.is_set() or time.monotonic() > self._end:
-            why = "was broken off" if self._cancelled.is_set() else "was not over in its time"
+            late = f"was not over within weight_sync.update_timeout_s={self._deadline_s:g} s"
+            why = "was broken off" if self._cancelled.is_set() else late
             raise TransferFailed(f"reading weights version {manifest.version} {why}")
 
 

@@ -111,7 +111,12 @@ def fetch(store: Any, key: str, timeout_s: float, cancelled: threading.Event) ->
     end = time.monotonic() + timeout_s
     while not store.check([key]):
         if cancelled.wait(LOOK_S) or time.monotonic() > end:
-            raise TransferFailed(f"{key} of the group was not told in time, or the group was broken off")
+            why = (
+                "the group was broken off"
+                if cancelled.is_set()
+                else "trainer-0 has not told it within weight_sync.init_timeout_s"
+            )
+            raise TransferFailed(f"{key} of the group did not come: {why}")
     return bytes(store.get(key))
 
 

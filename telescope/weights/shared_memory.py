@@ -168,7 +168,8 @@ class SharedMemoryPublisher:
                 free = os.statvfs(self._folder)
                 raise NoRoomForWeights(
                     f"{self._folder} has no room for the weights: {free.f_bavail * free.f_frsize} bytes are free and at least "
-                    f"{data.nbytes} more are needed; enlarge it (two versions of the model must fit) or free what lies there"
+                    f"{data.nbytes} more are needed; enlarge it (two versions of the model must fit), free what lies there, or "
+                    "set weight_sync.transport=disk"
                 ) from error
 
 

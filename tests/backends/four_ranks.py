@@ -21,8 +21,8 @@ SHARES = ([0, 3], [1, 2, 4], [6, 7], [5])
 
 def found_by(module: str, folder: Path, limit_s: float) -> Path:
     """Run `python -m module FOLDER MODEL`, and give the folder that it has filled. The model's sizes are such that four ranks
-    can't share evenly."""
-    model = random_model(folder / "model", hidden_size=25, head_dim=10, vocab_size=130)
+    can't share evenly, and its largest matrices such that moments of a byte are codes, in more blocks a row than one."""
+    model = random_model(folder / "model", hidden_size=25, head_dim=10, intermediate_size=300, vocab_size=130)
     process = subprocess.Popen(
         [sys.executable, "-m", module, str(folder), model],
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},

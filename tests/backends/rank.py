@@ -14,6 +14,8 @@ import numpy as np
 import torch
 
 from telescope.backends.base import Outcome, RankLost, Saved, World
+from telescope.config.parts import LoraSettings, ModelSettings
+from tests.backends.options import flat
 from tests.backends.shards import make_job, make_shard, part
 from tests.backends.watching import watch
 
@@ -35,10 +37,9 @@ def main() -> int:
     return 0
 
 
-def build(model: str, timeout_s: float, checkpointing: bool = True, resume: Path | None = None, sharing: int = 1):
+def build(model: str, timeout_s: float, sharing: int = 1):
     job = make_job(model=model, seq_len=96, pad_to_multiple_of=16, world=World(int(os.environ["RANK"]), 2, "cpu"))
-    settings = {"gradient_checkpointing": checkpointing, "context_parallel_size": sharing}
-    return watch(replace(job, resume=resume), collective_timeout_s=timeout_s, **settings)
+    return watch(job, collective_timeout_s=timeout_s, gradient_checkpointing=True, context_parallel_size=sharing)
 
 
 def train(model: str, folder: Path, sharing: int) -> None:
@@ -57,18 +58,24 @@ def train(model: str, folder: Path, sharing: int) -> None:
 
 
 def resume(model: str, folder: Path, name: str) -> None:
-    """Step 2: after step 1 and a save, after that checkpoint, and after that of a single rank."""
-    rank = int(os.environ["RANK"])
+    """Steps 2 and 3: after step 1 and a save, after that checkpoint, and after that of a single rank. The settings before and
+    after a checkpoint are those of HOW. What the moments were shows in the losses of step 3."""
+    rank, how = int(os.environ["RANK"]), json.loads(os.environ.get("HOW", "{}"))
     begin = {"two": None, "two-as-two": folder / "by-two", "one-as-two": folder / "by-one"}[name]
-    backend = build(model, timeout_s=60.0, resume=begin)
+    settings = how.get("before" if begin is None else "after", {})
+    job = make_job(model=model, seq_len=96, pad_to_multiple_of=16, world=World(rank, 2, "cpu"))
+    lora = LoraSettings(rank=2, alpha=4) if how.get("lora") else None
+    job = replace(job, model=ModelSettings(name=model, lora=lora), resume=begin)
+    backend = watch(job, collective_timeout_s=60.0, **{"gradient_checkpointing": True, **settings})
     if begin is None:
         backend.train_step(part(make_shard(1, seed=1), SHARES[rank]))
         outcomes: queue.Queue[Outcome] = queue.Queue()
         backend.save(1, folder / "by-two", outcomes.put)
         assert isinstance(outcomes.get(timeout=60), Saved)
-    metrics = backend.train_step(part(make_shard(2, seed=2), SHARES[rank])).metrics
+    found = [backend.train_step(part(make_shard(step, seed=step), SHARES[rank])).metrics for step in (2, 3)]
+    ends = dict(backend.weights())
     if rank == 0:
-        np.save(folder / f"{name}.npy", [metrics["loss"], metrics["grad_norm"]])
+        np.savez(folder / f"{name}.npz", told=[[m["loss"], m["grad_norm"]] for m in found], weights=flat(ends))
     backend.close()
 
 

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from telescope.backends.base import World
+from telescope.backends.common.saving import Reader
 from tests.backends.combined import COMBINATIONS, Combination, job_of, step
 from tests.backends.four_ranks import found_by
+from tests.backends.options import flat
 
 pytestmark = pytest.mark.slow  # half a minute of processor time
 
@@ -40,10 +42,20 @@ def test_a_checkpoint_of_every_combination_goes_on_to_the_bit(found: Path, name:
 def test_one_rank_goes_on_from_what_four_have_saved(found: Path, build, name: str):
     combination = COMBINATIONS[name]
     job = replace(job_of(combination, str(found / "model"), World(0, 1, "cpu")), resume=found / name / "trainer")
-    here = step(build(job, **alone(combination)), combination, 2)
+    backend = build(job, **alone(combination))
+    here = step(backend, combination, 2)
     _, expected, _ = json.loads((found / name / "metrics.json").read_text())
     same = {key: value for key, value in expected.items() if key not in PACKING_TELLS}
     assert {key: here[key] for key in same} == pytest.approx(same, rel=combination.near, abs=combination.near)
+    with np.load(found / name / "weights.npz") as file:  # the moments of the checkpoint were in this step
+        apart = float(np.abs(file["went_on"] - flat(dict(backend.weights()))).mean())
+    assert apart < 1e-5  # of 1e-3, about, that a weight goes in a step
+
+
+def test_moments_of_a_byte_are_codes_in_the_checkpoint_of_four(found: Path):
+    names = Reader(found / "shared rows, moments of a byte on the host" / "trainer").shapes
+    assert names["optimizer.model.layers.0.mlp.down_proj.weight.exp_avg_codes"] == (25, 300)
+    assert names["optimizer.model.layers.0.mlp.down_proj.weight.exp_avg_sq_scales"] == (25, 2)
 
 
 def alone(combination: Combination) -> dict[str, object]:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,12 @@ from tests.backends.watching import distance
 from tests.ports import free_port, free_ports
 
 
-def run_ranks(mode: str, folder: Path, *models: str) -> list[tuple[int, str]]:
-    """Exit code and output of both."""
+def run_ranks(mode: str, folder: Path, *models: str, how: Mapping[str, object] | None = None) -> list[tuple[int, str]]:
+    """Exit code and output of both. `how`: what rank.py says of HOW."""
     # One a model: a process group can't be founded again at the port of the one before.
     ports = ",".join(str(port) for port in free_ports(len(models)))
     environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "PORTS": ports, "GLOO_SOCKET_IFNAME": "lo"}
+    environment["HOW"] = json.dumps(how or {})
     return run_forked(2, "tests.backends.rank", [mode, str(folder), *models], environment, limit_s=300.0)
 
 

@@ -60,7 +60,10 @@ def make_model(folder: Path, seed: int, tied: bool = True, head_dim: int = 32) -
 
 def make_family(folder: Path, kind: str, seed: int, **changes: object) -> Path:
     """Write a 2-layer model of any of transformers' kinds (`Phi3Config` has `phi3`) with weights drawn from `seed`, norms and
-    biases too, whose tokens are characters."""
+    biases too, whose tokens are characters.
+
+    Its config.json says nothing that the kind has no word for: transformers passes over such a word and vLLM believes it, so
+    that `num_key_value_heads` beside GPT-NeoX, which has as many as heads, makes two models of one folder."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -70,8 +73,11 @@ def make_family(folder: Path, kind: str, seed: int, **changes: object) -> Path:
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 1024,
         "initializer_range": 0.2, "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None, "tie_word_embeddings": False,
     }  # fmt: skip
+    kinds_own = AutoConfig.for_model(kind)
+    words = kinds_own.to_dict().keys() | kinds_own.attribute_map.keys()
+    known = {word: value for word, value in sizes.items() if word in words}
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**sizes, **changes})).float()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**known, **changes})).float()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:

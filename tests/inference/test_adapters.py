@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import resource
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -25,6 +28,8 @@ from telescope.inference.engine import WeightsRefused
 from telescope.inference.lora_engine import LoraEngine
 from telescope.inference.vllm_options import ServerPlan
 from telescope.records import TensorSpec, WeightManifest
+from telescope.weights.buckets import Tensor
+from telescope.weights.disk import DiskPublisher
 from tests.inference.models import make_model
 
 LORA = LoraSettings(rank=4, alpha=8, target_modules=("q_proj", "down_proj"))
@@ -182,3 +187,45 @@ async def test_an_adapter_that_is_being_loaded_can_be_broken_off_and_the_old_one
     again.cancel()
     with pytest.raises(asyncio.CancelledError):
         await again
+
+
+def published(folder: Path) -> tuple[LoraEngine, WeightManifest]:
+    """An engine without vLLM, and a whole adapter in a file."""
+    make_model(folder / "model", seed=1)
+    plan = ServerPlan(ModelSettings(name="model", lora=LORA), folder / "model", InferenceSettings(), "cpu", 8, 0, "run")
+    engine = LoraEngine(plan, WeightSyncSettings(), folder / "scratch")
+    arrays = [(name, np.ones(shape, np.float32)) for name, shape in engine._expected.items()]
+    layout = [Tensor(name, "float32", array.shape) for name, array in arrays]
+    return engine, DiskPublisher(folder / "versions", lambda: layout).publish(1, arrays)
+
+
+@pytest.mark.asyncio
+async def test_half_an_adapter_leaves_a_full_disk_as_it_was(tmp_path: Path):
+    """A limit on the size of files stands for the disk."""
+    engine, version = published(tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (512, hard))
+    try:
+        with pytest.raises(WeightsRefused, match=r"the adapter of version 1 can't be written: .*File too large"):
+            await engine._written(version)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list((tmp_path / "scratch").iterdir()) == []
+    assert (await engine._written(version)).folder is not None
+
+
+@pytest.mark.asyncio
+async def test_an_adapter_that_was_broken_off_while_it_was_read_goes_when_it_is_written(tmp_path: Path):
+    """The disk hangs: here a pipe that nobody has filled yet."""
+    engine, version = published(tmp_path)
+    content, pipe = Path(version.location).read_bytes(), tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writing = asyncio.create_task(engine._written(msgspec.structs.replace(version, location=str(pipe))))
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1):
+            await writing
+    await asyncio.to_thread(pipe.write_bytes, content)
+    scratch = tmp_path / "scratch"
+    async with asyncio.timeout(60):
+        while not scratch.exists() or list(scratch.iterdir()):
+            await asyncio.sleep(0.01)

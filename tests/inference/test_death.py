@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import mmap
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
+import psutil
 import pytest
 
 from telescope.inference import children, death
 from telescope.inference.children import REAPED_S, Children
 from telescope.inference.death import tells_its_death
 from telescope.inference.engine import EngineDead, WeightsRefused
+from telescope.runlog import temporary
 
 
 @pytest.mark.vllm
@@ -115,28 +121,90 @@ async def test_the_workers_of_a_killed_engine_are_no_news(follows: bool) -> None
     watcher.end_all(5)
 
 
-def engine_with_segment(ready: Connection) -> None:
-    file, name = tempfile.mkstemp(prefix="psm_", dir="/dev/shm")
+def engine_with_segments(ready: Connection) -> None:
+    """One that Python makes, as vLLM does for its queues, and one by a library, mapped."""
+    python = SharedMemory(create=True, size=64)
+    file, library = tempfile.mkstemp(prefix="vllm_dist_", dir="/dev/shm")
     os.truncate(file, 64)
     with mmap.mmap(file, 64):
-        ready.send(name)
+        ready.send(["/dev/shm/" + python.name, library])
         signal.pause()
 
 
 @pytest.mark.asyncio
-async def test_shared_memory_of_a_killed_engine_is_removed() -> None:
+@pytest.mark.parametrize("watched", [True, False])
+async def test_shared_memory_of_a_killed_engine_is_removed(watched: bool) -> None:
+    """Of one that was killed in its start, too: what Python made was noted when it was made."""
+    register = resource_tracker.register
     watcher, (here, there) = Children(), multiprocessing.Pipe()
-    process = multiprocessing.get_context("fork").Process(target=engine_with_segment, args=(there,))
+    watcher.expect_new()
+    process = multiprocessing.get_context("fork").Process(target=engine_with_segments, args=(there,))
     process.start()
-    segment = Path(here.recv())
-    watcher.watch_new()
+    python, library = map(Path, here.recv())
+    others = None
+    if watched:
+        watcher.watch_new()
+        assert resource_tracker.register is register
+        others = Path("/dev/shm", SharedMemory(create=True, size=64).name)  # of this process, once the engine is there
     process.kill()
-    async with asyncio.timeout(60):
-        await watcher.first_end()
-    assert segment.exists()
-    watcher.stop_watching()
+    process.join()
+    if watched:
+        watcher.stop_watching()
+    assert python.exists()
     watcher.end_all(5)
-    assert not segment.exists()
+    assert not python.exists()
+    assert library.exists() != watched
+    if others is not None:
+        assert others.exists()
+        others.unlink()
+    assert resource_tracker.register is register
+    library.unlink(missing_ok=True)
+
+
+SERVER = """
+import multiprocessing, os, signal, sys
+from telescope.inference.children import Children
+from telescope.inference.repairs import die_with_parent
+from tests.inference.test_death import engine_with_segments
+
+def engine(ready):
+    die_with_parent()
+    engine_with_segments(ready)
+
+watcher, (here, there) = Children(), multiprocessing.Pipe()
+watcher.expect_new()
+process = multiprocessing.get_context("fork").Process(target=engine, args=(there,))
+process.start()
+print(*here.recv(), flush=True)
+for child in multiprocessing.active_children():
+    watcher._segments.note_of(child.pid)
+print("noted", flush=True)
+signal.pause()
+"""
+
+
+def test_shared_memory_of_a_killed_server_goes_with_the_next_sweep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The launcher sweeps when the run ends, and each new server before it starts."""
+    base = Path(tempfile.mkdtemp(prefix="t-"))
+    monkeypatch.setattr(tempfile, "tempdir", str(base))
+    command = [sys.executable, "-c", SERVER]
+    with subprocess.Popen(command, env={**os.environ, "TMPDIR": str(base)}, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        segments = [Path(name) for name in server.stdout.readline().split()]
+        assert server.stdout.readline() == "noted\n"
+        engines = psutil.Process(server.pid).children(recursive=True)
+        temporary.sweep()
+        assert all(segment.exists() for segment in segments)
+        server.kill()
+        for engine in engines:  # Python's tracker of its segments among them, as the launcher ends it
+            with contextlib.suppress(psutil.NoSuchProcess):
+                engine.kill()
+        psutil.wait_procs(engines, timeout=30)
+    assert any(segment.exists() for segment in segments)
+    temporary.sweep()
+    assert not [segment for segment in segments if segment.exists()]
+    assert list(base.iterdir()) == []
+    shutil.rmtree(base)
 
 
 class Ends:
@@ -180,12 +248,13 @@ def test_an_engine_that_hangs_in_prepare_abort_sleep_or_commit_is_given_up_at_it
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     told = json.loads(done.stdout.splitlines()[-1])
     assert {name: said for name, (said, _) in told.items()} == {
-        "prepare": "EngineDead: the engine's workers have not answered for 7 s (weights 1)",  # 3 s, and twice 2 to break off
+        "prepare": "EngineDead: the engine's workers have not answered for 7 s (weights 1; weight_sync.update_timeout_s=3 s "
+        "and 4 s to break off): they hang",
         "discard": "EngineDead: the engine has not answered the order to forget weights 1 within 2 s: it hangs",
         "sleep": "EngineDead: the engine did not fall asleep within weight_sync.update_timeout_s=3 s: a request runs longer, "
         "or the engine hangs",
-        "commit": "EngineDead: weights version 2 could not be loaded (TimeoutError): the engine may hold a mixture and must "
-        "end",
+        "commit": "EngineDead: weights version 2 could not be loaded (not within weight_sync.update_timeout_s=3 s): the "
+        "engine may hold a mixture and must end",
     }
     waited = [seconds for _, seconds in told.values()]
     assert all(seconds >= limit for seconds, limit in zip(waited, (7.0, 2.0, 3.0, 3.0), strict=True))

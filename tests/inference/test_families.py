@@ -25,6 +25,10 @@ FAMILIES = {
     "llama, tied, with all biases": ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
     "starcoder2, tied, norms with biases": ("starcoder2", {"tie_word_embeddings": True}),
     "olmo2, norms behind the layers": ("olmo2", {}),
+    "gpt-neox, by vLLM's way for any model of transformers, q, k and v fused head by head": ("gpt_neox", {}),
+    "gpt-neox, attention and mlp one after the other, a head turned as a whole": ("gpt_neox", {
+        "use_parallel_residual": False, "rope_parameters": {
+            "rope_type": "default", "partial_rotary_factor": 1.0, "rope_theta": 10000.0}}),
 }  # fmt: skip
 
 

@@ -94,10 +94,11 @@ def follow(run: Path, name: str, leader: str, code: str, message: str) -> int:
     return int(code)
 
 
-def confess(run: Path, name: str, code: str, message: str) -> int:
+def confess(run: Path, name: str, code: str, message: str, seconds: str = "0") -> int:
     """Writes its own failure sentence before it goes."""
     ready(run, name)
     wait_for_all(run)
+    time.sleep(float(seconds))
     (run / "failures" / f"{name}.txt").write_text(message)
     return int(code)
 

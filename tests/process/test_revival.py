@@ -106,6 +106,19 @@ def test_a_shim_that_is_stopped_after_its_report_does_not_keep_its_server_from_a
     assert "server-0 was killed by signal 9 (SIGKILL). It is started again." in err
 
 
+def test_a_reason_without_a_full_stop_is_told_as_a_sentence_and_once_with_its_name(launch: Launch) -> None:
+    """The model's folder went between the start and the restart, say."""
+    own = "server-0: model.name=/models/mine: there is no such folder"
+    launched = under_way(
+        launch(ORCHESTRATOR, stand_in("server-0", "confess", "1", own, "0.2"), WORKER, restarts=1, grace_s=0.5)
+    )
+    code, _, err = launched.end()
+    assert code == 70
+    told = "server-0 ended with exit code 1: model.name=/models/mine: there is no such folder."
+    assert f"{told} It is started again.\n" in err
+    assert f"The run failed: {told} It was started again 1 times within an hour (cluster.max_server_restarts)." in err
+
+
 def test_a_server_whose_restarts_are_used_up_ends_the_run_with_its_own_reason(launch: Launch) -> None:
     launched = under_way(
         launch(ORCHESTRATOR, stand_in("server-0", "crash", "70", "the engine is gone", "0.2"), WORKER, restarts=2, grace_s=0.5)

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from telescope.inference.segments import SEGMENTS
 from telescope.runlog import temporary
 from tests.run.conftest import Start, WholeRun
 
@@ -62,6 +63,35 @@ def test_whatever_is_killed_a_run_with_real_parts_is_over_within_10_s_and_says_w
     assert all(line in said for line in log.read_text().splitlines()[-1:])  # a worker may have logged nothing
     if victim != "orchestrator":
         assert run.summary()["ok"] is False
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("when", ["serving", "starting"])
+def test_a_killed_server_of_two_workers_leaves_no_shared_memory(start: Start, when: str):
+    """By which vLLM's processes talk where a server has several cards; a signal leaves them no time to remove it."""
+    before = shared_by_engines()
+    two = ("cluster.inference_num_workers=2", "inference.tensor_parallel_size=2", "inference.http=false")
+    run = start("experiment=reverse_letters", *two, "number_of_steps=4")
+    run.until(lambda: bool(shared_by_engines() - before), "at the engine's start", limit_s=300)
+    if when == "serving":
+        run.until_step(1, limit_s=300)
+        first = shared_by_engines() - before
+        assert len(first) > 2
+    process_of(run, "server-0").kill()
+    code = run.wait(300)
+    assert code == (0 if when == "serving" else 70), run.said()  # nothing is started again before all have been there
+    if when == "serving":
+        assert run.summary()["restarts"] == {"server-0": 1}
+    left = shared_by_engines() - before
+    if when == "starting":  # what vLLM's library for CPUs makes is seen once the engine is there
+        left = {name for name in left if name.startswith("psm_")}
+    assert not left
+
+
+def shared_by_engines() -> set[str]:
+    return {file.name for file in Path("/dev/shm").iterdir() if f"/dev/shm/{file.name}".startswith(SEGMENTS)}
 
 
 def test_a_taken_port_is_said_before_the_engine_starts(start: Start):

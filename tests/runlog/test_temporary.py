@@ -39,3 +39,39 @@ def test_under_a_long_folder_for_temporary_files_the_path_stays_short(monkeypatc
     made = temporary.make()
     assert len(str(made)) < 60
     shutil.rmtree(made)
+
+
+def test_files_elsewhere_that_a_killed_process_noted_go_with_its_folder_and_no_others(monkeypatch, tmp_path: Path):
+    base = Path(tempfile.mkdtemp(prefix="t-"))
+    monkeypatch.setattr(tempfile, "tempdir", str(base))
+    environ = {**os.environ, "TMPDIR": str(base)}
+    mine, replaced, unlisted = (tmp_path / name for name in ("mine", "replaced with spaces", "unlisted"))
+    for file in (mine, replaced, unlisted):
+        file.write_text("")
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", HOLD], env=environ, text=True, **pipes) as other:
+        folder = Path(other.stdout.readline().strip())
+        temporary.note(folder, [mine, tmp_path / "never there"])
+        temporary.note(folder, [replaced])
+        temporary.sweep()
+        assert mine.exists()  # its process lives
+        other.kill()
+    replaced.rename(tmp_path / "kept aside")  # so that its number is not given to the next
+    replaced.write_text("somebody else's")
+    temporary.sweep()
+    assert list(base.iterdir()) == []
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["kept aside", "replaced with spaces", "unlisted"]
+    shutil.rmtree(base)
+
+
+def test_a_torn_note_hides_no_other(tmp_path: Path):
+    """The disk was full in the middle of a line."""
+    first, last = tmp_path / "first", tmp_path / "last"
+    for file in (first, last):
+        file.write_text("")
+    temporary.note(tmp_path, [first])
+    with (tmp_path / ".elsewhere").open("a") as notes:
+        notes.write("25 1\n")
+    temporary.note(tmp_path, [last])
+    assert temporary.remove_noted(tmp_path) == [first, last]
+    assert temporary.remove_noted(tmp_path) == []
