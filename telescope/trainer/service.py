@@ -152,8 +152,8 @@ class Service:
             self._link.progress("waiting for orders")
 
     def _next(self) -> Delivery | None:
-        """The next order, None where none has come. While weights are being sent only those are taken that end it, and the others
-        wait: a server that the sending is stuck with must not keep this rank from hearing that it is to break off."""
+        """The next order, None where none has come. While weights are being sent only those are taken that end it, and the
+        others wait: a server that hangs in the sending must not keep this rank from hearing that it is to break off."""
         if self._put_off:
             if self._has_sent(LOOK_S):
                 self._end_sending(0.0)
