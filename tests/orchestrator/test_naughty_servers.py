@@ -135,6 +135,41 @@ def dies_in_prepare(peer: Naughty, delivery: Delivery) -> bool:
     return False
 
 
+def dies_in_commit(peer: Naughty, delivery: Delivery) -> bool:
+    if isinstance(delivery.body, m.CommitWeights):
+        peer.fleet.lives.add(asyncio.create_task(asyncio.to_thread(peer.link.close, "the engine is gone")))
+        return True
+    return False
+
+
+def never_says_that_it_has_committed(peer: Naughty, delivery: Delivery) -> bool:
+    return isinstance(delivery.body, m.CommitWeights)
+
+
+def speaks_of_the_version_before(peer: Naughty, delivery: Delivery) -> bool:
+    if isinstance(delivery.body, m.PrepareWeights):
+        peer.link.send(m.WeightsReady(peer.version, delivery.body.manifest.version - 1, "", 0.0), answers=delivery)
+        return True
+    return False
+
+
+def says_everything_twice(peer: Naughty, delivery: Delivery) -> bool:
+    """Twice in answer to the same order, which its own side of the wire does not let pass by itself."""
+    match delivery.body:
+        case m.PrepareWeights(manifest=manifest):
+            said: m.Body = m.WeightsReady(peer.version, manifest.version, "", 0.0)
+        case m.CommitWeights(version=version):
+            peer.version, said = version, m.WeightsReady(version, None, "sum", 0.0)
+        case _:
+            return False
+    questions = peer.link._session.channel.questions
+    question = questions[delivery.seq]
+    for _ in range(2):
+        questions[delivery.seq] = question
+        peer.link.send(said, answers=delivery)
+    return True
+
+
 def fails_to_commit(peer: Naughty, delivery: Delivery) -> bool:
     if isinstance(delivery.body, m.CommitWeights):
         peer.link.send(m.WeightsFailed(delivery.body.version, "half loaded", fatal=True), answers=delivery)
@@ -155,7 +190,9 @@ def commits_other_bytes(peer: Naughty, delivery: Delivery) -> bool:
 async def play(folder: Path, transport: str, manners: dict[str, Any]) -> tuple[Outcome, RunDirectory, Fleet]:
     settings, run = config(), RunDirectory.create(folder / "run")
     fleet = Fleet(run, transport, manners)
-    timeout_s = SILENCE_S if {never_answers, answers_late} & set(manners.values()) else TIMEOUT_S
+    timeout_s = (
+        SILENCE_S if {never_answers, answers_late, never_says_that_it_has_committed} & set(manners.values()) else TIMEOUT_S
+    )
     make_keys(run, ("orchestrator", *WORKERS, *SERVERS, TRAINER))
     log, journal = RunLog(run, "orchestrator"), Journal(run.journal)
     recorder, roster = Recorder(run, log, None, STEPS), Roster.of(settings.cluster)
@@ -191,7 +228,9 @@ async def play(folder: Path, transport: str, manners: dict[str, Any]) -> tuple[O
 
 BAD = {
     "refuses": refuses, "never answers": never_answers, "answers late": answers_late, "dies in prepare": dies_in_prepare,
-    "fails to commit": fails_to_commit, "commits other bytes": commits_other_bytes,
+    "dies in commit": dies_in_commit, "never says that it has committed": never_says_that_it_has_committed,
+    "speaks of the version before": speaks_of_the_version_before, "fails to commit": fails_to_commit,
+    "commits other bytes": commits_other_bytes,
 }  # fmt: skip
 
 
@@ -207,6 +246,15 @@ async def test_one_bad_server_is_fenced_and_comes_back_and_the_run_completes(tmp
         assert [epoch for epoch, _ in fleet.epochs] == sorted(epoch for epoch, _ in fleet.epochs)
         assert ("trainer-0", "server-0/0", "server-1/0") in {members for _, members in fleet.epochs}
         assert max(epoch for epoch, _ in fleet.epochs) > 1
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+async def test_what_a_server_says_twice_counts_once_and_the_server_is_kept(tmp_path: Path, transport: str):
+    outcome, run, fleet = await play(tmp_path, transport, {"server-1": says_everything_twice})
+    assert outcome.reason == f"all {STEPS} steps are trained"
+    assert (fleet.born["server-0"], fleet.born["server-1"]) == (1, 1)
+    followed = [(row["version"], row["server"]) for row in rows(run, "weights") if row["phase"] == "committed"]
+    assert sorted(followed) == [(step, server) for step in range(1, STEPS + 1) for server in SERVERS]
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
