@@ -94,6 +94,8 @@ class WeightUpdate:
     """The group of a broadcast to these servers; a new epoch where the last one is not theirs or was `broken`."""
     broken: Callable[[], None]
     manifest: WeightManifest | None = None
+    served_elsewhere: bool = False
+    """Other servers hold the version already: those that can't be brought to it are fenced, and the run goes on."""
     phase: Phase = Phase.PUBLISH
     waiting: set[str] = field(default_factory=set)
     outbox: list[Order] = field(default_factory=list)
@@ -270,8 +272,12 @@ class WeightUpdate:
         if len(self.servers) == self._members:
             self.retries += 1
         if self.retries > self.max_retries:
-            self._give_up(f"{self.cause}; that was retry {self.max_retries} of weight_sync.max_retries={self.max_retries}")
-            return
+            cause = f"{self.cause}; that was retry {self.max_retries} of weight_sync.max_retries={self.max_retries}"
+            if not self.served_elsewhere:
+                self._give_up(cause)
+                return
+            for server in self.servers:
+                self._fence(server, f"it came late and could not be brought to version {self.version}: {cause}")
         self._prepare(now)
 
     def _ask(self, phase: Phase, bodies: dict[str, Body], now: float, seconds: float | None = None) -> None:

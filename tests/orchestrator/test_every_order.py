@@ -221,6 +221,9 @@ class World:
     # ---- what must hold
 
     def check(self) -> None:
+        if self.failed and "did not break off" not in self.failed:
+            served = [self.processes[name].serves for name in self.believed if name in self.processes]
+            assert self.core.travelling not in served, "the run ends though a server has the version"
         if not self.failed:
             for server, version in self.believed.items():
                 process = self.processes.get(server)
@@ -255,14 +258,19 @@ class World:
 
 
 def tail(world: World, manner: str) -> World:
-    """From here on all are good, or refuse whatever they are told, or say nothing any more: it comes to an end."""
+    """From here on all are good, or refuse whatever they are told, or say nothing any more: it comes to an end. Who refuses is
+    started again three times."""
     world = copy.deepcopy(world)
+    births = world.births + 3
     for _ in range(200):
         world.faults = 0
         moves = [] if world.failed else [move for move in world.moves() if manner != "silent" or move[0] == "is missed"]
+        if manner == "refusing" and world.births == births:
+            moves = [move for move in moves if move[0] != "comes back"]
         if moves:
             what, who = moves[0]
             world.make(("fails" if manner == "refusing" and what == "does" else what, who))
+            world.check()
         elif world.desk.doing:
             world.pass_time()
             world.collect()

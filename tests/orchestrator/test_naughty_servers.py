@@ -45,7 +45,7 @@ PIDS = count(100)
 
 @dataclass
 class Fleet:
-    """The run's peers. `manners` are those of the first process of a server; a later one of its name is good."""
+    """The run's peers. `manners` are those of the first process of a server (or of so many, `LIVES`); a later one is good."""
 
     run: RunDirectory
     transport: str
@@ -79,11 +79,11 @@ class Fleet:
 class Naughty(Peer):
     def __init__(self, link: Link, fleet: Fleet) -> None:
         super().__init__(link, 0, 0.0, {})
-        self.fleet, self.first = fleet, fleet.born[link.name] == 1
+        self.fleet, self.life = fleet, fleet.born[link.name]
 
     def take(self, delivery: Delivery) -> None:
         manner = self.fleet.manners.get(self.link.name)
-        if manner is not None and self.first and manner(self, delivery):
+        if manner is not None and self.life <= LIVES.get(manner, 1) and manner(self, delivery):
             return
         match delivery.body:
             case m.PublishWeights(version=version):
@@ -184,6 +184,13 @@ def commits_other_bytes(peer: Naughty, delivery: Delivery) -> bool:
     return False
 
 
+def dies_and_comes_back_refusing(peer: Naughty, delivery: Delivery) -> bool:
+    return dies_in_prepare(peer, delivery) if peer.life == 1 else refuses(peer, delivery)
+
+
+LIVES: dict[Callable[[Naughty, Delivery], bool], int] = {dies_and_comes_back_refusing: 2}
+
+
 # ---- the play
 
 
@@ -263,6 +270,14 @@ async def test_two_bad_servers_come_back_and_the_run_completes(tmp_path: Path, t
     outcome, _, fleet = await play(tmp_path, transport, dict.fromkeys(SERVERS, BAD[manner]))
     assert outcome.reason == f"all {STEPS} steps are trained"
     assert (fleet.born["server-0"], fleet.born["server-1"]) == (2, 2)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+async def test_a_server_that_comes_back_and_refuses_is_fenced_and_does_not_end_the_run(tmp_path: Path, transport: str):
+    outcome, run, fleet = await play(tmp_path, transport, {"server-1": dies_and_comes_back_refusing})
+    assert outcome.reason == f"all {STEPS} steps are trained"
+    assert (fleet.born["server-0"], fleet.born["server-1"]) == (1, 3)
+    assert any("server-1 is given up" in row["message"] and "error 500" in row["message"] for row in rows(run, "alerts"))
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo"])

@@ -163,6 +163,18 @@ def test_where_every_server_refuses_none_is_fenced_and_the_update_is_tried_again
     )
 
 
+def test_a_late_server_that_refuses_for_good_is_fenced_where_others_serve_the_version():
+    """The run is not ended for the sake of one server that came back."""
+    desk = Desk(("server-1",), published=True, served_elsewhere=True)
+    for _ in range(3):
+        desk.say("server-1", NO)
+        desk.say("server-1", WeightsReady(2, None, "old", 0.0))
+    assert desk.update.phase is Phase.DONE
+    assert "it came late and could not be brought to version 3" in desk.fenced["server-1"]
+    assert "no room; that was retry 2 of weight_sync.max_retries=2" in desk.fenced["server-1"]
+    assert desk.kinds("server-1") == [PrepareWeights, AbortWeights] * 3
+
+
 def test_a_second_try_may_succeed():
     desk = Desk().publish()
     desk.say("server-0", NO)
