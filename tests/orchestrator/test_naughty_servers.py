@@ -23,7 +23,7 @@ from telescope.orchestrator.record import Recorder
 from telescope.orchestrator.roster import Roster
 from telescope.orchestrator.servers import Servers
 from telescope.orchestrator.weights import UpdateRules
-from telescope.records import WeightManifest
+from telescope.records import WeightGroup, WeightManifest
 from telescope.runlog import control
 from telescope.runlog.journal import Journal
 from telescope.runlog.layout import RunDirectory
@@ -55,6 +55,8 @@ class Fleet:
     lives: set[asyncio.Task[None]] = field(default_factory=set)
     born: dict[str, int] = field(default_factory=dict)
     epochs: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
+    gathered: dict[int, dict[str, tuple[Naughty, m.Body | None, Delivery]]] = field(default_factory=dict)
+    """By epoch: the members that have come, each with its answer to come and the order it answers."""
 
     async def bring(self, name: str) -> None:
         self.born[name] = self.born.get(name, 0) + 1
@@ -64,6 +66,22 @@ class Fleet:
         peer = Naughty(link, self)
         self.peers[name] = peer
         self.lives.add(asyncio.create_task(peer.live()))
+
+    def gather(self, group: WeightGroup, peer: Naughty, answer: m.Body | None, delivery: Delivery) -> None:
+        """A broadcast is over for each member when all have come to it. None: the member says itself what becomes of it."""
+        here = self.gathered.setdefault(group.epoch, {})
+        here[peer.link.name] = peer, answer, delivery
+        if len(here) == len(group.members):
+            for member, its_answer, its_order in self.gathered.pop(group.epoch).values():
+                if its_answer is not None:
+                    say(member, its_answer, its_order)
+
+    def gone_from(self, peer: Naughty) -> Delivery | None:
+        """The order that the peer waits with in a group that has not come together."""
+        for here in self.gathered.values():
+            if peer.link.name in here and here[peer.link.name][0] is peer:
+                return here.pop(peer.link.name)[2]
+        return None
 
     async def supervise(self) -> None:
         """Fence and start again, as the node does. Polls, like it."""
@@ -92,8 +110,12 @@ class Naughty(Peer):
                 self.link.send(m.WeightsPublished(version, manifest, 0.0), answers=delivery)
             case m.SendWeights(version=version, group=group):
                 self.fleet.epochs.append((group.epoch, group.members))
-                self.link.send(m.WeightsSent(version, "sum", 0.0), answers=delivery)
-            case m.AbortWeights():
+                self.fleet.gather(group, self, m.WeightsSent(version, "sum", 0.0), delivery)
+            case m.PrepareWeights(manifest=manifest, group=WeightGroup() as group):
+                self.fleet.gather(group, self, m.WeightsReady(self.version, manifest.version, "", 0.0), delivery)
+            case m.AbortWeights(version=version):
+                if (waits := self.fleet.gone_from(self)) is not None:
+                    self.link.send(m.WeightsFailed(version, "broken off", fatal=False), answers=waits)
                 self.link.send(m.WeightsReady(self.version, None, "", 0.0), answers=delivery)
             case _:
                 super().take(delivery)
@@ -115,6 +137,8 @@ def never_answers(peer: Naughty, delivery: Delivery) -> bool:
 
 def answers_late(peer: Naughty, delivery: Delivery) -> bool:
     if isinstance(delivery.body, m.PrepareWeights):
+        if delivery.body.group is not None:
+            peer.fleet.gather(delivery.body.group, peer, None, delivery)
         ready = m.WeightsReady(peer.version, delivery.body.manifest.version, "", 0.0)
         asyncio.get_running_loop().call_later(1.2 * SILENCE_S, lambda: say(peer, ready, delivery))
         return True
@@ -156,7 +180,9 @@ def speaks_of_the_version_before(peer: Naughty, delivery: Delivery) -> bool:
 def says_everything_twice(peer: Naughty, delivery: Delivery) -> bool:
     """Twice in answer to the same order, which its own side of the wire does not let pass by itself."""
     match delivery.body:
-        case m.PrepareWeights(manifest=manifest):
+        case m.PrepareWeights(manifest=manifest, group=group):
+            if group is not None:
+                peer.fleet.gather(group, peer, None, delivery)
             said: m.Body = m.WeightsReady(peer.version, manifest.version, "", 0.0)
         case m.CommitWeights(version=version):
             peer.version, said = version, m.WeightsReady(version, None, "sum", 0.0)
@@ -192,6 +218,11 @@ LIVES: dict[Callable[[Naughty, Delivery], bool], int] = {dies_and_comes_back_ref
 
 
 # ---- the play
+
+
+@pytest.fixture(autouse=True)
+def _short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("telescope.orchestrator.updates.GRACE_S", 0.5)
 
 
 async def play(folder: Path, transport: str, manners: dict[str, Any]) -> tuple[Outcome, RunDirectory, Fleet]:
