@@ -242,7 +242,8 @@ class World:
         update, core = self.desk._update, self.core
         state = None if update is None else (
             update.version, update.phase, update.round, update.retries, update.servers, tuple(sorted(update.waiting)),
-            tuple(sorted(update._prepared)), tuple(sorted(update._failed)), update._in_grace, update._in_the_way, update._members, update.checksum,
+            tuple(sorted(update._prepared)), tuple(sorted(update._failed)), update._in_grace,
+            update._in_the_way, update._members, update.checksum,
         )  # fmt: skip
         place, group = self.places(), self.desk._epochs._group
         broken = self.groups.get(group.epoch) not in (None, self.who(group.members))
