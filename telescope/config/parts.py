@@ -334,7 +334,8 @@ class WeightSyncSettings(Settings):
     update_timeout_s: float = Field(default=300.0, gt=0, le=1_000_000)
     """Deadline of each of publish, prepare and commit."""
     max_retries: int = Field(default=3, ge=0, le=1_000)
-    """How often an update that no server could take is tried again, the old version serving on, before the run ends."""
+    """How often an update that no server could take is tried again, the old version serving on, before the run ends; or, where
+    others serve the version and only late ones can't take it, before these are started again."""
     in_flight: Literal["continue", "recompute", "abort"] = "continue"
     """What an update does to running generations: continue (no pause; they keep keys and values of the old weights), recompute
     (these are computed anew under the new weights), or abort and retry their rollouts."""

@@ -94,6 +94,8 @@ class WeightUpdate:
     """The group of a broadcast to these servers; a new epoch where the last one is not theirs or was `broken`."""
     broken: Callable[[], None]
     manifest: WeightManifest | None = None
+    served_elsewhere: bool = False
+    """Other servers hold the version already: those that can't be brought to it are fenced, and the run goes on."""
     phase: Phase = Phase.PUBLISH
     waiting: set[str] = field(default_factory=set)
     outbox: list[Order] = field(default_factory=list)
@@ -108,6 +110,9 @@ class WeightUpdate:
     def __post_init__(self) -> None:
         self._prepared: set[str] = set()
         self._failed: dict[str, str] = {}
+        self._in_the_way: tuple[str, ...] = ()
+        """Servers that refused a broadcast for which ranks and other servers still waited: not where a rank had failed too, as
+        all do that miss a member."""
         self._in_grace = False
         self._members = len(self.servers)
         if self.manifest is None:
@@ -254,6 +259,8 @@ class WeightUpdate:
                 self._fence(server, self._late_ones(server))
         if self.collective:
             self.broken()
+            waited_for = late and self._failed.keys().isdisjoint(self.ranks)
+            self._in_the_way = tuple(server for server in self._failed if waited_for and server in self.servers)
         peers = (*self.servers, *self.ranks) if self.collective else self.servers
         abort = AbortWeights(version=self.version, reason=self.cause[:MAX_REASON])
         self._ask(Phase.ABORT, dict.fromkeys(peers, abort), now, seconds=min(ABORT_S, self.timeout_s))
@@ -270,8 +277,13 @@ class WeightUpdate:
         if len(self.servers) == self._members:
             self.retries += 1
         if self.retries > self.max_retries:
-            self._give_up(f"{self.cause}; that was retry {self.max_retries} of weight_sync.max_retries={self.max_retries}")
-            return
+            cause = f"{self.cause}; that was retry {self.max_retries} of weight_sync.max_retries={self.max_retries}"
+            unfit = self.servers if self.served_elsewhere else tuple(name for name in self._in_the_way if name in self.servers)
+            if not unfit:
+                self._give_up(cause)
+                return
+            for server in unfit:
+                self._fence(server, f"it could not be brought to version {self.version}, unlike others: {cause}")
         self._prepare(now)
 
     def _ask(self, phase: Phase, bodies: dict[str, Body], now: float, seconds: float | None = None) -> None:

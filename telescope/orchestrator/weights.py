@@ -82,6 +82,7 @@ class WeightDesk:
             members=self._group,
             broken=self._epochs.broken,
             manifest=self._manifest if known else None,
+            served_elsewhere=version in self._served.values(),
         )
         self._reported = Phase.PREPARE if known else Phase.PUBLISH
         self._follow()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -45,6 +46,8 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.2
 """How often a rank that waits for an order looks whether it has been told to end."""
+LOOK_S = 0.05
+"""How often a rank that sends, and has another order to do after it, looks whether it has been told to break off."""
 BROKEN_OFF_S = 25.0
 """A sender that was told to break off, or whose time is up, has ended after this long, or never will. Less than the 30 s in
 which the orchestrator wants the answer to an abort, so that it is this rank that says what is stuck."""
@@ -95,6 +98,9 @@ class Service:
         self._check = check
         self._update_s = update_s
         self._sending: _Sending | None = None
+        self._put_off: deque[Delivery] = deque()
+        """Orders that came while weights were being sent."""
+        self._sent_by = 0.0
         self._step = step
         self._stall_s = 0.0
 
@@ -109,7 +115,7 @@ class Service:
     def _serve(self) -> str:
         self._link.progress("waiting for orders")
         while True:
-            delivery = self._link.receive(POLL_S)
+            delivery = self._next()
             if self._keeper is not None and delivery is not None and isinstance(delivery.body, TrainStep):
                 self._keeper.begins(_shard(delivery.body, delivery.arrays))
             self._check()
@@ -117,8 +123,6 @@ class Service:
                 raise self._sending.error
             if delivery is None:
                 continue
-            if not isinstance(delivery.body, AbortWeights | Stop):
-                self._end_sending(self._update_s + BROKEN_OFF_S)
             match delivery.body:
                 case SendWeights() as order:
                     self._link.progress(f"send version {order.version}")
@@ -146,6 +150,32 @@ class Service:
                     raise OutOfOrder(f"a trainer rank has no use for the message {type(other).__name__}")
             self._link.send(answer, answers=delivery)
             self._link.progress("waiting for orders")
+
+    def _next(self) -> Delivery | None:
+        """The next order, None where none has come. While weights are being sent only those are taken that end it, and the
+        others wait: a server that hangs in the sending must not keep this rank from hearing that it is to break off."""
+        if self._put_off:
+            if self._has_sent(LOOK_S):
+                self._end_sending(0.0)
+                return self._put_off.popleft()
+            if time.monotonic() > self._sent_by:
+                raise SenderStuck(f"sending weights did not end {BROKEN_OFF_S:g} s after its time was up")
+        delivery = self._link.receive(0.0 if self._put_off else POLL_S)
+        if delivery is None or isinstance(delivery.body, AbortWeights | Stop):
+            return delivery
+        if not self._put_off and self._has_sent(0.0):
+            self._end_sending(0.0)
+            return delivery
+        if not self._put_off:
+            self._sent_by = time.monotonic() + self._update_s + BROKEN_OFF_S
+        self._put_off.append(delivery)
+        return None
+
+    def _has_sent(self, patience_s: float) -> bool:
+        """Whether no sender is under way, after so long at the most."""
+        if self._sending is not None:
+            self._sending.join(patience_s)
+        return self._sending is None or not self._sending.is_alive()
 
     def _train(self, order: TrainStep, arrays: Sequence[np.ndarray]) -> StepDone:
         if order.step != self._step + 1:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,6 +15,7 @@ import pytest_asyncio
 
 from benchmarks.flow.cancel import one_abort
 from telescope.backends.common.logprobs import logprobs
+from telescope.inference.core_commit import COMMIT
 from telescope.inference.engine import Generated, RequestRefused, WeightsRefused
 from telescope.maths.support import WHOLE, Support
 from telescope.records import Sampling, WeightManifest
@@ -200,6 +202,34 @@ async def test_versions_are_exact_for_requests_that_arrive_finish_and_run_while_
         assert np.abs(answer.logprobs - expected).max() < 1e-3
 
 
+async def test_an_answer_that_is_whole_before_its_commit_is_answered_waits_for_its_versions(
+    old: Served, monkeypatch: pytest.MonkeyPatch
+):
+    core, may_answer, before = old.engine.client.engine_core, asyncio.Event(), old.serving
+    asked = core.call_utility_async
+
+    async def late(method: str, *arguments: Any) -> Any:
+        answer = await asked(method, *arguments)
+        if method == COMMIT:
+            await may_answer.wait()
+        return answer
+
+    monkeypatch.setattr(core, "call_utility_async", late)
+    task = asyncio.create_task(long_request(old, "whole", prompt(10)))
+    await until_running(old, "whole", 10)
+    serving = asyncio.create_task(old.serve("new"))
+    async with asyncio.timeout(60):
+        while old.engine.load.running:
+            await asyncio.sleep(0.005)
+    assert not (await asyncio.wait({task}, timeout=0.1))[0]
+    may_answer.set()
+    version = await serving
+    answer = await asyncio.wait_for(task, 60)
+    assert answer.versions[-1] == version
+    expected = old.reference_over_kept_cache(prompt(10), answer, {before: "old", version: "new"}, COLD)
+    assert np.abs(answer.logprobs - expected).max() < 1e-3
+
+
 async def test_updates_are_plain_copies_found_by_watching_the_loader(old: Served):
     (opened,) = old.engine.opened
     assert opened.no_plan == ""
@@ -223,6 +253,23 @@ async def test_after_an_update_greedy_answers_and_log_probs_are_the_new_weights_
     sampled = await asyncio.gather(*(old.generate(p, 24, seed=3) for p in prompts))
     for p, answer in zip(prompts, sampled, strict=True):
         assert np.abs(answer.logprobs - old.reference_logprobs("new", p, answer.ids)).max() < 1e-3
+
+
+async def test_a_request_that_waits_while_the_version_changes_finds_no_blocks_of_the_weights_before(old: Served):
+    ids = prompt(200, 77)
+    await old.generate(ids, 4)
+    assert (await old.generate(ids, 4)).cached_tokens > 0
+    core = old.engine.client.engine_core
+    await core.pause_scheduler_async(mode="keep", clear_cache=False)
+    waiting = asyncio.create_task(old.engine.generate("waits", ids, Sampling(COLD, 24, 0), 0))
+    while not old.engine._requests or not old.engine._requests["waits"].internal:
+        await asyncio.sleep(0.005)
+    version = await old.serve("new")
+    await old.engine.client.resume_generation()
+    answer = await asyncio.wait_for(waiting, 60)
+    assert answer.cached_tokens == 0
+    assert set(answer.versions.tolist()) == {version}
+    assert np.abs(answer.logprobs - old.reference_logprobs("new", ids, answer.ids, COLD)).max() < 1e-3
 
 
 async def test_a_discarded_version_leaves_the_old_one_serving(old: Served):

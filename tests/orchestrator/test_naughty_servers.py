@@ -23,7 +23,7 @@ from telescope.orchestrator.record import Recorder
 from telescope.orchestrator.roster import Roster
 from telescope.orchestrator.servers import Servers
 from telescope.orchestrator.weights import UpdateRules
-from telescope.records import WeightManifest
+from telescope.records import WeightGroup, WeightManifest
 from telescope.runlog import control
 from telescope.runlog.journal import Journal
 from telescope.runlog.layout import RunDirectory
@@ -45,7 +45,7 @@ PIDS = count(100)
 
 @dataclass
 class Fleet:
-    """The run's peers. `manners` are those of the first process of a server; a later one of its name is good."""
+    """The run's peers. `manners` are those of the first process of a server (or of so many, `LIVES`); a later one is good."""
 
     run: RunDirectory
     transport: str
@@ -55,6 +55,8 @@ class Fleet:
     lives: set[asyncio.Task[None]] = field(default_factory=set)
     born: dict[str, int] = field(default_factory=dict)
     epochs: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
+    gathered: dict[int, dict[str, tuple[Naughty, m.Body | None, Delivery]]] = field(default_factory=dict)
+    """By epoch: the members that have come, each with its answer to come and the order it answers."""
 
     async def bring(self, name: str) -> None:
         self.born[name] = self.born.get(name, 0) + 1
@@ -64,6 +66,22 @@ class Fleet:
         peer = Naughty(link, self)
         self.peers[name] = peer
         self.lives.add(asyncio.create_task(peer.live()))
+
+    def gather(self, group: WeightGroup, peer: Naughty, answer: m.Body | None, delivery: Delivery) -> None:
+        """A broadcast is over for each member when all have come to it. None: the member says itself what becomes of it."""
+        here = self.gathered.setdefault(group.epoch, {})
+        here[peer.link.name] = peer, answer, delivery
+        if len(here) == len(group.members):
+            for member, its_answer, its_order in self.gathered.pop(group.epoch).values():
+                if its_answer is not None:
+                    say(member, its_answer, its_order)
+
+    def gone_from(self, peer: Naughty) -> Delivery | None:
+        """The order that the peer waits with in a group that has not come together."""
+        for here in self.gathered.values():
+            if peer.link.name in here and here[peer.link.name][0] is peer:
+                return here.pop(peer.link.name)[2]
+        return None
 
     async def supervise(self) -> None:
         """Fence and start again, as the node does. Polls, like it."""
@@ -79,11 +97,11 @@ class Fleet:
 class Naughty(Peer):
     def __init__(self, link: Link, fleet: Fleet) -> None:
         super().__init__(link, 0, 0.0, {})
-        self.fleet, self.first = fleet, fleet.born[link.name] == 1
+        self.fleet, self.life = fleet, fleet.born[link.name]
 
     def take(self, delivery: Delivery) -> None:
         manner = self.fleet.manners.get(self.link.name)
-        if manner is not None and self.first and manner(self, delivery):
+        if manner is not None and self.life <= LIVES.get(manner, 1) and manner(self, delivery):
             return
         match delivery.body:
             case m.PublishWeights(version=version):
@@ -92,8 +110,12 @@ class Naughty(Peer):
                 self.link.send(m.WeightsPublished(version, manifest, 0.0), answers=delivery)
             case m.SendWeights(version=version, group=group):
                 self.fleet.epochs.append((group.epoch, group.members))
-                self.link.send(m.WeightsSent(version, "sum", 0.0), answers=delivery)
-            case m.AbortWeights():
+                self.fleet.gather(group, self, m.WeightsSent(version, "sum", 0.0), delivery)
+            case m.PrepareWeights(manifest=manifest, group=WeightGroup() as group):
+                self.fleet.gather(group, self, m.WeightsReady(self.version, manifest.version, "", 0.0), delivery)
+            case m.AbortWeights(version=version):
+                if (waits := self.fleet.gone_from(self)) is not None:
+                    self.link.send(m.WeightsFailed(version, "broken off", fatal=False), answers=waits)
                 self.link.send(m.WeightsReady(self.version, None, "", 0.0), answers=delivery)
             case _:
                 super().take(delivery)
@@ -115,6 +137,8 @@ def never_answers(peer: Naughty, delivery: Delivery) -> bool:
 
 def answers_late(peer: Naughty, delivery: Delivery) -> bool:
     if isinstance(delivery.body, m.PrepareWeights):
+        if delivery.body.group is not None:
+            peer.fleet.gather(delivery.body.group, peer, None, delivery)
         ready = m.WeightsReady(peer.version, delivery.body.manifest.version, "", 0.0)
         asyncio.get_running_loop().call_later(1.2 * SILENCE_S, lambda: say(peer, ready, delivery))
         return True
@@ -135,6 +159,43 @@ def dies_in_prepare(peer: Naughty, delivery: Delivery) -> bool:
     return False
 
 
+def dies_in_commit(peer: Naughty, delivery: Delivery) -> bool:
+    if isinstance(delivery.body, m.CommitWeights):
+        peer.fleet.lives.add(asyncio.create_task(asyncio.to_thread(peer.link.close, "the engine is gone")))
+        return True
+    return False
+
+
+def never_says_that_it_has_committed(peer: Naughty, delivery: Delivery) -> bool:
+    return isinstance(delivery.body, m.CommitWeights)
+
+
+def speaks_of_the_version_before(peer: Naughty, delivery: Delivery) -> bool:
+    if isinstance(delivery.body, m.PrepareWeights):
+        peer.link.send(m.WeightsReady(peer.version, delivery.body.manifest.version - 1, "", 0.0), answers=delivery)
+        return True
+    return False
+
+
+def says_everything_twice(peer: Naughty, delivery: Delivery) -> bool:
+    """Twice in answer to the same order, which its own side of the wire does not let pass by itself."""
+    match delivery.body:
+        case m.PrepareWeights(manifest=manifest, group=group):
+            if group is not None:
+                peer.fleet.gather(group, peer, None, delivery)
+            said: m.Body = m.WeightsReady(peer.version, manifest.version, "", 0.0)
+        case m.CommitWeights(version=version):
+            peer.version, said = version, m.WeightsReady(version, None, "sum", 0.0)
+        case _:
+            return False
+    questions = peer.link._session.channel.questions
+    question = questions[delivery.seq]
+    for _ in range(2):
+        questions[delivery.seq] = question
+        peer.link.send(said, answers=delivery)
+    return True
+
+
 def fails_to_commit(peer: Naughty, delivery: Delivery) -> bool:
     if isinstance(delivery.body, m.CommitWeights):
         peer.link.send(m.WeightsFailed(delivery.body.version, "half loaded", fatal=True), answers=delivery)
@@ -149,13 +210,27 @@ def commits_other_bytes(peer: Naughty, delivery: Delivery) -> bool:
     return False
 
 
+def dies_and_comes_back_refusing(peer: Naughty, delivery: Delivery) -> bool:
+    return dies_in_prepare(peer, delivery) if peer.life == 1 else refuses(peer, delivery)
+
+
+LIVES: dict[Callable[[Naughty, Delivery], bool], int] = {dies_and_comes_back_refusing: 2}
+
+
 # ---- the play
+
+
+@pytest.fixture(autouse=True)
+def _short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("telescope.orchestrator.updates.GRACE_S", 0.5)
 
 
 async def play(folder: Path, transport: str, manners: dict[str, Any]) -> tuple[Outcome, RunDirectory, Fleet]:
     settings, run = config(), RunDirectory.create(folder / "run")
     fleet = Fleet(run, transport, manners)
-    timeout_s = SILENCE_S if {never_answers, answers_late} & set(manners.values()) else TIMEOUT_S
+    timeout_s = (
+        SILENCE_S if {never_answers, answers_late, never_says_that_it_has_committed} & set(manners.values()) else TIMEOUT_S
+    )
     make_keys(run, ("orchestrator", *WORKERS, *SERVERS, TRAINER))
     log, journal = RunLog(run, "orchestrator"), Journal(run.journal)
     recorder, roster = Recorder(run, log, None, STEPS), Roster.of(settings.cluster)
@@ -191,7 +266,9 @@ async def play(folder: Path, transport: str, manners: dict[str, Any]) -> tuple[O
 
 BAD = {
     "refuses": refuses, "never answers": never_answers, "answers late": answers_late, "dies in prepare": dies_in_prepare,
-    "fails to commit": fails_to_commit, "commits other bytes": commits_other_bytes,
+    "dies in commit": dies_in_commit, "never says that it has committed": never_says_that_it_has_committed,
+    "speaks of the version before": speaks_of_the_version_before, "fails to commit": fails_to_commit,
+    "commits other bytes": commits_other_bytes,
 }  # fmt: skip
 
 
@@ -210,11 +287,28 @@ async def test_one_bad_server_is_fenced_and_comes_back_and_the_run_completes(tmp
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+async def test_what_a_server_says_twice_counts_once_and_the_server_is_kept(tmp_path: Path, transport: str):
+    outcome, run, fleet = await play(tmp_path, transport, {"server-1": says_everything_twice})
+    assert outcome.reason == f"all {STEPS} steps are trained"
+    assert (fleet.born["server-0"], fleet.born["server-1"]) == (1, 1)
+    followed = [(row["version"], row["server"]) for row in rows(run, "weights") if row["phase"] == "committed"]
+    assert sorted(followed) == [(step, server) for step in range(1, STEPS + 1) for server in SERVERS]
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
 @pytest.mark.parametrize("manner", ["never answers", "dies in prepare", "fails to commit"])
 async def test_two_bad_servers_come_back_and_the_run_completes(tmp_path: Path, transport: str, manner: str):
     outcome, _, fleet = await play(tmp_path, transport, dict.fromkeys(SERVERS, BAD[manner]))
     assert outcome.reason == f"all {STEPS} steps are trained"
     assert (fleet.born["server-0"], fleet.born["server-1"]) == (2, 2)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+async def test_a_server_that_comes_back_and_refuses_is_fenced_and_does_not_end_the_run(tmp_path: Path, transport: str):
+    outcome, run, fleet = await play(tmp_path, transport, {"server-1": dies_and_comes_back_refusing})
+    assert outcome.reason == f"all {STEPS} steps are trained"
+    assert (fleet.born["server-0"], fleet.born["server-1"]) == (1, 3)
+    assert any("server-1 is given up" in row["message"] and "error 500" in row["message"] for row in rows(run, "alerts"))
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo"])

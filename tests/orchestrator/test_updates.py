@@ -163,6 +163,18 @@ def test_where_every_server_refuses_none_is_fenced_and_the_update_is_tried_again
     )
 
 
+def test_a_late_server_that_refuses_for_good_is_fenced_where_others_serve_the_version():
+    """The run is not ended for the sake of one server that came back."""
+    desk = Desk(("server-1",), published=True, served_elsewhere=True)
+    for _ in range(3):
+        desk.say("server-1", NO)
+        desk.say("server-1", WeightsReady(2, None, "old", 0.0))
+    assert desk.update.phase is Phase.DONE
+    assert "it could not be brought to version 3, unlike others" in desk.fenced["server-1"]
+    assert "no room; that was retry 2 of weight_sync.max_retries=2" in desk.fenced["server-1"]
+    assert desk.kinds("server-1") == [PrepareWeights, AbortWeights] * 3
+
+
 def test_a_second_try_may_succeed():
     desk = Desk().publish()
     desk.say("server-0", NO)
@@ -306,6 +318,40 @@ def test_a_member_that_refuses_when_all_is_sent_is_fenced_without_another_round(
     desk = broadcast().send().prepare("server-0")
     desk.say("server-1", NO)
     assert (list(desk.fenced), desk.update.phase, desk.update.round) == (["server-1"], Phase.COMMIT, 1)
+
+
+def test_a_member_that_refuses_again_and_again_is_fenced_as_the_others_only_waited_for_it():
+    """Without it a broadcast can't even begin, so that nobody else ever holds the version."""
+    desk = Desk(manifest=BROADCAST, published=True)
+    for number in range(3):
+        desk.say("server-1", NO)
+        desk.tick(desk.now + GRACE_S + 0.1)
+        desk.aborted(*SERVERS, *RANKS)
+        assert desk.fenced.keys() == ({"server-1"} if number == 2 else set())
+    assert "retry 2 of weight_sync.max_retries=2" in desk.fenced["server-1"]
+    assert desk.orders["server-0"][-1].body.group.members == ("trainer-0", "server-0")
+    assert desk.orders["server-0"][-1].body.group.epoch == 4
+    desk.prepare("server-0").send()
+    assert desk.kinds("server-0")[-1] is CommitWeights
+
+
+def test_members_that_miss_another_one_as_the_rank_does_are_not_fenced_for_it():
+    desk = Desk(manifest=BROADCAST, published=True)
+    for _ in range(3):
+        desk.say("server-0", WeightsFailed(3, "server-1/0 did not join", fatal=False))
+        desk.say("trainer-0", WeightsFailed(3, "server-1/0 did not join", fatal=False))
+        desk.aborted(*SERVERS, *RANKS)
+    assert (desk.update.phase, desk.fenced) == (Phase.FAILED, {})
+
+
+def test_where_all_members_refuse_a_broadcast_none_is_fenced():
+    desk = Desk(manifest=BROADCAST, published=True)
+    for _ in range(3):
+        for server in SERVERS:
+            desk.say(server, NO)
+        desk.tick(desk.now + GRACE_S + 0.1)
+        desk.aborted(*SERVERS, *RANKS)
+    assert (desk.update.phase, desk.fenced) == (Phase.FAILED, {})
 
 
 def test_a_sender_that_does_not_break_off_ends_the_run_with_its_name():

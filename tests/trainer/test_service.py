@@ -157,6 +157,41 @@ def test_a_later_order_waits_for_the_send_before_it():
     assert [bench.answer()[1], bench.answer()[1]] == [sent, published]
 
 
+def test_a_send_is_broken_off_although_a_checkpoint_waits_for_its_end(tmp_path: Path):
+    """A checkpoint is ordered right behind the weights for a server that came late; that server may hang."""
+    bench = Bench(step=1)
+    sent = bench.orders.tell(SendWeights(1, GROUP))
+    assert bench.sender.begun.wait(60)
+    bench.orders.tell(SaveCheckpoint(1, str(tmp_path)))
+    aborted = bench.orders.tell(AbortWeights(1, "server-0 was lost"))
+    assert bench.answer() == (WeightsFailed(1, "the group of epoch 4 was broken off", False), sent)
+    assert bench.answer() == (WeightsReady(1, None, "", 0.0), aborted)
+    step, _, _ = bench.trainer.saves.get(timeout=60)
+    assert step == 1
+
+
+def test_a_send_that_never_ends_is_not_waited_for_without_end(monkeypatch, tmp_path: Path):
+    monkeypatch.setattr("telescope.trainer.service.BROKEN_OFF_S", 0.1)
+    bench = Bench(update_s=0.1, step=1)
+    bench.orders.tell(SendWeights(1, GROUP))
+    assert bench.sender.begun.wait(60)
+    bench.orders.tell(SaveCheckpoint(1, str(tmp_path)))
+    assert isinstance(bench.ended.get(timeout=60), SenderStuck)
+    bench.sender.may_end.set()
+
+
+def test_orders_that_came_while_weights_were_sent_are_done_in_their_order(tmp_path: Path):
+    bench = Bench(step=1)
+    sent = bench.orders.tell(SendWeights(1, GROUP))
+    assert bench.sender.begun.wait(60)
+    bench.orders.tell(SaveCheckpoint(1, str(tmp_path)))
+    published = [bench.orders.tell(PublishWeights(1)) for _ in range(2)]
+    bench.sender.may_end.set()
+    assert bench.answer()[1] == sent
+    assert bench.trainer.saves.get(timeout=60)[0] == 1
+    assert [bench.answer()[1] for _ in range(3)] == [0, *published]  # 0: the save's staging
+
+
 def test_what_is_no_fault_of_the_servers_ends_the_rank():
     bench = Bench()
     bench.sender.fails_with = RuntimeError("another trainer rank was lost")

@@ -1,0 +1,333 @@
+"""Every order of what two servers and a trainer rank can do during weight updates, in a model of them with the real desk.
+
+The real `WeightDesk` (with its `WeightUpdate` and `Epochs`) and the core's `Updates` stand in a world of servers that take,
+refuse, keep silent, die, come back and answer late. All that can follow from a state is tried, each state once.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from telescope.flow import events
+from telescope.flow.batches import Batch
+from telescope.flow.updates import Updates
+from telescope.orchestrator.weights import UpdateRules, WeightDesk
+from telescope.records import WeightManifest
+from telescope.wire import messages as m
+from telescope.wire.happenings import Delivery
+
+RANK = "trainer-0"
+TIMEOUT_S, RETRIES = 100.0, 1
+BATCH = Batch()
+MIXTURE = -1
+"""What a server serves whose commit has failed half-way."""
+
+
+@dataclass
+class Process:
+    """A server's process, or the rank's. `inbox`: orders not yet done; `outbox`: answers not yet heard."""
+
+    born: int = 0
+    serves: int = 0
+    staged: int | None = None
+    inbox: list[tuple[int, Any]] = field(default_factory=list)
+    outbox: list[tuple[int, Any]] = field(default_factory=list)
+
+    def key(self, place: dict[int, int]) -> object:
+        said = tuple((place[number], repr(body)) for number, body in self.outbox)
+        return self.serves, self.staged, tuple((place[number], kind(body)) for number, body in self.inbox), said
+
+
+def kind(body: Any) -> tuple[object, ...]:
+    group = getattr(body, "group", None)
+    version = body.manifest.version if isinstance(body, m.PrepareWeights) else body.version
+    return type(body).__name__, version, None if group is None else (group.epoch, group.members)
+
+
+class World:
+    """What the desk sees of the hub, the recorder and the complaints, and what lies behind."""
+
+    def __init__(self, servers: int, collective: bool, faults: int) -> None:
+        self.collective, self.faults = collective, faults
+        self.servers = tuple(f"server-{index}" for index in range(servers))
+        self.now, self.numbers, self.births = 0.0, 0, 0
+        self.processes = {RANK: Process(), **{server: Process() for server in self.servers}}
+        self.desk = WeightDesk(self, self, self, (RANK,), UpdateRules(TIMEOUT_S, RETRIES))  # type: ignore[arg-type]
+        self.core = Updates(while_training=not collective)
+        self.core.ready = True
+        self.believed = dict.fromkeys(self.servers, 0)
+        """By the core: which server serves which version."""
+        self.groups: dict[int, tuple[object, ...]] = {}
+        """By epoch: its members, each with the process that it was."""
+        self.failed = ""
+        for server in self.servers:
+            self.desk.joined(server, 0)
+
+    # ---- the hub, the recorder, the complaints
+
+    def send(self, peer: str, body: Any) -> int:
+        process = self.processes.get(peer)
+        if process is None:
+            return 0
+        self.numbers += 1
+        process.inbox.append((self.numbers, body))
+        match body:
+            case m.CommitWeights(version=version):
+                assert version > process.serves or process.serves == MIXTURE, "a server goes back"
+                assert process.staged == version, f"{peer} is told to commit what it has not staged"
+                others = self.desk._update.servers if self.desk._update else ()
+                there = [self.processes[name] for name in others if name in self.processes]
+                assert self.desk._update is None or self.desk._update.checksum, "a commit of nobody knows what"
+                assert all(version in (other.staged, other.serves) for other in there), "a commit before all have prepared"
+            case m.SendWeights(group=group):
+                found = self.groups.setdefault(group.epoch, self.who(group.members))
+                assert group.epoch == max(self.groups), "an epoch comes back"
+                assert found == self.who(group.members), "a group goes on without a process that founded it"
+        return self.numbers
+
+    def who(self, members: tuple[str, ...]) -> tuple[object, ...]:
+        names = (member.partition("/")[0] for member in members)
+        return tuple((name, self.processes[name].born if name in self.processes else None) for name in names)
+
+    def weights(self, *_: object, **__: object) -> None: ...
+
+    def alert(self, *_: object, **__: object) -> None: ...
+
+    def note(self, *_: object) -> None: ...
+
+    # ---- the orchestrator's loop, in small
+
+    def collect(self) -> None:
+        while fenced := self.desk.take_fenced():
+            for server, _ in fenced:
+                if server in self.believed:
+                    self.processes.pop(server, None)
+                    self.lose(server)
+        for event in self.desk.take_events():
+            if isinstance(event, events.UpdateFailed):
+                self.failed = event.cause
+            elif self.core.arrived(event.version):  # type: ignore[union-attr]
+                for server in self.core.reached:
+                    if server in self.believed:
+                        self.believed[server] = event.version  # type: ignore[union-attr]
+                self.core.commit(event.version)  # type: ignore[union-attr]
+                self.send_weights()
+
+    def send_weights(self) -> None:
+        version = self.core.set_out(dict(self.believed))
+        if version is not None:
+            self.desk.begin(version, self.now)
+
+    def lose(self, server: str) -> None:
+        self.desk.lost(server, self.now)
+        del self.believed[server]
+        self.core.forget(server)
+
+    # ---- what may happen next
+
+    def moves(self) -> Iterator[tuple[str, str]]:
+        if self.failed:
+            return
+        if self.core.idle and self.core.version < 1:
+            yield "train", RANK
+        for peer, process in self.processes.items():
+            if process.inbox:
+                yield "does", peer
+                if self.faults:
+                    yield "fails", peer
+                    if peer != RANK:
+                        yield "forgets", peer
+            if process.outbox:
+                yield "is heard", peer
+                if self.faults:
+                    yield "is heard twice", peer
+            if peer != RANK and self.faults:
+                yield "dies", peer
+        for server in self.servers:
+            if server in self.believed and server not in self.processes:
+                yield "is missed", server
+            elif server not in self.believed:
+                yield "comes back", server
+        if self.desk.doing and self.faults:
+            yield "time passes", ""
+
+    def make(self, move: tuple[str, str]) -> None:
+        what, who = move
+        process = self.processes.get(who, Process())
+        match what:
+            case "train":
+                self.core.train(BATCH)
+                self.core.trained(self.core.step)
+                self.send_weights()
+            case "does" | "fails":
+                self.faults -= what == "fails"
+                number, body = process.inbox.pop(0)
+                process.outbox.append((number, self.answer(who, process, body, good=what == "does")))
+            case "forgets":
+                self.faults -= 1
+                process.inbox.pop(0)
+            case "is heard" | "is heard twice":
+                self.faults -= what == "is heard twice"
+                number, body = process.outbox.pop(0)
+                for _ in range(1 + (what == "is heard twice")):
+                    self.desk.answer(Delivery(who, 1, body, answers=number), body, self.now)
+            case "dies":
+                self.faults -= 1
+                del self.processes[who]
+            case "is missed":
+                self.lose(who)
+            case "comes back":
+                self.births += 1
+                self.processes[who] = Process(self.births)
+                self.desk.joined(who, 0)
+                self.believed[who] = 0
+                self.send_weights()
+            case "time passes":
+                self.faults -= 1
+                self.pass_time()
+        self.collect()
+
+    def pass_time(self) -> None:
+        self.now += 2 * TIMEOUT_S
+        self.desk.tick(self.now)
+
+    def answer(self, who: str, process: Process, body: Any, *, good: bool) -> Any:
+        version = body.manifest.version if isinstance(body, m.PrepareWeights) else body.version
+        refused = m.WeightsFailed(version, "500", fatal=False)
+        match body:
+            case m.PublishWeights():
+                transport = "gloo" if self.collective else "shared_memory"
+                manifest = WeightManifest(version, transport, "x", (), 8, "" if self.collective else f"sum {version}")
+                return m.WeightsPublished(version, manifest, 0.0) if good else refused
+            case m.SendWeights():
+                return m.WeightsSent(version, f"sum {version}", 0.0) if good else refused
+            case m.PrepareWeights():
+                process.staged = version if good else None
+                return m.WeightsReady(process.serves, version, f"sum {process.serves}", 0.0) if good else refused
+            case m.CommitWeights():
+                process.serves, process.staged = (version if good else MIXTURE), None
+                return m.WeightsReady(version, None, f"sum {version}", 0.0) if good else refused
+            case _:
+                process.staged = None
+                return m.WeightsReady(process.serves, None, f"sum {process.serves}", 0.0)
+
+    # ---- what must hold
+
+    def check(self) -> None:
+        if self.failed and "did not break off" not in self.failed:
+            served = [self.processes[name].serves for name in self.believed if name in self.processes]
+            assert self.core.travelling not in served, "the run ends though a server has the version"
+        if not self.failed:
+            for server, version in self.believed.items():
+                process = self.processes.get(server)
+                committing = process is not None and any(isinstance(body, m.CommitWeights) for _, body in process.inbox)
+                if process is not None and not committing:
+                    assert process.serves == version or self.desk.doing, f"{server} serves {process.serves}, not {version}"
+                    assert process.serves >= version or process.serves == MIXTURE
+
+    def places(self) -> dict[int, int]:
+        """The numbers of orders that still matter, counted anew, so that worlds are the same whatever has happened before."""
+        lines = [process.inbox + process.outbox for process in self.processes.values()]
+        numbers = {number for line in lines for number, _ in line} | {number for _, number in self.desk._orders}
+        return {number: place for place, number in enumerate(sorted(numbers))}
+
+    def key(self) -> object:
+        update, core = self.desk._update, self.core
+        state = None if update is None else (
+            update.version, update.phase, update.round, update.retries, update.servers, tuple(sorted(update.waiting)),
+            tuple(sorted(update._prepared)), tuple(sorted(update._failed)), update._in_grace,
+            update._in_the_way, update._members, update.checksum,
+        )  # fmt: skip
+        place, group = self.places(), self.desk._epochs._group
+        broken = self.groups.get(group.epoch) not in (None, self.who(group.members))
+        orders = tuple(
+            sorted((peer, place[number], order.phase, order.round) for (peer, number), order in self.desk._orders.items())
+        )
+        return (
+            state, orders, tuple((name, process.key(place)) for name, process in sorted(self.processes.items())),
+            tuple(sorted(self.believed.items())), tuple(sorted(self.desk._served.items())), self.faults, self.failed != "",
+            core.version, core.travelling, core.reached, core._trained, core.batch is None,
+            group.members, broken, self.desk._manifest.version if self.desk._manifest else None,
+        )  # fmt: skip
+
+
+def tail(world: World, manner: str) -> World:
+    """From here on all are good, or refuse whatever they are told, or say nothing any more: it comes to an end. Who refuses is
+    started again three times."""
+    world = copy.deepcopy(world)
+    births = world.births + 3
+    for _ in range(200):
+        world.faults = 0
+        moves = [] if world.failed else [move for move in world.moves() if manner != "silent" or move[0] == "is missed"]
+        if manner == "refusing" and world.births == births:
+            moves = [move for move in moves if move[0] != "comes back"]
+        if moves:
+            what, who = moves[0]
+            world.make(("fails" if manner == "refusing" and what == "does" else what, who))
+            world.check()
+        elif world.desk.doing:
+            world.pass_time()
+            world.collect()
+        else:
+            return world
+    raise AssertionError(f"an update without end, where all are {manner}")
+
+
+def explore(servers: int, collective: bool, faults: int) -> int:
+    """How many worlds there are; a broken rule is an AssertionError with the moves that led to it."""
+    first = World(servers, collective, faults)
+    seen, line = {first.key()}, deque[tuple[World, tuple[object, ...]]]([(first, ())])
+    while line:
+        world, path = line.popleft()
+        for move in world.moves():
+            after = copy.deepcopy(world)
+            try:
+                after.make(move)
+                after.check()
+                if after.key() in seen:
+                    continue
+                seen.add(after.key())
+                tail(after, "silent")
+                tail(after, "refusing")
+                settled(tail(after, "good"))
+            except AssertionError as error:
+                raise AssertionError(f"{error} after {[*path, move]}") from error
+            line.append((after, (*path, move)))
+    return len(seen)
+
+
+def settled(world: World) -> None:
+    if world.failed:
+        return
+    everywhere = dict.fromkeys(world.servers, 1)
+    assert world.core.version == 1, "the step is not over"
+    assert world.believed == everywhere, f"the core believes {world.believed}"
+    assert {name: world.processes[name].serves for name in world.servers} == everywhere, "servers stay behind"
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """A hundred thousand warnings of what is tried here."""
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("collective", [False, True])
+@pytest.mark.parametrize(("servers", "faults"), [(1, 2), (2, 1)])
+def test_whatever_servers_do_in_whatever_order_they_end_with_one_version(collective: bool, servers: int, faults: int):
+    assert explore(servers, collective, faults) > 100
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("servers", "collective", "faults"), [(2, False, 2), (2, True, 2), (3, False, 1)])
+def test_whatever_more_of_them_do_they_end_with_one_version(servers: int, collective: bool, faults: int):
+    assert explore(servers, collective, faults) > 1000
