@@ -27,6 +27,7 @@ class WrongOverride(ValueError):
 def go_on(path: Path, overrides: Sequence[str]) -> int:
     """The run's exit code; 1 where it can't go on. Raises `WrongOverride`."""
     from telescope._launch.plan import PlanError
+    from telescope.config.checks import warnings
     from telescope.config.judge import judge
     from telescope.config.words import ConfigError
 
@@ -53,7 +54,7 @@ def go_on(path: Path, overrides: Sequence[str]) -> int:
         say(f"{error}\nNothing was started.")
         return CONFIG_ERROR
     arguments = (f"run_dir={run.path}", "checkpoint.resume=true", *overrides)
-    order = Order(config, plan, standing, (), arguments, datetime.now().astimezone())
+    order = Order(config, plan, standing, tuple(warnings(config)), arguments, datetime.now().astimezone())
     if config.cluster.slurm is not None:
         return submit_all([order])
     return join_run(order) if standing.rank else run_one(order)

@@ -23,6 +23,7 @@ from telescope.maths import dealing
 from telescope.records import TrainItem
 from telescope.runlog import checkpoints, kept
 from telescope.runlog.layout import RunDirectory
+from telescope.runlog.lineage import attempt_that_trained
 from telescope.trainer.main import job as job_of
 
 NAMED = 10
@@ -38,7 +39,7 @@ def replay_step(run: RunDirectory, step: int, *, weights: str | None, device: st
     with a model in the format of Hugging Face; None: the run's own checkpoint of the step before, or else the model that it
     began with.
 
-    Raises `kept.NothingKept`, `CannotReplay`, and what building the backend raises.
+    Raises `kept.NothingKept`, `CannotReplay`, `CheckpointUnreadable`, and what building the backend raises.
     """
     parts, run = kept.read(run, step), kept.find(run, step)
     try:
@@ -48,8 +49,10 @@ def replay_step(run: RunDirectory, step: int, *, weights: str | None, device: st
     whole = together(parts)
     broken = list(broken_inputs(whole))
     first = parts[0].header
-    weights = weights or _checkpoint(run, config, step - 1)
-    opening = _opening(run, first, whole, weights or f"{config.model.name}, as the run began")
+    doubt = ""
+    if weights is None:
+        weights, doubt = _checkpoint(run, config, step - 1)
+    opening = [*_opening(run, first, whole, weights or f"{config.model.name}, as the run began"), *filter(None, [doubt])]
     if any("log-prob" in line for line in broken):
         return False, "\n".join([*opening, *broken, "A loss without them can't be computed, so nothing was run."])
     probe = Probe(loss_scale=first.loss_scale)
@@ -156,10 +159,20 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def _checkpoint(run: RunDirectory, config: RunConfig, step: int) -> str | None:
-    """The run's own of this step, if there is one."""
-    folder = checkpoints.root(run.whole, config.checkpoint.dir)
-    return str(checkpoints.complete_folder(folder, step)) if step in checkpoints.steps(folder) else None
+def _checkpoint(run: RunDirectory, config: RunConfig, step: int) -> tuple[str | None, str]:
+    """The run's own of this step, if there is one, and a doubt about it. Where attempts have trained the step more than once it
+    is the one that `run`'s attempt went on from, though another may have its place by now."""
+    there = checkpoints.all_of(checkpoints.root(run.whole, config.checkpoint.dir), step)
+    attempt = attempt_that_trained(run, step) if there else None
+    if attempt is None:
+        return next(map(str, there), None), ""
+    makers = [checkpoints.read(folder).attempt for folder in there]
+    if attempt in makers:
+        return str(there[makers.index(attempt)]), ""
+    return str(there[0]), (
+        f"These weights are not those that step {step + 1} began with: attempt {makers[0]} trained step {step} too, and the "
+        f"checkpoint of attempt {attempt}, which this step followed, is gone."
+    )
 
 
 def _job(config: RunConfig, world: World, weights: str | None, probe: Probe) -> Job:

@@ -278,7 +278,7 @@ def _resume_directory(path: Path, order: Order, until_held: ExitStack) -> RunDir
     """The directory of an earlier run, ready for another attempt that begins at a checkpoint, and nobody else's until
     `until_held` ends. On Slurm the job itself sees to it when it starts. Raises `CannotResume` and OSError."""
     from telescope._launch import resuming
-    from telescope.config.continuing import refusals
+    from telescope.config.continuing import refusals, remarks
     from telescope.config.run import as_json, config_hash
     from telescope.runlog import http_key
     from telescope.runlog.ending import read_object
@@ -288,7 +288,8 @@ def _resume_directory(path: Path, order: Order, until_held: ExitStack) -> RunDir
     config, directory, asked = order.config, RunDirectory(path), order.config.checkpoint.resume
     if not directory.run_json.exists():
         raise resuming.CannotResume(f"run_dir={path} is no run directory, and checkpoint.resume goes on in one: name another")
-    problems = refusals(read_object(directory.config_json), as_json(config))
+    before, here = read_object(directory.config_json), as_json(config)
+    problems = refusals(before, here)
     if problems:
         raise resuming.CannotResume("\n".join(problems))
     until_held.enter_context(resuming.alone(directory))
@@ -299,6 +300,8 @@ def _resume_directory(path: Path, order: Order, until_held: ExitStack) -> RunDir
         raise resuming.CannotResume(f"checkpoint.resume={asked}: a job takes the latest checkpoint; set checkpoint.resume=true")
     whole = resuming.latest(directory, config) if order.by_itself else None
     source = whole or resuming.origin(directory, config, None if asked is True else asked)
+    for remark in remarks(before, here, source.step):
+        _log.warning("Warning: %s", remark)
     if config.inference.makes_http_key:
         http_key.make(directory)
     if on_slurm:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from telescope.config import masters
 from telescope.config.models import attention_heads, layers
 from telescope.config.parts import WeightSyncSettings
 from telescope.config.run import RunConfig
@@ -38,6 +39,7 @@ def conflicts(config: RunConfig) -> list[Conflict]:
         *_hosts(config),
         *_without_effect(config),
         *_weights(config),
+        *_masters(config),
         *_backend(config),
         *_shared_rows(config),
         *_checkpoints(config),
@@ -352,6 +354,11 @@ def _weights(config: RunConfig) -> Iterator[Conflict]:
         )
 
 
+def _masters(config: RunConfig) -> Iterator[Conflict]:
+    if sentence := masters.refusal(config):
+        yield Conflict(("model.dtype", "model.lora"), sentence)
+
+
 def _typed(value: object) -> str:
     """As it is typed on a command line."""
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -419,6 +426,8 @@ def warnings(config: RunConfig) -> list[str]:
     found = config.algorithm.warnings(asynchronous=asynchronous, updates=config.trainer.updates_per_step)
     if config.trainer.learning_rate == 0:
         found = [*found, "trainer.learning_rate=0: the weights will not change"]
+    if sentence := masters.warning(config):
+        found = [*found, sentence]
     if config.inference.quantization is not None and not getattr(config.algorithm, "all_corrections", ()):
         found = [
             *found,

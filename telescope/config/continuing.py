@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from telescope.maths.schedules import learning_rate_factor
+
 FIXED = {
     "model.name": "the weights are this model's",
     "model.lora": "the weights are those that were trained before",
@@ -32,6 +34,28 @@ def refusals(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         if (was := _at(old, path)) != (here := _at(new, path))
     ]
     return [*found, *_environments(old.get("environments", {}), new.get("environments", {}))]
+
+
+SCHEDULE = ("learning_rate", "lr_scheduler", "warmup_steps", "min_lr_ratio")
+
+
+def remarks(old: Mapping[str, Any], new: Mapping[str, Any], step: int) -> list[str]:
+    """What of a run that goes on after `step` is otherwise than one may think, though it is allowed; empty mostly."""
+    total, before = new.get("number_of_steps"), old.get("number_of_steps")
+    facts = [tuple(_at(config, f"trainer.{name}") for name in SCHEDULE) for config in (old, new)]
+    if total is None or before is None or total == before or facts[0] != facts[1] or None in facts[0]:
+        return []
+    rate, schedule, warmup, least = facts[1]
+    was, here = (
+        rate * learning_rate_factor(step + 1, schedule=schedule, number_of_steps=steps, warmup_steps=warmup, min_ratio=least)
+        for steps in (before, total)
+    )
+    if was == here:
+        return []
+    return [
+        f"number_of_steps={total} was {before}, and trainer.lr_scheduler={schedule} is spread over all of them: step "
+        f"{step + 1} runs at a rate of {here:.3g}, and would have had {was:.3g}"
+    ]
 
 
 def _environments(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:

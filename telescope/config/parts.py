@@ -36,7 +36,8 @@ class ModelSettings(Settings):
     name: str = "tiny"
     """Hugging Face id, a local folder, or an embedded model (`tiny`, `tiny_reverse`, `tiny_turns`)."""
     dtype: Dtype = "float32"
-    """Precision of the master weights."""
+    """Precision of the master weights. bfloat16 and float16 are for model.lora, whose adapters are float32 all the same: in
+    full training bfloat16 loses small steps, and float16 is refused."""
     chat_template: str | None = None
     """Jinja template in place of the tokenizer's; needed for base models without one."""
     enable_thinking: bool = False

@@ -34,6 +34,7 @@ COMPLETE = "complete.json"
 _STEP = re.compile(r"step_(\d{8,})")
 _PARTIAL = re.compile(r"step_(\d{8,})\.partial-.+")
 _REPLACED = re.compile(r"step_(\d{8,})\.replaced")
+_ASIDE = re.compile(r"step_(\d{8,})\.before-.+")
 _DELETED = ".deleted"
 _OWNER = "owned-by-"
 
@@ -198,6 +199,12 @@ def now() -> str:
 def steps(directory: Path) -> list[int]:
     """Steps with a complete checkpoint, ascending; empty where there is no folder."""
     return sorted(step for step, folder in _matching(directory, _STEP) if (folder / COMPLETE).is_file())
+
+
+def all_of(directory: Path, step: int) -> list[Path]:
+    """Every complete checkpoint of `step`: the one that counts first, then those that went aside."""
+    places = (folder for kind in (_STEP, _ASIDE) for other, folder in _matching(directory, kind) if other == step)
+    return [folder for folder in places if (folder / COMPLETE).is_file()]
 
 
 def latest(directory: Path) -> Path | None:

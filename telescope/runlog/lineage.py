@@ -59,6 +59,19 @@ def read_lineage(run: RunDirectory) -> Lineage:
         return Lineage(len(read_attempts(run)) or 1)
 
 
+def attempt_that_trained(run: RunDirectory, step: int) -> str | None:
+    """The name of the attempt that trained `step` on the way to what is in `run`: the run's directory, or what an earlier
+    attempt left. None where nobody has written names down: the run has had one attempt.
+
+    E.g. attempt 3, which began after step 10 of attempt 1, has trained step 10 in attempt 1 and step 11 itself.
+    """
+    names = {attempt.number: attempt.attempt for attempt in read_attempts(run.whole)}
+    number = int(run.path.name) if run != run.whole else len(names)
+    before = read_lineage(run).before if run.lineage_json.exists() else ()
+    earlier = (part.attempt for part in before if part.step is not None and part.step >= step)
+    return names.get(next(earlier, number))
+
+
 def write_lineage(run: RunDirectory, lineage: Lineage) -> None:
     write_atomically(run.lineage_json, msgspec.json.encode(lineage).decode() + "\n", mode=0o600)
 

@@ -192,12 +192,13 @@ def test_a_gradient_that_is_not_finite_skips_the_update_and_is_counted(build):
 ARRAYS = ("ids", "mask", "logprobs", "versions")
 
 
-def test_the_gradient_is_clipped_to_its_norm(build):
-    backend = build(make_job(grad_clip=0.01))
+@pytest.mark.parametrize(("dtype", "scale"), [(None, 1.0), ("float16", 2.0**16)])
+def test_the_gradient_is_clipped_to_its_norm_whatever_the_loss_was_multiplied_by(build, dtype, scale):
+    backend = build(make_job(grad_clip=0.01), mixed_precision_dtype=dtype)
     result = backend.train_step(make_shard())
     assert result.metrics["grad_norm"] > 0.01
     norm = torch.sqrt(sum(tensor.double().pow(2).sum() for tensor in backend.gradients.values()))
-    assert result.metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-6)
+    assert result.metrics["grad_norm"] == pytest.approx(float(norm) / scale, rel=1e-6)
     moments = [backend._updater.optimizer.state[p]["exp_avg"].full_tensor() for p in backend._policy.parameters()]
     clipped = torch.sqrt(sum(moment.double().pow(2).sum() for moment in moments)) / 0.1  # first moment: 0.1 of the gradient
     assert float(clipped) == pytest.approx(0.01, rel=1e-4)

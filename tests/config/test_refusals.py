@@ -30,6 +30,12 @@ OPTIONS = " | ".join(sorted(plugins.find(plugins.ENVIRONMENTS)))
             "cluster.placement_timeout_s=100000000000000000000",
             "cluster.placement_timeout_s=100000000000000000000 must be at most 1000000",
         ),
+        (
+            "model.dtype=float16",
+            "model.dtype=float16 would keep the weights in training, their gradients and the optimiser's moments in float16, "
+            "in which squares of small gradients are 0 and AdamW's steps far too large: set model.dtype=float32; "
+            "backend.mixed_precision_dtype=float16 computes in half precision",
+        ),
         ("rollout.timeout_s=1e20", "rollout.timeout_s=1e+20 must be at most 1000000.0"),
         ("cluster.env_num_workers=100000", "cluster.env_num_workers=100000 must be at most 1024"),
         ("cluster.rollouts_per_env_worker=1000001", "cluster.rollouts_per_env_worker=1000001 must be at most 1000000"),

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -16,7 +17,9 @@ from telescope.flow import commands as do
 from telescope.flow import events as seen
 from telescope.flow.core import Core
 from telescope.flow.curriculum import Pool, Pools
+from telescope.flow.patience import PatienceState
 from telescope.flow.replay import replay
+from telescope.flow.resuming import take
 from telescope.flow.snapshot import Snapshot
 from tests.flow.cases import any_manners, any_settings
 from tests.flow.harness import Manners, World, mixed, settings, sometimes_equal
@@ -84,8 +87,17 @@ def assert_nothing_lost_or_twice(case: Any, manners: Manners, commands: list[Any
     for command in commands:
         if isinstance(command, do.Run):
             assert seeds.setdefault(command.order.rollout_id, command.order.seed) == command.order.seed
+    assert_discards_count_once(commands)
     if done and not case.curricula:
         assert_each_prompt_once_an_epoch(case, manners, commands)
+
+
+def assert_discards_count_once(commands: list[Any]) -> None:
+    """In the statistics of one batch; not in any yet where they were discarded when the last batch was full."""
+    counted = Counter(group for step in commands if isinstance(step, do.Train) for group in step.baseline_group_ids)
+    assert all(times == 1 for times in counted.values())
+    discarded = [c.group_id for c in commands if isinstance(c, do.GroupState) and c.state == "discarded"]
+    assert [group in counted for group in discarded] == [True] * len(counted) + [False] * (len(discarded) - len(counted))
 
 
 def assert_each_prompt_once_an_epoch(case: Any, manners: Manners, commands: list[Any]) -> None:
@@ -131,6 +143,25 @@ def what_was_resumed(worlds: list[World]) -> Counter[str]:
         made_of["discarded"] += bool(again.baseline or again.discarded)
         made_of[world.settings.take_order] += 1
     return made_of
+
+
+BEFORE_WORKERS = ("split_sizes", "digests")
+"""What a core knows again when its workers have said hello."""
+
+
+def test_a_core_that_goes_on_has_all_that_the_snapshot_has():
+    """Each snapshot also with its discarded groups the other way round, and with rows of failures and discards under way:
+    at the end of a step both are rare."""
+    found = [world.resumed for _, attempts, _ in many(0, 20, 3) for world in attempts if world.resumed is not None]
+    assert sum(bool(snapshot.baseline or snapshot.discarded) for snapshot in found) > 2
+    assert sum(bool(snapshot.playing) for snapshot in found) > 2
+    for snapshot in found:
+        impatient = PatienceState({label: 2 for label, _ in snapshot.settings.environments}, 3)
+        full = {"baseline": snapshot.discarded, "discarded": snapshot.baseline, "patience": impatient}
+        for one in (snapshot, msgspec.structs.replace(snapshot, **full)):
+            again = take(Core.restore(one.settings, one)._parts, SimpleNamespace(position=one.position), one.step)
+            same = {name: getattr(one, name) for name in BEFORE_WORKERS}
+            assert msgspec.structs.replace(again, **same) == one
 
 
 @pytest.mark.slow

@@ -209,6 +209,30 @@ def test_of_a_trajectory_longer_than_a_row_the_beginning_is_trained_and_the_rest
     assert mask[:7].tolist() == [0, 0, 1, 1, 1, 1, 1]
 
 
+def test_a_trajectory_that_is_cut_keeps_its_own_versions_and_log_probs_and_is_judged_by_all_of_it():
+    """Version 4 sampled the first 5 of 10 tokens. Two near-certain ones lie beyond the row: the filter sees them."""
+    command, shelf = of_groups({0: 10})
+    rollouts = []
+    for rollout_id, tail in ((0, -1.0), (1, -1e-4)):
+        (branch,) = shelf[rollout_id].branches
+        versions, logprobs = branch.versions.copy(), branch.logprobs.copy()
+        versions[2:7], logprobs[-2:] = 4, tail
+        logprobs[2:7] = -np.arange(1, 6, dtype=np.float32)
+        rollouts.append(replace(shelf[rollout_id], branches=(Trajectory(branch.ids, branch.mask, logprobs, versions),)))
+    shelf = Shelf()
+    for rollout in rollouts:
+        shelf.put(rollout)
+    algorithm = RLOO(repetition_filter_tokens=2)
+    rule = replace(recipe(algorithm, minibatches=1), group_size=2, seq_len=7, truncates=True)
+    batch = cut(command, shelf, rule, ranks=1)
+    assert batch.filters == ((), ("repetition",))
+    (shard,) = batch.shards
+    _, _, logprobs, versions = shard.arrays
+    assert versions.tolist() == [-1, -1, 4, 4, 4, 4, 4]
+    assert logprobs[2:].tolist() == [-1.0, -2.0, -3.0, -4.0, -5.0]
+    assert batch.lags.tolist() == [1] * 5
+
+
 def test_a_prompt_as_long_as_a_row_leaves_nothing_to_train_and_still_counts():
     command, shelf = of_groups({0: 10, 1: 3})
     batch = cut(command, shelf, replace(recipe(minibatches=1), group_size=2, seq_len=2, truncates=True), ranks=2)

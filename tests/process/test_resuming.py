@@ -16,7 +16,7 @@ from telescope._launch import resuming
 from telescope._launch.slurm import batch
 from telescope._launch.standing import Standing
 from telescope.again import go_on as go_on_with_settings_of
-from telescope.config.continuing import refusals
+from telescope.config.continuing import refusals, remarks
 from telescope.config.run import RunConfig, dump_run
 from telescope.runlog import attempts, checkpoints, http_key
 from telescope.runlog.holder import hold
@@ -292,6 +292,33 @@ def test_settings_that_change_neither_model_nor_data_may_change():
 def test_settings_that_would_make_another_run_are_refused_with_the_setting(changes: dict[str, Any], sentence: str):
     (said,) = refusals(config().model_dump(mode="json"), config(**changes).model_dump(mode="json"))
     assert said.startswith(sentence)
+
+
+def test_a_schedule_that_is_spread_over_other_steps_is_told_with_both_rates():
+    """Linear from 1 at step 1: to 0 at step 9, or at step 17."""
+    trainer = {"lr_scheduler": "linear", "learning_rate": 1.0}
+    old = config(trainer=trainer).model_dump(mode="json")
+    longer = config(trainer=trainer, number_of_steps=17).model_dump(mode="json")
+    assert remarks(old, longer, 4) == [
+        "number_of_steps=17 was 9, and trainer.lr_scheduler=linear is spread over all of them: step 5 runs at a rate of 0.75, "
+        "and would have had 0.5"
+    ]
+    assert "step 10 runs at a rate of 0.438, and would have had 0" in remarks(old, longer, 9)[0]
+    assert remarks(old, old, 4) == []
+    flat, longer = (config(number_of_steps=steps).model_dump(mode="json") for steps in (9, 17))
+    assert remarks(flat, longer, 4) == []
+    other_rate = config(trainer={**trainer, "learning_rate": 0.5}, number_of_steps=17)
+    assert remarks(old, other_rate.model_dump(mode="json"), 4) == []
+    assert remarks({}, old, 4) == []
+
+
+def test_who_goes_on_is_told_of_a_schedule_that_is_spread_anew(run: RunDirectory, caplog):
+    run.config_json.write_text(dump_run(config(trainer={"lr_scheduler": "linear"})))
+    checkpoint(run, 2)
+    order = order_for(run, trainer={"lr_scheduler": "linear"}, number_of_steps=20)
+    with ExitStack() as until_held, caplog.at_level("WARNING"):
+        start._resume_directory(run.path, order, until_held)
+    assert "Warning: number_of_steps=20 was 9" in caplog.text
 
 
 def queued_again(run: RunDirectory, **changes: Any) -> attempts.Attempt:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import queue
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import msgspec
@@ -19,6 +20,7 @@ import pytest
 import torch.distributed as dist
 
 from telescope import replay_step
+from telescope._launch.resuming import next_attempt
 from telescope.algorithms.grpo import GRPO
 from telescope.backends.base import Saved, StepResult, TrainShard, World
 from telescope.backends.common import ranks
@@ -28,7 +30,9 @@ from telescope.config.run import RunConfig, config_hash, dump_run
 from telescope.replay import main
 from telescope.replay_step import share, together
 from telescope.runlog import checkpoints, kept
+from telescope.runlog.identity import new_identity, write_identity
 from telescope.runlog.layout import RunDirectory
+from telescope.runlog.lineage import Lineage, Part, write_lineage
 from telescope.trainer.keeping import Keeper
 from telescope.trainer.main import job
 from tests.backends.shards import in_minibatches, make_shard, part
@@ -278,7 +282,9 @@ STUCK = """
 import ctypes, sys
 import telescope.wire.process as process
 from pathlib import Path
+from telescope.runlog.identity import new_identity, write_identity
 from telescope.runlog.layout import RunDirectory
+from telescope.runlog.lineage import Lineage, Part, write_lineage
 from telescope.trainer.keeping import Keeper, last_word
 from tests.backends.shards import make_shard
 
@@ -329,6 +335,51 @@ def test_a_step_of_an_earlier_attempt_is_run_with_its_own_settings_and_the_runs_
     assert main([str(run.path), "--step", "4"]) == 1
     assert f"step 4 of {run.path} was not kept (kept are: 3, 5)" in capsys.readouterr().err
     assert RunDirectory(first).whole == run.whole == run
+
+
+def test_a_step_that_two_attempts_have_trained_is_run_with_the_weights_of_its_own(tmp_path, capsys):
+    """Attempt 1 kept its step 5 and died; attempt 2 went on after step 2 and made another checkpoint of step 4."""
+    run, config = kept_run(tmp_path)
+    write_identity(run, msgspec.structs.replace(new_identity("r", datetime.now(UTC), ""), attempt="one"))
+    keeper(run, config).broke(make_shard(5), RuntimeError("out of memory"))
+    losses = {}
+    for name, seed in (("one", 1), ("two", 2)):
+        backend = config.backend.build(job(config, World(0, 1, "cpu"), lambda doing: None))
+        backend.train_step(make_shard(4, seed=seed))
+        outcomes: queue.Queue[object] = queue.Queue()
+        folder = checkpoints.begin(run.checkpoints, 4, name)
+        backend.save(4, checkpoints.trainer_part(folder), outcomes.put)
+        assert isinstance(outcomes.get(timeout=60), Saved)
+        losses[name] = backend.train_step(make_shard(5)).metrics["loss"]
+        backend.close()
+        if name == "two":
+            assert next_attempt(run, "", "two") == 2
+            write_lineage(run, Lineage(2, 2, (Part(1, 0, 2),)))
+            checkpoints.set_later_aside(run.checkpoints, 2, "two")
+        checkpoints.finish(folder, facts_of_step_4(attempt=name))
+    aside = run.checkpoints / "step_00000004.before-two"
+    assert main([str(run.path), "--step", "5"]) == 0
+    said = capsys.readouterr().out
+    assert f"weights here: {aside}" in said
+    assert f"loss {losses['one']:.6g}," in said
+    assert f"{losses['one']:.6g}" != f"{losses['two']:.6g}"
+    keeper(run, config).broke(make_shard(5), RuntimeError("out of memory"))
+    assert main([str(run.path), "--step", "5"]) == 0
+    said = capsys.readouterr().out
+    assert f"weights here: {checkpoints.complete_folder(run.checkpoints, 4)}" in said
+    assert f"loss {losses['two']:.6g}," in said
+    shutil.rmtree(aside)
+    assert main([str(run.earlier_attempt(1)), "--step", "5"]) == 0
+    said = capsys.readouterr().out
+    assert "These weights are not those that step 5 began with: attempt two trained step 4 too" in said
+    assert "the checkpoint of attempt one, which this step followed, is gone" in said
+
+
+def facts_of_step_4(attempt: str) -> checkpoints.Complete:
+    return checkpoints.Complete(
+        format=checkpoints.FORMAT, step=4, version=4, run_id="r", attempt=attempt, config_hash="", world_size=1,
+        training_state=True, nbytes=0, seconds=0.0, written=checkpoints.now(),
+    )  # fmt: skip
 
 
 def test_a_folder_that_takes_nothing_stops_no_training(tmp_path, caplog):

@@ -17,8 +17,8 @@ class FSDP(BackendSettings):
     trains_adapters: ClassVar[bool] = True
 
     mixed_precision_dtype: Literal["bfloat16", "float16", "float32"] | None = "bfloat16"
-    """Precision of forward and backward; gradients are reduced, and weights updated, in model.dtype or better.
-    null: that of the weights themselves."""
+    """Precision of forward and backward; gradients are reduced over ranks in float32; they are added up, and
+    weights updated, in model.dtype. null: that of the weights themselves."""
     gradient_checkpointing: bool | Literal["full", "selective"] = True
     """true, full: keep only each layer's input and compute the layer again in the backward pass: least memory, about a third
     more time. selective: keep the results of matrix products and attention too, and compute again what is between them; with
