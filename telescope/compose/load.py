@@ -38,6 +38,10 @@ _DEFAULTS_SINCE = (1, 4)
 """From this version on Hydra warns where it is told whose defaults to take; before, where it is not."""
 
 
+SEVERAL = ("env", "experiment")
+"""The groups that take a list of options."""
+
+
 class UsageError(ValueError):
     """The command line itself can't be read. The text is a whole sentence."""
 
@@ -70,6 +74,8 @@ def load_points(overrides: Sequence[str], places: Places, environ: Mapping[str, 
 def parse(overrides: Sequence[str]) -> list[Override]:
     """One parsed override each. Raises `UsageError` with the one that can't be read."""
     parser = OverridesParser.create()
+    if nameless := [override for override in overrides if override.lstrip("+~").startswith("=")]:
+        raise UsageError(f"can't read '{nameless[0]}': it names no setting; an override reads name=value")
     return [_parse_one(parser, override) for override in overrides]
 
 
@@ -200,8 +206,12 @@ def _chosen(override: Override, places: Places) -> tuple[list[str], list[Problem
     options = places.options(group)
     if override.is_delete():
         return [], [Problem(group, f"{override.input_line}: a group can't be taken away; choose {' | '.join(options)}")]
-    if value is None and group != "experiment":
+    if value is None:
+        if group == "experiment":  # as if it had not been given
+            return [], []
         return [], [Problem(group, f"{group} needs a choice: {' | '.join(options)}")]
+    if wrong_form := _no_choice(override, value):
+        return [], [Problem(group, wrong_form)]
     names = value if isinstance(value, list) else [value]
     if not names:
         return [], [Problem(group, f"{override.input_line} chooses nothing: choose one at least of {' | '.join(options)}")]
@@ -216,7 +226,7 @@ def _chosen(override: Override, places: Places) -> tuple[list[str], list[Problem
     ]
     if unusable:
         return [], unusable
-    wrong = [str(name) for name in names if name is not None and str(name).removeprefix("_") not in options]
+    wrong = [str(name) for name in names if str(name).removeprefix("_") not in options]
     if not wrong:
         return [str(override.input_line)], []
     guesses = [nearest(str(name), options) if str(name) in wrong else str(name) for name in names]
@@ -230,6 +240,19 @@ def _chosen(override: Override, places: Places) -> tuple[list[str], list[Problem
         return [], problems
     stand_in = f"[{','.join(map(str, guesses))}]" if isinstance(value, list) else guesses[0]
     return [f"{override.get_key_element()}={stand_in}"], problems
+
+
+def _no_choice(override: Override, value: Any) -> str:
+    """Why a value names no option of its group, or more than the group takes: Hydra would put one over the other, so that only
+    the last of two algorithms would act. Empty where it is a choice."""
+    group, line = override.key_or_group, override.input_line
+    if isinstance(value, list) and group not in SEVERAL:
+        points = f"; one run for each is -m {group}={','.join(map(str, value))}" if len(value) > 1 else ""
+        return f"{line} is a list, and {group} takes one choice, e.g. {group}={value[0] if value else 'NAME'}{points}"
+    names = value if isinstance(value, list) else [value]
+    if any(isinstance(name, list | dict) for name in names):
+        return f"{line} names no option: give a name, e.g. {group}=NAME{', or a list of names' if group in SEVERAL else ''}"
+    return ""
 
 
 def _not_said_yet(judged: Sequence[Problem], said: Sequence[Problem]) -> list[Problem]:

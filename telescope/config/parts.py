@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from telescope.config.cluster import ClusterSettings as ClusterSettings
 from telescope.config.secrets import referenced
+from telescope.config.words import typed
 from telescope.flow.curriculum import Pool, Pools
 from telescope.maths.support import Support
 from telescope.settings import Settings
@@ -38,13 +39,23 @@ class ModelSettings(Settings):
     dtype: Dtype = "float32"
     """Precision of the master weights."""
     chat_template: str | None = None
-    """Jinja template in place of the tokenizer's; needed for base models without one."""
+    """Jinja template in place of the tokenizer's, the text itself and no file's path; needed for base models without one."""
     enable_thinking: bool = False
     """Passed to the chat template."""
     trust_remote_code: bool = False
     """Run Python code that the model's repository ships. Opt-in."""
     lora: LoraSettings | None = None
     """Train LoRA adapters and push only these; the model itself is frozen. null: train all weights. `'model.lora={rank:16}'`"""
+
+    @field_validator("chat_template")
+    @classmethod
+    def _template_is_jinja(cls, chat_template: str | None) -> str | None:
+        if chat_template is not None and "{{" not in chat_template and "{%" not in chat_template:
+            raise ValueError(
+                f"model.chat_template={typed(chat_template)} is no Jinja template, and every prompt would be this text: give the "
+                "template itself, not a file's path (in a preset of your own as `chat_template: |` with the text below)"
+            )
+        return chat_template
 
 
 class CurriculumPool(Settings):
@@ -146,8 +157,8 @@ class RolloutSettings(Settings):
     """Samples of one prompt (G)."""
     min_group_size: int = Field(default=2, ge=1, le=100_000)
     """Scored survivors below which a group fails."""
-    temperature: float = Field(default=1.0, gt=0, le=2)
-    """Logits are divided by it, in the sampler and in the trainer alike."""
+    temperature: float = Field(default=1.0, ge=0.01, le=2)
+    """Logits are divided by it, in the sampler and in the trainer alike. Below 0.01 vLLM would sample with 0.01 all the same."""
     top_k: int | None = Field(default=None, ge=2, le=10_000_000)
     """Sample from so many of the likeliest tokens; the trainer normalises over the same rule's tokens. null: all."""
     top_p: float | None = Field(default=None, gt=0, le=1)
