@@ -52,8 +52,8 @@ class ModelSettings(Settings):
     def _template_is_jinja(cls, chat_template: str | None) -> str | None:
         if chat_template is not None and "{{" not in chat_template and "{%" not in chat_template:
             raise ValueError(
-                f"model.chat_template={typed(chat_template)} is no Jinja template, and every prompt would be this text: give the "
-                "template itself, not a file's path (in a preset of your own as `chat_template: |` with the text below)"
+                f"model.chat_template={typed(chat_template)} is no Jinja template, and every prompt would be this text: give "
+                "the template itself, not a file's path (in a preset of your own as `chat_template: |` with the text below)"
             )
         return chat_template
 
@@ -158,7 +158,7 @@ class RolloutSettings(Settings):
     min_group_size: int = Field(default=2, ge=1, le=100_000)
     """Scored survivors below which a group fails."""
     temperature: float = Field(default=1.0, ge=0.01, le=2)
-    """Logits are divided by it, in the sampler and in the trainer alike. Below 0.01 vLLM would sample with 0.01 all the same."""
+    """Logits are divided by it, in the sampler and in the trainer alike. Below 0.01 vLLM would take 0.01 all the same."""
     top_k: int | None = Field(default=None, ge=2, le=10_000_000)
     """Sample from so many of the likeliest tokens; the trainer normalises over the same rule's tokens. null: all."""
     top_p: float | None = Field(default=None, gt=0, le=1)
@@ -213,6 +213,8 @@ class TrainerSettings(Settings):
     `telescope replay RUN_DIR --step N`; 0: none. A step that ends in an error is kept too."""
     keep_batches_every: int | None = Field(default=None, ge=1, le=1_000_000_000)
     """Also keep the batch of every so many steps; null: no other."""
+    max_broken_steps: int = Field(default=32, ge=1, le=1_000_000_000)
+    """So many steps in a row without one finite gradient, in which no weight moves, end the run."""
     epochs_per_batch: int = Field(default=1, ge=1, le=1_000)
     """Times that a step runs over its batch, cut into minibatches anew each time. Schedules count steps."""
     seq_len: int = Field(default=4096, ge=8, le=100_000_000)

@@ -20,6 +20,7 @@ from telescope.config.run import RunConfig
 from telescope.flow import commands, events
 from telescope.flow.core import Core
 from telescope.flow.replay import encode_line
+from telescope.orchestrator.divergence import why_it_ends
 from telescope.orchestrator.perform import Performer
 from telescope.orchestrator.processor import Processor
 from telescope.orchestrator.record import Recorder
@@ -320,3 +321,5 @@ class Orchestrator:
         said = "no rollout scored since the last step" if reward is None else f"reward {reward:.3f}"
         log.info("step %d: %s, loss %.4f", body.step, said, metrics.get("loss", 0.0))
         self._events.append(events.StepDone(step=body.step))
+        if sentence := why_it_ends(self._recorder.history, self._config.trainer.max_broken_steps, body.step):
+            self.fault(sentence)

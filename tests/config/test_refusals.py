@@ -33,14 +33,14 @@ OPTIONS = " | ".join(sorted(plugins.find(plugins.ENVIRONMENTS)))
         ("rollout.temperature=0.009", "rollout.temperature=0.009 must be at least 0.01"),
         (
             "rollout.stop=[a,b,c,d,e,f,g,h,i,j,k,l,m,n,o,p,q]",
-            'rollout.stop=["a", "b", "c", "d", "e", "f", "g", "h", "i", "j", "k", "l", "m", "n", "o",  ... must have at most 16 '
-            "items",
+            'rollout.stop=["a", "b", "c", "d", "e", "f", "g", "h", "i", "j", "k", "l", "m", "n", "o",  ... must have at most '
+            "16 items",
         ),
         (f"name={'n' * 101}", f"name='{'n' * 75} ... must have at most 100 characters"),
         (
             "model.chat_template=/data/chat.jinja",
-            "model.chat_template='/data/chat.jinja' is no Jinja template, and every prompt would be this text: give the template "
-            "itself, not a file's path (in a preset of your own as `chat_template: |` with the text below)",
+            "model.chat_template='/data/chat.jinja' is no Jinja template, and every prompt would be this text: give the "
+            "template itself, not a file's path (in a preset of your own as `chat_template: |` with the text below)",
         ),
         (
             "environments.countdown.kwargs.nope=1",

@@ -27,6 +27,17 @@ def test_a_process_that_stops_beating_is_named(start: Start):
     assert run.left_after(30) == []
 
 
+def test_a_run_that_trains_nothing_any_more_ends_with_the_step_since_which_that_is_so(start: Start):
+    """The first update throws the weights away, and no gradient after it is a finite number."""
+    run = start("experiment=fake", "backend=fsdp", "trainer.learning_rate=1e30", "trainer.max_broken_steps=3",
+                "number_of_steps=100000")  # fmt: skip
+    assert run.wait() == 70
+    reason = run.summary()["exit_reason"]
+    assert "trainer.max_broken_steps=3: no gradient of the last 3 steps was a finite number" in reason
+    assert "the weights have not moved since step 1" in reason
+    assert run.summary()["steps"] == 4
+
+
 def test_a_broken_environment_class_gives_a_sentence(start: Start, tmp_path: Path):
     folder = tmp_path / "mine" / "plugins" / "environments"
     folder.mkdir(parents=True)
