@@ -23,6 +23,8 @@ from pathlib import Path
 from telescope._launch import child
 from telescope._launch.address import KeptPort
 from telescope._launch.causes import COMPONENT_FAILED, Cause, how, own_sentence, root_cause, tail
+from telescope._launch.ground import LOOK_S as GROUND_S
+from telescope._launch.ground import Ground
 from telescope._launch.household import Household
 from telescope._launch.plan import Plan, ProcessPlan, read_plan
 from telescope._launch.processes import Ending, Held
@@ -135,6 +137,7 @@ class Supervisor:
         self.progress = Progress(run, console, quoting=not plan.log_to_console) if plan.progress else None
         self.log_copy = LogCopy(run, plan.names, console) if plan.log_to_console else None
         self.revival = Revival(run, plan, console.say, patience.fence_s)
+        self.ground = Ground(run.plan_json)
 
     # ---- the loop ----------------------------------------------------------------------------------------------------
 
@@ -148,6 +151,7 @@ class Supervisor:
                 self.wait()
                 self.notice_signals()
                 self.look_after_nodes()
+                self.look_after_directory()
                 self.look_after_servers()
                 self.notice_endings()
                 if time.monotonic() >= self.deadline:
@@ -188,7 +192,7 @@ class Supervisor:
 
     def wait(self) -> None:
         display_s = DISPLAY_S if self.progress or self.log_copy else float("inf")
-        look_s = LOOK_S if self.revival.watching and self.phase is Phase.RUNNING else float("inf")
+        look_s = (LOOK_S if self.revival.watching else GROUND_S) if self.phase is Phase.RUNNING else float("inf")
         beat_s = float("inf")
         if self.nodes:
             self.nodes.pump()
@@ -239,6 +243,11 @@ class Supervisor:
                 self.fail(Cause(name, sentence, str(self.directory.path), ()))
             else:
                 self.console.say(sentence)
+
+    def look_after_directory(self) -> None:
+        """A run that leaves nothing behind is none."""
+        if self.phase is Phase.RUNNING and (sentence := self.ground.lost(time.monotonic())):
+            self.fail(Cause("supervisor", sentence, str(self.directory.path), ()))
 
     def look_after_servers(self) -> None:
         """Fence and start again what the run can go on without for a while."""

@@ -59,6 +59,7 @@ class Point:
 
 def load_points(overrides: Sequence[str], places: Places, environ: Mapping[str, str], sweep: bool = False) -> list[Point]:
     """Every point of the command line, judged. Raises `UsageError` where Hydra's grammar does not take the overrides."""
+    _refuse_no_place()
     parsed = parse(overrides)
     _refuse_hydra_settings(parsed)
     swept = [override.key_or_group for override in parsed if override.is_sweep_override()]
@@ -99,6 +100,13 @@ def _quoted(parser: OverridesParser, override: str) -> str:
     except HydraException:
         return ""
     return f", and a value with special characters is quoted twice: '{name}=\"{escaped}\"'"
+
+
+def _refuse_no_place() -> None:
+    try:
+        Path.cwd()
+    except FileNotFoundError as error:
+        raise UsageError("the folder in which this command was given is not there any more: change into another") from error
 
 
 def _refuse_hydra_settings(parsed: Sequence[Override]) -> None:

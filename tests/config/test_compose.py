@@ -20,6 +20,14 @@ def test_several_environments_stand_side_by_side():
     assert {name: entry.weight for name, entry in config.environments.items()} == {"countdown": 1.0, "reverse_letters": 2.0}
 
 
+def test_a_working_directory_that_is_gone_is_wrong_usage(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(UsageError, match="the folder in which this command was given is not there any more"):
+        load_points([], places_for(None), {})
+
+
 def test_no_experiment_is_as_if_it_had_not_been_given():
     assert compose_one("experiment=null").config == compose_one().config
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -36,6 +37,22 @@ def test_a_run_that_trains_nothing_any_more_ends_with_the_step_since_which_that_
     assert "trainer.max_broken_steps=3: no gradient of the last 3 steps was a finite number" in reason
     assert "the weights have not moved since step 1" in reason
     assert run.summary()["steps"] == 4
+
+
+@pytest.mark.slow
+def test_a_run_whose_directory_is_moved_away_ends_with_its_name(start: Start, tmp_path: Path):
+    """Its files are open and take every row, and nothing of it would be found."""
+    run = start(*LONG)
+    run.until_step(2)
+    run.remember()
+    run.directory.path.rename(tmp_path / "elsewhere")
+    assert run.wait() == 70
+    assert f"The run failed: {run.directory.plan_json} has been gone for 2" in run.said()
+    assert "the run directory was deleted or moved while the run went on" in run.said()
+    assert "Traceback" not in run.said()
+    shutil.rmtree(run.directory.path, ignore_errors=True)  # what was made anew
+    (tmp_path / "elsewhere").rename(run.directory.path)
+    assert run.left_after(30) == []
 
 
 def test_a_broken_environment_class_gives_a_sentence(start: Start, tmp_path: Path):
