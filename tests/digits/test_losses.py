@@ -229,6 +229,16 @@ def test_losses_of_another_shape_than_one_a_token_are_refused_by_name(reduce, sh
         lossof(Own(), [1.0, 1.0, 1.0], [1.0, -1.0, 0.5])
 
 
+def test_an_aggregation_that_does_not_exist_is_refused_with_those_that_do():
+    class Own(GRPO):
+        @property
+        def aggregation(self) -> str:
+            return "mean"
+
+    with pytest.raises(ValueError, match=r"^aggregation 'mean' is none of token_mean, seq_mean_token_mean, token_sum_norm$"):
+        lossof(Own(), [1.0], [1.0])
+
+
 def test_a_weight_of_another_shape_than_one_a_token_is_refused_by_name():
     class Half(Tis):
         name: Literal["half"] = "half"
