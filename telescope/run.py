@@ -19,6 +19,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from telescope.exit_codes import BY_SIGNAL
 from telescope.runlog.ending import read_object
 from telescope.runlog.layout import RunDirectory
 from telescope.start import (
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from telescope.sweep import Sweep
 
 USAGE = 2
-INTERRUPTED = (129, 130, 143)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -123,7 +123,7 @@ def _search(asked: argparse.Namespace, places: Places, arguments: Sequence[str])
         done = len(sweep.results)
         code = _run_all(points, arguments, sweep) or code
         results = sweep.results[done:]
-        if len(results) < len(points) or code in INTERRUPTED:
+        if len(results) < len(points) or code in BY_SIGNAL:
             raise Stopped
         return [None if result.failed else result.value for result in results]
 
@@ -177,7 +177,7 @@ def _run_all(points: Sequence[Point], arguments: Sequence[str], sweep: Sweep | N
         failed = failed or code
         if sweep is not None:
             sweep.ended(point.overrides, Path(str(order.config.run_dir)), code)
-        if code in INTERRUPTED or _interrupted(order):
+        if code in BY_SIGNAL or _interrupted(order):
             break
     return failed
 

@@ -20,7 +20,8 @@ from typing import Any
 from telescope._launch import terminal
 from telescope._launch.slurm.queue import SlurmSilent, cancel, stage_of, state_of, states
 from telescope.arguments import above_zero, from_one
-from telescope.runlog.attempts import STOPPED, read_submission
+from telescope.exit_codes import STOPS
+from telescope.runlog.attempts import read_submission
 from telescope.runlog.ending import read_object
 from telescope.runlog.ending import reason as reason_of
 from telescope.runlog.holder import life, read_holder, stop
@@ -152,7 +153,7 @@ def _state_of_files(run: RunDirectory, ended: Mapping[str, Any], changed: float,
     """What the run directory alone says; `over`: its job is known to be gone."""
     code = _code(ended)
     if code is not None:
-        return "done" if code == 0 else "stopped" if code in STOPPED else "failed"
+        return "done" if code == 0 else "stopped" if code in STOPS else "failed"
     holder = read_holder(run)
     if holder is None:  # a job that was gone before it began never wrote an end
         return "failed" if over else "waiting"

@@ -20,14 +20,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from telescope.exit_codes import BY_SIGNAL, COMPONENT_FAILED, DONE, ERROR
+
 if TYPE_CHECKING:
     from telescope._launch.plan import Plan
     from telescope._launch.standing import Standing
     from telescope.config.run import RunConfig
     from telescope.runlog.layout import RunDirectory
 
-OK, CONFIG_ERROR, COMPONENT_FAILED = 0, 1, 70
-BY_SIGNAL = (130, 143)
+OK, CONFIG_ERROR = DONE, ERROR
 LONGER = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 """The variable by which vLLM is told to serve a model beyond its positions."""
 _log = logging.getLogger("telescope.run")
