@@ -148,8 +148,8 @@ class OrchestratorSettings(Settings):
     stuck_s: float = Field(default=600.0, gt=0, le=1_000_000)
     """A peer that beats without progress on its orders for this long is stuck: a server is started again, any other one ends
     the run with its name. Give it more than weight_sync.update_timeout_s, within which an update breaks off by itself."""
-    silent_s: float = Field(default=15.0, gt=0, le=1_000_000)
-    """A peer that is not heard for this long is lost."""
+    silent_s: float = Field(default=15.0, ge=1, le=1_000_000)
+    """A peer that is not heard for this long is lost; each is heard five times as often."""
 
 
 class RolloutSettings(Settings):

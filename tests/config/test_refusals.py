@@ -30,6 +30,7 @@ OPTIONS = " | ".join(sorted(plugins.find(plugins.ENVIRONMENTS)))
         ("backend={a:b}", "backend={a:b} names no option: give a name, e.g. backend=NAME"),
         ("env=[[countdown]]", "env=[[countdown]] names no option: give a name, e.g. env=NAME, or a list of names"),
         ("env={a:b}", "env={a:b} names no option: give a name, e.g. env=NAME, or a list of names"),
+        ("orchestrator.silent_s=0.001", "orchestrator.silent_s=0.001 must be at least 1.0"),
         ("rollout.temperature=0.009", "rollout.temperature=0.009 must be at least 0.01"),
         (
             "rollout.stop=[a,b,c,d,e,f,g,h,i,j,k,l,m,n,o,p,q]",
