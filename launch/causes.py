@@ -17,7 +17,6 @@ from telescope.runlog.layout import RunDirectory
 
 TAIL_LINES = 15
 TAIL_BYTES = 32_768
-COMPONENT_FAILED = 70
 
 
 class Cause(msgspec.Struct, frozen=True):

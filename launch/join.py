@@ -23,22 +23,21 @@ import msgspec
 
 from telescope._launch import child
 from telescope._launch.address import KeptPort, NoAddress, endpoint, interface_of, local_address
-from telescope._launch.causes import COMPONENT_FAILED
 from telescope._launch.household import Household
 from telescope._launch.local import this_host
 from telescope._launch.meet import Meeting, find
-from telescope._launch.node import INTERRUPTS, Signals
 from telescope._launch.plan import Host
 from telescope._launch.remote import BEAT_S, own_words
+from telescope._launch.signals import INTERRUPTS, Signals
 from telescope._launch.standing import Standing, end_with_parent
 from telescope._launch.talk import Assign, End, GiveUp, Kill, Leave, NodeTalk, Order, Orders, Report, Start, State, Write
+from telescope.exit_codes import COMPONENT_FAILED, ERROR
 from telescope.runlog import temporary
 from telescope.runlog.attempts import put_aside
 from telescope.runlog.identity import RunIdentity, read_identity
 from telescope.runlog.layout import RunDirectory, RunDirectoryInUse, write_atomically
 from telescope.weights import shared_memory
 
-ERROR = 1
 GRACE_S = 4.0
 """For this host's processes when the head is lost, or the run is over and one is still there."""
 LAST_WORD_S = 2.0

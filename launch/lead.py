@@ -13,7 +13,6 @@ import zmq
 
 from telescope._launch import meet
 from telescope._launch.address import NoAddress, endpoint, interface_of, local_address, own_address
-from telescope._launch.causes import COMPONENT_FAILED
 from telescope._launch.local import this_host
 from telescope._launch.node import supervise
 from telescope._launch.plan import Host, Plan, PlanError, make_plan, shared_gpus, write_plan
@@ -21,12 +20,12 @@ from telescope._launch.remote import Nodes, NodesMissing
 from telescope._launch.standing import KEY_BYTES, Standing, end_with_parent
 from telescope._launch.talk import HeadTalk
 from telescope.config.run import RunConfig, config_hash
+from telescope.exit_codes import COMPONENT_FAILED, ERROR
 from telescope.runlog.identity import read_identity
 from telescope.runlog.layout import RunDirectory
 from telescope.weights.choose import TransportRefused, planned
 from telescope.wire.security import make_keys
 
-CONFIG_ERROR = 1
 SILENT_SHARE = 0.8
 """A node is lost before its processes are: then the reason names the node."""
 
@@ -39,7 +38,7 @@ def lead(run: RunDirectory, config: RunConfig, standing: Standing, say: Callable
         host, talk = _open(run, config, standing)
     except (NoAddress, zmq.ZMQError) as error:
         say(f"{error if isinstance(error, NoAddress) else _unbound(standing, error)}\nNothing was started.")
-        return CONFIG_ERROR
+        return ERROR
     silent_s = SILENT_SHARE * config.orchestrator.silent_s
     nodes = Nodes(talk, standing.nodes, config_hash(config), silent_s, say)
     say(f"Waiting for {standing.nodes - 1} other node{'s' * (standing.nodes > 2)} at {talk.endpoint}.")
@@ -50,7 +49,7 @@ def lead(run: RunDirectory, config: RunConfig, standing: Standing, say: Callable
             say(f"Warning: {shared}")
         ports = _tell(run, config, nodes, plan, keyed=standing.key is not None)
     except (PlanError, TransportRefused, NodesMissing) as error:
-        code = COMPONENT_FAILED if isinstance(error, NodesMissing) else CONFIG_ERROR
+        code = COMPONENT_FAILED if isinstance(error, NodesMissing) else ERROR
         nodes.end(code, str(error))
         say(f"{error}\nNothing was started.")
         return code

@@ -22,25 +22,26 @@ from pathlib import Path
 
 from telescope._launch import child
 from telescope._launch.address import KeptPort
-from telescope._launch.causes import COMPONENT_FAILED, Cause, how, own_sentence, root_cause, tail
+from telescope._launch.causes import Cause, how, own_sentence, root_cause, tail
+from telescope._launch.ground import LOOK_S as GROUND_S
+from telescope._launch.ground import Ground
 from telescope._launch.household import Household
 from telescope._launch.plan import Plan, ProcessPlan, read_plan
 from telescope._launch.processes import Ending, Held
 from telescope._launch.progress import Console, LogCopy, Progress, summary_table
 from telescope._launch.remote import Nodes
 from telescope._launch.revival import LOOK_S, Revival
+from telescope._launch.signals import INTERRUPTS, Signals
 from telescope._launch.terms import PATIENCE, PLAIN_HOST, Conclusion, Patience, Surroundings, exit_record
+from telescope._launch.verdict import exit_code
+from telescope.exit_codes import ERROR, STOPPED, UNSAVED
 from telescope.runlog import temporary
-from telescope.runlog.ending import UNSAVED, read_object, reason
+from telescope.runlog.ending import read_object, reason
 from telescope.runlog.layout import RunDirectory, write_atomically
 from telescope.weights import shared_memory
 from telescope.wire.security import make_keys
 
 DISPLAY_S = 0.5
-ERROR = 1
-STOPPED = 75
-"""Stopped in good order before it was done, because the time was nearly up or with all in a checkpoint: run it again."""
-INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Phase(Enum):
@@ -85,24 +86,6 @@ def supervise_in(
     return Conclusion(code, supervisor.warned, supervisor.interrupted, supervisor.carrier_lost)
 
 
-class Signals:
-    """While a run goes on, signals arrive through a pipe and orphans of the run come to this process."""
-
-    def __init__(self, warning: int | None = None) -> None:
-        self._numbers = INTERRUPTS if warning is None else (*INTERRUPTS, warning)
-
-    def __enter__(self) -> child.Wakeup:
-        self._handlers = {number: signal.getsignal(number) for number in self._numbers}
-        child.set_process_flag(child.PR_SET_CHILD_SUBREAPER, 1)
-        return child.Wakeup(self._numbers)
-
-    def __exit__(self, *_: object) -> None:
-        signal.set_wakeup_fd(-1)
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-        child.set_process_flag(child.PR_SET_CHILD_SUBREAPER, 0)
-
-
 class Supervisor:
     """The life of one run's processes, as a loop over signals, reports and one deadline."""
 
@@ -135,6 +118,7 @@ class Supervisor:
         self.progress = Progress(run, console, quoting=not plan.log_to_console) if plan.progress else None
         self.log_copy = LogCopy(run, plan.names, console) if plan.log_to_console else None
         self.revival = Revival(run, plan, console.say, patience.fence_s)
+        self.ground = Ground(run.plan_json)
 
     # ---- the loop ----------------------------------------------------------------------------------------------------
 
@@ -148,6 +132,7 @@ class Supervisor:
                 self.wait()
                 self.notice_signals()
                 self.look_after_nodes()
+                self.look_after_directory()
                 self.look_after_servers()
                 self.notice_endings()
                 if time.monotonic() >= self.deadline:
@@ -188,7 +173,7 @@ class Supervisor:
 
     def wait(self) -> None:
         display_s = DISPLAY_S if self.progress or self.log_copy else float("inf")
-        look_s = LOOK_S if self.revival.watching and self.phase is Phase.RUNNING else float("inf")
+        look_s = (LOOK_S if self.revival.watching else GROUND_S) if self.phase is Phase.RUNNING else float("inf")
         beat_s = float("inf")
         if self.nodes:
             self.nodes.pump()
@@ -239,6 +224,11 @@ class Supervisor:
                 self.fail(Cause(name, sentence, str(self.directory.path), ()))
             else:
                 self.console.say(sentence)
+
+    def look_after_directory(self) -> None:
+        """A run that leaves nothing behind is none."""
+        if self.phase is Phase.RUNNING and (sentence := self.ground.lost(time.monotonic())):
+            self.fail(Cause("supervisor", sentence, str(self.directory.path), ()))
 
     def look_after_servers(self) -> None:
         """Fence and start again what the run can go on without for a while."""
@@ -440,11 +430,4 @@ class Supervisor:
 
     @property
     def exit_code(self) -> int:
-        if self.cause:
-            own = self.cause.process == "orchestrator" and self.orchestrator_status == ERROR
-            return ERROR if own else COMPONENT_FAILED
-        if (self.warned and self.orchestrator_status != 0) or self.orchestrator_status == STOPPED:
-            return STOPPED  # warned and 0: it was done before it heard
-        if self.interrupted is not None:
-            return 128 + self.interrupted
-        return UNSAVED if self.lost_checkpoint else 0
+        return exit_code(self.cause, self.orchestrator_status, warned=self.warned, interrupted=self.interrupted)

@@ -14,7 +14,8 @@ from typing import Any
 from telescope.config.words import nearest
 from telescope.runlog.ending import read_object
 from telescope.runlog.layout import RunDirectory
-from telescope.start import CONFIG_ERROR, Order, join_run, planned, run_one, say, submit_all
+from telescope.start import CONFIG_ERROR, Order, join_run, planned, run_one, say
+from telescope.submitting import submit_all
 
 GROUPS = ("env", "experiment")
 """Groups that no key of the resolved configuration is named like."""

@@ -26,6 +26,7 @@ from urllib.parse import unquote
 from packaging.requirements import Requirement
 
 from telescope._launch import terminal
+from telescope.arguments import from_one
 
 SDIST_ONLY = ("antlr4-python3-runtime==4.9.3",)
 """Requirements without any wheel on PyPI, made into one here; they are pure Python."""
@@ -118,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
         "--without", action="append", default=[], metavar="PACKAGE", help="leave out what the host has, e.g. torch"
     )
     parser.add_argument("--constraint", type=Path, action="append", default=[], help="a pip constraints file; may be repeated")
-    parser.add_argument("--part-mb", type=int, default=60, help="size of a part in MB (default: 60)")
+    parser.add_argument("--part-mb", type=from_one, default=60, help="size of a part in MB (default: 60)")
     parser.add_argument("--source", type=Path, help="the checkout whose wheel goes in (default: the one this runs from)")
     return parser
 

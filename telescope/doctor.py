@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from telescope._launch import terminal
+from telescope.arguments import from_one
 
 if TYPE_CHECKING:
     from telescope.backends.base import TrainShard
@@ -64,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
     """One command line; gives the exit code."""
     parser = argparse.ArgumentParser(prog="telescope.doctor", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("check", choices=["logprobs", "weights"])
-    parser.add_argument("--samples", type=int, default=SAMPLES, help="answers to compare (default %(default)s)")
+    parser.add_argument("--samples", type=from_one, default=SAMPLES, help="answers to compare (default %(default)s)")
     parser.add_argument("-cd", "--config-dir", help="a folder of your own presets and plug-ins")
     parser.add_argument(
         *("-t", "--temperature"), type=float, action="append", default=[], help="instead of the run's; logprobs takes several"

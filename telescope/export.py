@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from telescope.arguments import above_zero
 from telescope.backends.base import CheckpointUnfit
 from telescope.config.models import ModelNotFound, model_folder, model_source
 from telescope.config.parts import LoraSettings, ModelSettings
@@ -79,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--checkpoints", type=Path, help="where they lie, if not where the run's checkpoint.dir says")
     parser.add_argument("--dtype", choices=(HELD, "bfloat16", "float16", "float32"), default=HELD)
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--shard-gb", type=_positive, default=5.0, help="size of a safetensors file, at most (default: 5)")
+    size.add_argument("--shard-gb", type=above_zero, default=5.0, help="size of a safetensors file, at most (default: 5)")
     size.add_argument("--single-file", action="store_true", help="all weights in one file")
     parser.add_argument("--merge", action="store_true", help="adapters merged into the model, instead of the adapters alone")
     return parser
@@ -261,13 +262,6 @@ def _step(text: str) -> int | str:
     if text.isdecimal() and int(text) > 0:
         return int(text)
     raise argparse.ArgumentTypeError(f"{text!r} is no step: give a number from 1, `latest` or `all`")
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} must be above 0")
-    return value
 
 
 if __name__ == "__main__":

@@ -214,6 +214,8 @@ def _calibration(folder: str | None) -> Calibration | None:
     if folder is None:
         return None
     run = RunDirectory(Path(folder))
+    if not run.config_json.is_file():
+        raise Uncalibratable(f"--calibrate {folder}: that is no run directory, as it has no config.json")
     try:
         config = load_run(run.config_json)
         return calibrate(run, ranks=config.cluster.trainer_num_workers, epochs=config.trainer.epochs_per_batch)

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from telescope._launch import terminal
+from telescope.arguments import from_one
 from telescope.flow.replay import JournalDamaged, Replay, replay
 from telescope.runlog.journal import journal_lines
 from telescope.runlog.layout import RunDirectory
@@ -39,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m telescope.replay", description="Does today's core decide as the run's journal says?"
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
-    parser.add_argument("--step", type=int, metavar="N", help="run this train step again, alone, if the run kept it")
+    parser.add_argument("--step", type=from_one, metavar="N", help="run this train step again, alone, if the run kept it")
     parser.add_argument("--weights", metavar="FOLDER", help="with --step: a checkpoint's or model's folder")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="with --step: where; else a GPU if there is one")
     return parser

@@ -14,11 +14,12 @@ if __name__ == "__main__":
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from telescope.exit_codes import BY_SIGNAL
 from telescope.runlog.ending import read_object
 from telescope.runlog.layout import RunDirectory
 from telescope.start import (
@@ -33,8 +34,8 @@ from telescope.start import (
     run_folder,
     run_one,
     say,
-    submit_all,
 )
+from telescope.submitting import submit_all
 
 if TYPE_CHECKING:
     from telescope.compose.load import Point
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from telescope.sweep import Sweep
 
 USAGE = 2
-INTERRUPTED = (129, 130, 143)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -123,7 +123,7 @@ def _search(asked: argparse.Namespace, places: Places, arguments: Sequence[str])
         done = len(sweep.results)
         code = _run_all(points, arguments, sweep) or code
         results = sweep.results[done:]
-        if len(results) < len(points) or code in INTERRUPTED:
+        if len(results) < len(points) or code in BY_SIGNAL:
             raise Stopped
         return [None if result.failed else result.value for result in results]
 
@@ -164,34 +164,11 @@ def _run_all(points: Sequence[Point], arguments: Sequence[str], sweep: Sweep | N
 
     Returns the first exit code that is not 0. An interrupt ends the sweep, which is told how each point ended.
     """
-    from telescope._launch.plan import PlanError, shared_gpus
-    from telescope.config.models import hub_problem
-    from telescope.config.words import ConfigError
-
-    started = datetime.now().astimezone()
     try:
-        plans = [(named(point.config), *planned(point.config)) for point in points if point.config is not None]
-    except PlanError as error:
-        say(f"{error}\nNothing was started.")
+        orders = _orders(points, arguments, sweep)
+    except _NotStarted as refusal:
+        say(f"{refusal}\nNothing was started.")
         return CONFIG_ERROR
-    if sweep is not None and (nodes := max(standing.nodes for _, standing, _ in plans)) > 1:
-        say(
-            f"A sweep (-m) over {nodes} hosts is not possible: they would have to agree when each point begins and ends. Give "
-            "the command once a point on every host, or cluster=slurm, which makes an array of them.\nNothing was started."
-        )
-        return CONFIG_ERROR
-    missing = [problem for name in sorted({config.model.name for config, *_ in plans}) if (problem := hub_problem(name))]
-    if missing:
-        say(f"{ConfigError(missing)}\nNothing was started.")
-        return CONFIG_ERROR
-    orders: list[Order] = []
-    for (config, standing, plan), point in zip(plans, points, strict=True):
-        number = len(orders) + (len(sweep.results) if sweep else 0)
-        folder = run_folder(config, started) if sweep is None else sweep.folder / f"{number:03d}_{config.name}"
-        if not standing.rank or config.run_dir is not None:
-            config = config.model_copy(update={"run_dir": str(folder)} | _grouped(config, sweep))
-        warnings = (*point.warnings, *filter(None, (shared_gpus(plan) if plan else "",)))
-        orders.append(Order(config, plan, standing, warnings, tuple(arguments), started))
     if any(order.config.cluster.slurm is not None for order in orders):
         return submit_all(orders, sweep, [point.overrides for point in points])
     failed = OK
@@ -200,9 +177,49 @@ def _run_all(points: Sequence[Point], arguments: Sequence[str], sweep: Sweep | N
         failed = failed or code
         if sweep is not None:
             sweep.ended(point.overrides, Path(str(order.config.run_dir)), code)
-        if code in INTERRUPTED or _interrupted(order):
+        if code in BY_SIGNAL or _interrupted(order):
             break
     return failed
+
+
+class _NotStarted(Exception):
+    """No run of the command line is started; the text says why."""
+
+
+def _orders(points: Sequence[Point], arguments: Sequence[str], sweep: Sweep | None) -> list[Order]:
+    """What is to be started, point by point, each with a run directory of its own. Raises `_NotStarted`."""
+    from telescope._launch.plan import PlanError, shared_gpus
+
+    started = datetime.now().astimezone()
+    try:
+        plans = [(named(point.config), *planned(point.config)) for point in points if point.config is not None]
+    except PlanError as error:
+        raise _NotStarted(str(error)) from error
+    if sweep is not None and (nodes := max(standing.nodes for _, standing, _ in plans)) > 1:
+        raise _NotStarted(
+            f"A sweep (-m) over {nodes} hosts is not possible: they would have to agree when each point begins and ends. Give "
+            "the command once a point on every host, or cluster=slurm, which makes an array of them."
+        )
+    _refuse_missing({config.model.name for config, *_ in plans})
+    orders: list[Order] = []
+    for (config, standing, plan), point in zip(plans, points, strict=True):
+        number = len(orders) + (len(sweep.results) if sweep else 0)
+        folder = run_folder(config, started) if sweep is None else sweep.folder / f"{number:03d}_{config.name}"
+        if not standing.rank or config.run_dir is not None:  # else the head's directory gives the node's its name
+            config = config.model_copy(update={"run_dir": str(folder)} | _grouped(config, sweep))
+        warnings = (*point.warnings, *filter(None, (shared_gpus(plan) if plan else "",)))
+        orders.append(Order(config, plan, standing, warnings, tuple(arguments), started))
+    return orders
+
+
+def _refuse_missing(models: Iterable[str]) -> None:
+    """Raises `_NotStarted` where a model is neither on this machine nor to be had from the hub."""
+    from telescope.config.models import hub_problem
+    from telescope.config.words import ConfigError
+
+    missing = [problem for name in sorted(models) if (problem := hub_problem(name))]
+    if missing:
+        raise _NotStarted(str(ConfigError(missing)))
 
 
 def _interrupted(order: Order) -> bool:

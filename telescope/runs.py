@@ -19,7 +19,9 @@ from typing import Any
 
 from telescope._launch import terminal
 from telescope._launch.slurm.queue import SlurmSilent, cancel, stage_of, state_of, states
-from telescope.runlog.attempts import STOPPED, read_submission
+from telescope.arguments import above_zero, from_one
+from telescope.exit_codes import STOPS
+from telescope.runlog.attempts import read_submission
 from telescope.runlog.ending import read_object
 from telescope.runlog.ending import reason as reason_of
 from telescope.runlog.holder import life, read_holder, stop
@@ -67,12 +69,14 @@ def _parser() -> argparse.ArgumentParser:
     tail = actions.add_parser("tail", help="the end of a process's log, and what follows while the run goes on")
     tail.add_argument("run", type=Path)
     tail.add_argument("--process", default="orchestrator", help="e.g. server-0, trainer-0, worker-0 (default: orchestrator)")
-    tail.add_argument("-n", "--lines", type=int, default=20)
+    tail.add_argument("-n", "--lines", type=from_one, default=20)
     tail.add_argument("--once", action="store_true", help="print what is there and leave")
     tail.set_defaults(act=_tail)
     stopping = actions.add_parser("stop", help="end a run as Ctrl-C would, and wait for its end")
     stopping.add_argument("run", type=Path)
-    stopping.add_argument("--timeout", type=float, default=60.0, metavar="S", help="how long to wait for its end (default: 60)")
+    stopping.add_argument(
+        "--timeout", type=above_zero, default=60.0, metavar="S", help="how long to wait for its end (default: 60)"
+    )
     stopping.set_defaults(act=_stop)
     resuming = actions.add_parser("resume", help="go on from the latest checkpoint, in the same directory, with its settings")
     resuming.add_argument("run", type=Path)
@@ -149,7 +153,7 @@ def _state_of_files(run: RunDirectory, ended: Mapping[str, Any], changed: float,
     """What the run directory alone says; `over`: its job is known to be gone."""
     code = _code(ended)
     if code is not None:
-        return "done" if code == 0 else "stopped" if code in STOPPED else "failed"
+        return "done" if code == 0 else "stopped" if code in STOPS else "failed"
     holder = read_holder(run)
     if holder is None:  # a job that was gone before it began never wrote an end
         return "failed" if over else "waiting"

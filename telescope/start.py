@@ -1,7 +1,7 @@
 """One run, from a judged configuration to its processes: where it lies, what is written down, and who starts it.
 
-On this host alone the supervisor of this process starts everything; over several hosts this is the head or one of the nodes; on
-Slurm a job is submitted. Heavy imports wait until they are needed.
+On this host alone the supervisor of this process starts everything; over several hosts this is the head or one of the nodes.
+What goes to Slurm is handed over in submitting.py. Heavy imports wait until they are needed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import re
 import secrets
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -21,16 +20,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from telescope.exit_codes import BY_SIGNAL, COMPONENT_FAILED, DONE, ERROR
+
 if TYPE_CHECKING:
     from telescope._launch.plan import Plan
     from telescope._launch.standing import Standing
     from telescope.config.run import RunConfig
-    from telescope.config.slurm import SlurmSettings
     from telescope.runlog.layout import RunDirectory
-    from telescope.sweep import Sweep
 
-OK, CONFIG_ERROR, COMPONENT_FAILED = 0, 1, 70
-BY_SIGNAL = (130, 143)
+OK, CONFIG_ERROR = DONE, ERROR
 LONGER = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 """The variable by which vLLM is told to serve a model beyond its positions."""
 _log = logging.getLogger("telescope.run")
@@ -119,41 +117,45 @@ def run_one(order: Order) -> int:
 def way_on(config: RunConfig, code: int) -> str:
     """How a run that failed, or was stopped and could not save, goes on from the checkpoint that it has; empty where it has
     none, and where its last words say so already."""
-    from telescope.runlog import checkpoints
     from telescope.runlog.ending import read_object
-    from telescope.runlog.layout import RunDirectory
 
-    if code not in (COMPONENT_FAILED, *BY_SIGNAL) or not (config.checkpoint.on and config.checkpoint.save_training_state):
+    run, latest = _latest_checkpoint(config)
+    if code not in (COMPONENT_FAILED, *BY_SIGNAL) or not latest or read_object(run.summary_json).get("lost_checkpoint"):
         return ""
-    run = RunDirectory(Path(str(config.run_dir)))
-    there = checkpoints.steps(checkpoints.root(run, config.checkpoint.dir))
-    if not there or there[-1] >= config.number_of_steps or read_object(run.summary_json).get("lost_checkpoint"):
-        return ""
-    return f"to go on from the checkpoint of step {there[-1]}: python -m telescope.runs resume {shlex.quote(str(run.path))}"
+    return f"to go on from the checkpoint of step {latest}: python -m telescope.runs resume {shlex.quote(str(run.path))}"
 
 
 def _after_failure(order: Order, code: int) -> Order | None:
     """The order of a further attempt, or None where there is none to be had."""
-    from telescope.runlog import checkpoints
     from telescope.runlog.ending import read_object
-    from telescope.runlog.layout import RunDirectory
     from telescope.runlog.lineage import read_lineage
 
-    config, run = order.config, RunDirectory(Path(str(order.config.run_dir)))
-    if code != COMPONENT_FAILED or order.plan is None or not (config.checkpoint.on and config.checkpoint.save_training_state):
+    config = order.config
+    if code != COMPONENT_FAILED or order.plan is None:
         return None
-    there = checkpoints.steps(checkpoints.root(run, config.checkpoint.dir))
+    run, latest = _latest_checkpoint(config)
     told_to_stop = read_object(run.exit_json).get("interrupted") is not None
-    if told_to_stop or not there or not read_lineage(run).step < there[-1] < config.number_of_steps:
+    if told_to_stop or not latest or latest <= read_lineage(run).step:
         return None
     resume = config.checkpoint.model_copy(update={"resume": True})
     return replace(order, config=config.model_copy(update={"checkpoint": resume}), by_itself=True)
 
 
+def _latest_checkpoint(config: RunConfig) -> tuple[RunDirectory, int]:
+    """The run's directory, and the step of the latest checkpoint from which it can go on; 0 where there is none, or nothing is
+    left to train behind it."""
+    from telescope.runlog import checkpoints
+    from telescope.runlog.layout import RunDirectory
+
+    run, saving = RunDirectory(Path(str(config.run_dir))), config.checkpoint
+    there = checkpoints.steps(checkpoints.root(run, saving.dir)) if saving.on and saving.save_training_state else []
+    return run, there[-1] if there and there[-1] < config.number_of_steps else 0
+
+
 def _attempt(order: Order) -> int:
     from telescope._launch.node import supervise
 
-    directory = _make_directory(order)
+    directory = make_directory(order)
     if directory is None:
         return CONFIG_ERROR
     if order.plan:
@@ -179,68 +181,7 @@ def join_run(order: Order) -> int:
     return join(invitation, say)
 
 
-def submit_all(orders: Sequence[Order], sweep: Sweep | None = None, overrides: Sequence[Sequence[str]] = ()) -> int:
-    """Write the run directories, then hand them to Slurm: one job, or one array for points that ask for the same. The sweep is
-    told each point's job, or why it has none; what Slurm has accepted stays queued where a later group is refused."""
-    from telescope._launch.slurm.submit import SubmitRefused, refuse
-
-    groups: dict[SlurmSettings, list[Order]] = {}
-    try:
-        for order in orders:
-            if order.config.cluster.slurm is None:
-                raise SubmitRefused("Some points of the sweep go to Slurm and some do not: give all the same cluster.")
-            groups.setdefault(order.config.cluster.slurm, []).append(order)
-        for settings, group in groups.items():
-            refuse(settings, len(group), dry_run=group[0].config.cluster.dry_run)
-    except SubmitRefused as error:
-        say(f"{error}\nNothing was submitted.")
-        return CONFIG_ERROR
-    jobs: dict[Path, str] = {}
-    reasons = dict.fromkeys(groups, "not submitted: a run directory of its array could not be made")
-    for number, (settings, group) in enumerate(groups.items()):
-        try:
-            jobs |= _submit_group(settings, group, sweep is not None)
-        except SubmitRefused as error:
-            reasons |= dict.fromkeys(list(groups)[number:], f"not submitted: {error}")
-            say(f"{error}\n{_queued_before(jobs)}")
-            break
-    if sweep is not None:
-        for order, given in zip(orders, overrides, strict=True):
-            path, asked = Path(str(order.config.run_dir)), order.config.cluster.slurm
-            if path in jobs:
-                sweep.submitted(given, path, jobs[path])
-            elif asked is not None:
-                sweep.refused(given, path, CONFIG_ERROR, reasons[asked])
-    return OK if len(jobs) == len(orders) else CONFIG_ERROR
-
-
-def _queued_before(jobs: Mapping[Path, str]) -> str:
-    queued = [job for job in jobs.values() if job]
-    if not queued:
-        return "Nothing was submitted."
-    many = "1 job was" if len(queued) == 1 else f"{len(queued)} jobs were"
-    return f"{many} submitted before: {', '.join(queued)} (`scancel {' '.join(queued)}` takes back what is not wanted)."
-
-
-def _submit_group(settings: SlurmSettings, orders: Sequence[Order], sweep: bool) -> dict[Path, str]:
-    """The job of each run directory; fewer where a directory could not be made, of which the user has been told."""
-    from telescope._launch.slurm.submit import submit
-
-    directories = [directory for order in orders if (directory := _make_directory(order)) is not None]
-    if len(directories) < len(orders):
-        return {}
-    first = directories[0].path
-    folder, config = (first.parent if sweep else first) / "slurm", orders[0].config
-    submitted = submit(directories, settings, name=config.name, folder=folder, dry_run=config.cluster.dry_run)
-    for one in submitted:
-        what = f"job {one.job_id}" if one.job_id else f"not submitted, {one.script}"
-        sys.stdout.write(f"{what}: run directory {one.directory.path}\n")
-        if one.unnoted:
-            _log.warning("Warning: job %s is queued, but %s. `scancel %s` takes it back.", one.job_id, one.unnoted, one.job_id)
-    return {one.directory.path: one.job_id for one in submitted}
-
-
-def _make_directory(order: Order) -> RunDirectory | None:
+def make_directory(order: Order) -> RunDirectory | None:
     """The run's directory with all that was resolved; None, and a sentence for the user, where it can't be made."""
     from telescope._launch.plan import write_plan
     from telescope._launch.resuming import CannotResume

@@ -29,6 +29,7 @@ from telescope._launch.slurm.verdict import Ended, JobFacts, Verdict, judge
 from telescope._launch.terms import Conclusion, Surroundings, exit_record
 from telescope.config.run import RunConfig, load_run
 from telescope.config.slurm import SlurmSettings
+from telescope.exit_codes import ERROR
 from telescope.runlog import attempts
 from telescope.runlog.holder import hold
 from telescope.runlog.layout import RunDirectory, write_atomically
@@ -41,7 +42,6 @@ REQUEUE_S = 90.0
 """From asking for another attempt, or hearing of a preemption, to the end of this one."""
 WARNED_FACTS_S = 10.0
 """What Slurm gets to answer questions when the walltime is near: half of the margin."""
-CONFIG_ERROR = 1
 
 
 def run(run_dir: str) -> None:
@@ -122,9 +122,9 @@ def _refuse(directory: RunDirectory, attempt: attempts.Attempt, error: Exception
     log.error("%s", error)
     cause = Cause("supervisor", str(error), "", ())
     write_atomically(directory.verdict, f"{error}\n")
-    write_atomically(directory.exit_json, exit_record(CONFIG_ERROR, cause, {}, {}, None))
-    attempts.end(directory, attempt, "failed", CONFIG_ERROR, requeued=False)
-    raise SystemExit(CONFIG_ERROR) from None
+    write_atomically(directory.exit_json, exit_record(ERROR, cause, {}, {}, None))
+    attempts.end(directory, attempt, "failed", ERROR, requeued=False)
+    raise SystemExit(ERROR) from None
 
 
 def networks(nodes: Sequence[str]) -> dict[str, tuple[str, str]]:

@@ -38,6 +38,10 @@ _DEFAULTS_SINCE = (1, 4)
 """From this version on Hydra warns where it is told whose defaults to take; before, where it is not."""
 
 
+SEVERAL = ("env", "experiment")
+"""The groups that take a list of options."""
+
+
 class UsageError(ValueError):
     """The command line itself can't be read. The text is a whole sentence."""
 
@@ -55,6 +59,7 @@ class Point:
 
 def load_points(overrides: Sequence[str], places: Places, environ: Mapping[str, str], sweep: bool = False) -> list[Point]:
     """Every point of the command line, judged. Raises `UsageError` where Hydra's grammar does not take the overrides."""
+    _refuse_no_place()
     parsed = parse(overrides)
     _refuse_hydra_settings(parsed)
     swept = [override.key_or_group for override in parsed if override.is_sweep_override()]
@@ -70,6 +75,8 @@ def load_points(overrides: Sequence[str], places: Places, environ: Mapping[str, 
 def parse(overrides: Sequence[str]) -> list[Override]:
     """One parsed override each. Raises `UsageError` with the one that can't be read."""
     parser = OverridesParser.create()
+    if nameless := [override for override in overrides if override.lstrip("+~").startswith("=")]:
+        raise UsageError(f"can't read '{nameless[0]}': it names no setting; an override reads name=value")
     return [_parse_one(parser, override) for override in overrides]
 
 
@@ -93,6 +100,13 @@ def _quoted(parser: OverridesParser, override: str) -> str:
     except HydraException:
         return ""
     return f", and a value with special characters is quoted twice: '{name}=\"{escaped}\"'"
+
+
+def _refuse_no_place() -> None:
+    try:
+        Path.cwd()
+    except FileNotFoundError as error:
+        raise UsageError("the folder in which this command was given is not there any more: change into another") from error
 
 
 def _refuse_hydra_settings(parsed: Sequence[Override]) -> None:
@@ -200,8 +214,12 @@ def _chosen(override: Override, places: Places) -> tuple[list[str], list[Problem
     options = places.options(group)
     if override.is_delete():
         return [], [Problem(group, f"{override.input_line}: a group can't be taken away; choose {' | '.join(options)}")]
-    if value is None and group != "experiment":
+    if value is None:
+        if group == "experiment":  # as if it had not been given
+            return [], []
         return [], [Problem(group, f"{group} needs a choice: {' | '.join(options)}")]
+    if wrong_form := _no_choice(override, value):
+        return [], [Problem(group, wrong_form)]
     names = value if isinstance(value, list) else [value]
     if not names:
         return [], [Problem(group, f"{override.input_line} chooses nothing: choose one at least of {' | '.join(options)}")]
@@ -216,7 +234,7 @@ def _chosen(override: Override, places: Places) -> tuple[list[str], list[Problem
     ]
     if unusable:
         return [], unusable
-    wrong = [str(name) for name in names if name is not None and str(name).removeprefix("_") not in options]
+    wrong = [str(name) for name in names if str(name).removeprefix("_") not in options]
     if not wrong:
         return [str(override.input_line)], []
     guesses = [nearest(str(name), options) if str(name) in wrong else str(name) for name in names]
@@ -230,6 +248,19 @@ def _chosen(override: Override, places: Places) -> tuple[list[str], list[Problem
         return [], problems
     stand_in = f"[{','.join(map(str, guesses))}]" if isinstance(value, list) else guesses[0]
     return [f"{override.get_key_element()}={stand_in}"], problems
+
+
+def _no_choice(override: Override, value: Any) -> str:
+    """Why a value names no option of its group, or more than the group takes: Hydra would put one over the other, so that only
+    the last of two algorithms would act. Empty where it is a choice."""
+    group, line = override.key_or_group, override.input_line
+    if isinstance(value, list) and group not in SEVERAL:
+        points = f"; one run for each is -m {group}={','.join(map(str, value))}" if len(value) > 1 else ""
+        return f"{line} is a list, and {group} takes one choice, e.g. {group}={value[0] if value else 'NAME'}{points}"
+    names = value if isinstance(value, list) else [value]
+    if any(isinstance(name, list | dict) for name in names):
+        return f"{line} names no option: give a name, e.g. {group}=NAME{', or a list of names' if group in SEVERAL else ''}"
+    return ""
 
 
 def _not_said_yet(judged: Sequence[Problem], said: Sequence[Problem]) -> list[Problem]:

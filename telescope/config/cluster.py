@@ -10,6 +10,8 @@ from pydantic import Field, field_validator
 from telescope.config.slurm import SlurmSettings
 from telescope.settings import Settings
 
+MOST_WORKERS = 1_024
+"""Of each kind in a run."""
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 _VARIABLE = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
 _ADDRESS = re.compile(r"^(?:\[([0-9A-Fa-f:.]+)\]|([^\s:\[\]/]+)):([0-9]{1,5})$")
@@ -43,11 +45,11 @@ class ClusterSettings(Settings):
     """The same for trainer ranks."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """auto: the GPUs present, else CPU."""
-    inference_num_workers: int = Field(default=2, ge=1, le=1_024)
+    inference_num_workers: int = Field(default=2, ge=1, le=MOST_WORKERS)
     """GPUs given to inference; servers = this / inference.tensor_parallel_size."""
-    trainer_num_workers: int = Field(default=2, ge=1, le=1_024)
+    trainer_num_workers: int = Field(default=2, ge=1, le=MOST_WORKERS)
     """Trainer ranks."""
-    env_num_workers: int = Field(default=1, ge=1, le=1_024)
+    env_num_workers: int = Field(default=1, ge=1, le=MOST_WORKERS)
     """Environment worker processes."""
     rollouts_per_env_worker: int = Field(default=1024, ge=1, le=1_000_000)
     """Rollouts one environment worker plays at once."""

@@ -21,6 +21,14 @@ _BOUNDS = {
     "less_than": ("lt", "below"),
     "less_than_equal": ("le", "at most"),
 }
+ELSEWHERE = 0.75
+"""How much alike names must be where one stands in another section: `nope` is not meant to be cluster.nodes."""
+_LENGTHS = {
+    "string_too_short": ("min_length", "at least"),
+    "string_too_long": ("max_length", "at most"),
+    "too_short": ("min_length", "at least"),
+    "too_long": ("max_length", "at most"),
+}
 _WORDS: dict[Any, str] = {
     int: "a whole number",
     float: "a number",
@@ -123,6 +131,9 @@ def _mistake(
     if kind in _BOUNDS:
         key, words = _BOUNDS[kind]
         return Mistake(place, kind, f"{given} must be {words} {context[key]}")
+    if kind in _LENGTHS:
+        key, words = _LENGTHS[kind]
+        return Mistake(place, kind, f"{given} must have {words} {context[key]} {'characters' if 'string' in kind else 'items'}")
     if kind == "string_pattern_mismatch":
         return Mistake(place, kind, f"{given} must match {context['pattern']}")
     return Mistake(
@@ -196,7 +207,7 @@ def _suggestion(place: Place, model: type[Settings], below: Place, root: Mapping
     elsewhere = [path for path in setting_paths(root) if path.rpartition(".")[2] == wrong]
     if elsewhere:
         return f" Did you mean {' or '.join(elsewhere)}?"
-    near = nearest(wrong, [path.rpartition(".")[2] for path in setting_paths(root)])
+    near = nearest(wrong, [path.rpartition(".")[2] for path in setting_paths(root)], alike=ELSEWHERE)
     if near is not None:
         return f" Did you mean {' or '.join(path for path in setting_paths(root) if path.rpartition('.')[2] == near)}?"
     return did_you_mean(wrong, beside)

@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from telescope.config.cluster import ClusterSettings as ClusterSettings
 from telescope.config.secrets import referenced
+from telescope.config.words import typed
 from telescope.flow.curriculum import Pool, Pools
 from telescope.maths.support import Support
 from telescope.settings import Settings
@@ -39,13 +40,23 @@ class ModelSettings(Settings):
     """Precision of the master weights. bfloat16 and float16 are for model.lora, whose adapters are float32 all the same: in
     full training bfloat16 loses small steps, and float16 is refused."""
     chat_template: str | None = None
-    """Jinja template in place of the tokenizer's; needed for base models without one."""
+    """Jinja template in place of the tokenizer's, the text itself and no file's path; needed for base models without one."""
     enable_thinking: bool = False
     """Passed to the chat template."""
     trust_remote_code: bool = False
     """Run Python code that the model's repository ships. Opt-in."""
     lora: LoraSettings | None = None
     """Train LoRA adapters and push only these; the model itself is frozen. null: train all weights. `'model.lora={rank:16}'`"""
+
+    @field_validator("chat_template")
+    @classmethod
+    def _template_is_jinja(cls, chat_template: str | None) -> str | None:
+        if chat_template is not None and "{{" not in chat_template and "{%" not in chat_template:
+            raise ValueError(
+                f"model.chat_template={typed(chat_template)} is no Jinja template, and every prompt would be this text: give "
+                "the template itself, not a file's path (in a preset of your own as `chat_template: |` with the text below)"
+            )
+        return chat_template
 
 
 class CurriculumPool(Settings):
@@ -138,8 +149,8 @@ class OrchestratorSettings(Settings):
     stuck_s: float = Field(default=600.0, gt=0, le=1_000_000)
     """A peer that beats without progress on its orders for this long is stuck: a server is started again, any other one ends
     the run with its name. Give it more than weight_sync.update_timeout_s, within which an update breaks off by itself."""
-    silent_s: float = Field(default=15.0, gt=0, le=1_000_000)
-    """A peer that is not heard for this long is lost."""
+    silent_s: float = Field(default=15.0, ge=1, le=1_000_000)
+    """A peer that is not heard for this long is lost; each is heard five times as often."""
 
 
 class RolloutSettings(Settings):
@@ -147,8 +158,8 @@ class RolloutSettings(Settings):
     """Samples of one prompt (G)."""
     min_group_size: int = Field(default=2, ge=1, le=100_000)
     """Scored survivors below which a group fails."""
-    temperature: float = Field(default=1.0, gt=0, le=2)
-    """Logits are divided by it, in the sampler and in the trainer alike."""
+    temperature: float = Field(default=1.0, ge=0.01, le=2)
+    """Logits are divided by it, in the sampler and in the trainer alike. Below 0.01 vLLM would take 0.01 all the same."""
     top_k: int | None = Field(default=None, ge=2, le=10_000_000)
     """Sample from so many of the likeliest tokens; the trainer normalises over the same rule's tokens. null: all."""
     top_p: float | None = Field(default=None, gt=0, le=1)
@@ -203,6 +214,8 @@ class TrainerSettings(Settings):
     `telescope replay RUN_DIR --step N`; 0: none. A step that ends in an error is kept too."""
     keep_batches_every: int | None = Field(default=None, ge=1, le=1_000_000_000)
     """Also keep the batch of every so many steps; null: no other."""
+    max_broken_steps: int = Field(default=32, ge=1, le=1_000_000_000)
+    """So many steps in a row without one finite gradient, in which no weight moves, end the run."""
     epochs_per_batch: int = Field(default=1, ge=1, le=1_000)
     """Times that a step runs over its batch, cut into minibatches anew each time. Schedules count steps."""
     seq_len: int = Field(default=4096, ge=8, le=100_000_000)

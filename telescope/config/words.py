@@ -30,9 +30,10 @@ class ConfigError(ValueError):
         super().__init__("\n".join([f"{opening}:", *(f"  - {problem.sentence}" for problem in self.problems)]))
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that `name` was probably meant to be, e.g. `clip_high` for `clip_hihg`; None where none is near."""
-    close = difflib.get_close_matches(name.lower(), [candidate.lower() for candidate in known], n=1, cutoff=0.6)
+def nearest(name: str, known: Iterable[str], alike: float = 0.6) -> str | None:
+    """The known name that `name` was probably meant to be, e.g. `clip_high` for `clip_hihg`; None where none is near: as much
+    alike as `alike`, 1 for the same."""
+    close = difflib.get_close_matches(name.lower(), [candidate.lower() for candidate in known], n=1, cutoff=alike)
     return next((candidate for candidate in known if candidate.lower() == close[0]), None) if close else None
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from telescope.arguments import from_one
 from telescope.config.models import ModelNotFound, model_folder
 from telescope.config.run import RunConfig, load_run
 from telescope.env.recompute import Recomputer, difference
@@ -57,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m telescope.env audit", description="Print trajectories token by token.")
     parser.add_argument("run_directory", metavar="RUN_DIR")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--step", type=int, help="the kept rollouts of this step (default: one of the latest step)")
+    which.add_argument("--step", type=from_one, help="the kept rollouts of this step (default: one of the latest step)")
     which.add_argument("--rollout", type=int, help="this rollout alone")
     parser.add_argument("--sampled-only", action="store_true", help="leave the tokens of prompts out")
     parser.add_argument("--recompute", action="store_true", help="log-probs once more, by the run's base model (version 0)")

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
+from telescope.arguments import from_one
 from telescope.compose.load import UsageError, load_points, places_for
 from telescope.compose.options import GROUPS
 from telescope.config.models import ModelNotFound, model_folder
@@ -90,8 +91,8 @@ def _parser() -> argparse.ArgumentParser:
     answers = parser.add_mutually_exclusive_group()
     answers.add_argument("--answers", type=Path, metavar="FILE", help="what the policy says, as JSON lines")
     answers.add_argument("--model", metavar="NAME", help="let this model answer, in this process (tiny)")
-    parser.add_argument("--prompts", type=int, default=4, metavar="N", help="how many train prompts, from the first (4)")
-    parser.add_argument("--samples", type=int, default=2, metavar="N", help="how often each is played (2)")
+    parser.add_argument("--prompts", type=from_one, default=4, metavar="N", help="how many train prompts, from the first (4)")
+    parser.add_argument("--samples", type=from_one, default=2, metavar="N", help="how often each is played (2)")
     parser.add_argument("--no-second-process", action="store_true", help="do not compare the prompts with another process's")
     parser.add_argument("--digest", action="store_true", help=argparse.SUPPRESS)  # what that other process does
     return parser

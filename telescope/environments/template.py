@@ -106,6 +106,14 @@ class ChatTemplate:
         # Tokenizers take no half of a surrogate pair, and what an environment says may hold one (the name of a file, say).
         return _SURROGATES.sub("\ufffd", str(text))
 
+    @property
+    def is_deaf(self) -> bool:
+        """Whether the template writes a dialogue, and nothing of what the user says in it."""
+        try:
+            return _PROBE not in self.text([{"role": "user", "content": _PROBE}])
+        except TemplateError:  # it wants another dialogue: said where an environment's own prompts are rendered
+            return False
+
     @cached_property
     def shows_tools(self) -> bool:
         """Whether the template writes the tools that it is given."""

@@ -9,9 +9,10 @@ from contextlib import contextmanager
 
 import psutil
 
+from telescope.exit_codes import COMPONENT_FAILED
 from telescope.inference.children import kill_tree
 from telescope.runlog.layout import RunDirectory
-from telescope.wire.process import COMPONENT_FAILED, leave, say_why
+from telescope.wire.process import leave, say_why
 
 log = logging.getLogger(__name__)
 

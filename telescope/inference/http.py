@@ -61,6 +61,11 @@ def _listen(address: str, base_port: int, index: int) -> socket.socket:
         listener.close()
         if isinstance(error, PortTaken):
             raise
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            raise PortTaken(
+                f"inference.host={address} is no address of this host ({error.strerror}): give one that is, or leave it out "
+                "for loopback"
+            ) from error
         why = "is taken" if error.errno == errno.EADDRINUSE else f"can't be bound ({error.strerror})"
         raise PortTaken(
             f"port {port} of {address} {why}: set inference.base_port={base_port} to a free one, to 0 for any free port, or "

@@ -23,6 +23,7 @@ from telescope.config.plugins import PluginError
 from telescope.config.run import RunConfig, config_hash
 from telescope.config.secrets import SecretMissing, reveal
 from telescope.config.words import ConfigError
+from telescope.exit_codes import COMPONENT_FAILED
 from telescope.inference.card_room import card_bytes, free_on_cards, room_made
 from telescope.inference.checkpoint import CheckpointUnreadable
 from telescope.inference.deadline import Deadline
@@ -42,7 +43,7 @@ from telescope.wire.heap import freeze_heap
 from telescope.wire.hub import BindFailed, Hub
 from telescope.wire.hub_session import HubIdentity
 from telescope.wire.link import Link, LinkLost, WireRefused, WireTimeout
-from telescope.wire.process import COMPONENT_FAILED, Interrupted, Known, Place, Signals, run_process
+from telescope.wire.process import Interrupted, Known, Place, Signals, run_process
 from telescope.wire.security import BadKeys
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ add up to the same loss.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from telescope.maths.segments import spread
 from telescope.records import Denominators
@@ -30,7 +30,7 @@ def aggregate(
     """The row's share, a scalar. `losses` [T], `mask` [T] bool, `segments` [T] int64, `sequence_tokens` [S] (n_i).
 
     token_mean: sum / all tokens. seq_mean_token_mean: each rollout's mean, then the mean over rollouts.
-    token_sum_norm: sum / (rollouts * max_tokens), a true constant.
+    token_sum_norm: sum / (rollouts * max_tokens), a true constant. Raises `ValueError` for any other.
     """
     kept = losses.where(mask, 0.0)
     sequences = max(denominators.sequences, 1)
@@ -41,3 +41,5 @@ def aggregate(
             return (kept / spread(sequence_tokens.clamp(min=1.0), segments)).sum() / sequences
         case "token_sum_norm":
             return kept.sum() / (sequences * max_tokens)
+        case _:  # an algorithm of a user's own, which no type checker has read
+            raise ValueError(f"aggregation {how!r} is none of {', '.join(get_args(Aggregation))}")

@@ -124,8 +124,8 @@ def cut(
     from the seed, and the rollouts of each minibatch to ranks by cost. What the algorithm's filters take out counts in the
     statistics alone; of what is longer than a row the beginning is trained, where the recipe says so.
 
-    Raises `BatchUnusable` where an advantage is not a finite number, a trajectory is too long, or a rank's part is more than
-    may travel.
+    Raises `BatchUnusable` where rollouts have not one finite advantage each, a trajectory is too long, or a rank's part is more
+    than may travel.
     """
     groups = tuple(tuple(shelf[rollout] for rollout in rollouts) for rollouts in command.rollout_ids)
     whole = tuple(rollout for group in groups for rollout in group)
@@ -133,12 +133,7 @@ def cut(
     baseline = tuple(shelf[rollout] for rollouts in command.baseline_rollout_ids for rollout in rollouts)
     rewards = np.array([rollout.reward for rollout in kept + baseline], dtype=np.float64)
     numbers = np.array([rollout.order.group_id for rollout in kept + baseline], dtype=np.int64)
-    advantages = recipe.algorithm.advantages(rewards, numbers, group_size=recipe.group_size)[: len(kept)]
-    if not np.isfinite(advantages).all():
-        raise BatchUnusable(
-            f"step {command.step}: the rewards of its batch, from {rewards.min():g} to {rewards.max():g}, give advantages "
-            "that are no finite numbers: keep rewards within a few thousand"
-        )
+    advantages = _advantages(recipe, rewards, numbers, command.step)[: len(kept)]
     filters = tuple(recipe.algorithm.filters_out(rollout.sampled) for rollout in whole)
     places = np.split(np.arange(len(kept)), np.cumsum([len(group) for group in groups])[:-1])
     parts = [
@@ -159,6 +154,23 @@ def cut(
             f"trainer.epochs_per_batch={recipe.epochs} (each epoch is sent), or raise cluster.trainer_num_workers"
         )
     return Batch(command, kept, advantages, filters, counts, shards, _truncated(whole, kept))
+
+
+def _advantages(recipe: Recipe, rewards: np.ndarray, groups: np.ndarray, step: int) -> np.ndarray:
+    """[N] float64, by the algorithm, which may be the user's own. Raises `BatchUnusable`."""
+    whose = f"{type(recipe.algorithm).__name__}.advantages"
+    given = np.asarray(recipe.algorithm.advantages(rewards.copy(), groups, group_size=recipe.group_size))
+    if given.shape != rewards.shape or given.dtype.kind not in "fiu":
+        raise BatchUnusable(
+            f"step {step}: {whose} gave {given.dtype} of shape {list(given.shape)}: it must give one number for each of the "
+            f"{len(rewards)} rollouts"
+        )
+    if not np.isfinite(given).all():
+        raise BatchUnusable(
+            f"step {step}: the rewards of its batch, from {rewards.min():g} to {rewards.max():g}, give advantages "
+            f"that are no finite numbers: keep rewards within a few thousand, or mend {whose}"
+        )
+    return given.astype(np.float64, copy=False)
 
 
 def _order(groups: Sequence[np.ndarray], recipe: Recipe, step: int, epoch: int) -> Sequence[np.ndarray]:

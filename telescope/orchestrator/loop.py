@@ -17,15 +17,16 @@ from typing import Any
 import msgspec
 
 from telescope.config.run import RunConfig
+from telescope.exit_codes import COMPONENT_FAILED, STOPPED, UNSAVED
 from telescope.flow import commands, events
 from telescope.flow.core import Core
 from telescope.flow.replay import encode_line
+from telescope.orchestrator.divergence import why_it_ends
 from telescope.orchestrator.perform import Performer
 from telescope.orchestrator.processor import Processor
 from telescope.orchestrator.record import Recorder
 from telescope.orchestrator.roster import NAMED, Roster, few
 from telescope.orchestrator.servers import Servers
-from telescope.runlog.ending import UNSAVED
 from telescope.runlog.journal import Journal
 from telescope.runlog.lineage import Lineage
 from telescope.wire import messages
@@ -36,9 +37,6 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.25
 STATUS_S = 0.5
-COMPONENT_FAILED = 70
-SAVED = 75
-"""Told to stop, and all that was trained is in a checkpoint: run it again."""
 MAX_CAUSE_CHARACTERS = 2_000
 WRITTEN_A_LOOK = 8
 """Scored rollouts written before the loop looks again whether a message has come: some milliseconds."""
@@ -144,7 +142,7 @@ class Orchestrator:
             remedy = self._performer.checkpoints.remedy(lost, str(self._config.run_dir))
             return Outcome(False, f"{stop.reason}. {remedy}", self._exit_code or UNSAVED, lost)
         code = 0 if stop.ok else self._exit_code or COMPONENT_FAILED
-        return Outcome(stop.ok, stop.reason, SAVED if stop.checkpoint and code > 128 else code)
+        return Outcome(stop.ok, stop.reason, STOPPED if stop.checkpoint and code > 128 else code)
 
     @property
     def now(self) -> float:
@@ -320,3 +318,5 @@ class Orchestrator:
         said = "no rollout scored since the last step" if reward is None else f"reward {reward:.3f}"
         log.info("step %d: %s, loss %.4f", body.step, said, metrics.get("loss", 0.0))
         self._events.append(events.StepDone(step=body.step))
+        if sentence := why_it_ends(self._recorder.history, self._config.trainer.max_broken_steps, body.step):
+            self.fault(sentence)

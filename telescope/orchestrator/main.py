@@ -16,6 +16,7 @@ from telescope.config.plugins import PluginError
 from telescope.config.run import RunConfig, as_json, config_hash
 from telescope.config.secrets import SecretMissing
 from telescope.config.words import ConfigError
+from telescope.exit_codes import UNSAVED
 from telescope.flow import commands, events
 from telescope.flow.core import Core
 from telescope.flow.curriculum import Pool, Pools
@@ -34,7 +35,6 @@ from telescope.orchestrator.servers import Servers
 from telescope.orchestrator.weights import UpdateRules
 from telescope.records import COLLECTIVE
 from telescope.runlog.checkpoints import CheckpointUnreadable, claim, make_root, of_another_run, root
-from telescope.runlog.ending import UNSAVED
 from telescope.runlog.journal import Journal, JournalError
 from telescope.runlog.layout import RunDirectory, reserved
 from telescope.runlog.mirror import mirror_for, share_of

@@ -259,9 +259,10 @@ class Recorder:
         for name, value in done.timings.items():
             if not name.endswith("_mean"):
                 self.seconds[name] = self.seconds.get(name, 0.0) + value
-        if metrics.get("update_skipped"):
-            self.updates_skipped += int(metrics["update_skipped"])
-            self.alert("warning", "trainer", f"step {done.step}: an update was left out, as its gradient was no finite number")
+        if left_out := int(metrics.get("update_skipped", 0.0)):
+            self.updates_skipped += left_out
+            broken = int(metrics.get("updates_not_finite", left_out))
+            self.alert("warning", "trainer", f"step {done.step}: {_left_out(left_out, broken)}")
         if sentence := self._parity.judge(done.step, metrics):
             log.warning("%s", sentence)
             self.alert("warning", "trainer", sentence)
@@ -373,6 +374,12 @@ class Recorder:
     def _mean(self, name: str, steps: slice) -> float | None:
         values = [metrics[name] for metrics in self.history[steps] if name in metrics]
         return float(np.mean(values)) if values else None
+
+
+def _left_out(count: int, broken: int) -> str:
+    """`1 update left out, as a gradient was no finite number`: of `count` updates `broken` for that."""
+    whys = ((broken, "a gradient was no finite number"), (count - broken, "filters left nothing to train"))
+    return "; ".join(f"{number} update{'s' * (number > 1)} left out, as {why}" for number, why in whys if number > 0)
 
 
 def _schedule(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:

@@ -11,6 +11,7 @@ import msgspec
 
 from telescope.backends.fsdp import FSDP
 from telescope.backends.fsdp.sizing import BYTES, too_short
+from telescope.config.cluster import MOST_WORKERS
 from telescope.config.run import RunConfig
 from telescope.flow.latency import Load, lognormal
 from telescope.flow.outcome import Outcome
@@ -183,19 +184,35 @@ class Split(msgspec.Struct, frozen=True):
 
 
 def splits(config: RunConfig, gpus: int, load_of: Callable[[RunConfig], Load]) -> Iterator[Split]:
-    """Every division of `gpus` (or an even choice of them), simulated."""
+    """Every division of `gpus` that a run may have (or an even choice of them), simulated. Raises `Refused`: there is none."""
     if gpus < 2:
         raise Refused(f"gpus={gpus} can't be divided: inference and training need one each, so at least 2")
-    counts: Sequence[int] = range(1, gpus)
-    if len(counts) > MOST_SPLITS:
-        counts = sorted({max(1, round(gpus * part / (MOST_SPLITS + 1))) for part in range(1, MOST_SPLITS + 1)})
+    if gpus > 2 * MOST_WORKERS:
+        raise Refused(f"gpus={gpus} are more than a run may have: {MOST_WORKERS} for servers and as many for ranks")
     cards = config.inference.tensor_parallel_size
-    for servers in (count for count in counts if count % cards == 0 and _can_train(config, gpus - count)):
+    possible = [
+        servers
+        for servers in range(cards, gpus, cards)
+        if max(servers, gpus - servers) <= MOST_WORKERS and _can_train(config, gpus - servers)
+    ]
+    if not possible:
+        raise Refused(
+            f"gpus={gpus} can't be divided: no number of servers of inference.tensor_parallel_size={cards} leaves as many "
+            f"ranks as the settings of backend={config.backend_name} allow: give another --gpus"
+        )
+    for servers in evenly(possible, MOST_SPLITS):
         divided = divided_as(config, servers, gpus - servers)
         try:
             yield Split(servers, gpus - servers, forecast(divided, load_of(divided)))
         except Refused as error:
             yield Split(servers, gpus - servers, None, str(error))
+
+
+def evenly(values: Sequence[int], most: int) -> list[int]:
+    """At most so many of them, the first and the last among these: `evenly(range(1, 10), 3) == [1, 5, 9]`."""
+    if len(values) <= most:
+        return list(values)
+    return [values[round(place * (len(values) - 1) / (most - 1))] for place in range(most)]
 
 
 def _can_train(config: RunConfig, ranks: int) -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from telescope.exit_codes import STOPS
 from telescope.records import Record
 from telescope.runlog.ending import read_object
 from telescope.runlog.identity import read_identity, write_identity
@@ -28,7 +29,6 @@ KEPT = frozenset(
 """What belongs to the run rather than to one attempt."""
 
 
-STOPPED = (75, 129, 130, 143)
 """Exit codes of a run that somebody has stopped."""
 
 
@@ -164,7 +164,7 @@ def _append(run: RunDirectory, attempt: Attempt) -> None:
 
 
 def _why(exit_code: int) -> str:
-    return "done" if exit_code == 0 else "stopped" if exit_code in STOPPED else "failed"
+    return "done" if exit_code == 0 else "stopped" if exit_code in STOPS else "failed"
 
 
 def _now() -> str:

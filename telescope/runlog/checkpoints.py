@@ -224,7 +224,7 @@ def find(directory: Path, step: int | None = None) -> Path:
     if there:
         raise CheckpointUnreadable(f"{directory} has {wanted}; there are those of the steps {', '.join(map(str, there))}")
     raise CheckpointUnreadable(
-        f"{directory} has {wanted}, nor of any other step: a run makes some with checkpoint.every=10, say, and keeps them in "
+        f"{directory} has {wanted}, nor any other: a run makes some with checkpoint.every=10, say, and keeps them in "
         "checkpoint.dir"
     )
 

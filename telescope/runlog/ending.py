@@ -9,9 +9,6 @@ from typing import Any
 
 from telescope.runlog.layout import RunDirectory
 
-UNSAVED = 74
-"""Exit code of a run that has trained all its steps and could not write its last checkpoint (EX_IOERR of sysexits.h)."""
-
 
 def read_object(path: Path) -> Mapping[str, Any]:
     """A JSON object of the run directory; empty where it is not there, or is being written, or is no object."""

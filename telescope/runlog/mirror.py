@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import urlparse
 
 from telescope.config.parts import LoggingSettings
-from telescope.runlog.attempts import STOPPED
+from telescope.exit_codes import STOPS
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.lineage import Lineage, read_lineage
 from telescope.runlog.reader import rows_of_attempt
@@ -116,7 +116,7 @@ class WandbMirror:
         """Let the client finish, but not for longer than `timeout_s`: what it has not sent stays in its folder.
 
         `exit_code`: the run's, by which W&B calls it finished or failed; one that was stopped has not failed."""
-        self._exit_code = 0 if exit_code in STOPPED else exit_code
+        self._exit_code = 0 if exit_code in STOPS else exit_code
         try:
             self._queue.put(None, timeout=timeout_s)
         except queue.Full:

@@ -22,6 +22,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from telescope.config.run import RunConfig, config_hash, load_run
+from telescope.exit_codes import COMPONENT_FAILED
 from telescope.records import Role
 from telescope.runlog.identity import RunIdentity, read_identity
 from telescope.runlog.layout import RunDirectory, write_atomically
@@ -33,7 +34,6 @@ LOOPBACK = "127.0.0.1"
 ADDRESS = "TELESCOPE_ADDRESS"
 """The launcher's variable for `Place.address`."""
 ERROR = 1
-COMPONENT_FAILED = 70
 
 
 @dataclass(frozen=True)

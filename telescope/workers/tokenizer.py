@@ -43,12 +43,19 @@ def load_template(model: ModelSettings, folder: Path) -> ChatTemplate:
         )
     if tokenizer.eos_token_id is None:
         raise TokenizerError(f"model.name={model.name}: its tokenizer names no end-of-sequence token")
-    return ChatTemplate(
+    template = ChatTemplate(
         tokenizer,
         _eos_ids(tokenizer.eos_token_id, folder),
         chat_template=model.chat_template,
         enable_thinking=model.enable_thinking,
     )
+    if template.is_deaf:
+        whose = f"model.name={model.name}: its chat template" if model.chat_template is None else "model.chat_template"
+        raise TokenizerError(
+            f"{whose} writes nothing of what a user says, so that all prompts would be alike: give model.chat_template a "
+            "template that writes the content of each of `messages`"
+        )
+    return template
 
 
 def _load(folder: Path, trust_remote_code: bool) -> Any:

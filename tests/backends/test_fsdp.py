@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -187,6 +188,16 @@ def test_a_gradient_that_is_not_finite_skips_the_update_and_is_counted(build):
     assert all(torch.equal(before[name], tensor) for name, tensor in backend.weights())
     result = backend.train_step(make_shard(2))
     assert (result.metrics["update_skipped"], result.metrics["updates_skipped_total"]) == (0.0, 1.0)
+
+
+def test_a_loss_without_a_gradient_is_refused_by_name(build):
+    class Detached(GRPO):
+        def loss(self, row, denominators, *, max_tokens):
+            output = super().loss(row, denominators, max_tokens=max_tokens)
+            return replace(output, loss=output.loss.detach())
+
+    with pytest.raises(ValueError, match=r"^Detached\.loss has no gradient: make it of `current`, not detached$"):
+        build(make_job(algorithm=Detached())).train_step(make_shard())
 
 
 ARRAYS = ("ids", "mask", "logprobs", "versions")

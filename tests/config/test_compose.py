@@ -20,6 +20,18 @@ def test_several_environments_stand_side_by_side():
     assert {name: entry.weight for name, entry in config.environments.items()} == {"countdown": 1.0, "reverse_letters": 2.0}
 
 
+def test_a_working_directory_that_is_gone_is_wrong_usage(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(UsageError, match="the folder in which this command was given is not there any more"):
+        load_points([], places_for(None), {})
+
+
+def test_no_experiment_is_as_if_it_had_not_been_given():
+    assert compose_one("experiment=null").config == compose_one().config
+
+
 def test_one_environment_needs_no_brackets():
     assert list(compose_one("env=reverse_letters").config.environments) == ["reverse_letters"]
 
@@ -139,6 +151,7 @@ def test_wrong_points_of_a_sweep_are_found_before_any_runs():
     [
         ("seed=1,2", "seed has several values: add -m"),
         ("foo", "can't read 'foo'"),
+        ("=3", "can't read '=3': it names no setting; an override reads name=value"),
         ("algorithm=[", r"can't read 'algorithm=\['"),
         ("hydra.verbose=true", "Hydra only composes here"),
         ("hydra/launcher=submitit", "Hydra only composes here"),

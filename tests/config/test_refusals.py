@@ -21,6 +21,34 @@ OPTIONS = " | ".join(sorted(plugins.find(plugins.ENVIRONMENTS)))
     ("override", "sentence"),
     [
         ("environments={}", "environments={} takes nothing away: choose with env=[…], or drop one with ~environments.<name>"),
+        (
+            "algorithm=[grpo,rloo]",
+            "algorithm=[grpo,rloo] is a list, and algorithm takes one choice, e.g. algorithm=grpo; one run for each is "
+            "-m algorithm=grpo,rloo",
+        ),
+        ("backend=[fsdp]", "backend=[fsdp] is a list, and backend takes one choice, e.g. backend=fsdp"),
+        ("backend={a:b}", "backend={a:b} names no option: give a name, e.g. backend=NAME"),
+        ("env=[[countdown]]", "env=[[countdown]] names no option: give a name, e.g. env=NAME, or a list of names"),
+        ("env={a:b}", "env={a:b} names no option: give a name, e.g. env=NAME, or a list of names"),
+        ("orchestrator.silent_s=0.001", "orchestrator.silent_s=0.001 must be at least 1.0"),
+        ("rollout.temperature=0.009", "rollout.temperature=0.009 must be at least 0.01"),
+        (
+            "rollout.stop=[a,b,c,d,e,f,g,h,i,j,k,l,m,n,o,p,q]",
+            'rollout.stop=["a", "b", "c", "d", "e", "f", "g", "h", "i", "j", "k", "l", "m", "n", "o",  ... must have at most '
+            "16 items",
+        ),
+        (f"name={'n' * 101}", f"name='{'n' * 75} ... must have at most 100 characters"),
+        (
+            "model.chat_template=/data/chat.jinja",
+            "model.chat_template='/data/chat.jinja' is no Jinja template, and every prompt would be this text: give the "
+            "template itself, not a file's path (in a preset of your own as `chat_template: |` with the text below)",
+        ),
+        (
+            "environments.countdown.kwargs.nope=1",
+            "environments.countdown.kwargs.nope=1: there is no such setting. There are answer_tag, examples, instruction, "
+            "max_number, max_target, min_number, min_target, num_eval, num_numbers, num_train, operators, seed, "
+            "wrong_value_reward.",
+        ),
         ("env=[]", f"env=[] chooses nothing: choose one at least of {OPTIONS}"),
         ("~environments.countdown", "environments is empty: a run needs one at least, e.g. env=countdown"),
         ("env=[countdown,countdown]", "env=[countdown,countdown] has countdown more than once: name each once"),

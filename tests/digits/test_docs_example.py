@@ -15,12 +15,18 @@ PAGE = Path(__file__).resolve().parents[2] / "docs/algorithms.md"
 
 
 @pytest.fixture
-def spo(monkeypatch):
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    module = types.ModuleType("spo_of_the_docs")
+def printed(monkeypatch):
+    """The classes of the page's examples, by name."""
+    module = types.ModuleType("examples_of_the_docs")
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    exec(compile(code, str(PAGE), "exec"), module.__dict__)
-    return module.Spo
+    for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL):
+        exec(compile(code, str(PAGE), "exec"), module.__dict__)
+    return module
+
+
+@pytest.fixture
+def spo(printed):
+    return printed.Spo
 
 
 def test_the_example_of_the_docs_is_a_working_algorithm(spo):
@@ -39,3 +45,10 @@ def test_the_example_of_the_docs_is_a_working_algorithm(spo):
 def test_the_example_refuses_what_it_does_not_know(spo):
     with pytest.raises(ValueError, match="strenght"):
         spo(strenght=0.5)
+
+
+def test_the_example_that_changes_only_the_advantages_compares_with_the_best_of_the_others(printed):
+    rewards, groups = np.array([1.0, 0.25, 0.5, 2.0, 3.0]), np.array([7, 7, 7, 9, 9])
+    best = printed.Best()
+    assert best.advantages(rewards, groups, group_size=3).tolist() == [0.5, -0.75, -0.5, -1.0, 1.0]
+    assert best.advantages(rewards[:1], groups[:1], group_size=2).tolist() == [0.0]

@@ -1,11 +1,12 @@
 """Token losses and their gradients, by hand, in float64."""
 
 import math
+from typing import ClassVar, Literal
 
 import pytest
 import torch
 
-from telescope.algorithms.base import PackedRow
+from telescope.algorithms.base import LossOutput, PackedRow, Tis, TokenLosses
 from telescope.algorithms.cispo import CISPO
 from telescope.algorithms.dr_grpo import DrGRPO
 from telescope.algorithms.grpo import GRPO
@@ -211,3 +212,47 @@ def test_without_old_log_probs_the_current_ones_stand_for_them():
 def test_with_reference_batch_and_one_update_the_ratio_is_one():
     row_ratio = GRPO(use_ppo_clip=True, ppo_clip_ref_logprobs="batch", clip_low=0.0, clip_high=0.0)
     assert lossof(row_ratio, [1.0, 1.0], [1.0, -1.0], gaps=[5.0, -5.0])[1] == pytest.approx([-0.5, 0.5])
+
+
+@pytest.mark.parametrize(("reduce", "shape"), [
+    (lambda losses: losses.mean(), r"\[\]"),  # would count once for each token
+    (lambda losses: losses[:, None], r"\[3, 1\]"),  # would count each token three times
+    (lambda losses: losses[None], r"\[1, 3\]"),
+    (lambda losses: losses[:2], r"\[2\]"),
+])  # fmt: skip
+def test_losses_of_another_shape_than_one_a_token_are_refused_by_name(reduce, shape: str):
+    class Own(GRPO):
+        def token_losses(self, row: PackedRow, ratio: torch.Tensor) -> TokenLosses:
+            return TokenLosses(reduce(super().token_losses(row, ratio).losses))
+
+    with pytest.raises(ValueError, match=rf"^Own\.token_losses gave a tensor of shape {shape}: .* tokens, \[3\]$"):
+        lossof(Own(), [1.0, 1.0, 1.0], [1.0, -1.0, 0.5])
+
+
+def test_an_aggregation_that_does_not_exist_is_refused_with_those_that_do():
+    class Own(GRPO):
+        @property
+        def aggregation(self) -> str:
+            return "mean"
+
+    with pytest.raises(ValueError, match=r"^aggregation 'mean' is none of token_mean, seq_mean_token_mean, token_sum_norm$"):
+        lossof(Own(), [1.0], [1.0])
+
+
+def test_a_weight_of_another_shape_than_one_a_token_is_refused_by_name():
+    class Half(Tis):
+        name: Literal["half"] = "half"
+
+        def weight(self, row: PackedRow) -> torch.Tensor:
+            return super().weight(row).mean()
+
+    class Own(GRPO):
+        known_corrections: ClassVar = {"half": Half}
+
+    with pytest.raises(ValueError, match=r"^Half\.weight gave a tensor of shape \[\]"):
+        lossof(Own(corrections=[{"name": "half"}]), [1.0, 1.0], [1.0, -1.0])
+
+
+def test_a_rows_share_is_one_number():
+    with pytest.raises(ValueError, match=r"^a loss of shape \[2\] is no row's share: add it up to one number"):
+        LossOutput(loss=f64([1.0, 2.0]), sums={}, peaks={})

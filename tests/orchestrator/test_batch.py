@@ -68,6 +68,33 @@ def test_a_part_that_is_more_than_may_travel_is_refused_with_the_settings_that_m
         cut(TRAIN, shelf, Recipe(RLOO(), group_size=3, max_tokens=10, epochs=3), ranks=1)
 
 
+@pytest.mark.parametrize(("given", "said"), [
+    (lambda rewards: rewards.mean(), r"Own.advantages gave float64 of shape \[\]: .* for each of the 7 rollouts"),
+    (lambda rewards: rewards[:5], r"gave float64 of shape \[5\]"),  # as many as are kept: those of a batch without discards
+    (lambda rewards: rewards[:, None], r"gave float64 of shape \[7, 1\]"),
+    (lambda rewards: rewards > 0, r"gave bool of shape \[7\]"),
+    (lambda rewards: rewards * np.nan, "no finite numbers: keep rewards within a few thousand, or mend Own.advantages"),
+])  # fmt: skip
+def test_advantages_of_another_shape_than_one_a_rollout_are_refused(shelf: Shelf, given, said: str):
+    class Own(RLOO):
+        def advantages(self, rewards: np.ndarray, groups: np.ndarray, *, group_size: int) -> np.ndarray:
+            return given(rewards)
+
+    with pytest.raises(BatchUnusable, match=said):
+        cut(TRAIN, shelf, Recipe(Own(), group_size=3, max_tokens=10), ranks=1)
+
+
+def test_an_algorithm_that_writes_into_the_rewards_changes_no_record(shelf: Shelf):
+    class Own(RLOO):
+        def advantages(self, rewards: np.ndarray, groups: np.ndarray, *, group_size: int) -> np.ndarray:
+            rewards -= 10
+            return rewards.astype(np.float32)
+
+    batch = cut(TRAIN, shelf, Recipe(Own(), group_size=3, max_tokens=10), ranks=1)
+    assert (batch.advantages.dtype, batch.advantages.tolist()) == (np.float64, [-9.0, -10.0, -9.0, -9.0, -10.0])
+    assert [rollout.reward for rollout in batch.rollouts] == [1.0, 0.0, 1.0, 1.0, 0.0]
+
+
 def test_rewards_that_overflow_are_refused_rather_than_trained_as_nan(shelf: Shelf):
     shelf.put(make(20, 2, 1e308))
     shelf.put(make(21, 2, -1e308))

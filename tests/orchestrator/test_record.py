@@ -104,7 +104,13 @@ async def test_an_attempt_that_was_told_to_stop_is_cancelled_and_one_that_failed
     ]  # fmt: skip
 
 
-async def test_an_update_that_was_left_out_is_alerted_and_counted(run: RunDirectory):
+@pytest.mark.parametrize(("metrics", "said"), [
+    ({"update_skipped": 1.0}, "step 6: 1 update left out, as a gradient was no finite number"),
+    ({"update_skipped": 1.0, "updates_not_finite": 0.0}, "step 6: 1 update left out, as filters left nothing to train"),
+    ({"update_skipped": 3.0, "updates_not_finite": 2.0},
+     "step 6: 2 updates left out, as a gradient was no finite number; 1 update left out, as filters left nothing to train"),
+])  # fmt: skip
+async def test_an_update_that_was_left_out_is_alerted_and_counted(run: RunDirectory, metrics: dict[str, float], said: str):
     log = RunLog(run, "orchestrator")
     recorder = Recorder(run, log, None, number_of_steps=3)
     shelf = Shelf()
@@ -112,11 +118,11 @@ async def test_an_update_that_was_left_out_is_alerted_and_counted(run: RunDirect
         shelf.put(make(rollout_id, 0, reward))
     command = Train(step=6, group_ids=(0,), rollout_ids=((0, 1),), baseline_group_ids=(), baseline_rollout_ids=())
     recorder.batch(cut(command, shelf, Recipe(RLOO(), group_size=2, max_tokens=10), ranks=1))
-    recorder.step(StepDone(step=6, metrics={"update_skipped": 1.0}, timings={}), counts())
+    recorder.step(StepDone(step=6, metrics=metrics, timings={}), counts())
     recorder.finish(counts(), {})
     log.close()
-    assert orjson.loads(run.summary_json.read_bytes())["updates_skipped"] == 1
-    assert "an update was left out" in rows(run, "alerts")[0]["message"]
+    assert orjson.loads(run.summary_json.read_bytes())["updates_skipped"] == metrics["update_skipped"]
+    assert rows(run, "alerts")[0]["message"] == said
 
 
 async def test_the_summary_compares_the_first_five_steps_with_the_last_five(run: RunDirectory):

@@ -12,7 +12,7 @@ import pytest
 from telescope.compose.load import load_points, places_for
 from telescope.config.parts import LoraSettings
 from telescope.config.run import RunConfig
-from telescope.flow.latency import constant
+from telescope.flow.latency import Load, constant
 from telescope.plan import main
 from telescope.planning.cards import CARDS
 from telescope.planning.forecast import (
@@ -102,7 +102,7 @@ def test_a_transport_of_cpus_is_planned_for_them_and_refused_for_a_card(say: Cal
 def test_a_folder_that_is_no_run_is_refused(say: Callable[..., tuple[int, str]], tmp_path: object) -> None:
     code, said = say("cluster.device=cpu", "--calibrate", str(tmp_path))
     assert code == 1
-    assert f"--calibrate {tmp_path}: " in said
+    assert f"--calibrate {tmp_path}: that is no run directory, as it has no config.json" in said
 
 
 def test_a_model_of_unknown_size_is_planned_without_memory(say: Callable[..., tuple[int, str]]) -> None:
@@ -246,6 +246,31 @@ def test_splits_are_those_that_the_settings_of_the_backend_allow() -> None:
     shape = shape_of("Qwen/Qwen2.5-0.5B")
     ranks = [split.ranks for split in splits(config, 10, lambda divided: assumed_load(divided, shape, CARDS["h100"]))]
     assert ranks == [8]
+
+
+@pytest.mark.parametrize(("overrides", "gpus", "sentence"), [
+    ([], 1, "gpus=1 can't be divided: inference and training need one each"),
+    ([], 1_000_000, "gpus=1000000 are more than a run may have: 1024 for servers and as many for ranks"),
+    (["inference.tensor_parallel_size=4", "cluster.inference_num_workers=4"], 3,
+     "gpus=3 can't be divided: no number of servers of inference.tensor_parallel_size=4 leaves as many ranks as the settings "
+     "of backend=fsdp allow: give another --gpus"),
+])  # fmt: skip
+def test_cards_that_can_not_be_divided_are_refused_in_words(overrides: list[str], gpus: int, sentence: str) -> None:
+    with pytest.raises(Refused, match=f"^{re.escape(sentence)}"):
+        list(splits(composed(*SMALL, *overrides), gpus, lambda divided: pytest.fail("nothing is simulated")))
+
+
+def test_the_divisions_of_many_cards_are_chosen_among_the_possible_ones() -> None:
+    """Of 91 cards 30 divisions have servers of 3 cards: 24 of these are shown, the first and the last among them."""
+    config = composed(*SMALL, "inference.tensor_parallel_size=3", "cluster.inference_num_workers=3", "number_of_steps=1")
+
+    def refuse(divided: RunConfig) -> Load:
+        raise Refused("not now")
+
+    servers = [split.servers for split in splits(config, 91, refuse)]
+    assert len(servers) == 24
+    assert (servers[0], servers[-1]) == (3, 90)
+    assert all(count % 3 == 0 for count in servers)
 
 
 def test_weights_take_their_transports_time() -> None:

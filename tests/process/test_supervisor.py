@@ -241,7 +241,8 @@ def test_an_interrupt_while_the_summary_prints_lets_it_finish_and_is_the_exit_co
 EARLY = """
 import os, signal, sys
 from pathlib import Path
-from telescope._launch.node import Console, Signals, Supervisor
+from telescope._launch.node import Console, Supervisor
+from telescope._launch.signals import Signals
 from telescope._launch.plan import read_plan
 from telescope._launch.terms import PATIENCE
 from telescope.runlog.layout import RunDirectory

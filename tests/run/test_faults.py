@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -24,6 +25,33 @@ def test_a_process_that_stops_beating_is_named(start: Start):
     assert run.wait() == 70
     assert "worker-0 (pid" in run.summary()["exit_reason"]
     assert "was not heard for" in run.summary()["exit_reason"]
+    assert run.left_after(30) == []
+
+
+def test_a_run_that_trains_nothing_any_more_ends_with_the_step_since_which_that_is_so(start: Start):
+    """The first update throws the weights away, and no gradient after it is a finite number."""
+    run = start("experiment=fake", "backend=fsdp", "trainer.learning_rate=1e30", "trainer.max_broken_steps=3",
+                "number_of_steps=100000")  # fmt: skip
+    assert run.wait() == 70
+    reason = run.summary()["exit_reason"]
+    assert "trainer.max_broken_steps=3: no gradient of the last 3 steps was a finite number" in reason
+    assert "the weights have not moved since step 1" in reason
+    assert run.summary()["steps"] == 4
+
+
+@pytest.mark.slow
+def test_a_run_whose_directory_is_moved_away_ends_with_its_name(start: Start, tmp_path: Path):
+    """Its files are open and take every row, and nothing of it would be found."""
+    run = start(*LONG)
+    run.until_step(2)
+    run.remember()
+    run.directory.path.rename(tmp_path / "elsewhere")
+    assert run.wait() == 70
+    assert f"The run failed: {run.directory.plan_json} has been gone for 2" in run.said()
+    assert "the run directory was deleted or moved while the run went on" in run.said()
+    assert "Traceback" not in run.said()
+    shutil.rmtree(run.directory.path, ignore_errors=True)  # what was made anew
+    (tmp_path / "elsewhere").rename(run.directory.path)
     assert run.left_after(30) == []
 
 

@@ -156,6 +156,22 @@ def test_tokenizers_that_cannot_be_used_name_the_setting(tmp_path: Path) -> None
     assert given.text([{"role": "user", "content": "hi"}]) == "hi!"
 
 
+def test_a_template_that_writes_nothing_of_what_a_user_says_is_refused(tmp_path: Path) -> None:
+    """Every prompt would be the same text, and the run would train on it without a word."""
+    given = ModelSettings(name="mine", chat_template="{% if messages %}<|user|><|assistant|>{% endif %}")
+    with pytest.raises(TokenizerError, match=r"^model\.chat_template writes nothing of what a user says"):
+        load_template(given, folder_of(tmp_path))
+    (tmp_path / "chat_template.jinja").write_text("<|assistant|>")
+    with pytest.raises(TokenizerError, match=r"^model\.name=mine: its chat template writes nothing of what a user says"):
+        load_template(ModelSettings(name="mine"), tmp_path)
+
+
+def test_a_template_that_wants_another_dialogue_than_one_question_is_no_deaf_one(tmp_path: Path) -> None:
+    strict = "{% if messages[0].role != 'system' %}{{ raise_exception('system first') }}{% endif %}{{ messages[1].content }}"
+    template = load_template(ModelSettings(name="mine", chat_template=strict), folder_of(tmp_path))
+    assert template.text([{"role": "system", "content": "s"}, {"role": "user", "content": "hi"}]) == "hi"
+
+
 def test_a_tokenizer_whose_files_are_missing_is_refused(tmp_path: Path) -> None:
     from telescope.config.models import EMBEDDED
 

@@ -9,7 +9,7 @@ from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
 from telescope.algorithms.base.algorithm import Algorithm
 from telescope.algorithms.base.corrections import SHIPPED, Correction, Tis, read_list
-from telescope.algorithms.base.row import LossOutput, PackedRow, TokenLosses
+from telescope.algorithms.base.row import LossOutput, PackedRow, TokenLosses, one_a_token
 from telescope.maths import divergences, metrics, ratios
 from telescope.maths.advantages import Groups
 from telescope.maths.aggregation import Aggregation, aggregate
@@ -103,7 +103,8 @@ class PolicyLoss(Algorithm):
         clean = row.cleaned()
         ratio = ratios.log_ratio(clean.current, self.reference(clean)).exp()
         result = self.token_losses(clean, ratio)
-        losses, weight_sums = self.corrected(result.losses, clean)
+        own = one_a_token(result.losses, clean, f"{type(self).__name__}.token_losses")
+        losses, weight_sums = self.corrected(own, clean)
         losses, penalty_sums = self.penalised(losses, clean)
         loss = aggregate(
             losses,
@@ -127,7 +128,7 @@ class PolicyLoss(Algorithm):
         total = losses.new_ones(losses.shape)
         sums: dict[str, Tensor] = {}
         for correction in self.all_corrections:
-            weight = correction.weight(row).detach()
+            weight = one_a_token(correction.weight(row).detach(), row, f"{type(correction).__name__}.weight")
             sums |= correction.sums(weight, row)
             total = total * weight
         return losses * total, {**sums, **metrics.mean_sums("masked_fraction", total == 0, row.mask)}

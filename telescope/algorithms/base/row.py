@@ -49,6 +49,16 @@ class PackedRow:
         return self.sequence_tokens.shape[0]
 
 
+def one_a_token(values: Tensor, row: PackedRow, whose: str) -> Tensor:
+    """`values` if they are [T]; any other shape would be broadcast into a wrong loss. Raises `ValueError` naming `whose`."""
+    if values.shape != row.mask.shape:
+        raise ValueError(
+            f"{whose} gave a tensor of shape {list(values.shape)}: it must give one number for each of the row's tokens, "
+            f"{list(row.mask.shape)}"
+        )
+    return values
+
+
 @dataclass(frozen=True)
 class TokenLosses:
     """Losses token by token, and what is worth measuring about them; see `telescope.maths.metrics` for the names."""
@@ -65,6 +75,10 @@ class LossOutput:
     metrics. All are float64 scalars, detached, still on the device; every row of a run has the same names in the same order.
     """
 
-    loss: Tensor
+    loss: Tensor  # scalar
     sums: dict[str, Tensor]
     peaks: dict[str, Tensor]
+
+    def __post_init__(self) -> None:
+        if self.loss.ndim:
+            raise ValueError(f"a loss of shape {list(self.loss.shape)} is no row's share: add it up to one number")

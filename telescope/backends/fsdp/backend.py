@@ -270,6 +270,8 @@ class FSDPBackend:
             entropy = entropy if job.algorithm.trains_entropy else entropy.detach()
             packed = on_device.packed(logprob, entropy, old=row.old, reference=reference)
             output = job.algorithm.loss(packed, counts, max_tokens=job.max_tokens)
+            if not output.loss.requires_grad:
+                raise ValueError(f"{type(job.algorithm).__name__}.loss has no gradient: make it of `current`, not detached")
             tally.add(output)
         with spans.span("backward"):
             self._updater.scaled(output.loss).backward()  # type: ignore[no-untyped-call]

@@ -1,0 +1,28 @@
+"""Numbers on command lines: `type=` of an argparse argument, which refuses what the command could do nothing with."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+
+def from_one(text: str) -> int:
+    """A whole number of 1 or more: `--prompts 0` would check nothing, and say that all is well."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 on")
+    return number
+
+
+def above_zero(text: str) -> float:
+    """A finite number above 0, e.g. of seconds or gigabytes."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return number
