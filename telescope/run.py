@@ -12,6 +12,7 @@ if __name__ == "__main__":
     terminal.prepare()  # before the imports below: they take a moment, in which a Ctrl-C must not be a traceback
 
 import argparse
+import functools
 import os
 import sys
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ from telescope.start import (
     join_run,
     named,
     new_key,
+    obstacles_here,
     planned,
     run_folder,
     run_one,
@@ -166,9 +168,8 @@ def _run_all(points: Sequence[Point], arguments: Sequence[str], sweep: Sweep | N
     """
     from telescope._launch.plan import PlanError, shared_gpus
     from telescope.config.models import hub_problem
-    from telescope.config.words import ConfigError
 
-    started = datetime.now().astimezone()
+    started, hub = datetime.now().astimezone(), functools.cache(hub_problem)
     try:
         plans = [(named(point.config), *planned(point.config)) for point in points if point.config is not None]
     except PlanError as error:
@@ -180,9 +181,9 @@ def _run_all(points: Sequence[Point], arguments: Sequence[str], sweep: Sweep | N
             "the command once a point on every host, or cluster=slurm, which makes an array of them.\nNothing was started."
         )
         return CONFIG_ERROR
-    missing = [problem for name in sorted({config.model.name for config, *_ in plans}) if (problem := hub_problem(name))]
-    if missing:
-        say(f"{ConfigError(missing)}\nNothing was started.")
+    found = dict.fromkeys(sentence for config, _, plan in plans for sentence in obstacles_here(config, plan, hub))
+    if found:
+        say("\n".join([*found, "Nothing was started."]))
         return CONFIG_ERROR
     orders: list[Order] = []
     for (config, standing, plan), point in zip(plans, points, strict=True):

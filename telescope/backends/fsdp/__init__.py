@@ -11,6 +11,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 
 from telescope.backends.base import Backend, BackendSettings, Job
+from telescope.backends.common import choosing
 
 
 class FSDP(BackendSettings):
@@ -106,6 +107,16 @@ class FSDP(BackendSettings):
                 ("backend.offload", "cluster.device"),
                 f"backend.offload={self.offload} frees the memory of a GPU, and cluster.device=cpu has none: leave it out",
             )
+
+    def obstacles(self, *, on_gpu: bool, capability: int | None, model_dtype: str, elsewhere: bool) -> Iterator[str]:
+        """See `BackendSettings.obstacles`."""
+        packages = frozenset(choosing.PACKAGES.values()) if elsewhere else choosing.installed()
+        device, able = ("cuda:0", choosing.HOPPER if capability is None else capability) if on_gpu else ("cpu", 0)
+        here = choosing.Machine(device, self.mixed_precision_dtype or model_dtype, able, packages)
+        try:
+            choosing.choose(self.attention, here)
+        except ValueError as error:
+            yield str(error)
 
     def build(self, job: Job) -> Backend:
         from telescope.backends.fsdp.backend import FSDPBackend

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from telescope.backends.common import attention
-from telescope.backends.common.kernels import Kind
+from telescope.backends.common.choosing import Kind
 
 
 def compile_layers(lm: Any, kind: Kind) -> None:
