@@ -37,7 +37,9 @@ def _weights(config: RunConfig, plan: Plan) -> Iterator[str]:
 
 
 def _training(config: RunConfig, plan: Plan, elsewhere: bool) -> Iterator[str]:
-    on_gpu = plan.device == "gpu"
-    capability = compute_capability() if on_gpu and not elsewhere else None
-    dtype = config.model.dtype
-    yield from config.backend.obstacles(on_gpu=on_gpu, capability=capability, model_dtype=dtype, elsewhere=elsewhere)
+    yield from config.backend.obstacles(
+        on_gpu=plan.device == "gpu",
+        capability=lambda: None if elsewhere else compute_capability(),
+        model_dtype=config.model.dtype,
+        elsewhere=elsewhere,
+    )

@@ -195,9 +195,13 @@ class BackendSettings(Settings):
         `adapters`: model.lora is given; `on_cpu`: the run was told to use no GPU."""
         yield from ()
 
-    def obstacles(self, *, on_gpu: bool, capability: int | None, model_dtype: str, elsewhere: bool) -> Iterator[str]:
+    def obstacles(
+        self, *, on_gpu: bool, capability: Callable[[], int | None], model_dtype: str, elsewhere: bool
+    ) -> Iterator[str]:
         """What of these settings `build` would refuse where the ranks are to run: sentences with the remedy, without torch.
-        `capability`: the GPUs' major one; None: not known. `elsewhere`: not in this Python. What can't be told is left out."""
+
+        `capability` asks for the GPUs' major one; None: not known. `elsewhere`: not in this Python. What can't be told is left
+        out."""
         yield from ()
 
     @property

@@ -133,3 +133,11 @@ def test_of_other_hosts_only_what_the_plan_says_is_judged(monkeypatch):
 def test_a_server_on_a_cpu_says_of_fp8_what_the_run_would():
     with pytest.raises(EngineRefused, match=r"inference.quantization=fp8 needs a GPU, and this run is on CPUs: leave it out"):
         build_engine(config_of("inference.quantization=fp8"), "run", "cpu")
+
+
+def test_cards_are_asked_only_where_the_answer_matters(monkeypatch):
+    """Each question starts nvidia-smi, and a sweep has many points."""
+    monkeypatch.setattr("telescope._launch.obstacles.compute_capability", lambda: pytest.fail("asked for nothing"))
+    for attention in ("auto", "sdpa"):
+        config = config_of(f"backend.attention={attention}")
+        assert obstacles(config, make_plan(config, (GPUS,))) == []

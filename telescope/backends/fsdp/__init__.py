@@ -5,7 +5,7 @@ Owns the backend's settings. Torch is imported in `build()`, so that a configura
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -108,10 +108,15 @@ class FSDP(BackendSettings):
                 f"backend.offload={self.offload} frees the memory of a GPU, and cluster.device=cpu has none: leave it out",
             )
 
-    def obstacles(self, *, on_gpu: bool, capability: int | None, model_dtype: str, elsewhere: bool) -> Iterator[str]:
+    def obstacles(
+        self, *, on_gpu: bool, capability: Callable[[], int | None], model_dtype: str, elsewhere: bool
+    ) -> Iterator[str]:
         """See `BackendSettings.obstacles`."""
+        if self.attention in ("auto", "sdpa"):
+            return  # work everywhere
+        known = capability() if on_gpu else None
         packages = frozenset(choosing.PACKAGES.values()) if elsewhere else choosing.installed()
-        device, able = ("cuda:0", choosing.HOPPER if capability is None else capability) if on_gpu else ("cpu", 0)
+        device, able = ("cuda:0", choosing.HOPPER if known is None else known) if on_gpu else ("cpu", 0)
         here = choosing.Machine(device, self.mixed_precision_dtype or model_dtype, able, packages)
         try:
             choosing.choose(self.attention, here)

@@ -9,6 +9,7 @@ import logging
 from typing import Any
 
 import torch
+from torch.nn.modules.conv import _ConvNd
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +24,14 @@ def choose(lm: Any, computing: torch.dtype) -> None:
     product takes: it would end the first pass with an error of PyTorch's. Looks at nothing else."""
     if getattr(lm.config.get_text_config(), "_experts_implementation", None) != GROUPED:
         return
-    widths = sorted({width for p in lm.parameters() if p.ndim == 3 for width in p.shape[1:]})
+    stacks = (
+        parameter
+        for module in lm.modules()
+        if not isinstance(module, _ConvNd)  # whose filters have three axes too
+        for parameter in module.parameters(recurse=False)
+        if parameter.ndim == 3
+    )
+    widths = sorted({width for stack in stacks for width in stack.shape[1:]})
     odd = [width for width in widths if width * computing.itemsize % ALIGNED]
     if not odd:
         return
