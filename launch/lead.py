@@ -15,6 +15,7 @@ from telescope._launch import meet
 from telescope._launch.address import NoAddress, endpoint, interface_of, local_address, own_address
 from telescope._launch.local import this_host
 from telescope._launch.node import supervise
+from telescope._launch.obstacles import refuse
 from telescope._launch.plan import Host, Plan, PlanError, make_plan, shared_gpus, write_plan
 from telescope._launch.remote import Nodes, NodesMissing
 from telescope._launch.standing import KEY_BYTES, Standing, end_with_parent
@@ -23,7 +24,7 @@ from telescope.config.run import RunConfig, config_hash
 from telescope.exit_codes import COMPONENT_FAILED, ERROR
 from telescope.runlog.identity import read_identity
 from telescope.runlog.layout import RunDirectory
-from telescope.weights.choose import TransportRefused, planned
+from telescope.weights.choose import of_plan
 from telescope.wire.security import make_keys
 
 SILENT_SHARE = 0.8
@@ -45,10 +46,11 @@ def lead(run: RunDirectory, config: RunConfig, standing: Standing, say: Callable
     try:
         hosts = (host, *nodes.gather(config.cluster.placement_timeout_s))
         plan = make_plan(config, hosts)
+        refuse(config, plan, elsewhere=True)
         if shared := shared_gpus(plan):
             say(f"Warning: {shared}")
         ports = _tell(run, config, nodes, plan, keyed=standing.key is not None)
-    except (PlanError, TransportRefused, NodesMissing) as error:
+    except (PlanError, NodesMissing) as error:
         code = COMPONENT_FAILED if isinstance(error, NodesMissing) else ERROR
         nodes.end(code, str(error))
         say(f"{error}\nNothing was started.")
@@ -80,7 +82,7 @@ def _unbound(standing: Standing, error: zmq.ZMQError) -> str:
 def _tell(run: RunDirectory, config: RunConfig, nodes: Nodes, plan: Plan, keyed: bool) -> dict[int, int]:
     """Write the plan and the keys, and give each node what it needs. Its answer is the port that it keeps."""
     write_plan(plan, run.plan_json)
-    transport = planned(config.weight_sync.transport, run.plan_json, adapters=config.model.lora is not None)
+    transport = of_plan(config.weight_sync.transport, plan, adapters=config.model.lora is not None)
     make_keys(run, plan.names)
     identity = read_identity(run)
 

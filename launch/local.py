@@ -24,17 +24,32 @@ def this_host() -> Host:
 
 def installed_gpus() -> tuple[str, ...]:
     """Indices of the NVIDIA GPUs, e.g. `("0", "1")`: by nvidia-smi, or by the driver's own list where that is missing."""
+    answer = _nvidia_smi("index")
+    if answer is None:
+        return gpus_of_driver(NVIDIA_PROC)
+    return tuple(line for line in answer if line.isdigit())
+
+
+def compute_capability() -> int | None:
+    """The major number of this machine's GPUs, e.g. 9 for an H100; None where nvidia-smi can't tell, or they differ."""
+    majors = {line.partition(".")[0] for line in _nvidia_smi("compute_cap") or [] if "." in line}
+    found = majors.pop() if len(majors) == 1 else ""
+    return int(found) if found.isdigit() else None
+
+
+def _nvidia_smi(field: str) -> list[str] | None:
+    """One line a GPU; None where there is no nvidia-smi, or it fails."""
     try:
         answer = subprocess.run(
-            ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"],
+            ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"],
             capture_output=True,
             text=True,
             timeout=NVIDIA_SMI_TIMEOUT_S,
             check=True,
         )
     except (OSError, subprocess.SubprocessError):
-        return gpus_of_driver(NVIDIA_PROC)
-    return tuple(line.strip() for line in answer.stdout.splitlines() if line.strip().isdigit())
+        return None
+    return [line.strip() for line in answer.stdout.splitlines()]
 
 
 def gpus_of_driver(folder: Path) -> tuple[str, ...]:

@@ -112,7 +112,6 @@ def make_plan(config: RunConfig, hosts: tuple[Host, ...]) -> Plan:
     _refuse_owned_variables(cluster.env)
     hosts = told_apart(hosts)
     device = choose_device(cluster, *hosts)
-    _refuse_what_the_device_can_not(config, device)
     servers, ranks = _counts(config, hosts, device)
     cards = [_Cards(host.gpus if device == "gpu" else ()) for host in hosts]
     seats = [
@@ -138,18 +137,6 @@ def make_plan(config: RunConfig, hosts: tuple[Host, ...]) -> Plan:
     save_s = config.checkpoint.stop_timeout_s if config.checkpoint.on else 0.0
     restarts = cluster.max_server_restarts
     return Plan(device, tuple(processes), logging.progress, logging.log_to_console, restarts, hosts, save_s)
-
-
-def _refuse_what_the_device_can_not(config: RunConfig, device: Literal["cpu", "gpu"]) -> None:
-    """`cluster.device=auto` was judged before anyone knew what it is."""
-    if config.cluster.device != "auto":
-        return
-    from telescope.config.checks import conflicts
-
-    known = config.model_copy(update={"cluster": config.cluster.model_copy(update={"device": device})})
-    judged = conflicts(config)
-    if found := [conflict.sentence for conflict in conflicts(known) if conflict not in judged]:
-        raise PlanError(f"cluster.device=auto means {device} here. {'; '.join(found)}")
 
 
 def told_apart(hosts: tuple[Host, ...]) -> tuple[Host, ...]:

@@ -14,7 +14,7 @@ from typing import Any
 from telescope.config.words import nearest
 from telescope.runlog.ending import read_object
 from telescope.runlog.layout import RunDirectory
-from telescope.start import CONFIG_ERROR, Order, join_run, planned, run_one, say
+from telescope.start import CONFIG_ERROR, Order, join_run, obstacles_here, planned, run_one, say
 from telescope.submitting import submit_all
 
 GROUPS = ("env", "experiment")
@@ -30,6 +30,7 @@ def go_on(path: Path, overrides: Sequence[str]) -> int:
     from telescope._launch.plan import PlanError
     from telescope.config.checks import warnings
     from telescope.config.judge import judge
+    from telescope.config.models import hub_problem
     from telescope.config.words import ConfigError
 
     run = RunDirectory(path.absolute())
@@ -53,6 +54,9 @@ def go_on(path: Path, overrides: Sequence[str]) -> int:
         standing, plan = planned(config)
     except PlanError as error:
         say(f"{error}\nNothing was started.")
+        return CONFIG_ERROR
+    if found := obstacles_here(config, plan, hub_problem):
+        say("\n".join([*found, "Nothing was started."]))
         return CONFIG_ERROR
     arguments = (f"run_dir={run.path}", "checkpoint.resume=true", *overrides)
     order = Order(config, plan, standing, tuple(warnings(config)), arguments, datetime.now().astimezone())

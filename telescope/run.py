@@ -12,9 +12,10 @@ if __name__ == "__main__":
     terminal.prepare()  # before the imports below: they take a moment, in which a Ctrl-C must not be a traceback
 
 import argparse
+import functools
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -30,6 +31,7 @@ from telescope.start import (
     join_run,
     named,
     new_key,
+    obstacles_here,
     planned,
     run_folder,
     run_one,
@@ -189,6 +191,7 @@ class _NotStarted(Exception):
 def _orders(points: Sequence[Point], arguments: Sequence[str], sweep: Sweep | None) -> list[Order]:
     """What is to be started, point by point, each with a run directory of its own. Raises `_NotStarted`."""
     from telescope._launch.plan import PlanError, shared_gpus
+    from telescope.config.models import hub_problem
 
     started = datetime.now().astimezone()
     try:
@@ -200,7 +203,10 @@ def _orders(points: Sequence[Point], arguments: Sequence[str], sweep: Sweep | No
             f"A sweep (-m) over {nodes} hosts is not possible: they would have to agree when each point begins and ends. Give "
             "the command once a point on every host, or cluster=slurm, which makes an array of them."
         )
-    _refuse_missing({config.model.name for config, *_ in plans})
+    hub = functools.cache(hub_problem)
+    found = dict.fromkeys(sentence for config, _, plan in plans for sentence in obstacles_here(config, plan, hub))
+    if found:
+        raise _NotStarted("\n".join(found))
     orders: list[Order] = []
     for (config, standing, plan), point in zip(plans, points, strict=True):
         number = len(orders) + (len(sweep.results) if sweep else 0)
@@ -210,16 +216,6 @@ def _orders(points: Sequence[Point], arguments: Sequence[str], sweep: Sweep | No
         warnings = (*point.warnings, *filter(None, (shared_gpus(plan) if plan else "",)))
         orders.append(Order(config, plan, standing, warnings, tuple(arguments), started))
     return orders
-
-
-def _refuse_missing(models: Iterable[str]) -> None:
-    """Raises `_NotStarted` where a model is neither on this machine nor to be had from the hub."""
-    from telescope.config.models import hub_problem
-    from telescope.config.words import ConfigError
-
-    missing = [problem for name in sorted(models) if (problem := hub_problem(name))]
-    if missing:
-        raise _NotStarted(str(ConfigError(missing)))
 
 
 def _interrupted(order: Order) -> bool:

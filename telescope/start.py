@@ -12,6 +12,7 @@ import re
 import secrets
 import shlex
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from telescope._launch.plan import Plan
     from telescope._launch.standing import Standing
     from telescope.config.run import RunConfig
+    from telescope.config.words import Problem
     from telescope.runlog.layout import RunDirectory
 
 OK, CONFIG_ERROR = DONE, ERROR
@@ -82,6 +84,16 @@ def planned(config: RunConfig) -> tuple[Standing, Plan | None]:
         return Standing(), make_plan(config, hosts_of(nominal(config.cluster.slurm)))
     found = standing(config.cluster, config.run_dir, os.environ)
     return found, make_plan(config, (this_host(),)) if found.nodes == 1 else None
+
+
+def obstacles_here(config: RunConfig, plan: Plan | None, hub: Callable[[str], Problem | None]) -> list[str]:
+    """Why a run of that plan would not start on this machine, though its configuration is right: sentences with the remedy. Of
+    several hosts that have yet to meet the head asks once more. `hub`: `hub_problem`, cached where there are many points."""
+    from telescope._launch.obstacles import obstacles
+
+    found = [] if plan is None else obstacles(config, plan, elsewhere=config.cluster.slurm is not None)
+    problem = hub(config.model.name)
+    return found if problem is None else [*found, problem.sentence]
 
 
 def too_long_for_its_model(config: RunConfig) -> str:

@@ -20,6 +20,7 @@ from telescope._launch.address import NoAddress, interface_of, is_own, local_add
 from telescope._launch.causes import Cause
 from telescope._launch.environ import own
 from telescope._launch.node import supervise_in
+from telescope._launch.obstacles import refuse
 from telescope._launch.plan import PlanError, ProcessPlan, make_plan, write_plan
 from telescope._launch.slurm import queue
 from telescope._launch.slurm.allocation import Allocation, Node, allocated, job_of
@@ -33,7 +34,6 @@ from telescope.exit_codes import ERROR
 from telescope.runlog import attempts
 from telescope.runlog.holder import hold
 from telescope.runlog.layout import RunDirectory, write_atomically
-from telescope.weights.choose import TransportRefused, planned
 
 log = logging.getLogger(__name__)
 
@@ -70,8 +70,8 @@ def run(run_dir: str) -> None:
     try:
         plan = make_plan(config, hosts_of(allocation.nodes, networks(names)))
         write_plan(plan, directory.plan_json)
-        planned(config.weight_sync.transport, directory.plan_json, adapters=config.model.lora is not None)
-    except (PlanError, NoAddress, TransportRefused) as error:
+        refuse(config, plan, elsewhere=True)
+    except (PlanError, NoAddress) as error:
         _refuse(directory, attempt, error)
     hold(directory)
     try:

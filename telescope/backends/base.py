@@ -132,6 +132,13 @@ class Job:
     saving: SaveSettings = SaveSettings()
     rollouts: int = 0
     """Of one update, all ranks together; 0: not known."""
+    max_model_len: int | None = None
+    """Tokens of a prompt and its answer, at most, as the server allows them; None: not known."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a sample, at most: what is longer than a row is refused, or trained up to there."""
+        return min(self.trainer.seq_len, self.max_model_len or self.trainer.seq_len)
 
 
 class Backend(Protocol):
@@ -191,6 +198,15 @@ class BackendSettings(Settings):
     def model_errors(self, *, layers: int) -> Iterator[tuple[tuple[str, ...], str]]:
         """What of these settings can't be with a model of so many layers, as in `run_errors`. Asked as soon as somebody knows
         the model: at the command line where its config.json lies here, in planning, else at a rank's start."""
+        yield from ()
+
+    def obstacles(
+        self, *, on_gpu: bool, capability: Callable[[], int | None], model_dtype: str, elsewhere: bool
+    ) -> Iterator[str]:
+        """What of these settings `build` would refuse where the ranks are to run: sentences with the remedy, without torch.
+
+        `capability` asks for the GPUs' major one; None: not known. `elsewhere`: not in this Python. What can't be told is left
+        out."""
         yield from ()
 
     @property

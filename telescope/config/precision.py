@@ -18,6 +18,14 @@ def served_precision(config: RunConfig, device: str) -> str:
     return "bfloat16" if device == "gpu" else config.model.dtype
 
 
+def unserved(config: RunConfig, device: str) -> str:
+    """Why no server on `device` (gpu or cpu) has the precision that is asked for; "" where it has."""
+    quantization = config.inference.quantization
+    if quantization is None or device == "gpu" or config.inference.engine != "vllm":
+        return ""
+    return f"inference.quantization={quantization} needs a GPU, and this run is on CPUs: leave it out"
+
+
 def parity_limit(config: RunConfig, device: str) -> float:
     """In nats, by the coarser of what is served and what is computed with in training."""
     trained = getattr(config.backend, "mixed_precision_dtype", None) or config.model.dtype

@@ -20,6 +20,7 @@ from pathlib import Path
 from telescope.config.models import ModelNotFound, check_weights, model_folder
 from telescope.config.parts import InferenceSettings
 from telescope.config.plugins import PluginError
+from telescope.config.precision import unserved
 from telescope.config.run import RunConfig, config_hash
 from telescope.config.secrets import SecretMissing, reveal
 from telescope.config.words import ConfigError
@@ -216,7 +217,7 @@ def build_engine(
 
     `run` is the run's id, under which its weights lie in shared memory; `scratch` a folder of the server's own, for adapters;
     `transport` by which its versions come, where that is known.
-    Raises `ModelNotFound`.
+    Raises `ModelNotFound`, `EngineRefused`.
     """
     folder = model_folder(config.model.name)
     settings = config.inference
@@ -232,6 +233,8 @@ def build_engine(
             receivers=fake_receivers(run, name, config.weight_sync.init_timeout_s),
             deadline_s=config.weight_sync.update_timeout_s,
         )
+    if sentence := unserved(config, device):
+        raise EngineRefused(sentence)
     check_weights(config.model.name, folder)
     os.environ.update(vllm_environment(device, os.environ))
     if "VLLM_RPC_BASE_PATH" not in os.environ:  # the folder of its sockets, which it leaves behind where it is killed

@@ -158,6 +158,7 @@ def job(config: RunConfig, world: World, progress: Callable[[str], None], resume
         temperature=config.rollout.temperature,
         support=config.rollout.support,
         max_tokens=config.rollout.max_tokens,
+        max_model_len=config.inference.max_model_len,
         seed=config.seed,
         world=world,
         progress=progress,

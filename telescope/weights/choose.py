@@ -5,7 +5,7 @@ Owns what `weight_sync.transport=auto` and `weight_sync.dtype=auto` mean. Refuse
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -63,12 +63,40 @@ class _Plan(msgspec.Struct):
     device: str = "cpu"
 
 
+class _Placed(Protocol):
+    """A process of a plan."""
+
+    @property
+    def role(self) -> str: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def gpus(self) -> tuple[str, ...]: ...
+
+
+class Placed(Protocol):
+    """What of a run's plan matters here."""
+
+    @property
+    def processes(self) -> Sequence[_Placed]: ...
+    @property
+    def device(self) -> str: ...
+
+
+def _read(plan_json: Path) -> _Plan:
+    """One without processes, on CPUs, where there is no plan."""
+    try:
+        return msgspec.json.decode(plan_json.read_bytes(), type=_Plan)
+    except FileNotFoundError:
+        return _Plan(())
+
+
 def cards(plan_json: Path) -> Cards:
     """How the plan places servers and trainer ranks. `apart` where there is no plan."""
-    try:
-        plan = msgspec.json.decode(plan_json.read_bytes(), type=_Plan)
-    except FileNotFoundError:
-        return "apart"
+    return _cards(_read(plan_json))
+
+
+def _cards(plan: Placed) -> Cards:
     used: dict[str, set[tuple[str, str]]] = {"server": set(), "trainer": set()}
     for process in plan.processes:
         used.setdefault(process.role, set()).update((process.host, gpu) for gpu in process.gpus)
@@ -79,27 +107,28 @@ def cards(plan_json: Path) -> Cards:
 
 def spread(plan_json: Path) -> bool:
     """Whether a server is on another host than rank 0 of the trainer, which writes what servers read."""
-    try:
-        plan = msgspec.json.decode(plan_json.read_bytes(), type=_Plan)
-    except FileNotFoundError:
-        return False
+    return _spread(_read(plan_json))
+
+
+def _spread(plan: Placed) -> bool:
     writer = next((process.host for process in plan.processes if process.role == "trainer"), None)
     return writer is not None and any(process.host != writer for process in plan.processes if process.role == "server")
 
 
 def planned_device(plan_json: Path) -> str:
     """Where the plan puts servers and trainer: gpu or cpu. cpu where there is no plan."""
-    try:
-        return msgspec.json.decode(plan_json.read_bytes(), type=_Plan).device
-    except FileNotFoundError:
-        return "cpu"
+    return _read(plan_json).device
 
 
 def planned(transport: str, plan_json: Path, *, adapters: bool = False) -> Transport:
     """The same for the whole run, as its plan has it. Raises `TransportRefused`."""
-    device = "cuda" if planned_device(plan_json) == "gpu" else "cpu"
-    placed, hosts = cards(plan_json), spread(plan_json)
-    return choose(transport, device, placed, adapters=adapters, hosts=hosts)
+    return of_plan(transport, _read(plan_json), adapters=adapters)
+
+
+def of_plan(transport: str, plan: Placed, *, adapters: bool = False) -> Transport:
+    """The same for a plan that is not written down yet. Raises `TransportRefused`."""
+    device = "cuda" if plan.device == "gpu" else "cpu"
+    return choose(transport, device, _cards(plan), adapters=adapters, hosts=_spread(plan))
 
 
 def choose(transport: str, device: str, placed: Cards, *, adapters: bool = False, hosts: bool = False) -> Transport:

@@ -10,6 +10,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 
 import numpy as np
 import pytest
@@ -27,8 +28,9 @@ from transformers.masking_utils import (
 )
 
 from telescope.backends.common import attention, kernels
-from telescope.backends.common.kernels import Machine, choose
+from telescope.backends.common.choosing import Machine, choose
 from telescope.backends.common.masks import Look
+from telescope.backends.fsdp import policy
 from telescope.backends.fsdp.policy import UnfitModel
 from tests.backends.plain import token_mean
 from tests.backends.shards import make_job, make_shard
@@ -65,6 +67,7 @@ def by_hand(
 def stand_in(monkeypatch) -> Iterator[None]:
     """Under a name of its own: transformers looks for the packages too."""
     module = types.ModuleType("flash_by_hand")
+    module.__spec__ = ModuleSpec(module.__name__, None)
     module.flash_attn_varlen_func = by_hand
     monkeypatch.setitem(sys.modules, module.__name__, module)
     for kind in kernels.PACKAGES:
@@ -174,6 +177,12 @@ TAKEN = {
     "smollm3, layers without positions": ("smollm3", {"no_rope_layers": [1, 0]}),
     "apertus, numbers without an axis": ("apertus", {"rope_scaling": None}),
 }  # fmt: skip
+DSA = {
+    "head_dim": 8, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+    "moe_intermediate_size": 24, "first_k_dense_replace": 2, "index_topk": 4, "index_n_heads": 2, "index_head_dim": 16,
+    "mlp_layer_types": ["dense", "dense"],
+}  # fmt: skip
 REFUSED = {
     "gemma2": ("gemma2", {"sliding_window": 8}, "attention uses softcap, which no attention of this backend computes"),
     "gpt_oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2}, "attention uses s_aux, which no attention"),
@@ -186,8 +195,8 @@ REFUSED = {
     "phimoe, a window in its mask alone": (
         "phimoe",
         {"sliding_window": 20, "num_local_experts": 4},
-        r"hides tokens of samples of 21 tokens and more by a mask alone .* set trainer\.pad_to_multiple_of=1 and "
-        r"trainer\.seq_len=20 or less, which is 256",
+        r"hides tokens of samples of 21 tokens and more by a mask alone .* set inference\.max_model_len=20 or less "
+        r"\(samples have up to 256 tokens\)",
     ),
     "doge, a mask of numbers that it makes itself": (
         "doge",
@@ -197,13 +206,19 @@ REFUSED = {
     "minimax_m3, which chooses blocks of keys": (
         "minimax_m3_vl_text",
         {"num_local_experts": 4, "layer_types": ["full_attention", "minimax_m3_sparse"]},
-        "attention uses block_indices, which no attention of this backend computes",
+        r"chooses for each token which of those before it it sees \(MiniMaxM3VLIndexer\), which no attention of this backend",
     ),
     "phimoe, a window that is no multiple of what rows are": (
         "phimoe",
         {"sliding_window": 150, "num_local_experts": 4},
-        r"hides tokens of samples of 151 tokens and more .* set trainer\.seq_len=128 or less, which is 256",
+        r"hides tokens of samples of 151 tokens and more .* set inference\.max_model_len=150 or less",
     ),
+    "glm_moe_dsa, which chooses keys": (
+        "glm_moe_dsa",
+        DSA,
+        r"^model\.name=.*GlmMoeDsaForCausalLM chooses .* \(GlmMoeDsaIndexer\)",
+    ),
+    "deepseek_v32, which chooses keys": ("deepseek_v32", DSA, r"^model\.name=.*DeepseekV32ForCausalLM chooses .*Indexer\)"),
     "stablelm": ("stablelm", {"hidden_size": 64}, "layers do not hand on to their attention what they are given"),
 }
 
@@ -248,23 +263,68 @@ def test_a_model_whose_layers_do_more_is_refused_with_the_reason(build, tmp_path
         build(make_job(model=folder))
 
 
-@pytest.mark.parametrize(("seq_len", "taken"), [(20, True), (21, False)])
-def test_a_window_that_no_layer_tells_its_attention_of_is_refused_where_samples_may_be_longer(build, tmp_path, seq_len, taken):
-    """Qwen2-MoE's layers keep it to their mask, which attention here does not make. Up to the window they are trained."""
-    kind = ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 2, "num_experts": 4,
-                          "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24})  # fmt: skip
-    folder = drawn(tmp_path / "model", *kind)
-    job = make_job(model=folder, seq_len=seq_len, pad_to_multiple_of=1)
-    if not taken:
-        with pytest.raises(UnfitModel, match="Qwen2MoeForCausalLM hides tokens of samples of 21 tokens and more"):
-            build(job)
+def test_a_first_pass_that_ends_in_an_error_of_the_layers_own_is_a_refusal(build, tmp_path, monkeypatch):
+    """GLM's sparse layers look into a mask that attention here does not make."""
+    monkeypatch.setattr(policy, "_sees_all", lambda lm, name: None)
+    folder = drawn(tmp_path / "model", "glm_moe_dsa", DSA)
+    with pytest.raises(UnfitModel, match="GlmMoeDsaForCausalLM ends its first pass over a packed row with TypeError: "):
+        build(make_job(model=folder))
+
+
+MASKED = ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 2, "num_experts": 4,
+                        "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24})  # fmt: skip
+"""Qwen2-MoE's layers keep their window to their mask, which attention here does not make."""
+
+
+@pytest.mark.parametrize(
+    ("rows", "longest", "taken"),
+    [(20, None, True), (21, None, False), (256, 20, True), (256, 21, False), (20, 256, True), (256, None, False)],
+)
+def test_a_window_that_no_layer_tells_its_attention_of_is_refused_where_samples_may_be_longer(
+    build, tmp_path, rows, longest, taken
+):
+    """However long the rows are, which hold many samples: what counts is the longest one that the server allows."""
+    folder = drawn(tmp_path / "model", *MASKED)
+    job = replace(make_job(model=folder, seq_len=rows, pad_to_multiple_of=1), max_model_len=longest)
+    if taken:
+        build(job)
         return
-    samples = draw(20)
+    most = min(rows, longest or rows)
+    with pytest.raises(
+        UnfitModel,
+        match=rf"Qwen2MoeForCausalLM hides tokens of samples of 21 tokens and more .* set inference\.max_model_len=20 or less "
+        rf"\(samples have up to {most} tokens\)",
+    ):
+        build(job)
+
+
+@pytest.mark.parametrize("kind", ["sdpa", "flash2", "flash3", "varlen", "cudnn", "flex"])
+@pytest.mark.parametrize("model", [MASKED, TAKEN["mistral with a window"]], ids=["kept to its mask", "told"])
+def test_samples_in_a_row_longer_than_the_window_have_the_logprobs_that_each_has_alone(
+    stand_in, build, tmp_path, monkeypatch, model, kind
+):
+    """Positions begin again at each sample, so a window that no sample is longer than hides nothing, and one that is told hides
+    of each sample what it hides of it alone."""
+    folder = drawn(tmp_path / "model", *model)
+    monkeypatch.setattr(kernels, "choose", lambda *_: kind)
+    backend = build(replace(make_job(model=folder), max_model_len=20))
+    samples = draw(20, 9, 20, 17, 20)
     plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    expected = []
     with torch.no_grad():
-        logp = plain(torch.from_numpy(samples[0])[None]).logits[0].log_softmax(-1)
-    expected = logp[:-1].gather(1, torch.from_numpy(samples[0])[1:, None]).squeeze(1)
-    torch.testing.assert_close(logprobs_of(build(job), row_of(samples)), expected, rtol=0, atol=1e-4)
+        for sample in samples:
+            logp = plain(torch.from_numpy(sample)[None]).logits[0].log_softmax(-1)
+            expected.append(logp[:-1].gather(1, torch.from_numpy(sample)[1:, None]).squeeze(1))
+    found = logprobs_of(backend, row_of(samples, kind=kind))
+    torch.testing.assert_close(found, torch.cat(expected), rtol=0, atol=1e-4)
+
+
+def test_a_sample_longer_than_was_said_is_not_trained_without_its_window(build, tmp_path):
+    """A server allows none; a batch that is run again may hold one."""
+    backend = build(replace(make_job(model=drawn(tmp_path / "model", *MASKED)), max_model_len=20))
+    backend.logprobs(make_shard(lengths=[20, 20]))
+    with pytest.raises(UnfitModel, match="hides tokens of samples of 21 tokens and more"):
+        backend.logprobs(make_shard(lengths=[20, 21]))
 
 
 Rule = Callable[[int, int, Tensor, Tensor], Tensor]
@@ -340,7 +400,7 @@ def test_a_rule_that_looks_up_the_rows_own_tokens_is_not_asked_about_others():
 # ---- the choice ------------------------------------------------------------------------------------------------------
 
 
-def gpu(capability: int, *packages: str, dtype: torch.dtype = torch.bfloat16) -> Machine:
+def gpu(capability: int, *packages: str, dtype: str = "bfloat16") -> Machine:
     return Machine("cuda:0", dtype, capability, frozenset(packages))
 
 
@@ -357,9 +417,9 @@ BOTH = ("flash_attn_interface", "flash_attn")
         (gpu(8), "varlen"),
         (replace(gpu(9), cudnn=False), "varlen"),
         (gpu(7), "flex"),
-        (gpu(9, *BOTH, dtype=torch.float32), "flex"),
-        (Machine("cpu", torch.float32), "sdpa"),
-        (Machine("cpu", torch.bfloat16, packages=frozenset(BOTH)), "sdpa"),
+        (gpu(9, *BOTH, dtype="float32"), "flex"),
+        (Machine("cpu", "float32"), "sdpa"),
+        (Machine("cpu", "bfloat16", packages=frozenset(BOTH)), "sdpa"),
     ],
 )
 def test_auto_takes_the_first_kernel_that_works(here: Machine, kind: str):
@@ -401,8 +461,8 @@ def test_flash_is_the_first_of_the_three_flash_kernels():
             gpu(8),
             "backend.attention=cudnn needs a GPU of compute capability at least 9, and this one has 8: use varlen, or auto",
         ),
-        ("flash", gpu(9, dtype=torch.float32), "computes in bfloat16 or float16 on a GPU, not float32 on cuda:0: use flex"),
-        ("flex", Machine("cpu", torch.float32), "backend.attention=flex trains on a GPU only, not on cpu: use sdpa, or auto"),
+        ("flash", gpu(9, dtype="float32"), "computes in bfloat16 or float16 on a GPU, not float32 on cuda:0: use flex"),
+        ("flex", Machine("cpu", "float32"), "backend.attention=flex trains on a GPU only, not on cpu: use sdpa, or auto"),
     ],
 )
 def test_a_kernel_that_cannot_work_is_refused_with_the_reason_and_the_one_that_can(setting, here, sentence):

@@ -51,6 +51,26 @@ def test_the_gradient_of_a_model_with_experts_is_that_of_the_loss_over_plain_sam
     assert distance(expected, backend.gradients) < 1e-4
 
 
+@pytest.mark.parametrize("width", [22, 24])
+@pytest.mark.parametrize("computing", ["float32", "bfloat16"])
+def test_experts_whose_rows_the_grouped_product_does_not_take_are_trained_one_by_one(build, tmp_path, caplog, width, computing):
+    """22 numbers are 88 bytes in float32, no multiple of 16; 24 of them are 96, and 48 in bfloat16."""
+    folder = random_experts(tmp_path / "model", "qwen3_moe", moe_intermediate_size=width)
+    with caplog.at_level("WARNING", logger="telescope.backends.fsdp.experts"):
+        backend = build(make_job(model=folder), mixed_precision_dtype=computing)
+    assert ("rows of 22" in caplog.text) == (width == 22)
+    assert (f"no multiple of 16 bytes in {computing}" in caplog.text) == (width == 22)
+    result = backend.train_step(make_shard())
+    if computing == "float32":
+        samples = draw(30)
+        with torch.no_grad():
+            logp = plain(folder)(torch.from_numpy(samples[0])[None]).logits[0].log_softmax(-1)
+        expected = logp[:-1].gather(1, torch.from_numpy(samples[0])[1:, None]).squeeze(1)
+        found = logprobs_of(build(make_job(model=folder)), row_of(samples))
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    assert result.metrics["grad_norm"] > 0
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_experts_are_published_one_by_one_under_the_names_of_the_models_files(build, models, kind, tmp_path):
     backend = build(make_job(model=models[kind]))

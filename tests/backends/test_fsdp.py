@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from telescope.algorithms.grpo import GRPO
-from telescope.backends.common import attention
+from telescope.backends.common import attention, kernels
 from telescope.backends.fsdp.policy import RowInput, UnfitModel, _no_chance
 from telescope.config.models import model_source
 from tests.backends.models import random_model, random_other
@@ -21,7 +21,7 @@ from tests.backends.shards import VOCABULARY, make_job, make_shard, part
 from tests.backends.watching import distance
 
 
-def row_of(samples: list[np.ndarray], padding: int = 0) -> RowInput:
+def row_of(samples: list[np.ndarray], padding: int = 0, kind: kernels.Kind = "sdpa") -> RowInput:
     """All tokens but each sample's first count as sampled."""
     pieces = [*samples, np.zeros(padding, np.int64)]
     lengths = [len(piece) for piece in pieces]
@@ -30,7 +30,7 @@ def row_of(samples: list[np.ndarray], padding: int = 0) -> RowInput:
     places = np.flatnonzero(positions[1:real] != 0)
     boundaries = np.cumsum([0, *lengths])
     tensors = [torch.from_numpy(array) for array in (ids[None], positions[None], places, ids[places + 1])]
-    return RowInput(tensors[0], tensors[1], attention.segments("sdpa", boundaries, "cpu"), tensors[2], tensors[3])
+    return RowInput(tensors[0], tensors[1], attention.segments(kind, boundaries, "cpu"), tensors[2], tensors[3])
 
 
 def draw(*lengths: int, seed: int = 3) -> list[np.ndarray]:
@@ -330,11 +330,12 @@ def test_rotations_that_follow_the_longest_sample_of_a_row_are_refused_where_sam
     model = random_model(tmp_path / "model", max_position_embeddings=128, rope_parameters=scaled)
     build(make_job(model=model, seq_len=most)).train_step(make_shard())
     with pytest.raises(
-        UnfitModel, match=rf"{rope['rope_type']}\) as soon as a sample is longer than {most} tokens.*seq_len={most}"
+        UnfitModel, match=rf"{rope['rope_type']}\) as soon as a sample is longer than {most} tokens.*max_model_len={most} or"
     ):
         build(make_job(model=model, seq_len=most + 64))
-    with pytest.raises(UnfitModel, match=f"set trainer.seq_len={most - most % 48} or less, which is 480"):
-        build(make_job(model=model, seq_len=480, pad_to_multiple_of=48))  # what it says to set is taken
+    build(replace(make_job(model=model, seq_len=most + 64), max_model_len=most)).train_step(make_shard())
+    with pytest.raises(UnfitModel, match=rf"set trainer.pad_to_multiple_of={most} or less \(it is 192\)"):
+        build(replace(make_job(model=model, seq_len=384, pad_to_multiple_of=192), max_model_len=most))
 
 
 @pytest.mark.parametrize(

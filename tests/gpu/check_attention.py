@@ -27,6 +27,7 @@ from telescope.backends.common import attention, kernels
 from tests.backends.models import random_model
 from tests.backends.shards import make_job, make_shard
 from tests.backends.watching import distance, watch
+from tests.gpu.needed import need_gpus
 
 LENGTHS = (5, 130, 64, 2, 300, 31)
 LONG = 100
@@ -167,6 +168,8 @@ def main() -> int:
     if given.one:
         one_rank(given.one[0], Path(given.one[1]), given.device)
         os._exit(0)  # as the trainer's own process does: gloo's threads may not outlive the interpreter
+    if given.device == "cuda":
+        need_gpus(given.ranks, instead="--device cpu runs what works there")
     print(torch.cuda.get_device_name() if given.device == "cuda" else "cpu", "torch", torch.__version__)
     attention.LONG = LONG
     good = kernels_agree("cuda:0" if given.device == "cuda" else "cpu", given.kinds, given.dtypes)

@@ -24,6 +24,7 @@ from telescope.backends.fsdp.policy import UnfitModel
 from tests.backends.models import random_model, random_other
 from tests.backends.shards import make_job, make_shard
 from tests.backends.watching import Watching, distance, watch
+from tests.gpu.needed import need_gpus
 
 GPU = World(0, 1, "cuda:0")
 CHOICES: tuple[dict[str, object], ...] = (
@@ -149,6 +150,7 @@ def main() -> int:
     parser.add_argument("--kinds", nargs="*", default=list(dict.fromkeys(kind for kind, *_ in CASES)))
     parser.add_argument("--compiled", action="store_true", help="layers compiled too")
     given = parser.parse_args()
+    need_gpus()
     print(torch.cuda.get_device_name(), "torch", torch.__version__, "numpy", np.__version__)
     with tempfile.TemporaryDirectory() as name:
         attention.LONG = 128  # half of the samples

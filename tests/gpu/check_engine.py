@@ -18,13 +18,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from telescope._launch.local import this_host
 from telescope.config.parts import InferenceSettings, ModelSettings, WeightSyncSettings
 from telescope.inference.engine import WeightsRefused
 from telescope.inference.vllm_engine import VllmEngine
 from telescope.inference.vllm_options import ServerPlan, vllm_environment
 from telescope.records import Sampling
 from telescope.weights.shared_memory import SharedMemoryPublisher
+from tests.gpu.needed import need_gpus
 from tests.gpu.references import References
 from tests.inference.models import make_model
 
@@ -119,8 +119,7 @@ async def abort(engine: VllmEngine, prompt: np.ndarray) -> Facts:
 
 def main() -> int:
     argparse.ArgumentParser(prog="python -m tests.gpu.check_engine", description=str(__doc__).splitlines()[0]).parse_args()
-    if not this_host().gpus:
-        raise SystemExit("this machine has no GPU: the check needs one")
+    need_gpus()
     os.environ.update(vllm_environment("gpu", os.environ))
     with tempfile.TemporaryDirectory() as folder:
         old, new = (make_model(Path(folder) / name, seed, head_dim=64) for seed, name in enumerate(("old", "new")))

@@ -25,6 +25,7 @@ from telescope.inference.vllm_options import Device, ServerPlan, vllm_environmen
 from telescope.records import Sampling
 from telescope.weights.shared_memory import SharedMemoryPublisher
 from tests.gpu.check_engine import tensors
+from tests.gpu.needed import need_gpus
 from tests.gpu.references import References
 from tests.inference.models import make_model
 
@@ -89,6 +90,8 @@ def main() -> int:
     parser.add_argument("--updates", type=int, default=20)
     parser.add_argument("--kind", choices=["fp8", "plain"], help="only this one")
     asked = parser.parse_args()
+    if asked.device == "gpu":
+        need_gpus(instead="--device cpu runs it without quantisation")
     if asked.kind is None:
         command = [sys.executable, "-m", "tests.gpu.check_fp8", *sys.argv[1:], "--kind"]
         kinds = ("fp8", "plain") if asked.device == "gpu" else ("plain",)

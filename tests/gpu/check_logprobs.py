@@ -15,6 +15,7 @@ from torch import Tensor
 
 from telescope.backends.common import logprobs as subject
 from telescope.maths.support import WHOLE, Support, left_out
+from tests.gpu.needed import need_gpus
 
 TOKENS, WIDTH, VOCABULARY = 37, 64, 9001
 FAR = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -57,6 +58,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
     given = parser.parse_args()
+    if given.device == "cuda":
+        need_gpus(instead="TRITON_INTERPRET=1 and --device cpu run the kernels' code on a CPU, where Triton is installed")
     kernels = subject._kernels()
     assert kernels is not None, "Triton is not installed"
     if given.device == "cpu":

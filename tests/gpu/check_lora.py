@@ -23,6 +23,7 @@ from telescope.inference.lora_engine import LoraEngine
 from telescope.inference.vllm_options import Device, ServerPlan, vllm_environment
 from telescope.records import Sampling
 from telescope.weights.shared_memory import SharedMemoryPublisher
+from tests.gpu.needed import need_gpus
 from tests.inference.models import make_model
 
 RUN = "gpu-lora-check"
@@ -108,6 +109,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", choices=["gpu", "cpu"], default="gpu")
     asked = parser.parse_args()
+    if asked.device == "gpu":
+        need_gpus(instead="--device cpu runs the same on a CPU")
     os.environ.update(vllm_environment(asked.device, os.environ))
     with tempfile.TemporaryDirectory() as folder:
         facts = asyncio.run(check(asked.device, make_model(Path(folder) / "old", 0, head_dim=64)))

@@ -28,6 +28,7 @@ from telescope.config.parts import LoraSettings, ModelSettings, TrainerSettings
 from telescope.maths.memory import Checkpointing, ModelShape, TrainerMemory
 from telescope.planning.shapes import shape_of
 from tests.backends.shards import make_job, make_shard
+from tests.gpu.needed import need_gpus
 
 GIB = 2**30
 CHUNK = 1024
@@ -147,6 +148,7 @@ def main() -> int:
     given = parser.parse_args()
     if given.dry_run:
         return dry_run()
+    need_gpus(instead="--dry-run plays the smallest on a CPU")
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
     wanted = [part for part in given.shapes.lower().split(",") if part]
     good = True

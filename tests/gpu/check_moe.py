@@ -26,6 +26,7 @@ from telescope.inference.vllm_options import ServerPlan, vllm_environment
 from telescope.records import Sampling
 from telescope.weights.shared_memory import SharedMemoryPublisher
 from tests.backends.models import random_experts
+from tests.gpu.needed import need_gpus
 from tests.inference.models import tokenizer
 
 RUN = "gpu-experts-check"
@@ -163,6 +164,8 @@ def main() -> int:
     parser.add_argument("--staging", nargs="+", choices=["full", "host", "none"], default=["full"])
     parser.add_argument("--intermediate", type=int, default=128, help="an expert's width; 48 is padded by some kernels")
     asked = parser.parse_args()
+    if asked.device == "gpu":
+        need_gpus(instead="--device cpu runs the same on a CPU")
     os.environ.update(vllm_environment(asked.device, os.environ))
     dtype = asked.dtype or ("bfloat16" if asked.device == "gpu" else "float32")
     facts: Facts = []

@@ -28,6 +28,7 @@ import psutil
 
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.reader import rows
+from tests.gpu.needed import need_gpus
 
 LIMIT_S = 90.0
 MODULES = ("telescope.inference", "telescope.trainer", "telescope.workers", "telescope.orchestrator")
@@ -309,6 +310,10 @@ def main() -> int:
     )
     parser.add_argument("--real", choices=["gpu", "cpu", "no"], default=None)
     arguments = parser.parse_args()
+    if arguments.pretend is None:
+        need_gpus(2, instead="--pretend 2 looks at the plan alone")
+    elif arguments.pretend < 2:
+        parser.error(f"--pretend {arguments.pretend}: the check needs two GPUs or more")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # `timeout` must leave no run behind
     real = arguments.real or ("no" if arguments.pretend else "gpu")
     report = Report()
@@ -322,8 +327,6 @@ def main() -> int:
         gpus = arguments.pretend or len(uuids)
         if gpus == 3:
             environ["CUDA_VISIBLE_DEVICES"], gpus = "0,1", 2
-        if gpus < 2:
-            raise SystemExit(f"this machine has {gpus} GPU: the check needs two (--pretend 2 looks at the plan alone)")
         with ThreadPoolExecutor(1) as beside:  # the real one mostly waits for its engine
             shapes_too = beside.submit(all_shapes, report, folder, gpus, environ | fakes, uuids)
             if real != "no":

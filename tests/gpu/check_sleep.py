@@ -34,6 +34,7 @@ from telescope.inference.engine import Generated
 from telescope.inference.vllm_engine import VllmEngine
 from telescope.inference.vllm_options import ServerPlan, vllm_environment
 from telescope.records import Sampling, WeightManifest
+from tests.gpu.needed import need_gpus
 
 RUN = "sleep-check"
 WAYS = ("keep_weights", "drop_weights")
@@ -154,6 +155,8 @@ def main() -> int:
     parser.add_argument("--staging", choices=["full", "host", "none"], default="none")
     parser.add_argument("--cycles", type=int, default=4)
     arguments = parser.parse_args()
+    if arguments.device == "gpu":
+        need_gpus(instead="--device cpu plays it where nothing is freed")
     with tempfile.TemporaryDirectory() as root:
         facts = asyncio.run(check(arguments, Path(root) / "model", Path(root)))
     print(machine(arguments.device == "gpu"))

@@ -29,6 +29,7 @@ from telescope.inference.engine import Generated
 from telescope.inference.vllm_engine import VllmEngine
 from telescope.inference.vllm_options import ServerPlan, vllm_environment
 from telescope.records import Sampling, WeightGroup, WeightManifest
+from tests.gpu.needed import need_gpus
 from tests.gpu.references import References
 
 RUN = "gpu-tensor-parallel-check"
@@ -171,6 +172,8 @@ def main() -> int:
     parser.add_argument("--staging", choices=["full", "host", "none"], default="full")
     parser.add_argument("--close", type=float, default=0.05, help="the most that the gap at the start may be, in nats")
     given = parser.parse_args()
+    if given.device == "gpu":
+        need_gpus(len(given.gpus.split(",")), instead="--device cpu --shape tiny runs the same on a CPU")
     with tempfile.TemporaryDirectory() as root:
         facts = asyncio.run(check(given, Path(root)))
     for name, good, said in facts:

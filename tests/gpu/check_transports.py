@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from telescope._launch.local import this_host
 from telescope.weights.buckets import Tensor as TensorKind
 from telescope.weights.buckets import lay_out
 from telescope.weights.digest import digests, text
+from tests.gpu.needed import need_gpus
 from tests.weights.company import Company
 
 BULK = 262_144
@@ -51,9 +51,7 @@ def one_update(company: Company, version: int, epoch: int, server: int, **how: A
 
 def main() -> int:
     argparse.ArgumentParser(prog="python -m tests.gpu.check_transports", description=str(__doc__).splitlines()[0]).parse_args()
-    gpus = len(this_host().gpus)
-    if gpus < 2:
-        raise SystemExit(f"this machine has {gpus} GPUs: the check needs two")
+    need_gpus(2)
     same_digests()
     with Company(ranks=1, servers=4, gpus=["0", "1", "1", "1", "1"]) as company:
         company.set_up(1, bucket_bytes=4096, bulk=1024)

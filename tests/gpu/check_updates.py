@@ -24,6 +24,7 @@ from telescope.inference.vllm_engine import VllmEngine
 from telescope.inference.vllm_options import ServerPlan, vllm_environment
 from telescope.records import Sampling
 from telescope.weights.shared_memory import SharedMemoryPublisher
+from tests.gpu.needed import need_gpus
 from tests.inference.models import make_model
 
 RUN = "gpu-update-check"
@@ -232,6 +233,8 @@ def main() -> int:
     parser.add_argument("--device", choices=["gpu", "cpu"], default="gpu")
     parser.add_argument("--staging", nargs="+", choices=["full", "host", "none"], default=["full"], help="the first one wholly")
     arguments = parser.parse_args()
+    if arguments.device == "gpu":
+        need_gpus(instead="--device cpu runs the same on a CPU")
     os.environ.update(vllm_environment(arguments.device, os.environ))
     facts: list[tuple[str, bool, str]] = []
     with tempfile.TemporaryDirectory() as root:

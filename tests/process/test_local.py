@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from telescope._launch.environ import child_environment
-from telescope._launch.local import gpus_of_driver, this_host
+from telescope._launch.local import compute_capability, gpus_of_driver, this_host
 from telescope.config.secrets import SecretMissing
 
 
@@ -80,3 +80,20 @@ def test_children_import_this_checkout_from_anywhere(tmp_path: Path) -> None:
         check=True,
     )
     assert answer.stdout.startswith(str(Path(__file__).resolve().parents[2]))
+
+
+@pytest.mark.parametrize(
+    ("lines", "major"),
+    [("9.0\\n9.0\\n", 9), ("12.0\\n", 12), ("8.0\\n9.0\\n", None), ("[N/A]\\n", None), ("0\\n1\\n", None)],
+)
+def test_the_cards_compute_capability_is_told_where_they_are_alike(lines: str, major, tmp_path: Path, monkeypatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\ntest \"$1\" = --query-gpu=compute_cap && printf '{lines}'\n")
+    tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert compute_capability() == major
+
+
+def test_without_nvidia_smi_the_compute_capability_is_not_known(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert compute_capability() is None

@@ -88,25 +88,6 @@ def test_device_gpu_on_a_host_without_one_is_refused() -> None:
         choose_device(ClusterSettings(device="gpu"), LAPTOP)
 
 
-@pytest.mark.parametrize(
-    ("host", "asked", "said"),
-    [
-        (LAPTOP, {"inference": {"quantization": "fp8"}}, "inference.quantization=fp8 needs a GPU"),
-        (LAPTOP, {"weight_sync": {"transport": "nccl"}}, "weight_sync.transport=nccl needs GPUs"),
-        (LAPTOP, {"weight_sync": {"transport": "cuda_ipc"}}, "weight_sync.transport=cuda_ipc needs GPUs"),
-        (LAPTOP, {"backend": {"name": "fsdp", "offload": "optimizer"}}, "backend.offload=optimizer"),
-        (EIGHT, {"weight_sync": {"transport": "gloo"}}, "weight_sync.transport=gloo is for CPUs"),
-    ],
-)
-def test_what_the_device_found_can_not_do_is_refused_before_anything_starts(
-    host: Host, asked: dict[str, object], said: str
-) -> None:
-    """Told cluster.device=cpu or gpu the settings are judged at once; auto is known only here."""
-    config = RunConfig.model_validate(config_with().model_dump() | asked)
-    with pytest.raises(PlanError, match=f"cluster.device=auto means {'gpu' if host.gpus else 'cpu'} here.*{said}"):
-        make_plan(config, (host,))
-
-
 def test_ranks_get_torchs_variables() -> None:
     rank = by_name(make_plan(config_with(trainer_num_workers=2), (LAPTOP,)))["trainer-1"].environment
     assert [rank[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")] == ["1", "1", "2", "127.0.0.1"]

@@ -20,7 +20,7 @@ from telescope._launch.slurm.allocation import Node, allocated, expand, nominal
 from telescope._launch.slurm.batch import srun
 from telescope._launch.slurm.place import hosts_of
 from telescope._launch.slurm.submit import SubmitRefused, script_text, submit
-from telescope.config.run import load_run
+from telescope.config.run import dump_run, load_run
 from telescope.config.slurm import SlurmGroup, SlurmSettings, minutes_of
 from telescope.runlog.attempts import begin, end, read_attempts, read_submission
 from telescope.runlog.identity import new_identity, write_identity
@@ -366,6 +366,22 @@ def test_an_attempt_that_is_refused_before_its_start_is_listed_as_failed_with_th
         ("12.1", "failed", 1),
     ]
     assert "Slurm gave 2 nodes" in RunDirectory(directory.earlier_attempt(1)).verdict.read_text()
+
+
+def test_what_the_nodes_that_are_asked_for_can_not_do_is_refused_here_and_in_the_job(tmp_path: Path):
+    """One node without a GPU: on the login node before anything is submitted, in the job where its settings were changed."""
+    settings = ("experiment=fake", "cluster=slurm", "cluster.dry_run=true", f"run_dir={tmp_path}/run")
+    sentence = "weight_sync.transport=nccl needs GPUs, and this run is on CPUs: set weight_sync.transport=auto"
+    done = run(*settings, "weight_sync.transport=nccl")
+    assert (done.returncode, f"{sentence}\nNothing was started." in done.stderr) == (1, True), done.stderr
+    assert not (tmp_path / "run").exists()
+    assert run(*settings).returncode == 0
+    directory = RunDirectory(tmp_path / "run")
+    config = load_run(directory.config_json)
+    nccl = config.weight_sync.model_copy(update={"transport": "nccl"})
+    directory.config_json.write_text(dump_run(config.model_copy(update={"weight_sync": nccl})))
+    assert attempted(directory).returncode == 1
+    assert standing(directory).reason == sentence
 
 
 def test_a_job_that_was_not_noted_when_it_was_submitted_notes_itself(tmp_path: Path):

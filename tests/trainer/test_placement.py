@@ -6,7 +6,9 @@ import pytest
 
 from telescope.backends.base import World
 from telescope.config.parts import ClusterSettings
+from telescope.trainer.main import job
 from telescope.trainer.placement import Misplaced, placement
+from tests.config.conftest import compose_one
 
 
 def test_a_lone_rank_on_a_cpu_needs_no_variables():
@@ -41,3 +43,14 @@ def test_a_cpu_run_ignores_gpus():
 def test_variables_that_do_not_fit_are_refused(environ, sentence):
     with pytest.raises(Misplaced, match=sentence):
         placement(environ, ClusterSettings(trainer_num_workers=2, device="gpu"))
+
+
+def test_the_backend_is_told_the_longest_sample_of_the_run():
+    """A row of 2,048 tokens holds eight of the embedded model's longest samples."""
+    config = compose_one("model=tiny").config
+    assert config is not None
+    told = job(config, World(rank=0, size=1, device="cpu"), lambda doing: None)
+    assert (told.trainer.seq_len, told.max_model_len, told.longest) == (2048, 256, 256)
+    cut = compose_one("model=tiny", "trainer.seq_len=128", "trainer.overlong=truncate").config
+    assert cut is not None
+    assert job(cut, World(rank=0, size=1, device="cpu"), lambda doing: None).longest == 128

@@ -1,7 +1,7 @@
 """Causal attention inside the segments of a packed row, and nowhere else: by lengths, never by a [T, T] mask.
 
 Owns what each kernel is told of a row; transformers models reach them by the name in `NAMES` through transformers' registry.
-Which of them works where is kernels.py's. Refuses what it does not compute (soft caps, sinks, biases, chosen keys): none of it
+Which of them works where is choosing.py's. Refuses what it does not compute (soft caps, sinks, biases, chosen keys): none of it
 is left out.
 
     flash3, flash2, varlen   FlashAttention over lengths: two packages, and PyTorch's own. GPU, bfloat16 or float16
@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from telescope.backends.common.choosing import Kind as Kind
 from telescope.backends.common.context import Context
-from telescope.backends.common.kernels import Kind as Kind
 from telescope.backends.common.kernels import Lengths, by_lengths
 from telescope.backends.common.masks import Look
 

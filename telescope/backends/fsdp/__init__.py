@@ -5,12 +5,13 @@ Owns the backend's settings. Torch is imported in `build()`, so that a configura
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from telescope.backends.base import Backend, BackendSettings, Job
+from telescope.backends.common import choosing
 
 
 class FSDP(BackendSettings):
@@ -137,6 +138,21 @@ class FSDP(BackendSettings):
                 f"backend.checkpointed_layers={self.checkpointed_layers} is more than the {layers} layers of the model: "
                 "set fewer, or leave it out, so that all of them compute again",
             )
+
+    def obstacles(
+        self, *, on_gpu: bool, capability: Callable[[], int | None], model_dtype: str, elsewhere: bool
+    ) -> Iterator[str]:
+        """See `BackendSettings.obstacles`."""
+        if self.attention in ("auto", "sdpa"):
+            return  # work everywhere
+        known = capability() if on_gpu else None
+        packages = frozenset(choosing.PACKAGES.values()) if elsewhere else choosing.installed()
+        device, able = ("cuda:0", choosing.HOPPER if known is None else known) if on_gpu else ("cpu", 0)
+        here = choosing.Machine(device, self.mixed_precision_dtype or model_dtype, able, packages)
+        try:
+            choosing.choose(self.attention, here)
+        except ValueError as error:
+            yield str(error)
 
     def build(self, job: Job) -> Backend:
         from telescope.backends.fsdp.backend import FSDPBackend

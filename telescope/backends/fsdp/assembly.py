@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from telescope.backends.base import Job
 from telescope.backends.common import kernels
-from telescope.backends.fsdp import compiling, loading, recompute
+from telescope.backends.fsdp import compiling, experts, loading, recompute
 from telescope.backends.fsdp.mesh import Spread
 from telescope.backends.fsdp.policy import Policy, check_rotations
 
@@ -27,7 +27,8 @@ def trained(settings: FSDP, job: Job, kind: kernels.Kind, computing: torch.dtype
     """The policy, ready for its first step. A collective."""
     master = getattr(torch, job.model.dtype)
     lm, checkpoint = loading.outline(job.model, kind, master)
-    check_rotations(lm, job.trainer)
+    check_rotations(lm, job)
+    experts.choose(lm, computing)
     kept = recompute.mode(settings.gradient_checkpointing)
     recompute.enable(lm, kept, settings.checkpointed_layers)
     if settings.compile:
@@ -39,7 +40,7 @@ def trained(settings: FSDP, job: Job, kind: kernels.Kind, computing: torch.dtype
     policy.shard(spread.mesh, precision, reshard_layers=settings.reshard_after_forward, offload=offload)
     loading.fill(policy, checkpoint, _home(settings, job), spread)
     tolerance = 1e-3 if computing == torch.float32 else 0.5
-    policy.verify(job.world.device, job.temperature, tolerance, job.trainer)
+    policy.verify(job, tolerance)
     log.info(
         "%s: %.2fM weights in %s, %.2fM of them trained, computing in %s, attention %s, checkpointing %s%s",
         type(lm).__name__,
@@ -57,6 +58,7 @@ def trained(settings: FSDP, job: Job, kind: kernels.Kind, computing: torch.dtype
 def frozen(settings: FSDP, job: Job, kind: kernels.Kind, computing: torch.dtype, spread: Spread) -> Policy:
     """The base model once more, in the precision of the forward pass: its weights never move, so they need no better one."""
     lm, checkpoint = loading.outline(job.model, kind, computing, adapters=False)
+    experts.choose(lm, computing)
     policy = Policy(lm.requires_grad_(False).eval(), kind, spread.context)
     policy.shard(spread.mesh, MixedPrecisionPolicy(), reshard_layers=True, reshard_rest=True, offload=_offload(settings, job))
     loading.fill(policy, checkpoint, _home(settings, job), spread)

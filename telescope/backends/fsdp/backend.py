@@ -190,6 +190,7 @@ class FSDPBackend:
     def _plan(self, shard: TrainShard) -> list[list[packing.Row]]:
         """Rows of this rank by minibatch, each filled up to the largest count of all ranks."""
         trainer = self._job.trainer
+        self._policy.refuse_hidden(max((item.length for item in shard.items), default=0))
         counts = torch.tensor(shards.rows_needed(shard, seq_len=trainer.seq_len), device=self._device)
         dist.all_reduce(counts, op=dist.ReduceOp.MAX)
         rows = [max(count, 1) for count in counts.tolist()]

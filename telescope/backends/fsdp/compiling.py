@@ -14,7 +14,7 @@ import torch
 from torch._functorch import config as functorch
 
 from telescope.backends.common import attention
-from telescope.backends.common.kernels import Kind
+from telescope.backends.common.choosing import Kind
 
 
 def compile_layers(lm: Any, kind: Kind, *, pointwise_again: bool = False) -> None:

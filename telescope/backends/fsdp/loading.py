@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from telescope.backends.common import attention
-from telescope.backends.common.kernels import Kind
+from telescope.backends.common.choosing import Kind
 from telescope.backends.fsdp.mesh import Spread
 from telescope.backends.fsdp.policy import UnfitModel, fitted, load
 from telescope.backends.fsdp.shares import local

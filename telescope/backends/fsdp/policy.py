@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from telescope.backends.common import attention, lora, names
+from telescope.backends.common.choosing import Kind
 from telescope.backends.common.context import Context, Piece
-from telescope.backends.common.kernels import Kind
 from telescope.backends.common.logprobs import logprobs
 from telescope.backends.common.masks import Look
 from telescope.backends.fsdp.gather import Part
@@ -26,7 +26,8 @@ from telescope.config.models import check_files, check_weights, model_path, mode
 from telescope.maths.support import WHOLE, Support
 
 if TYPE_CHECKING:
-    from telescope.config.parts import ModelSettings, TrainerSettings
+    from telescope.backends.base import Job
+    from telescope.config.parts import ModelSettings
 
 
 class UnfitModel(ValueError):
@@ -61,6 +62,9 @@ class Policy(nn.Module):
         self._homes: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
         """The modules' own tables, the name in them and the parameter, by which `_published` was made."""
         self._kept: dict[str, Tensor] | None = None
+        self.shortest_hidden: int | None = None
+        """Tokens of the shortest sample that would fit into a row and of which a layer's mask, which attention here does not
+        make, hides something; None: there is none."""
 
     def forward(
         self, row: RowInput, temperature: float, chunk: int, whole_logits: bool = False, support: Support = WHOLE
@@ -181,18 +185,25 @@ class Policy(nn.Module):
         return self._kept
 
     @torch.no_grad()
-    def verify(self, device: str, temperature: float, tolerance: float, trainer: TrainerSettings) -> None:
+    def verify(self, job: Job, tolerance: float) -> None:
         """Raise `UnfitModel` unless a packed sample's log-probs are those of the sample alone by the model's own head,
         and are the same, to the bit, whatever is packed before it; within the tolerance where there are experts, as how many
         tokens of a row an expert gets decides how its products are rounded. And unless its layers' masks show a token of
-        samples up to `trainer.seq_len` what attention here shows it."""
+        the longest samples what attention here shows it; `shortest_hidden` is then known."""
+        device, temperature = job.world.device, job.temperature
         vocabulary = self.lm.get_input_embeddings().weight.shape[0]
         tokens = 9 if self.context is None else -(-9 // self.context.size) * self.context.size
         first, second, other = np.random.default_rng(0).integers(0, vocabulary, (3, tokens))
         rows = [self._sample_row([first, second], device), self._sample_row([other, second], device)]
-        together, beside_other = (self(row, temperature, 16)[0][tokens - 1 :] for row in rows)
+        try:
+            together, beside_other = (self(row, temperature, 16)[0][tokens - 1 :] for row in rows)
+        except (TypeError, AttributeError, LookupError, NotImplementedError) as error:
+            raise UnfitModel(
+                f"{type(self.lm).__name__} ends its first pass over a packed row with {type(error).__name__}: {error}; its "
+                "layers do not go with what this backend hands them, so it can't be trained here: name another model.name"
+            ) from error
         alone = self(self._sample_row([second], device), temperature, 16, whole_logits=True)[0]
-        look = self._look(second, device, temperature, trainer.seq_len)
+        look = self._look(second, device, temperature, job.trainer.seq_len)
         self.free_gathered()
         name = type(self.lm).__name__
         moved = (together - beside_other).abs().max().item()
@@ -210,11 +221,16 @@ class Policy(nn.Module):
             raise UnfitModel(
                 f"{name} has {look.foreign}, which no attention of this backend computes: it can't be trained here"
             )
-        if look.shortest is not None:
+        self.shortest_hidden = look.shortest
+        self.refuse_hidden(job.longest)
+
+    def refuse_hidden(self, longest: int) -> None:
+        """Raise `UnfitModel` where a layer's mask alone would hide something of samples of `longest` tokens."""
+        if self.shortest_hidden is not None and longest >= self.shortest_hidden:
             raise UnfitModel(
-                f"{name} hides tokens of samples of {look.shortest} tokens and more by a mask alone (a window, or chunks), of "
-                f"which attention here is not told, so what is trained would not be what is sampled: set "
-                f"{_rows_up_to(look.shortest - 1, trainer)}, and inference.max_model_len no higher"
+                f"{type(self.lm).__name__} hides tokens of samples of {self.shortest_hidden} tokens and more by a mask alone "
+                "(a window, or chunks), of which attention here is not told, so what is trained would not be what is sampled: "
+                f"set {_samples_up_to(self.shortest_hidden - 1, longest)}"
             )
 
     def _look(self, sample: np.ndarray, device: str, temperature: float, seq_len: int) -> Look:
@@ -289,6 +305,7 @@ def load(model: ModelSettings, kind: Kind, dtype: torch.dtype, *, adapters: bool
 def fitted(lm: Any, model: ModelSettings, *, adapters: bool) -> Any:
     """The model as it is trained: without dropout, with its adapters. Raises `UnfitModel`."""
     _check(lm)
+    _sees_all(lm, model.name)
     _no_chance(lm)
     if adapters and model.lora is not None:
         try:
@@ -311,16 +328,25 @@ def _check(lm: Any) -> None:
         )
 
 
-def _rows_up_to(most: int, trainer: TrainerSettings) -> str:
-    """What to set for rows of at most so many tokens, in settings that are taken."""
-    whole = most // trainer.pad_to_multiple_of * trainer.pad_to_multiple_of
-    rows = f"trainer.seq_len={whole}" if whole else f"trainer.pad_to_multiple_of=1 and trainer.seq_len={most}"
-    return f"{rows} or less, which is {trainer.seq_len}"
+def _sees_all(lm: Any, name: str) -> None:
+    """Layers that choose keys do it over the whole row, samples packed beside theirs included, and by a mask of their own."""
+    for module in lm.modules():
+        if type(module).__name__.endswith("Indexer"):
+            raise UnfitModel(
+                f"model.name={name}: {type(lm).__name__} chooses for each token which of those before it it sees "
+                f"({type(module).__name__}), which no attention of this backend computes: name a model whose layers see all"
+            )
 
 
-def check_rotations(lm: Any, trainer: TrainerSettings) -> None:
+def _samples_up_to(most: int, longest: int) -> str:
+    """What to set for samples of at most so many tokens. Rows may be longer: positions begin again at each sample."""
+    return f"inference.max_model_len={most} or less (samples have up to {longest} tokens)"
+
+
+def check_rotations(lm: Any, job: Job) -> None:
     """Raise `UnfitModel` where rotations of positions are chosen by the longest sample of a row (or of a rank's part of it),
-    which a server never does, and samples may be so long that the choice is another."""
+    which a server never does, and samples, or the padding of a row, may be so long that the choice is another."""
+    padding = job.trainer.pad_to_multiple_of
     config = lm.config.get_text_config()
     given = getattr(config, "rope_parameters", None) or {}
     for parameters in (given, *(entry for entry in given.values() if isinstance(entry, dict))):
@@ -329,11 +355,12 @@ def check_rotations(lm: Any, trainer: TrainerSettings) -> None:
             continue
         own = parameters.get("original_max_position_embeddings") if kind == "longrope" else None
         most = own or config.max_position_embeddings
-        if trainer.seq_len > most:
+        if max(job.longest, padding) > most:
+            whole = f"trainer.pad_to_multiple_of={most} or less (it is {padding})"
             raise UnfitModel(
                 f"{type(lm).__name__} rotates positions by other angles ({kind}) as soon as a sample is longer than {most} "
                 f"tokens, and those packed beside it too, so what is trained would not be what is sampled: set "
-                f"{_rows_up_to(most, trainer)}, and inference.max_model_len no higher"
+                f"{_samples_up_to(most, job.longest) if job.longest > most else whole}"
             )
 
 

@@ -150,14 +150,7 @@ class AirlineDesk(Desk):
             raise DeskError(f"a reservation has at least one flight and 1 to {MAX_PASSENGERS} passengers")
         legs = [self._leg(flight, cabin, len(passengers)) for flight in flights]
         price = len(passengers) * (sum(leg["price"] for leg in legs) + (INSURANCE if insurance == "yes" else 0))
-        price += BAG * nonfree_baggages
-        paid = sum(each.amount for each in payment_methods)
-        if paid != price:
-            raise DeskError(f"the price is {price} dollars, the payments make {paid}")
-        if len({each.payment_id for each in payment_methods}) != len(payment_methods):
-            raise DeskError("a payment method is named twice: name it once with the whole amount")
-        for each in payment_methods:
-            _afford(user, each.payment_id, each.amount)
+        _check_payments(user, payment_methods, price + BAG * nonfree_baggages)
         reservation: dict[str, Any] = {
             "user_id": user_id,
             "origin": origin,
@@ -172,9 +165,7 @@ class AirlineDesk(Desk):
             "nonfree_baggages": nonfree_baggages,
             "insurance": insurance,
         }
-        # Named by what it is: whoever books the same in another order ends in the same state.
-        named = hashlib.sha256(orjson.dumps(reservation, option=orjson.OPT_SORT_KEYS)).hexdigest()[:6].upper()
-        reservation_id = reservation["reservation_id"] = f"N{named}"
+        reservation_id = reservation["reservation_id"] = _name_of(reservation)
         self.records.add("reservations", reservation_id, reservation)
         profile = self.records.edit("users", user_id)
         profile["reservations"].append(reservation_id)
@@ -318,6 +309,23 @@ def _offer(flight: Record, date: str) -> dict[str, Any]:
 
 def _day_after(date: str) -> str:
     return (datetime.date.fromisoformat(date) + datetime.timedelta(days=1)).isoformat()
+
+
+def _name_of(reservation: Record) -> str:
+    """By what it is: whoever books the same in another order ends in the same state."""
+    named = hashlib.sha256(orjson.dumps(reservation, option=orjson.OPT_SORT_KEYS)).hexdigest()
+    return f"N{named[:6].upper()}"
+
+
+def _check_payments(user: Record, payments: list[Payment], price: int) -> None:
+    """Together they are the price, each method is named once, and has what it is to give."""
+    paid = sum(each.amount for each in payments)
+    if paid != price:
+        raise DeskError(f"the price is {price} dollars, the payments make {paid}")
+    if len({each.payment_id for each in payments}) != len(payments):
+        raise DeskError("a payment method is named twice: name it once with the whole amount")
+    for each in payments:
+        _afford(user, each.payment_id, each.amount)
 
 
 def _afford(user: Record, payment_id: str, amount: int) -> None:
