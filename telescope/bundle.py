@@ -84,9 +84,6 @@ class Target:
 def main(arguments: Sequence[str]) -> int:
     """0; 1 where pip finds no fitting wheels or OUT can't be written; 2 on wrong usage."""
     asked = _parser().parse_args(list(arguments))
-    if asked.part_mb < 1:
-        sys.stderr.write(f"telescope.bundle: --part-mb {asked.part_mb}: a part has 1 MB at least\n")
-        return 2
     try:
         told = make(
             asked.out,

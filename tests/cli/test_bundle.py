@@ -96,7 +96,6 @@ def test_a_folder_with_something_in_it_is_refused(tmp_path: Path, capsys):
     (tmp_path / "x").write_text("mine")
     assert main([str(tmp_path)]) == 1
     assert "is not empty: name a new folder" in capsys.readouterr().err
-    assert main([str(tmp_path / "new"), "--part-mb", "0"]) == 2
     assert requirements(["gpu", "math"], "2.11.0", ["Torch_X"]) == (
         ["telescope-rl[gpu,math]", "torch==2.11.0"],
         frozenset({"torch-x"}),

@@ -16,11 +16,12 @@ REAL_TRAINER = ("experiment=fake", "backend=fsdp", "trainer.seq_len=256", "numbe
 
 @pytest.fixture
 def own(tmp_path: Path) -> tuple[str, str]:
-    """A folder with the algorithm that docs/algorithms.md prints, as `spo.py`."""
+    """A folder with the algorithms that docs/algorithms.md prints, as `spo.py` and `best.py`."""
     folder = tmp_path / "mine" / "plugins" / "algorithms"
     folder.mkdir(parents=True)
-    (code,) = EXAMPLE.findall((ROOT / "docs/algorithms.md").read_text())
-    (folder / "spo.py").write_text(code)
+    examples = EXAMPLE.findall((ROOT / "docs/algorithms.md").read_text())
+    for name, code in zip(("spo", "best"), examples, strict=True):
+        (folder / f"{name}.py").write_text(code)
     return "--config-dir", str(tmp_path / "mine")
 
 
@@ -32,6 +33,17 @@ def test_the_algorithm_of_the_docs_trains_with_the_real_backend(start: Start, ow
     metrics = [row["metrics"] for row in run.rows("step_metrics")]
     assert len(metrics) == 2
     assert all(step["grad_norm"] > 0 and "tis_weight" in step for step in metrics)
+
+
+def test_the_advantages_of_the_docs_train_with_the_real_backend(start: Start, own: tuple[str, str]):
+    run = start(*own, *REAL_TRAINER, "algorithm=best")
+    assert run.wait() == 0, run.said()
+    rollouts = {row["rollout_id"]: row for row in run.rows("rollouts")}
+    for batch in run.rows("batches"):
+        reward = {i: rollouts[i]["reward"] for i in batch["rollout_ids"]}
+        for rollout, advantage in zip(batch["rollout_ids"], batch["advantages"], strict=True):
+            others = [reward[i] for i in reward if i != rollout and rollouts[i]["group_id"] == rollouts[rollout]["group_id"]]
+            assert advantage == pytest.approx(reward[rollout] - max(others), abs=1e-12)
 
 
 def test_its_settings_are_typed(start: Start, own: tuple[str, str]):
