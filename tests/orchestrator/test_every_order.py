@@ -72,6 +72,7 @@ class World:
         self.failed = ""
         self.copies, self.saved = False, False
         """Whether the rank copies its state for a checkpoint, and hears nothing; whether it ever did."""
+        self.saves = collective and servers * faults <= 2  # with more of both there would be too many worlds
         self.only_aloof, self.stayed_away = True, 0
         """Whether no other fault has been made; how many servers have stayed away."""
         for server in self.servers:
@@ -150,7 +151,7 @@ class World:
         if self.copies:
             yield "has copied", RANK
             yield "time passes", ""
-        elif self.collective and self.core.version == 1 and not self.saved and not self.processes[RANK].inbox:
+        elif self.saves and self.core.version == 1 and not self.saved and not self.processes[RANK].inbox:
             yield "copies", RANK
         for peer, process in self.processes.items():
             if process.inbox and (peer != RANK or not self.copies):
