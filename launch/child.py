@@ -6,8 +6,9 @@ and when the lifeline closes or its parent dies, which means that the supervisor
 how its process ended and leaves.
 
 On another node of a Slurm job it is started by srun (`child.py -`): stdin and stdout are then its lifeline, and the first line
-says what to start (`{"command": […], "log": "…", "environment": {…}, "unset": […], "gpus": ["0"]}`), so that nothing secret
-stands on a command line.
+says what to start (`{"command": […], "log": "…", "environment": {…}, "unset": […], "gpus": ["0"], "sweeper": "…"}`), so that
+nothing secret stands on a command line. No supervisor is on that node: the shim itself then removes what the dead have noted to
+go with them, by the sweeper, a file of the standard library's means too.
 
 Orders are lines, `leave 5.0 15` (signal 15 to the process now, SIGKILL to all after 5 s) and `kill`; reports are lines of JSON,
 `{"started": 4711, "at": 12.5}` and later `{"status": -9, "at": 99.2}` (exit code, or minus the signal; CLOCK_MONOTONIC).
@@ -15,9 +16,11 @@ Orders are lines, `leave 5.0 15` (signal 15 to the process now, SIGKILL to all a
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
+import runpy
 import select
 import signal
 import sys
@@ -281,6 +284,8 @@ def _relayed() -> int:
     os.environ.update(order["environment"])
     os.environ["CUDA_VISIBLE_DEVICES"] = visible
     Shim(lifeline, order["command"], _open_log(order["log"])).run()
+    with contextlib.suppress(OSError):
+        runpy.run_path(order["sweeper"], run_name="__main__")
     return 0
 
 

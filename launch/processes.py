@@ -19,6 +19,7 @@ from typing import Protocol
 import telescope._launch.child as child
 from telescope._launch.environ import added, child_environment, foreign
 from telescope._launch.plan import ProcessPlan
+from telescope.runlog import temporary
 from telescope.runlog.layout import RunDirectory
 
 
@@ -209,5 +210,6 @@ def _order_to_start(plan: ProcessPlan, run: RunDirectory, variables: dict[str, s
         "environment": added(variables),
         "unset": foreign(),
         "gpus": list(plan.gpus),
+        "sweeper": temporary.__file__,
     }
     return json.dumps(order).encode() + b"\n"

@@ -111,15 +111,19 @@ def check_files(name: str, folder: Path) -> None:
 
 def check_weights(name: str, folder: Path) -> None:
     """Raise `ModelBroken` where a safetensors file is missing, unreadable or cut off. Reads headers and sizes only."""
-    index = folder / "model.safetensors.index.json"
-    files = sorted(folder.glob("*.safetensors"))
-    if index.is_file():
-        listed = _read_json(name, index).get("weight_map")
-        if not isinstance(listed, dict):
-            raise ModelBroken(f"model.name={name}: {index} has no weight_map")
-        files = sorted({folder / str(part) for part in listed.values()})
-    for file in files:
+    for file in weight_files(name, folder):
         _check_safetensors(name, file)
+
+
+def weight_files(name: str, folder: Path) -> list[Path]:
+    """The safetensors files of a model, those that its index names where it has one. Raises `ModelBroken`."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return sorted(folder.glob("*.safetensors"))
+    listed = _read_json(name, index).get("weight_map")
+    if not isinstance(listed, dict):
+        raise ModelBroken(f"model.name={name}: {index} has no weight_map")
+    return sorted({folder / str(part) for part in listed.values()})
 
 
 def _check_safetensors(name: str, file: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,8 +52,13 @@ def disagreements(manifest: WeightManifest, expected: Mapping[str, tuple[int, ..
 Tensors = Iterable[tuple[TensorSpec, memoryview]]
 
 
-def write_adapter(folder: Path, lora: LoraSettings, tensors: Tensors) -> None:
-    """An adapter in the layout that peft writes and vLLM loads: adapter_config.json and adapter_model.safetensors."""
+class CalledOff(RuntimeError):
+    """Nobody wants the adapter any more."""
+
+
+def write_adapter(folder: Path, lora: LoraSettings, tensors: Tensors, called_off: threading.Event | None = None) -> None:
+    """An adapter in the layout that peft writes and vLLM loads: adapter_config.json and adapter_model.safetensors. Raises
+    `CalledOff` in the middle once `called_off` is set."""
     folder.mkdir(parents=True, mode=0o700)
     pairs = list(tensors)
     header: dict[str, object] = {}
@@ -66,6 +72,8 @@ def write_adapter(folder: Path, lora: LoraSettings, tensors: Tensors) -> None:
     with (folder / "adapter_model.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for _, view in pairs:
+            if called_off is not None and called_off.is_set():
+                raise CalledOff(f"the adapter in {folder} was broken off")
             file.write(view)
     facts = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": lora.rank, "lora_alpha": lora.alpha, "bias": "none"}
     config = facts | {"target_modules": list(lora.target_modules), "lora_dropout": 0.0}
@@ -180,10 +188,13 @@ class Adapters:
         self.serving, self.staged = self.staged, None
 
     def unused(self) -> list[Adapter]:
-        """Take out the versions that no request can use any more, to be unloaded."""
-        gone = [adapter for adapter in self._older if not adapter.requests]
-        self._older = [adapter for adapter in self._older if adapter.requests]
-        return [adapter for adapter in gone if adapter.folder is not None]
+        """The versions that no request can use any more, to be unloaded; they stay here until they are `gone`."""
+        self._older = [adapter for adapter in self._older if adapter.requests or adapter.folder is not None]
+        return [adapter for adapter in self._older if not adapter.requests]
+
+    def gone(self, adapter: Adapter) -> None:
+        """It is unloaded, and its folder removed."""
+        self._older.remove(adapter)
 
     def in_the_way(self, slots: int) -> set[str]:
         """Requests of the oldest versions that must end so that one version more fits into `slots`."""

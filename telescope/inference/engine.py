@@ -62,7 +62,11 @@ class RequestRefused(ValueError):
 
 
 class WeightsRefused(RuntimeError):
-    """The version was not taken; the one served before is served still."""
+    """The version was not taken; the one served before is served still. `missing`: as of `TransferFailed`."""
+
+    def __init__(self, sentence: str, missing: tuple[str, ...] = ()) -> None:
+        super().__init__(sentence)
+        self.missing = missing
 
 
 class Engine(Protocol):

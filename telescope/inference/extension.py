@@ -263,7 +263,7 @@ class Weights:
 
 
 def state_of(arrival: Arrival) -> StageState:
-    return StageState(arrival.over, arrival.cause, arrival.checksum, arrival.touched)
+    return StageState(arrival.over, arrival.cause, arrival.checksum, arrival.touched, arrival.missing)
 
 
 def receivers(opening: Opening, rank: int, device: torch.device) -> Callable[[str], Any]:

@@ -236,7 +236,8 @@ class FakeEngine:
                 await asyncio.sleep(self._weights_s)  # stands for the work itself
                 checksum = await self._receive(manifest, group)
             except (WeightsCorrupt, TransferFailed) as error:
-                raise WeightsRefused(str(error)) from error
+                missing = error.missing if isinstance(error, TransferFailed) else ()
+                raise WeightsRefused(str(error), missing) from error
             finally:
                 self._preparing = None
             self._staged = msgspec.structs.replace(manifest, checksum=checksum)

@@ -13,6 +13,7 @@ import logging
 import math
 import shutil
 import tempfile
+import threading
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from telescope.config.parts import LoraSettings, WeightSyncSettings
-from telescope.inference.adapters import Adapter, Adapters, Proof, disagreements, expected_tensors, up_projections
+from telescope.inference.adapters import Adapter, Adapters, CalledOff, Proof, disagreements, expected_tensors, up_projections
 from telescope.inference.adapters import write_adapter as write
 from telescope.inference.checkpoint import checkpoint_tensors
 from telescope.inference.death import answer_within, tells_its_death
@@ -139,6 +140,7 @@ class LoraEngine(VllmEngine):
     async def _load_beside(self, manifest: WeightManifest) -> Adapter:
         for adapter in self._adapters.unused():
             await self._unload(adapter)
+            self._adapters.gone(adapter)
         adapter = await self._written(manifest)
         try:
             for request_id in self._adapters.in_the_way(self._plan.inference.max_loras):
@@ -152,7 +154,7 @@ class LoraEngine(VllmEngine):
                 self._proof = Proof(served_dtype(self._plan), before, self._adapters.serving.up)
             self._check_moved(adapter, await self._probe(adapter))
         except (WeightsRefused, asyncio.CancelledError):
-            await self._unload(adapter)
+            await asyncio.shield(self._unload(adapter))  # whoever breaks it off twice must not leave it there
             raise
         return adapter
 
@@ -172,10 +174,14 @@ class LoraEngine(VllmEngine):
             raise WeightsRefused(f"weights version {manifest.version} don't fit model.lora: {'; '.join(found)}")
         adapter = self._adapters.new(manifest)
         assert adapter.folder is not None
-        writing = asyncio.ensure_future(asyncio.to_thread(_write, adapter.folder, self._lora, manifest, self._plan.run))
+        called_off = threading.Event()
+        writing = asyncio.ensure_future(
+            asyncio.to_thread(_write, adapter.folder, self._lora, manifest, self._plan.run, called_off)
+        )
         try:
             adapter.up = await asyncio.shield(writing)
-        except asyncio.CancelledError:  # nobody stops the thread; what it writes is nobody's
+        except asyncio.CancelledError:  # the thread stops at the next tensor; what it had written is nobody's
+            called_off.set()
             writing.add_done_callback(functools.partial(_remove, adapter.folder))
             raise
         except (WeightsCorrupt, TransferFailed) as error:
@@ -258,12 +264,12 @@ def _asked(adapter: Adapter) -> Any:
     return None if adapter.folder is None else LoRARequest(adapter.name, adapter.number, str(adapter.folder))
 
 
-def _write(folder: Path, lora: LoraSettings, manifest: WeightManifest, run: str) -> np.ndarray:
+def _write(folder: Path, lora: LoraSettings, manifest: WeightManifest, run: str, called_off: threading.Event) -> np.ndarray:
     reader: Reader = DiskReader() if manifest.transport == "disk" else SharedMemoryReader(run)
     tensors = [(spec, memoryview(bytes(data))) for spec, data in reader.read(manifest)]  # small, and free of the transport
     try:
-        write(folder, lora, tensors)
-    except OSError:  # half an adapter on a full disk leaves no room for the next
+        write(folder, lora, tensors, called_off)
+    except (OSError, CalledOff):  # half an adapter on a full disk leaves no room for the next
         shutil.rmtree(folder, ignore_errors=True)
         raise
     return up_projections(tensors)

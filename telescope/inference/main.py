@@ -17,7 +17,7 @@ import signal
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from telescope.config.models import ModelNotFound, check_weights, model_folder
+from telescope.config.models import ModelNotFound, check_weights, model_folder, weight_files
 from telescope.config.parts import InferenceSettings
 from telescope.config.plugins import PluginError
 from telescope.config.precision import unserved
@@ -37,6 +37,7 @@ from telescope.inference.vllm_http import unknown_parsers
 from telescope.inference.vllm_options import Device, ServerPlan, vllm_environment
 from telescope.runlog import http_key, temporary
 from telescope.runlog.layout import RunDirectory, write_atomically
+from telescope.runlog.model_files import ModelFilesChanged, check_model_files
 from telescope.weights.base import Receiver
 from telescope.weights.choose import TransportRefused, make_receiver, planned
 from telescope.weights.shared_memory import SharedMemoryReader
@@ -51,7 +52,16 @@ log = logging.getLogger(__name__)
 
 KNOWN = Known(
     errors=(
-        *(PortTaken, ModelNotFound, CheckpointUnreadable, EngineRefused, ConfigError, PluginError, SecretMissing),
+        *(
+            PortTaken,
+            ModelNotFound,
+            ModelFilesChanged,
+            CheckpointUnreadable,
+            EngineRefused,
+            ConfigError,
+            PluginError,
+            SecretMissing,
+        ),
         *(TransportRefused, WireRefused, WireTimeout, BadKeys, BindFailed),
     ),
     gone=(EngineDead, LinkLost),
@@ -86,6 +96,9 @@ async def _live(place: Place, signals: Signals) -> int:
     adapters = config.model.lora is not None
     transport = planned(config.weight_sync.transport, place.directory.plan_json, adapters=adapters)
     engine = build_engine(config, place.identity.run_id, device, place.name, scratch, transport)
+    if settings.engine != "fake":
+        name, folder = config.model.name, model_folder(config.model.name)
+        check_model_files(place.directory, place.name, name, folder, weight_files(name, folder))
     code, why = 0, "it did not close within its deadline"
     try:
         with deadline(config.cluster.placement_timeout_s, "its engine did not start within cluster.placement_timeout_s"):

@@ -55,12 +55,14 @@ class Opened(msgspec.Struct, frozen=True):
 
 
 class StageState(msgspec.Struct, frozen=True):
-    """How far a version has come in a worker. `cause`: why it will not come; `touched`: parameters may have been written."""
+    """How far a version has come in a worker. `cause`: why it will not come; `touched`: parameters may have been written;
+    `missing`: the members of its group that this worker waited for in vain."""
 
     over: bool
     cause: str = ""
     checksum: str = ""
     touched: bool = False
+    missing: tuple[str, ...] = ()
 
 
 class Comparison(msgspec.Struct, frozen=True):

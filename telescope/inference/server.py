@@ -225,7 +225,8 @@ class Server:
                 state = self._status.weights = await self._ordered(order)
             except WeightsRefused as error:
                 log.warning("%s", error)
-                self._link.send(WeightsFailed(version=version, cause=str(error), fatal=False), answers=delivery)
+                refused = WeightsFailed(version=version, cause=str(error), fatal=False, missing=error.missing)
+                self._link.send(refused, answers=delivery)
                 return
             except EngineDead as error:
                 self._link.send(WeightsFailed(version=version, cause=str(error), fatal=True), answers=delivery)

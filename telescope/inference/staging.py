@@ -22,7 +22,7 @@ import torch
 
 from telescope.inference.opening import Place
 from telescope.records import TensorSpec, WeightGroup, WeightManifest
-from telescope.weights.base import Receiver
+from telescope.weights.base import Receiver, TransferFailed
 from telescope.weights.buckets import Bucket
 from telescope.weights.shared_memory import TRANSPORT as SHARED_MEMORY
 from telescope.weights.shared_memory import SharedMemoryReader
@@ -148,6 +148,8 @@ class Arrival:
         self.checksum = manifest.checksum
         self.touched = False
         """Whether a parameter may have been written: a failure is fatal then."""
+        self.missing: tuple[str, ...] = ()
+        """Members of the group that had not come when it was given up."""
         self._put = put
         self._staging = staging
         self._group = group
@@ -203,6 +205,7 @@ class Arrival:
                 self._receive()
         except Exception as error:  # noqa: BLE001 - the edge of a thread: the cause travels to the one who asks
             self.cause = self.cause or f"{error}" or type(error).__name__
+            self.missing = error.missing if isinstance(error, TransferFailed) else ()
         finally:
             self.over = True
             self._ended(self)

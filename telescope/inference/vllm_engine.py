@@ -396,7 +396,7 @@ class VllmEngine:
             raise EngineDead(f"{cause}; weight_sync.staging=none has no way back")
         if self._held and not all(state.over for state in states):
             raise EngineDead(f"{cause}; and it could not be broken off within {BREAK_OFF_S:g} s")
-        raise WeightsRefused(cause)
+        raise WeightsRefused(cause, next((state.missing for state in states if state.missing), ()))
 
     async def _settled(self, version: int, limit_s: float, enough: Callable[[list[StageState]], object]) -> list[StageState]:
         """How far every worker is with the version, once that is `enough`, or when the limit has passed."""

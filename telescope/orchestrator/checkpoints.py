@@ -51,6 +51,8 @@ class _Save:
     deadline: float
     waiting: set[str]
     """Ranks that have not said how their part went."""
+    stalled: set[str]
+    """Ranks that have not said that training goes on."""
     began: float = field(default_factory=time.monotonic)
     numbers: dict[str, int] = field(default_factory=dict)
     own: Future[int] | None = None
@@ -76,6 +78,11 @@ class CheckpointDesk:
     def doing(self) -> str:
         return f"writing the checkpoint of step {self._save.step}" if self._save is not None else ""
 
+    @property
+    def stalled(self) -> frozenset[str]:
+        """Ranks that copy their state off, and hear nothing meanwhile. A save that is given up excuses nobody."""
+        return frozenset(self._save.stalled) if self._save is not None else frozenset()
+
     def begin(self, step: int, part: saved.Part, now: float) -> None:
         """Order the ranks to write, and write `part` from a thread. `now`: monotonic seconds."""
         rules = self._rules
@@ -85,7 +92,7 @@ class CheckpointDesk:
         except OSError as error:
             self._failed(step, f"{rules.directory}: {error.strerror or error}")
             return
-        save = self._save = _Save(step, folder, now + rules.timeout_s, set(self._ranks))
+        save = self._save = _Save(step, folder, now + rules.timeout_s, set(self._ranks), set(self._ranks))
         for rank in self._ranks:
             save.numbers[rank] = self._hub.send(rank, SaveCheckpoint(step=step, folder=str(folder)))
         if rules.training_state:
@@ -101,6 +108,7 @@ class CheckpointDesk:
                 delivery.peer, f"its {type(body).__name__} of step {body.step} is of no save under way; ignored"
             )
             return
+        save.stalled.discard(delivery.peer)
         match body:
             case CheckpointStaged(stall_s=stall_s):
                 save.stall_s = max(save.stall_s, stall_s)

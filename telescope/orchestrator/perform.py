@@ -73,8 +73,8 @@ class Performer:
         """`dying`: where servers sleep while a step is trained, those given up that have not ended yet (`SleepDesk`)."""
         self._hub, self._roster, self._recorder, self._recipe = hub, roster, recorder, recipe
         self.complaints = Complaints(recorder)
-        self.weights = WeightDesk(hub, recorder, self.complaints, roster.ranks, updates)
-        self.checkpoints = CheckpointDesk(hub, recorder, self.complaints, roster.ranks, saves)
+        checkpoints = self.checkpoints = CheckpointDesk(hub, recorder, self.complaints, roster.ranks, saves)
+        self.weights = WeightDesk(hub, recorder, self.complaints, roster.ranks, updates, saving=lambda: checkpoints.stalled)
         self.naps = SleepDesk(hub, self.complaints, updates.timeout_s, dying or tuple)
         self._sleeps = dying is not None
         self.relay = Relay(hub, self.complaints)

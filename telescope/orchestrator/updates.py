@@ -2,7 +2,11 @@
 
     PUBLISH ─▶ PREPARE ─▶ COMMIT ─▶ DONE          every wait has a deadline, and each round either ends, drops a server or
                  ▲  │                             uses up one of `max_retries`
+          (HELD ─┤) ▼
                  └ ABORT ─▶ FAILED
+
+A rank that copies its state off for a checkpoint hears nothing meanwhile, and does not hang: a broadcast is held until it has
+done so, and its time to answer an abort begins then.
 
 Until a server is told to commit, the old version is served. What does not answer is dropped and fenced, and the others go on;
 a server without a part in the update is the core's to bring up later.
@@ -10,7 +14,7 @@ a server without a part in the update is the core's to bring up later.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -29,7 +33,7 @@ from telescope.wire.messages import (
 )
 
 ABORT_S = 30.0
-"""To answer an abort: whoever is alive does so at once."""
+"""To answer an abort: whoever is alive does so at once, but for a rank that copies its state off."""
 GRACE_S = 5.0
 """When a member of a broadcast has failed or died: for the others to come to an end by themselves, before all is broken off."""
 
@@ -43,6 +47,7 @@ class Phase(StrEnum):
 
     PUBLISH = "published"
     PREPARE = "prepared"
+    HELD = "held until ranks have copied their state for a checkpoint"
     ABORT = "broken off"
     COMMIT = "committed"
     DONE = "done"
@@ -93,6 +98,8 @@ class WeightUpdate:
     members: Callable[[tuple[str, ...]], WeightGroup]
     """The group of a broadcast to these servers; a new epoch where the last one is not theirs or was `broken`."""
     broken: Callable[[], None]
+    saving: Callable[[], Collection[str]] = tuple
+    """The ranks that copy their state off for a checkpoint; each is bounded by `checkpoint.timeout_s`."""
     manifest: WeightManifest | None = None
     served_elsewhere: bool = False
     """Other servers hold the version already: those that can't be brought to it are fenced, and the run goes on."""
@@ -111,8 +118,12 @@ class WeightUpdate:
         self._prepared: set[str] = set()
         self._failed: dict[str, str] = {}
         self._in_the_way: tuple[str, ...] = ()
-        """Servers that refused a broadcast for which ranks and other servers still waited: not where a rank had failed too, as
-        all do that miss a member."""
+        """Servers that refused a broadcast for which ranks and other servers still waited: not where a rank had failed too, and
+        not those that had waited for another member in vain."""
+        self._missed: dict[str, set[str]] = {}
+        """Of this round's broadcast, by whoever waited in vain: the processes that had not come when it gave up."""
+        self._waited_in_full = False
+        """Whether those who had not come had all the time that there is to come."""
         self._in_grace = False
         self._members = len(self.servers)
         if self.manifest is None:
@@ -128,10 +139,16 @@ class WeightUpdate:
     def collective(self) -> bool:
         return self.manifest is not None and self.manifest.collective
 
+    @property
+    def _abort_s(self) -> float:
+        return min(ABORT_S, self.timeout_s)
+
     # ---- what happens
 
     def answered(self, order: Order, body: Answer, now: float) -> None:
         """An order has its answer; one of an earlier round or phase, or a second one, changes nothing."""
+        if order.round == self.round and order.phase is Phase.PREPARE and isinstance(body, WeightsFailed) and body.missing:
+            self._missed[order.peer] = {member.partition("/")[0] for member in body.missing}  # also once all is broken off
         if order.round != self.round or order.phase is not self.phase or order.peer not in self.waiting:
             return
         match self.phase:
@@ -165,6 +182,11 @@ class WeightUpdate:
 
     def tick(self, now: float) -> None:
         """End the phase if it has outlived its deadline."""
+        if self.phase is Phase.HELD:
+            self._prepare(now)
+            return
+        if self.phase is Phase.ABORT and not self.waiting.isdisjoint(self.saving()):
+            self.deadline = now + self._abort_s
         if not self.over and now > self.deadline:
             self._end_phase(now, late=True)
 
@@ -229,7 +251,11 @@ class WeightUpdate:
     def _prepare(self, now: float) -> None:
         """A round begins. Without servers there is nobody to bring up: whoever comes later is behind, and the core sees it."""
         assert self.manifest is not None
+        if self.collective and self.servers and self.saving():
+            self.phase, self.waiting = Phase.HELD, set()
+            return
         self._prepared, self._failed, self._in_grace, self._members = set(), {}, False, len(self.servers)
+        self._missed = {}
         self.checksum = self.manifest.checksum
         self.round += 1
         if not self.servers:
@@ -260,10 +286,12 @@ class WeightUpdate:
         if self.collective:
             self.broken()
             waited_for = late and self._failed.keys().isdisjoint(self.ranks)
-            self._in_the_way = tuple(server for server in self._failed if waited_for and server in self.servers)
+            refused = (server for server in self._failed if server in self.servers and server not in self._missed)
+            self._in_the_way = tuple(refused) if waited_for else ()
+            self._waited_in_full = bool(self._missed) or not self._in_grace
         peers = (*self.servers, *self.ranks) if self.collective else self.servers
         abort = AbortWeights(version=self.version, reason=self.cause[:MAX_REASON])
-        self._ask(Phase.ABORT, dict.fromkeys(peers, abort), now, seconds=min(ABORT_S, self.timeout_s))
+        self._ask(Phase.ABORT, dict.fromkeys(peers, abort), now, seconds=self._abort_s)
 
     def _after_abort(self, now: float) -> None:
         """Whoever has not even answered the abort hangs."""
@@ -278,13 +306,31 @@ class WeightUpdate:
             self.retries += 1
         if self.retries > self.max_retries:
             cause = f"{self.cause}; that was retry {self.max_retries} of weight_sync.max_retries={self.max_retries}"
-            unfit = self.servers if self.served_elsewhere else tuple(name for name in self._in_the_way if name in self.servers)
+            unfit = self._unfit()
             if not unfit:
-                self._give_up(cause)
+                absent = ", ".join(sorted(self._missed_by_all() & set(self.ranks)))
+                self._give_up(f"{absent} did not come to send version {self.version}: {cause}" if absent else cause)
                 return
             for server in unfit:
                 self._fence(server, f"it could not be brought to version {self.version}, unlike others: {cause}")
         self._prepare(now)
+
+    def _missed_by_all(self) -> set[str]:
+        """Processes that did not come to the last broadcast, by the word of each that waited in vain: whoever came late is
+        missed by the first of them alone. Nobody where what broke it off came before their time was up."""
+        return set.intersection(*self._missed.values()) if self._missed and self._waited_in_full else set()
+
+    def _unfit(self) -> tuple[str, ...]:
+        """The servers that keep others from the version. No server is where the sender is missed; nor where all are missed,
+        as where all refuse."""
+        absent = self._missed_by_all()
+        if self.served_elsewhere:
+            return self.servers
+        if not absent.isdisjoint(self.ranks):
+            return ()
+        in_the_way = tuple(name for name in self.servers if name in self._in_the_way)
+        unfit = tuple(name for name in self.servers if name in absent or name in in_the_way)
+        return unfit if len(unfit) < len(self.servers) else in_the_way
 
     def _ask(self, phase: Phase, bodies: dict[str, Body], now: float, seconds: float | None = None) -> None:
         self.phase, self.waiting = phase, set(bodies)

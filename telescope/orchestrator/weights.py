@@ -6,7 +6,7 @@ Owns who serves which version, the numbers of weight orders, and the broadcast g
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from telescope.flow import events
@@ -35,10 +35,17 @@ class WeightDesk:
     """Drives one update at a time. `fenced` and `events` are for the loop, which empties them, `fenced` first."""
 
     def __init__(
-        self, hub: Hub, recorder: Recorder, complaints: Complaints, ranks: tuple[str, ...], rules: UpdateRules
+        self,
+        hub: Hub,
+        recorder: Recorder,
+        complaints: Complaints,
+        ranks: tuple[str, ...],
+        rules: UpdateRules,
+        saving: Callable[[], Collection[str]] = tuple,
     ) -> None:
+        """`saving`: see `WeightUpdate`."""
         self._hub, self._recorder, self._complaints = hub, recorder, complaints
-        self._ranks, self._rules = ranks, rules
+        self._ranks, self._rules, self._saving = ranks, rules, saving
         self._served: dict[str, int] = {}
         self._update: WeightUpdate | None = None
         self._orders: dict[tuple[str, int], Order] = {}
@@ -81,6 +88,7 @@ class WeightDesk:
             now=now,
             members=self._group,
             broken=self._epochs.broken,
+            saving=self._saving,
             manifest=self._manifest if known else None,
             served_elsewhere=version in self._served.values(),
         )

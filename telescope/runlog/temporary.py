@@ -1,7 +1,7 @@
 """Short-lived folders of our processes. Each holds a lock as long as its process or a child of it lives, so that whoever comes
 later knows whether it is still needed: process numbers would lie where containers share a folder. Paths are short, because
 sockets in them must stay under 107 bytes. What a process could leave behind elsewhere, shared memory say, is noted in its
-folder and goes with it.
+folder and goes with it. The standard library only: a shim on another node runs this file, which sweeps.
 """
 
 from __future__ import annotations
@@ -95,3 +95,7 @@ def _left(folder: Path) -> bool:
 def _base() -> Path:
     found = tempfile.gettempdir()
     return Path(found if len(found) <= LONGEST_BASE else "/tmp")
+
+
+if __name__ == "__main__":
+    sweep()

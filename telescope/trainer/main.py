@@ -13,12 +13,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from telescope.backends.base import Backend, CheckpointUnfit, Job, RankLost, SaveSettings, World
-from telescope.config.models import ModelNotFound
+from telescope.config.models import ModelNotFound, check_weights, model_folder, weight_files
 from telescope.config.plugins import PluginError
 from telescope.config.run import RunConfig, config_hash
 from telescope.config.secrets import SecretMissing
 from telescope.config.words import ConfigError
 from telescope.runlog.checkpoints import CheckpointUnreadable, Resume, read_resume, trainer_part
+from telescope.runlog.model_files import ModelFilesChanged, check_model_files
 from telescope.runlog.writer import RunLog
 from telescope.trainer.keeping import Keeper, last_word
 from telescope.trainer.placement import Misplaced, placement
@@ -38,7 +39,7 @@ log = logging.getLogger(__name__)
 KNOWN = Known(
     errors=(
         *(OutOfOrder, Misplaced, NoRoomBeside, NoRoomForWeights),
-        *(TransportRefused, ModelNotFound, ConfigError, PluginError, SecretMissing),
+        *(TransportRefused, ModelNotFound, ModelFilesChanged, ConfigError, PluginError, SecretMissing),
         *(CheckpointUnfit, CheckpointUnreadable),
         *(WireRefused, WireTimeout, BadKeys),
     ),
@@ -66,6 +67,10 @@ def live(place: Place, signals: Signals) -> int:
             link.progress(doing)
 
     resume = read_resume(place.directory)
+    if config.model.lora is not None:  # whose base no update of weights makes the same on all hosts
+        name, folder = config.model.name, model_folder(config.model.name)
+        check_weights(name, folder)
+        check_model_files(place.directory, place.name, name, folder, weight_files(name, folder))
     backend = config.backend.build(job(config, world, progress, resume))
     freeze_heap()
     hello = place.hello("trainer", capacity=CREDITS, rank=world.rank, attention_length=backend.attention_length)

@@ -297,7 +297,7 @@ class _Sending(threading.Thread):
             checksum = self._publisher.send(version, self.order.group)
         except TransferFailed as failed:
             log.warning("version %d to %s: %s", version, ", ".join(self.order.group.members[1:]), failed)
-            self._tell(WeightsFailed(version=version, cause=str(failed), fatal=False))
+            self._tell(WeightsFailed(version=version, cause=str(failed), fatal=False, missing=failed.missing))
         except Exception as error:  # noqa: BLE001 the edge of a thread: raised again by the one that gives orders
             self.error = error
         else:

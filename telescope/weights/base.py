@@ -106,7 +106,14 @@ class WeightsCorrupt(RuntimeError):
 
 
 class TransferFailed(RuntimeError):
-    """A transfer did not come to its end; nothing was wrong with the bytes. It may be tried again in a new group."""
+    """A transfer did not come to its end; nothing was wrong with the bytes. It may be tried again in a new group.
+
+    `missing`: members of the group that had not come by then, where it failed for want of them, e.g. `("server-1/0",)`.
+    """
+
+    def __init__(self, sentence: str, missing: Sequence[str] = ()) -> None:
+        super().__init__(sentence)
+        self.missing = tuple(missing)
 
 
 class NoRoomForWeights(RuntimeError):

@@ -92,12 +92,13 @@ class Meeting:
                 missing = [member for member in missing if not store.check([f"here/{member}"])]
                 if missing and cancelled.wait(LOOK_S):
                     raise TransferFailed(
-                        f"the group of epoch {group.epoch} was broken off while {_names(missing)} were awaited"
+                        f"the group of epoch {group.epoch} was broken off while {_names(missing)} were awaited", missing
                     )
                 if missing and time.monotonic() > end:
                     raise TransferFailed(
                         f"{_names(missing)} did not join the group of epoch {group.epoch} within "
-                        f"weight_sync.init_timeout_s={timeout_s:g} s"
+                        f"weight_sync.init_timeout_s={timeout_s:g} s",
+                        missing,
                     )
         except (dist.DistError, RuntimeError) as error:
             if isinstance(error, TransferFailed):

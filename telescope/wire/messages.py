@@ -357,6 +357,8 @@ class WeightsFailed(Message):
     version: int
     cause: str
     fatal: bool
+    missing: tuple[str, ...] = ()
+    """Members of the group (`server-1/0`) that had not come to a broadcast when this peer gave up or was told to break off."""
 
 
 class Sleep(Message):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import threading
 from pathlib import Path
 
 import msgspec
@@ -123,6 +124,7 @@ def test_a_version_stays_until_its_last_request_has_ended(tmp_path: Path):
     assert adapters.unused() == []
     first.requests.discard("a")
     assert adapters.unused() == [first]
+    adapters.gone(first)
     assert adapters.unused() == []
     base.requests.discard("old")
     assert adapters.unused() == []  # the base model is nothing to unload
@@ -229,3 +231,85 @@ async def test_an_adapter_that_was_broken_off_while_it_was_read_goes_when_it_is_
     async with asyncio.timeout(60):
         while not scratch.exists() or list(scratch.iterdir()):
             await asyncio.sleep(0.01)
+
+
+class _Vllm:
+    """The engine: loading takes for ever, unloading until it may end."""
+
+    def __init__(self) -> None:
+        self.asked, self.begun, self.may_end = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.unloaded: list[int] = []
+
+    async def add_lora(self, request: object) -> None:
+        self.asked.set()
+        await asyncio.Event().wait()
+
+    async def remove_lora(self, number: int) -> None:
+        self.begun.set()
+        await self.may_end.wait()
+        self.unloaded.append(number)
+
+
+async def _until_empty(folder: Path) -> None:
+    async with asyncio.timeout(30):
+        while list(folder.iterdir()):
+            await asyncio.sleep(0.005)
+
+
+async def test_an_adapter_whose_writing_is_broken_off_is_gone_before_the_rest_is_written(tmp_path: Path, monkeypatch):
+    """The disk takes the first tensor, and the next when the order to break off has come."""
+    engine, version = published(tmp_path)
+    begun, go, seen = threading.Event(), threading.Event(), []
+
+    class Held:
+        def __init__(self, called_off: threading.Event) -> None:
+            self.called_off = called_off
+
+        def is_set(self) -> bool:
+            seen.append(len(seen))
+            if len(seen) == 2:
+                begun.set()
+                assert go.wait(30)
+            return self.called_off.is_set()
+
+    def held_up(folder, lora, tensors, called_off) -> None:
+        write_adapter(folder, lora, tensors, Held(called_off))  # type: ignore[arg-type]
+
+    monkeypatch.setattr("telescope.inference.lora_engine.write", held_up)
+    writing = asyncio.create_task(engine._written(version))
+    assert await asyncio.to_thread(begun.wait, 30)
+    assert len(list((tmp_path / "scratch").iterdir())) == 1
+    writing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await writing
+    go.set()
+    await _until_empty(tmp_path / "scratch")
+    assert len(seen) == 2 < len(version.tensors)
+
+
+async def test_an_adapter_that_is_broken_off_twice_is_unloaded_and_its_folder_removed(tmp_path: Path):
+    engine, version = published(tmp_path)
+    engine._llm = vllm = _Vllm()
+    loading = asyncio.create_task(engine._load_beside(version))
+    await asyncio.wait_for(vllm.asked.wait(), 30)
+    loading.cancel()
+    await vllm.begun.wait()
+    loading.cancel()
+    vllm.may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await loading
+    await _until_empty(tmp_path / "scratch")
+    assert vllm.unloaded == [1]
+
+
+async def test_older_adapters_whose_unloading_is_broken_off_are_unloaded_with_the_next_version(tmp_path: Path):
+    engine, version = published(tmp_path)
+    engine._llm = vllm = _Vllm()
+    for number in (1, 2, 3):
+        serve(engine._adapters, number)
+    loading = asyncio.create_task(engine._load_beside(version))
+    await vllm.begun.wait()
+    loading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await loading
+    assert [adapter.version for adapter in engine._adapters.unused()] == [1, 2]

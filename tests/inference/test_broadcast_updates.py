@@ -159,6 +159,29 @@ async def test_a_broadcast_that_is_called_off_before_it_began_is_not_waited_for(
     await served.assert_serves("new")
 
 
+async def test_who_is_missed_by_the_engines_worker_is_told_when_the_broadcast_is_called_off(sender: Sender):
+    served = sender.served
+    await sender.serve("old")
+    served.version += 1
+    manifest = sender.publisher.publish(served.version)
+    group = WeightGroup(manifest.version, ("trainer-0", "server-0/0", "server-1/0"))
+    sending = asyncio.create_task(asyncio.to_thread(sender.publisher.send, manifest.version, group))
+    preparing = asyncio.create_task(served.engine.prepare(manifest, group))
+    here = sender.publisher._meeting.below(group)
+    async with asyncio.timeout(30):
+        while not here.check([f"here/{member}" for member in group.members[:2]]):
+            await asyncio.sleep(0.01)
+    await served.engine.discard(manifest.version)
+    sender.publisher.abort(group.epoch)
+    with pytest.raises(WeightsRefused) as refused:
+        await preparing
+    with pytest.raises(TransferFailed) as failed:
+        await sending
+    assert refused.value.missing == failed.value.missing == ("server-1/0",)
+    await sender.serve("new")
+    await served.assert_serves("new")
+
+
 async def test_received_in_place_nothing_is_sampled_between_the_first_bucket_and_the_commit(sender: Sender, unstaged: None):
     served = sender.served
     task = asyncio.create_task(long_request(served, "held", prompt(10)))

@@ -211,7 +211,7 @@ class Endless:
         if self.arrives.is_set():
             return "all"
         self.cancelled.wait(deadline_s)
-        raise TransferFailed("the broadcast was broken off")
+        raise TransferFailed("the broadcast was broken off", ("server-1/0",))
 
     def cancel(self, epoch=None) -> None:
         self.epochs.append(epoch)
@@ -232,6 +232,7 @@ async def test_an_abort_breaks_off_a_prepare_under_way_and_both_are_answered():
     assert [seq for seq, _, _ in answers] == [prepared, called_off]
     assert isinstance(answers[0][1], WeightsFailed)
     assert (answers[0][1].cause, answers[0][1].fatal) == ("the broadcast was broken off", False)
+    assert answers[0][1].missing == ("server-1/0",)
     assert isinstance(answers[1][1], WeightsReady)
     assert (answers[1][1].version, answers[1][1].prepared) == (0, None)
     assert receiver.epochs == [7]

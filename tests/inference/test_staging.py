@@ -55,7 +55,7 @@ class Broadcast:
 
     def _wait(self, deadline_s: float) -> None:
         if not self.go.wait(deadline_s) or self.cancelled:
-            raise TransferFailed("broken off")
+            raise TransferFailed("broken off while server-1/0 were awaited", ("server-1/0",))
 
 
 class Parameters:
@@ -134,7 +134,7 @@ def test_a_forgotten_version_breaks_off_its_receive_and_its_epoch():
     arrival = begin(staging, 1, Parameters())
     staging.forget(1)
     until_over(arrival)
-    assert arrival.cause == "weights version 1 were broken off"
+    assert (arrival.cause, arrival.missing) == ("weights version 1 were broken off", ("server-1/0",))
     assert receiver.cancelled == [4]
 
 

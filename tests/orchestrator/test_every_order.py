@@ -1,7 +1,8 @@
 """Every order of what two servers and a trainer rank can do during weight updates, in a model of them with the real desk.
 
 The real `WeightDesk` (with its `WeightUpdate` and `Epochs`) and the core's `Updates` stand in a world of servers that take,
-refuse, keep silent, die, come back and answer late. All that can follow from a state is tried, each state once.
+refuse, keep silent, stay away from broadcasts, die, come back and answer late, and of a rank that hears nothing while it
+copies its state for a checkpoint. All that can follow from a state is tried, each state once.
 """
 
 from __future__ import annotations
@@ -37,12 +38,14 @@ class Process:
     born: int = 0
     serves: int = 0
     staged: int | None = None
+    aloof: bool = False
+    """It comes to no broadcast, and answers all else."""
     inbox: list[tuple[int, Any]] = field(default_factory=list)
     outbox: list[tuple[int, Any]] = field(default_factory=list)
 
     def key(self, place: dict[int, int]) -> object:
         said = tuple((place[number], repr(body)) for number, body in self.outbox)
-        return self.serves, self.staged, tuple((place[number], kind(body)) for number, body in self.inbox), said
+        return self.serves, self.staged, self.aloof, tuple((place[number], kind(body)) for number, body in self.inbox), said
 
 
 def kind(body: Any) -> tuple[object, ...]:
@@ -59,7 +62,7 @@ class World:
         self.servers = tuple(f"server-{index}" for index in range(servers))
         self.now, self.numbers, self.births = 0.0, 0, 0
         self.processes = {RANK: Process(), **{server: Process() for server in self.servers}}
-        self.desk = WeightDesk(self, self, self, (RANK,), UpdateRules(TIMEOUT_S, RETRIES))  # type: ignore[arg-type]
+        self.desk = WeightDesk(self, self, self, (RANK,), UpdateRules(TIMEOUT_S, RETRIES), self.saving)  # type: ignore[arg-type]
         self.core = Updates(while_training=not collective)
         self.core.ready = True
         self.believed = dict.fromkeys(self.servers, 0)
@@ -67,6 +70,11 @@ class World:
         self.groups: dict[int, tuple[object, ...]] = {}
         """By epoch: its members, each with the process that it was."""
         self.failed = ""
+        self.copies, self.saved = False, False
+        """Whether the rank copies its state for a checkpoint, and hears nothing; whether it ever did."""
+        self.saves = collective and servers * faults <= 2  # with more of both there would be too many worlds
+        self.only_aloof, self.stayed_away = True, 0
+        """Whether no other fault has been made; how many servers have stayed away."""
         for server in self.servers:
             self.desk.joined(server, 0)
 
@@ -101,6 +109,9 @@ class World:
     def alert(self, *_: object, **__: object) -> None: ...
 
     def note(self, *_: object) -> None: ...
+
+    def saving(self) -> tuple[str, ...]:
+        return (RANK,) if self.copies else ()
 
     # ---- the orchestrator's loop, in small
 
@@ -137,13 +148,20 @@ class World:
             return
         if self.core.idle and self.core.version < 1:
             yield "train", RANK
+        if self.copies:
+            yield "has copied", RANK
+            yield "time passes", ""
+        elif self.saves and self.core.version == 1 and not self.saved and not self.processes[RANK].inbox:
+            yield "copies", RANK
         for peer, process in self.processes.items():
-            if process.inbox:
+            if process.inbox and (peer != RANK or not self.copies):
                 yield "does", peer
                 if self.faults:
                     yield "fails", peer
                     if peer != RANK:
                         yield "forgets", peer
+                        if self.collective and not process.aloof and isinstance(process.inbox[0][1], m.PrepareWeights):
+                            yield "stays away", peer
             if process.outbox:
                 yield "is heard", peer
                 if self.faults:
@@ -155,13 +173,17 @@ class World:
                 yield "is missed", server
             elif server not in self.believed:
                 yield "comes back", server
-        if self.desk.doing and self.faults:
+        if self.desk.doing and self.faults and not self.copies:
             yield "time passes", ""
 
     def make(self, move: tuple[str, str]) -> None:
         what, who = move
-        process = self.processes.get(who, Process())
+        process, before = self.processes.get(who, Process()), self.faults
         match what:
+            case "stays away":
+                self.faults -= 1
+                self.stayed_away += 1
+                process.aloof = True
             case "train":
                 self.core.train(BATCH)
                 self.core.trained(self.core.step)
@@ -169,7 +191,9 @@ class World:
             case "does" | "fails":
                 self.faults -= what == "fails"
                 number, body = process.inbox.pop(0)
-                process.outbox.append((number, self.answer(who, process, body, good=what == "does")))
+                answer = self.answer(who, process, body, good=what == "does")
+                if answer is not None:
+                    process.outbox.append((number, answer))
             case "forgets":
                 self.faults -= 1
                 process.inbox.pop(0)
@@ -190,8 +214,11 @@ class World:
                 self.believed[who] = 0
                 self.send_weights()
             case "time passes":
-                self.faults -= 1
+                self.faults -= not self.copies
                 self.pass_time()
+            case "copies" | "has copied":
+                self.copies, self.saved = what == "copies", True
+        self.only_aloof &= self.faults == before or what == "stays away"
         self.collect()
 
     def pass_time(self) -> None:
@@ -201,6 +228,10 @@ class World:
     def answer(self, who: str, process: Process, body: Any, *, good: bool) -> Any:
         version = body.manifest.version if isinstance(body, m.PrepareWeights) else body.version
         refused = m.WeightsFailed(version, "500", fatal=False)
+        if process.aloof and isinstance(body, m.PrepareWeights):
+            return None
+        if missed := self.missed(getattr(body, "group", None)):
+            return m.WeightsFailed(version, f"{missed} did not join", fatal=False, missing=missed)
         match body:
             case m.PublishWeights():
                 transport = "gloo" if self.collective else "shared_memory"
@@ -217,6 +248,12 @@ class World:
             case _:
                 process.staged = None
                 return m.WeightsReady(process.serves, None, f"sum {process.serves}", 0.0)
+
+    def missed(self, group: Any) -> tuple[str, ...]:
+        """The members of a broadcast that do not come to it."""
+        members = () if group is None else group.members
+        owners = {member: self.processes.get(member.partition("/")[0]) for member in members}
+        return tuple(member for member, owner in owners.items() if owner is not None and owner.aloof)
 
     # ---- what must hold
 
@@ -243,7 +280,8 @@ class World:
         state = None if update is None else (
             update.version, update.phase, update.round, update.retries, update.servers, tuple(sorted(update.waiting)),
             tuple(sorted(update._prepared)), tuple(sorted(update._failed)), update._in_grace,
-            update._in_the_way, update._members, update.checksum,
+            update._in_the_way, update._members, update.checksum, update._waited_in_full,
+            tuple(sorted((peer, tuple(sorted(found))) for peer, found in update._missed.items())),
         )  # fmt: skip
         place, group = self.places(), self.desk._epochs._group
         broken = self.groups.get(group.epoch) not in (None, self.who(group.members))
@@ -253,6 +291,7 @@ class World:
         return (
             state, orders, tuple((name, process.key(place)) for name, process in sorted(self.processes.items())),
             tuple(sorted(self.believed.items())), tuple(sorted(self.desk._served.items())), self.faults, self.failed != "",
+            self.only_aloof, self.copies, self.saved,
             core.version, core.travelling, core.reached, core._trained, core.batch is None,
             group.members, broken, self.desk._manifest.version if self.desk._manifest else None,
         )  # fmt: skip
@@ -265,7 +304,8 @@ def tail(world: World, manner: str) -> World:
     births = world.births + 3
     for _ in range(200):
         world.faults = 0
-        moves = [] if world.failed else [move for move in world.moves() if manner != "silent" or move[0] == "is missed"]
+        silent = ("is missed", "has copied")
+        moves = [] if world.failed else [move for move in world.moves() if manner != "silent" or move[0] in silent]
         if manner == "refusing" and world.births == births:
             moves = [move for move in moves if move[0] != "comes back"]
         if moves:
@@ -305,6 +345,8 @@ def explore(servers: int, collective: bool, faults: int) -> int:
 
 def settled(world: World) -> None:
     if world.failed:
+        blameless = world.stayed_away == len(world.servers) or not world.only_aloof
+        assert blameless, f"a server that stays away ends the run, though another one came: {world.failed}"
         return
     everywhere = dict.fromkeys(world.servers, 1)
     assert world.core.version == 1, "the step is not over"

@@ -57,6 +57,10 @@ class Fleet:
     epochs: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
     gathered: dict[int, dict[str, tuple[Naughty, m.Body | None, Delivery]]] = field(default_factory=dict)
     """By epoch: the members that have come, each with its answer to come and the order it answers."""
+    came: dict[int, set[str]] = field(default_factory=dict)
+    """By epoch that did not come together: who came to it, told or not that it is broken off."""
+    unjoined: dict[str, Delivery] = field(default_factory=dict)
+    """The orders of whom never joins."""
 
     async def bring(self, name: str) -> None:
         self.born[name] = self.born.get(name, 0) + 1
@@ -76,11 +80,14 @@ class Fleet:
                 if its_answer is not None:
                     say(member, its_answer, its_order)
 
-    def gone_from(self, peer: Naughty) -> Delivery | None:
-        """The order that the peer waits with in a group that has not come together."""
-        for here in self.gathered.values():
+    def gone_from(self, peer: Naughty) -> tuple[Delivery, tuple[str, ...]] | None:
+        """The order that the peer waits with in a group that has not come together, and who has not come to it."""
+        for epoch, here in self.gathered.items():
             if peer.link.name in here and here[peer.link.name][0] is peer:
-                return here.pop(peer.link.name)[2]
+                order = here[peer.link.name][2]
+                self.gathered[epoch] = {name: waiting for name, waiting in here.items() if name != peer.link.name}
+                came = self.came.setdefault(epoch, set(here))
+                return order, tuple(name for name in order.body.group.members if name.partition("/")[0] not in came)
         return None
 
     async def supervise(self) -> None:
@@ -115,7 +122,8 @@ class Naughty(Peer):
                 self.fleet.gather(group, self, m.WeightsReady(self.version, manifest.version, "", 0.0), delivery)
             case m.AbortWeights(version=version):
                 if (waits := self.fleet.gone_from(self)) is not None:
-                    self.link.send(m.WeightsFailed(version, "broken off", fatal=False), answers=waits)
+                    order, missing = waits
+                    self.link.send(m.WeightsFailed(version, "broken off", fatal=False, missing=missing), answers=order)
                 self.link.send(m.WeightsReady(self.version, None, "", 0.0), answers=delivery)
             case _:
                 super().take(delivery)
@@ -133,6 +141,17 @@ def refuses(peer: Naughty, delivery: Delivery) -> bool:
 
 def never_answers(peer: Naughty, delivery: Delivery) -> bool:
     return isinstance(delivery.body, m.PrepareWeights | m.AbortWeights)
+
+
+def never_joins(peer: Naughty, delivery: Delivery) -> bool:
+    """It does not come to a broadcast, or to the reading, and ends that at once when it is told to break off."""
+    match delivery.body:
+        case m.PrepareWeights():
+            peer.fleet.unjoined[peer.link.name] = delivery
+            return True
+        case m.AbortWeights(version=version):
+            say(peer, m.WeightsFailed(version, "broken off", fatal=False), peer.fleet.unjoined.pop(peer.link.name))
+    return False
 
 
 def answers_late(peer: Naughty, delivery: Delivery) -> bool:
@@ -229,7 +248,9 @@ async def play(folder: Path, transport: str, manners: dict[str, Any]) -> tuple[O
     settings, run = config(), RunDirectory.create(folder / "run")
     fleet = Fleet(run, transport, manners)
     timeout_s = (
-        SILENCE_S if {never_answers, answers_late, never_says_that_it_has_committed} & set(manners.values()) else TIMEOUT_S
+        SILENCE_S
+        if {never_answers, never_joins, answers_late, never_says_that_it_has_committed} & set(manners.values())
+        else TIMEOUT_S
     )
     make_keys(run, ("orchestrator", *WORKERS, *SERVERS, TRAINER))
     log, journal = RunLog(run, "orchestrator"), Journal(run.journal)
@@ -265,7 +286,8 @@ async def play(folder: Path, transport: str, manners: dict[str, Any]) -> tuple[O
 
 
 BAD = {
-    "refuses": refuses, "never answers": never_answers, "answers late": answers_late, "dies in prepare": dies_in_prepare,
+    "refuses": refuses, "never answers": never_answers, "never joins": never_joins,
+    "answers late": answers_late, "dies in prepare": dies_in_prepare,
     "dies in commit": dies_in_commit, "never says that it has committed": never_says_that_it_has_committed,
     "speaks of the version before": speaks_of_the_version_before, "fails to commit": fails_to_commit,
     "commits other bytes": commits_other_bytes,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,9 @@ import pytest
 from telescope.flow import events
 from telescope.orchestrator import saved
 from telescope.orchestrator.checkpoints import CheckpointDesk, SaveRules
+from telescope.orchestrator.perform import Performer
+from telescope.orchestrator.weights import UpdateRules
+from telescope.records import WeightManifest
 from telescope.runlog import checkpoints
 from telescope.runlog.lineage import Part
 from telescope.wire.messages import CheckpointFailed, CheckpointStaged, CheckpointWritten, SaveCheckpoint
@@ -126,12 +130,15 @@ def test_a_checkpoint_is_complete_when_every_part_is_written(tmp_path: Path, par
     desk, listener = desk_for(tmp_path, keep_last=1)
     desk.begin(1, part, 0.0)
     assert [(peer, type(body)) for peer, body in listener.sent] == [(rank, SaveCheckpoint) for rank in RANKS]
+    assert desk.stalled == set(RANKS)
     say(desk, "trainer-0", CheckpointStaged(1, 0.25))
+    assert desk.stalled == {"trainer-1"}
     say(desk, "trainer-0", CheckpointWritten(1, 1000, 0.5))
     for _ in range(20):
         desk.tick(1.0)
     assert checkpoints.steps(tmp_path) == []
     say(desk, "trainer-1", CheckpointWritten(1, 500, 0.5))
+    assert desk.stalled == set()
     assert end_of(desk) == [events.CheckpointDone(1)]
     facts = checkpoints.read(checkpoints.find(tmp_path))
     assert (facts.step, facts.world_size, facts.training_state) == (1, 2, True)
@@ -140,6 +147,25 @@ def test_a_checkpoint_is_complete_when_every_part_is_written(tmp_path: Path, par
     assert listener.rows == [(1, "complete")]
     state, _ = saved.read(checkpoints.find(tmp_path))
     assert state.core == part.core
+
+
+def test_the_desk_of_updates_knows_which_ranks_copy_their_state(tmp_path: Path, part: saved.Part):
+    listener: Any = Listener()
+    rules = SaveRules(tmp_path, "run", "a", "hash", timeout_s=100.0)
+    roster: Any = SimpleNamespace(ranks=RANKS)
+    recipe: Any = None
+    performer = Performer(listener, roster=roster, recorder=listener, recipe=recipe, updates=UpdateRules(1.0, 1), saves=rules)
+    desk = performer.checkpoints
+    desk.begin(1, part, 0.0)
+    say(desk, "trainer-1", CheckpointStaged(1, 0.25))
+    manifest = WeightManifest(1, "gloo", "tcp://x:1/w", (), 8, "")
+    performer.weights.joined("server-0", 0)
+    performer.weights._manifest = manifest
+    performer.weights.begin(1, 0.0)
+    assert performer.weights.doing == "weights of version 1: being held until ranks have copied their state for a checkpoint"
+    say(desk, "trainer-0", CheckpointStaged(1, 0.25))
+    performer.weights.tick(0.1)
+    assert performer.weights.doing == "weights of version 1: being prepared"
 
 
 def test_a_rank_that_cannot_write_costs_the_checkpoint_and_leaves_nothing(tmp_path: Path, part: saved.Part):

@@ -335,13 +335,103 @@ def test_a_member_that_refuses_again_and_again_is_fenced_as_the_others_only_wait
     assert desk.kinds("server-0")[-1] is CommitWeights
 
 
-def test_members_that_miss_another_one_as_the_rank_does_are_not_fenced_for_it():
+def missing(*members: str) -> WeightsFailed:
+    return WeightsFailed(3, f"{', '.join(members)} did not join", fatal=False, missing=members)
+
+
+def test_a_member_that_never_joins_is_fenced_by_the_word_of_those_that_did():
+    """It answers each abort, so that it does not seem to hang."""
+    desk = Desk(manifest=BROADCAST, published=True)
+    for number in range(3):
+        desk.say("trainer-0", missing("server-1/0"))  # its time is up first
+        assert desk.update.phase is Phase.ABORT
+        desk.say("server-0", missing("server-1/0"), at=-2)  # told to break off
+        desk.say("server-1", WeightsFailed(3, "broken off", fatal=False), at=-2)
+        desk.aborted(*SERVERS, *RANKS)
+        assert desk.fenced.keys() == ({"server-1"} if number == 2 else set())
+    assert "could not be brought to version 3, unlike others: trainer-0 could not send" in desk.fenced["server-1"]
+    assert "server-1/0 did not join; that was retry 2 of weight_sync.max_retries=2" in desk.fenced["server-1"]
+    assert desk.orders["server-0"][-1].body.group.members == ("trainer-0", "server-0")
+    desk.prepare("server-0").send()
+    assert desk.kinds("server-0")[-1] is CommitWeights
+
+
+def test_a_member_with_one_worker_that_never_joins_is_missed_by_itself_too():
     desk = Desk(manifest=BROADCAST, published=True)
     for _ in range(3):
-        desk.say("server-0", WeightsFailed(3, "server-1/0 did not join", fatal=False))
-        desk.say("trainer-0", WeightsFailed(3, "server-1/0 did not join", fatal=False))
+        desk.say("server-1", missing("server-1/1"))
+        desk.say("trainer-0", missing("server-1/1"))
+        desk.aborted(*SERVERS, *RANKS)
+    assert list(desk.fenced) == ["server-1"]
+
+
+def test_all_that_never_join_are_fenced_at_once_where_another_one_did():
+    desk = Desk((*SERVERS, "server-2"), BROADCAST, published=True)
+    for _ in range(3):
+        desk.say("trainer-0", missing("server-0/0", "server-2/0"))
+        desk.say("server-1", missing("server-0/0", "server-2/0"), at=-2)
+        desk.aborted(*SERVERS, "server-2", *RANKS)
+    assert list(desk.fenced) == ["server-0", "server-2"]
+
+
+def test_where_no_server_joins_none_is_fenced_and_the_update_fails_with_their_names():
+    desk = Desk(manifest=BROADCAST, published=True)
+    for _ in range(3):
+        desk.say("trainer-0", missing("server-0/0", "server-1/0"))
         desk.aborted(*SERVERS, *RANKS)
     assert (desk.update.phase, desk.fenced) == (Phase.FAILED, {})
+    assert "server-0/0, server-1/0 did not join" in desk.update.cause
+
+
+def test_a_rank_that_never_joins_ends_the_run_by_its_name_and_no_server_is_fenced_for_it():
+    desk = Desk(manifest=BROADCAST, published=True)
+    for _ in range(3):
+        desk.say("server-0", missing("trainer-0", "server-1/0"))  # which is not there yet
+        desk.say("server-1", missing("trainer-0"))
+        desk.tick(desk.now + GRACE_S + 0.1)
+        desk.aborted(*SERVERS, *RANKS)
+    assert (desk.update.phase, desk.fenced) == (Phase.FAILED, {})
+    assert desk.update.cause.startswith("trainer-0 did not come to send version 3: server-0 could not take")
+
+
+def test_a_member_that_came_late_is_not_missed_by_all():
+    desk = Desk(manifest=BROADCAST, published=True)
+    for _ in range(3):
+        desk.say("server-0", missing("server-1/0", "trainer-0"))
+        desk.tick(desk.now + GRACE_S + 0.1)
+        desk.say("trainer-0", missing("server-2/0"), at=-2)  # by then it was there; and server-2 is no member
+        desk.aborted(*SERVERS, *RANKS)
+    assert (desk.update.phase, desk.fenced) == (Phase.FAILED, {})
+
+
+def test_who_has_not_joined_yet_when_another_member_fails_is_not_blamed():
+    """Its time was not up: all is broken off a few seconds after a refusal."""
+    desk = Desk((*SERVERS, "server-2"), BROADCAST, published=True)
+    for _ in range(3):
+        desk.say("server-1", NO)
+        desk.tick(desk.now + GRACE_S + 0.1)
+        for peer in ("trainer-0", "server-0"):
+            desk.say(peer, missing("server-1/0", "server-2/0"), at=-2)
+        desk.aborted(*SERVERS, "server-2", *RANKS)
+    assert list(desk.fenced) == ["server-1"]
+
+
+def test_who_has_not_joined_when_the_whole_time_is_up_is_known_by_what_the_abort_brings():
+    desk = Desk(manifest=BROADCAST, published=True)
+    for _ in range(3):
+        desk.tick(desk.now + 100.1)
+        for peer in ("trainer-0", "server-0"):
+            desk.say(peer, missing("server-1/0"), at=-2)
+        desk.aborted(*SERVERS, *RANKS)
+    assert list(desk.fenced) == ["server-1"]
+
+
+def test_late_servers_that_the_rank_misses_are_fenced_where_others_serve_the_version():
+    desk = Desk(("server-1",), BROADCAST, published=True, served_elsewhere=True)
+    for _ in range(3):
+        desk.say("trainer-0", missing("server-1/0"))
+        desk.aborted("server-1", *RANKS)
+    assert (desk.update.phase, list(desk.fenced)) == (Phase.DONE, ["server-1"])
 
 
 def test_where_all_members_refuse_a_broadcast_none_is_fenced():
@@ -361,6 +451,88 @@ def test_a_sender_that_does_not_break_off_ends_the_run_with_its_name():
     desk.tick(200.0)
     assert desk.update.phase is Phase.FAILED
     assert desk.update.cause.startswith("trainer-0 did not break off the sending of version 3: weights of version 3 were not")
+
+
+# ---- ranks that copy their state for a checkpoint
+
+
+def test_a_rank_that_saves_has_its_time_to_answer_an_abort_from_the_end_of_its_stall():
+    """A server that came late dies in the broadcast; a rank that has sent its share was given a checkpoint to write next."""
+    saving: set[str] = set()
+    desk = Desk(("server-0",), BROADCAST, published=True, saving=lambda: saving)
+    saving.add("trainer-1")
+    desk.lose("server-0")
+    desk.aborted("trainer-0")
+    for _ in range(60):
+        desk.tick(desk.now + ABORT_S)
+    assert (desk.update.phase, desk.update.waiting) == (Phase.ABORT, {"trainer-1"})
+    saving.clear()
+    desk.tick(desk.now + ABORT_S - 0.1)
+    assert desk.update.phase is Phase.ABORT
+    desk.aborted("trainer-1")
+    assert desk.update.phase is Phase.DONE
+
+
+def test_a_rank_that_does_not_answer_when_its_stall_is_over_ends_the_run():
+    saving = {"trainer-1"}
+    desk = Desk(("server-0",), BROADCAST, published=True, saving=lambda: ())
+    desk.update.saving = lambda: saving
+    desk.lose("server-0")
+    desk.aborted("trainer-0")
+    desk.tick(desk.now + 10 * ABORT_S)
+    saving.clear()
+    desk.tick(desk.now + ABORT_S + 0.1)
+    assert desk.update.phase is Phase.FAILED
+    assert desk.update.cause.startswith("trainer-1 did not break off")
+
+
+def test_a_rank_that_saves_excuses_no_other_one():
+    desk = broadcast()
+    desk.update.saving = lambda: {"trainer-1"}
+    desk.tick(100.1)
+    desk.aborted(*SERVERS, "trainer-1")
+    desk.tick(100.1 + ABORT_S + 0.1)
+    assert desk.update.cause.startswith("trainer-0 did not break off")
+
+
+def test_a_broadcast_is_not_begun_while_a_rank_copies_its_state():
+    saving = {"trainer-1"}
+    desk = Desk(manifest=BROADCAST, published=True, saving=lambda: saving)
+    desk.tick(1000.0)
+    assert (desk.update.phase, desk.orders, desk.update.round) == (Phase.HELD, {}, 0)
+    desk.lose("server-0")
+    saving.clear()
+    desk.tick(1000.5)
+    assert desk.orders["server-1"][-1].body.group.members == ("trainer-0", "server-1")
+    desk.send().prepare("server-1").commit("server-1", checksum="sum")
+    assert (desk.update.phase, desk.update.round, desk.fenced) == (Phase.DONE, 1, {})
+
+
+def test_the_round_after_an_abort_waits_for_the_copy_that_the_abort_let_begin():
+    saving: set[str] = set()
+    desk = Desk(manifest=BROADCAST, published=True, saving=lambda: saving)
+    desk.say("server-1", NO)
+    desk.tick(GRACE_S + 0.1)
+    desk.aborted(*SERVERS, "trainer-1")
+    saving.add("trainer-0")
+    desk.aborted("trainer-0")
+    assert (desk.update.phase, desk.update.round) == (Phase.HELD, 1)
+    saving.clear()
+    desk.tick(1000.0)
+    assert (desk.update.phase, desk.update.round, desk.update.deadline) == (Phase.PREPARE, 2, 1100.0)
+
+
+def test_servers_that_read_for_themselves_wait_for_no_copy():
+    desk = Desk(published=True, saving=lambda: {"trainer-0"})
+    assert desk.prepare(*SERVERS).commit(*SERVERS).update.phase is Phase.DONE
+
+
+def test_nobody_waits_for_a_copy_where_no_server_is_left_to_send_to():
+    saving = {"trainer-0"}
+    desk = Desk(("server-0",), BROADCAST, published=True, saving=lambda: saving)
+    desk.lose("server-0")
+    desk.tick(0.1)
+    assert desk.update.phase is Phase.DONE
 
 
 def test_a_group_keeps_its_epoch_until_a_member_changes_or_is_lost():

@@ -211,11 +211,25 @@ def write_status(run: Path, name: str) -> int:
     return 0
 
 
+def notes(run: Path, name: str) -> int:
+    """Has a file elsewhere that is to go with it, and is killed, or kills itself: nothing of its own runs after that."""
+    from telescope.runlog import temporary
+
+    shared = Path(os.environ["NOTED"])
+    shared.write_text("of a process that is killed")
+    temporary.note(temporary.make(), [shared])
+    ready(run, name)
+    if os.environ["KILLED"]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(FOREVER_S)
+    return 0
+
+
 BEHAVIOURS = {
     function.__name__: function
     for function in (
         closing, obey, finish, crash, follow, confess, deaf, waits_for_the_signal, family, engine_owner, leave_orphan,
-        stop_shim, signal_group, show_environment, write_status,
+        stop_shim, signal_group, show_environment, write_status, notes,
     )
 }  # fmt: skip
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -171,6 +173,32 @@ def test_a_carried_process_gets_its_variables_and_its_gpus_over_the_lifeline_and
     assert (found["CUDA_VISIBLE_DEVICES"], found["TOKEN"], found["EXTRA"]) == ("7", "hush-hush", "yes")
     assert found["SLURMD_NODENAME"] == "n2"
     assert "RANK" not in found
+
+
+@pytest.mark.parametrize("by_order", [False, True])
+def test_what_a_carried_process_has_noted_goes_with_it_when_it_is_killed(run: RunDirectory, tmp_path: Path, by_order: bool):
+    """Shared memory, say: no supervisor of the run is on its node."""
+    place = Path(tempfile.mkdtemp(dir="/tmp"))
+    shared, ours = tmp_path / "psm_1", tmp_path / "psm_2"
+    ours.write_text("of a process that lives")
+    plan = ProcessPlan(
+        "server-0", "server", 0, "there", (STAND_IN, "notes"), {"TMPDIR": str(place), "NOTED": str(shared)}, (), 1
+    )
+    write_plan(Plan("cpu", (plan,)), run.plan_json)
+    process = Process.start(plan, run, {"KILLED": "" if by_order else "yes"}, carrier=("/usr/bin/env",))
+    try:
+        if by_order:
+            deadline = time.monotonic() + LIMIT_S
+            while not (run.path / "pids" / "server-0").exists():
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            assert shared.exists()
+            process.kill()
+        until_gone(process)
+        assert process.ending.status == -signal.SIGKILL
+        assert (shared.exists(), ours.exists(), list(place.iterdir())) == (False, True, [])
+    finally:
+        shutil.rmtree(place)
 
 
 def test_a_carried_process_ends_with_all_below_it_when_its_lifeline_does(run: RunDirectory):

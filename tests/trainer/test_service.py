@@ -78,7 +78,7 @@ class Sender:
         self.begun.set()
         assert self.may_end.wait(60)
         if self.aborted:
-            raise TransferFailed(f"the group of epoch {group.epoch} was broken off")
+            raise TransferFailed(f"the group of epoch {group.epoch} was broken off", ("server-0/0",))
         if self.fails_with is not None:
             raise self.fails_with
         return "sample:7"
@@ -136,7 +136,7 @@ def test_a_send_under_way_is_broken_off_and_both_orders_are_answered():
     sent = bench.orders.tell(SendWeights(0, GROUP))
     assert bench.sender.begun.wait(60)
     aborted = bench.orders.tell(AbortWeights(0, "server-0 was lost"))
-    assert bench.answer() == (WeightsFailed(0, "the group of epoch 4 was broken off", False), sent)
+    assert bench.answer() == (WeightsFailed(0, "the group of epoch 4 was broken off", False, ("server-0/0",)), sent)
     assert bench.answer() == (WeightsReady(0, None, "", 0.0), aborted)
     assert bench.sender.aborted == [4]
 
@@ -164,7 +164,7 @@ def test_a_send_is_broken_off_although_a_checkpoint_waits_for_its_end(tmp_path: 
     assert bench.sender.begun.wait(60)
     bench.orders.tell(SaveCheckpoint(1, str(tmp_path)))
     aborted = bench.orders.tell(AbortWeights(1, "server-0 was lost"))
-    assert bench.answer() == (WeightsFailed(1, "the group of epoch 4 was broken off", False), sent)
+    assert bench.answer() == (WeightsFailed(1, "the group of epoch 4 was broken off", False, ("server-0/0",)), sent)
     assert bench.answer() == (WeightsReady(1, None, "", 0.0), aborted)
     step, _, _ = bench.trainer.saves.get(timeout=60)
     assert step == 1

@@ -99,7 +99,7 @@ def send(publisher: CollectivePublisher, order: dict[str, Any], model: Model) ->
         checksum = publisher.send(order["send"], msgspec.convert(order["group"], WeightGroup))
         say(sent=checksum, seconds=time.monotonic() - started, packed=model.packed - packed)
     except TransferFailed as error:
-        say(failed=str(error), seconds=time.monotonic() - started, packed=model.packed - packed)
+        say(failed=str(error), missing=error.missing, seconds=time.monotonic() - started, packed=model.packed - packed)
 
 
 def server(told: dict[str, Any]) -> None:
@@ -135,7 +135,7 @@ def receive(receiver: CollectiveReceiver, order: dict[str, Any], deadline_s: flo
         else:
             checksum = receiver.receive_buckets(manifest, group, load, deadline_s)
     except (TransferFailed, WeightsCorrupt) as error:
-        say(failed=str(error), seconds=time.monotonic() - started)
+        say(failed=str(error), missing=getattr(error, "missing", ()), seconds=time.monotonic() - started)
         return
     wanted, flat = made_up(manifest.version, bulk), flat.cpu()
     same = [

@@ -130,7 +130,7 @@ SAMPLES = (
     Sample(m.CommitWeights(5), seq=12),
     Sample(m.AbortWeights(5, "server-1 failed"), seq=13),
     Sample(m.WeightsReady(4, 5, "ab12", 0.0), (), 7, 11),
-    Sample(m.WeightsFailed(5, "the checksum differs", True), (), 8, 12),
+    Sample(m.WeightsFailed(5, "server-1/0 did not join", True, ("server-1/0",)), (), 8, 12),
     Sample(m.Sleep(6), seq=18),
     Sample(m.Asleep(6, 0.125), (), 13, 18),
     Sample(m.SaveCheckpoint(10, "/runs/a/checkpoints/step_00000010.partial-ab12"), seq=17),
