@@ -13,6 +13,7 @@ import pytest
 
 from telescope import start
 from telescope._launch import resuming
+from telescope._launch.plan import Host, make_plan
 from telescope._launch.slurm import batch
 from telescope._launch.standing import Standing
 from telescope.again import go_on as go_on_with_settings_of
@@ -109,6 +110,22 @@ def test_who_fails_or_is_killed_by_a_signal_is_told_from_which_checkpoint_the_ru
     run.summary_json.unlink()
     checkpoint(run, 9)
     assert start.way_on(ours, 70) == ""  # all is trained
+
+
+def test_a_run_whose_directory_is_gone_does_not_go_on_though_its_checkpoints_lie_elsewhere(run: RunDirectory, tmp_path: Path):
+    place = {"every": 2, "dir": str(tmp_path / "checkpoints"), "max_restarts": 1}
+    ours = config(run_dir=str(run.path), checkpoint=place)
+    order = start.Order(ours, make_plan(ours, (Host("a", cpus=4),)), Standing(1, 0), (), (), datetime.now(UTC))
+    checkpoint(run, 2)
+    run.checkpoints.rename(tmp_path / "checkpoints")
+    again = start._after_failure(order, 70)
+    assert again is not None
+    assert again.by_itself
+    assert "to go on from the checkpoint of step 2" in start.way_on(order.config, 70)
+    run.path.rename(tmp_path / "elsewhere")
+    run.path.mkdir()  # by the last words of the supervisor
+    assert start._after_failure(order, 70) is None
+    assert start.way_on(order.config, 70) == ""
 
 
 @pytest.mark.parametrize(("code", "why"), [(0, "done"), (75, "stopped"), (143, "stopped"), (70, "failed"), (None, "")])
