@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -51,17 +52,21 @@ def test_an_error_of_the_file_system_is_no_absence(plan: Path, monkeypatch: pyte
         raise OSError(116, "Stale file handle")
 
     ground = Ground(plan)
-    monkeypatch.setattr(Path, "stat", stale)
-    assert [ground.lost(float(second)) for second in range(0, 100, 5)] == [""] * 20
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "stat", stale)
+        said = [ground.lost(float(second)) for second in range(0, 100, 5)]
+    assert said == [""] * 20
 
 
 def test_an_error_between_two_absences_begins_them_anew(plan: Path, monkeypatch: pytest.MonkeyPatch):
     """A file server that starts again: for a moment it has no such file, then no such handle."""
-    answers = [FileNotFoundError(2, ""), OSError(116, "Stale file handle")] * 40
+    answers = cycle([FileNotFoundError(2, ""), OSError(116, "Stale file handle")])
 
     def stat(path: Path) -> None:
-        raise answers.pop()
+        raise next(answers)
 
     ground = Ground(plan)
-    monkeypatch.setattr(Path, "stat", stat)
-    assert [ground.lost(100.0 + second) for second in range(60)] == [""] * 60
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "stat", stat)
+        said = [ground.lost(100.0 + second) for second in range(60)]
+    assert said == [""] * 60
