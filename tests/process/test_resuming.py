@@ -18,6 +18,7 @@ from telescope._launch.slurm import batch
 from telescope._launch.standing import Standing
 from telescope.again import go_on as go_on_with_settings_of
 from telescope.config.continuing import refusals, remarks
+from telescope.config.parts import TrainerSettings
 from telescope.config.run import RunConfig, dump_run
 from telescope.runlog import attempts, checkpoints, http_key
 from telescope.runlog.holder import hold
@@ -465,6 +466,19 @@ def test_a_host_that_is_not_the_head_makes_no_attempt_of_its_own(run: RunDirecto
     assert "node-1: no head within 1 s" in capsys.readouterr().err
     assert attempts.read_attempts(run) == []
     assert checkpoints.read_resume(run) is None
+
+
+def test_a_setting_that_is_younger_than_the_run_can_be_set_when_it_goes_on(run: RunDirectory, monkeypatch):
+    began = json.loads(dump_run(config(run_dir=str(run.path), inference={"engine": "fake"})))
+    del began["trainer"]["max_broken_steps"]
+    run.config_json.write_text(json.dumps(began))
+    checkpoint(run, 2)
+    started: list[start.Order] = []
+    monkeypatch.setattr("telescope.again.run_one", lambda order: started.append(order) or 0)
+    assert go_on_with_settings_of(run.path, ["trainer.max_broken_steps=5"]) == 0
+    assert started[0].config.trainer.max_broken_steps == 5
+    assert go_on_with_settings_of(run.path, []) == 0
+    assert started[1].config.trainer.max_broken_steps == TrainerSettings().max_broken_steps
 
 
 def test_another_optimiser_is_refused_also_where_it_would_begin_anew_without_a_sign():
