@@ -2,7 +2,7 @@
 files take rows as before, and what is made anew is made beside the old.
 
 Looks at one file that is written before the run and never moved while it goes on. Refuses to judge errors of a file system,
-which may pass: only that the file is not there counts, and only for a while.
+which may pass: only that the file is not there counts, look after look, and only for a while.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from pathlib import Path
 
 LOOK_S = 1.0
 MISSING_S = 20.0
+LONGEST_S = 2.0
+"""What a look counts for at most, however long ago the one before it was: a file server that hangs for a minute and then
+knows nothing for an instant has been seen to know nothing twice."""
 
 
 class Ground:
@@ -18,25 +21,32 @@ class Ground:
 
     def __init__(self, file: Path, missing_s: float = MISSING_S) -> None:
         self._file, self._missing_s = file, missing_s
-        self._missing_since: float | None = None
-        self._next_look = 0.0
+        self._gone_s: float | None = None
+        """For how long it was seen to be gone; None: it is there, or nobody can tell."""
+        self._looked = 0.0
 
     def lost(self, now: float) -> str:
         """The sentence with which a run ends whose directory has been gone for `missing_s`; empty else. Call it often."""
-        if now < self._next_look:
+        since_s = now - self._looked
+        if since_s < LOOK_S:
             return ""
-        self._next_look = now + LOOK_S
+        self._looked = now
+        if not self._is_gone():
+            self._gone_s = None
+            return ""
+        self._gone_s = 0.0 if self._gone_s is None else self._gone_s + min(since_s, LONGEST_S)
+        if self._gone_s < self._missing_s:
+            return ""
+        return (
+            f"{self._file} has been gone for {self._gone_s:.0f} s: the run directory was deleted or moved while the run went "
+            "on, so nothing of it would be kept"
+        )
+
+    def _is_gone(self) -> bool:
         try:
             self._file.stat()
         except (FileNotFoundError, NotADirectoryError):
-            self._missing_since = now if self._missing_since is None else self._missing_since
+            return True
         except OSError:
-            return ""
-        else:
-            self._missing_since = None
-        if self._missing_since is None or now - self._missing_since < self._missing_s:
-            return ""
-        return (
-            f"{self._file} has been gone for {now - self._missing_since:.0f} s: the run directory was deleted or moved while "
-            "the run went on, so nothing of it would be kept"
-        )
+            return False
+        return False

@@ -7,6 +7,7 @@ lasts. Before that moment a death ends the run: what cannot even start needs its
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -29,6 +30,7 @@ class Revival:
         self._budget = Restarts(plan.max_server_restarts)
         self._servers = tuple(process.name for process in plan.processes if process.role == "server")
         self._due: dict[str, float] = {}
+        self._underway = False
         self.lives: dict[str, int] = {}
         """Of the servers that were started again: the life each is in."""
 
@@ -44,7 +46,7 @@ class Revival:
 
     def look(self, processes: Mapping[str, Held], now: float) -> tuple[str, str] | None:
         """Obey requests to fence, note ends, and plan further lives. `(server, sentence)` where one has none left."""
-        if not self.watching or not self._run.underway.exists():
+        if not self.watching or not self._is_under_way():
             return None
         for name in self._servers:
             if name in self._due:
@@ -52,6 +54,13 @@ class Revival:
             elif sentence := self._look_at(processes[name], now):
                 return name, sentence
         return None
+
+    def _is_under_way(self) -> bool:
+        """As it was, where the file system can't say: an error of it may pass, and a server that dies just then is one more to
+        be started again."""
+        with contextlib.suppress(OSError):
+            self._underway = self._run.underway.exists()
+        return self._underway
 
     def _hurry(self, process: Held, now: float) -> None:
         """A shim may be stopped after it has said that its process ended: it too is only waited for so long."""

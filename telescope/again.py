@@ -27,10 +27,11 @@ class WrongOverride(ValueError):
 
 def go_on(path: Path, overrides: Sequence[str]) -> int:
     """The run's exit code; 1 where it can't go on. Raises `WrongOverride`."""
-    from telescope._launch.plan import PlanError
+    from telescope._launch.plan import PlanError, shared_gpus
     from telescope.config.checks import warnings
     from telescope.config.judge import judge
     from telescope.config.models import hub_problem
+    from telescope.config.run import as_json
     from telescope.config.words import ConfigError
 
     run = RunDirectory(path.absolute())
@@ -41,11 +42,14 @@ def go_on(path: Path, overrides: Sequence[str]) -> int:
     for name in ("format", "config_hash"):
         settings.pop(name, None)
     settings["checkpoint"] = {**settings.get("checkpoint", {}), "resume": True}
+    settings["run_dir"] = str(run.path)
+    as_begun, _ = judge(settings)
+    if as_begun is not None:  # with the defaults of settings that are younger than the run, which may be set too
+        settings = as_json(as_begun)
     for place, value in _changes(overrides):
         if place == "run_dir":
             raise WrongOverride(f"run_dir={value} can't be given: a run goes on in its own directory, {run.path}")
         _put(settings, place, value)
-    settings["run_dir"] = str(run.path)
     config, problems = judge(settings)
     if config is None:
         say(f"{ConfigError(problems)}\nNothing was started.")
@@ -59,7 +63,8 @@ def go_on(path: Path, overrides: Sequence[str]) -> int:
         say("\n".join([*found, "Nothing was started."]))
         return CONFIG_ERROR
     arguments = (f"run_dir={run.path}", "checkpoint.resume=true", *overrides)
-    order = Order(config, plan, standing, tuple(warnings(config)), arguments, datetime.now().astimezone())
+    said = (*warnings(config), *filter(None, (shared_gpus(plan) if plan else "",)))
+    order = Order(config, plan, standing, said, arguments, datetime.now().astimezone())
     if config.cluster.slurm is not None:
         return submit_all([order])
     return join_run(order) if standing.rank else run_one(order)

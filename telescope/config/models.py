@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,11 @@ from telescope.config.words import Problem, did_you_mean
 
 EMBEDDED = Path(__file__).resolve().parent.parent / "embedded"
 JSON_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
-HUB_TIMEOUT_S = 10
+HUB_TIMEOUT_S = 10.0
+"""For the hub to say whether it has a model: a name with eight addresses, none of which answers, costs no more."""
+HUB_TRIES = 2
+HUB_IS_BUSY = (429, *range(500, 600))
+"""Answers that say nothing of the model."""
 _HUB_ID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$")
 
 
@@ -62,26 +68,68 @@ def model_problem(name: str) -> Problem | None:
 
 
 def hub_problem(name: str) -> Problem | None:
-    """Why the hub has no model of this id for us, asked before any process starts; None also for embedded and local ones. Only
-    its config.json is fetched, and from the cache where it is there."""
+    """Why the hub has no model of this id for us, asked before any process starts; None also for embedded and local ones, for
+    what is in the cache, and where the hub is too busy to say. Takes `HUB_TIMEOUT_S` at most."""
     if model_path(name) is not None or not _HUB_ID.match(name):
         return None
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub import try_to_load_from_cache
 
     if isinstance(try_to_load_from_cache(name, "config.json"), str):
         return None
+    answer: Future[Problem | None] = Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(_asked_of_hub(name))
+        except Exception as error:  # noqa: BLE001 the edge of a thread: raised again by the one that waits
+            answer.set_exception(error)
+
+    threading.Thread(target=ask, daemon=True, name="hub").start()  # its sockets' limits hold for each address anew
     try:
-        hf_hub_download(name, "config.json", etag_timeout=HUB_TIMEOUT_S)
-    except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, OSError) as error:
-        return Problem("model.name", _not_on_hub(name, error))
-    return None
+        return answer.result(HUB_TIMEOUT_S)
+    except TimeoutError:
+        return Problem("model.name", _not_on_hub(name, f"no answer within {HUB_TIMEOUT_S:g} s"))
 
 
-def _not_on_hub(name: str, error: Exception) -> str:
+def _asked_of_hub(name: str) -> Problem | None:
+    """Only the head of its config.json is asked for, which costs a private or gated model the same refusal."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import HfHubHTTPError
+
+    why = ""
+    for _ in range(HUB_TRIES):
+        try:
+            head = get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_TIMEOUT_S)
+        except HfHubHTTPError as error:
+            busy = getattr(error.response, "status_code", None) in HUB_IS_BUSY
+            return None if busy else Problem("model.name", _not_on_hub(name, _said(error)))
+        except hub_errors() as error:
+            why = _said(error)
+        else:
+            why = "" if head.commit_hash else "what answers is no hub"
+            break
+    return Problem("model.name", _not_on_hub(name, why)) if why else None
+
+
+def hub_errors() -> tuple[type[Exception], ...]:
+    """What asking the hub may raise: the library's own errors, and those of its HTTP client (a proxy's, say), which is another
+    one from version to version."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    clients = (base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception))
+    return (OSError, ValueError, *clients)
+
+
+def _said(error: Exception) -> str:
+    """`ConnectError: [Errno -2] Name or service not known`"""
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _not_on_hub(name: str, why: str) -> str:
     return (
-        f"model.name={name} is not in the Hugging Face cache and can't be downloaded "
-        f"({type(error).__name__}: {str(error).splitlines()[0]}); check the id, the network or HF_HUB_OFFLINE"
+        f"model.name={name} is not in the Hugging Face cache and can't be downloaded ({why}); check the id, the network or "
+        "HF_HUB_OFFLINE"
     )
 
 
@@ -154,7 +202,7 @@ def _read_json(name: str, file: Path) -> dict[str, Any]:
 
 def _from_hub(name: str) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
     try:
@@ -163,8 +211,8 @@ def _from_hub(name: str) -> Path:
         pass
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
-    except (LocalEntryNotFoundError, HFValidationError, HfHubHTTPError, OSError) as error:
-        raise ModelNotFound(_not_on_hub(name, error)) from error
+    except hub_errors() as error:
+        raise ModelNotFound(_not_on_hub(name, _said(error))) from error
 
 
 def end_ids(folder: Path) -> tuple[int, ...]:

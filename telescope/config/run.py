@@ -208,9 +208,15 @@ def as_json(config: RunConfig) -> dict[str, Any]:
 def config_hash(config: RunConfig) -> str:
     """16 hexadecimal digits over all settings but name, run_dir, W&B's group and where a host stands: equal settings, equal
     hash."""
-    kept = {key: value for key, value in as_json(config).items() if key not in NOT_HASHED}
-    kept["cluster"] = {key: value for key, value in kept["cluster"].items() if key not in STANDPOINT}
-    kept["logging"] = {key: value for key, value in kept["logging"].items() if key != "wandb_group"}
+    return _hash_of(as_json(config))
+
+
+def _hash_of(settings: Mapping[str, Any]) -> str:
+    left_out = {"cluster": STANDPOINT, "logging": ("wandb_group",)}
+    kept = {key: value for key, value in settings.items() if key not in NOT_HASHED}
+    for section, names in left_out.items():
+        if isinstance(kept.get(section), Mapping):
+            kept[section] = {key: value for key, value in kept[section].items() if key not in names}
     text = json.dumps(kept, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -221,15 +227,28 @@ def dump_run(config: RunConfig) -> str:
 
 
 def load_run(path: Path) -> RunConfig:
-    """Read a run's config.json. Raises `ValueError` with a sentence where the file is no such file or was edited."""
+    """Read a run's config.json. A setting that is younger than the file has its default, so the hash may be another one: runs
+    outlive the version that began them. Raises `ValueError` with a sentence where the file is no such file or was edited."""
     content = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
         raise ValueError(f"{path} is not the configuration of a run in format {FORMAT}")
-    written = content.pop("config_hash", None)
-    config = RunConfig.model_validate_json(json.dumps(content), strict=True, context={"resolved": True})
-    if config_hash(config) != written:
+    written, own = content.pop("config_hash", None), _hash_of(content)
+    if own != written:
         raise ValueError(
-            f"{path} says hash {written} but its settings have hash {config_hash(config)}: the file was edited, or the code "
-            "of a plug-in changed since the run was made; start a new run instead"
+            f"{path} says hash {written} but its settings have hash {own}: the file was edited; start a new run instead"
+        )
+    config = RunConfig.model_validate_json(json.dumps(content), strict=True, context={"resolved": True})
+    if not _holds(content, as_json(config)):
+        raise ValueError(
+            f"{path} does not mean what it did when the run was made: the code of a plug-in changed; start a new run instead"
         )
     return config
+
+
+def _holds(written: Any, read: Any) -> bool:
+    """Whether all that was written is read as it stands there; more may be read."""
+    if isinstance(written, Mapping) and isinstance(read, Mapping):
+        return all(name in read and _holds(value, read[name]) for name, value in written.items())
+    if isinstance(written, list) and isinstance(read, list):
+        return len(written) == len(read) and all(_holds(*each) for each in zip(written, read, strict=True))
+    return bool(written == read)

@@ -29,9 +29,6 @@ KEPT = frozenset(
 """What belongs to the run rather than to one attempt."""
 
 
-"""Exit codes of a run that somebody has stopped."""
-
-
 class Submission(Record, frozen=True):
     """How a run was submitted."""
 

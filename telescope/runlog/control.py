@@ -54,8 +54,12 @@ def take_fence(run: RunDirectory, process: str) -> Fence | None:
 
 
 def ends(run: RunDirectory) -> dict[str, Ended]:
-    """All notes of the supervisor, by server: only servers that have ended at least once have one."""
-    names = [path.stem.removeprefix(ENDED) for path in run.control.glob(f"{ENDED}*.json")]
+    """All notes of the supervisor, by server: only servers that have ended at least once have one. None where the file system
+    can't say: an error of it may pass, and who asks looks again."""
+    try:
+        names = [path.stem.removeprefix(ENDED) for path in run.control.glob(f"{ENDED}*.json")]
+    except OSError:
+        return {}
     return {name: ended for name in names if (ended := _read(run, name, Ended)) is not None}
 
 

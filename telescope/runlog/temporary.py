@@ -26,8 +26,10 @@ def make(prefix: str = PREFIX) -> Path:
     """A new folder for this process, readable by its user alone. It goes when somebody sweeps after the process's end."""
     sweep(prefix)
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=_base()))
-    descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)  # open as long as the process lives
+    making = folder / f"{_LOCK}.new"
+    descriptor = os.open(making, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)  # open as long as the process lives
     fcntl.flock(descriptor, fcntl.LOCK_EX)
+    making.rename(folder / _LOCK)  # nobody sees it unlocked: a sweep in that instant would take the folder
     return folder
 
 

@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from telescope.config.run import RunConfig, config_hash, load_run
-from telescope.exit_codes import COMPONENT_FAILED
+from telescope.exit_codes import COMPONENT_FAILED, ERROR
 from telescope.records import Role
 from telescope.runlog.identity import RunIdentity, read_identity
 from telescope.runlog.layout import RunDirectory, write_atomically
@@ -33,7 +33,6 @@ log = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 ADDRESS = "TELESCOPE_ADDRESS"
 """The launcher's variable for `Place.address`."""
-ERROR = 1
 
 
 @dataclass(frozen=True)

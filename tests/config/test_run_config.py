@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from pydantic import Field, SecretStr, ValidationError
 
-from telescope.config import plugins
-from telescope.config.run import RunConfig, _with_references, as_json, config_hash, dump_run, load_run
+from telescope.config import plugins, run
+from telescope.config.run import RunConfig, _hash_of, _with_references, as_json, config_hash, dump_run, load_run
 from telescope.config.secrets import SecretMissing
 from telescope.settings import Settings
 
@@ -66,7 +66,30 @@ def test_another_process_reads_the_same_configuration_with_the_users_plugins(con
 def test_an_edited_file_is_refused(container, tmp_path):
     text = dump_run(valid(container)).replace('"slope": 0.25', '"slope": 0.75')
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ValueError, match=r"the file was edited, or the code of a plug-in changed"):
+    with pytest.raises(ValueError, match=r"its settings have hash [0-9a-f]{16}: the file was edited"):
+        load_run(tmp_path / "config.json")
+
+
+def written_by_an_older_version(config: RunConfig, without: str) -> str:
+    """Its config.json, from before the setting `without` of the trainer was there."""
+    settings = as_json(config)
+    del settings["trainer"][without]
+    return json.dumps({"format": 1, "config_hash": _hash_of(settings), **settings})
+
+
+def test_a_run_outlives_the_version_that_began_it(container, tmp_path):
+    """Its checkpoints are exported, its kept steps replayed, its job queued again by a version with one setting more."""
+    config = valid(container)
+    (tmp_path / "config.json").write_text(written_by_an_older_version(config, "max_broken_steps"))
+    assert load_run(tmp_path / "config.json") == config
+
+
+def test_a_plug_in_that_reads_its_settings_otherwise_than_before_is_told(container, tmp_path, monkeypatch):
+    config = valid(container)
+    (tmp_path / "config.json").write_text(dump_run(config))
+    slope = config.algorithm.slope
+    monkeypatch.setattr(run, "as_json", lambda read: {**as_json(read), "algorithm": {"name": "flat", "slope": 2 * slope}})
+    with pytest.raises(ValueError, match="the code of a plug-in changed"):
         load_run(tmp_path / "config.json")
 
 

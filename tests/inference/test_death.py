@@ -135,6 +135,7 @@ def engine_with_segments(ready: Connection) -> None:
 @pytest.mark.parametrize("watched", [True, False])
 async def test_shared_memory_of_a_killed_engine_is_removed(watched: bool) -> None:
     """Of one that was killed in its start, too: what Python made was noted when it was made."""
+    resource_tracker.ensure_running()  # ours, and none of the engine's, which would remove what Python made in its own time
     register = resource_tracker.register
     watcher, (here, there) = Children(), multiprocessing.Pipe()
     watcher.expect_new()

@@ -13,10 +13,12 @@ import pytest
 
 from telescope import start
 from telescope._launch import resuming
+from telescope._launch.plan import Host, make_plan
 from telescope._launch.slurm import batch
 from telescope._launch.standing import Standing
 from telescope.again import go_on as go_on_with_settings_of
 from telescope.config.continuing import refusals, remarks
+from telescope.config.parts import TrainerSettings
 from telescope.config.run import RunConfig, dump_run
 from telescope.runlog import attempts, checkpoints, http_key
 from telescope.runlog.holder import hold
@@ -109,6 +111,22 @@ def test_who_fails_or_is_killed_by_a_signal_is_told_from_which_checkpoint_the_ru
     run.summary_json.unlink()
     checkpoint(run, 9)
     assert start.way_on(ours, 70) == ""  # all is trained
+
+
+def test_a_run_whose_directory_is_gone_does_not_go_on_though_its_checkpoints_lie_elsewhere(run: RunDirectory, tmp_path: Path):
+    place = {"every": 2, "dir": str(tmp_path / "checkpoints"), "max_restarts": 1}
+    ours = config(run_dir=str(run.path), checkpoint=place)
+    order = start.Order(ours, make_plan(ours, (Host("a", cpus=4),)), Standing(1, 0), (), (), datetime.now(UTC))
+    checkpoint(run, 2)
+    run.checkpoints.rename(tmp_path / "checkpoints")
+    again = start._after_failure(order, 70)
+    assert again is not None
+    assert again.by_itself
+    assert "to go on from the checkpoint of step 2" in start.way_on(order.config, 70)
+    run.path.rename(tmp_path / "elsewhere")
+    run.path.mkdir()  # by the last words of the supervisor
+    assert start._after_failure(order, 70) is None
+    assert start.way_on(order.config, 70) == ""
 
 
 @pytest.mark.parametrize(("code", "why"), [(0, "done"), (75, "stopped"), (143, "stopped"), (70, "failed"), (None, "")])
@@ -448,6 +466,19 @@ def test_a_host_that_is_not_the_head_makes_no_attempt_of_its_own(run: RunDirecto
     assert "node-1: no head within 1 s" in capsys.readouterr().err
     assert attempts.read_attempts(run) == []
     assert checkpoints.read_resume(run) is None
+
+
+def test_a_setting_that_is_younger_than_the_run_can_be_set_when_it_goes_on(run: RunDirectory, monkeypatch):
+    began = json.loads(dump_run(config(run_dir=str(run.path), inference={"engine": "fake"})))
+    del began["trainer"]["max_broken_steps"]
+    run.config_json.write_text(json.dumps(began))
+    checkpoint(run, 2)
+    started: list[start.Order] = []
+    monkeypatch.setattr("telescope.again.run_one", lambda order: started.append(order) or 0)
+    assert go_on_with_settings_of(run.path, ["trainer.max_broken_steps=5"]) == 0
+    assert started[0].config.trainer.max_broken_steps == 5
+    assert go_on_with_settings_of(run.path, []) == 0
+    assert started[1].config.trainer.max_broken_steps == TrainerSettings().max_broken_steps
 
 
 def test_another_optimiser_is_refused_also_where_it_would_begin_anew_without_a_sign():

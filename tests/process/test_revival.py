@@ -7,12 +7,17 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
+import pytest
 from conftest import LIMIT_S, Launch, Launched, stand_in
 
+from telescope._launch.plan import Plan, ProcessPlan
 from telescope._launch.restarts import WINDOW_S, Restarts
+from telescope._launch.revival import Revival
 from telescope.runlog import control
+from telescope.runlog.layout import RunDirectory
 
 ORCHESTRATOR, WORKER = stand_in("orchestrator", "obey"), stand_in("worker-0", "obey")
 
@@ -162,3 +167,26 @@ def test_a_budget_of_three_waits_longer_each_time_and_is_full_again_after_an_hou
 def test_a_budget_waits_half_a_minute_at_the_most():
     budget = Restarts(10)
     assert [budget.spend("server-0", float(now)) for now in range(9)] == [0, 1, 2, 4, 8, 16, 30, 30, 30]
+
+
+def test_a_file_system_that_fails_for_a_moment_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the supervisor's look for fences nor the orchestrator's for ends: what was under way is, and both look again."""
+    run = RunDirectory.create(tmp_path / "run")
+    plan = Plan("cpu", (ProcessPlan("server-0", "server", 0, "here", (), {}, (), 1),), max_server_restarts=1)
+    revival = Revival(run, plan, print, 1.0)
+    looked: list[str] = []
+    monkeypatch.setattr(revival, "_look_at", lambda process, now: looked.append(process) or "")
+
+    def stale(*_: object, **__: object) -> None:
+        raise OSError(116, "Stale file handle")
+
+    def seen() -> tuple[object, object]:
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "stat", stale)
+            patched.setattr(os, "scandir", stale)
+            return revival.look({"server-0": "the server"}, 0.0), control.ends(run)  # type: ignore[dict-item]
+
+    assert (seen(), looked) == ((None, {}), [])
+    control.open_run(run)
+    assert revival.look({"server-0": "the server"}, 0.0) is None  # type: ignore[dict-item]
+    assert (seen(), looked) == ((None, {}), ["the server", "the server"])

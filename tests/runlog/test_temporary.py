@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -31,6 +32,24 @@ def test_a_folder_lives_as_long_as_the_process_that_made_it(monkeypatch):
     (base / f"{temporary.PREFIX}x").mkdir()  # somebody is just making it
     temporary.sweep()
     assert len(list(base.iterdir())) == 1
+    shutil.rmtree(base)
+
+
+def test_a_sweep_in_the_instant_before_a_folder_is_locked_leaves_it(monkeypatch):
+    """Eight servers of one host begin at once, and each sweeps."""
+    base, lock = Path(tempfile.mkdtemp(prefix="t-")), fcntl.flock
+    monkeypatch.setattr(tempfile, "tempdir", str(base))
+
+    def swept_before(descriptor: int, how: int) -> None:
+        if how == fcntl.LOCK_EX:  # its maker's
+            temporary.sweep()
+        lock(descriptor, how)
+
+    monkeypatch.setattr(temporary.fcntl, "flock", swept_before)
+    folder = temporary.make()
+    assert (folder / ".lock").exists()
+    temporary.sweep()
+    assert folder.exists()
     shutil.rmtree(base)
 
 

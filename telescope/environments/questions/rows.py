@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from telescope.config.models import hub_errors
+
 if TYPE_CHECKING:
     import pyarrow as pa
 
@@ -68,7 +70,7 @@ def _from_hub(source: Source, split: str, columns: Sequence[str]) -> list[Row]:
     for subset in source.subsets or (None,):
         try:
             table = datasets.load_dataset(source.dataset, subset, split=split, revision=source.revision)
-        except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        except (*hub_errors(), RuntimeError, datasets.exceptions.DatasetsError) as error:
             raise NoRows(
                 f"dataset={source.dataset!r} can't be had from the Hugging Face hub: {_first_line(error)}. Where there is no "
                 f"network, fetch it elsewhere (hf download --repo-type dataset {source.dataset} --local-dir FOLDER) and set "
