@@ -200,7 +200,8 @@ class Policy(nn.Module):
         except (TypeError, AttributeError, LookupError, NotImplementedError) as error:
             raise UnfitModel(
                 f"{type(self.lm).__name__} ends its first pass over a packed row with {type(error).__name__}: {error}; its "
-                "layers do not go with what this backend hands them, so it can't be trained here: name another model.name"
+                f"layers do not go with what this backend hands them, or the kernels of attention={self.kind} do not: name "
+                "another model.name, or set another backend.attention (sdpa works everywhere)"
             ) from error
         alone = self(self._sample_row([second], device), temperature, 16, whole_logits=True)[0]
         look = self._look(second, device, temperature, job.trainer.seq_len)
