@@ -90,7 +90,7 @@ def export_all(run: RunDirectory, step: int | str, to: Path, wanted: Wanted, dir
     """One sentence a folder written. Raises `ExportRefused`, `CheckpointUnfit`, `CheckpointUnreadable`, OSError."""
     if not run.config_json.is_file():
         raise ExportRefused(f"{run.path} has no config.json: give --run-dir a run directory")
-    config = load_run(run.config_json)
+    config = load_run(run.config_json, older=True)
     root = directory or checkpoints.root(run, config.checkpoint.dir)
     if step == "all":
         found = checkpoints.steps(root) or [checkpoints.read(checkpoints.find(root)).step]

@@ -217,7 +217,7 @@ def _calibration(folder: str | None) -> Calibration | None:
     if not run.config_json.is_file():
         raise Uncalibratable(f"--calibrate {folder}: that is no run directory, as it has no config.json")
     try:
-        config = load_run(run.config_json)
+        config = load_run(run.config_json, older=True)
         return calibrate(run, ranks=config.cluster.trainer_num_workers, epochs=config.trainer.epochs_per_batch)
     except (OSError, ValueError) as error:
         raise Uncalibratable(f"--calibrate {folder}: {error}") from error

@@ -43,7 +43,7 @@ def replay_step(run: RunDirectory, step: int, *, weights: str | None, device: st
     """
     parts, run = kept.read(run, step), kept.find(run, step)
     try:
-        config = load_run(run.config_json)
+        config = load_run(run.config_json, older=True)
     except (OSError, ValueError) as error:
         raise CannotReplay(f"the configuration of {run.path} can't be used: {error}") from error
     whole = together(parts)

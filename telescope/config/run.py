@@ -208,9 +208,13 @@ def as_json(config: RunConfig) -> dict[str, Any]:
 def config_hash(config: RunConfig) -> str:
     """16 hexadecimal digits over all settings but name, run_dir, W&B's group and where a host stands: equal settings, equal
     hash."""
-    kept = {key: value for key, value in as_json(config).items() if key not in NOT_HASHED}
-    kept["cluster"] = {key: value for key, value in kept["cluster"].items() if key not in STANDPOINT}
-    kept["logging"] = {key: value for key, value in kept["logging"].items() if key != "wandb_group"}
+    return _hash_of(as_json(config))
+
+
+def _hash_of(settings: Mapping[str, Any]) -> str:
+    kept = {key: value for key, value in settings.items() if key not in NOT_HASHED}
+    kept["cluster"] = {key: value for key, value in kept.get("cluster", {}).items() if key not in STANDPOINT}
+    kept["logging"] = {key: value for key, value in kept.get("logging", {}).items() if key != "wandb_group"}
     text = json.dumps(kept, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -220,16 +224,18 @@ def dump_run(config: RunConfig) -> str:
     return json.dumps({"format": FORMAT, "config_hash": config_hash(config), **as_json(config)}, indent=2) + "\n"
 
 
-def load_run(path: Path) -> RunConfig:
-    """Read a run's config.json. Raises `ValueError` with a sentence where the file is no such file or was edited."""
+def load_run(path: Path, *, older: bool = False) -> RunConfig:
+    """Read a run's config.json. Raises `ValueError` with a sentence where the file is no such file or was edited.
+
+    `older`: for who looks at a run afterwards, maybe one of an earlier version: a setting that there was not then has today's
+    default. Processes of a run take none, as all of them must have the same settings."""
     content = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
         raise ValueError(f"{path} is not the configuration of a run in format {FORMAT}")
     written = content.pop("config_hash", None)
     config = RunConfig.model_validate_json(json.dumps(content), strict=True, context={"resolved": True})
-    if config_hash(config) != written:
-        raise ValueError(
-            f"{path} says hash {written} but its settings have hash {config_hash(config)}: the file was edited, or the code "
-            "of a plug-in changed since the run was made; start a new run instead"
-        )
+    found = _hash_of(content) if older else config_hash(config)
+    if found != written:
+        changed = "" if older else ", or the code of a plug-in changed since the run was made; start a new run instead"
+        raise ValueError(f"{path} says hash {written} but its settings have hash {found}: the file was edited{changed}")
     return config

@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     run = RunDirectory(Path(asked.run_directory))
     try:
         chosen = choose(rows(run, "tokens"), step=asked.step, rollout=asked.rollout, folder=asked.run_directory)
-        config = load_run(run.config_json)
+        config = load_run(run.config_json, older=True)
         decode, again = _decoder(config), _recomputer(config, asked)
     except (NothingToShow, ModelNotFound, OSError, ValueError) as error:
         sys.stderr.write(f"{error}\n")

@@ -12,6 +12,7 @@ from telescope.config import plugins
 from telescope.config.run import RunConfig, _with_references, as_json, config_hash, dump_run, load_run
 from telescope.config.secrets import SecretMissing
 from telescope.settings import Settings
+from tests.config.older import as_an_earlier_version_wrote
 
 
 @pytest.fixture
@@ -61,6 +62,19 @@ def test_another_process_reads_the_same_configuration_with_the_users_plugins(con
     command = [sys.executable, "-c", code, str(tmp_path / "config.json")]
     shown = subprocess.run(command, check=True, timeout=60, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert shown.stdout.split() == [config_hash(config), "3"]
+
+
+def test_a_run_of_an_earlier_version_is_read_afterwards_and_taken_by_no_process(container, tmp_path):
+    """Its checkpoints are exported and its steps replayed; each new setting has the default that a resumed run gives it."""
+    config, file = valid(container), tmp_path / "config.json"
+    file.write_text(as_an_earlier_version_wrote(config, "algorithm.slope"))
+    with pytest.raises(ValueError, match="the file was edited, or the code of a plug-in changed since the run was made"):
+        load_run(file)
+    assert load_run(file, older=True).trainer == config.trainer
+    assert load_run(file, older=True).algorithm_name == config.algorithm_name
+    file.write_text(file.read_text().replace('"group_size": ', '"group_size": 1'))
+    with pytest.raises(ValueError, match=r"says hash .* but its settings have hash .*: the file was edited$"):
+        load_run(file, older=True)
 
 
 def test_an_edited_file_is_refused(container, tmp_path):
