@@ -26,3 +26,14 @@ def above_zero(text: str) -> float:
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
     return number
+
+
+def from_zero(text: str) -> float:
+    """A finite number of 0 or more, e.g. of seconds to wait, where 0 asks and does not wait."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 on")
+    return number

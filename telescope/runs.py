@@ -19,7 +19,7 @@ from typing import Any
 
 from telescope._launch import terminal
 from telescope._launch.slurm.queue import SlurmSilent, cancel, stage_of, state_of, states
-from telescope.arguments import above_zero, from_one
+from telescope.arguments import from_one, from_zero
 from telescope.exit_codes import STOPS
 from telescope.runlog.attempts import read_submission
 from telescope.runlog.ending import read_object
@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     stopping = actions.add_parser("stop", help="end a run as Ctrl-C would, and wait for its end")
     stopping.add_argument("run", type=Path)
     stopping.add_argument(
-        "--timeout", type=above_zero, default=60.0, metavar="S", help="how long to wait for its end (default: 60)"
+        "--timeout", type=from_zero, default=60.0, metavar="S", help="how long to wait for its end (default: 60; 0: not)"
     )
     stopping.set_defaults(act=_stop)
     resuming = actions.add_parser("resume", help="go on from the latest checkpoint, in the same directory, with its settings")

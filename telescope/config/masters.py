@@ -22,9 +22,9 @@ def refusal(config: RunConfig) -> str | None:
 
 def warning(config: RunConfig) -> str | None:
     """What `model.dtype` costs; None where it costs nothing."""
-    if config.model.dtype != "bfloat16" or config.model.lora is not None:
-        return None
     rate = config.trainer.learning_rate
+    if config.model.dtype != "bfloat16" or config.model.lora is not None or not rate:
+        return None
     return (
         f"model.dtype=bfloat16 keeps the weights in training in 8 bits: at trainer.learning_rate={rate:g} a step of AdamW's "
         f"leaves those above {STILL * rate:.2g} as they are; set model.dtype=float32 "

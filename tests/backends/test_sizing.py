@@ -48,6 +48,13 @@ def test_the_first_rank_says_it_with_what_fits_on_its_own_card() -> None:
     assert longest(said(lora)) == 65_536
 
 
+def test_samples_are_as_long_as_prompt_and_answer_together_may_be() -> None:
+    """As `plan` counts them: those of 4,096 tokens are parts of attention, whose results are there twice (1.8 GiB of them)."""
+    assert longest(said(on_a_card(), gib=34)) == 16_384
+    assert longest(said(on_a_card(max_model_len=4096), gib=34)) == 8192
+    assert longest(said(on_a_card(max_model_len=4095), gib=34)) == 16_384
+
+
 def test_of_two_ranks_each_has_half_of_an_updates_tokens() -> None:
     assert longest(said(on_a_card(rollouts=8, world=World(rank=0, size=2, device="cuda:0")))) == 8192
 

@@ -34,6 +34,7 @@ SMALLEST = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(PATIENCE_S + 60)
 @pytest.mark.parametrize("name", SMALLEST)
 def test_it_runs(name: str) -> None:
     command = [sys.executable, "-m", f"benchmarks.{name}", *SMALLEST[name].split()]

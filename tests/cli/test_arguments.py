@@ -6,7 +6,7 @@ from importlib import import_module
 
 import pytest
 
-from telescope.arguments import above_zero, from_one
+from telescope.arguments import above_zero, from_one, from_zero
 
 COMMANDS = [
     ("telescope.env.check", ["countdown", "--prompts", "0"], "argument --prompts: '0' is no whole number from 1 on"),
@@ -15,7 +15,8 @@ COMMANDS = [
     ("telescope.bundle", ["out", "--part-mb", "0"], "argument --part-mb: '0' is no whole number from 1 on"),
     ("telescope.replay", ["run", "--step", "0"], "argument --step: '0' is no whole number from 1 on"),
     ("telescope.runs", ["tail", "run", "-n", "0"], "argument -n/--lines: '0' is no whole number from 1 on"),
-    ("telescope.runs", ["stop", "run", "--timeout", "nan"], "argument --timeout: 'nan' is no number above 0"),
+    ("telescope.runs", ["stop", "run", "--timeout", "nan"], "argument --timeout: 'nan' is no number from 0 on"),
+    ("telescope.runs", ["stop", "run", "--timeout=-1"], "argument --timeout: '-1' is no number from 0 on"),
     ("telescope.export", ["1", "--run-dir", "r", "--to", "t", "--shard-gb", "-2"],
      "argument --shard-gb: '-2' is no number above 0"),
 ]  # fmt: skip
@@ -32,4 +33,4 @@ def test_a_number_out_of_range_is_wrong_usage(module: str, arguments: list[str],
 
 
 def test_numbers_in_range_are_taken_as_they_are():
-    assert (from_one("1"), from_one("40"), above_zero("0.5")) == (1, 40, 0.5)
+    assert (from_one("1"), from_one("40"), above_zero("0.5"), from_zero("0")) == (1, 40, 0.5, 0.0)

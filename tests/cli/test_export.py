@@ -20,12 +20,13 @@ from telescope.backends.base import Saved
 from telescope.backends.fsdp import FSDP
 from telescope.backends.fsdp.backend import FSDPBackend
 from telescope.config.parts import EnvironmentEntry, LoraSettings, ModelSettings
-from telescope.config.run import RunConfig, dump_run
+from telescope.config.run import RunConfig, dump_run, load_run
 from telescope.runlog import checkpoints
 from telescope.runlog.layout import RunDirectory
 from tests.backends.models import random_model
 from tests.backends.shards import make_job, make_shard
 from tests.cli.doctored import gap
+from tests.config.older import as_an_earlier_version_wrote
 
 SHARD = make_shard(3, seed=3)
 
@@ -128,6 +129,16 @@ def test_bfloat16_in_shards_and_in_one_file(full, tmp_path):
         assert torch.equal(many[name], tensor.bfloat16())
         assert torch.equal(one[name], many[name])
     assert json.loads((tmp_path / "one" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_run_that_lacks_a_setting_of_today_is_exported(full, tmp_path):
+    """Whoever brings Telescope up to date still gets at what was trained before."""
+    run = RunDirectory.create(tmp_path / "run")
+    settings = as_an_earlier_version_wrote(load_run(full.run.config_json), "backend.checkpointed_layers")
+    run.config_json.write_text(settings)
+    arguments = ["2", "--run-dir", str(run.path), "--checkpoints", str(full.run.checkpoints), "--to", str(tmp_path / "model")]
+    assert export.main(arguments) == 0
+    assert on_disk(tmp_path / "model").keys() == full.weights.keys()
 
 
 def test_all_steps_get_a_folder_each(full, tmp_path, capsys):

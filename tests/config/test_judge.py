@@ -270,6 +270,8 @@ def test_a_learning_rate_of_zero_is_warned_of():
 def test_master_weights_of_8_bits_are_warned_of_with_what_stands_still():
     (warning,) = compose_one("model.dtype=bfloat16", "trainer.learning_rate=1e-6").warnings
     assert "at trainer.learning_rate=1e-06 a step of AdamW's leaves those above 0.00051 as they are" in warning
+    (still,) = compose_one("model.dtype=bfloat16", "trainer.learning_rate=0").warnings
+    assert still == "trainer.learning_rate=0: the weights will not change"
     assert compose_one("model.dtype=bfloat16", "model.lora={rank:4,alpha:8}").warnings == ()
     assert compose_one("model.dtype=float16", "model.lora={rank:4,alpha:8}").warnings == ()
 

@@ -9,9 +9,10 @@ import pytest
 from pydantic import Field, SecretStr, ValidationError
 
 from telescope.config import plugins, run
-from telescope.config.run import RunConfig, _hash_of, _with_references, as_json, config_hash, dump_run, load_run
+from telescope.config.run import RunConfig, _with_references, as_json, config_hash, dump_run, load_run
 from telescope.config.secrets import SecretMissing
 from telescope.settings import Settings
+from tests.config.older import as_an_earlier_version_wrote
 
 
 @pytest.fixture
@@ -70,17 +71,10 @@ def test_an_edited_file_is_refused(container, tmp_path):
         load_run(tmp_path / "config.json")
 
 
-def written_by_an_older_version(config: RunConfig, without: str) -> str:
-    """Its config.json, from before the setting `without` of the trainer was there."""
-    settings = as_json(config)
-    del settings["trainer"][without]
-    return json.dumps({"format": 1, "config_hash": _hash_of(settings), **settings})
-
-
 def test_a_run_outlives_the_version_that_began_it(container, tmp_path):
     """Its checkpoints are exported, its kept steps replayed, its job queued again by a version with one setting more."""
     config = valid(container)
-    (tmp_path / "config.json").write_text(written_by_an_older_version(config, "max_broken_steps"))
+    (tmp_path / "config.json").write_text(as_an_earlier_version_wrote(config))
     assert load_run(tmp_path / "config.json") == config
 
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from telescope.algorithms.rloo import RLOO
 from telescope.compose.load import load_points, places_for
 from telescope.config.models import EMBEDDED
-from telescope.config.run import dump_run
+from telescope.config.run import dump_run, load_run
 from telescope.env.__main__ import main
 from telescope.env.audit import NothingToShow, choose
 from telescope.env.policies import load_model
@@ -28,6 +28,7 @@ from telescope.records import PromptRef, RolloutOrder, Sampling
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.reader import rows
 from telescope.runlog.writer import RunLog
+from tests.config.older import as_an_earlier_version_wrote
 from tests.orchestrator.test_batch import recorded
 from tests.orchestrator.test_shelf import make
 
@@ -103,6 +104,12 @@ def test_the_audit_shows_a_step_or_else_the_latest_and_may_leave_prompts_out(
     assert "<|user|>" not in said
     assert main(["audit", str(run.path)]) == 0
     assert "rollout 21" not in capsys.readouterr().out
+
+
+def test_a_run_of_an_earlier_version_is_shown(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    run.config_json.write_text(as_an_earlier_version_wrote(load_run(run.config_json)))
+    assert main(["audit", str(run.path)]) == 0
+    assert "rollout 20" in capsys.readouterr().out
 
 
 def test_what_was_not_kept_is_said_with_what_was(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,6 +36,7 @@ from telescope.runlog.lineage import Lineage, Part, write_lineage
 from telescope.trainer.keeping import Keeper
 from telescope.trainer.main import job
 from tests.backends.shards import in_minibatches, make_shard, part
+from tests.config.older import as_an_earlier_version_wrote
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -106,6 +107,15 @@ def test_an_advantage_that_is_no_number_is_named_with_what_it_does(tmp_path, cap
     assert "rollout 102 of group 1 (11 tokens): its advantage is nan" in said
     assert "in 24 of 24 parameters: " in said
     assert "rollout 102 of group 1 (11 tokens): loss nan, gradient not finite" in said
+
+
+def test_a_step_of_an_earlier_versions_run_is_run_again(tmp_path, capsys):
+    run, config = kept_run(tmp_path)
+    result = train_and_keep(run, config, with_advantage(make_shard(4), 2, float("nan")))
+    assert result.metrics["updates_not_finite"] == 1.0
+    run.config_json.write_text(as_an_earlier_version_wrote(config, "backend.recompute_pointwise"))
+    assert main([str(run.path), "--step", "4"]) == 1
+    assert "rollout 102 of group 1 (11 tokens): its advantage is nan" in capsys.readouterr().out
 
 
 def test_a_missing_log_prob_is_named_and_nothing_is_run(tmp_path, capsys):

@@ -200,7 +200,8 @@ class Policy(nn.Module):
         except (TypeError, AttributeError, LookupError, NotImplementedError) as error:
             raise UnfitModel(
                 f"{type(self.lm).__name__} ends its first pass over a packed row with {type(error).__name__}: {error}; its "
-                "layers do not go with what this backend hands them, so it can't be trained here: name another model.name"
+                f"layers do not go with what this backend hands them, or the kernels of attention={self.kind} do not: name "
+                "another model.name, or set another backend.attention (sdpa works everywhere)"
             ) from error
         alone = self(self._sample_row([second], device), temperature, 16, whole_logits=True)[0]
         look = self._look(second, device, temperature, job.trainer.seq_len)
@@ -344,8 +345,10 @@ def _samples_up_to(most: int, longest: int) -> str:
 
 
 def check_rotations(lm: Any, job: Job) -> None:
-    """Raise `UnfitModel` where rotations of positions are chosen by the longest sample of a row (or of a rank's part of it),
-    which a server never does, and samples, or the padding of a row, may be so long that the choice is another."""
+    """Raise `UnfitModel` where rotations of positions follow a length, and not the same one in trainer and server.
+
+    Both kinds are chosen here by the longest sample of a row (or of a rank's part of it). A server chooses neither by a sample:
+    `longrope` it takes by `inference.max_model_len`, once, also where longer samples are cut before they are trained."""
     padding = job.trainer.pad_to_multiple_of
     config = lm.config.get_text_config()
     given = getattr(config, "rope_parameters", None) or {}
@@ -355,12 +358,13 @@ def check_rotations(lm: Any, job: Job) -> None:
             continue
         own = parameters.get("original_max_position_embeddings") if kind == "longrope" else None
         most = own or config.max_position_embeddings
-        if max(job.longest, padding) > most:
+        served = max(job.longest, job.max_model_len or 0) if kind == "longrope" else job.longest
+        if max(served, padding) > most:
             whole = f"trainer.pad_to_multiple_of={most} or less (it is {padding})"
             raise UnfitModel(
                 f"{type(lm).__name__} rotates positions by other angles ({kind}) as soon as a sample is longer than {most} "
-                f"tokens, and those packed beside it too, so what is trained would not be what is sampled: set "
-                f"{_samples_up_to(most, job.longest) if job.longest > most else whole}"
+                f"tokens, and a server and the samples packed beside it do so at other times, so what is trained would not be "
+                f"what is sampled: set {_samples_up_to(most, served) if served > most else whole}"
             )
 
 

@@ -115,7 +115,7 @@ def remark(settings: FSDP, job: Job, architecture: Mapping[str, Any], peak: floa
 
     def fits(row: int) -> bool:
         rank = rank_memory(
-            settings, shape, model, trainer, ranks=world.size, longest=job.max_tokens,
+            settings, shape, model, trainer, ranks=world.size, longest=job.max_model_len or job.max_tokens,
             reference=job.algorithm.needs_reference, handed_bytes=beside, seq_len=row,
         )  # fmt: skip
         return rank.needed <= world.memory_share * card_bytes
