@@ -214,8 +214,8 @@ def trainer_memory(
     `checkpointed_layers`: the first so many do as `checkpointing` says, the others keep everything (None: all do); `reshard`:
     gathered layers are freed after the forward pass, or spread over so many ranks; `handed_bytes`: of a value in the buffer for
     servers on the same card, 0 where there is none; `rows`: of one update on a rank; `compiled`: layers are; `pointwise_again`:
-    those of them that keep everything leave out `compiled_pointwise_bytes`; `joined`: their attention is computed in parts of a row;
-    `adapters`: all that is trained. docs/planning.md derives each term.
+    those of them that keep everything leave out `compiled_pointwise_bytes`; `joined`: their attention is computed in parts of a
+    row; `adapters`: all that is trained. docs/planning.md derives each term.
     """
     share = -(-shape.parameters // ranks)
     trained = -(-adapters.parameters(shape) // ranks) if adapters else share

@@ -127,7 +127,9 @@ def test_a_torch_that_does_not_know_the_choice_is_told_of_and_keeps_all(caplog: 
     compiling.ban_pointwise(True, unknown)
     assert not caplog.messages
     compiling.ban_pointwise(False, unknown)
-    assert "no torch._functorch.config.ban_recompute_materialized_backward: backend.recompute_pointwise=true does" in caplog.text
+    assert (
+        "no torch._functorch.config.ban_recompute_materialized_backward: backend.recompute_pointwise=true does" in caplog.text
+    )
     assert not vars(unknown)
 
 

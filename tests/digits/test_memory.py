@@ -107,7 +107,8 @@ def test_estimates_are_within_15_percent_of_the_peaks_measured_on_a_gpu(name, to
 SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LORA = {"adapters": Adapters(rank=16, modules=SEVEN), "weight_bytes": 2}
 POINTWISE = {"pointwise_again": True}
-# GiB at the peak of benchmarks/results/training.md and trainer_memory.md with compile=true, by tokens of a row, checkpointing, ranks, rows of a rank
+# GiB at the peak of benchmarks/results/training.md and trainer_memory.md with compile=true,
+# by tokens of a row, checkpointing, ranks, rows of a rank
 COMPILED: tuple[tuple[str, int, bool | str, int, int, dict[str, Any], float], ...] = (
     ("Qwen/Qwen3-0.6B", 16_384, False, 1, 2, {}, 30.46),
     ("Qwen/Qwen3-0.6B", 16_384, False, 1, 8, {"reshard": False}, 31.28),

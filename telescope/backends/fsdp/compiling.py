@@ -17,7 +17,6 @@ from torch._functorch import config as functorch
 from telescope.backends.common import attention
 from telescope.backends.common.choosing import Kind
 
-
 log = logging.getLogger(__name__)
 
 BAN = "ban_recompute_materialized_backward"
