@@ -201,7 +201,8 @@ def _opening(run: RunDirectory, header: kept.Header, whole: TrainShard, weights:
 
 def _outcome(result: StepResult) -> Iterator[str]:
     metrics = result.metrics
-    yield f"loss {metrics['loss']:.6g}, gradient norm {metrics['grad_norm']:.6g}"
+    trained = "loss" in metrics
+    yield f"loss {metrics['loss']:.6g}, gradient norm {metrics['grad_norm']:.6g}" if trained else "nothing was left to train"
     for name, value in sorted(metrics.items()):
         yield f"  {name} {value:.6g}"
 

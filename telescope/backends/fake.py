@@ -125,8 +125,9 @@ class FakeBackend:
             min_ratio=trainer.min_lr_ratio,
         )
         advantages = math.fsum(item.advantage * item.sequence_tokens for item in shard.items)
+        tokens = sum(counts.tokens for counts in shard.denominators)
         return {
-            "loss": -advantages / max(sum(counts.tokens for counts in shard.denominators), 1),
+            **({"loss": -advantages / tokens} if tokens else {}),
             "entropy": 1.0 / shard.step,
             "kl_divergence_inference": 0.0,
             "grad_norm": 1.0 / math.sqrt(shard.step),

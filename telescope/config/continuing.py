@@ -33,14 +33,37 @@ def refusals(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         for path, why in FIXED.items()
         if (was := _at(old, path)) != (here := _at(new, path))
     ]
-    return [*found, *_environments(old.get("environments", {}), new.get("environments", {}))]
+    return [*found, *_rounded(old, new), *_environments(old.get("environments", {}), new.get("environments", {}))]
 
 
 SCHEDULE = ("learning_rate", "lr_scheduler", "warmup_steps", "min_lr_ratio")
 
 
+def _rounded(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
+    """Weights and moments are read into tensors of model.dtype, and float32 alone holds each number of the others."""
+    was, here = _at(old, "model.dtype"), _at(new, "model.dtype")
+    if None not in (was, here) and here not in (was, "float32"):
+        yield (
+            f"model.dtype={here} was {was} when the run began: the checkpoint's weights and moments would be rounded to it; "
+            "set it back, or begin a new run"
+        )
+
+
 def remarks(old: Mapping[str, Any], new: Mapping[str, Any], step: int) -> list[str]:
     """What of a run that goes on after `step` is otherwise than one may think, though it is allowed; empty mostly."""
+    return [*_schedule(old, new, step), *_widened(old, new)]
+
+
+def _widened(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
+    was, here = _at(old, "model.dtype"), _at(new, "model.dtype")
+    if was is not None and was != here == "float32":
+        yield (
+            f"model.dtype=float32 was {was}: the checkpoint's weights and moments keep their values, are held in float32 from "
+            "now on, and take twice the memory"
+        )
+
+
+def _schedule(old: Mapping[str, Any], new: Mapping[str, Any], step: int) -> list[str]:
     total, before = new.get("number_of_steps"), old.get("number_of_steps")
     facts = [tuple(_at(config, f"trainer.{name}") for name in SCHEDULE) for config in (old, new)]
     if total is None or before is None or total == before or facts[0] != facts[1] or None in facts[0]:

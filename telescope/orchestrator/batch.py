@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from telescope.algorithms.base import Algorithm
+from telescope.algorithms.base import Algorithm, AlgorithmRaised, named
 from telescope.flow.commands import Train
 from telescope.flow.draws import Permutation, keyed_hash
 from telescope.maths import batching, dealing
@@ -53,11 +53,18 @@ class Recipe:
 
     def shaped(self, rollout: Scored) -> Scored:
         """With its reward for training and what its length costs."""
-        return replace(
-            rollout,
-            normalised=self.rewards.trained(rollout.order.prompt.environment, rollout.done.reward),
-            length_penalty=self.algorithm.length_penalty(rollout.trained_tokens, max_tokens=self.max_tokens),
-        )
+        with named(self.algorithm, "length_penalty", f"rollout {rollout.order.rollout_id}"):
+            penalty = self.algorithm.length_penalty(rollout.trained_tokens, max_tokens=self.max_tokens)
+        normalised = self.rewards.trained(rollout.order.prompt.environment, rollout.done.reward)
+        return replace(rollout, normalised=normalised, length_penalty=penalty)
+
+    def filters(self, rollouts: Sequence[Scored], step: int) -> tuple[tuple[str, ...], ...]:
+        """Of each rollout the rules by which it leaves the loss."""
+        try:
+            with named(self.algorithm, "filters_out", f"step {step}"):
+                return tuple(self.algorithm.filters_out(rollout.sampled) for rollout in rollouts)
+        except AlgorithmRaised as error:
+            raise BatchUnusable(str(error)) from error
 
 
 @dataclass(frozen=True)
@@ -124,8 +131,8 @@ def cut(
     from the seed, and the rollouts of each minibatch to ranks by cost. What the algorithm's filters take out counts in the
     statistics alone; of what is longer than a row the beginning is trained, where the recipe says so.
 
-    Raises `BatchUnusable` where rollouts have not one finite advantage each, a trajectory is too long, or a rank's part is more
-    than may travel.
+    Raises `BatchUnusable` where rollouts have not one finite advantage each, a method of the algorithm raises, a trajectory is
+    too long, or a rank's part is more than may travel.
     """
     groups = tuple(tuple(shelf[rollout] for rollout in rollouts) for rollouts in command.rollout_ids)
     whole = tuple(rollout for group in groups for rollout in group)
@@ -134,7 +141,7 @@ def cut(
     rewards = np.array([rollout.reward for rollout in kept + baseline], dtype=np.float64)
     numbers = np.array([rollout.order.group_id for rollout in kept + baseline], dtype=np.int64)
     advantages = _advantages(recipe, rewards, numbers, command.step)[: len(kept)]
-    filters = tuple(recipe.algorithm.filters_out(rollout.sampled) for rollout in whole)
+    filters = recipe.filters(whole, command.step)
     places = np.split(np.arange(len(kept)), np.cumsum([len(group) for group in groups])[:-1])
     parts = [
         [place for group in part for place in group.tolist() if not filters[place]]
@@ -159,7 +166,11 @@ def cut(
 def _advantages(recipe: Recipe, rewards: np.ndarray, groups: np.ndarray, step: int) -> np.ndarray:
     """[N] float64, by the algorithm, which may be the user's own. Raises `BatchUnusable`."""
     whose = f"{type(recipe.algorithm).__name__}.advantages"
-    given = np.asarray(recipe.algorithm.advantages(rewards.copy(), groups, group_size=recipe.group_size))
+    try:
+        with named(recipe.algorithm, "advantages", f"step {step}"):
+            given = np.asarray(recipe.algorithm.advantages(rewards.copy(), groups, group_size=recipe.group_size))
+    except AlgorithmRaised as error:
+        raise BatchUnusable(str(error)) from error
     if given.shape != rewards.shape or given.dtype.kind not in "fiu":
         raise BatchUnusable(
             f"step {step}: {whose} gave {given.dtype} of shape {list(given.shape)}: it must give one number for each of the "

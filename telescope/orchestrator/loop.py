@@ -316,7 +316,8 @@ class Orchestrator:
         metrics = self._recorder.step(done[self._roster.ranks[0]], self._core.counts(), spent)
         reward = metrics.get("reward/mean")
         said = "no rollout scored since the last step" if reward is None else f"reward {reward:.3f}"
-        log.info("step %d: %s, loss %.4f", body.step, said, metrics.get("loss", 0.0))
+        loss = f"loss {metrics['loss']:.4f}" if "loss" in metrics else "no loss"
+        log.info("step %d: %s, %s", body.step, said, loss)
         self._events.append(events.StepDone(step=body.step))
         if sentence := why_it_ends(self._recorder.history, self._config.trainer.max_broken_steps, body.step):
             self.fault(sentence)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -116,6 +117,20 @@ def test_outputs_of_norms_and_the_activated_product_are_all_that_need_not_be_kep
     assert found == [everything, everything - 2 * (2 * shape.hidden + shape.intermediate)]
     assert products[0] == products[1]
     assert products[0]["backward"] > products[0]["forward"] == 7
+
+
+def test_a_torch_that_does_not_know_the_choice_is_told_of_and_keeps_all(caplog: pytest.LogCaptureFixture) -> None:
+    known, unknown = SimpleNamespace(ban_recompute_materialized_backward=True), SimpleNamespace()
+    for banned in (True, False):
+        compiling.ban_pointwise(banned, known)
+        assert known.ban_recompute_materialized_backward is banned
+    compiling.ban_pointwise(True, unknown)
+    assert not caplog.messages
+    compiling.ban_pointwise(False, unknown)
+    assert (
+        "no torch._functorch.config.ban_recompute_materialized_backward: backend.recompute_pointwise=true does" in caplog.text
+    )
+    assert not vars(unknown)
 
 
 def counting(products: Counter[str]) -> Any:

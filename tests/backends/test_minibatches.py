@@ -8,8 +8,10 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
+from telescope.algorithms.base import AlgorithmRaised, PackedRow, TokenLosses
 from telescope.algorithms.grpo import GRPO
 from telescope.algorithms.sapo import SAPO
 from telescope.backends.base import TrainShard
@@ -140,9 +142,24 @@ def test_a_minibatch_that_nothing_is_left_of_moves_no_weight(build):
     result = backend.train_step(TrainShard(2, (), *arrays, (Denominators(0, 0, 0),)))
     assert same(before, weights(backend))
     assert (result.metrics["update_skipped"], result.metrics["updates_skipped_total"]) == (1.0, 1.0)
-    assert result.metrics["loss"] == 0.0
+    assert not {"loss", "grad_norm", "grad_norm_max", "ratio_mean", "entropy"} & set(result.metrics)
     result = backend.train_step(in_minibatches(make_shard(3), (8, 0)))
     assert (result.metrics["updates"], result.metrics["update_skipped"]) == (2.0, 1.0)
+
+
+@pytest.mark.parametrize("sizes", [(8, 0), (0, 8), (0, 8, 0)])
+def test_a_minibatch_that_nothing_is_left_of_counts_in_no_mean(build, sizes):
+    """Its share of the loss and its gradient are 0 because nothing was asked of it, which is no measurement."""
+    alone = build(make_job()).train_step(make_shard()).metrics
+    found = build(make_job()).train_step(in_minibatches(make_shard(), sizes)).metrics
+    assert (found["updates"], found["update_skipped"]) == (len(sizes), len(sizes) - 1)
+    assert alone["loss"] != 0.0
+    speeds = {"trainer_tokens_per_s", "mfu"}
+    about_rows = {"updates", "update_skipped", "updates_skipped_total", "rows", "filler_rows", "padding_fraction"}
+    assert found.keys() == alone.keys()
+    assert {name: found[name] for name in found.keys() - speeds - about_rows} == pytest.approx(
+        {name: alone[name] for name in alone.keys() - speeds - about_rows}, rel=1e-6
+    )
 
 
 def test_a_broken_minibatch_leaves_the_others_alone(build):
@@ -186,3 +203,29 @@ def test_two_epochs_are_four_updates_against_the_log_probs_before_the_first(buil
     moved = {name: tensor - start[name] for name, tensor in weights(backend).items()}
     expected = {name: tensor.detach() - start[name] for name, tensor in model.named_parameters()}
     assert distance(expected, moved) < 1e-4
+
+
+def test_a_loss_that_raises_is_named_with_step_and_line(build):
+    """Also where the words are those of a collective that broke: it is no other rank's fault."""
+
+    class Own(GRPO):
+        def token_losses(self, row: PackedRow, ratio: torch.Tensor) -> TokenLosses:
+            raise RuntimeError("connection reset by peer\nat great length")
+
+    backend = build(make_job(algorithm=Own()))
+    said = r"^step 4: Own.token_losses raised RuntimeError: connection reset by peer \(test_minibatches.py, line \d+\)$"
+    with pytest.raises(AlgorithmRaised, match=said) as raised:
+        backend.train_step(make_shard(4))
+    assert isinstance(raised.value.__cause__, RuntimeError)
+
+
+def test_a_step_meets_the_other_ranks_three_times_besides_what_fsdp_does(build, monkeypatch):
+    backend, reduced, reduce = build(make_job()), [], dist.all_reduce
+    backend.train_step(make_shard())
+    monkeypatch.setattr(
+        dist, "all_reduce", lambda tensor, *given, **named: reduced.append(tensor) or reduce(tensor, *given, **named)
+    )
+    metrics = backend.train_step(in_minibatches(make_shard(2), SIZES)).metrics
+    assert [tensor.numel() > 3 for tensor in reduced] == [False, True, True]
+    assert metrics["trainer_tokens_per_s"] > 0
+    assert "slowest_s" not in metrics

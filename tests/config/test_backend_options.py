@@ -23,8 +23,6 @@ from telescope.backends.fsdp import FSDP
             "backend.checkpointed_layers=2 says .* none does: set gradient_checkpointing=full, or leave it out",
         ),
         ({"checkpointed_layers": 0}, "checkpointed_layers\n.*greater than or equal to 1"),
-        ({"recompute_pointwise": True, "gradient_checkpointing": False}, "set backend.compile=true, or leave it out"),
-        ({"recompute_pointwise": True, "compile": True}, "checkpointing=true all compute again: set .*=false, or checkpointed"),
         ({"compile": True, "attention": "flex"}, "attention=flex is compiled itself: set flash or sdpa"),
     ],
 )
@@ -56,8 +54,18 @@ def test_options_that_go_together() -> None:
     assert not list(FSDP(replicas=2, reshard_after_forward=2).run_errors(ranks=8, adapters=False, on_cpu=True))
     FSDP(offload="optimizer", optimizer="adamw_8bit", gradient_checkpointing="selective")
     FSDP(compile=True, gradient_checkpointing="full")
-    FSDP(compile=True, gradient_checkpointing="selective", checkpointed_layers=4, recompute_pointwise=True)
-    FSDP(compile=True, gradient_checkpointing=False, recompute_pointwise=True)
+    FSDP(compile=True, gradient_checkpointing="selective", checkpointed_layers=4)
+
+
+def test_pointwise_operations_run_again_where_compiled_layers_keep_everything_and_are_no_error_elsewhere() -> None:
+    compiled = FSDP(compile=True)
+    assert not FSDP(gradient_checkpointing=False).pointwise_again(28)  # not compiled
+    for kept, number, again in (
+        (True, None, False), ("selective", None, False), ("selective", 28, False), (True, 27, True), (False, None, True),
+    ):  # fmt: skip
+        settings = compiled.model_copy(update={"gradient_checkpointing": kept, "checkpointed_layers": number})
+        assert settings.pointwise_again(28) is again, (kept, number)
+        assert not settings.model_copy(update={"recompute_pointwise": False}).pointwise_again(28)
 
 
 def test_as_many_layers_compute_again_as_the_model_has_and_no_more() -> None:

@@ -106,7 +106,9 @@ def test_estimates_are_within_15_percent_of_the_peaks_measured_on_a_gpu(name, to
 
 SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LORA = {"adapters": Adapters(rank=16, modules=SEVEN), "weight_bytes": 2}
-# GiB at the peak of benchmarks/results/training.md with compile=true, by tokens of a row, checkpointing, ranks, rows of a rank
+POINTWISE = {"pointwise_again": True}
+# GiB at the peak of benchmarks/results/training.md and trainer_memory.md with compile=true,
+# by tokens of a row, checkpointing, ranks, rows of a rank
 COMPILED: tuple[tuple[str, int, bool | str, int, int, dict[str, Any], float], ...] = (
     ("Qwen/Qwen3-0.6B", 16_384, False, 1, 2, {}, 30.46),
     ("Qwen/Qwen3-0.6B", 16_384, False, 1, 8, {"reshard": False}, 31.28),
@@ -122,6 +124,17 @@ COMPILED: tuple[tuple[str, int, bool | str, int, int, dict[str, Any], float], ..
     ("Qwen/Qwen3-4B", 16_384, "selective", 1, 2, {}, 71.12),
     ("Qwen/Qwen3-4B", 65_536, "selective", 2, 1, {}, 61.42),
     ("Qwen/Qwen3-4B", 65_536, "selective", 1, 1, LORA, 50.64),
+    ("Qwen/Qwen2.5-0.5B", 4096, False, 1, 3, {}, 13.11),
+    ("Qwen/Qwen2.5-0.5B", 32_768, "selective", 1, 1, {}, 10.48),
+    ("Qwen/Qwen3-0.6B", 16_384, False, 1, 3, {"joined": True, "reshard": False}, 33.04),
+    ("Qwen/Qwen3-0.6B", 65_536, True, 1, 1, {}, 14.07),
+    ("Qwen/Qwen3-0.6B", 16_384, True, 1, 2, {"checkpointed_layers": 14}, 21.24),
+    ("Qwen/Qwen3-0.6B", 16_384, "selective", 1, 2, {"checkpointed_layers": 14}, 22.13),
+    ("Qwen/Qwen3-0.6B", 65_536, "selective", 1, 1, LORA, 16.65),
+    ("Qwen/Qwen3-0.6B", 16_384, False, 1, 2, POINTWISE, 26.09),
+    ("Qwen/Qwen3-0.6B", 16_384, False, 1, 8, {"reshard": False} | POINTWISE, 26.91),
+    ("Qwen/Qwen3-0.6B", 16_384, True, 1, 2, {"checkpointed_layers": 14} | POINTWISE, 19.05),
+    ("Qwen/Qwen3-0.6B", 16_384, True, 1, 8, {"checkpointed_layers": 14, "reshard": False} | POINTWISE, 19.87),
 )
 # the same, not compiled: rows so long that the last layer, computed again, is the peak; and moments on the host
 EAGER: tuple[tuple[str, int, bool | str, int, int, dict[str, Any], float], ...] = (
@@ -129,6 +142,8 @@ EAGER: tuple[tuple[str, int, bool | str, int, int, dict[str, Any], float], ...] 
     ("Qwen/Qwen3-4B", 16_384, True, 1, 2, {}, 68.36),
     ("Qwen/Qwen3-4B", 16_384, True, 1, 2, {"offload": "optimizer"}, 38.25),
     ("Qwen/Qwen3-0.6B", 4096, True, 1, 8, {}, 11.24),
+    ("Qwen/Qwen3-0.6B", 65_536, True, 1, 1, {}, 16.14),
+    ("Qwen/Qwen3-0.6B", 16_384, True, 1, 2, {"checkpointed_layers": 14}, 26.93),
 )
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from telescope.algorithms.base import AlgorithmRaised, SampledRollout
 from telescope.algorithms.rloo import RLOO
 from telescope.config.models import EMBEDDED
 from telescope.environments.chat import TokenChat
@@ -427,3 +428,33 @@ async def test_the_outcome_reaches_every_sampled_token_of_every_branch(ranks: in
     assert {item.rollout_id: item.sequence_tokens for item in items} == {20: 6, 21: 2, 22: 4}
     assert {shard.step.denominators for shard in batch.shards} == {(Denominators(tokens=12, sequences=3, groups=1),)}
     assert batch.trained_tokens == 12
+
+
+def test_a_method_of_an_algorithm_that_raises_is_named_with_step_and_line(shelf: Shelf):
+    class Own(RLOO):
+        def advantages(self, rewards: np.ndarray, groups: np.ndarray, *, group_size: int) -> np.ndarray:
+            return self._scaled({})
+
+        def _scaled(self, scales: dict[str, float]) -> np.ndarray:
+            return np.zeros(7) * scales["math"]
+
+        def length_penalty(self, tokens: int, *, max_tokens: int) -> float:
+            raise AssertionError
+
+    class Filter(RLOO):
+        def filters_out(self, rollout: SampledRollout) -> tuple[str, ...]:
+            return (str(1 // 0),)
+
+    recipe = Recipe(Own(), group_size=3, max_tokens=10)
+    with pytest.raises(
+        BatchUnusable, match=r"^step 6: Own._scaled raised KeyError: 'math' \(test_batch.py, line \d+\)$"
+    ) as raised:
+        cut(TRAIN, shelf, recipe, ranks=1)
+    assert isinstance(raised.value.__cause__, AlgorithmRaised)
+    assert isinstance(raised.value.__cause__.__cause__, KeyError)
+    with pytest.raises(BatchUnusable, match=r"^step 6: Filter.filters_out raised ZeroDivisionError: integer .*, line \d+\)$"):
+        cut(TRAIN, shelf, Recipe(Filter(), group_size=3, max_tokens=10), ranks=1)
+    with pytest.raises(
+        AlgorithmRaised, match=r"^rollout 20: Own.length_penalty raised AssertionError: without a word \(test_batc"
+    ):
+        recipe.shaped(shelf[20])

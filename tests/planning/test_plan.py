@@ -156,7 +156,7 @@ def test_the_plan_says_where_a_gpu_would_wait_for_its_host(
     assert [f"{said}, the largest power of two that fits" in line for line in remarks] == [True] * (said is not None)
 
 
-LONG = ("model=qwen3-0.6b", "cluster.trainer_num_workers=1", "trainer.seq_len=65536", "backend.compile=true", "--card", "h100")
+LONG = ("model=qwen3-0.6b", "cluster.trainer_num_workers=1", "trainer.seq_len=81920", "backend.compile=true", "--card", "h100")
 NONE = "backend.gradient_checkpointing=false"
 
 
@@ -164,10 +164,10 @@ def test_the_plan_names_the_fewest_layers_that_have_to_compute_again(say: Callab
     """Of a rank that does not fit, of one that leaves room, and none where so many do; with one less it does not fit."""
     code, out = say(*LONG, NONE)
     assert code == 1
-    number = int(
-        out.partition("It would fit with backend.gradient_checkpointing=full backend.checkpointed_layers=")[2].split(";")[0]
-    )
-    assert 1 < number < 28
+    named = re.search(r"It would fit with .*backend\.gradient_checkpointing=full backend\.checkpointed_layers=(\d+)", out)
+    assert named is not None
+    number = int(named[1])
+    assert 4 < number < 28
     code, out = say(*LONG)
     assert code == 0
     assert "\nA trainer rank leaves room: it needs about " in out
@@ -179,11 +179,15 @@ def test_the_plan_names_the_fewest_layers_that_have_to_compute_again(say: Callab
     assert "leaves room" not in out
     code, out = say(*LONG, f"backend.checkpointed_layers={number - 1}")
     assert code == 1
-    assert f"backend.checkpointed_layers={number}, or backend.recompute_pointwise=true, or" in out
+    assert f"backend.checkpointed_layers={number}, or " in out
+    assert "recompute_pointwise" not in out
+    code, out = say(*LONG, f"backend.checkpointed_layers={number}", "backend.recompute_pointwise=false")
+    assert code == 1
+    assert re.search(r"backend\.checkpointed_layers=\d+, or backend\.recompute_pointwise=true[,;] or", out)
 
 
 def test_a_rank_with_room_for_everything_is_told_to_keep_it(say: Callable[..., tuple[int, str]]) -> None:
-    short = [part.replace("65536", "8192") for part in LONG]
+    short = [part.replace("81920", "8192") for part in LONG]
     assert "H100. backend.gradient_checkpointing=false fits as well" in say(*short)[1]
     both = "backend.gradient_checkpointing=false backend.checkpointed_layers=null fits as well"
     assert both in say(*short, "backend.gradient_checkpointing=selective", "backend.checkpointed_layers=9")[1]

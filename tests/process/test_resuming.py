@@ -487,3 +487,19 @@ def test_another_optimiser_is_refused_also_where_it_would_begin_anew_without_a_s
     assert refusals(old, new) == [
         "backend.optimizer=adamw was sgd when the run began: the checkpoint has its moments; set it back, or begin a new run"
     ]
+
+
+@pytest.mark.parametrize(("was", "here"), [("float32", "bfloat16"), ("bfloat16", "float16"), ("float16", "bfloat16")])
+def test_weights_that_would_be_rounded_to_another_precision_are_refused(was: str, here: str):
+    old, new = (config(model={"dtype": dtype, "lora": {"rank": 8}}).model_dump(mode="json") for dtype in (was, here))
+    assert refusals(old, new) == [
+        f"model.dtype={here} was {was} when the run began: the checkpoint's weights and moments would be rounded to it; set it "
+        "back, or begin a new run"
+    ]
+
+
+def test_a_precision_that_holds_all_that_was_saved_is_told_and_no_error():
+    old, new = (config(model={"dtype": dtype}).model_dump(mode="json") for dtype in ("bfloat16", "float32"))
+    assert refusals(old, new) == []
+    assert [said.partition(":")[0] for said in remarks(old, new, 3)] == ["model.dtype=float32 was bfloat16"]
+    assert refusals(new, new) == remarks(new, new, 3) == remarks({}, new, 3) == []

@@ -7,13 +7,12 @@ tensors mean.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +20,24 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
+from torch.futures import Future
 
 from telescope.backends.base import CheckpointUnfit, NotSaved, Outcome, Saved, SaveSettings
+from telescope.backends.common import tensor_files
 from telescope.backends.common.staging import HostCopies
-from telescope.runlog.digests import Tally, note
+from telescope.runlog.digests import note
 
 log = logging.getLogger(__name__)
 
 FILE_BYTES = 1 << 30
-"""Tensors of about so many bytes go into one file: torch builds a file in memory before it writes it."""
+"""Tensors of about so many bytes go into one file; several are written at a time."""
 
 
 class Saver:
@@ -139,47 +140,28 @@ class _OwnPart(DefaultSavePlanner):
         return self.global_plan, self.metadata
 
 
-class _Counted:
-    """A file that is written from its beginning to its end, and the digest of what it was given."""
-
-    def __init__(self, file: Any) -> None:
-        self._file, self.tally = file, Tally()
-
-    def write(self, piece: Any) -> int:
-        self.tally.add(piece)
-        return int(self._file.write(piece))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
-
-
-class _Files(FileSystem):
-    """Those of one save; `digests` by name, of all that were written."""
-
-    def __init__(self) -> None:
-        self.digests: dict[str, str] = {}
-
-    @contextlib.contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        with super().create_stream(path, mode) as file:
-            counted = _Counted(file)
-            yield counted
-        if mode == "wb" and counted.tally.nbytes == os.stat(path).st_size:  # else `finish` reads what is on the disk
-            self.digests[Path(path).name] = str(counted.tally)
-
-
 class _RankWriter(HuggingFaceStorageWriter):
     """Files named by the rank: without a common plan each would call itself the first."""
 
     def __init__(self, path: Path, rank: int, files: dict[str, int]) -> None:
         super().__init__(str(path), fqn_to_index_mapping=files, save_distributed=True)
-        self._of = rank
-        self.fs = self.counted = _Files()
+        self._folder, self._of, self._files = path, rank, files
+        self.digests: dict[str, str] = {}
 
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        (plan,) = super().prepare_global_plan(plans)
-        plan.storage_data["shard_index"] = self._of + 1
-        return [plan]
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """What this rank holds of each tensor, to its file. Nobody asks afterwards what is where: the files say it."""
+        last, files = max(self._files.values()), dict[Path, dict[str, tensor_files.Part]]()
+        for item in plan.items:
+            held = planner.resolve_data(item)
+            if not isinstance(held, Tensor) or item.tensor_data is None:
+                raise TypeError(f"{item.index.fqn} is no tensor")
+            name = f"shard-{self._of + 1:05d}-model-{self._files[item.index.fqn]:05d}-of-{last:05d}.safetensors"
+            part = tensor_files.Part(held, item.tensor_data.chunk.offsets)
+            files.setdefault(self._folder / name, {})[item.index.fqn] = part
+        self.digests = tensor_files.write(files)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([])
+        return done
 
 
 def _written(tensors: dict[str, Tensor], folder: Path, rank: int) -> Outcome:
@@ -191,7 +173,7 @@ def _written(tensors: dict[str, Tensor], folder: Path, rank: int) -> Outcome:
             _be_quiet()
             writer = _RankWriter(folder, rank, _files(tensors))
             dcp_save(tensors, storage_writer=writer, planner=_OwnPart(), no_dist=True)
-            note(folder, f"{rank + 1:05d}", writer.counted.digests)
+            note(folder, f"{rank + 1:05d}", writer.digests)
         nbytes = sum(file.stat().st_size for file in folder.glob(f"shard-{rank + 1:05d}-*"))
         _sync(folder)
     except (Exception, CheckpointException) as error:

@@ -1,4 +1,4 @@
-"""Metrics of one step: added up on the device row by row, over ranks with two collectives, fetched once.
+"""Metrics of one step: added up on the device row by row, over ranks with two collectives, fetched after each.
 
 Names and their arithmetic are `maths.metrics`'s.
 """
@@ -35,12 +35,13 @@ class Tally:
     def finish(self, sums: Mapping[str, float], peaks: Mapping[str, float], *, updates: int = 1) -> dict[str, float]:
         """Metrics over all rows and ranks; `sums` and `peaks` are this rank's host-side numbers. A collective.
 
-        A plain total of the loss is one of each of the `updates`, and is reported as their mean.
+        A plain total of the loss, as `loss` is, is one of each of the `updates` that had a token to train, and is reported as
+        their mean; where none had, it is left out.
         """
         totals = self._reduced(self._sums, sums, dist.ReduceOp.SUM)
         for name in self._sums:
             if "#" not in name and name + metrics.COUNT not in self._sums:
-                totals[name] /= updates
+                totals[name + metrics.COUNT] = float(updates)
         largest = self._reduced(self._peaks, peaks, dist.ReduceOp.MAX)
         return metrics.finish(totals, largest)
 

@@ -32,7 +32,7 @@ def trained(settings: FSDP, job: Job, kind: kernels.Kind, computing: torch.dtype
     kept = recompute.mode(settings.gradient_checkpointing)
     recompute.enable(lm, kept, settings.checkpointed_layers)
     if settings.compile:
-        compiling.compile_layers(lm, kind, pointwise_again=settings.recompute_pointwise)
+        compiling.compile_layers(lm, kind, pointwise_again=settings.pointwise_again(len(lm.get_decoder().layers)))
     policy = Policy(lm, kind, spread.context)
     uniform = all(parameter.dtype == computing for parameter in policy.parameters())  # adapters are float32 in any model
     precision = MixedPrecisionPolicy(param_dtype=None if uniform else computing, reduce_dtype=torch.float32)

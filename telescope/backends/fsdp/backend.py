@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from telescope.algorithms.base import named
 from telescope.backends.base import Job, Outcome, StepResult, TrainShard
 from telescope.backends.common import attention, kernels, ranks, rows, shards, work
 from telescope.backends.common.saving import Saver
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
     from telescope.backends.fsdp import FSDP
 
 log = logging.getLogger(__name__)
+
+SLOWEST = "slowest_s"
+"""Seconds of the slowest rank's step, on their way over the ranks with the other peaks."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,7 @@ class FSDPBackend:
         if found := sizing.remark(settings, job, architecture, self._peak, work.card_bytes(self._device)):
             log.warning("%s", found)
         self._saver = Saver(job.world.rank, self._device, job.saving)
+        self._step = 0  # the one under way, for sentences
         self._keeps_gathered = settings.reshard_after_forward is False
         held = self._spread
         self._packer = gather.Packer(self._published, held.shard, held.shards, held.group, self._device)
@@ -94,7 +99,7 @@ class FSDPBackend:
         return result
 
     def _train_step(self, shard: TrainShard) -> StepResult:
-        spans, tally, updates = Spans(self._device), self._tally(), StepUpdates()
+        self._step, spans, tally, updates = shard.step, Spans(self._device), self._tally(), StepUpdates()
         with spans.host_span("prepare_tensors"):
             plans = self._plan(shard)
             trajectories = shards.trajectories(shard)
@@ -115,22 +120,20 @@ class FSDPBackend:
             updates.add(self._updater.update(shard.step, empty=counts.tokens == 0))
             if not math.isfinite(updates.made[-1].norm):
                 self._look_closer(shard, number, plans[number], minibatch, updates.made[-1].norm, bad, before)
+        timings, phases = spans.finish()
         sums, peaks = shards.host_metrics(shard, [row for plan in plans for row in plan])
-        metrics = tally.finish(sums, peaks, updates=len(minibatches)) | updates.metrics()
+        peaks |= {SLOWEST: timings["timing_step_active"]}
+        metrics = tally.finish(sums, peaks, updates=updates.trained) | updates.metrics()
         metrics["updates_skipped_total"] = float(self._updater.skipped)
         metrics["padding_fraction"] = 1.0 - metrics["packed_tokens"] / metrics.pop("row_tokens")
         if self._updater.scaled_losses:
             metrics["loss_scale"] = scale
-        timings, phases = spans.finish()
-        metrics |= self._speed(metrics, timings["timing_step_active"])
+        metrics |= self._speed(metrics)
         return StepResult(metrics=metrics, timings=timings, spans=phases)
 
-    def _speed(self, metrics: dict[str, float], seconds: float) -> dict[str, float]:
-        """Of all ranks, by the slowest one's clock; takes Σ length² out of the metrics."""
-        tokens, squares = metrics["packed_tokens"], metrics.pop("squared_tokens")
-        slowest = torch.tensor(seconds, dtype=torch.float64, device=self._device)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        seconds = float(slowest)
+    def _speed(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Of all ranks, by the slowest one's clock; takes that and Σ length² out of the metrics."""
+        tokens, squares, seconds = metrics["packed_tokens"], metrics.pop("squared_tokens"), metrics.pop(SLOWEST)
         speed = {"trainer_tokens_per_s": tokens / seconds}
         if self._peak is not None:
             operations = self._work.operations(tokens, squares)
@@ -270,7 +273,8 @@ class FSDPBackend:
         with spans.span("loss_computation"):
             entropy = entropy if job.algorithm.trains_entropy else entropy.detach()
             packed = on_device.packed(logprob, entropy, old=row.old, reference=reference)
-            output = job.algorithm.loss(packed, counts, max_tokens=job.max_tokens)
+            with named(job.algorithm, "loss", f"step {self._step}"):
+                output = job.algorithm.loss(packed, counts, max_tokens=job.max_tokens)
             if not output.loss.requires_grad:
                 raise ValueError(f"{type(job.algorithm).__name__}.loss has no gradient: make it of `current`, not detached")
             tally.add(output)

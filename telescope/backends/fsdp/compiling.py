@@ -8,6 +8,7 @@ share them.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -15,6 +16,11 @@ from torch._functorch import config as functorch
 
 from telescope.backends.common import attention
 from telescope.backends.common.choosing import Kind
+
+log = logging.getLogger(__name__)
+
+BAN = "ban_recompute_materialized_backward"
+"""Of `torch._functorch.config`: what a product of the backward pass takes is kept. torch 2.11 and 2.13 have it."""
 
 
 def compile_layers(lm: Any, kind: Kind, *, pointwise_again: bool = False) -> None:
@@ -29,8 +35,21 @@ def compile_layers(lm: Any, kind: Kind, *, pointwise_again: bool = False) -> Non
 
     # else the layer breaks too where the attention inside it does, and is four graphs, each of them started by the host
     torch._dynamo.config.nested_graph_breaks = True
-    functorch.ban_recompute_materialized_backward = not pointwise_again
+    ban_pointwise(not pointwise_again)
     name = attention.register(kind)
     AttentionInterface.register(name, torch.compiler.disable(AttentionInterface()[name]))  # type: ignore[no-untyped-call]
     for layer in lm.get_decoder().layers:
         layer.forward = torch.compile(layer.forward, dynamic=True)
+
+
+def ban_pointwise(banned: bool, config: Any = functorch) -> None:
+    """Whether the partitioner must keep what a product of the backward pass takes; a torch without that choice keeps it."""
+    if hasattr(config, BAN):
+        setattr(config, BAN, banned)
+    elif not banned:
+        log.warning(
+            "torch %s has no torch._functorch.config.%s: backend.recompute_pointwise=true does nothing, and layers that keep "
+            "everything hold more memory than the estimate says; set it to false, so that the estimate counts that",
+            torch.__version__,
+            BAN,
+        )

@@ -33,6 +33,8 @@ class Update:
     norm: float
     rate: float
     skipped: bool
+    empty: bool = False
+    """No token was trained for it, on any rank: its gradient is 0, which says nothing."""
 
 
 @dataclass
@@ -44,12 +46,21 @@ class StepUpdates:
     def add(self, update: Update) -> None:
         self.made.append(update)
 
+    @property
+    def trained(self) -> int:
+        """Updates that there were tokens for."""
+        return sum(not update.empty for update in self.made)
+
     def metrics(self) -> dict[str, float]:
-        """`grad_norm` is the mean over the updates, `grad_norm_max` the largest, `update_skipped` a count."""
-        norms = [update.norm for update in self.made]
-        return {
+        """`grad_norm` is the mean over the updates that there were tokens for, `grad_norm_max` the largest; where there is none
+        both are left out. `update_skipped` is a count."""
+        norms = [update.norm for update in self.made if not update.empty]
+        measured = {
             "grad_norm": math.fsum(norms) / len(norms),
             "grad_norm_max": max(norms, key=lambda norm: math.inf if math.isnan(norm) else norm),
+        } if norms else {}  # fmt: skip
+        return {
+            **measured,
             "learning_rate": self.made[-1].rate,
             "updates": float(len(self.made)),
             "update_skipped": float(sum(update.skipped for update in self.made)),
@@ -117,7 +128,7 @@ class Updater:
             log.warning("step %d: %s, so an update is left out", step, why)
         self._scale.adapt(math.isfinite(norm))
         self.optimizer.zero_grad(set_to_none=True)
-        return Update(norm, rate, skipped)
+        return Update(norm, rate, skipped, empty)
 
     def counters(self) -> dict[str, float | None]:
         """What is kept beside the optimiser's own state. No scale where losses have none: to go on in float16 with a scale of
