@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -124,8 +126,8 @@ def cut(
     from the seed, and the rollouts of each minibatch to ranks by cost. What the algorithm's filters take out counts in the
     statistics alone; of what is longer than a row the beginning is trained, where the recipe says so.
 
-    Raises `BatchUnusable` where rollouts have not one finite advantage each, a trajectory is too long, or a rank's part is more
-    than may travel.
+    Raises `BatchUnusable` where the algorithm raises, rollouts have not one finite advantage each, a trajectory is too long, or
+    a rank's part is more than may travel.
     """
     groups = tuple(tuple(shelf[rollout] for rollout in rollouts) for rollouts in command.rollout_ids)
     whole = tuple(rollout for group in groups for rollout in group)
@@ -134,7 +136,8 @@ def cut(
     rewards = np.array([rollout.reward for rollout in kept + baseline], dtype=np.float64)
     numbers = np.array([rollout.order.group_id for rollout in kept + baseline], dtype=np.int64)
     advantages = _advantages(recipe, rewards, numbers, command.step)[: len(kept)]
-    filters = tuple(recipe.algorithm.filters_out(rollout.sampled) for rollout in whole)
+    with _of_the_algorithm(recipe.algorithm, "filters_out", command.step):
+        filters = tuple(recipe.algorithm.filters_out(rollout.sampled) for rollout in whole)
     places = np.split(np.arange(len(kept)), np.cumsum([len(group) for group in groups])[:-1])
     parts = [
         [place for group in part for place in group.tolist() if not filters[place]]
@@ -156,10 +159,24 @@ def cut(
     return Batch(command, kept, advantages, filters, counts, shards, _truncated(whole, kept))
 
 
+@contextmanager
+def _of_the_algorithm(algorithm: Algorithm, method: str, step: int) -> Iterator[None]:
+    """Whatever the algorithm raises, which may be the user's own, is said with its step, its class and its line."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise BatchUnusable(
+            f"step {step}: {type(algorithm).__name__}.{method} raised {type(error).__name__}: {error} (line {last.lineno} of "
+            f"{last.filename}): mend it there; its traceback is in the orchestrator's log"
+        ) from error
+
+
 def _advantages(recipe: Recipe, rewards: np.ndarray, groups: np.ndarray, step: int) -> np.ndarray:
     """[N] float64, by the algorithm, which may be the user's own. Raises `BatchUnusable`."""
     whose = f"{type(recipe.algorithm).__name__}.advantages"
-    given = np.asarray(recipe.algorithm.advantages(rewards.copy(), groups, group_size=recipe.group_size))
+    with _of_the_algorithm(recipe.algorithm, "advantages", step):
+        given = np.asarray(recipe.algorithm.advantages(rewards.copy(), groups, group_size=recipe.group_size))
     if given.shape != rewards.shape or given.dtype.kind not in "fiu":
         raise BatchUnusable(
             f"step {step}: {whose} gave {given.dtype} of shape {list(given.shape)}: it must give one number for each of the "

@@ -298,6 +298,8 @@ class Performer:
         try:
             batch = cut(command, self.shelf, self._recipe, ranks=len(ranks), attention_length=self._attention_length)
         except BatchUnusable as error:
+            if error.__cause__ is not None:
+                log.error("step %d can't be cut", command.step, exc_info=error.__cause__)
             return (events.StopRequested(reason=str(error), ok=False),)
         self._recorder.batch(batch)
         self._doing = f"training step {command.step}"

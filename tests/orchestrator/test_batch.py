@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import msgspec
@@ -82,6 +83,23 @@ def test_advantages_of_another_shape_than_one_a_rollout_are_refused(shelf: Shelf
 
     with pytest.raises(BatchUnusable, match=said):
         cut(TRAIN, shelf, Recipe(Own(), group_size=3, max_tokens=10), ranks=1)
+
+
+@pytest.mark.parametrize("method", ["advantages", "filters_out"])
+@pytest.mark.parametrize("error", [ZeroDivisionError("no baseline"), SystemExit("no baseline")])
+def test_an_algorithm_that_raises_is_named_with_its_step_and_its_line(shelf: Shelf, method: str, error: BaseException):
+    class Own(RLOO):
+        pass
+
+    def raises(*args: object, **kwargs: object) -> None:
+        raise error
+
+    setattr(Own, method, raises)
+    line = raises.__code__.co_firstlineno + 1
+    said = f"step 6: Own.{method} raised {type(error).__name__}: no baseline (line {line} of {__file__}): mend it there"
+    with pytest.raises(BatchUnusable, match=re.escape(said)) as raised:
+        cut(TRAIN, shelf, Recipe(Own(), group_size=3, max_tokens=10), ranks=1)
+    assert raised.value.__cause__ is error
 
 
 def test_an_algorithm_that_writes_into_the_rewards_changes_no_record(shelf: Shelf):
