@@ -26,17 +26,36 @@ class Ground:
         if now < self._next_look:
             return ""
         self._next_look = now + LOOK_S
-        try:
-            self._file.stat()
-        except (FileNotFoundError, NotADirectoryError):
-            self._missing_since = now if self._missing_since is None else self._missing_since
-        except OSError:
+        there = self._there()
+        if there is None:
             return ""
-        else:
+        if there:
             self._missing_since = None
+        elif self._missing_since is None:
+            self._missing_since = now
         if self._missing_since is None or now - self._missing_since < self._missing_s:
             return ""
         return (
             f"{self._file} has been gone for {now - self._missing_since:.0f} s: the run directory was deleted or moved while "
             "the run went on, so nothing of it would be kept"
         )
+
+    def lost_at_the_end(self) -> str:
+        """The sentence of a run that is over, however short a while its directory has been gone; empty where it is there."""
+        if self._there() is not False:
+            return ""
+        return (
+            f"{self._file} is gone now that the run is over: the run directory was deleted or moved while the run went on. "
+            "Rows, logs and journal are where it went; checkpoints and summary made since then are in "
+            f"{self._file.parent}: put them together before you use either"
+        )
+
+    def _there(self) -> bool | None:
+        """None: the file system does not say."""
+        try:
+            self._file.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:
+            return None
+        return True

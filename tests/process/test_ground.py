@@ -46,3 +46,15 @@ def test_an_error_of_the_file_system_is_no_absence(plan: Path, monkeypatch: pyte
     ground = Ground(plan)
     monkeypatch.setattr(Path, "stat", stale)
     assert [ground.lost(float(second)) for second in range(0, 100, 5)] == [""] * 20
+    assert ground.lost_at_the_end() == ""
+
+
+def test_at_the_end_of_a_run_a_directory_that_went_a_moment_ago_is_missed(plan: Path):
+    ground = Ground(plan)
+    assert (ground.lost(0.0), ground.lost_at_the_end()) == ("", "")
+    plan.parent.rename(plan.parent.with_name("elsewhere"))
+    plan.parent.mkdir()  # a save makes it anew
+    assert ground.lost(2.0) == ""
+    said = f"made since then are in {plan.parent}: put them together before you use either"
+    assert ground.lost_at_the_end().startswith(f"{plan} is gone now that the run is over")
+    assert said in ground.lost_at_the_end()
