@@ -156,13 +156,14 @@ def _after_failure(order: Order, code: int) -> Order | None:
 
 
 def _latest_checkpoint(config: RunConfig) -> tuple[RunDirectory, int]:
-    """The run's directory, and the step of the latest checkpoint from which it can go on; 0 where there is none, or nothing is
-    left to train behind it."""
+    """The run's directory, and the step of the latest checkpoint from which it can go on; 0 where there is none, nothing is
+    left to train behind it, or the directory is no run's any more (it was moved, and a save made one of its name anew)."""
     from telescope.runlog import checkpoints
     from telescope.runlog.layout import RunDirectory
 
     run, saving = RunDirectory(Path(str(config.run_dir))), config.checkpoint
-    there = checkpoints.steps(checkpoints.root(run, saving.dir)) if saving.on and saving.save_training_state else []
+    usable = saving.on and saving.save_training_state and run.config_json.exists()
+    there = checkpoints.steps(checkpoints.root(run, saving.dir)) if usable else []
     return run, there[-1] if there and there[-1] < config.number_of_steps else 0
 
 

@@ -101,6 +101,8 @@ def test_who_fails_or_is_killed_by_a_signal_is_told_from_which_checkpoint_the_ru
     assert start.way_on(ours, 70) == ""  # there is no checkpoint yet
     checkpoint(run, 2)
     checkpoint(run, 4)
+    assert start.way_on(ours, 70) == ""  # the run was moved away: a save has made the folder anew
+    run.config_json.write_text("{}")
     told = f"to go on from the checkpoint of step 4: python -m telescope.runs resume {run.path}"
     assert [start.way_on(ours, code) for code in (0, 74, 75)] == [""] * 3
     assert [start.way_on(ours, code) for code in (1, 70, 129, 130, 143)] == [told] * 5

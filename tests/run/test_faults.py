@@ -41,14 +41,16 @@ def test_a_run_that_trains_nothing_any_more_ends_with_the_step_since_which_that_
 
 @pytest.mark.slow
 def test_a_run_whose_directory_is_moved_away_ends_with_its_name(start: Start, tmp_path: Path):
-    """Its files are open and take every row, and nothing of it would be found."""
-    run = start(*LONG)
+    """Its files are open and take every row, and nothing of it would be found; saves make a folder anew, which is no run's."""
+    run = start(*LONG, "checkpoint.every=20", "checkpoint.keep_last=1")
     run.until_step(2)
     run.remember()
     run.directory.path.rename(tmp_path / "elsewhere")
     assert run.wait() == 70
     assert f"The run failed: {run.directory.plan_json} has been gone for 2" in run.said()
     assert "the run directory was deleted or moved while the run went on" in run.said()
+    assert "goes on from its latest checkpoint" not in run.said()
+    assert "to go on from" not in run.said()
     assert "Traceback" not in run.said()
     shutil.rmtree(run.directory.path, ignore_errors=True)  # what was made anew
     (tmp_path / "elsewhere").rename(run.directory.path)
