@@ -59,6 +59,9 @@ def describe(run: RunDirectory, culprit: str, first: str, endings: dict[str, End
         sentence = f"{culprit} failed: {own}"
     else:
         sentence = own_sentence(run, first)
+        left = endings.get(culprit)  # a reward that calls os._exit(0), say: no failure to see, and nobody heard a Goodbye
+        if left and not left.ordered and left.at < endings[first].at:
+            sentence = f"{culprit} {how(left)} while the run went on, without a word. {sentence}"
     log = run.log(culprit, life)
     return Cause(culprit, sentence, str(log), tail(log))
 

@@ -42,6 +42,16 @@ class Ground:
             "on, so nothing of it would be kept"
         )
 
+    def lost_at_the_end(self) -> str:
+        """The sentence of a run that is over, however short a while its directory has been gone; empty where it is there."""
+        if not self._is_gone():
+            return ""
+        return (
+            f"{self._file} is gone now that the run is over: the run directory was deleted or moved while the run went on. "
+            "Rows, logs and journal are where it went; checkpoints and summary made since then are in "
+            f"{self._file.parent}: put them together before you use either"
+        )
+
     def _is_gone(self) -> bool:
         try:
             self._file.stat()

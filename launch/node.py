@@ -145,6 +145,8 @@ class Supervisor:
             if self.nodes and self.living:
                 self.say_farewell(ERROR, "the head ended with a defect of its own")
         self.absolve()
+        if self.cause is None and (sentence := self.ground.lost_at_the_end()):
+            self.cause = Cause("supervisor", sentence, str(self.directory.path), ())
         return self.exit_code
 
     def start(self, port: dict[str, str]) -> None:

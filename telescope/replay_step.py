@@ -163,6 +163,11 @@ def _checkpoint(run: RunDirectory, config: RunConfig, step: int) -> tuple[str | 
     """The run's own of this step, if there is one, and a doubt about it. Where attempts have trained the step more than once it
     is the one that `run`'s attempt went on from, though another may have its place by now."""
     there = checkpoints.all_of(checkpoints.root(run.whole, config.checkpoint.dir), step)
+    if not there and step > 0:
+        return None, (
+            f"These weights are not those that step {step + 1} began with: no checkpoint of step {step} is there. Loss and "
+            "norm are other than the run's; give the weights with --weights, or save them (checkpoint.every)."
+        )
     attempt = attempt_that_trained(run, step) if there else None
     if attempt is None:
         return next(map(str, there), None), ""

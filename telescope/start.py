@@ -116,11 +116,13 @@ def run_one(order: Order) -> int:
     from the latest checkpoint where a part of the run has died and the attempt has come further than the one before."""
     code = _attempt(order)
     for _ in range(order.config.checkpoint.max_restarts):
-        again = _after_failure(order, code)
+        again = None if code is None else _after_failure(order, code)
         if again is None:
             break
         say("A part of the run has died: it goes on from its latest checkpoint (checkpoint.max_restarts).")
         order, code = again, _attempt(again)
+    if code is None:
+        return CONFIG_ERROR
     if sentence := way_on(order.config, code):
         say(sentence)
     return code
@@ -132,7 +134,7 @@ def way_on(config: RunConfig, code: int) -> str:
     from telescope.runlog.ending import read_object
 
     run, latest = _latest_checkpoint(config)
-    if code not in (COMPONENT_FAILED, *BY_SIGNAL) or not latest or read_object(run.summary_json).get("lost_checkpoint"):
+    if code not in (ERROR, COMPONENT_FAILED, *BY_SIGNAL) or not latest or read_object(run.summary_json).get("lost_checkpoint"):
         return ""
     return f"to go on from the checkpoint of step {latest}: python -m telescope.runs resume {shlex.quote(str(run.path))}"
 
@@ -155,23 +157,25 @@ def _after_failure(order: Order, code: int) -> Order | None:
 
 def _latest_checkpoint(config: RunConfig) -> tuple[RunDirectory, int]:
     """The run's directory, and the step of the latest checkpoint from which it can go on; 0 where there is none, nothing is
-    left to train behind it, or the directory itself is gone, which checkpoints elsewhere outlive."""
+    left to train behind it, or the directory itself is gone, which checkpoints elsewhere outlive and a save may have made
+    anew."""
     from telescope.runlog import checkpoints
     from telescope.runlog.ending import read_object
     from telescope.runlog.layout import RunDirectory
 
     run, saving = RunDirectory(Path(str(config.run_dir))), config.checkpoint
-    can = saving.on and saving.save_training_state and read_object(run.run_json)
+    can = saving.on and saving.save_training_state and run.config_json.exists() and read_object(run.run_json)
     there = checkpoints.steps(checkpoints.root(run, saving.dir)) if can else []
     return run, there[-1] if there and there[-1] < config.number_of_steps else 0
 
 
-def _attempt(order: Order) -> int:
+def _attempt(order: Order) -> int | None:
+    """Its exit code; None where it was refused, in words, before anything began."""
     from telescope._launch.node import supervise
 
     directory = make_directory(order)
     if directory is None:
-        return CONFIG_ERROR
+        return None
     if order.plan:
         code = supervise(directory)
     else:

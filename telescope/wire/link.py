@@ -127,7 +127,7 @@ class Link:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """The Goodbye gives the error of the block: every process of a run connects, works and leaves by this."""
-        self.close("" if error is None else str(error) or type(error).__name__)
+        self.close("" if error is None else _reason(error))
 
     async def __aenter__(self) -> Link:
         return self
@@ -352,3 +352,12 @@ def _dealer(
     socket.reconnect_ivl, socket.reconnect_ivl_max = RECONNECT_MS, RECONNECT_MAX_MS
     socket.heartbeat_ivl, socket.heartbeat_timeout, socket.heartbeat_ttl = ZMTP_BEAT_MS, ZMTP_DEAD_MS, ZMTP_DEAD_MS
     return socket
+
+
+def _reason(error: BaseException) -> str:
+    """As the process itself tells it (`process.Known`): what is neither ours nor comes with a sentence is named by its type, as
+    `'step'` of a KeyError and `0` of a SystemExit say nothing."""
+    said, kind = str(error), type(error)
+    if said and (kind.__module__.startswith("telescope.") or isinstance(error, ValueError | OSError)):
+        return said
+    return f"{kind.__name__}: {said}" if said else kind.__name__

@@ -85,6 +85,18 @@ def test_advantages_of_another_shape_than_one_a_rollout_are_refused(shelf: Shelf
         cut(TRAIN, shelf, Recipe(Own(), group_size=3, max_tokens=10), ranks=1)
 
 
+@pytest.mark.parametrize("method", ["advantages", "filters_out"])
+def test_an_algorithm_that_leaves_the_process_ends_the_run_as_one_that_raises(shelf: Shelf, method: str):
+    def leaves(self: RLOO, *args: object, **kwargs: object) -> None:
+        raise SystemExit("no baseline")
+
+    own = type("Own", (RLOO,), {method: leaves})()
+    line = leaves.__code__.co_firstlineno + 1
+    said = rf"^step 6: Own.leaves raised SystemExit: no baseline \(test_batch.py, line {line}\)$"
+    with pytest.raises(BatchUnusable, match=said):
+        cut(TRAIN, shelf, Recipe(own, group_size=3, max_tokens=10), ranks=1)
+
+
 def test_an_algorithm_that_writes_into_the_rewards_changes_no_record(shelf: Shelf):
     class Own(RLOO):
         def advantages(self, rewards: np.ndarray, groups: np.ndarray, *, group_size: int) -> np.ndarray:

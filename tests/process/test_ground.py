@@ -70,3 +70,15 @@ def test_an_error_between_two_absences_begins_them_anew(plan: Path, monkeypatch:
         patched.setattr(Path, "stat", stat)
         said = [ground.lost(100.0 + second) for second in range(60)]
     assert said == [""] * 60
+    assert ground.lost_at_the_end() == ""
+
+
+def test_at_the_end_of_a_run_a_directory_that_went_a_moment_ago_is_missed(plan: Path):
+    ground = Ground(plan)
+    assert (ground.lost(0.0), ground.lost_at_the_end()) == ("", "")
+    plan.parent.rename(plan.parent.with_name("elsewhere"))
+    plan.parent.mkdir()  # a save makes it anew
+    assert ground.lost(2.0) == ""
+    said = f"made since then are in {plan.parent}: put them together before you use either"
+    assert ground.lost_at_the_end().startswith(f"{plan} is gone now that the run is over")
+    assert said in ground.lost_at_the_end()

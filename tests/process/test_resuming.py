@@ -103,8 +103,11 @@ def test_who_fails_or_is_killed_by_a_signal_is_told_from_which_checkpoint_the_ru
     assert start.way_on(ours, 70) == ""  # there is no checkpoint yet
     checkpoint(run, 2)
     checkpoint(run, 4)
+    assert start.way_on(ours, 70) == ""  # the run was moved away: a save has made the folder anew
+    run.config_json.write_text("{}")
     told = f"to go on from the checkpoint of step 4: python -m telescope.runs resume {run.path}"
-    assert [start.way_on(ours, code) for code in (0, 1, 70, 74, 75, 129, 130, 143)] == ["", "", told, "", "", told, told, told]
+    assert [start.way_on(ours, code) for code in (0, 74, 75)] == [""] * 3
+    assert [start.way_on(ours, code) for code in (1, 70, 129, 130, 143)] == [told] * 5
     assert start.way_on(config(run_dir=str(run.path), checkpoint={"every": 2, "save_training_state": False}), 70) == ""
     run.summary_json.write_text('{"lost_checkpoint": 9}')  # then the launcher has said so
     assert start.way_on(ours, 130) == ""
@@ -117,6 +120,7 @@ def test_a_run_whose_directory_is_gone_does_not_go_on_though_its_checkpoints_lie
     place = {"every": 2, "dir": str(tmp_path / "checkpoints"), "max_restarts": 1}
     ours = config(run_dir=str(run.path), checkpoint=place)
     order = start.Order(ours, make_plan(ours, (Host("a", cpus=4),)), Standing(1, 0), (), (), datetime.now(UTC))
+    run.config_json.write_text("{}")
     checkpoint(run, 2)
     run.checkpoints.rename(tmp_path / "checkpoints")
     again = start._after_failure(order, 70)

@@ -41,16 +41,32 @@ def test_a_run_that_trains_nothing_any_more_ends_with_the_step_since_which_that_
 
 @pytest.mark.slow
 def test_a_run_whose_directory_is_moved_away_ends_with_its_name(start: Start, tmp_path: Path):
-    """Its files are open and take every row, and nothing of it would be found."""
-    run = start(*LONG)
+    """Its files are open and take every row, and nothing of it would be found; saves make a folder anew, which is no run's."""
+    run = start(*LONG, "checkpoint.every=20", "checkpoint.keep_last=1")
     run.until_step(2)
     run.remember()
     run.directory.path.rename(tmp_path / "elsewhere")
     assert run.wait() == 70
     assert f"The run failed: {run.directory.plan_json} has been gone for 2" in run.said()
     assert "the run directory was deleted or moved while the run went on" in run.said()
+    assert "goes on from its latest checkpoint" not in run.said()
+    assert "to go on from" not in run.said()
     assert "Traceback" not in run.said()
     shutil.rmtree(run.directory.path, ignore_errors=True)  # what was made anew
+    (tmp_path / "elsewhere").rename(run.directory.path)
+    assert run.left_after(30) == []
+
+
+def test_a_run_that_ends_soon_after_its_directory_was_moved_away_is_no_success(start: Start, tmp_path: Path):
+    """Its saves make the directory anew, and all steps are trained before the supervisor would end the run for it."""
+    run = start("experiment=fake", "number_of_steps=8", "backend.step_s=0.3", "checkpoint.every=2", "cluster.device=cpu")
+    run.until_step(3)
+    run.remember()
+    run.directory.path.rename(tmp_path / "elsewhere")
+    assert run.wait() == 70
+    assert f"The run failed: {run.directory.plan_json} is gone now that the run is over" in run.said()
+    assert "Traceback" not in run.said()
+    shutil.rmtree(run.directory.path)
     (tmp_path / "elsewhere").rename(run.directory.path)
     assert run.left_after(30) == []
 
@@ -200,16 +216,43 @@ def test_an_error_in_the_orchestrator_is_the_reason_in_the_summary(start: Start,
         "from telescope.algorithms.grpo import GRPO\n"
         "class Broken(GRPO):\n"
         "    def advantages(self, rewards, groups, *, group_size):\n"
-        "        raise LookupError('no baseline for this group')\n"
+        "        import telescope.orchestrator.batch as batch\n"
+        "        batch._denominators = None  # an error of the orchestrator's own\n"
+        "        return super().advantages(rewards, groups, group_size=group_size)\n"
     )
     run = start("experiment=fake", "--config-dir", str(tmp_path / "mine"), "algorithm=broken")
     assert run.wait() == 1
     summary = run.summary()
-    assert summary["exit_reason"] == "orchestrator ended with LookupError: no baseline for this group"
+    assert summary["exit_reason"] == "orchestrator ended with TypeError: 'NoneType' object is not callable"
     assert (summary["ok"], summary["exit_code"]) == (False, 1)
     assert summary["reasons"]["cancelled: the run ended"] > 0
-    assert "no baseline for this group" in run.said()
+    assert "'NoneType' object is not callable" in run.said()
     assert "Traceback" in run.directory.log("orchestrator").read_text()
+
+
+def test_an_algorithm_that_raises_in_step_3_ends_the_run_with_its_line_and_the_way_on(start: Start, tmp_path: Path):
+    folder = tmp_path / "mine" / "plugins" / "algorithms"
+    folder.mkdir(parents=True)
+    (folder / "broken.py").write_text(
+        "from telescope.algorithms.grpo import GRPO\n"
+        "taken = []\n"
+        "class Broken(GRPO):\n"
+        "    def advantages(self, rewards, groups, *, group_size):\n"
+        "        taken.append(1)\n"
+        "        if len(taken) == 3:\n"
+        "            raise LookupError('no baseline for this group')\n"
+        "        return super().advantages(rewards, groups, group_size=group_size)\n"
+    )
+    saving = ("checkpoint.every=1", "checkpoint.max_restarts=0")
+    slow = ("orchestrator.max_async_rollout=0", "backend.step_s=0.5")  # the save of step 1 is whole before step 3 is cut
+    run = start("experiment=fake", "--config-dir", str(tmp_path / "mine"), "algorithm=broken", *saving, *slow)
+    assert run.wait() == 70
+    raised = "step 3: Broken.advantages raised LookupError: no baseline for this group"
+    assert run.summary()["exit_reason"] == f"{raised} (broken.py, line 7)"
+    assert raised in run.said()
+    assert "to go on from the checkpoint of step " in run.said()
+    assert "Traceback" in run.directory.log("orchestrator").read_text()
+    assert run.left_after(30) == []
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import re
@@ -224,7 +225,19 @@ def test_the_runs_own_checkpoint_of_the_step_before_is_taken(tmp_path, capsys):
     assert main([str(run.path), "--step", "3"]) == 0
     said = capsys.readouterr().out
     assert f"weights here: {checkpoints.complete_folder(run.checkpoints, 2)}" in said
+    assert "These weights are not" not in said
     assert f"loss {result.metrics['loss']:.6g}, gradient norm {result.metrics['grad_norm']:.6g}" in said
+
+
+def test_weights_that_are_not_those_of_the_step_are_said_to_be_others(tmp_path, capsys):
+    """Only step 1 began with the weights that the run began with."""
+    run, config = kept_run(tmp_path)
+    for step in (1, 3):
+        train_and_keep(run, config, with_advantage(make_shard(step), 5, math.inf))
+        main([str(run.path), "--step", str(step)])
+    first, third = capsys.readouterr().out.split("step 3 of", 1)
+    assert "These weights are not" not in first
+    assert "These weights are not those that step 3 began with: no checkpoint of step 2 is there." in third
 
 
 def test_shards_of_all_ranks_become_one_and_shared_ones_count_once():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -252,15 +253,21 @@ async def test_a_link_that_closes_first_hands_over_what_it_has_sent(hub: Hub, co
     assert isinstance(await hub.next(DEADLINE_S), PeerLeft)
 
 
-async def test_the_context_manager_says_why_it_ends(hub: Hub, connect) -> None:
+@pytest.mark.parametrize(("error", "said"), [
+    (ValueError("no such sandbox"), "no such sandbox"),
+    (LinkLost("the hub is gone"), "the hub is gone"),  # ours
+    (KeyError("step"), "KeyError: 'step'"),
+    (SystemExit(0), "SystemExit: 0"),
+    (AssertionError(), "AssertionError"),
+])  # fmt: skip
+async def test_the_context_manager_says_why_it_ends(hub: Hub, connect, error: BaseException, said: str) -> None:
     def fail(link: Link) -> None:
-        with link:
-            raise ValueError("no such sandbox")
+        with contextlib.suppress(type(error)), link:
+            raise error
 
     worker = await connect("worker-0", hub)
-    with pytest.raises(ValueError, match="no such sandbox"):
-        await asyncio.to_thread(fail, worker)
-    assert await hub.next(DEADLINE_S) == PeerLost("worker-0", "no such sandbox")
+    await asyncio.to_thread(fail, worker)
+    assert await hub.next(DEADLINE_S) == PeerLost("worker-0", said)
 
 
 # ---- who may come ----------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ def named(algorithm: object, method: str, when: str) -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         place = ""
         for frame, line in traceback.walk_tb(error.__traceback__):
             code = frame.f_code
