@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -25,7 +26,7 @@ from telescope.inference.engine import Generated
 from telescope.records import FinishReason
 from telescope.wire.happenings import Delivery, Happening, PeerLeft, PeerLost
 from telescope.wire.messages import Body, Completion, Expect, Generate, GenerateFailed, Served
-from telescope.wire.rules import TICKET_LIFETIME_S
+from telescope.wire.rules import NOTED_OF_A_PEER, TICKET_LIFETIME_S
 
 TICK_S = 0.5
 MAX_EARLY = 65_536
@@ -106,6 +107,7 @@ class Door:
         self._early: dict[str, _Early] = {}
         self._running: dict[str, Direct] = {}
         self._spent: dict[str, None] = {}
+        self.refused: Counter[str] = Counter()
         self._due: list[tuple[float, str]] = []  # a heap; what has come or gone meanwhile is passed over
 
     async def run(self) -> None:
@@ -224,7 +226,10 @@ class Door:
         self._link.send(Served(expected.order.request_id, reason, 0, 0, 0.0, 0.0, cause), answers=expected.delivery)
 
     def _turn_away(self, delivery: Delivery, order: Generate, why: str) -> None:
-        log.warning("a request of %s was refused: %s", delivery.peer, why)
+        self.refused[delivery.peer] += 1
+        if (count := self.refused[delivery.peer]) <= NOTED_OF_A_PEER:
+            last = " (further ones of this process are not noted)" * (count == NOTED_OF_A_PEER)
+            log.warning("a request of %s was refused: %s%s", delivery.peer, why, last)
         self._port.send(delivery.peer, GenerateFailed(order.request_id, why), answers=delivery)
 
     def _spend(self, request_id: str, again: bool = False) -> None:

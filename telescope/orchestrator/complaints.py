@@ -9,10 +9,9 @@ import logging
 from collections import Counter
 from typing import Protocol
 
-log = logging.getLogger(__name__)
+from telescope.wire.rules import NOTED_OF_A_PEER
 
-NOTED_OF_A_PEER = 100
-"""More from one peer are counted only: a peer that says nothing else must not fill the disk."""
+log = logging.getLogger(__name__)
 
 
 class Alerts(Protocol):

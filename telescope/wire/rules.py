@@ -122,3 +122,6 @@ MAX_WEIGHT_ORDERS = 4
 ACK_DELAY_S = 0.1
 """Acks wait this long for company: one message tells many."""
 ACK_BATCH = 64
+
+NOTED_OF_A_PEER = 100
+"""Complaints of one peer that are logged; more are counted only: a peer that says nothing else must not fill the disk."""

@@ -17,7 +17,7 @@ from telescope.wire.hub import Hub
 from telescope.wire.hub_session import HubIdentity
 from telescope.wire.link import Link, WireRefused
 from telescope.wire.messages import Abort, Body, Completion, Expect, Generate, GenerateFailed, Hello, Served, Stop
-from telescope.wire.rules import DOOR_PORT
+from telescope.wire.rules import DOOR_PORT, NOTED_OF_A_PEER
 from telescope.wire.security import make_keys
 from tests.inference.test_server import PROMPT, Wire, make
 
@@ -139,6 +139,16 @@ async def test_without_a_ticket_nothing_is_served(quick: Serving):
         refused = await heard(link)
         assert isinstance(refused, GenerateFailed)
         assert quick.hub.answers.empty()
+
+
+async def test_a_worker_that_is_refused_again_and_again_does_not_fill_the_log(quick: Serving, caplog: pytest.LogCaptureFixture):
+    with await quick.come() as link:
+        for _ in range(NOTED_OF_A_PEER + 20):
+            bring(link, secret="")
+            assert isinstance(await heard(link), GenerateFailed)
+    lines = [record.getMessage() for record in caplog.records if "was refused" in record.getMessage()]
+    assert len(lines) == NOTED_OF_A_PEER
+    assert lines[-1].endswith("(further ones of this process are not noted)")
 
 
 @pytest.mark.parametrize("name", ["trainer-0", "server-0", "orchestrator"])

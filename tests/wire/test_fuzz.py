@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
 import random
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -33,6 +34,8 @@ pytestmark = pytest.mark.timeout(400)  # sender, receiver and traffic share one 
 
 MESSAGES = 10_000
 GROWTH_BYTES = 4 * 2**20
+FLOODS = 4
+"""After the first, at most."""
 """Resident memory may waver by this much between two floods. A leak of half a kilobyte a message would show."""
 
 
@@ -122,23 +125,34 @@ async def traffic(hub: Hub, connect) -> AsyncIterator[Traffic]:
 
 
 async def survives(traffic: Traffic | DoorTraffic, attack: Callable[[random.Random], None]) -> int:
-    """Run the attack twice; the second must leave the memory where the first left it, and traffic must go on. Gives the
-    growth in bytes."""
-    resident = []
-    for seed in (1, 2):
-        before = traffic.trips
-        await asyncio.to_thread(attack, random.Random(seed))
-        after = traffic.trips
-        assert after > before  # during the flood, though its author shares this process's interpreter lock
-        async with asyncio.timeout(DEADLINE_S):
-            while traffic.trips < after + 20:
-                await asyncio.sleep(0.01)
-        gc.collect()
-        resident.append(psutil.Process().memory_info().rss)
-    growth = resident[1] - resident[0]
-    print(f"resident memory {resident[0] / 2**20:.1f} MiB, after another flood {growth / 2**20:+.2f} MiB")
-    assert growth < GROWTH_BYTES
-    return growth
+    """Run the attack again and again; one that is not the first must leave the memory where it found it, and traffic must go
+    on. Gives the growth in bytes. What is kept of each attack is kept of all of them; what an allocator of a process that has
+    run other tests takes once is not."""
+    growths: list[int] = []
+    resident = await _flooded(traffic, attack, 1)
+    for seed in range(2, 2 + FLOODS):
+        found = await _flooded(traffic, attack, seed)
+        growths.append(found - resident)
+        resident = found
+        if growths[-1] < GROWTH_BYTES:
+            break
+    told = ", ".join(f"{growth / 2**20:+.2f}" for growth in growths)
+    print(f"resident memory {resident / 2**20:.1f} MiB; by each further flood {told}")
+    assert growths[-1] < GROWTH_BYTES, growths
+    return growths[-1]
+
+
+async def _flooded(traffic: Traffic | DoorTraffic, attack: Callable[[random.Random], None], seed: int) -> int:
+    """Bytes of memory in use after one attack."""
+    before = traffic.trips
+    await asyncio.to_thread(attack, random.Random(seed))
+    after = traffic.trips
+    assert after > before  # during the flood, though its author shares this process's interpreter lock
+    async with asyncio.timeout(DEADLINE_S):
+        while traffic.trips < after + 20:
+            await asyncio.sleep(0.01)
+    gc.collect()
+    return int(psutil.Process().memory_info().rss)
 
 
 async def test_strangers_without_a_valid_key(hub: Hub, traffic: Traffic, run: RunDirectory) -> None:
@@ -184,7 +198,7 @@ async def test_a_valid_key_without_a_hello(
 
 async def test_malformed_messages_of_a_welcomed_peer(hub: Hub, traffic: Traffic, run: RunDirectory) -> None:
     keys = load_keys(run, "worker-1")
-    rounds = iter(range(2))
+    rounds = itertools.count()
 
     def attack(rng: random.Random) -> None:
         other = dealer(run, (keys.public, keys.secret))
@@ -236,7 +250,7 @@ async def test_a_servers_door_lives_through_the_same_flood(run: RunDirectory) ->
     traffic = DoorTraffic(orders)
     working = asyncio.create_task(traffic.work(worker))
     keys = load_keys(run, "worker-1")
-    rounds = iter(range(2))
+    rounds = itertools.count()
 
     def attack(rng: random.Random) -> None:
         for strange in (None, zmq.curve_keypair()):
@@ -254,15 +268,17 @@ async def test_a_servers_door_lives_through_the_same_flood(run: RunDirectory) ->
             other.send_multipart(encode(m.Generate(f"good {number}", 1, 0, 0, SAMPLING), number, 0, ids))
         other.close(linger=5000)
 
-    await survives(traffic, attack)
-    assert not serving.done()
-    assert not working.done()
-    reasons = {reason for (name, reason) in door.malformed if name == "worker-1"}
-    assert reasons >= {"header", "frame count", "frame size", "direction"}
-    assert {name for name, _ in door.malformed} <= {"worker-1", "(unknown)"}
-    assert next(iter(door.peers)) == "worker-0"
-    for task in (working, serving):
-        task.cancel()
-    await asyncio.gather(working, serving, return_exceptions=True)
-    await door.close("the test has ended", timeout_s=0.0)
-    await asyncio.to_thread(worker.close, "the test has ended")
+    try:
+        await survives(traffic, attack)
+        assert not serving.done()
+        assert not working.done()
+        reasons = {reason for (name, reason) in door.malformed if name == "worker-1"}
+        assert reasons >= {"header", "frame count", "frame size", "direction"}
+        assert {name for name, _ in door.malformed} <= {"worker-1", "(unknown)"}
+        assert next(iter(door.peers)) == "worker-0"
+    finally:  # sockets that stay open would keep this process from ending
+        for task in (working, serving):
+            task.cancel()
+        await asyncio.gather(working, serving, return_exceptions=True)
+        await door.close("the test has ended", timeout_s=0.0)
+        await asyncio.to_thread(worker.close, "the test has ended")
