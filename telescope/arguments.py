@@ -19,21 +19,21 @@ def from_one(text: str) -> int:
 
 def above_zero(text: str) -> float:
     """A finite number above 0, e.g. of seconds or gigabytes."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < math.inf:
+    if (number := _finite(text)) is None or number <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
     return number
 
 
 def from_zero(text: str) -> float:
     """A finite number of 0 or more, e.g. of seconds to wait, where 0 asks and does not wait."""
+    if (number := _finite(text)) is None or number < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 on")
+    return number
+
+
+def _finite(text: str) -> float | None:
     try:
         number = float(text)
     except ValueError:
-        number = -1.0
-    if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 on")
-    return number
+        return None
+    return number if math.isfinite(number) else None

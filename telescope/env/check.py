@@ -121,14 +121,7 @@ async def _checked(
     asyncio.get_running_loop().set_default_executor(threads)
     template = load_template(config.model, model_folder(config.model.name))
     whole = load_environments(config)[asked.name]
-    limits = Limits(
-        temperature=config.rollout.temperature,
-        max_tokens=config.rollout.max_tokens,
-        max_prompt_tokens=config.inference.max_model_len - config.rollout.max_tokens,
-        timeout_s=config.rollout.timeout_s,
-        support=config.rollout.support,
-        stop=config.rollout.stop,
-    )
+    limits = Limits.of(config)
     loaded = leave_out_too_long(whole, template, limits.max_prompt_tokens, config.cluster.placement_timeout_s)
     policy = _policy(config, asked, template, loaded)
     played = await _play_all(

@@ -13,7 +13,6 @@ from typing import Any
 
 from telescope.config.models import ModelNotFound, model_folder
 from telescope.config.plugins import PluginError
-from telescope.config.run import RunConfig
 from telescope.config.secrets import SecretMissing
 from telescope.config.words import ConfigError
 from telescope.wire.heap import freeze_heap
@@ -46,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def live(place: Place, signals: Signals) -> int:
     """Load, say hello, play, say goodbye."""
     config = place.config
-    limits = limits_of(config)
+    limits = Limits.of(config)
     template = load_template(config.model, model_folder(config.model.name))
     deadline_s = config.cluster.placement_timeout_s / 2
     environments = {
@@ -61,19 +60,6 @@ def live(place: Place, signals: Signals) -> int:
     freeze_heap()
     with Link.connect(place.directory, hello, deadline_s=config.cluster.placement_timeout_s) as link:
         return run_through(_until_stopped(Service(link, place.name, environments, template, limits, _doors(place)), signals))
-
-
-def limits_of(config: RunConfig) -> Limits:
-    """How every rollout of the run is sampled: the trainer's log-probs are those of the same distribution."""
-    return Limits(
-        temperature=config.rollout.temperature,
-        max_tokens=config.rollout.max_tokens,
-        max_prompt_tokens=config.inference.max_model_len - config.rollout.max_tokens,
-        timeout_s=config.rollout.timeout_s,
-        free_lane=config.orchestrator.free_lane_after_generation,
-        support=config.rollout.support,
-        stop=config.rollout.stop,
-    )
 
 
 def _doors(place: Place) -> Doors | None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from telescope.config.run import RunConfig
 from telescope.environments.base import Environment, Prompt, Reward
 from telescope.environments.chat import Recording, Sampled, TokenChat
 from telescope.environments.draws import Draws
@@ -43,6 +44,19 @@ class Limits:
     """Say when a rollout's generation is over, before its reward."""
     support: Support = WHOLE
     stop: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Limits:
+        """How every rollout of the run is sampled: the trainer's log-probs are those of the same distribution."""
+        return cls(
+            temperature=config.rollout.temperature,
+            max_tokens=config.rollout.max_tokens,
+            max_prompt_tokens=config.inference.max_model_len - config.rollout.max_tokens,
+            timeout_s=config.rollout.timeout_s,
+            free_lane=config.orchestrator.free_lane_after_generation,
+            support=config.rollout.support,
+            stop=config.rollout.stop,
+        )
 
 
 class Turns:
