@@ -1,4 +1,4 @@
-"""`python -m telescope.plan` in process: what it prints, what it refuses, and the pure functions behind it."""
+"""`python -m telescope plan` in process: what it prints, what it refuses, and the pure functions behind it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from telescope.cli.plan import main
 from telescope.compose.load import load_points, places_for
 from telescope.config.parts import LoraSettings
 from telescope.config.run import RunConfig
 from telescope.flow.latency import Load, constant
-from telescope.plan import main
 from telescope.planning.cards import CARDS
 from telescope.planning.forecast import (
     assumed_load,
@@ -406,7 +406,7 @@ def test_the_placement_names_hosts_gpus_threads_and_where_sockets_bind(say: Call
 
 def test_the_placement_of_the_docs_is_printed_as_there(say: Callable[..., tuple[int, str]]) -> None:
     page = (Path(__file__).resolve().parents[2] / "docs/launching.md").read_text(encoding="utf-8")
-    block = page.partition("    $ python -m telescope.plan ")[2].partition("\n\n")[0].replace("\\\n", "")
+    block = page.partition("    $ python -m telescope plan ")[2].partition("\n\n")[0].replace("\\\n", "")
     command, *printed = (line.removeprefix("    ") for line in block.splitlines())
     code, said = say(*command.split())
     assert code == 0

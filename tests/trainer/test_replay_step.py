@@ -20,16 +20,16 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from telescope import replay_step
 from telescope._launch.resuming import next_attempt
 from telescope.algorithms.grpo import GRPO
 from telescope.backends.base import Saved, StepResult, TrainShard, World
 from telescope.backends.common import ranks
 from telescope.backends.fsdp import FSDP
+from telescope.cli import replay_step
+from telescope.cli.replay import main
+from telescope.cli.replay_step import share, together
 from telescope.config.parts import EnvironmentEntry, TrainerSettings
 from telescope.config.run import RunConfig, config_hash, dump_run
-from telescope.replay import main
-from telescope.replay_step import share, together
 from telescope.runlog import checkpoints, kept
 from telescope.runlog.identity import new_identity, write_identity
 from telescope.runlog.layout import RunDirectory
@@ -165,7 +165,7 @@ def test_three_processes_of_torchrun_find_what_one_finds(tmp_path, capsys):
     keeper(run, config, every=3).trained(in_minibatches(make_shard(3), (4, 4)), wrong(0.0))
     assert main([str(run.path), "--step", "3", "--device", "cpu"]) == 0
     alone = capsys.readouterr().out
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "-m", "telescope.replay"]
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "-m", "telescope", "replay"]
     done = subprocess.run(
         [sys.executable, *command, str(run.path), "--step", "3", "--device", "cpu"],
         cwd=ROOT, capture_output=True, text=True, timeout=280, check=False,

@@ -1,4 +1,4 @@
-"""Where a gradient that is no finite number comes from: parameters, rows, trajectories. For `telescope.replay`.
+"""Where a gradient that is no finite number comes from: parameters, rows, trajectories. For `telescope replay`.
 
 Owns the search, which runs rows again one by one, and in those that are at fault each trajectory alone. Every rank takes
 part in each pass, as these are collectives. Refuses to change a weight.

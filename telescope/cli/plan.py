@@ -1,4 +1,4 @@
-"""`python -m telescope.plan [overrides]`: what a run would be, in numbers. Starts nothing and writes nothing.
+"""`python -m telescope plan [overrides]`: what a run would be, in numbers. Starts nothing and writes nothing.
 
 Takes the same overrides as `telescope.run`: batches, steps and staleness come from `flow.bounds`, the processes and their
 GPUs and threads from the launcher's own plan for this machine or the nodes of a Slurm job, memory from `maths.memory`, and
@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from telescope._launch import terminal
 from telescope._launch.local import this_host
 from telescope._launch.plan import Plan, PlanError, make_plan, shared_gpus
 from telescope.compose.load import UsageError, load_points, places_for
@@ -78,7 +77,7 @@ def main(arguments: Sequence[str]) -> int:
             lines = [*describe(point.config), *_processes(point.config, point.warnings, asked)]
             lines += _forecast(_as_placed(point.config, asked), asked)
     except (UsageError, BadHosts) as error:
-        sys.stderr.write(f"telescope.plan: {error}\n")
+        sys.stderr.write(f"telescope plan: {error}\n")
         return USAGE
     except (ConfigError, PlanError, Refused, Uncalibratable) as error:
         sys.stderr.write(f"{error}\n")
@@ -88,7 +87,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="telescope.plan", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="telescope plan", description=__doc__, allow_abbrev=False)
     parser.add_argument("-cd", "--config-dir", help="a folder with your own presets")
     parser.add_argument("--calibrate", metavar="RUN_DIR", help="take times and lengths from this run")
     parser.add_argument("--gpus", type=int, metavar="N", help="divide N GPUs between inference and training; show the splits")
@@ -254,8 +253,3 @@ def describe_processes(plan: Plan) -> Iterator[str]:
             )
             if process.node == node:
                 yield f"  {process.name:<14}{where}"
-
-
-if __name__ == "__main__":
-    terminal.prepare()
-    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""`python -m telescope.servers RUN_DIR`: where a run's inference servers listen, while they do. Never prints a key."""
+"""`python -m telescope servers RUN_DIR`: where a run's inference servers listen, while they do. Never prints a key."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from telescope._launch import terminal
 from telescope.runlog.ending import read_object
 from telescope.runlog.layout import RunDirectory
 
-USAGE = "usage: python -m telescope.servers RUN_DIR\n"
+USAGE = "usage: python -m telescope servers RUN_DIR\n"
 SHOWN = ("url", "model", "version")
 
 
@@ -43,8 +42,3 @@ def listening(run: RunDirectory) -> Iterator[str]:
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
         if found := read_object(path):  # else it has gone, or is being written
             yield "  ".join([path.stem, *(str(found[name]) for name in SHOWN if found.get(name) is not None)])
-
-
-if __name__ == "__main__":
-    terminal.prepare()
-    sys.exit(main(sys.argv[1:]))

@@ -33,5 +33,5 @@ else
     pip --find-links "$scratch/wheels" @REQUIREMENTS@
 fi
 "$venv/bin/python" -m telescope.run --help > /dev/null
-[ -z "$no_deps" ] || "$venv/bin/python" -m telescope.bundle_check "$here/bundle.json" || fail "Install what is missing beside $python, then again."
+[ -z "$no_deps" ] || "$venv/bin/python" -m telescope.cli.bundle_check "$here/bundle.json" || fail "Install what is missing beside $python, then again."
 printf 'Installed. Try: %s/bin/telescope run\n' "$venv"

@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def candidates(line: str) -> list[str]:
     """What the last word of a command line may become, sorted; `telescope run alg` gives `algorithm=`."""
-    from telescope.cli import COMMANDS
+    from telescope.cli.main import COMMANDS
 
     words = line.split(" ")
     last, before = words[-1], [word for word in words[1:-1] if word]
@@ -99,7 +99,3 @@ def _overrides(word: str) -> Iterator[str]:
     for name in fitting:  # a section at a time: `tr` gives `trainer.`, and not its forty settings
         parts = name.split(".")
         yield f"{name}=" if len(parts) <= depth + 1 else ".".join(parts[: depth + 1]) + "."
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""`python -m telescope.doctor logprobs|weights [overrides]`: do trainer and server agree?
+"""`python -m telescope doctor logprobs|weights [overrides]`: do trainer and server agree?
 
 logprobs, on the probabilities of the same tokens: starts the configured engine, lets it answer prompts of the configured
 environments, ends it, builds the configured backend and asks it for the log-probs of the same tokens at the same temperature.
@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from telescope._launch import terminal
-from telescope.arguments import from_one
+from telescope.cli.arguments import from_one
 
 if TYPE_CHECKING:
     from telescope.backends.base import TrainShard
@@ -63,7 +62,7 @@ class Parity:
 
 def main(arguments: Sequence[str]) -> int:
     """One command line; gives the exit code."""
-    parser = argparse.ArgumentParser(prog="telescope.doctor", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="telescope doctor", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("check", choices=["logprobs", "weights"])
     parser.add_argument("--samples", type=from_one, default=SAMPLES, help="answers to compare (default %(default)s)")
     parser.add_argument("-cd", "--config-dir", help="a folder of your own presets and plug-ins")
@@ -81,7 +80,7 @@ def main(arguments: Sequence[str]) -> int:
         try:
             (point,) = load_points(overrides, places_for(asked.config_dir), os.environ)
         except UsageError as error:
-            sys.stderr.write(f"telescope.doctor: {error}\n")
+            sys.stderr.write(f"telescope doctor: {error}\n")
             return USAGE
         if point.config is None:
             sys.stderr.write(f"{ConfigError(point.problems)}\n")
@@ -93,23 +92,23 @@ def main(arguments: Sequence[str]) -> int:
 def examine(check: str, configs: Sequence[RunConfig], samples: int) -> int:
     """`configs` differ in the temperature alone. Gives the exit code."""
     if configs[0].inference.engine == "fake" or configs[0].backend_name == "fake":
-        sys.stderr.write("telescope.doctor: a fake engine or backend has no model; use inference=vllm and a real backend\n")
+        sys.stderr.write("telescope doctor: a fake engine or backend has no model; use inference=vllm and a real backend\n")
         return USAGE
     if check == "weights" and len(configs) > 1:
-        sys.stderr.write("telescope.doctor: weights are the same at every temperature: give --temperature once or not\n")
+        sys.stderr.write("telescope doctor: weights are the same at every temperature: give --temperature once or not\n")
         return USAGE
     try:
         return weights(configs[0], samples) if check == "weights" else logprobs(configs, samples)
     except explained() as error:
         log.debug("the cause", exc_info=error)
-        sys.stderr.write(f"telescope.doctor: {error}\n")
+        sys.stderr.write(f"telescope doctor: {error}\n")
         return DISAGREE
 
 
 def explained() -> tuple[type[BaseException], ...]:
     """Errors of engine, trainer and plan whose text is all that there is to say. Imports torch."""
     from telescope.backends.fsdp.policy import UnfitModel
-    from telescope.doctor_weights import PairFailed
+    from telescope.cli.doctor_weights import PairFailed
     from telescope.inference import main as server
     from telescope.inference.engine import RequestRefused, WeightsRefused
     from telescope.trainer import main as trainer
@@ -127,10 +126,10 @@ def logprobs(configs: Sequence[RunConfig], samples: int) -> int:
 
 def weights(config: RunConfig, samples: int) -> int:
     """A trained version's way to a server's parameters. Gives the exit code."""
-    from telescope.doctor_weights import check_weights
+    from telescope.cli.doctor_weights import check_weights
 
     if config.model.lora is not None:
-        sys.stderr.write("telescope.doctor: with model.lora only adapters travel; use `doctor weights` without it\n")
+        sys.stderr.write("telescope doctor: with model.lora only adapters travel; use `doctor weights` without it\n")
         return USAGE
 
     async def shard(engine: Engine, pair: RunConfig) -> TrainShard:
@@ -245,8 +244,3 @@ def _spread(mask: np.ndarray, fill: float, values: Sequence[np.ndarray], dtype: 
     spread: np.ndarray = np.full(len(mask), fill, dtype)
     spread[mask.astype(bool)] = np.concatenate(values)
     return spread
-
-
-if __name__ == "__main__":
-    terminal.prepare()
-    sys.exit(main(sys.argv[1:]))

@@ -1,6 +1,6 @@
 """`telescope COMMAND …`: every command of the project under one name. Each is a module with `main(arguments) -> exit code`.
 
-`telescope run …` is `python -m telescope.run …`, and so on. Imports a command's module only when it is asked for.
+`python -m telescope COMMAND …` says the same where nothing is installed. Imports a command's module only when it is asked for.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ class Command:
 
 
 COMMANDS = {
-    "run": Command("telescope.run", "train: compose, check, start and watch a run, or a sweep with -m"),
-    "check": Command("telescope.check", "say what is wrong with a command line, and start nothing"),
-    "plan": Command("telescope.plan", "what a run would be: steps, staleness, processes, memory, times"),
-    "runs": Command("telescope.runs", "list runs, follow one's log, stop one, go on with one"),
-    "servers": Command("telescope.servers", "where a run's inference servers listen"),
+    "run": Command("telescope.cli.run", "train: compose, check, start and watch a run, or a sweep with -m"),
+    "check": Command("telescope.cli.check", "say what is wrong with a command line, and start nothing"),
+    "plan": Command("telescope.cli.plan", "what a run would be: steps, staleness, processes, memory, times"),
+    "runs": Command("telescope.cli.runs", "list runs, follow one's log, stop one, go on with one"),
+    "servers": Command("telescope.cli.servers", "where a run's inference servers listen"),
     "env": Command("telescope.env.__main__", "try an environment; print a trajectory token by token"),
-    "doctor": Command("telescope.doctor", "compare trainer and server: log-probs, weights"),
-    "replay": Command("telescope.replay", "does today's core decide as the run's journal says"),
-    "export": Command("telescope.export", "a checkpoint's weights as a model that transformers and vLLM load"),
-    "bundle": Command("telescope.bundle", "wheels and an install script for hosts without a registry"),
-    "completion": Command("telescope.completion", "print the shell's completion script"),
+    "doctor": Command("telescope.cli.doctor", "compare trainer and server: log-probs, weights"),
+    "replay": Command("telescope.cli.replay", "does today's core decide as the run's journal says"),
+    "export": Command("telescope.cli.export", "a checkpoint's weights as a model that transformers and vLLM load"),
+    "bundle": Command("telescope.cli.bundle", "wheels and an install script for hosts without a registry"),
+    "completion": Command("telescope.cli.completion", "print the shell's completion script"),
 }
 
 
@@ -57,7 +57,3 @@ def overview() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {command.does}" for name, command in COMMANDS.items()]
     return "\n".join(["usage: telescope COMMAND …", "", *lines, "", "telescope COMMAND --help says more.", ""])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""`python -m telescope.runs list | tail | stop | resume`: the runs of a folder, one's log as it grows, an end for one, and a
+"""`python -m telescope runs list | tail | stop | resume`: the runs of a folder, one's log as it grows, an end for one, and a
 further attempt.
 
 Reads run directories; all but `resume` change nothing in them. `stop` asks the process that watches the run, as Ctrl-C would:
@@ -17,9 +17,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from telescope._launch import terminal
 from telescope._launch.slurm.queue import SlurmSilent, cancel, stage_of, state_of, states
-from telescope.arguments import from_one, from_zero
+from telescope.cli.arguments import from_one, from_zero
 from telescope.exit_codes import STOPS
 from telescope.runlog.attempts import read_submission
 from telescope.runlog.ending import read_object
@@ -60,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="telescope.runs", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="telescope runs", description=__doc__, allow_abbrev=False)
     actions = parser.add_subparsers(required=True, metavar="list|tail|stop|resume")
     listing = actions.add_parser("list", help="the runs below a folder, latest last")
     listing.add_argument("folder", nargs="?", default="runs", type=Path)
@@ -251,7 +250,7 @@ def _stop(asked: argparse.Namespace) -> int:
 
 def _resume(asked: argparse.Namespace) -> int:
     """The settings are those of the run's config.json, so that no command line has to be found again."""
-    from telescope.again import WrongOverride, go_on
+    from telescope.cli.resume import WrongOverride, go_on
 
     try:
         return go_on(asked.run, asked.overrides)
@@ -277,8 +276,3 @@ def _stop_job(run: RunDirectory, job: str) -> int:
         return FAILED
     sys.stdout.write(f"{run.path}: job {job} is cancelled.\n")
     return OK
-
-
-if __name__ == "__main__":
-    terminal.prepare()
-    sys.exit(main(sys.argv[1:]))

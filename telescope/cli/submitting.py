@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from telescope.start import CONFIG_ERROR, OK, Order, make_directory, say
+from telescope.cli.start import CONFIG_ERROR, OK, Order, make_directory, say
 
 if TYPE_CHECKING:
+    from telescope.cli.sweep import Sweep
     from telescope.config.slurm import SlurmSettings
-    from telescope.sweep import Sweep
 
 _log = logging.getLogger("telescope.run")
 

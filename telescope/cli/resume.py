@@ -11,11 +11,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from telescope.cli.start import CONFIG_ERROR, Order, join_run, obstacles_here, planned, run_one, say
+from telescope.cli.submitting import submit_all
 from telescope.config.words import nearest
 from telescope.runlog.ending import read_object
 from telescope.runlog.layout import RunDirectory
-from telescope.start import CONFIG_ERROR, Order, join_run, obstacles_here, planned, run_one, say
-from telescope.submitting import submit_all
 
 GROUPS = ("env", "experiment")
 """Groups that no key of the resolved configuration is named like."""

@@ -1,4 +1,4 @@
-"""`python -m telescope.replay RUN_DIR`: does today's core give the commands that the run's journal recorded? With `--step N`:
+"""`python -m telescope replay RUN_DIR`: does today's core give the commands that the run's journal recorded? With `--step N`:
 runs one train step that the run kept again, alone (replay_step.py).
 
 Exit code 0 where every command agrees, or all of the step is finite; 1 where not, or where it can't be read; 2 on wrong usage.
@@ -11,8 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from telescope._launch import terminal
-from telescope.arguments import from_one
+from telescope.cli.arguments import from_one
 from telescope.flow.replay import JournalDamaged, Replay, replay
 from telescope.runlog.journal import journal_lines
 from telescope.runlog.layout import RunDirectory
@@ -37,7 +36,7 @@ def main(arguments: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m telescope.replay", description="Does today's core decide as the run's journal says?"
+        prog="python -m telescope replay", description="Does today's core decide as the run's journal says?"
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
     parser.add_argument("--step", type=from_one, metavar="N", help="run this train step again, alone, if the run kept it")
@@ -48,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _step(given: argparse.Namespace) -> int:
     from telescope.backends.base import RankLost
-    from telescope.replay_step import CannotReplay, replay_step
+    from telescope.cli.replay_step import CannotReplay, replay_step
     from telescope.runlog.kept import NothingKept
 
     try:
@@ -92,8 +91,3 @@ def is_torn(journal: Path) -> bool:
             return False
         file.seek(-1, 2)
         return file.read(1) != b"\n"
-
-
-if __name__ == "__main__":
-    terminal.prepare()
-    sys.exit(main(sys.argv[1:]))

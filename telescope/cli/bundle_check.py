@@ -1,4 +1,4 @@
-"""`python -m telescope.bundle_check BUNDLE.JSON`: does the host have what its bundle leaves out, in versions that fit?
+"""`python -m telescope.cli.bundle_check BUNDLE.JSON`: does the host have what its bundle leaves out, in versions that fit?
 
 `install.sh` asks it last, in an environment where some packages are the host's own: pip has installed the others as they are
 and compared nothing. Reads what is installed; changes nothing.
@@ -21,7 +21,7 @@ OK, MISSING, USAGE = 0, 1, 2
 def main(arguments: Sequence[str]) -> int:
     """0, also where a version is not the one asked for, which is said; 1 where a package is missing; 2 on wrong usage."""
     if len(arguments) != 1:
-        sys.stderr.write("telescope.bundle_check: name one bundle.json\n")
+        sys.stderr.write("telescope.cli.bundle_check: name one bundle.json\n")
         return USAGE
     told = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
     asked = [Requirement(line) for line in told["install"]]

@@ -1,4 +1,4 @@
-"""`python -m telescope.doctor weights`: does a trained version arrive in a server's parameters, whole, and how fast?
+"""`python -m telescope doctor weights`: does a trained version arrive in a server's parameters, whole, and how fast?
 
 Starts one server's engine and the trainer's ranks as configured (the ranks are the processes of a run, on a real wire), trains
 one step on what the engine has sampled, and brings the new version to the engine by the configured transport. Every tensor is

@@ -136,7 +136,7 @@ def way_on(config: RunConfig, code: int) -> str:
     run, latest = _latest_checkpoint(config)
     if code not in (ERROR, COMPONENT_FAILED, *BY_SIGNAL) or not latest or read_object(run.summary_json).get("lost_checkpoint"):
         return ""
-    return f"to go on from the checkpoint of step {latest}: python -m telescope.runs resume {shlex.quote(str(run.path))}"
+    return f"to go on from the checkpoint of step {latest}: python -m telescope runs resume {shlex.quote(str(run.path))}"
 
 
 def _after_failure(order: Order, code: int) -> Order | None:

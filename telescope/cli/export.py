@@ -1,4 +1,4 @@
-"""`python -m telescope.export STEP --run-dir DIR --to FOLDER`: a checkpoint's weights as a Hugging Face model.
+"""`python -m telescope export STEP --run-dir DIR --to FOLDER`: a checkpoint's weights as a Hugging Face model.
 
 Writes safetensors, config, generation config and tokenizer, which transformers and vLLM load; of a run with adapters these
 alone, as peft writes them, or merged into the model (`--merge`). Whole or not at all: a folder that is not finished has another
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from telescope.arguments import above_zero
 from telescope.backends.base import CheckpointUnfit
+from telescope.cli.arguments import above_zero
 from telescope.config.models import ModelNotFound, model_folder, model_source
 from telescope.config.parts import LoraSettings, ModelSettings
 from telescope.config.run import load_run
@@ -64,16 +64,16 @@ def main(arguments: Sequence[str]) -> int:
         for line in export_all(RunDirectory(asked.run_dir.absolute()), asked.step, asked.to, wanted, asked.checkpoints):
             sys.stdout.write(line + "\n")
     except (ExportRefused, CheckpointUnfit, checkpoints.CheckpointUnreadable, ModelNotFound, ValueError) as error:
-        sys.stderr.write(f"telescope.export: {error}\n")
+        sys.stderr.write(f"telescope export: {error}\n")
         return FAILED
     except OSError as error:
-        sys.stderr.write(f"telescope.export: {error.filename or asked.to}: {error.strerror or error}\n")
+        sys.stderr.write(f"telescope export: {error.filename or asked.to}: {error.strerror or error}\n")
         return FAILED
     return OK
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m telescope.export", description="A checkpoint's weights as a model folder.")
+    parser = argparse.ArgumentParser(prog="python -m telescope export", description="A checkpoint's weights as a model folder.")
     parser.add_argument("step", metavar="STEP", type=_step, help="a step with a complete checkpoint, `latest`, or `all`")
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--to", type=Path, required=True, help="a new folder; with `all`, one a step is made in it")
@@ -262,7 +262,3 @@ def _step(text: str) -> int | str:
     if text.isdecimal() and int(text) > 0:
         return int(text)
     raise argparse.ArgumentTypeError(f"{text!r} is no step: give a number from 1, `latest` or `all`")
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

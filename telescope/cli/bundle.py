@@ -1,4 +1,4 @@
-"""`python -m telescope.bundle OUT`: all that an installation needs, as files to carry to a host without a package registry.
+"""`python -m telescope bundle OUT`: all that an installation needs, as files to carry to a host without a package registry.
 
 OUT gets one archive of wheels cut into parts, `SHA256SUMS`, `bundle.json` (what is inside) and `install.sh`, which checks and
 joins the parts and installs into a new virtual environment with no network. The wheels are those that pip chooses for the
@@ -25,8 +25,7 @@ from urllib.parse import unquote
 
 from packaging.requirements import Requirement
 
-from telescope._launch import terminal
-from telescope.arguments import from_one
+from telescope.cli.arguments import from_one
 
 SDIST_ONLY = ("antlr4-python3-runtime==4.9.3",)
 """Requirements without any wheel on PyPI, made into one here; they are pure Python."""
@@ -94,7 +93,7 @@ def main(arguments: Sequence[str]) -> int:
             part_bytes=asked.part_mb * MEGABYTE,
         )
     except (BundleError, OSError) as error:
-        sys.stderr.write(f"telescope.bundle: {error}\n")
+        sys.stderr.write(f"telescope bundle: {error}\n")
         return 1
     sys.stdout.write(
         f"{asked.out}: {len(told['wheels'])} wheels in {len(told['parts'])} parts; there: bash install.sh [VENV]\n"
@@ -103,7 +102,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="telescope.bundle", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="telescope bundle", description=__doc__, allow_abbrev=False)
     parser.add_argument("out", type=Path, help="a folder that is empty or not there yet")
     here = f"{sys.version_info.major}.{sys.version_info.minor}"
     parser.add_argument("--python", default=here, choices=["3.11", "3.12", "3.13"], help="of the host (default: this one's)")
@@ -200,7 +199,7 @@ def resolved(target: Target, scratch: Path, *arguments: str) -> Mapping[str, Any
 
 def checkout(source: Path | None) -> Path:
     """The folder with pyproject.toml. Raises `BundleError` where this runs from an installed wheel and none is named."""
-    found = source or Path(__file__).resolve().parent.parent
+    found = source or Path(__file__).resolve().parents[2]
     if not (found / "pyproject.toml").exists():
         raise BundleError(f"{found} is no checkout of Telescope: name one with --source DIR")
     return found
@@ -317,8 +316,3 @@ def _run(name: str, *arguments: str) -> None:
     ended = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
     if ended.returncode:
         raise BundleError(f"{name} failed:\n{ended.stderr.strip()[-2000:]}")
-
-
-if __name__ == "__main__":
-    terminal.prepare()
-    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""`python -m telescope.check [overrides]`: is this command line a run, or a sweep, that can start here? Starts nothing.
+"""`python -m telescope check [overrides]`: is this command line a run, or a sweep, that can start here? Starts nothing.
 
 Exit code 0 where every point is valid and its processes find a place, 1 where one is not, 2 for a command line that can't be
 read. What else telescope.run would refuse here has a line of its own: a check is often made on a login node, for other hosts.
@@ -12,20 +12,19 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from telescope._launch import terminal
 from telescope._launch.plan import PlanError, shared_gpus
 from telescope._launch.slurm.submit import SubmitRefused, refuse
+from telescope.cli.start import obstacles_here, planned
 from telescope.compose.load import Point, UsageError, load_points, places_for
 from telescope.config.models import hub_problem
 from telescope.config.run import RunConfig, config_hash
 from telescope.config.words import ConfigError, Problem
-from telescope.start import obstacles_here, planned
 
 OK, CONFIG_ERROR, USAGE = 0, 1, 2
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="telescope.check", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="telescope check", description=__doc__, allow_abbrev=False)
     parser.add_argument("-cd", "--config-dir", help="a folder with your own presets")
     parser.add_argument("-m", "--multirun", action="store_true", help="overrides may have several values")
     parser.add_argument("overrides", nargs="*", help="as for telescope.run")
@@ -33,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         points = load_points(asked.overrides, places_for(asked.config_dir), os.environ, sweep=asked.multirun)
     except UsageError as error:
-        sys.stderr.write(f"telescope.check: {error}\n")
+        sys.stderr.write(f"telescope check: {error}\n")
         return USAGE
     hub = functools.cache(hub_problem)
     found = [(point, judged(point, hub)) for point in points]
@@ -70,8 +69,3 @@ def _unsubmitted(config: RunConfig) -> list[str]:
     except SubmitRefused as error:
         return [str(error)]
     return []
-
-
-if __name__ == "__main__":
-    terminal.prepare()
-    sys.exit(main(sys.argv[1:]))
