@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from telescope.backends.base import TrainShard
     from telescope.config.run import RunConfig
     from telescope.inference.engine import WeightState
-    from telescope.inference.opening import Comparison
-    from telescope.inference.vllm_engine import VllmEngine
+    from telescope.inference.vllm.engine import VllmEngine
+    from telescope.inference.vllm.worker_protocol import Comparison
     from telescope.runlog.identity import RunIdentity
     from telescope.runlog.layout import RunDirectory
     from telescope.wire.hub import Hub
@@ -128,7 +128,7 @@ async def _deliver(
     config: RunConfig, directory: RunDirectory, identity: RunIdentity, plan: Plan, shard: Callable[[VllmEngine, RunConfig], Any]
 ) -> Delivered:
     from telescope.inference.main import build_engine, device_of
-    from telescope.inference.vllm_engine import VllmEngine
+    from telescope.inference.vllm.engine import VllmEngine
 
     engine = build_engine(config, identity.run_id, device_of(config, os.environ), "server-0", directory.path)
     assert isinstance(engine, VllmEngine)

@@ -14,7 +14,7 @@ import pytest
 from telescope.cli import doctor
 from telescope.cli.doctor_weights import Delivered, spread
 from telescope.inference.engine import WeightState
-from telescope.inference.opening import Comparison
+from telescope.inference.vllm.worker_protocol import Comparison
 from tests.doctor.test_doctor import PROMPTS, answered
 
 ROOT = Path(__file__).resolve().parents[2]

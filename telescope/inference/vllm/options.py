@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from telescope.config.parts import InferenceSettings, ModelSettings, WeightSyncSettings
-from telescope.inference.adapters import vllm_rank
-from telescope.inference.checkpoint import checkpoint_tensors, is_tied, turn_bytes, version_bytes
+from telescope.inference.vllm.adapters import vllm_rank
+from telescope.inference.vllm.model_tensors import checkpoint_tensors, is_tied, turn_bytes, version_bytes
 
 Device = Literal["cpu", "gpu"]
 
@@ -22,7 +22,7 @@ GPU_MAX_NUM_SEQS = 1024
 CPU_MAX_BATCHED_TOKENS = 8192
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Batch sizes of captured decode steps; a batch is padded to the next. Few, because each takes time at the start."""
-EXTENSION = "telescope.inference.extension.WeightExtension"
+EXTENSION = "telescope.inference.vllm.worker_extension.WeightExtension"
 
 
 @dataclass(frozen=True)

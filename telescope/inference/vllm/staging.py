@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from telescope.inference.opening import Place
+from telescope.inference.vllm.worker_protocol import StagingPlace
 from telescope.records import TensorSpec, WeightGroup, WeightManifest
 from telescope.weights.base import Receiver, TransferFailed
 from telescope.weights.buckets import Bucket
@@ -34,7 +34,7 @@ Put = Callable[[Callable[[str], torch.Tensor], tuple[TensorSpec, ...]], None]
 class Staging:
     """One a worker. All methods are for the worker's main thread; only the receiving runs beside it."""
 
-    def __init__(self, place: Place, device: torch.device, run: str, make_receiver: Callable[[str], Receiver]) -> None:
+    def __init__(self, place: StagingPlace, device: torch.device, run: str, make_receiver: Callable[[str], Receiver]) -> None:
         self._place = place
         self._device = device
         self._run = run

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from telescope.inference.core_commit import salt
+from telescope.inference.vllm.patches import salt
 
 
 @dataclass
-class Spans:
+class VersionSpans:
     """Versions of one request: from token `first` on, `version`. Ascending; the first entry is where it was born."""
 
     firsts: list[int] = field(default_factory=lambda: [0])
@@ -34,10 +34,10 @@ class Spans:
         return np.asarray([self.versions[bisect_right(self.firsts, token) - 1] for token in range(tokens)], dtype=np.int32)
 
 
-class Versions:
+class TokenVersions:
     """Stands between vLLM's client and its socket. One event loop."""
 
-    def __init__(self, client: Any, ours: Callable[[str, str], Spans | None], salted: bool) -> None:
+    def __init__(self, client: Any, ours: Callable[[str, str], VersionSpans | None], salted: bool) -> None:
         """`ours(external id, internal id)`: where to write a request's versions down; None for one that came over HTTP."""
         self.current = 0
         """The version that requests sent from now on are sampled by."""
@@ -53,7 +53,7 @@ class Versions:
         self.current = version
         self._answered.clear()
 
-    def commit_is_answered(self, version: int, sampled: Mapping[str, int], requests: Mapping[str, Spans]) -> None:
+    def commit_is_answered(self, version: int, sampled: Mapping[str, int], requests: Mapping[str, VersionSpans]) -> None:
         """`requests`: ours, by vLLM's id."""
         for name, tokens in sampled.items():
             if (spans := requests.get(name)) is not None:

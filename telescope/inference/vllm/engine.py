@@ -1,7 +1,7 @@
 """The real engine: vLLM's AsyncLLM in this process, its EngineCore in a child process.
 
 Owns how requests, aborts and weight updates are asked of vLLM 0.25 to 0.32. Token ids go in; ids, processed log-probs and
-weight versions come out. What runs inside the worker is extension.py's; which arguments vLLM gets is vllm_options.py's.
+weight versions come out. What runs inside the worker is worker_extension.py's; which arguments vLLM gets is options.py's.
 """
 
 from __future__ import annotations
@@ -19,21 +19,26 @@ import numpy as np
 
 from telescope.config.models import end_ids
 from telescope.config.parts import WeightSyncSettings
-from telescope.inference.answers import first_line, generated, said, start_failure
-from telescope.inference.bell import Bell
-from telescope.inference.checkpoint import checkpoint_tensors, is_tied, version_bytes
-from telescope.inference.children import Children
-from telescope.inference.core_commit import COMMIT, SLEEP, WAKE, teach_core
-from telescope.inference.death import answer_within, tells_its_death
-from telescope.inference.engine import EngineDead, EngineRefused, Generated, Load, RequestRefused, WeightsRefused, WeightState
-from telescope.inference.opening import Comparison, Opened, Opening, StageState
-from telescope.inference.steps import step_teller
-from telescope.inference.versions import Spans, Versions
-from telescope.inference.vllm_options import ServerPlan, engine_arguments, served_dtype, share_beside, spare_bytes
+from telescope.inference.engine import (
+    EngineDead,
+    EngineRefused,
+    Generated,
+    LoadReport,
+    RequestRefused,
+    WeightsRefused,
+    WeightState,
+)
+from telescope.inference.vllm.engine_health import EngineProcesses, answer_within, raise_when_dead
+from telescope.inference.vllm.model_tensors import checkpoint_tensors, is_tied, version_bytes
+from telescope.inference.vllm.options import ServerPlan, engine_arguments, served_dtype, share_beside, spare_bytes
+from telescope.inference.vllm.outputs import first_line, generated, said, start_failure, step_teller
+from telescope.inference.vllm.patches import COMMIT, SLEEP, WAKE, teach_core
+from telescope.inference.vllm.token_versions import TokenVersions, VersionSpans
+from telescope.inference.vllm.worker_protocol import Comparison, StageState, StagingNotices, UpdateSetup, UpdateSupport
 from telescope.records import Sampling, WeightGroup, WeightManifest
 
 FIRST_LOOK_S, LONGEST_LOOK_S = 0.02, 0.1
-"""Workers that have not rung the bell are asked after these pauses, which double, whether a version is staged; each question
+"""Workers that have given no notice are asked after these pauses, which double, whether a version is staged; each question
 costs them part of a step."""
 BREAK_OFF_S = 20.0
 """For a version's threads to end once it is broken off: they wait for nothing longer than a transport's abort."""
@@ -46,10 +51,10 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class _Request:
+class _EngineRequest:
     """A request between `generate` and its answer. `internal` is vLLM's own id once it has one."""
 
-    spans: Spans = field(default_factory=Spans)
+    spans: VersionSpans = field(default_factory=VersionSpans)
     aborted: bool = False
     internal: str = ""
 
@@ -61,7 +66,7 @@ class VllmEngine:
     def __init__(self, plan: ServerPlan, weight_sync: WeightSyncSettings) -> None:
         self._plan = plan
         self._sync = weight_sync
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, _EngineRequest] = {}
         self._state = WeightState(version=0, prepared=None, checksum="", pause_s=0.0)
         self._staged: WeightManifest | None = None
         self._arriving: int | None = None
@@ -72,13 +77,13 @@ class VllmEngine:
         self._asleep = False
         self._weights = asyncio.Lock()
         self._llm: Any = None
-        self._children = Children()
-        self._bell = Bell()
-        self._versions: Versions
-        self.opened: tuple[Opened, ...] = ()
+        self._children = EngineProcesses()
+        self._notices = StagingNotices()
+        self._versions: TokenVersions
+        self.opened: tuple[UpdateSupport, ...] = ()
         """How each worker takes updates, once started."""
         self._stepped: Callable[[], None] = lambda: None
-        self._said_load = Load()
+        self._said_load = LoadReport()
 
     async def start(self) -> None:
         """Load the model; blocks the event loop while vLLM starts its child, for there is nothing to be served yet."""
@@ -102,6 +107,7 @@ class VllmEngine:
         # vLLM asks for a fresh interpreter on a CPU; a fork has everything imported already. No thread of ours runs yet.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         teach_core()
+        self._notices.open()
         self._children.expect_new()
         try:
             self._llm = AsyncLLM.from_vllm_config(config, stat_loggers=[step_teller(self._has_stepped)])
@@ -110,7 +116,7 @@ class VllmEngine:
         self._children.watch_new()
         self._vocabulary = config.model_config.get_vocab_size()
         self._max_model_len = config.model_config.max_model_len
-        self._versions = Versions(self._llm.engine_core, self._spans_of, salted=self._sync.reset_prefix_cache)
+        self._versions = TokenVersions(self._llm.engine_core, self._spans_of, salted=self._sync.reset_prefix_cache)
         await self._open()
         await self._warm_up()
 
@@ -128,12 +134,12 @@ class VllmEngine:
 
     async def _open(self) -> None:
         """Ask the workers how they take updates; said once in the log."""
-        opening = Opening(
+        opening = UpdateSetup(
             self._plan.run, self._plan.name, self._sync.staging, self._sync.update_timeout_s, self._sync.init_timeout_s,
-            self._bell.hang(),
+            self._notices.workers_end,
         )  # fmt: skip
         answers = await self._rpc("telescope_open", msgspec.json.encode(opening).decode())
-        self.opened = tuple(msgspec.json.decode(answer, type=Opened) for answer in answers)
+        self.opened = tuple(msgspec.json.decode(answer, type=UpdateSupport) for answer in answers)
         for opened in self.opened:
             if opened.refused:
                 raise EngineDead(opened.refused)
@@ -145,10 +151,10 @@ class VllmEngine:
         self._stepped = stepped
 
     @property
-    def load(self) -> Load:
+    def load(self) -> LoadReport:
         return self._said_load
 
-    def _has_stepped(self, load: Load, sampled: bool) -> None:
+    def _has_stepped(self, load: LoadReport, sampled: bool) -> None:
         self._said_load = load
         if sampled:
             self._stepped()
@@ -168,10 +174,10 @@ class VllmEngine:
 
     # ---- requests ---------------------------------------------------------------------------------------------------
 
-    @tells_its_death
+    @raise_when_dead
     async def generate(self, request_id: str, prompt_ids: np.ndarray, sampling: Sampling, priority: int) -> Generated:
         self._check_request(request_id, prompt_ids, sampling)
-        request = self._requests[request_id] = _Request()
+        request = self._requests[request_id] = _EngineRequest()
         started = time.monotonic()
         try:
             output = await self._finished(request, request_id, prompt_ids, sampling, priority)
@@ -184,7 +190,7 @@ class VllmEngine:
         """vLLM's LoRARequest for a request; lora_engine.py has some."""
         return None
 
-    @tells_its_death
+    @raise_when_dead
     async def abort(self, request_id: str) -> None:
         request = self._requests.get(request_id)
         if request is not None and not request.aborted:
@@ -192,14 +198,14 @@ class VllmEngine:
             if request.internal:
                 await self._llm.abort(request.internal, internal=True)
 
-    def _spans_of(self, request_id: str, internal: str) -> Spans | None:
+    def _spans_of(self, request_id: str, internal: str) -> VersionSpans | None:
         """Called as the request is sent to the engine's process."""
         request = self._requests.get(request_id)
         if request is not None:
             request.internal = internal
         return None if request is None else request.spans
 
-    @tells_its_death
+    @raise_when_dead
     async def running(self) -> dict[str, int]:
         """Sampled tokens of each request that the engine's worker holds, by vLLM's internal id (`<ours>-<8 digits>`)."""
         answers: list[dict[str, int]] = await self._rpc("telescope_running")
@@ -238,7 +244,7 @@ class VllmEngine:
         )
 
     async def _finished(
-        self, request: _Request, request_id: str, prompt_ids: np.ndarray, sampling: Sampling, priority: int
+        self, request: _EngineRequest, request_id: str, prompt_ids: np.ndarray, sampling: Sampling, priority: int
     ) -> Any:
         """vLLM's final output of the request. Aborts it in the engine if this task is cancelled."""
         from vllm.exceptions import VLLMValidationError
@@ -264,7 +270,7 @@ class VllmEngine:
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
-    @tells_its_death
+    @raise_when_dead
     async def prepare(self, manifest: WeightManifest, group: WeightGroup | None = None) -> WeightState:
         async with self._weights:
             version, self._staged = manifest.version, None
@@ -293,7 +299,7 @@ class VllmEngine:
             self._state = replace(self._state, prepared=manifest.version)
             return self._state
 
-    @tells_its_death
+    @raise_when_dead
     async def commit(self, version: int) -> WeightState:
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -317,7 +323,7 @@ class VllmEngine:
             self._staged = None
             return self._state
 
-    @tells_its_death
+    @raise_when_dead
     async def discard(self, version: int) -> WeightState:
         if self._arriving == version:  # whoever waits in `prepare` is told
             self._called_off = True
@@ -337,7 +343,7 @@ class VllmEngine:
         async with answer_within(BREAK_OFF_S, f"the order to forget weights {version}"):
             await self._rpc("telescope_forget", version)
 
-    @tells_its_death
+    @raise_when_dead
     async def compare(self, version: int) -> Comparison:
         """How the served parameters compare with the staged version, over all workers. Nothing is changed."""
         async with answer_within(self._sync.update_timeout_s, f"the comparison with weights {version}"):
@@ -345,7 +351,7 @@ class VllmEngine:
         other = sorted({name for answer in answers for name in answer.other})
         return Comparison(min(answer.tensors for answer in answers), tuple(other))
 
-    @tells_its_death
+    @raise_when_dead
     async def sleep(self) -> None:
         limit_s, core = self._sync.update_timeout_s, self._llm.engine_core
         level = 2 if self._plan.inference.sleep_while_training == "drop_weights" else 1
@@ -381,8 +387,8 @@ class VllmEngine:
         """The checksum of what has arrived. Where it does not arrive whole, every worker is first brought to an end of it: only
         then is it known whether a parameter was written. Raises `WeightsRefused` where none was, else `EngineDead`."""
         version, limit_s = manifest.version, self._sync.update_timeout_s
-        order, told = self._bell.expect(len(self.opened)), [msgspec.json.encode(value).decode() for value in (manifest, group)]
-        await self._rpc("telescope_stage", *told, order)
+        order = self._notices.expect(len(self.opened))
+        await self._rpc("telescope_stage", *(msgspec.json.encode(value).decode() for value in (manifest, group)), order)
         if self._called_off:  # the order to forget it may have reached the workers before this one
             await self._rpc("telescope_forget", version)
         states = await self._settled(version, limit_s, lambda states: all(state.over for state in states) or _cause(states))
@@ -402,7 +408,7 @@ class VllmEngine:
         """How far every worker is with the version, once that is `enough`, or when the limit has passed."""
         end, pause_s = time.monotonic() + limit_s, FIRST_LOOK_S
         while True:
-            states = await self._bell.told(max(0.0, min(pause_s, end - time.monotonic())))
+            states = await self._notices.wait(max(0.0, min(pause_s, end - time.monotonic())))
             if states is None:
                 answers = await self._rpc("telescope_stage_state", version)
                 states = [msgspec.json.decode(answer, type=StageState) for answer in answers]
@@ -431,7 +437,7 @@ class VllmEngine:
 
     async def close(self) -> None:
         self._children.stop_watching()
-        self._bell.close()
+        self._notices.close()
         if self._llm is not None:
             llm, self._llm = self._llm, None
             del self._versions

@@ -17,8 +17,9 @@ from typing import Any
 import msgspec
 import torch
 
-from telescope.inference.bell import ring
-from telescope.inference.checkpoint import (
+from telescope.inference.vllm.copy_plan import BoundPlan, CopyPlan, Flat, NoPlan, copy_all, differences, record
+from telescope.inference.vllm.experts import check_arranged, layers_with_experts, record_arranged
+from telescope.inference.vllm.model_tensors import (
     checkpoint_tensors,
     disagreements,
     is_tied,
@@ -26,12 +27,9 @@ from telescope.inference.checkpoint import (
     read_tensors,
     version_bytes,
 )
-from telescope.inference.copy_plan import BoundPlan, CopyPlan, Flat, NoPlan, copy_all, differences, record
-from telescope.inference.core_commit import teach_core
-from telescope.inference.experts import check_arranged, layers_with_experts, record_arranged
-from telescope.inference.opening import Comparison, Opened, Opening, StageState
-from telescope.inference.repairs import repair
-from telescope.inference.staging import Arrival, Staging
+from telescope.inference.vllm.patches import repair, teach_core
+from telescope.inference.vllm.staging import Arrival, Staging
+from telescope.inference.vllm.worker_protocol import Comparison, StageState, UpdateSetup, UpdateSupport, notify
 from telescope.records import TensorSpec, WeightGroup, WeightManifest
 from telescope.weights.buckets import misplaced
 from telescope.wire.heap import freeze_heap
@@ -50,17 +48,17 @@ class WeightExtension:
     telescope_weights: Any  # Weights, once opened
 
     def telescope_open(self, opening: str) -> str:
-        """Get ready for updates (an Opening in JSON): the answer is an Opened in JSON."""
+        """Get ready for updates (an UpdateSetup in JSON): the answer is an UpdateSupport in JSON."""
         reload = self.model_runner.reload_weights
         weights = Weights(self.model_runner.get_model(), self.vllm_config, torch.device(self.device or "cpu"), reload)
         self.telescope_weights = weights
-        opened = weights.open(msgspec.json.decode(opening, type=Opening), self.rank)
+        opened = weights.open(msgspec.json.decode(opening, type=UpdateSetup), self.rank)
         freeze_heap()  # vLLM has done so itself, before the plan of copies was there
         return msgspec.json.encode(opened).decode()
 
     def telescope_stage(self, manifest: str, group: str, order: int) -> None:
         """Begin to check and receive a version (a WeightManifest in JSON). A version staged before is forgotten. `order`: what
-        the server's bell is told at the end."""
+        the notice at its end names."""
         self.telescope_weights.stage(
             msgspec.json.decode(manifest, type=WeightManifest), msgspec.json.decode(group, type=WeightGroup | None), order
         )
@@ -107,13 +105,13 @@ class Weights:
         self._fits: tuple[tuple[TensorSpec, ...], int] | None = None
         """The layout that was found to fit the model."""
 
-    def open(self, opening: Opening, rank: int) -> Opened:
+    def open(self, opening: UpdateSetup, rank: int) -> UpdateSupport:
         started = time.perf_counter()
         if refused := self._cannot_update():
-            return Opened(refused=refused)
+            return UpdateSupport(refused=refused)
         self._checkpoint = checkpoint_tensors(self._folder)
         self._tied = is_tied(self._folder)
-        self._deadline_s, self._bell, self._rank = opening.deadline_s, opening.bell, rank
+        self._deadline_s, self._notify, self._rank = opening.deadline_s, opening.notify, rank
         self.staging = Staging(opening.place, self._device, opening.run, receivers(opening, rank, self._device))
         no_plan = ""
         try:
@@ -122,7 +120,9 @@ class Weights:
         except NoPlan as reason:
             no_plan = str(reason)
             if layers_with_experts(self._model):
-                return Opened(refused=f"the model has experts, and no way to update them is proven here: {no_plan}. {REMEDY}")
+                return UpdateSupport(
+                    refused=f"the model has experts, and no way to update them is proven here: {no_plan}. {REMEDY}"
+                )
         reserved = 0
         if self._device.type == "cuda":
             reserved = version_bytes(self._checkpoint, self._tied, str(self._config.dtype).removeprefix("torch."))
@@ -130,7 +130,9 @@ class Weights:
             self._warm()
         copies, arranged, nbytes = (self._plan.count, len(self._plan.arranged), self._plan.nbytes) if self._plan else (0, 0, 0)
         seconds = time.perf_counter() - started
-        return Opened("", no_plan, copies, arranged, nbytes, self.staging.buffer.numel(), seconds, tuple(sorted(self._idle)))
+        return UpdateSupport(
+            "", no_plan, copies, arranged, nbytes, self.staging.buffer.numel(), seconds, tuple(sorted(self._idle))
+        )
 
     def _warm(self) -> None:
         """The first copy of a kind loads its kernels, for tens of milliseconds: not at the first update."""
@@ -151,7 +153,7 @@ class Weights:
             return ""
 
         def ended(arrival: Arrival) -> None:
-            ring(self._bell, order, self._rank, state_of(arrival))
+            notify(self._notify, order, self._rank, state_of(arrival))
 
         self.staging.begin(manifest, group, check, self._put, self._deadline_s, ended)
 
@@ -266,7 +268,7 @@ def state_of(arrival: Arrival) -> StageState:
     return StageState(arrival.over, arrival.cause, arrival.checksum, arrival.touched, arrival.missing)
 
 
-def receivers(opening: Opening, rank: int, device: torch.device) -> Callable[[str], Any]:
+def receivers(opening: UpdateSetup, rank: int, device: torch.device) -> Callable[[str], Any]:
     """How a worker gets its receiver of a transport; its name in a weight group is e.g. `server-0/1`."""
 
     def make(transport: str) -> Any:

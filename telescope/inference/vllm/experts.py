@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from telescope.inference.copy_plan import UNREADABLE, Arranged, CopyPlan, Loader, NoPlan, record
+from telescope.inference.vllm.copy_plan import UNREADABLE, Arranged, CopyPlan, Loader, NoPlan, record
 
 STACKS = ("w13_weight", "w2_weight")
 """What vLLM calls the stacks of gates and ups, and of downs, of all experts of a layer."""

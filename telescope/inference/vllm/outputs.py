@@ -1,22 +1,24 @@
-"""What vLLM says, as our records and sentences: a request's output, a failed start, an error.
+"""What vLLM says, as our records and sentences: a request's output, a failed start, an error, and each step of its engine (that
+it samples, since final outputs say nothing for as long as an answer takes; and how full it is).
 
-Refuses what can't be trained on. Neither vllm nor torch is imported.
+Refuses what can't be trained on. torch is not imported, and vLLM only by the logger of steps.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from telescope.inference.children import how_it_ended
-from telescope.inference.engine import Generated, RequestRefused
-from telescope.inference.versions import Spans
+from telescope.inference.engine import Generated, LoadReport, RequestRefused
+from telescope.inference.vllm.engine_health import how_it_ended
+from telescope.inference.vllm.token_versions import VersionSpans
 from telescope.records import FinishReason
 
 
-def generated(output: Any, spans: Spans, version: int, total_s: float) -> Generated:
+def generated(output: Any, spans: VersionSpans, version: int, total_s: float) -> Generated:
     """The answer to a request, of a finished output. `version`: served now. Raises `RequestRefused`."""
     completion = output.outputs[0]
     ids = np.asarray(completion.token_ids, dtype=np.int32)
@@ -67,3 +69,31 @@ def said(error: BaseException) -> str:
 
 def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def step_teller(stepped: Callable[[LoadReport, bool], None]) -> Any:
+    """A stat logger for AsyncLLM that calls `stepped` on the event loop after each engine step, with whether a request got
+    tokens in it.
+
+    Both kinds of numbers come with that call in vLLM 0.25 to 0.32: the scheduler's as they are, preemptions by step.
+    """
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    class StepTeller(StatLoggerBase):  # type: ignore[misc, unused-ignore]
+        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+            self._load = LoadReport()
+
+        def record(self, scheduler_stats: Any, iteration_stats: Any, *others: Any, **more: Any) -> None:
+            preempted = 0 if iteration_stats is None else iteration_stats.num_preempted_reqs
+            if scheduler_stats is not None:
+                self._load = LoadReport(
+                    kv_used=min(1.0, max(0.0, float(scheduler_stats.kv_cache_usage))),
+                    running=scheduler_stats.num_running_reqs,
+                    waiting=scheduler_stats.num_waiting_reqs,
+                    preemptions=self._load.preemptions + preempted,
+                )
+            stepped(self._load, iteration_stats is not None)  # None for a step without outputs
+
+        def log_engine_initialized(self) -> None: ...
+
+    return StepTeller

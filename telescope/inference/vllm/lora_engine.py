@@ -22,13 +22,21 @@ from typing import Any
 import numpy as np
 
 from telescope.config.parts import LoraSettings, WeightSyncSettings
-from telescope.inference.adapters import Adapter, Adapters, CalledOff, Proof, disagreements, expected_tensors, up_projections
-from telescope.inference.adapters import write_adapter as write
-from telescope.inference.checkpoint import checkpoint_tensors
-from telescope.inference.death import answer_within, tells_its_death
 from telescope.inference.engine import Generated, WeightsRefused, WeightState
-from telescope.inference.vllm_engine import BREAK_OFF_S, VllmEngine
-from telescope.inference.vllm_options import ServerPlan, served_dtype
+from telescope.inference.vllm.adapters import (
+    Adapter,
+    Adapters,
+    CalledOff,
+    Proof,
+    disagreements,
+    expected_tensors,
+    up_projections,
+)
+from telescope.inference.vllm.adapters import write_adapter as write
+from telescope.inference.vllm.engine import BREAK_OFF_S, VllmEngine
+from telescope.inference.vllm.engine_health import answer_within, raise_when_dead
+from telescope.inference.vllm.model_tensors import checkpoint_tensors
+from telescope.inference.vllm.options import ServerPlan, served_dtype
 from telescope.records import Sampling, WeightGroup, WeightManifest
 from telescope.weights.base import Reader, TransferFailed, WeightsCorrupt
 from telescope.weights.disk import DiskReader
@@ -89,7 +97,7 @@ class LoraEngine(VllmEngine):
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
-    @tells_its_death
+    @raise_when_dead
     async def prepare(self, manifest: WeightManifest, group: WeightGroup | None = None) -> WeightState:
         async with self._weights:
             await self._forget_staged()
@@ -112,7 +120,7 @@ class LoraEngine(VllmEngine):
             self._state = replace(self._state, prepared=manifest.version)
             return self._state
 
-    @tells_its_death
+    @raise_when_dead
     async def commit(self, version: int) -> WeightState:
         async with self._weights:
             staged = self._adapters.staged
@@ -127,7 +135,7 @@ class LoraEngine(VllmEngine):
             self._state = WeightState(version=version, prepared=None, checksum=staged.checksum, pause_s=0.0)
             return self._state
 
-    @tells_its_death
+    @raise_when_dead
     async def discard(self, version: int) -> WeightState:
         if self._arriving == version:  # whoever waits in `prepare` is told
             self._broken_off = True

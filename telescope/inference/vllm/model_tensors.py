@@ -20,7 +20,7 @@ HEADER_LIMIT = 100 * 1024 * 1024
 SHOWN = 3
 
 
-class CheckpointUnreadable(ValueError):
+class ModelFilesUnreadable(ValueError):
     """The model folder's safetensors files are missing or no such files."""
 
 
@@ -106,7 +106,7 @@ def _files(folder: Path) -> list[Path]:
     else:
         files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise CheckpointUnreadable(f"{folder} has no *.safetensors file; convert the model to safetensors first")
+        raise ModelFilesUnreadable(f"{folder} has no *.safetensors file; convert the model to safetensors first")
     return files
 
 
@@ -124,8 +124,8 @@ def _header(file: Path) -> dict[str, dict[str, list[int]]]:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             if not 0 < length < HEADER_LIMIT:
-                raise CheckpointUnreadable(f"{file} is no safetensors file: its header would have {length} bytes")
+                raise ModelFilesUnreadable(f"{file} is no safetensors file: its header would have {length} bytes")
             header: dict[str, dict[str, list[int]]] = json.loads(stream.read(length))
     except (OSError, ValueError) as error:
-        raise CheckpointUnreadable(f"{file} can't be read as a safetensors file: {error}") from error
+        raise ModelFilesUnreadable(f"{file} can't be read as a safetensors file: {error}") from error
     return header

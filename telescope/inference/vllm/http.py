@@ -1,7 +1,8 @@
 """vLLM's own OpenAI-compatible HTTP application beside the link: the same engine, the same event loop, loopback by default.
 
 For looking in while a run goes on. It knows nothing of weights and can't pause the engine: vLLM's development routes stay off.
-Owns the port, the key and where the address is written. What moved between vLLM's releases is vllm_http.py's.
+Owns the port, the key and where the address is written, and how the application is built in vLLM 0.25 to 0.32. vLLM is imported
+by the functions that need it.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from telescope.config.parts import DEFAULT_PORT
-from telescope.inference import vllm_http
 from telescope.inference.status import Status
 
 if TYPE_CHECKING:
     from telescope.config.parts import InferenceSettings, ModelSettings
+
 
 LOOPBACK = "127.0.0.1"
 PORTS_TRIED = 1000
@@ -92,7 +93,7 @@ async def http_beside(
         return
     host, port = listener.getsockname()[:2]
     with _own_log_level():
-        app = await vllm_http.application(client, model, inference, api_key)
+        app = await application(client, model, inference, api_key)
         if status is not None:
             app.get("/telescope/status", response_model=None)(status.facts)
         server = _server(app)
@@ -123,7 +124,7 @@ def _own_log_level() -> Iterator[None]:
 def _server(app: Any) -> Any:
     import uvicorn
 
-    class Server(uvicorn.Server):
+    class OwnSignalsServer(uvicorn.Server):
         """Signals are the process's own; and it says when it listens."""
 
         def __init__(self, config: uvicorn.Config) -> None:
@@ -138,4 +139,59 @@ def _server(app: Any) -> Any:
             await super().startup(sockets)
             self.listening.set()
 
-    return Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="on", timeout_graceful_shutdown=1))
+    return OwnSignalsServer(
+        uvicorn.Config(app, log_level="warning", access_log=False, lifespan="on", timeout_graceful_shutdown=1)
+    )
+
+
+def unknown_parsers(inference: InferenceSettings) -> str:
+    """A sentence if vLLM has no parser of a name that the settings give; else empty. Imports vLLM where they give one."""
+    for setting, given in (
+        ("tool_call_parser", inference.tool_call_parser),
+        ("reasoning_parser", inference.reasoning_parser),
+    ):
+        if given is None:
+            continue
+        known = _tool_parsers() if setting == "tool_call_parser" else _reasoning_parsers()
+        if given not in known:
+            return f"inference.{setting}={given} is no parser of this vLLM, which has {', '.join(sorted(known))}"
+    return ""
+
+
+async def application(client: Any, model: ModelSettings, inference: InferenceSettings, api_key: str | None) -> Any:
+    """vLLM's FastAPI application over an AsyncLLM."""
+    try:
+        from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+        from vllm.entrypoints.launchers.app import build_app
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    except ImportError:  # 0.25
+        from vllm.entrypoints.openai.api_server import build_app, init_app_state
+        from vllm.entrypoints.openai.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(["--disable-fastapi-docs"])
+    arguments.model = client.model_config.model
+    arguments.served_model_name = [model.name]
+    arguments.chat_template = model.chat_template
+    arguments.api_key = [api_key] if api_key else None
+    arguments.tool_call_parser = inference.tool_call_parser
+    arguments.enable_auto_tool_choice = inference.tool_call_parser is not None
+    if inference.reasoning_parser:
+        arguments.reasoning_parser = inference.reasoning_parser
+        arguments.structured_outputs_config.reasoning_parser = inference.reasoning_parser
+    tasks = await client.get_supported_tasks()
+    app = build_app(arguments, tasks, client.model_config)
+    await init_app_state(client, app.state, arguments, tasks)
+    return app
+
+
+def _tool_parsers() -> list[str]:
+    from vllm.tool_parsers import ToolParserManager
+
+    return list(ToolParserManager.list_registered())
+
+
+def _reasoning_parsers() -> list[str]:
+    from vllm.reasoning import ReasoningParserManager
+
+    return list(ReasoningParserManager.list_registered())

@@ -21,10 +21,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from telescope.inference import children, death
-from telescope.inference.children import REAPED_S, Children
-from telescope.inference.death import tells_its_death
 from telescope.inference.engine import EngineDead, WeightsRefused
+from telescope.inference.vllm import engine_health
+from telescope.inference.vllm.engine_health import REAPED_S, EngineProcesses, raise_when_dead
 from telescope.runlog import temporary
 
 
@@ -48,7 +47,7 @@ def hang() -> None:
 
 @pytest.mark.asyncio
 async def test_an_exit_code_that_another_thread_is_slow_to_write_down_is_waited_for() -> None:
-    watcher = Children()
+    watcher = EngineProcesses()
     process = multiprocessing.get_context("fork").Process(target=hang)
     process.start()
     watcher.watch_new()
@@ -85,8 +84,8 @@ def engine_with_worker(ready: Connection, follows: bool) -> None:
 @pytest.mark.parametrize("follows", [True, False])
 async def test_a_worker_that_was_lost_is_named(monkeypatch: pytest.MonkeyPatch, follows: bool) -> None:
     """vLLM's own words of it are `Call to collective_rpc method failed: cancelled`."""
-    monkeypatch.setattr(children, "ALONE_S", 60.0 if follows else 0.1)
-    watcher, (here, there) = Children(), multiprocessing.Pipe()
+    monkeypatch.setattr(engine_health, "ALONE_S", 60.0 if follows else 0.1)
+    watcher, (here, there) = EngineProcesses(), multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(target=engine_with_worker, args=(there, follows))
     process.start()
     worker = here.recv()
@@ -107,7 +106,7 @@ async def test_a_worker_that_was_lost_is_named(monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.parametrize("follows", [True, False])
 async def test_the_workers_of_a_killed_engine_are_no_news(follows: bool) -> None:
     """Whichever of them is seen to end first."""
-    watcher, (here, there) = Children(), multiprocessing.Pipe()
+    watcher, (here, there) = EngineProcesses(), multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(target=engine_with_worker, args=(there, follows))
     process.start()
     worker = here.recv()
@@ -137,7 +136,7 @@ async def test_shared_memory_of_a_killed_engine_is_removed(watched: bool) -> Non
     """Of one that was killed in its start, too: what Python made was noted when it was made."""
     resource_tracker.ensure_running()  # ours, and none of the engine's, which would remove what Python made in its own time
     register = resource_tracker.register
-    watcher, (here, there) = Children(), multiprocessing.Pipe()
+    watcher, (here, there) = EngineProcesses(), multiprocessing.Pipe()
     watcher.expect_new()
     process = multiprocessing.get_context("fork").Process(target=engine_with_segments, args=(there,))
     process.start()
@@ -164,15 +163,15 @@ async def test_shared_memory_of_a_killed_engine_is_removed(watched: bool) -> Non
 
 SERVER = """
 import multiprocessing, os, signal, sys
-from telescope.inference.children import Children
-from telescope.inference.repairs import die_with_parent
-from tests.inference.test_death import engine_with_segments
+from telescope.inference.vllm.engine_health import EngineProcesses
+from telescope.inference.vllm.patches import die_with_parent
+from tests.inference.test_engine_health import engine_with_segments
 
 def engine(ready):
     die_with_parent()
     engine_with_segments(ready)
 
-watcher, (here, there) = Children(), multiprocessing.Pipe()
+watcher, (here, there) = EngineProcesses(), multiprocessing.Pipe()
 watcher.expect_new()
 process = multiprocessing.get_context("fork").Process(target=engine, args=(there,))
 process.start()
@@ -218,7 +217,7 @@ class Ends:
         await asyncio.sleep(0.05 if self._dead else 60)
         return self._dead
 
-    @tells_its_death
+    @raise_when_dead
     async def ask(self) -> None:
         raise self._error
 
@@ -229,7 +228,7 @@ async def test_an_order_that_fails_for_the_engines_end_tells_the_end(monkeypatch
     failed = Exception("Call to collective_rpc method failed: cancelled")
     with pytest.raises(EngineDead, match=r"^it ended \(Call to collective_rpc method failed: cancelled\)$"):
         await Ends(failed, "it ended").ask()
-    monkeypatch.setattr(death, "TOLD_S", 0.05)
+    monkeypatch.setattr(engine_health, "TOLD_S", 0.05)
     with pytest.raises(Exception, match="cancelled") as raised:
         await Ends(failed, "").ask()
     assert raised.value is failed
