@@ -1,4 +1,4 @@
-"""One recorded train step, run again alone: its loss, its metrics, and what in it is no finite number.
+"""One recorded train step, run again alone: its loss, its metrics, and which of its inputs are not finite numbers.
 
 Reads what a run kept (`kept/step_…`), puts the ranks' shards together, builds the run's own backend in this process and trains
 the step once. Writes nothing. Under torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) each process takes its share;
@@ -17,7 +17,6 @@ import numpy as np
 
 from telescope.backends.base import Job, StepResult, TrainShard, World
 from telescope.backends.common import shards
-from telescope.backends.probe import Probe, SampleFinding, UpdateFinding
 from telescope.config.run import RunConfig, load_run
 from telescope.maths import dealing
 from telescope.records import TrainItem
@@ -25,9 +24,6 @@ from telescope.runlog import checkpoints, kept
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.lineage import attempt_that_trained
 from telescope.trainer.main import job as job_of
-
-NAMED = 10
-"""Parameters and trajectories that are named; the others are counted."""
 
 
 class CannotReplay(ValueError):
@@ -55,24 +51,15 @@ def replay_step(run: RunDirectory, step: int, *, weights: str | None, device: st
     opening = [*_opening(run, first, whole, weights or f"{config.model.name}, as the run began"), *filter(None, [doubt])]
     if any("log-prob" in line for line in broken):
         return False, "\n".join([*opening, *broken, "A loss without them can't be computed, so nothing was run."])
-    probe = Probe(loss_scale=first.loss_scale)
     world = _world(device, config)
     own = share(whole, world, config.trainer.seq_len)
-    backend = config.backend.alone().build(_job(config, world, weights, probe))
+    backend = config.backend.alone().build(_job(config, world, weights, first.loss_scale))
     try:
         result = backend.train_step(own)
     finally:
         backend.close()
-    if world.rank:
-        return not probe.found, ""
-    report = [
-        *opening,
-        *broken,
-        *_outcome(result),
-        *_findings(probe, [share(whole, replace(world, rank=rank), config.trainer.seq_len) for rank in range(world.size)]),
-    ]
-    finite = not (broken or probe.found) and all(map(math.isfinite, result.metrics.values()))
-    return finite, "\n".join(report)
+    finite = not broken and all(map(math.isfinite, result.metrics.values()))
+    return finite, "" if world.rank else "\n".join([*opening, *broken, *_outcome(result)])
 
 
 def together(parts: Sequence[kept.Part]) -> TrainShard:
@@ -180,19 +167,19 @@ def _checkpoint(run: RunDirectory, config: RunConfig, step: int) -> tuple[str | 
     )
 
 
-def _job(config: RunConfig, world: World, weights: str | None, probe: Probe) -> Job:
+def _job(config: RunConfig, world: World, weights: str | None, loss_scale: float | None) -> Job:
     if weights is not None:
         folder = Path(weights).expanduser()
         if (folder / checkpoints.COMPLETE).is_file():
             made = job_of(config, world, lambda doing: None)
-            return replace(made, probe=probe, resume=checkpoints.trainer_part(folder))
+            return replace(made, recorded_loss_scale=loss_scale, rollouts=0, resume=checkpoints.trainer_part(folder))
         if not (folder / "config.json").is_file():
             raise CannotReplay(
                 f"--weights {weights} is no folder with a model in it, as it has no config.json, and no checkpoint, as it "
                 f"has no {checkpoints.COMPLETE}"
             )
         config = config.model_copy(update={"model": config.model.model_copy(update={"name": str(folder)})})
-    return replace(job_of(config, world, lambda doing: None), probe=probe)
+    return replace(job_of(config, world, lambda doing: None), recorded_loss_scale=loss_scale, rollouts=0)
 
 
 def _opening(run: RunDirectory, header: kept.Header, whole: TrainShard, weights: str) -> list[str]:
@@ -208,42 +195,10 @@ def _outcome(result: StepResult) -> Iterator[str]:
     metrics = result.metrics
     trained = "loss" in metrics
     yield f"loss {metrics['loss']:.6g}, gradient norm {metrics['grad_norm']:.6g}" if trained else "nothing was left to train"
+    if wrong := int(metrics.get("updates_not_finite", 0)):
+        yield f"{wrong} of {metrics['updates']:.0f} updates had a gradient that is not finite, and moved no weight"
     for name, value in sorted(metrics.items()):
         yield f"  {name} {value:.6g}"
-
-
-def _findings(probe: Probe, shares: Sequence[TrainShard]) -> Iterator[str]:
-    if not probe.found:
-        yield "Every gradient is finite."
-    for update in probe.found:
-        yield f"update {update.minibatch}: its gradient is no finite number (norm {update.norm})"
-        yield f"  in {len(update.parameters)} of {update.of} parameters: {_parameters(update)}"
-        if not update.rows:
-            yield "  no row alone gives one: it is their sum that overflows"
-        for row in update.rows:
-            yield (
-                f"  row {row.place}: {row.trajectories} trajectories, loss {row.loss:.6g}, gradient "
-                f"{'finite' if row.gradient else 'not finite'}"
-            )
-        for sample in update.samples[:NAMED]:
-            yield f"    {_sample(sample, shares)}"
-        if len(update.samples) > NAMED:
-            yield f"    and {len(update.samples) - NAMED} more trajectories"
-
-
-def _parameters(update: UpdateFinding) -> str:
-    named = ", ".join(f"{name} ({count:,})" for name, count in update.parameters[:NAMED])
-    return named + (", …" if len(update.parameters) > NAMED else "")
-
-
-def _sample(sample: SampleFinding, shares: Sequence[TrainShard]) -> str:
-    name = _name(shares[sample.rank].items[sample.item])
-    said = [f"loss {sample.loss:.6g}"]
-    if sample.logprobs:
-        said.append(f"{sample.logprobs} log-probs of the trainer are not finite, first at token {sample.first}")
-    if not sample.gradient:
-        said.append("gradient not finite")
-    return f"{name}: {', '.join(said)}"
 
 
 def _name(item: TrainItem) -> str:
