@@ -1,8 +1,8 @@
 """Causal attention inside the segments of a packed row, and nowhere else: by lengths, never by a [T, T] mask.
 
 Owns what each kernel is told of a row; transformers models reach them by the name in `NAMES` through transformers' registry.
-Which of them works where is attention_choice.py's. Refuses what it does not compute (soft caps, sinks, biases, chosen keys): none of it
-is left out.
+Which of them works where is attention_choice.py's. Refuses what it does not compute (soft caps, sinks, biases, chosen keys):
+none of it is left out.
 
     flash3, flash2, varlen   FlashAttention over lengths: two packages, and PyTorch's own. GPU, bfloat16 or float16
     cudnn                    cuDNN's by scaled_dot_product_attention for each long segment, varlen for the others: Hopper, half
