@@ -188,7 +188,7 @@ class Ranks:
     def count(self) -> int:
         return len(self._names)
 
-    async def meet(self, deadline_s: float) -> None:
+    async def wait_for_ranks(self, deadline_s: float) -> None:
         from telescope.wire.happenings import PeerJoined
 
         missing = set(self._names)
@@ -254,7 +254,7 @@ async def _ranks(config: RunConfig, directory: RunDirectory, identity: RunIdenti
             child = await asyncio.create_subprocess_exec(sys.executable, *arguments, env=environment, stdout=log, stderr=log)
             stack.push_async_callback(_end, child)
         ranks = Ranks(hub, names, config.weight_sync.update_timeout_s, directory.path)
-        await ranks.meet(config.cluster.placement_timeout_s)
+        await ranks.wait_for_ranks(config.cluster.placement_timeout_s)
         yield ranks
         await hub.close("the doctor has seen enough")
 

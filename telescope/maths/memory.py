@@ -154,7 +154,7 @@ class TrainerMemory(msgspec.Struct, frozen=True, kw_only=True):
     """A step has several rows on this rank: the gradients of those before stand while the next one is at work."""
 
     @property
-    def standing(self) -> int:
+    def resident(self) -> int:
         return self.weights + self.moments + self.gathered + self.reference + self.handed
 
     @property
@@ -166,18 +166,18 @@ class TrainerMemory(msgspec.Struct, frozen=True, kw_only=True):
     def at_the_head(self) -> int:
         """The forward pass is over, and the log-probs' gradient is computed."""
         gradients = self.gradients if self.accumulates else 0
-        return self.standing + gradients + self.waiting + self.kept + self.logits
+        return self.resident + gradients + self.waiting + self.kept + self.logits
 
     @property
     def at_the_last_layer(self) -> int:
         """It is computed again, where it was not kept, while all others' activations still wait: the peak of long rows."""
         gradients = self.gradients if self.accumulates else 0
-        return self.standing + gradients + self.head_gradient + self.layer_waiting + self.kept - self.tail + self.again
+        return self.resident + gradients + self.head_gradient + self.layer_waiting + self.kept - self.tail + self.again
 
     @property
     def at_the_first_layer(self) -> int:
         """The end of the backward pass: all gradients are there."""
-        return self.standing + self.gradients + self.layer_waiting + self.at_work
+        return self.resident + self.gradients + self.layer_waiting + self.at_work
 
     @property
     def at_the_update(self) -> int:

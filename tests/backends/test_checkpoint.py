@@ -102,7 +102,7 @@ def test_another_optimisers_state_is_refused(build, tmp_path, before, after):
 
 def test_what_is_written_are_the_weights_of_the_step_though_training_goes_on(build, tmp_path, monkeypatch):
     """The writing thread waits until the next step is trained."""
-    trained, write = threading.Event(), saving._written
+    trained, write = threading.Event(), saving._write_files
 
     def later(*arguments):
         assert trained.wait(PATIENCE_S)

@@ -87,7 +87,7 @@ class Saver:
             return
         own = self._own(tensors)
         if not self._settings.background:
-            done(_written(own, folder, self._rank))
+            done(_write_files(own, folder, self._rank))
             return
         if not self._has_memory():
             limit = f"{self._settings.timeout_s:g} s (checkpoint.timeout_s)"
@@ -99,7 +99,7 @@ class Saver:
             done(NotSaved(f"the state can't be copied to host memory: {_first_line(error)}"))
             return
         self._writing = threading.Thread(
-            target=lambda: done(_written(staged, folder, self._rank)), name=f"save-{folder.parent.name}", daemon=True
+            target=lambda: done(_write_files(staged, folder, self._rank)), name=f"save-{folder.parent.name}", daemon=True
         )
         self._writing.start()
 
@@ -170,7 +170,7 @@ class _RankWriter(HuggingFaceStorageWriter):
         return done
 
 
-def _written(tensors: dict[str, Tensor], folder: Path, rank: int) -> Outcome:
+def _write_files(tensors: dict[str, Tensor], folder: Path, rank: int) -> Outcome:
     """Write and force to the disk. The edge of a thread: every error becomes the cause of a `NotSaved`."""
     started = time.perf_counter()
     try:

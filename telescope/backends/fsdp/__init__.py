@@ -136,7 +136,7 @@ class FSDP(BackendSettings):
                 "set fewer, or leave it out, so that all of them compute again",
             )
 
-    def obstacles(
+    def find_obstacles(
         self, *, on_gpu: bool, capability: Callable[[], int | None], model_dtype: str, elsewhere: bool
     ) -> Iterator[str]:
         """See `BackendSettings.obstacles`."""

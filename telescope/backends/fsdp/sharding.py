@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from telescope.backends.base import World
-from telescope.backends.common.context import Context, meet
+from telescope.backends.common.context import Context, join_context_group
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def make_mesh(world: World, replicas: int = 1, sharing: int = 1) -> ModelMesh:
         shard=world.rank % shards,
         replica=world.rank // shards,
         group=group,
-        context=meet(world.rank, world.size, sharing),
+        context=join_context_group(world.rank, world.size, sharing),
     )
 
 
