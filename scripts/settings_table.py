@@ -9,6 +9,7 @@ import json
 import sys
 import textwrap
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,10 @@ from pydantic.fields import FieldInfo
 
 from telescope.compose.options import MISSING, PLUGIN_GROUPS, defaults_of
 from telescope.config import plugins
-from telescope.config.explain import in_words
 from telescope.config.parts import EnvironmentEntry
 from telescope.config.run import RunConfig
 from telescope.config.slurm import SlurmGroup, SlurmSettings
+from telescope.config.words import in_words
 from telescope.settings import Settings
 
 PAGE = ROOT / "docs" / "configuration.md"
@@ -101,6 +102,7 @@ def meanings(settings: type[Settings]) -> dict[str, str]:
     return found
 
 
+@cache
 def _docstrings(cls: type[Settings]) -> dict[str, str]:
     (defined,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(defined, ast.ClassDef)

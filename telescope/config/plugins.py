@@ -121,8 +121,18 @@ def _installed(group: str) -> tuple[tuple[str, str], ...]:
 
 def find(kind: Kind[S], plugin_path: Sequence[str] = ()) -> dict[str, type[S] | PluginError]:
     """The class of every plug-in by name; a broken file stands there with its error, helpers are left out."""
+    return _classes(kind, files(kind, plugin_path))
+
+
+def find_others(kind: Kind[S], plugin_path: Sequence[str] = ()) -> dict[str, type[S] | PluginError]:
+    """The same of the user's folders and of installed packages alone; imports none of ours."""
+    own = _own(kind)
+    return _classes(kind, {name: plugin for name, plugin in files(kind, plugin_path).items() if name not in own})
+
+
+def _classes(kind: Kind[S], candidates: Mapping[str, PluginFile]) -> dict[str, type[S] | PluginError]:
     found: dict[str, type[S] | PluginError] = {}
-    for name, plugin in files(kind, plugin_path).items():
+    for name, plugin in candidates.items():
         try:
             found[name] = _class_of(kind, plugin)
         except NotAPlugin:

@@ -75,7 +75,7 @@ def _build(kind: plugins.Kind[S], name: str, fields: Mapping[str, Any], plugin_p
 
 
 def nested(errors: Sequence[tuple[tuple[str, ...], ValidationError | str]]) -> PydanticCustomError:
-    """Errors of inner models, each with its place below the field, in one error that `telescope.config.judge` can unfold."""
+    """Errors of inner models, each with its place below the field, in one error that `telescope.config.validate` can unfold."""
     text = "; ".join(str(error) for _, error in errors)
     return PydanticCustomError("nested", "{text}", {"text": text, "errors": list(errors)})
 

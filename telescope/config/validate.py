@@ -1,20 +1,27 @@
-"""pydantic's errors as sentences: the setting's full path, its value, what it must be, and the nearest name for a typo."""
+"""Resolved values → a RunConfig, or every mistake in them at once: a sentence with the setting's full path, its value, what it
+must be, and the nearest name for a typo.
+
+Wrong settings are set aside one round after another, so that a typo does not hide an impossible combination elsewhere.
+"""
 
 from __future__ import annotations
 
-import types
-from collections.abc import Iterator, Mapping
+import copy
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
 
 from telescope.config import plugins
+from telescope.config.checks import conflicts
 from telescope.config.run import RunConfig
-from telescope.config.words import did_you_mean, nearest, typed
+from telescope.config.words import Problem, allowed_values, bare_type, did_you_mean, in_words, nearest, typed
 from telescope.settings import Settings
 
 Place = tuple[str | int, ...]
+_ROUNDS = 8
 _BOUNDS = {
     "greater_than": ("gt", "above"),
     "greater_than_equal": ("ge", "at least"),
@@ -29,14 +36,6 @@ _LENGTHS = {
     "too_short": ("min_length", "at least"),
     "too_long": ("max_length", "at most"),
 }
-_WORDS: dict[Any, str] = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "text",
-    type(None): "null",
-    Any: "anything",
-}
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,47 @@ class Mistake:
     @property
     def path(self) -> str:
         return ".".join(map(str, self.place))
+
+
+def validate(container: Mapping[str, Any]) -> tuple[RunConfig | None, list[Problem]]:
+    """The configuration, or None and all its problems. `container` holds plain JSON values."""
+    rest = copy.deepcopy(dict(container))
+    mistakes: list[Mistake] = []
+    for _ in range(_ROUNDS):
+        try:
+            config = RunConfig.model_validate_json(json.dumps(rest), strict=True)
+        except ValidationError as error:
+            found = explain(error, rest)
+            said = {mistake.path for mistake in mistakes}  # what was set aside is missing now, and that is no second mistake
+            mistakes += [mistake for mistake in found if not (mistake.kind == "missing" and mistake.path in said)]
+            if not _set_aside(rest, found):
+                return None, _problems(mistakes)
+        else:
+            wrong = {mistake.path for mistake in mistakes}
+            impossible = [Problem(c.paths[0], c.sentence) for c in conflicts(config) if not wrong.intersection(c.paths)]
+            problems = [*_problems(mistakes), *impossible]
+            return (None if problems else config), problems
+    return None, _problems(mistakes)
+
+
+def _problems(mistakes: Sequence[Mistake]) -> list[Problem]:
+    return list(dict.fromkeys(Problem(mistake.path, mistake.sentence) for mistake in mistakes))
+
+
+def _set_aside(rest: dict[str, Any], mistakes: Sequence[Mistake]) -> bool:
+    """Remove what is wrong, so that the class default stands there; False where that is not possible."""
+    progress = False
+    for mistake in mistakes:
+        if mistake.kind in ("missing", "plugin"):
+            return False
+        parent = value_at(rest, mistake.place[:-1])
+        if not isinstance(parent, dict) or mistake.place[-1] not in parent:
+            continue
+        wrong = parent.pop(str(mistake.place[-1]))
+        if isinstance(wrong, dict) and "name" in wrong:
+            parent[str(mistake.place[-1])] = {"name": wrong["name"]}
+        progress = True
+    return progress
 
 
 def explain(error: ValidationError, root: Mapping[str, Any]) -> list[Mistake]:
@@ -125,7 +165,7 @@ def _mistake(
         sentence = str(context["error"])
         return Mistake(place, kind, sentence if sentence.startswith(path) else f"{path}: {sentence}" if path else sentence)
     if kind == "literal_error":
-        choices = _choices(annotation)
+        choices = allowed_values(annotation)
         guess = nearest(str(value), choices)
         return Mistake(place, kind, f"{given} must be {' | '.join(choices)}.{f' Did you mean {guess}?' if guess else ''}")
     if kind in _BOUNDS:
@@ -145,7 +185,7 @@ def _field(model: type[Settings], below: Place) -> tuple[Place, Any]:
     """The setting that an error's location belongs to, and its annotation: an item of a list belongs to the list."""
     annotation: Any = model
     for depth, key in enumerate(below):
-        inner = _bare(annotation)
+        inner = bare_type(annotation)
         if isinstance(inner, type) and issubclass(inner, Settings):
             if key not in inner.model_fields:
                 return below[: depth + 1], None
@@ -155,44 +195,6 @@ def _field(model: type[Settings], below: Place) -> tuple[Place, Any]:
         else:
             return below[:depth], annotation
     return below, annotation
-
-
-def _bare(annotation: Any) -> Any:
-    """`X` from `X | None` and `Annotated[X, …]`; unions of more stay what they are."""
-    if get_origin(annotation) is Annotated:
-        return _bare(get_args(annotation)[0])
-    if get_origin(annotation) in (Union, types.UnionType):
-        members = [member for member in get_args(annotation) if member is not type(None)]
-        return _bare(members[0]) if len(members) == 1 else annotation
-    return annotation
-
-
-def _choices(annotation: Any) -> list[str]:
-    if get_origin(annotation) is Literal:
-        return [str(choice) for choice in get_args(annotation)]
-    if get_origin(annotation) in (Union, types.UnionType, Annotated):
-        return [choice for member in get_args(annotation) for choice in _choices(member)]
-    return ["null"] if annotation is type(None) else []
-
-
-def in_words(annotation: Any) -> str:
-    """`tuple[float, float]` → `a list of 2: a number, a number`; `int | None` → `a whole number or null`."""
-    origin, members = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        return in_words(members[0])
-    if origin in (Union, types.UnionType):
-        return " or ".join(["true, false" if member is bool and len(members) > 1 else in_words(member) for member in members])
-    if origin is Literal:
-        return " | ".join(map(str, members))
-    if origin is tuple and members[-1] is not Ellipsis:
-        return f"a list of {len(members)}: {', '.join(in_words(member) for member in members)}"
-    if origin in (tuple, list):
-        return f"a list, each item {in_words(members[0])}"
-    if origin is dict:
-        return f"a mapping, each value {in_words(members[1])}"
-    if isinstance(annotation, type) and issubclass(annotation, Settings):
-        return "a section of settings"
-    return _WORDS.get(annotation, "a value of another type")
 
 
 def _suggestion(place: Place, model: type[Settings], below: Place, root: Mapping[str, Any]) -> str:
@@ -215,7 +217,7 @@ def _suggestion(place: Place, model: type[Settings], below: Place, root: Mapping
 
 def _holder(model: type[Settings], below: Place) -> type[Settings]:
     _, annotation = _field(model, below[:-1]) if len(below) > 1 else ((), model)
-    inner = _bare(annotation)
+    inner = bare_type(annotation)
     return inner if isinstance(inner, type) and issubclass(inner, Settings) else model
 
 
@@ -223,7 +225,7 @@ def setting_paths(root: Mapping[str, Any]) -> list[str]:
     """Every setting that this container can hold, with the chosen plug-ins' own, e.g. `trainer.learning_rate`."""
     paths: list[str] = []
     for name, field in RunConfig.model_fields.items():
-        inner = _bare(field.annotation)
+        inner = bare_type(field.annotation)
         if name in ("algorithm", "backend"):
             paths += _plugin_paths((name,), root)
         elif name == "environments":

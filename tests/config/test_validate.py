@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from telescope.config.explain import in_words, setting_paths
-from telescope.config.judge import judge
 from telescope.config.run import RunConfig, as_json
+from telescope.config.validate import setting_paths, validate
+from telescope.config.words import in_words
 from tests.config.conftest import compose_one, sentences
 
 
@@ -21,14 +21,14 @@ def container(plugin_path) -> dict:
 
 
 def said(container) -> list[str]:
-    config, problems = judge(container)
+    config, problems = validate(container)
     assert config is None
     assert problems
     return [problem.sentence for problem in problems]
 
 
 def test_a_right_container_has_no_problems(container):
-    config, problems = judge(container)
+    config, problems = validate(container)
     assert config is not None
     assert problems == []
 
