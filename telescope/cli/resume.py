@@ -4,18 +4,18 @@ hosts each gives the command; the head's alone makes the attempt.
 Composes nothing: what was resolved once is read back, changed where asked, judged again, and started as any run is.
 """
 
-
 from __future__ import annotations
+
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import Any
+
 from telescope.cli.start import CONFIG_ERROR, RunOrder, find_obstacles, join_run, make_plan_here, run_one, say
 from telescope.cli.submitting import submit_all
 from telescope.config.words import nearest
 from telescope.runlog.ending import read_object
 from telescope.runlog.layout import RunDirectory
-from typing import Any
-
 
 GROUPS = ("env", "experiment")
 """Groups that no key of the resolved configuration is named like."""
