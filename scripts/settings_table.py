@@ -25,6 +25,7 @@ from telescope.config.parts import EnvironmentEntry
 from telescope.config.run import RunConfig
 from telescope.config.slurm import SlurmGroup, SlurmSettings
 from telescope.config.words import in_words
+from telescope.environments.sandboxes.pool import SandboxSettings
 from telescope.settings import Settings
 
 PAGE = ROOT / "docs" / "configuration.md"
@@ -50,19 +51,21 @@ def _sections() -> Iterator[str]:
     yield _table("Top level", RunConfig, "", without=(*parts, "environments"))
     for name, part in parts.items():
         if name in PLUGIN_GROUPS:
-            yield from _plugin_sections(name, name)
+            yield from _plugin_sections(name, PLUGIN_GROUPS[name], name)
         else:
             yield _table(name, part, f"{name}.")
             if name == "cluster":
                 yield _table("cluster.slurm", SlurmSettings, "cluster.slurm.")
                 yield _table("cluster.slurm.inference", SlurmGroup, "cluster.slurm.inference.")
     yield _table("environments.&lt;name&gt;", EnvironmentEntry, "environments.<name>.")
-    yield from _plugin_sections("env", "environments.<name>.kwargs")
+    yield from _plugin_sections("env", PLUGIN_GROUPS["env"], "environments.<name>.kwargs")
+    yield _table("sandbox, of an environment that has it", SandboxSettings, "sandbox.")
+    yield from _plugin_sections("sandbox.provider", plugins.SANDBOXES, "sandbox")
 
 
-def _plugin_sections(group: str, prefix: str) -> Iterator[str]:
-    """What a group's plug-ins share in one table, then what each has of its own."""
-    found = {name: cls for name, cls in plugins.find(PLUGIN_GROUPS[group]).items() if isinstance(cls, type)}
+def _plugin_sections(group: str, kind: plugins.Kind[Any], prefix: str) -> Iterator[str]:
+    """What a kind's plug-ins share in one table, then what each has of its own."""
+    found = {name: cls for name, cls in plugins.find(kind).items() if isinstance(cls, type)}
     shared = [row for row in _rows(next(iter(found.values())), f"{prefix}.") if _everywhere(row, found, prefix)]
     if shared and len(found) > 1:
         yield _lines(f"{group}: every option", shared)

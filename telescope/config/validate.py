@@ -116,17 +116,19 @@ def _mistakes(error: ValidationError, model: type[Settings], above: Place, root:
         place, context = detail["loc"], detail.get("ctx", {})
         if detail["type"] == "nested":
             for below, inner in context["errors"]:
-                yield from _inner(inner, (*above, *place, *below), root)
+                yield from _inner(inner, (*above, *place, *below), root, context.get("model"))
         else:
             yield _mistake(str(detail["type"]), detail["msg"], context, model, above, place, root)
 
 
-def _inner(error: ValidationError | str, place: Place, root: Mapping[str, Any]) -> Iterator[Mistake]:
+def _inner(
+    error: ValidationError | str, place: Place, root: Mapping[str, Any], model: type[Settings] | None
+) -> Iterator[Mistake]:
+    """`model`: the class that refused what stands at `place`; None: the plug-in that is named there."""
     if isinstance(error, str):
         yield Mistake(place, "plugin", f"{'.'.join(map(str, place))}: {error}")
         return
-    model = _plugin_class(place, root)
-    yield from _mistakes(error, model, place, root)
+    yield from _mistakes(error, model or _plugin_class(place, root), place, root)
 
 
 def _plugin_class(place: Place, root: Mapping[str, Any]) -> type[Settings]:

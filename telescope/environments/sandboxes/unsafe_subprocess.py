@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import ClassVar
+
+from pydantic import PrivateAttr
 
 from telescope.environments.sandboxes import local
 from telescope.environments.sandboxes.base import Isolation, Limits, Wall
@@ -16,12 +19,14 @@ log = logging.getLogger(__name__)
 
 
 class UnsafeSubprocess(local.LocalProvider):
-    name = "unsafe_subprocess"
-    wall = Wall.NONE
+    python: str | None = None
+    """Interpreter that guests find first on their PATH; null: the system's python3."""
+    wall: ClassVar[Wall] = Wall.NONE
 
-    def __init__(self, python: str | None = None) -> None:
-        super().__init__()
-        self._python = local.find_python(python)
+    _python: local.Python = PrivateAttr()
+
+    async def find(self) -> None:
+        self._python = local.find_python(self.python)
 
     def held(self, limits: Limits) -> tuple[str, ...]:
         return ()
