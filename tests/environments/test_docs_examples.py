@@ -1,4 +1,4 @@
-"""The environments that docs/environments.md shows work as printed."""
+"""The environments that the pages of docs/ on environments show work as printed."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from telescope.environments.template import ChatTemplate
 from tests.environments.judge_server import judging
 from tests.environments.playing import played
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/environments.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGES = [DOCS / f"{name}.md" for name in ("environments", "multi_turn", "rewards", "judges")]
 
 
 @pytest.fixture
 def shown(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """All names that the Python blocks of the page define, each block in a module of its own."""
+    """All names that the Python blocks of the pages define, each block in a module of its own."""
     names: dict[str, Any] = {}
-    for number, code in enumerate(re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)):
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    for number, code in enumerate(re.findall(r"```python\n(.*?)```", text, re.DOTALL)):
         module = types.ModuleType(f"docs_block_{number}")
         monkeypatch.setitem(sys.modules, module.__name__, module)
-        exec(compile(code, str(PAGE), "exec"), module.__dict__)
+        exec(compile(code, f"block {number} of docs/", "exec"), module.__dict__)
         names |= module.__dict__
     return names
 
