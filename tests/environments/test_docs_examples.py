@@ -75,3 +75,26 @@ async def test_sums_are_worth_one_and_their_form_a_fifth(shown: dict[str, Any], 
     assert reward.total == pytest.approx(1.2)
     assert set(reward.metrics) == {"exact", "format", "brevity"}
     assert (await played(tiny, shown["Sums"](), "<answer>8</answer>", index=4))[0].total == 1.0
+
+
+def test_the_first_hour_finds_no_equation_right_until_its_reward_is_mended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (DOCS / "first_hour.md").read_text(encoding="utf-8")
+    puzzles, task = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    file = tmp_path / "puzzles.jsonl"
+    monkeypatch.setattr(sys, "argv", ["make_puzzles.py", str(file)])
+    exec(compile(puzzles, "make_puzzles.py", "exec"), {})
+    (mended,) = re.findall(r"^    (left, equals, right = .*replace.*)$", page, re.MULTILINE)
+    written = re.sub(r"left, equals, right = .*", lambda _: mended, task)
+    assert written != task
+    for code, right in ((task, 0.0), (written, 1.0)):
+        module = types.ModuleType("equation")
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        exec(compile(code, "equation.py", "exec"), module.__dict__)
+        equation = module.Equation(file=str(file))
+        assert (len(equation.prompts("train")), len(equation.prompts("eval"))) == (500, 100)
+        for prompt in equation.prompts("train")[:20]:
+            assert equation.reward(prompt, prompt.answer).total == 1.0
+            assert equation.reward(prompt, prompt.answer.replace(" ", "")).total == right
+            assert equation.reward(prompt, prompt.answer.partition(" =")[0]).total == 0.0
