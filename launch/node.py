@@ -362,7 +362,7 @@ class Supervisor:
         if summary:
             self.console.result(summary_table(summary))
         if code == STOPPED and self.interrupted is not None:
-            self.console.result(f"to go on: python -m telescope.runs resume {shlex.quote(str(self.directory.path))}")
+            self.console.result(f"to go on: python -m telescope runs resume {shlex.quote(str(self.directory.path))}")
         elif lost and not self.cause:
             self.console.say(lost)
 

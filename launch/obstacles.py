@@ -1,6 +1,6 @@
 """What the processes of a plan would refuse where they are to run, known before any of them is started.
 
-Owns the one list that a run, another attempt of it, the head of several hosts, a Slurm job and `telescope.check` ask. Refuses
+Owns the one list that a run, another attempt of it, the head of several hosts, a Slurm job and `telescope check` ask. Refuses
 to guess: of hosts other than this one only what the plan says is judged, and what can't be told here is left to the process.
 """
 

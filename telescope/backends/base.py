@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
-from telescope.backends.probe import Probe
 from telescope.maths.support import WHOLE, Support
 from telescope.records import Denominators, TrainItem
 from telescope.settings import Settings
@@ -125,8 +124,8 @@ class Job:
     """Tokens that the sampler can take; log-probs are normalised over them."""
     progress: Callable[[str], None] = unwatched
     """To be called with what was done, after each micro-batch: a long step is then no stuck one."""
-    probe: Probe | None = None
-    """To be told where a gradient is no finite number: only where a recorded step is run again."""
+    recorded_loss_scale: float | None = None
+    """Where a recorded step is run again in float16: what it multiplied its loss by."""
     resume: Path | None = None
     """The trainer's folder of the checkpoint to begin with; None: the model as it is."""
     saving: SaveSettings = SaveSettings()

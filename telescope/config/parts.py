@@ -441,4 +441,4 @@ class LoggingSettings(Settings):
     progress: bool = True
     """Show the progress line on the launcher's terminal."""
     token_groups: int = Field(default=1, ge=0)
-    """Groups of each step whose exact tokens are kept in the run directory, for `python -m telescope.env audit`; 0: none."""
+    """Groups of each step whose exact tokens are kept in the run directory, for `python -m telescope env audit`; 0: none."""

@@ -1,4 +1,4 @@
-"""`python -m telescope.env check NAME [setting=value …] [run.override=value …]`: what training would see of an environment.
+"""`python -m telescope env check NAME [setting=value …] [run.override=value …]`: what training would see of an environment.
 
 Composes a run as `telescope.run` would, loads its environment and tokenizer as a worker does, plays some prompts through the
 worker's own code, and prints openings, tokens and masks, rewards, metrics, failures, times and warnings. A word without a dot
@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from telescope.arguments import from_one
+from telescope.cli.arguments import from_one
 from telescope.compose.load import UsageError, load_points, places_for
 from telescope.compose.options import GROUPS
 from telescope.config.models import ModelNotFound, model_folder
@@ -189,7 +189,7 @@ def _same_elsewhere(arguments: list[str], here: Loaded, limit_s: float) -> bool:
     """Whether another process, in which `hash` gives other numbers, has the same prompts. Raises `EnvironmentBroken`."""
     # The digest reads 256 prompts of a long split; that is what workers compare too.
     seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
-    command = [sys.executable, "-m", "telescope.env", "check", *arguments, "--digest"]
+    command = [sys.executable, "-m", "telescope", "env", "check", *arguments, "--digest"]
     try:
         said = subprocess.run(
             command, env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, timeout=limit_s, check=False

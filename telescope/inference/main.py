@@ -14,8 +14,12 @@ import logging
 import os
 import re
 import signal
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+
+import psutil
 
 from telescope.config.models import ModelNotFound, check_weights, model_folder, weight_files
 from telescope.config.parts import InferenceSettings
@@ -25,16 +29,15 @@ from telescope.config.run import RunConfig, config_hash
 from telescope.config.secrets import SecretMissing, reveal
 from telescope.config.words import ConfigError
 from telescope.exit_codes import COMPONENT_FAILED
-from telescope.inference.card_room import card_bytes, free_on_cards, room_made
-from telescope.inference.checkpoint import CheckpointUnreadable
-from telescope.inference.deadline import Deadline
 from telescope.inference.engine import Engine, EngineDead, EngineRefused
 from telescope.inference.fake import FakeEngine
-from telescope.inference.http import PortTaken, bind, http_beside
 from telescope.inference.server import Server, first_of
 from telescope.inference.status import Status
-from telescope.inference.vllm_http import unknown_parsers
-from telescope.inference.vllm_options import Device, ServerPlan, vllm_environment
+from telescope.inference.vllm.engine_health import kill_tree
+from telescope.inference.vllm.gpu_memory import card_bytes, free_on_cards, room_made
+from telescope.inference.vllm.http import PortTaken, bind, http_beside, unknown_parsers
+from telescope.inference.vllm.model_tensors import ModelFilesUnreadable
+from telescope.inference.vllm.options import Device, ServerPlan, vllm_environment
 from telescope.runlog import http_key, temporary
 from telescope.runlog.layout import RunDirectory, write_atomically
 from telescope.runlog.model_files import ModelFilesChanged, check_model_files
@@ -45,7 +48,7 @@ from telescope.wire.heap import freeze_heap
 from telescope.wire.hub import BindFailed, Hub
 from telescope.wire.hub_session import HubIdentity
 from telescope.wire.link import Link, LinkLost, WireRefused, WireTimeout
-from telescope.wire.process import Interrupted, Known, Place, Signals, run_process
+from telescope.wire.process import Interrupted, Known, Place, Signals, leave, run_process, say_why
 from telescope.wire.security import BadKeys
 
 log = logging.getLogger(__name__)
@@ -56,7 +59,7 @@ KNOWN = Known(
             PortTaken,
             ModelNotFound,
             ModelFilesChanged,
-            CheckpointUnreadable,
+            ModelFilesUnreadable,
             EngineRefused,
             ConfigError,
             PluginError,
@@ -256,9 +259,41 @@ def build_engine(
         raise EngineRefused(sentence)
     plan = ServerPlan(config.model, folder, settings, device, lanes(config), config.seed, run, name, transport)
     if config.model.lora is not None:
-        from telescope.inference.lora_engine import LoraEngine
+        from telescope.inference.vllm.lora_engine import LoraEngine
 
         return LoraEngine(plan, config.weight_sync, scratch)
-    from telescope.inference.vllm_engine import VllmEngine
+    from telescope.inference.vllm.engine import VllmEngine
 
     return VllmEngine(plan, config.weight_sync)
+
+
+class Deadline:
+    """The last resort of a process whose library may hang: say why, end all children, leave, from a thread of its own.
+
+    `with deadline(900, "its engine did not start within …"): …` ends the process where the block takes longer.
+
+    With `code=70` the sentence is the process's failure; with another (done, interrupted) it is a warning in the log.
+    """
+
+    def __init__(self, directory: RunDirectory, name: str) -> None:
+        self._directory = directory
+        self._name = name
+
+    @contextmanager
+    def __call__(self, limit_s: float, sentence: str, code: int = COMPONENT_FAILED) -> Iterator[None]:
+        timer = threading.Timer(limit_s, self._end, (f"{self._name}: {sentence}={limit_s:g} s", code))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _end(self, sentence: str, code: int) -> None:
+        for child in psutil.Process().children():
+            kill_tree(child.pid)
+        if code == COMPONENT_FAILED:
+            say_why(self._directory, self._name, sentence, code)
+        else:
+            log.warning("%s", sentence)
+        leave(code)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from telescope.inference.door import Door, Port, completion
-from telescope.inference.engine import Engine, EngineDead, Generated, Load, RequestRefused, WeightsRefused, WeightState
+from telescope.inference.engine import Engine, EngineDead, Generated, LoadReport, RequestRefused, WeightsRefused, WeightState
 from telescope.inference.status import Status
 from telescope.wire.happenings import Delivery
 from telescope.wire.messages import (
@@ -96,7 +96,7 @@ class Server:
         """The last order to prepare a version, answered or not."""
         self._others: set[asyncio.Task[None]] = set()
         self._failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
-        self._told = Load()
+        self._told = LoadReport()
         self._telling: asyncio.TimerHandle | None = None
         self._status = status or Status("server-0")
         self._door = Door(port, link, self._begin, self._abort) if port is not None else None
@@ -167,7 +167,7 @@ class Server:
         if self._telling is None and self._load() != self._told:
             self._tell_load()
 
-    def _load(self) -> Load:
+    def _load(self) -> LoadReport:
         load = self._engine.load
         return replace(load, kv_used=round(load.kv_used, KV_DIGITS))
 

@@ -36,7 +36,7 @@ class Beginning:
 
 
 def begin(run: RunDirectory, settings: FlowSettings) -> Beginning:
-    """Raises `CheckpointUnreadable`, and `CannotGoOn` with a sentence."""
+    """Raises `ModelFilesUnreadable`, and `CannotGoOn` with a sentence."""
     resume, lineage = read_resume(run), read_lineage(run)
     if resume is None:
         return Beginning(Core(settings), lineage)

@@ -1,4 +1,4 @@
-"""Rows of the `tokens` stream: the exact tokens of the first groups of each step, for `python -m telescope.env audit`.
+"""Rows of the `tokens` stream: the exact tokens of the first groups of each step, for `python -m telescope env audit`.
 
 Pure: a batch in, rows out. All tokens of a run would be many times its other rows; of a step's first groups they are few, and
 an error in masks, versions or log-probs shows in any of them.

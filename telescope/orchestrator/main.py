@@ -265,7 +265,7 @@ def _recipe(config: RunConfig, rewards: RewardRanges) -> Recipe:
 
 
 def _save_rules(place: Place) -> SaveRules | None:
-    """None where the run makes no checkpoints. Raises `CheckpointUnreadable` where their folder is another run's."""
+    """None where the run makes no checkpoints. Raises `ModelFilesUnreadable` where their folder is another run's."""
     settings, identity = place.config.checkpoint, place.identity
     if not settings.on:
         return None

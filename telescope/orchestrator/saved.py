@@ -85,7 +85,7 @@ def write(folder: Path, part: Part) -> int:
 
 
 def read(folder: Path) -> tuple[State, list[Scored]]:
-    """Of a complete checkpoint. Raises `CheckpointUnreadable`, which names the file and the remedy."""
+    """Of a complete checkpoint. Raises `ModelFilesUnreadable`, which names the file and the remedy."""
     place = orchestrator_part(folder)
     try:
         state = msgspec.msgpack.decode((place / STATE).read_bytes(), type=State)

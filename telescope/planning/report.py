@@ -1,4 +1,4 @@
-"""The sentences of `python -m telescope.plan`: memory, simulated times, splits. Numbers come in, lines go out."""
+"""The sentences of `python -m telescope plan`: memory, simulated times, splits. Numbers come in, lines go out."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from telescope.backends.fsdp import FSDP
 from telescope.backends.fsdp.sizing import BYTES, rank_memory
 from telescope.config.run import RunConfig
 from telescope.inference.main import lanes
-from telescope.inference.vllm_options import CPU_MAX_NUM_SEQS, GPU_MAX_NUM_SEQS
+from telescope.inference.vllm.options import CPU_MAX_NUM_SEQS, GPU_MAX_NUM_SEQS
 from telescope.maths.memory import RUNTIME_BYTES, ModelShape, ServerMemory, TrainerMemory, layers_again, server_memory
 from telescope.planning.cards import GIB, Card
 from telescope.weights.choose import TransportRefused, choose

@@ -1,7 +1,7 @@
 """Train steps kept to be run again: the shard of each rank in a file of its own, `kept/step_00000012/rank_0.npz`.
 
 Owns the files: numpy arrays and a msgpack header as bytes, no pickle. Refuses to know what is wrong with a step and how one is
-run again (telescope.replay does).
+run again (`telescope replay` does).
 """
 
 from __future__ import annotations

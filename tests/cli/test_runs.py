@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from telescope import runs, servers
+from telescope.cli import runs, servers
 from telescope.config.run import load_run
 from telescope.config.secrets import SecretMissing
 from telescope.inference.main import http_api_key
@@ -106,7 +106,7 @@ def test_stop_asks_the_process_that_watches_as_ctrl_c_would_and_waits_for_its_en
         holder = read_holder(run)
         assert holder is not None
         assert life(holder) == "alive"
-        reaped = subprocess.Popen([sys.executable, "-m", "telescope.runs", "stop", str(run.path)])
+        reaped = subprocess.Popen([sys.executable, "-m", "telescope", "runs", "stop", str(run.path)])
         assert watcher.wait(60) == 0
         assert reaped.wait(60) == 0
     assert json.loads(run.exit_json.read_text()) == {"exit_code": 130}

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from telescope import run, start
+from telescope.cli import run, start
 from telescope.config.run import config_hash, load_run
 from telescope.runlog.layout import RunDirectory
 from tests.config.conftest import compose_one, write
@@ -195,7 +195,7 @@ def test_runs_of_the_same_second_get_different_folders(tmp_path, monkeypatch):
 
 
 def test_plan_counts_the_updates_of_a_step(capsys):
-    from telescope import plan
+    from telescope.cli import plan
 
     assert plan.main(["model=tiny", "trainer.number_of_minibatches=5"]) == 0
     said = capsys.readouterr().out

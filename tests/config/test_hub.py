@@ -48,10 +48,10 @@ def hub(status: int, headers: dict[str, str]) -> Iterator[str]:
 
 
 def checked(folder: Path, endpoint: str, **more: str) -> str:
-    """What telescope.check says of a model of the hub at `endpoint`."""
+    """What `telescope check` says of a model of the hub at `endpoint`."""
     alone = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
     environ = {**alone, "HF_ENDPOINT": endpoint, "HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "0", **more}
-    command = [sys.executable, "-m", "telescope.check", f"model.name={NAME}"]
+    command = [sys.executable, "-m", "telescope", "check", f"model.name={NAME}"]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
     return done.stdout

@@ -1,4 +1,4 @@
-"""What a run would refuse on this machine alone: `telescope.run` before it starts anything, `telescope.check` in a remark."""
+"""What a run would refuse on this machine alone: `telescope.run` before it starts anything, `telescope check` in a remark."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from telescope import check, run
 from telescope._launch.obstacles import obstacles, refuse
 from telescope._launch.plan import Host, Plan, PlanError, make_plan
 from telescope.backends.common import choosing
+from telescope.cli import check, run
 from telescope.inference.engine import EngineRefused
 from telescope.inference.main import build_engine
 from tests.config.conftest import compose_one

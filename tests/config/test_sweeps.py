@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from hydra.core.config_store import ConfigStore
 
+from telescope.cli.sweep import Sweep
 from telescope.compose.load import Point, UsageError, base, places_for
 from telescope.compose.sweeper import Refused, Stopped, search, wants_sweeper
 from telescope.runlog.layout import RunDirectory
-from telescope.sweep import Sweep
 from tests.config.test_command_line import telescope
 
 __all__ = ["telescope"]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from telescope.cli.replay import main
 from telescope.flow.replay import JournalDamaged, replay
-from telescope.replay import main
 from telescope.runlog.journal import Journal
 from telescope.runlog.layout import RunDirectory
 from tests.flow.harness import Manners, World, settings, sometimes_equal

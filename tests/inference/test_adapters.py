@@ -14,7 +14,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from telescope.config.parts import InferenceSettings, LoraSettings, ModelSettings, WeightSyncSettings
-from telescope.inference.adapters import (
+from telescope.inference.engine import WeightsRefused
+from telescope.inference.vllm.adapters import (
     Adapters,
     Proof,
     disagreements,
@@ -25,9 +26,8 @@ from telescope.inference.adapters import (
     vllm_rank,
     write_adapter,
 )
-from telescope.inference.engine import WeightsRefused
-from telescope.inference.lora_engine import LoraEngine
-from telescope.inference.vllm_options import ServerPlan
+from telescope.inference.vllm.lora_engine import LoraEngine
+from telescope.inference.vllm.options import ServerPlan
 from telescope.records import TensorSpec, WeightManifest
 from telescope.weights.buckets import Tensor
 from telescope.weights.disk import DiskPublisher
@@ -275,7 +275,7 @@ async def test_an_adapter_whose_writing_is_broken_off_is_gone_before_the_rest_is
     def held_up(folder, lora, tensors, called_off) -> None:
         write_adapter(folder, lora, tensors, Held(called_off))  # type: ignore[arg-type]
 
-    monkeypatch.setattr("telescope.inference.lora_engine.write", held_up)
+    monkeypatch.setattr("telescope.inference.vllm.lora_engine.write", held_up)
     writing = asyncio.create_task(engine._written(version))
     assert await asyncio.to_thread(begun.wait, 30)
     assert len(list((tmp_path / "scratch").iterdir())) == 1

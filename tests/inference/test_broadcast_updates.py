@@ -16,7 +16,7 @@ import torch
 
 from telescope.config.parts import WeightSyncSettings
 from telescope.inference.engine import EngineDead, WeightsRefused
-from telescope.inference.opening import Opened, Opening
+from telescope.inference.vllm.worker_protocol import UpdateSetup, UpdateSupport
 from telescope.records import WeightGroup, WeightManifest
 from telescope.weights.base import TransferFailed
 from telescope.weights.buckets import Bucket
@@ -90,9 +90,9 @@ async def unstaged(served: Served) -> AsyncIterator[None]:
     kept = served.engine._sync
     await served.serve("old")  # a worker compares its plan with the checkpoint that it has loaded
     for place in ("none", kept.staging):
-        opening = Opening(RUN, "server-0", place, 30.0, 30.0)
+        opening = UpdateSetup(RUN, "server-0", place, 30.0, 30.0)
         (answer,) = await served.engine._rpc("telescope_open", msgspec.json.encode(opening).decode())
-        assert msgspec.json.decode(answer, type=Opened).no_plan == ""
+        assert msgspec.json.decode(answer, type=UpdateSupport).no_plan == ""
         served.engine._sync = kept.model_copy(update={"staging": place})
         if place == "none":
             yield

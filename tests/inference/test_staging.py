@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from telescope.inference.staging import Staging
+from telescope.inference.vllm.staging import Staging
 from telescope.records import WeightGroup, WeightManifest
 from telescope.weights.base import TransferFailed
 from telescope.weights.buckets import Tensor, buckets, lay_out

@@ -10,7 +10,7 @@ import pytest
 
 from telescope.config.models import EMBEDDED
 from telescope.config.parts import InferenceSettings, LoraSettings, ModelSettings, WeightSyncSettings
-from telescope.inference.vllm_options import (
+from telescope.inference.vllm.options import (
     Device,
     NoRoom,
     ServerPlan,

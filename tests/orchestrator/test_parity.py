@@ -24,7 +24,7 @@ def test_0_19_nats_at_the_first_step_are_told_once_with_the_command_that_looks_c
     said = parity.judge(1, FRESH | {"logprob_difference": 0.19666})
     assert "step 1: the servers' log-probs" in said
     assert "are 0.197 nats from the trainer's (mean of |difference|; 0.001 is expected at most)" in said
-    assert "`python -m telescope.doctor logprobs`" in said
+    assert "`python -m telescope doctor logprobs`" in said
     assert parity.judge(2, FRESH | {"logprob_difference": 0.19666}) == ""
 
 

@@ -213,7 +213,7 @@ def test_what_a_step_takes_by_itself_is_what_requests_saw_that_ran_alone() -> No
 @pytest.mark.timeout(900)
 def test_a_plan_from_a_run_names_its_times(tmp_path: Path) -> None:
     play(tmp_path, "run", ("experiment=fake", "number_of_steps=3", "inference.fake_token_s=0.01", "backend.step_s=0.1"))
-    command = [sys.executable, "-m", "telescope.plan", "experiment=fake", *ALWAYS, "--calibrate", str(tmp_path / "run")]
+    command = [sys.executable, "-m", "telescope", "plan", "experiment=fake", *ALWAYS, "--calibrate", str(tmp_path / "run")]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     assert "Calibrated on " in answer.stdout
     assert "Simulated (3 steps): a step takes " in answer.stdout

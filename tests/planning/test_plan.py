@@ -1,4 +1,4 @@
-"""`python -m telescope.plan` in process: what it prints, what it refuses, and the pure functions behind it."""
+"""`python -m telescope plan` in process: what it prints, what it refuses, and the pure functions behind it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from telescope.cli.plan import main
 from telescope.compose.load import load_points, places_for
 from telescope.config.parts import LoraSettings
 from telescope.config.run import RunConfig
 from telescope.flow.latency import Load, constant
-from telescope.plan import main
 from telescope.planning.cards import CARDS
 from telescope.planning.forecast import (
     assumed_load,

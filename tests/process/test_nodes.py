@@ -17,12 +17,12 @@ import msgspec
 import psutil
 import pytest
 
-from telescope import plan as plan_command
 from telescope._launch import join, meet
 from telescope._launch.plan import Host, Plan, ProcessPlan, make_plan, write_plan
 from telescope._launch.remote import Nodes
 from telescope._launch.standing import Standing
 from telescope._launch.talk import Assign, HeadTalk, NodeTalk, Orders, Report
+from telescope.cli import plan as plan_command
 from telescope.compose.load import load_points, places_for
 from telescope.runlog.identity import RunIdentity, write_identity
 from telescope.runlog.layout import RunDirectory, RunDirectoryInUse

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from telescope import start
 from telescope._launch import resuming
 from telescope._launch.plan import Host, make_plan
 from telescope._launch.slurm import batch
 from telescope._launch.standing import Standing
-from telescope.again import go_on as go_on_with_settings_of
+from telescope.cli import start
+from telescope.cli.resume import go_on as go_on_with_settings_of
 from telescope.config.continuing import refusals, remarks
 from telescope.config.parts import TrainerSettings
 from telescope.config.run import RunConfig, dump_run
@@ -105,7 +105,7 @@ def test_who_fails_or_is_killed_by_a_signal_is_told_from_which_checkpoint_the_ru
     checkpoint(run, 4)
     assert start.way_on(ours, 70) == ""  # the run was moved away: a save has made the folder anew
     run.config_json.write_text("{}")
-    told = f"to go on from the checkpoint of step 4: python -m telescope.runs resume {run.path}"
+    told = f"to go on from the checkpoint of step 4: python -m telescope runs resume {run.path}"
     assert [start.way_on(ours, code) for code in (0, 74, 75)] == [""] * 3
     assert [start.way_on(ours, code) for code in (1, 70, 129, 130, 143)] == [told] * 5
     assert start.way_on(config(run_dir=str(run.path), checkpoint={"every": 2, "save_training_state": False}), 70) == ""
@@ -478,7 +478,7 @@ def test_a_setting_that_is_younger_than_the_run_can_be_set_when_it_goes_on(run: 
     run.config_json.write_text(json.dumps(began))
     checkpoint(run, 2)
     started: list[start.Order] = []
-    monkeypatch.setattr("telescope.again.run_one", lambda order: started.append(order) or 0)
+    monkeypatch.setattr("telescope.cli.resume.run_one", lambda order: started.append(order) or 0)
     assert go_on_with_settings_of(run.path, ["trainer.max_broken_steps=5"]) == 0
     assert started[0].config.trainer.max_broken_steps == 5
     assert go_on_with_settings_of(run.path, []) == 0

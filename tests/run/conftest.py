@@ -121,7 +121,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         *overrides: str, environ: dict[str, str] | None = None, cwd: Path = ROOT, resume: WholeRun | None = None
     ) -> WholeRun:
         directory = tmp_path / f"run-{len(runs)}" if resume is None else resume.directory.path
-        first = ("telescope.run", f"run_dir={directory}") if resume is None else ("telescope.runs", "resume", str(directory))
+        first = ("telescope.run", f"run_dir={directory}") if resume is None else ("telescope", "runs", "resume", str(directory))
         output = tmp_path / f"output-{len(runs)}.txt"
         temporary = Path(tempfile.mkdtemp(prefix="telescope-test-"))  # short: vLLM has its sockets there
         environment = {

@@ -48,7 +48,7 @@ def test_it_ends_with_74_says_how_to_mend_it_and_a_resume_brings_the_checkpoint(
     )
     assert run.said().splitlines()[-1] == f"The last checkpoint is lost: {told['exit_reason']}."
     assert "it goes on from its latest checkpoint" not in run.said()  # no restart by itself: it would train, and lose, again
-    listed = telescope("telescope.runs", "list", str(run.directory.path))
+    listed = telescope("telescope", "runs", "list", str(run.directory.path))
     assert "failed           2/2" in listed
     assert told["exit_reason"] in listed
     link.unlink()
@@ -81,7 +81,7 @@ def test_who_stops_a_run_at_its_last_save_is_told_the_same_and_it_counts_as_stop
     assert "no checkpoint of it: the checkpoint of step 2 was not done within 2 s. " in told["exit_reason"]
     assert f"`telescope runs resume {run.directory.path}` goes on from the checkpoint of step 1" in told["exit_reason"]
     assert run.said().splitlines()[-1] == f"The last checkpoint is lost: {told['exit_reason']}."
-    assert told["exit_reason"] in telescope("telescope.runs", "list", str(run.directory.path))
+    assert told["exit_reason"] in telescope("telescope", "runs", "list", str(run.directory.path))
 
 
 @pytest.mark.slow

@@ -45,7 +45,7 @@ def assert_complete(run: WholeRun, *, restarts: dict[str, int], said: str = "", 
     assert sorted(last) == list(range(len(last)))
     assert said in run.said()
     replayed = subprocess.run(
-        [sys.executable, "-m", "telescope.replay", str(run.directory.path)],
+        [sys.executable, "-m", "telescope", "replay", str(run.directory.path)],
         capture_output=True,
         timeout=60,
         cwd=ROOT,

@@ -47,7 +47,7 @@ def batches(rows: list[dict[str, Any]]) -> dict[int, tuple[Any, ...]]:
 
 def assert_replays(run: WholeRun) -> None:
     replayed = subprocess.run(
-        [sys.executable, "-m", "telescope.replay", str(run.directory.path)],
+        [sys.executable, "-m", "telescope", "replay", str(run.directory.path)],
         capture_output=True,
         text=True,
         timeout=120,
@@ -154,7 +154,7 @@ def test_a_step_that_broke_on_one_of_two_ranks_is_kept_whole_and_run_again_later
         "it ended with RuntimeError: rank 1 breaks on purpose",
     ]
     replayed = subprocess.run(
-        [sys.executable, "-m", "telescope.replay", str(run.directory.path), "--step", "3", "--device", "cpu"],
+        [sys.executable, "-m", "telescope", "replay", str(run.directory.path), "--step", "3", "--device", "cpu"],
         capture_output=True, text=True, timeout=300, cwd=ROOT, check=False,
     )  # fmt: skip
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr

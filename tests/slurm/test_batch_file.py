@@ -20,12 +20,12 @@ from telescope._launch.slurm.allocation import Node, allocated, expand, nominal
 from telescope._launch.slurm.batch import srun
 from telescope._launch.slurm.place import hosts_of
 from telescope._launch.slurm.submit import SubmitRefused, script_text, submit
+from telescope.cli.runs import standing
 from telescope.config.run import dump_run, load_run
 from telescope.config.slurm import SlurmGroup, SlurmSettings, minutes_of
 from telescope.runlog.attempts import begin, end, read_attempts, read_submission
 from telescope.runlog.identity import new_identity, write_identity
 from telescope.runlog.layout import RunDirectory
-from telescope.runs import standing
 
 ROOT = Path(__file__).resolve().parents[2]
 FULL = SlurmSettings(

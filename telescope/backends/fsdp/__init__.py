@@ -27,7 +27,7 @@ class FSDP(BackendSettings):
     compile=true those of attention alone. false: keep everything."""
     checkpointed_layers: int | None = Field(default=None, ge=1)
     """So many layers, the first ones, do as gradient_checkpointing says, and the others keep everything: memory for time, layer
-    by layer. null: all of them. `python -m telescope.plan` names the smallest number that fits."""
+    by layer. null: all of them. `python -m telescope plan` names the smallest number that fits."""
     attention: Literal["auto", "flash", "flash3", "cudnn", "flash2", "varlen", "flex", "sdpa"] = "auto"
     """Kernel of the attention within each packed sample. auto: the first of flash3, cudnn, flash2, varlen, flex and sdpa that
     works here; flash: the first of flash3, flash2 and varlen. All but flex and sdpa compute in half precision on a GPU."""

@@ -7,7 +7,6 @@ the same number of rows: a rank with fewer adds rows of padding, which weigh not
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +23,10 @@ from telescope.backends.common import attention, kernels, ranks, rows, shards, w
 from telescope.backends.common.saving import Saver
 from telescope.backends.common.spans import Spans
 from telescope.backends.common.tally import Tally
-from telescope.backends.fsdp import assembly, gather, search, sizing, state
+from telescope.backends.fsdp import assembly, gather, sizing, state
 from telescope.backends.fsdp.mesh import spread
 from telescope.backends.fsdp.policy import Policy, RowInput
 from telescope.backends.fsdp.updates import StepUpdates, Updater
-from telescope.backends.probe import UpdateFinding
 from telescope.maths import flops, packing
 from telescope.records import Denominators
 from telescope.weights.buckets import Bucket
@@ -115,11 +113,7 @@ class FSDPBackend:
                 self._accumulate(row, counts, spans, tally)
                 self._job.progress(f"train step {shard.step}: minibatch {number + 1}, row {place + 1} of {len(minibatch)}")
             spans.at(number)
-            before = self._updater.loss_scale
-            bad = search.bad_parameters(self._policy, self._device) if self._job.probe is not None else ()
             updates.add(self._updater.update(shard.step, empty=counts.tokens == 0))
-            if not math.isfinite(updates.made[-1].norm):
-                self._look_closer(shard, number, plans[number], minibatch, updates.made[-1].norm, bad, before)
         timings, phases = spans.finish()
         sums, peaks = shards.host_metrics(shard, [row for plan in plans for row in plan])
         peaks |= {SLOWEST: timings["timing_step_active"]}
@@ -230,37 +224,8 @@ class FSDPBackend:
         job = self._job
         return policy.logprobs_only(given, job.temperature, job.trainer.entropy_chunk_size, job.support)
 
-    def _look_closer(
-        self,
-        shard: TrainShard,
-        number: int,
-        plan: Sequence[packing.Row],
-        minibatch: Sequence[Row],
-        norm: float,
-        bad: tuple[tuple[str, int], ...],
-        scale: float,
-    ) -> None:
-        """Tell the probe, if there is one, what made a gradient that is no finite number. The update was left out, so the
-        weights are those that it was taken at."""
-        job, probe = self._job, self._job.probe
-        if probe is None:
-            return
-        counts = shard.denominators[number]
-
-        def one(arrays: packing.RowArrays, old: Tensor | None) -> tuple[Tensor, Tensor]:
-            return self._accumulate(Row(arrays, old), counts, Spans(self._device), Tally(self._device))
-
-        laid = [search.Laid(row, known.arrays, known.old) for row, known in zip(plan, minibatch, strict=True)]
-        with self._updater.scaled_by(scale):
-            looking = search.Search(self._policy, job.world, job.trainer.pad_to_multiple_of, one)
-            rows = looking.rows(laid)
-            samples = looking.samples(shard, [laid[row.place] for row in rows])
-        self._policy.zero_grad(set_to_none=True)
-        trained = sum(1 for _ in search.trained(self._policy))
-        probe.found.append(UpdateFinding(number, norm, bad, trained, rows, samples))
-
-    def _accumulate(self, row: Row, counts: Denominators, spans: Spans, tally: Tally) -> tuple[Tensor, Tensor]:
-        """Add one row's share of the gradient. Gives its share of the loss, and the log-probs [n]."""
+    def _accumulate(self, row: Row, counts: Denominators, spans: Spans, tally: Tally) -> None:
+        """Add one row's share of the gradient."""
         job, reference = self._job, None
         with spans.span("data_to_device"):
             on_device, given = self._on_device(row.arrays)
@@ -280,4 +245,3 @@ class FSDPBackend:
             tally.add(output)
         with spans.span("backward"):
             self._updater.scaled(output.loss).backward()  # type: ignore[no-untyped-call]
-        return output.loss.detach(), logprob.detach()

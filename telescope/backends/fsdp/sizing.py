@@ -100,11 +100,11 @@ def too_short(
 def remark(settings: FSDP, job: Job, architecture: Mapping[str, Any], peak: float | None, card_bytes: int) -> str | None:
     """What the first rank says at its start of rows that are too short for its card: `architecture` is the model's config.json.
 
-    None on a CPU, for a card without a known peak, for a job without known batches, where a step is only run again, for a
-    model whose size can't be worked out.
+    None on a CPU, for a card without a known peak, for a job without known batches (a step that is run again), for a model whose
+    size can't be worked out.
     """
     world, model, trainer = job.world, job.model, job.trainer
-    if world.rank or not world.device.startswith("cuda") or peak is None or not job.rollouts or job.probe is not None:
+    if world.rank or not world.device.startswith("cuda") or peak is None or not job.rollouts:
         return None
     try:
         shape = shape_from(architecture)

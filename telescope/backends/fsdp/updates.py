@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,15 +101,6 @@ class Updater:
         """What is to be run backward."""
         return self._scale.scaled(loss)
 
-    @contextmanager
-    def scaled_by(self, scale: float) -> Iterator[None]:
-        """Within, losses are scaled as they were before the last update."""
-        now, self._scale.scale = self._scale.scale, scale
-        try:
-            yield
-        finally:
-            self._scale.scale = now
-
     def update(self, step: int, *, empty: bool = False) -> Update:
         """Use up the gradient that has accumulated. `empty`: no token was trained for it, on any rank."""
         rate = self._rate(step)
@@ -144,8 +135,8 @@ class Updater:
 
     def _scale_as_recorded(self) -> None:
         """A step that is run again has the scale that it had, whichever weights it is run with."""
-        if self._job.probe is not None and self._job.probe.loss_scale is not None and self._scale.enabled:
-            self._scale.scale = self._job.probe.loss_scale
+        if self._job.recorded_loss_scale is not None and self._scale.enabled:
+            self._scale.scale = self._job.recorded_loss_scale
 
     def make_state(self, parameters: Iterable[nn.Parameter]) -> None:
         """Let the optimiser make the state of these parameters, which it does at their first step, so that it can be read into:
