@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from telescope.cli.start import CONFIG_ERROR, Order, join_run, obstacles_here, planned, run_one, say
+from telescope.cli.start import CONFIG_ERROR, RunOrder, find_obstacles, join_run, make_plan_here, run_one, say
 from telescope.cli.submitting import submit_all
 from telescope.config.words import nearest
 from telescope.runlog.ending import read_object
@@ -55,16 +55,16 @@ def go_on(path: Path, overrides: Sequence[str]) -> int:
         say(f"{ConfigError(problems)}\nNothing was started.")
         return CONFIG_ERROR
     try:
-        standing, plan = planned(config)
+        standing, plan = make_plan_here(config)
     except PlanError as error:
         say(f"{error}\nNothing was started.")
         return CONFIG_ERROR
-    if found := obstacles_here(config, plan, hub_problem):
+    if found := find_obstacles(config, plan, hub_problem):
         say("\n".join([*found, "Nothing was started."]))
         return CONFIG_ERROR
     arguments = (f"run_dir={run.path}", "checkpoint.resume=true", *overrides)
     said = (*warnings(config), *filter(None, (shared_gpus(plan) if plan else "",)))
-    order = Order(config, plan, standing, said, arguments, datetime.now().astimezone())
+    order = RunOrder(config, plan, standing, said, arguments, datetime.now().astimezone())
     if config.cluster.slurm is not None:
         return submit_all([order])
     return join_run(order) if standing.rank else run_one(order)

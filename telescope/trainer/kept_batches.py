@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from telescope.backends.base import StepResult, TrainShard
-from telescope.runlog import kept
+from telescope.runlog import kept_steps
 from telescope.runlog.layout import RunDirectory
 
 log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class Keeper:
         From any thread."""
         with self._writing:
             shard = self._under_way
-            if shard is not None and self.latest and kept.is_kept_by_another(self.run, shard.step, self.rank):
+            if shard is not None and self.latest and kept_steps.is_kept_by_another(self.run, shard.step, self.rank):
                 self._under_way = None  # else the next signal, or the end, may find it so
                 self._keep_wrong(shard, "another rank kept its part of it", None)
 
@@ -77,10 +77,10 @@ class Keeper:
             return
         self._wrong.append(shard.step)
         if len(self._wrong) > self.latest:
-            kept.forget(self.run, self._wrong.popleft(), self.rank)
+            kept_steps.forget(self.run, self._wrong.popleft(), self.rank)
 
     def _write(self, shard: TrainShard, why: str, scale: float | None) -> bool:
-        header = kept.Header(
+        header = kept_steps.Header(
             step=shard.step,
             rank=self.rank,
             ranks=self.ranks,
@@ -91,7 +91,7 @@ class Keeper:
             loss_scale=scale,
         )
         try:
-            path = kept.write(self.run, header, (shard.ids, shard.mask, shard.logprobs, shard.versions))
+            path = kept_steps.write(self.run, header, (shard.ids, shard.mask, shard.logprobs, shard.versions))
         except OSError as error:
             log.error("the batch of step %d can't be kept (%s): training goes on", shard.step, error)
             return False

@@ -30,7 +30,7 @@ AMPERE, HOPPER = 8, 9
 
 
 @dataclass(frozen=True)
-class Machine:
+class KernelHost:
     """What decides which kernels work."""
 
     device: str
@@ -53,7 +53,7 @@ def installed() -> frozenset[str]:
     return frozenset(name for name in PACKAGES.values() if importlib.util.find_spec(name) is not None)
 
 
-def choose(setting: Setting, here: Machine) -> Kind:
+def choose(setting: Setting, here: KernelHost) -> Kind:
     """The kernel that the setting means on this machine. Raises `ValueError` where it can't work."""
     among: tuple[Kind, ...]
     if setting == "auto":
@@ -68,7 +68,7 @@ def choose(setting: Setting, here: Machine) -> Kind:
     raise ValueError(f"backend.attention={setting} {obstacle(among[-1], here)}: use {choose('auto', here)}, or auto")
 
 
-def obstacle(kind: Kind, here: Machine) -> str | None:
+def obstacle(kind: Kind, here: KernelHost) -> str | None:
     """Why a kernel can't work on this machine; None where it can. `sdpa` always can."""
     if kind == "sdpa":
         return None

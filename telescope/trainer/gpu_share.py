@@ -17,7 +17,7 @@ class NoRoomBeside(RuntimeError):
     """The rank keeps more of the card than the server leaves it; the sentence has the numbers and the remedy."""
 
 
-class Card(Protocol):
+class SharedCard(Protocol):
     """A GPU's memory as torch's allocator of this process sees it. Bytes."""
 
     @property
@@ -67,11 +67,11 @@ class CudaCard:
 
 
 @dataclass(frozen=True)
-class Room:
+class GpuShare:
     """`share`: of the card, the rank's part. `outside`: bytes of it that torch's allocator does not know of (`Publisher`).
     `in_turns`: the server sleeps in each step (`inference.sleep_while_training`)."""
 
-    card: Card
+    card: SharedCard
     share: float
     outside: int = 0
     in_turns: bool = False

@@ -36,7 +36,7 @@ class _OnDevice:
     end: torch.cuda.Event
 
 
-class Spans:
+class PhaseTimer:
     """Under names like `forward`. One instance a step."""
 
     def __init__(self, device: str) -> None:

@@ -19,8 +19,8 @@ from urllib.parse import urlparse
 
 from telescope.config.parts import LoggingSettings
 from telescope.exit_codes import STOPS
+from telescope.runlog.attempts import Lineage, read_lineage
 from telescope.runlog.layout import RunDirectory
-from telescope.runlog.lineage import Lineage, read_lineage
 from telescope.runlog.reader import rows_of_attempt
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def _has_stored_login(environ: Mapping[str, str]) -> bool:
 
 
 @dataclass(frozen=True)
-class Share:
+class MirrorShare:
     """What one attempt has of a W&B run."""
 
     run_id: str | None = None
@@ -62,7 +62,7 @@ class Share:
     """Rows that earlier attempts have in the same run, those of steps that are trained anew too."""
 
 
-def share_of(run: RunDirectory, lineage: Lineage, run_id: str) -> Share:
+def share_of(run: RunDirectory, lineage: Lineage, run_id: str) -> MirrorShare:
     """All attempts that go on from each other are one W&B run; one that begins at step 1 again is another curve, and has
     another, which is called after it."""
     first, before = 1, 0
@@ -73,7 +73,7 @@ def share_of(run: RunDirectory, lineage: Lineage, run_id: str) -> Share:
         before += len(rows_of_attempt(earlier, "step_metrics"))
     if not lineage.step:
         first, before = lineage.attempt, 0
-    return Share(run_id if first == 1 else f"{run_id}-{first}", lineage.attempt, lineage.step, before)
+    return MirrorShare(run_id if first == 1 else f"{run_id}-{first}", lineage.attempt, lineage.step, before)
 
 
 class WandbMirror:
@@ -93,7 +93,7 @@ class WandbMirror:
         name: str,
         folder: Path,
         config: Mapping[str, Any],
-        share: Callable[[], Share] = Share,
+        share: Callable[[], MirrorShare] = MirrorShare,
     ) -> None:
         self._settings, self._name, self._folder, self._config, self._share = settings, name, folder, config, share
         self._queue: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(QUEUE_STEPS)
@@ -163,7 +163,7 @@ class WandbMirror:
 
 
 def mirror_for(
-    settings: LoggingSettings, *, name: str, folder: Path, config: Mapping[str, Any], share: Callable[[], Share]
+    settings: LoggingSettings, *, name: str, folder: Path, config: Mapping[str, Any], share: Callable[[], MirrorShare]
 ) -> WandbMirror | None:
     """The mirror, if one is wanted and the client is installed."""
     if not wanted(settings, os.environ):

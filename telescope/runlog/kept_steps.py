@@ -50,7 +50,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
         return self.step - 1
 
 
-class Part(msgspec.Struct, frozen=True):
+class KeptShard(msgspec.Struct, frozen=True):
     """One rank's part: its header and its arrays, those of a TrainStep."""
 
     header: Header
@@ -116,7 +116,7 @@ def _parts(run: RunDirectory, step: int) -> dict[int, Path]:
     return {int(match[1]): path for path in run.kept(step).glob("rank_*.npz") if (match := _RANK.fullmatch(path.name))}
 
 
-def read(run: RunDirectory, step: int) -> list[Part]:
+def read(run: RunDirectory, step: int) -> list[KeptShard]:
     """Every rank's part, in order of the ranks. Raises `NothingKept`."""
     paths = _parts(find(run, step), step)
     parts = [_read(paths[rank]) for rank in sorted(paths)]
@@ -128,7 +128,7 @@ def read(run: RunDirectory, step: int) -> list[Part]:
     return parts
 
 
-def _read(path: Path) -> Part:
+def _read(path: Path) -> KeptShard:
     try:
         with np.load(path, allow_pickle=False) as file:
             header = msgspec.msgpack.decode(file["header"].tobytes(), type=Header)
@@ -137,4 +137,4 @@ def _read(path: Path) -> Part:
         raise NothingKept(f"{path} can't be read: {error}") from error
     if header.format != FORMAT:
         raise NothingKept(f"{path} has format {header.format}, and this version of the program reads {FORMAT}")
-    return Part(header, *arrays)
+    return KeptShard(header, *arrays)

@@ -12,9 +12,9 @@ import pytest
 
 from telescope.config.parts import LoggingSettings
 from telescope.runlog import attempts
+from telescope.runlog.attempts import Lineage, write_lineage
 from telescope.runlog.layout import RunDirectory
-from telescope.runlog.lineage import Lineage, write_lineage
-from telescope.runlog.mirror import Share, WandbMirror, share_of, wanted
+from telescope.runlog.wandb_mirror import MirrorShare, WandbMirror, share_of, wanted
 from telescope.runlog.writer import RunLog
 from tests.runlog.fake_wandb import FakeWandb
 
@@ -22,9 +22,9 @@ KEY = "0123456789abcdef0123456789abcdef01234567"
 SCRIPT = """
 import os, sys, time, pathlib
 from telescope.config.parts import LoggingSettings
-from telescope.runlog.mirror import Share, WandbMirror
+from telescope.runlog.wandb_mirror import MirrorShare, WandbMirror
 number = lambda name, default: int(os.environ.get(name, default))
-share = lambda: Share(os.environ.get("RUN"), number("ATTEMPT", "1"), number("FIRST", "1") - 1, number("BEFORE", "0"))
+share = lambda: MirrorShare(os.environ.get("RUN"), number("ATTEMPT", "1"), number("FIRST", "1") - 1, number("BEFORE", "0"))
 first, last = number("FIRST", "1"), number("LAST", "5")
 settings = LoggingSettings(wandb_group="a-sweep")
 mirror = WandbMirror(settings, name="a-run", folder=pathlib.Path(sys.argv[1]), config={"seed": 7}, share=share)
@@ -96,7 +96,7 @@ def log_steps(run: RunDirectory, *steps: int) -> None:
     written.close()
 
 
-def next_attempt(run: RunDirectory, number: int, step: int) -> Share:
+def next_attempt(run: RunDirectory, number: int, step: int) -> MirrorShare:
     """It begins after `step`; 0: at step 1."""
     attempts.put_aside(run, number - 1)
     if step:
@@ -106,14 +106,14 @@ def next_attempt(run: RunDirectory, number: int, step: int) -> Share:
 
 def test_attempts_that_go_on_from_each_other_share_a_run_and_know_how_many_rows_it_has(tmp_path: Path):
     run = RunDirectory.create(tmp_path / "run")
-    assert share_of(run, Lineage(1), "ab12") == Share("ab12", 1, 0, 0)
+    assert share_of(run, Lineage(1), "ab12") == MirrorShare("ab12", 1, 0, 0)
     log_steps(run, 1, 2, 3)
-    assert next_attempt(run, 2, 2) == Share("ab12", 2, 2, 3)
+    assert next_attempt(run, 2, 2) == MirrorShare("ab12", 2, 2, 3)
     log_steps(run, 3, 4, 5)
-    assert next_attempt(run, 3, 2) == Share("ab12", 3, 2, 6)
-    assert next_attempt(run, 4, 0) == Share("ab12-4", 4, 0, 0)  # another curve
+    assert next_attempt(run, 3, 2) == MirrorShare("ab12", 3, 2, 6)
+    assert next_attempt(run, 4, 0) == MirrorShare("ab12-4", 4, 0, 0)  # another curve
     log_steps(run, 1, 2)
-    assert next_attempt(run, 5, 1) == Share("ab12-4", 5, 1, 2)  # which this one goes on with
+    assert next_attempt(run, 5, 1) == MirrorShare("ab12-4", 5, 1, 2)  # which this one goes on with
 
 
 def test_offline_leaves_a_file_to_sync(tmp_path: Path):
