@@ -34,7 +34,7 @@ from telescope.inference.repairs import repair
 from telescope.inference.staging import Arrival, Staging
 from telescope.records import TensorSpec, WeightGroup, WeightManifest
 from telescope.weights.buckets import misplaced
-from telescope.wire.heap import freeze_heap
+from telescope.wire.process import freeze_heap
 
 SHOWN = 3
 REMEDY = "Serve it in the precision of its files (inference.quantization=null), or train a dense model"
