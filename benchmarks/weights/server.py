@@ -28,7 +28,7 @@ from telescope.config.parts import InferenceSettings, ModelSettings, WeightSyncS
 from telescope.inference.vllm.engine import VllmEngine
 from telescope.inference.vllm.options import Device, ServerPlan
 from telescope.records import Sampling, WeightGroup, WeightManifest
-from telescope.wire.heap import freeze_heap
+from telescope.wire.process import freeze_heap
 
 AFTER_S = 0.2
 STREAMS = 4

@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def export_all(run: RunDirectory, step: int | str, to: Path, wanted: Wanted, directory: Path | None = None) -> Iterator[str]:
-    """One sentence a folder written. Raises `ExportRefused`, `CheckpointUnfit`, `ModelFilesUnreadable`, OSError."""
+    """One sentence a folder written. Raises `ExportRefused`, `CheckpointUnfit`, `CheckpointUnreadable`, OSError."""
     if not run.config_json.is_file():
         raise ExportRefused(f"{run.path} has no config.json: give --run-dir a run directory")
     config = load_run(run.config_json)

@@ -416,7 +416,7 @@ class CheckpointSettings(Settings):
 
 class WireSettings(Settings):
     direct: bool = False
-    """Workers bring their requests straight to the servers, with a ticket of the orchestrator, instead of through it."""
+    """Workers bring their requests straight to the servers, with a grant of the orchestrator, instead of through it."""
 
 
 class LoggingSettings(Settings):

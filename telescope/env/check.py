@@ -37,12 +37,11 @@ from telescope.environments.chat import Sampled
 from telescope.environments.template import ChatTemplate
 from telescope.records import PromptRef, RolloutOrder, Sampling
 from telescope.wire.process import leave
-from telescope.workers.hooks import set_up, tear_down
-from telescope.workers.lengths import leave_out_too_long
-from telescope.workers.load import EnvironmentBroken, Loaded, load_environments
-from telescope.workers.play import Limits, play
-from telescope.workers.prefetch import Openings
-from telescope.workers.threads import RewardThreads
+from telescope.workers.loading import EnvironmentBroken, LoadedEnvironment, load_environments, set_up, tear_down
+from telescope.workers.play import PlayLimits, play
+from telescope.workers.prompt_cache import PromptCache
+from telescope.workers.prompt_lengths import leave_out_too_long
+from telescope.workers.reward_threads import RewardThreads
 from telescope.workers.tokenizer import TokenizerError, load_template
 
 OK, NOT_FINE, USAGE = 0, 1, 2
@@ -121,7 +120,7 @@ async def _checked(
     asyncio.get_running_loop().set_default_executor(threads)
     template = load_template(config.model, model_folder(config.model.name))
     whole = load_environments(config)[asked.name]
-    limits = Limits.of(config)
+    limits = PlayLimits.of(config)
     loaded = leave_out_too_long(whole, template, limits.max_prompt_tokens, config.cluster.placement_timeout_s)
     policy = _policy(config, asked, template, loaded)
     played = await _play_all(
@@ -141,7 +140,9 @@ async def _checked(
     return report(stated, played, template)
 
 
-def _policy(config: RunConfig, asked: argparse.Namespace, template: ChatTemplate, loaded: Loaded) -> Scripted | LocalModel:
+def _policy(
+    config: RunConfig, asked: argparse.Namespace, template: ChatTemplate, loaded: LoadedEnvironment
+) -> Scripted | LocalModel:
     if asked.model:
         return load_model(model_folder(config.model.name), tuple(template.end_texts))
     if asked.answers:
@@ -150,10 +151,10 @@ def _policy(config: RunConfig, asked: argparse.Namespace, template: ChatTemplate
 
 
 async def _play_all(
-    loaded: Loaded, template: ChatTemplate, limits: Limits, policy: Policy, prompts: int, samples: int
+    loaded: LoadedEnvironment, template: ChatTemplate, limits: PlayLimits, policy: Policy, prompts: int, samples: int
 ) -> list[Played]:
     """All rollouts side by side, between the environment's own beginning and end."""
-    openings = Openings(template)
+    openings = PromptCache(template)
     orders = [
         RolloutOrder(
             index * samples + sample, index, sample, 0, PromptRef(loaded.label, "train", index), index * samples + sample
@@ -169,7 +170,9 @@ async def _play_all(
         await tear_down(loaded)
 
 
-async def _play_one(order: RolloutOrder, loaded: Loaded, openings: Openings, limits: Limits, policy: Policy) -> Played:
+async def _play_one(
+    order: RolloutOrder, loaded: LoadedEnvironment, openings: PromptCache, limits: PlayLimits, policy: Policy
+) -> Played:
     policy_s = 0.0
 
     async def ask(order: RolloutOrder, turn: int, ids: np.ndarray, sampling: Sampling) -> Sampled:
@@ -185,7 +188,7 @@ async def _play_one(order: RolloutOrder, loaded: Loaded, openings: Openings, lim
     return Played(order, body, arrays, time.monotonic() - begun, policy_s)
 
 
-def _same_elsewhere(arguments: list[str], here: Loaded, limit_s: float) -> bool:
+def _same_elsewhere(arguments: list[str], here: LoadedEnvironment, limit_s: float) -> bool:
     """Whether another process, in which `hash` gives other numbers, has the same prompts. Raises `EnvironmentBroken`."""
     # The digest reads 256 prompts of a long split; that is what workers compare too.
     seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"

@@ -44,16 +44,24 @@ from telescope.runlog.model_files import ModelFilesChanged, check_model_files
 from telescope.weights.base import Receiver
 from telescope.weights.choose import TransportRefused, make_receiver, planned
 from telescope.weights.shared_memory import SharedMemoryReader
-from telescope.wire.heap import freeze_heap
 from telescope.wire.hub import BindFailed, Hub
 from telescope.wire.hub_session import HubIdentity
 from telescope.wire.link import Link, LinkLost, WireRefused, WireTimeout
-from telescope.wire.process import Interrupted, Known, Place, Signals, leave, run_process, say_why
+from telescope.wire.process import (
+    Interrupted,
+    KnownErrors,
+    ProcessContext,
+    ProcessSignals,
+    freeze_heap,
+    leave,
+    run_process,
+    say_why,
+)
 from telescope.wire.security import BadKeys
 
 log = logging.getLogger(__name__)
 
-KNOWN = Known(
+KNOWN = KnownErrors(
     errors=(
         *(
             PortTaken,
@@ -69,7 +77,7 @@ KNOWN = Known(
     ),
     gone=(EngineDead, LinkLost),
 )
-DOOR_CLOSE_S = 0.5
+DIRECT_CLOSE_S = 0.5
 """For the workers' goodbyes at a server's own port."""
 ROOM_SHARE = 0.9
 """Of the time for the start: an engine still waits for room then, and says so before the start's own deadline speaks."""
@@ -82,11 +90,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_process(live, prog="python -m telescope.inference", known=KNOWN, arguments=arguments)
 
 
-def live(place: Place, signals: Signals) -> int:
+def live(place: ProcessContext, signals: ProcessSignals) -> int:
     return asyncio.run(_live(place, signals))
 
 
-async def _live(place: Place, signals: Signals) -> int:
+async def _live(place: ProcessContext, signals: ProcessSignals) -> int:
     """0 after the orchestrator's Stop, 128 + n after a signal n."""
     config = place.config
     settings = config.inference
@@ -111,12 +119,12 @@ async def _live(place: Place, signals: Signals) -> int:
         status = Status(place.name)
         async with (
             http_beside(engine.client, listener, config.model, settings, key, status) as url,
-            _door(place) as door,
+            _open_direct(place) as direct,
         ):
             freeze_heap()
             with _told(place, url):
-                async with await asyncio.to_thread(_connect, place, door) as link:
-                    code = await _until_stopped(Server(link, engine, door, status), signalled)
+                async with await asyncio.to_thread(_connect, place, direct) as link:
+                    code = await _until_stopped(Server(link, engine, direct, status), signalled)
     except Interrupted as interrupted:
         code = 128 + interrupted.number
         raise
@@ -150,22 +158,22 @@ def http_api_key(settings: InferenceSettings, run: RunDirectory) -> str | None:
 
 
 @contextlib.asynccontextmanager
-async def _door(place: Place) -> AsyncIterator[Hub | None]:
+async def _open_direct(place: ProcessContext) -> AsyncIterator[Hub | None]:
     """The server's own port where `wire.direct=true`. Workers are told to stop when it closes; nobody waits for them long."""
     if not place.config.wire.direct:
         yield None
         return
     identity = HubIdentity(place.identity.run_id, place.identity.attempt, config_hash(place.config))
     silent_s = place.config.orchestrator.silent_s
-    door = await Hub.open_door(place.directory, place.name, identity, interface=place.address, silent_s=silent_s)
+    direct = await Hub.open_direct(place.directory, place.name, identity, interface=place.address, silent_s=silent_s)
     try:
-        yield door
+        yield direct
     finally:
-        await door.close(f"{place.name} ends", timeout_s=DOOR_CLOSE_S)
+        await direct.close(f"{place.name} ends", timeout_s=DIRECT_CLOSE_S)
 
 
 @contextlib.contextmanager
-def _told(place: Place, url: str) -> Iterator[None]:
+def _told(place: ProcessContext, url: str) -> Iterator[None]:
     """While the block runs, the run directory says where this server's HTTP is."""
     file = place.directory.server(place.name)
     if url:
@@ -177,9 +185,9 @@ def _told(place: Place, url: str) -> Iterator[None]:
         file.unlink(missing_ok=True)
 
 
-def _connect(place: Place, door: Hub | None) -> Link:
-    address = door.address if door is not None else None
-    hello = place.hello("server", capacity=lanes(place.config), version=0, door=address)
+def _connect(place: ProcessContext, direct: Hub | None) -> Link:
+    address = direct.address if direct is not None else None
+    hello = place.hello("server", capacity=lanes(place.config), version=0, direct_address=address)
     return Link.connect(place.directory, hello, deadline_s=place.config.cluster.placement_timeout_s)
 
 

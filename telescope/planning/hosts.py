@@ -74,8 +74,8 @@ def _share(process: ProcessPlan) -> str:
 
 def _sockets(config: RunConfig, plan: Plan) -> Iterator[str]:
     where = "loopback" if len(plan.hosts) == 1 else "each host's own address"
-    doors = " and servers for workers" if config.wire.direct else ""
-    yield f"Sockets bind to {where}, on free ports: the hub{doors} (CURVE); trainer ranks and weights (not encrypted)."
+    direct = " and servers for workers" if config.wire.direct else ""
+    yield f"Sockets bind to {where}, on free ports: the hub{direct} (CURVE); trainer ranks and weights (not encrypted)."
     if not config.inference.http or config.inference.engine != "vllm":
         return
     base = config.inference.base_port

@@ -107,7 +107,7 @@ def partial_folder(directory: Path, step: int, attempt: str) -> Path:
 
 def make_root(directory: Path) -> None:
     """Make the folder of the checkpoints and see that a file can be written there, before hours are trained that can't be
-    saved. Raises `ModelFilesUnreadable`."""
+    saved. Raises `CheckpointUnreadable`."""
     probe = directory / f".probe-{os.getpid()}"
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -214,7 +214,7 @@ def latest(directory: Path) -> Path | None:
 
 
 def find(directory: Path, step: int | None = None) -> Path:
-    """The complete checkpoint of `step`, or the latest. Raises `ModelFilesUnreadable`, naming what there is."""
+    """The complete checkpoint of `step`, or the latest. Raises `CheckpointUnreadable`, naming what there is."""
     there = steps(directory)
     if step is None and there:
         return complete_folder(directory, there[-1])
@@ -230,7 +230,7 @@ def find(directory: Path, step: int | None = None) -> Path:
 
 
 def read(folder: Path) -> Complete:
-    """Raises `ModelFilesUnreadable`."""
+    """Raises `CheckpointUnreadable`."""
     file = folder / COMPLETE
     try:
         found = msgspec.json.decode(file.read_bytes(), type=Complete)
@@ -252,7 +252,7 @@ def read(folder: Path) -> Complete:
 
 def read_whole(folder: Path, verify: bool = True) -> Complete:
     """As `read`, of a checkpoint that has all its files in full length: a part that is missing would go unnoticed by whoever
-    reads the others. `verify`: and byte by byte as they were written. Raises `ModelFilesUnreadable`."""
+    reads the others. `verify`: and byte by byte as they were written. Raises `CheckpointUnreadable`."""
     facts = read(folder)
     try:
         there = _files_below(folder)
@@ -289,7 +289,7 @@ def write_resume(run: RunDirectory, resume: Resume) -> None:
 
 
 def read_resume(run: RunDirectory) -> Resume | None:
-    """None where the attempt begins at step 1. Raises `ModelFilesUnreadable`."""
+    """None where the attempt begins at step 1. Raises `CheckpointUnreadable`."""
     try:
         return msgspec.json.decode(run.resume_json.read_bytes(), type=Resume)
     except FileNotFoundError:

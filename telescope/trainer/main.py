@@ -28,10 +28,9 @@ from telescope.trainer.service import OutOfOrder, SenderStuck, TrainerService
 from telescope.trainer.timeline import Timeline
 from telescope.weights.base import NoRoomForWeights, Publisher
 from telescope.weights.choose import Here, TransportRefused, cards, choose, make_publisher, spread, wire_dtype
-from telescope.wire import meeting
-from telescope.wire.heap import freeze_heap
+from telescope.wire import discovery
 from telescope.wire.link import Link, LinkLost, WireRefused, WireTimeout
-from telescope.wire.process import Known, Place, Signals, run_process
+from telescope.wire.process import KnownErrors, ProcessContext, ProcessSignals, freeze_heap, run_process
 from telescope.wire.security import BadKeys
 
 
@@ -75,7 +74,7 @@ def _number(environ: Mapping[str, str], name: str, default: int | None) -> int:
 
 log = logging.getLogger(__name__)
 
-KNOWN = Known(
+KNOWN = KnownErrors(
     errors=(
         *(OutOfOrder, Misplaced, NoRoomBeside, NoRoomForWeights),
         *(TransportRefused, ModelNotFound, ModelFilesChanged, ConfigError, PluginError, SecretMissing),
@@ -95,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_process(live, prog="python -m telescope.trainer", known=KNOWN, arguments=arguments)
 
 
-def live(place: Place, signals: Signals) -> int:
+def live(place: ProcessContext, signals: ProcessSignals) -> int:
     """0 after the orchestrator's Stop. The hello comes after the build, so that it means: ready to train."""
     config = place.config
     world = placement(os.environ, config.cluster)
@@ -147,7 +146,7 @@ def room(config: RunConfig, world: World, weights: Publisher) -> GpuShare | None
     return found
 
 
-def keeper(place: Place, world: World) -> Keeper:
+def keeper(place: ProcessContext, world: World) -> Keeper:
     """What keeps the batches of steps that go wrong."""
     trainer = place.config.trainer
     return Keeper(
@@ -160,7 +159,7 @@ def keeper(place: Place, world: World) -> Keeper:
     )
 
 
-def timeline(place: Place, world: World, step: int) -> Timeline:
+def timeline(place: ProcessContext, world: World, step: int) -> Timeline:
     """What stores this rank's spans and memory, as far as the settings want them."""
     settings = place.config.logging
     wanted = settings.track_gpu_events or settings.torch_memory_sample_interval_seconds > 0
@@ -175,7 +174,7 @@ def timeline(place: Place, world: World, step: int) -> Timeline:
     )
 
 
-def publisher(place: Place, backend: Backend, world: World) -> Publisher:
+def publisher(place: ProcessContext, backend: Backend, world: World) -> Publisher:
     """This rank's end of the transport that the settings name. Raises `TransportRefused`, `NoRoomForWeights`."""
     config = place.config
     plan = place.directory.plan_json
@@ -185,7 +184,7 @@ def publisher(place: Place, backend: Backend, world: World) -> Publisher:
     if transport in ("nccl", "gloo"):
         from telescope.weights.rendezvous import facing
 
-        address = facing(meeting.find(place.directory, place.identity.attempt, HUB_S).endpoint)
+        address = facing(discovery.find_hub(place.directory, place.identity.attempt, HUB_S).endpoint)
     here = Here(place.identity.run_id, place.directory.path, world.device, world.rank, address)
     dtype = wire_dtype(config.weight_sync, world.device, config.inference.dtype)
     log.info("weights travel by %s as %s", transport, dtype or "they are held")

@@ -27,13 +27,13 @@ from telescope.wire.happenings import Delivery
 from telescope.wire.messages import (
     AbortWeights,
     Body,
-    CheckpointFailed,
+    CheckpointError,
     CheckpointStaged,
     CheckpointWritten,
     PublishWeights,
     SaveCheckpoint,
     SendWeights,
-    StepDone,
+    StepReport,
     Stop,
     TrainStep,
     WeightsFailed,
@@ -177,7 +177,7 @@ class TrainerService:
             self._sending.join(patience_s)
         return self._sending is None or not self._sending.is_alive()
 
-    def _train(self, order: TrainStep, arrays: Sequence[np.ndarray]) -> StepDone:
+    def _train(self, order: TrainStep, arrays: Sequence[np.ndarray]) -> StepReport:
         if order.step != self._step + 1:
             raise OutOfOrder(
                 f"told to train step {order.step} when step {self._step} was the last: a step was lost or repeated"
@@ -198,7 +198,7 @@ class TrainerService:
         log.info("step %d: %d trajectories in %.3f s", order.step, len(order.items), result.timings["timing_step_active"])
         stall, self._stall_s = self._stall_s, 0.0
         waited = {"timing_checkpoint_stall": stall} if stall else {}
-        return StepDone(order.step, result.metrics, result.timings | waited)
+        return StepReport(order.step, result.metrics, result.timings | waited)
 
     def _save(self, order: SaveCheckpoint, delivery: Delivery) -> None:
         """Holds training up until the state is copied off; the answer comes when it is written, from another thread."""
@@ -269,7 +269,7 @@ class _SaveUnderWay:
                 answer: Body = CheckpointWritten(self._step, nbytes, seconds)
             case NotSaved(cause):
                 log.warning("step %d is not saved: %s", self._step, cause)
-                answer = CheckpointFailed(self._step, cause)
+                answer = CheckpointError(self._step, cause)
         with self._lock:
             if not self._staged:
                 self._answer = answer

@@ -1,4 +1,4 @@
-"""The orchestrator's socket, and a server's door: one ROUTER, read and written from its asyncio loop. What to do is
+"""The orchestrator's socket, and a server's own port: one ROUTER, read and written from its asyncio loop. What to do is
 hub_session.py's.
 
 Owns sockets, the clock and the log of malformed messages. The plain socket is watched by its file descriptor rather than
@@ -19,13 +19,13 @@ import numpy as np
 import zmq
 
 from telescope.runlog.layout import RunDirectory
-from telescope.wire import meeting, security
+from telescope.wire import discovery, security
 from telescope.wire.channel import NoCredit
 from telescope.wire.codec import MAX_FRAME_BYTES, MAX_FRAMES, NO_ARRAYS, RawArrays
 from telescope.wire.happenings import HUB, Delivery, Happening, PeerJoined, PeerLeft, PeerLost, PeerStuck
 from telescope.wire.hub_session import UNKNOWN_PEER, HubIdentity, HubSession, Timing, UnknownPeer
-from telescope.wire.messages import Body, DoorAddress, Hello
-from telescope.wire.rules import ACK_DELAY_S, DOOR_PORT
+from telescope.wire.messages import Body, DirectAddress, Hello
+from telescope.wire.rules import ACK_DELAY_S, DIRECT_PORT
 
 __all__ = [
     "BindFailed",
@@ -102,8 +102,10 @@ class Hub:
         hub = cls(session, security.allow_list(run_directory, HUB))
         try:
             hub._bind(interface, keys)
-            address = meeting.HubAddress(attempt, hub.endpoint, keys.public.decode(), system_socket.gethostname(), os.getpid())
-            meeting.publish(run_directory, address)
+            address = discovery.HubAddress(
+                attempt, hub.endpoint, keys.public.decode(), system_socket.gethostname(), os.getpid()
+            )
+            discovery.publish_address(run_directory, address)
         except BaseException:
             hub._tear_down(linger_ms=0)
             raise
@@ -111,28 +113,28 @@ class Hub:
         return hub
 
     @classmethod
-    async def open_door(
+    async def open_direct(
         cls, run_directory: RunDirectory, name: str, identity: HubIdentity, *, interface: str = "127.0.0.1", silent_s: float
     ) -> Hub:
         """A server's own port, where workers bring their requests directly. Only their keys are let in; nothing is written:
         its `address` travels in the server's hello. Raises `BindFailed` or `BadKeys`."""
         session = HubSession(
-            identity, Timing(silent_s / 5, silent_s, float("inf")), asyncio.get_running_loop().time(), DOOR_PORT
+            identity, Timing(silent_s / 5, silent_s, float("inf")), asyncio.get_running_loop().time(), DIRECT_PORT
         )
         keys = security.load_keys(run_directory, name)
-        door = cls(session, security.door_list(run_directory))
+        port = cls(session, security.list_direct_keys(run_directory))
         try:
-            door._bind(interface, keys)
+            port._bind(interface, keys)
         except BaseException:
-            door._tear_down(linger_ms=0)
+            port._tear_down(linger_ms=0)
             raise
-        door._watch()
-        return door
+        port._watch()
+        return port
 
     @property
-    def address(self) -> DoorAddress:
+    def address(self) -> DirectAddress:
         """Of an open port: where it is and the key that it holds."""
-        return DoorAddress(self.endpoint, self._public_key)
+        return DirectAddress(self.endpoint, self._public_key)
 
     def _bind(self, interface: str, keys: security.Keys) -> None:
         if interface in ("*", "0.0.0.0", "::", "[::]"):
@@ -216,7 +218,7 @@ class Hub:
         self._flush()
 
     def acknowledge(self, delivery: Delivery) -> None:
-        """The delivered RolloutDone is safe on disk: its worker may forget it."""
+        """The delivered RolloutResult is safe on disk: its worker may forget it."""
         self._session.acknowledge(delivery)
         self._schedule_acks()
 

@@ -2,7 +2,7 @@
 
 Owns the thread, the socket, the wake-up and the clock; what to say and when is session.py's. `send`, `progress`, `receive` and
 `close` may be called from any thread, `received` from any event loop. A signal handler that raises in the middle of them would
-leave a lock held: note the signal and look at it afterwards (`process.Signals.held`).
+leave a lock held: note the signal and look at it afterwards (`process.ProcessSignals.held`).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from msgspec import structs
 from zmq.utils.monitor import parse_monitor_message
 
 from telescope.runlog.layout import RunDirectory
-from telescope.wire import meeting, security
+from telescope.wire import discovery, security
 from telescope.wire.codec import MAX_FRAME_BYTES, MAX_FRAMES, NO_ARRAYS, RawArrays
 from telescope.wire.happenings import HUB, Delivery
-from telescope.wire.messages import Body, DoorAddress, Hello
-from telescope.wire.rules import DOOR_PORT
+from telescope.wire.messages import Body, DirectAddress, Hello
+from telescope.wire.rules import DIRECT_PORT
 from telescope.wire.session import PeerSession
 
 __all__ = ["Delivery", "Link", "LinkLost", "WireRefused", "WireTimeout"]
@@ -59,7 +59,7 @@ class LinkLost(ConnectionError):
 class Link:
     """Made by `Link.connect`. A context manager: leaving its block says Goodbye."""
 
-    def __init__(self, session: PeerSession, address: meeting.HubAddress | DoorAddress, keys: security.Keys) -> None:
+    def __init__(self, session: PeerSession, address: discovery.HubAddress | DirectAddress, keys: security.Keys) -> None:
         self._session = session
         self._endpoint = address.endpoint
         self._changed = threading.Condition()  # guards the session and all below
@@ -87,17 +87,19 @@ class Link:
         end = time.monotonic() + deadline_s
         keys = security.load_keys(run_directory, hello.name)
         try:
-            address = meeting.find(run_directory, hello.attempt, deadline_s)
-        except meeting.HubNotFound as error:
+            address = discovery.find_hub(run_directory, hello.attempt, deadline_s)
+        except discovery.HubNotFound as error:
             raise WireTimeout(f"{hello.name}: {error}") from error
         link = cls(PeerSession(structs.replace(hello, started_ns=time.time_ns()), time.monotonic()), address, keys)
         return link._opened(end, deadline_s)
 
     @classmethod
-    def reach(cls, run_directory: RunDirectory, hello: Hello, server: str, door: DoorAddress, deadline_s: float) -> Link:
-        """Connect to a server's door and wait for its welcome. Raises as `connect`."""
-        session = PeerSession(structs.replace(hello, started_ns=time.time_ns()), time.monotonic(), DOOR_PORT, server)
-        link = cls(session, door, security.load_keys(run_directory, hello.name))
+    def connect_direct(
+        cls, run_directory: RunDirectory, hello: Hello, server: str, address: DirectAddress, deadline_s: float
+    ) -> Link:
+        """Connect to a server's own port and wait for its welcome. Raises as `connect`."""
+        session = PeerSession(structs.replace(hello, started_ns=time.time_ns()), time.monotonic(), DIRECT_PORT, server)
+        link = cls(session, address, security.load_keys(run_directory, hello.name))
         return link._opened(time.monotonic() + deadline_s, deadline_s)
 
     def _opened(self, end: float, deadline_s: float) -> Link:
@@ -340,7 +342,7 @@ def _set(waiter: asyncio.Future[None]) -> None:
 
 
 def _dealer(
-    context: zmq.Context[zmq.Socket[bytes]], address: meeting.HubAddress | DoorAddress, keys: security.Keys
+    context: zmq.Context[zmq.Socket[bytes]], address: discovery.HubAddress | DirectAddress, keys: security.Keys
 ) -> zmq.Socket[bytes]:
     socket = context.socket(zmq.DEALER)
     socket.curve_serverkey = address.public_key.encode()
@@ -355,8 +357,8 @@ def _dealer(
 
 
 def _reason(error: BaseException) -> str:
-    """As the process itself tells it (`process.Known`): what is neither ours nor comes with a sentence is named by its type, as
-    `'step'` of a KeyError and `0` of a SystemExit say nothing."""
+    """As the process itself tells it (`process.KnownErrors`): what is neither ours nor comes with a sentence is named by its
+    type, as `'step'` of a KeyError and `0` of a SystemExit say nothing."""
     said, kind = str(error), type(error)
     if said and (kind.__module__.startswith("telescope.") or isinstance(error, ValueError | OSError)):
         return said

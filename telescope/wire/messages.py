@@ -39,7 +39,7 @@ class ArraySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_l
     shape: tuple[int, ...]
 
 
-class DoorAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class DirectAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where a server takes requests from workers directly: `tcp://10.0.0.7:41874`, and the key (Z85) that it must hold."""
 
     endpoint: str
@@ -71,7 +71,7 @@ class Hello(Message):
     """Wall clock at the link's start; set by the link. Of two processes of one name the later one counts."""
     connection: int = 0
     """Counts this incarnation's connections; set by the link. A hello of an earlier one that comes late is passed over."""
-    door: DoorAddress | None = None
+    direct_address: DirectAddress | None = None
     """Of a server where `wire.direct=true`."""
     attention_length: float = 0.0
     """Of a trainer: tokens of a sample whose attention costs as much as all the rest of its model. 0: not told."""
@@ -132,7 +132,7 @@ class PrefetchPrompts(Message):
     prompts: tuple[PromptRef, ...]
 
 
-class RolloutDone(Message):
+class RolloutResult(Message):
     """Frames: ids [T] int32, mask [T] uint8, logprobs [T] float32, versions [T] int32, all branches one after another."""
 
     rollout_id: int
@@ -155,7 +155,7 @@ class RolloutDone(Message):
     """A JSON object; empty for none."""
 
 
-class RolloutFailed(Message):
+class RolloutError(Message):
     """No score (environment, grader, server, time limit), never a reward of 0."""
 
     rollout_id: int
@@ -164,7 +164,7 @@ class RolloutFailed(Message):
     kind: FailureKind = "infrastructure"
 
 
-class GenerationOver(Message):
+class GenerationEnded(Message):
     """The rollout will ask for no more tokens; what follows is its reward."""
 
     rollout_id: int
@@ -183,8 +183,8 @@ class Generate(Message):
     turn: int
     sampling: Sampling
     priority: int = 0
-    ticket: str = ""
-    """The ticket's secret where the request goes to a server's door; empty on the way through the hub."""
+    grant: str = ""
+    """The grant's secret where the request goes straight to a server's port; empty on the way through the hub."""
 
 
 class Abort(Message):
@@ -218,10 +218,10 @@ class EngineLoad(Message):
     """Since the engine's start."""
 
 
-# ---- generation without the relay (`wire.direct=true`): the core places as ever, the arrays go straight to the server's door
+# ---- the direct path (`wire.direct=true`): the core places as ever, the arrays go straight to the server's own port
 
 
-class AskPlace(Message):
+class RequestGrant(Message):
     """A worker's Generate without its arrays. `prompt_tokens`: how many ids it will bring."""
 
     request_id: str
@@ -231,18 +231,18 @@ class AskPlace(Message):
     prompt_tokens: int
 
 
-class Ticket(Message):
-    """Where the request is placed. Good for one Generate at that door, for `lifetime_s` from now."""
+class Grant(Message):
+    """Where the request is placed. Good for one Generate at that port, for `lifetime_s` from now."""
 
     request_id: str
     server: str
-    door: DoorAddress
+    address: DirectAddress
     secret: str
     lifetime_s: float
 
 
-class Expect(Message):
-    """A worker will come with this ticket. An order: its credit is taken now and comes back with Served."""
+class ExpectRequest(Message):
+    """A worker will come with this grant. An order: its credit is taken now and comes back with Served."""
 
     request_id: str
     worker: str
@@ -264,8 +264,8 @@ class Served(Message):
     cause: str = ""
 
 
-class Revoke(Message):
-    """The ticket is worth nothing any more, and what was asked with it will not be answered: its server is lost."""
+class RevokeGrant(Message):
+    """The grant is worth nothing any more, and what was asked with it will not be answered: its server is lost."""
 
     request_id: str
     cause: str
@@ -286,7 +286,7 @@ class TrainStep(Message):
     """One a minibatch, each over all ranks."""
 
 
-class StepDone(Message):
+class StepReport(Message):
     """Metrics of one rank. Rank 0's are already reduced over all ranks; `timings` are this rank's own seconds."""
 
     step: int
@@ -402,7 +402,7 @@ class CheckpointWritten(Message):
     """Of the writing alone, after the state was copied off."""
 
 
-class CheckpointFailed(Message):
+class CheckpointError(Message):
     """The rank's part can't be written; the rank goes on training."""
 
     step: int
@@ -411,12 +411,12 @@ class CheckpointFailed(Message):
 
 Body = (
     Hello | Welcome | Reject | Heartbeat | Ack | Stop | Goodbye
-    | RunRollout | CancelRollout | PrefetchPrompts | GenerationOver | RolloutDone | RolloutFailed
+    | RunRollout | CancelRollout | PrefetchPrompts | GenerationEnded | RolloutResult | RolloutError
     | Generate | Abort | Completion | GenerateFailed | EngineLoad
-    | AskPlace | Ticket | Expect | Served | Revoke
-    | TrainStep | StepDone | PublishWeights | WeightsPublished | SendWeights | WeightsSent
+    | RequestGrant | Grant | ExpectRequest | Served | RevokeGrant
+    | TrainStep | StepReport | PublishWeights | WeightsPublished | SendWeights | WeightsSent
     | PrepareWeights | CommitWeights | AbortWeights | WeightsReady | WeightsFailed | Sleep | Asleep
-    | SaveCheckpoint | CheckpointStaged | CheckpointWritten | CheckpointFailed
+    | SaveCheckpoint | CheckpointStaged | CheckpointWritten | CheckpointError
 )  # fmt: skip
 
 

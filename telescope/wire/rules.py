@@ -13,20 +13,20 @@ from telescope.wire.messages import (
     Abort,
     AbortWeights,
     Ack,
-    AskPlace,
     Asleep,
     CancelRollout,
-    CheckpointFailed,
+    CheckpointError,
     CheckpointStaged,
     CheckpointWritten,
     CommitWeights,
     Completion,
     EngineLoad,
-    Expect,
+    ExpectRequest,
     Generate,
     GenerateFailed,
-    GenerationOver,
+    GenerationEnded,
     Goodbye,
+    Grant,
     Heartbeat,
     Hello,
     Message,
@@ -34,17 +34,17 @@ from telescope.wire.messages import (
     PrepareWeights,
     PublishWeights,
     Reject,
-    Revoke,
-    RolloutDone,
-    RolloutFailed,
+    RequestGrant,
+    RevokeGrant,
+    RolloutError,
+    RolloutResult,
     RunRollout,
     SaveCheckpoint,
     SendWeights,
     Served,
     Sleep,
-    StepDone,
+    StepReport,
     Stop,
-    Ticket,
     TrainStep,
     WeightsFailed,
     WeightsPublished,
@@ -60,18 +60,18 @@ SESSION_OF_HUB: frozenset[Kind] = frozenset({Welcome, Reject, Heartbeat, Ack, Go
 """Handled by the session itself, never delivered to the application."""
 
 FROM_PEER: dict[Role, frozenset[Kind]] = {
-    "worker": frozenset({Generate, AskPlace, Abort, GenerationOver, RolloutDone, RolloutFailed}),
+    "worker": frozenset({Generate, RequestGrant, Abort, GenerationEnded, RolloutResult, RolloutError}),
     "server": frozenset({Completion, GenerateFailed, Served, EngineLoad, WeightsReady, WeightsFailed, Asleep}),
     "trainer": frozenset(
         {
-            *(StepDone, WeightsPublished, WeightsSent, WeightsReady, WeightsFailed),
-            *(CheckpointStaged, CheckpointWritten, CheckpointFailed),
+            *(StepReport, WeightsPublished, WeightsSent, WeightsReady, WeightsFailed),
+            *(CheckpointStaged, CheckpointWritten, CheckpointError),
         }
     ),
 }
 FROM_HUB: dict[Role, frozenset[Kind]] = {
-    "worker": frozenset({RunRollout, CancelRollout, PrefetchPrompts, Completion, GenerateFailed, Ticket, Revoke, Stop}),
-    "server": frozenset({Generate, Expect, Abort, PrepareWeights, CommitWeights, AbortWeights, Sleep, Stop}),
+    "worker": frozenset({RunRollout, CancelRollout, PrefetchPrompts, Completion, GenerateFailed, Grant, RevokeGrant, Stop}),
+    "server": frozenset({Generate, ExpectRequest, Abort, PrepareWeights, CommitWeights, AbortWeights, Sleep, Stop}),
     "trainer": frozenset({TrainStep, PublishWeights, SendWeights, AbortWeights, SaveCheckpoint, Stop}),
 }
 
@@ -85,35 +85,35 @@ class Port:
 
 
 HUB_PORT = Port(FROM_PEER, FROM_HUB)
-DOOR_PORT = Port({"worker": frozenset({Generate})}, {"worker": frozenset({Completion, GenerateFailed, Stop})})
-"""A server's own: workers come with their tickets, and nobody else."""
-TICKET_LIFETIME_S = 30.0
-"""From the order Expect to the worker's Generate. A worker on its feet needs milliseconds."""
+DIRECT_PORT = Port({"worker": frozenset({Generate})}, {"worker": frozenset({Completion, GenerateFailed, Stop})})
+"""A server's own: workers come with their grants, and nobody else."""
+GRANT_LIFETIME_S = 30.0
+"""From the order ExpectRequest to the worker's Generate. A worker on its feet needs milliseconds."""
 
 ANSWERED_BY: dict[Kind, frozenset[Kind]] = {
-    RunRollout: frozenset({RolloutDone, RolloutFailed}),
+    RunRollout: frozenset({RolloutResult, RolloutError}),
     Generate: frozenset({Completion, GenerateFailed}),
-    AskPlace: frozenset({Ticket, GenerateFailed}),
-    Expect: frozenset({Served}),
-    TrainStep: frozenset({StepDone}),
+    RequestGrant: frozenset({Grant, GenerateFailed}),
+    ExpectRequest: frozenset({Served}),
+    TrainStep: frozenset({StepReport}),
     PublishWeights: frozenset({WeightsPublished, WeightsFailed}),
     SendWeights: frozenset({WeightsSent, WeightsFailed}),
     PrepareWeights: frozenset({WeightsReady, WeightsFailed}),
     CommitWeights: frozenset({WeightsReady, WeightsFailed}),
     AbortWeights: frozenset({WeightsReady, WeightsFailed}),
     Sleep: frozenset({Asleep}),
-    SaveCheckpoint: frozenset({CheckpointWritten, CheckpointFailed}),
+    SaveCheckpoint: frozenset({CheckpointWritten, CheckpointError}),
 }
 """Kept until one of these comes back with its number in `answers`."""
 ANSWERS: frozenset[Kind] = frozenset().union(*ANSWERED_BY.values())
 
-ACKNOWLEDGED: frozenset[Kind] = ANSWERS | {Stop, Revoke, CheckpointStaged}
+ACKNOWLEDGED: frozenset[Kind] = ANSWERS | {Stop, RevokeGrant, CheckpointStaged}
 """Kept until an Ack names them."""
-SAFE_BY_APPLICATION: frozenset[Kind] = frozenset({RolloutDone})
+SAFE_BY_APPLICATION: frozenset[Kind] = frozenset({RolloutResult})
 """Acknowledged when the application says so (it is on disk); the others when they have arrived."""
 KEPT: frozenset[Kind] = ACKNOWLEDGED | frozenset(ANSWERED_BY)
 
-WORK: frozenset[Kind] = frozenset({RunRollout, Generate, Expect, TrainStep})
+WORK: frozenset[Kind] = frozenset({RunRollout, Generate, ExpectRequest, TrainStep})
 """Orders that cost one of the peer's `capacity` credits."""
 WEIGHT_ORDERS: frozenset[Kind] = frozenset({PublishWeights, SendWeights, PrepareWeights, CommitWeights, AbortWeights, Sleep})
 """Orders with a small budget of their own: a server full of generations must still be able to take new weights."""
@@ -124,4 +124,4 @@ ACK_DELAY_S = 0.1
 ACK_BATCH = 64
 
 NOTED_OF_A_PEER = 100
-"""Complaints of one peer that are logged; more are counted only: a peer that says nothing else must not fill the disk."""
+"""Violations of one peer that are logged; more are only counted: a peer that says nothing else must not fill the disk."""

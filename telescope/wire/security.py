@@ -64,7 +64,7 @@ def allow_list(run_directory: RunDirectory, hub: str) -> dict[bytes, str]:
     return {z85.decode(_read_key(path)): path.stem for path in paths if path.stem != hub}
 
 
-def door_list(run_directory: RunDirectory) -> dict[bytes, str]:
+def list_direct_keys(run_directory: RunDirectory) -> dict[bytes, str]:
     """The same of those who may come to a server's own port: the run's environment workers."""
     return {key: name for key, name in allow_list(run_directory, "").items() if name.startswith("worker-")}
 

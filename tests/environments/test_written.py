@@ -15,7 +15,7 @@ from telescope.environments.template import ChatTemplate
 from telescope.environments.tool_environment import ToolEnvironment
 from telescope.environments.written import class_mistake, ranges_mistake, turns_mistake
 from tests.environments.playing import played
-from tests.workers.test_load import broken
+from tests.workers.test_loading import broken
 
 ASKED = {"role": "user", "content": "x"}
 

@@ -14,9 +14,9 @@ from telescope.flow import commands as do
 from telescope.flow import events as seen
 from telescope.flow.bounds import age_bound, age_bound_in_updates
 from telescope.records import Sampling
-from telescope.wire.channel import Channel
+from telescope.wire.channel import MessageChannel
 from telescope.wire.codec import RawArrays
-from telescope.wire.messages import Envelope, Generate, GenerateFailed, RolloutFailed, RunRollout
+from telescope.wire.messages import Envelope, Generate, GenerateFailed, RolloutError, RunRollout
 from tests.flow.cases import any_manners, any_settings
 from tests.flow.harness import Manners, World
 
@@ -81,23 +81,23 @@ class Wired(World):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.channels: dict[str, Channel] = {}
+        self.channels: dict[str, MessageChannel] = {}
         self.asked: dict[object, tuple[str, int]] = {}
         self.answers: dict[str, int] = {}
 
     def tell(self, event: object) -> None:
         match event:
             case seen.WorkerJoined(worker=name, capacity=capacity) | seen.ServerJoined(server=name, capacity=capacity):
-                self.channels[name] = Channel(capacity)
+                self.channels[name] = MessageChannel(capacity)
                 self.answers[name] = 0
                 self.asked = {key: asked for key, asked in self.asked.items() if asked[0] != name}
             case seen.TurnDone(request_id=request_id):
                 self._answered(request_id, GenerateFailed(request_id, ""))
             case seen.RolloutDone() | seen.RolloutFailed():
-                self._answered((event.rollout_id, event.attempt), RolloutFailed(event.rollout_id, event.attempt, ""))
+                self._answered((event.rollout_id, event.attempt), RolloutError(event.rollout_id, event.attempt, ""))
         super().tell(event)
 
-    def _answered(self, key: object, body: GenerateFailed | RolloutFailed) -> None:
+    def _answered(self, key: object, body: GenerateFailed | RolloutError) -> None:
         name, number = self.asked.pop(key, ("", 0))
         if number:
             self.answers[name] += 1

@@ -19,12 +19,10 @@ from telescope.flow import events as seen
 from telescope.flow.core import Core
 from telescope.flow.replay import Line, decode_line, encode_opening, replay
 from telescope.orchestrator.batch import Recipe
-from telescope.orchestrator.loop import Orchestrator, Outcome
+from telescope.orchestrator.loop import Orchestrator, RunOutcome
 from telescope.orchestrator.main import flow_settings
-from telescope.orchestrator.perform import Performer
-from telescope.orchestrator.record import Recorder
-from telescope.orchestrator.roster import Roster
-from telescope.orchestrator.servers import Servers
+from telescope.orchestrator.peers import Peers, ServerRestarts
+from telescope.orchestrator.recorder import Recorder
 from telescope.orchestrator.weights import UpdateRules
 from telescope.records import RolloutOrder
 from telescope.runlog.journal import Journal, journal_lines
@@ -51,7 +49,7 @@ class Actor(Peer):
                 for name, (order_delivery, order) in list(self.waiting.items()):
                     if (order.rollout_id, order.attempt) == (rollout_id, attempt):
                         del self.waiting[name]
-                        self.link.send(m.RolloutFailed(rollout_id, attempt, "cancelled"), answers=order_delivery)
+                        self.link.send(m.RolloutError(rollout_id, attempt, "cancelled"), answers=order_delivery)
             case _:
                 super().take(delivery)
 
@@ -116,7 +114,7 @@ async def play(
     shuffle: int | None = None,
     placement_timeout_s: float | None = None,
     **flow: Any,
-) -> tuple[Outcome, list[Line]]:
+) -> tuple[RunOutcome, list[Line]]:
     """One run to its end, and its journal. `flow`: the core's settings that differ. `placement_timeout_s`: nobody comes."""
     base, run = config(), RunDirectory.create(folder / "run")
     there = {"inference_num_workers": servers, "env_num_workers": workers}
@@ -129,18 +127,19 @@ async def play(
     core = Core(msgspec.structs.replace(flow_settings(settings), **flow))
     log, journal = RunLog(run, "orchestrator"), Journal(run.journal)
     journal.append(encode_opening(core.settings))
-    recorder, roster = Recorder(run, log, None, core.settings.number_of_steps), Roster.of(cluster)
+    recorder, peers = Recorder(run, log, None, core.settings.number_of_steps), Peers.of(cluster)
     hub = await Hub.open(run, run="r", attempt="a", config_hash="c")
     recipe = Recipe(settings.algorithm, group_size, settings.rollout.max_tokens)
     orchestrator = Orchestrator(
         settings,
         hub=hub,
         core=core,
-        performer=Performer(hub, roster=roster, recorder=recorder, recipe=recipe, updates=UpdateRules(60.0, 1)),
-        roster=roster,
-        servers=Servers(run, hub, roster, 0),
+        peers=peers,
+        servers=ServerRestarts(run, hub, peers, 0),
         journal=journal,
         recorder=recorder,
+        recipe=recipe,
+        updates=UpdateRules(60.0, 1),
     )
     shuffler = Shuffler(run, shuffle) if shuffle is not None else None
     running = asyncio.create_task(orchestrator.run())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from telescope.orchestrator.divergence import broken_steps, why_it_ends
+from telescope.orchestrator.step_metrics import broken_steps, why_it_ends
 
 MOVED = {"updates": 2.0, "update_skipped": 0.0, "updates_not_finite": 0.0}
 HALF = {"updates": 2.0, "update_skipped": 1.0, "updates_not_finite": 1.0}

@@ -16,12 +16,10 @@ import pytest
 
 from telescope.flow.core import Core
 from telescope.orchestrator.batch import Recipe
-from telescope.orchestrator.loop import Orchestrator, Outcome
+from telescope.orchestrator.loop import Orchestrator, RunOutcome
 from telescope.orchestrator.main import flow_settings
-from telescope.orchestrator.perform import Performer
-from telescope.orchestrator.record import Recorder
-from telescope.orchestrator.roster import Roster
-from telescope.orchestrator.servers import Servers
+from telescope.orchestrator.peers import Peers, ServerRestarts
+from telescope.orchestrator.recorder import Recorder
 from telescope.orchestrator.weights import UpdateRules
 from telescope.records import WeightGroup, WeightManifest
 from telescope.runlog import control
@@ -241,10 +239,10 @@ LIVES: dict[Callable[[Naughty, Delivery], bool], int] = {dies_and_comes_back_ref
 
 @pytest.fixture(autouse=True)
 def _short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("telescope.orchestrator.updates.GRACE_S", 0.5)
+    monkeypatch.setattr("telescope.orchestrator.weight_update.GRACE_S", 0.5)
 
 
-async def play(folder: Path, transport: str, manners: dict[str, Any]) -> tuple[Outcome, RunDirectory, Fleet]:
+async def play(folder: Path, transport: str, manners: dict[str, Any]) -> tuple[RunOutcome, RunDirectory, Fleet]:
     settings, run = config(), RunDirectory.create(folder / "run")
     fleet = Fleet(run, transport, manners)
     timeout_s = (
@@ -254,18 +252,19 @@ async def play(folder: Path, transport: str, manners: dict[str, Any]) -> tuple[O
     )
     make_keys(run, ("orchestrator", *WORKERS, *SERVERS, TRAINER))
     log, journal = RunLog(run, "orchestrator"), Journal(run.journal)
-    recorder, roster = Recorder(run, log, None, STEPS), Roster.of(settings.cluster)
+    recorder, peers = Recorder(run, log, None, STEPS), Peers.of(settings.cluster)
     hub = await Hub.open(run, run="r", attempt="a", config_hash="c")
     recipe = Recipe(settings.algorithm, settings.rollout.group_size, settings.rollout.max_tokens)
     orchestrator = Orchestrator(
         settings,
         hub=hub,
         core=Core(flow_settings(settings, trainer_sends=transport == "gloo")),
-        performer=Performer(hub, roster=roster, recorder=recorder, recipe=recipe, updates=UpdateRules(timeout_s, 2)),
-        roster=roster,
-        servers=Servers(run, hub, roster, 3),
+        peers=peers,
+        servers=ServerRestarts(run, hub, peers, 3),
         journal=journal,
         recorder=recorder,
+        recipe=recipe,
+        updates=UpdateRules(timeout_s, 2),
     )
     running = asyncio.create_task(orchestrator.run())
     node = asyncio.create_task(fleet.supervise())

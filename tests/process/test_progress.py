@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from telescope._launch.progress import Console, LogCopy, Progress, duration, status_line, summary_table
-from telescope.orchestrator.roster import few
+from telescope.orchestrator.peers import name_few
 from telescope.runlog.layout import RunDirectory
 
 STATUS = {
@@ -84,7 +84,7 @@ def test_an_alert_is_a_line_of_its_own_once_and_of_many_the_latest(tmp_path: Pat
 
 def starting(ready: int, *missing: str) -> str:
     """What the orchestrator of 303 processes says until all are there."""
-    words = f"waiting for {few([*missing, *('more',) * (303 - ready - len(missing))])}"
+    words = f"waiting for {name_few([*missing, *('more',) * (303 - ready - len(missing))])}"
     return json.dumps({"state": "starting", "step": 0, "processes": 303, "ready": ready, "missing": missing, "doing": words})
 
 

@@ -32,7 +32,7 @@ def kinds(run: WholeRun) -> tuple[set[str], Counter[str]]:
     return set(found) - {"Tick"}, Counter({kind: found[kind] for kind in counted})
 
 
-def test_a_synchronous_run_is_the_same_with_tickets_and_without(start: Start):
+def test_a_synchronous_run_is_the_same_by_relay_and_directly(start: Start):
     runs = [
         start(
             "experiment=fake", "number_of_steps=3", "orchestrator.max_async_rollout=0", "seed=11",

@@ -32,7 +32,7 @@ from telescope.inference.vllm.staging import Arrival, Staging
 from telescope.inference.vllm.worker_protocol import Comparison, StageState, UpdateSetup, UpdateSupport, notify
 from telescope.records import TensorSpec, WeightGroup, WeightManifest
 from telescope.weights.buckets import misplaced
-from telescope.wire.heap import freeze_heap
+from telescope.wire.process import freeze_heap
 
 SHOWN = 3
 REMEDY = "Serve it in the precision of its files (inference.quantization=null), or train a dense model"
