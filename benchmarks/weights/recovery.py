@@ -145,9 +145,9 @@ def deaths(lines: list[Line], kills: list[float]) -> list[Death]:
                 if death is not None and death.travelling == done:
                     death.arrived_s = line.now - death.at
         for command in line.commands:
-            if isinstance(command, do.Update):
+            if isinstance(command, do.UpdateWeights):
                 travelling, ordered = tuple(served), command.version
-            if isinstance(command, do.Place):
+            if isinstance(command, do.PlaceRequest):
                 at_server[command.request_id] = command.server
                 if death is not None and command.request_id in death.requests:
                     death.placed_s.setdefault(command.request_id, line.now - death.at)

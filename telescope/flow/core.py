@@ -142,7 +142,7 @@ class Core(Fates):
                 self._saving.ended(step, cause)
             case seen.StopRequested(reason=reason, ok=ok, save=save):
                 if save and self._saving.on and not ok:
-                    self._leave(do.Stop(reason, ok))
+                    self._leave(do.StopRun(reason, ok))
                 else:
                     self._stop(reason, ok)
 
@@ -164,7 +164,7 @@ class Core(Fates):
                 self._stop(complaint, ok=False)
                 return
             if warning := digests_warning(resumed, presence.digests):
-                self._out.append(do.Warn(warning))
+                self._out.append(do.WarnUser(warning))
             draw_on(draws, resumed)
         self._draws = draws
         self._ahead = Ahead(draws, settings.prefetch) if settings.prefetch else None
@@ -198,7 +198,7 @@ class Core(Fates):
         flight = self._lanes.flights.get((event.rollout_id, event.attempt))
         if flight is None or flight.stopping:
             self._tally.ignored += 1
-            self._out.append(do.Ignore(event.rollout_id, event.attempt))
+            self._out.append(do.IgnoreResult(event.rollout_id, event.attempt))
             if flight is not None:
                 self._lanes.end(flight)
                 self._flight_ended(flight, counted=False)
@@ -242,7 +242,7 @@ class Core(Fates):
             self._cancel(flight, cause)
             self._attempt_failed(flight, cause)
         for flight in self._lanes.to_remind(self._now):
-            self._out.append(do.Cancel(flight.worker, flight.sample.rollout_id, flight.attempt, "asked again"))
+            self._out.append(do.CancelAttempt(flight.worker, flight.sample.rollout_id, flight.attempt, "asked again"))
         for flight in self._lanes.unanswered(self._now):
             self._stop(
                 f"{flight.worker} did not answer the cancel of rollout {flight.sample.rollout_id} within "
@@ -268,18 +268,18 @@ class Core(Fates):
             self._slots.release(group, trained=True)
         for group in (*batch.groups, *batch.baseline):
             forgotten.extend(group.survivor_ids)
-        self._out.append(do.Forget(tuple(forgotten)))
+        self._out.append(do.ForgetRollouts(tuple(forgotten)))
         if self.version == self.settings.number_of_steps:
-            self._leave(do.Stop(f"all {self.version} steps are trained", ok=True))
+            self._leave(do.StopRun(f"all {self.version} steps are trained", ok=True))
         else:
             self._retire_stale(self.version)
         if sentence := self._saving.committed(self.version):
-            self._out.append(do.Warn(sentence))
+            self._out.append(do.WarnUser(sentence))
 
     def _send_weights(self) -> None:
         version = self._updates.set_out({name: server.version for name, server in self._placement.servers.items()})
         if version is not None:
-            self._out.append(do.Update(version))
+            self._out.append(do.UpdateWeights(version))
 
     # ---- checkpoints, and ends that wait for one
 
@@ -288,11 +288,11 @@ class Core(Fates):
         if saving.owed and saving.under_way is None and not training:
             saving.begin(self.version)
             self.saved = self.snapshot()
-            self._out.append(do.Checkpoint(self.version))
+            self._out.append(do.TakeCheckpoint(self.version))
         if stop := saving.gone(version=self.version, training=training):
             self._ending = stop
 
-    def _leave(self, stop: do.Stop) -> None:
+    def _leave(self, stop: do.StopRun) -> None:
         """End the run when the step under way is trained and, where checkpoints are on, saved."""
         if self._saving.on:
             self._saving.leave(stop, version=self.version, training=self._updates.batch is not None, now=self._now)
@@ -331,7 +331,7 @@ class Core(Fates):
             self._dispatch()
         self._groups_moved = False
         if self._ahead is not None and (prompts := self._ahead.hints()):
-            self._out.append(do.Prefetch(prompts))
+            self._out.append(do.AnnouncePrompts(prompts))
 
     def _take(self) -> None:
         batches, updates = self._batches, self._updates
@@ -344,7 +344,7 @@ class Core(Fates):
 
     def _train(self, batch: Batch) -> None:
         self._out.append(
-            do.Train(
+            do.TrainBatch(
                 step=self._updates.train(batch),
                 group_ids=tuple(group.group_id for group in batch.groups),
                 rollout_ids=tuple(group.survivor_ids for group in batch.groups),
@@ -365,7 +365,7 @@ class Core(Fates):
             self._batches.admitted(group)
             self._tally.admitted += 1
             self._tally.moved(None, group.state)
-            self._out.append(do.GroupState(group.group_id, str(group.state), "", group.v_start))
+            self._out.append(do.RecordGroupState(group.group_id, str(group.state), "", group.v_start))
             for sample in group.samples:
                 self._lanes.queue(group, sample)
 
@@ -382,4 +382,4 @@ class Core(Fates):
             place = sample.rollout_id % settings.group_size
             seed = sample_seed(settings.seed, group.group_id, place)
             order = RolloutOrder(sample.rollout_id, group.group_id, place, flight.attempt, group.prompt, seed)
-            self._out.append(do.Run(flight.worker, order))
+            self._out.append(do.DispatchRollout(flight.worker, order))

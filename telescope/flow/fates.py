@@ -37,7 +37,7 @@ class Fates:
         self._draws: Draws | None = None
         self._now = 0.0
         self._groups_moved = False  # since what follows from the event before was done
-        self._ending: do.Stop | None = None
+        self._ending: do.StopRun | None = None
         self._out: list[do.AnyCommand] = []
 
     # ---- one attempt at a rollout
@@ -45,7 +45,7 @@ class Fates:
     def _cancel(self, flight: Flight, reason: str) -> None:
         """Tell the worker to stop; the flight keeps its lane and credit until it answers."""
         self._lanes.stop(flight, self._now)
-        self._out.append(do.Cancel(flight.worker, flight.sample.rollout_id, flight.attempt, reason))
+        self._out.append(do.CancelAttempt(flight.worker, flight.sample.rollout_id, flight.attempt, reason))
         self._turns.withdraw(flight, reason)
 
     def _flight_ended(self, flight: Flight, counted: bool, why: str = "its rollout has ended") -> None:
@@ -88,7 +88,7 @@ class Fates:
         self._groups_moved = True
         self._tally.moved(group.state, transition(group.state, state))
         group.state = state
-        self._out.append(do.GroupState(group.group_id, str(state), reason, group.v_start))
+        self._out.append(do.RecordGroupState(group.group_id, str(state), reason, group.v_start))
 
     def _reach(self, group: Group, state: State) -> None:
         """The group has come to a point of its play; only the first of its samples to do so moves it."""
@@ -121,7 +121,7 @@ class Fates:
         if ends:
             self._stop(sentence, ok=False)
         elif sentence:
-            self._out.append(do.Warn(sentence))
+            self._out.append(do.WarnUser(sentence))
 
     def _fail(self, group: Group, cause: str) -> None:
         self._retire(group, State.FAILED, cause)
@@ -142,7 +142,7 @@ class Fates:
                 self._cancel(flight, f"its group is {state}: {reason}")
         self._move(group, state, reason)
         if finished:
-            self._out.append(do.Forget(tuple(sample.rollout_id for sample in finished)))
+            self._out.append(do.ForgetRollouts(tuple(sample.rollout_id for sample in finished)))
         self._slots.release(group, trained=False)
         self._lanes.leave_lane(group)
 
@@ -164,9 +164,9 @@ class Fates:
     def _stop(self, reason: str, ok: bool) -> None:
         """End the run after this event; the first reason counts."""
         if self._ending is None:
-            self._ending = do.Stop(reason, ok)
+            self._ending = do.StopRun(reason, ok)
 
-    def _end_run(self, stop: do.Stop) -> None:
+    def _end_run(self, stop: do.StopRun) -> None:
         """Account for every group still alive. Nothing is cancelled one by one: Stop ends every process."""
         for group in self._slots.alive.values():
             self._move(group, State.CANCELLED, "the run ended")

@@ -6,7 +6,7 @@ core's own state are of one step.
 
 from __future__ import annotations
 
-from telescope.flow.commands import Stop
+from telescope.flow.commands import StopRun
 from telescope.flow.settings import FlowSettings
 
 
@@ -21,7 +21,7 @@ class Saving:
         self.owed = False
         """One is to be made before the trainer gets its next batch."""
         self.under_way: int | None = None
-        self.leaving: Stop | None = None
+        self.leaving: StopRun | None = None
         """How the run ends, once what it waits for is there."""
         self.lost = 0
         """Step of the checkpoint that a run which has trained all ends without; 0: it ends with it, or has not ended."""
@@ -48,7 +48,7 @@ class Saving:
                 )
         return ""
 
-    def leave(self, stop: Stop, *, version: int, training: bool, now: float) -> None:
+    def leave(self, stop: StopRun, *, version: int, training: bool, now: float) -> None:
         """The run is to end once its step is trained and saved. One that has trained all waits for its last save as long as for
         any (whoever writes it gives up in time); one that is told to stop, then or before, waits for `stop_deadline_s`."""
         if not stop.ok:
@@ -71,13 +71,13 @@ class Saving:
             self.last = step
         return True
 
-    def gone(self, *, version: int, training: bool) -> Stop | None:
+    def gone(self, *, version: int, training: bool) -> StopRun | None:
         """The run's end, if nothing is waited for any more."""
         if self.leaving is None or training or self.owed or self.under_way is not None:
             return None
         return self._said(version)
 
-    def overdue(self, now: float, version: int) -> Stop | None:
+    def overdue(self, now: float, version: int) -> StopRun | None:
         """The run's end, if it has waited for long enough."""
         if self.leaving is None or now < self._give_up_at:
             return None
@@ -85,11 +85,11 @@ class Saving:
         self._failure = self._failure or f"{what} was not done within {self._deadline_s:g} s"
         return self._said(version)
 
-    def _said(self, version: int) -> Stop:
+    def _said(self, version: int) -> StopRun:
         assert self.leaving is not None
         reason = self.leaving.reason
         if self.last == version > 0:
             reason = reason if self.leaving.ok else f"{reason}; the checkpoint of step {version} is complete"
-            return Stop(reason, self.leaving.ok, checkpoint=version)
+            return StopRun(reason, self.leaving.ok, checkpoint=version)
         self.lost = version if self.leaving.ok else 0
-        return Stop(f"{reason}; no checkpoint of it: {self._failure}" if self._failure else reason, self.leaving.ok)
+        return StopRun(f"{reason}; no checkpoint of it: {self._failure}" if self._failure else reason, self.leaving.ok)

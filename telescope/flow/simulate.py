@@ -125,17 +125,17 @@ class _Simulation:
         self._busy_until: dict[str, float] = {}  # workers
         self._steps: list[Step] = []
         self._begun: tuple[float, int, int] = (0.0, 0, 0)
-        self._stop: do.Stop | None = None
+        self._stop: do.StopRun | None = None
         self._perform: dict[type, Callable[[Any], None]] = {
-            do.Run: self._run,
-            do.Place: self._place,
-            do.Refuse: self._refuse,
-            do.Cancel: self._cancel,
-            do.Train: self._train,
-            do.Update: self._update,
-            do.Checkpoint: self._checkpoint,
-            do.Forget: self._forget,
-            do.Stop: self._stopped,
+            do.DispatchRollout: self._run,
+            do.PlaceRequest: self._place,
+            do.RefuseRequest: self._refuse,
+            do.CancelAttempt: self._cancel,
+            do.TrainBatch: self._train,
+            do.UpdateWeights: self._update,
+            do.TakeCheckpoint: self._checkpoint,
+            do.ForgetRollouts: self._forget,
+            do.StopRun: self._stopped,
         }
 
     def run(self) -> Outcome:
@@ -151,7 +151,7 @@ class _Simulation:
                 self._drain()
         return self._outcome(self._stop)
 
-    def _outcome(self, stop: do.Stop) -> Outcome:
+    def _outcome(self, stop: do.StopRun) -> Outcome:
         return account(
             self._steps,
             ok=stop.ok,
@@ -219,7 +219,7 @@ class _Simulation:
 
     # ---- workers
 
-    def _run(self, command: do.Run) -> None:
+    def _run(self, command: do.DispatchRollout) -> None:
         order, load = command.order, self._load
         turns = int(drawn(load.turns, order.seed, 1))
         play = _Play(order, command.worker, self._prompt_of(order.group_id), turns if turns > 1 else 1)
@@ -285,12 +285,12 @@ class _Simulation:
         play.over = True
         del self._plays[play.order.rollout_id]
 
-    def _refuse(self, command: do.Refuse) -> None:
+    def _refuse(self, command: do.RefuseRequest) -> None:
         play = self._requests.pop(command.request_id, None)
         if play is not None:
             self._fail(play, command.cause)
 
-    def _cancel(self, command: do.Cancel) -> None:
+    def _cancel(self, command: do.CancelAttempt) -> None:
         play = self._plays.get(command.rollout_id)
         if play is None or play.order.attempt != command.attempt:
             return
@@ -303,7 +303,7 @@ class _Simulation:
 
     # ---- servers
 
-    def _place(self, command: do.Place) -> None:
+    def _place(self, command: do.PlaceRequest) -> None:
         play = self._requests.pop(command.request_id)
         order, load, cluster, shared = play.order, self._load, self._cluster, play.prompt.tokens
         tokens, most = round(drawn(load.completion_tokens, order.seed, 16 * play.turn)), cluster.max_tokens
@@ -360,7 +360,7 @@ class _Simulation:
 
     # ---- the trainer
 
-    def _train(self, command: do.Train) -> None:
+    def _train(self, command: do.TrainBatch) -> None:
         load = self._load
         tokens = sum(self._prompts[group_id].scored_tokens for group_id in command.group_ids)
         self._begun = (self._now, sum(map(len, command.rollout_ids)), tokens)
@@ -398,7 +398,7 @@ class _Simulation:
                 server.slow(share)
                 self._schedule(server)
 
-    def _update(self, command: do.Update) -> None:
+    def _update(self, command: do.UpdateWeights) -> None:
         self._after(self._load.sync_s - self._load.pause_s, self._pause, command.version)
 
     def _pause(self, version: int) -> None:
@@ -420,14 +420,14 @@ class _Simulation:
         self._steps[-1] = msgspec.structs.replace(self._steps[-1], committed_s=self._now)
         self._say(seen.UpdateDone(version))
 
-    def _checkpoint(self, command: do.Checkpoint) -> None:
+    def _checkpoint(self, command: do.TakeCheckpoint) -> None:
         """Written beside the work, which costs the run no time that is worth simulating."""
         self._say(seen.CheckpointDone(command.step))
 
-    def _forget(self, command: do.Forget) -> None:
+    def _forget(self, command: do.ForgetRollouts) -> None:
         for group_id in {rollout_id // self._settings.group_size for rollout_id in command.rollout_ids}:
             self._prompts.pop(group_id, None)
 
-    def _stopped(self, command: do.Stop) -> None:
+    def _stopped(self, command: do.StopRun) -> None:
         self._stop = command
         self._pending.clear()

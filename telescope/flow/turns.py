@@ -33,11 +33,11 @@ class Turns:
             return  # a repetition
         flight = self._lanes.flights.get((event.rollout_id, event.attempt))
         if flight is None or flight.stopping:
-            self._say(do.Refuse(event.request_id, "its rollout does not count any more"))
+            self._say(do.RefuseRequest(event.request_id, "its rollout does not count any more"))
         elif event.request_id in flight.requests:
-            self._say(do.Refuse(event.request_id, "a request of this id was answered before"))
+            self._say(do.RefuseRequest(event.request_id, "a request of this id was answered before"))
         elif flight.generated:
-            self._say(do.Refuse(event.request_id, "its rollout has said that it asks for no more tokens"))
+            self._say(do.RefuseRequest(event.request_id, "its rollout has said that it asks for no more tokens"))
         else:
             flight.requests = (*flight.requests, event.request_id)
             self._place(Request(event.request_id, flight, event.turn, event.prompt_tokens))
@@ -62,7 +62,7 @@ class Turns:
         """Another one answers what it had, from the start; what the rollouts have played so far is kept."""
         for request in self._placement.lose(server):
             if request.flight.ended or request.flight.stopping:
-                self._say(do.Refuse(request.request_id, why))
+                self._say(do.RefuseRequest(request.request_id, why))
             else:
                 request.flight.aborted = True  # where its worker had brought the request there itself, the attempt fails
                 self._place(request)
@@ -77,11 +77,11 @@ class Turns:
             return
         for request_id in flight.requests:
             if self._placement.withdraw(request_id):
-                self._say(do.Refuse(request_id, why))
+                self._say(do.RefuseRequest(request_id, why))
 
     def _place(self, request: Request) -> None:
         server = self._placement.place(request)
         if server is not None:
             # earlier turns first
-            self._say(do.Place(request.request_id, server, request.turn))
+            self._say(do.PlaceRequest(request.request_id, server, request.turn))
             self._reach(request.flight.group, State.GENERATING)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from telescope.algorithms.base import Algorithm, AlgorithmRaised, named
-from telescope.flow.commands import Train
+from telescope.flow.commands import TrainBatch
 from telescope.flow.draws import Permutation, keyed_hash
 from telescope.maths import batching, dealing
 from telescope.orchestrator.rewards import RewardRanges
@@ -79,7 +79,7 @@ class Shard:
 class Batch:
     """A step's rollouts. Those with an entry in `filters` have an advantage and are not trained."""
 
-    command: Train
+    command: TrainBatch
     rollouts: tuple[Scored, ...]
     advantages: np.ndarray  # [rollouts] float64
     filters: tuple[tuple[str, ...], ...]  # by rollout: the rules by which it left the loss
@@ -125,7 +125,7 @@ class Batch:
 
 
 def cut(
-    command: Train, shelf: Shelf, recipe: Recipe, *, ranks: int, attention_length: float = batching.ATTENTION_LENGTH
+    command: TrainBatch, shelf: Shelf, recipe: Recipe, *, ranks: int, attention_length: float = batching.ATTENTION_LENGTH
 ) -> Batch:
     """Advantages over the batch (discarded groups count in its statistics), then whole groups to minibatches, in an order drawn
     from the seed, and the rollouts of each minibatch to ranks by cost. What the algorithm's filters take out counts in the

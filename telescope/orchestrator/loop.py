@@ -128,16 +128,16 @@ class Orchestrator:
         ordered = self._core.handle(event, now)
         self._journal.append(encode_line(now, event, ordered))
         if isinstance(event, events.RolloutDone):
-            self._performer.settle(event, counts=not any(isinstance(command, commands.Ignore) for command in ordered))
+            self._performer.settle(event, counts=not any(isinstance(command, commands.IgnoreResult) for command in ordered))
         for command in ordered:
-            if isinstance(command, commands.Checkpoint) and self._core.saved is not None:
+            if isinstance(command, commands.TakeCheckpoint) and self._core.saved is not None:
                 self._performer.save(self._core.saved, self._lineage)
-            elif isinstance(command, commands.Stop):
+            elif isinstance(command, commands.StopRun):
                 self.outcome = self._ended(command)
             else:
                 self._events.extend(self._performer.perform(command))
 
-    def _ended(self, stop: commands.Stop) -> Outcome:
+    def _ended(self, stop: commands.StopRun) -> Outcome:
         if stop.ok and (lost := self._core.lost_checkpoint):
             remedy = self._performer.checkpoints.remedy(lost, str(self._config.run_dir))
             return Outcome(False, f"{stop.reason}. {remedy}", self._exit_code or UNSAVED, lost)

@@ -292,7 +292,7 @@ def _account(core: Core, recorder: Recorder, journal: Journal, reason: str, star
     now, event = time.monotonic() - started, events.StopRequested(reason=reason, ok=False)
     ordered = core.handle(event, now)
     for command in ordered:
-        if isinstance(command, commands.GroupState):
+        if isinstance(command, commands.RecordGroupState):
             recorder.group(command)
     if ordered and not journal.broken:
         journal.append(encode_line(now, event, ordered))

@@ -95,31 +95,31 @@ class Performer:
     def perform(self, command: commands.AnyCommand) -> Events:
         """Do one command. Returns events that follow at once (usually none)."""
         match command:
-            case commands.Run(worker=worker, order=order):
+            case commands.DispatchRollout(worker=worker, order=order):
                 self._run(worker, order)
-            case commands.Cancel():
+            case commands.CancelAttempt():
                 self._cancel(command)
-            case commands.Prefetch(prompts=prompts):
+            case commands.AnnouncePrompts(prompts=prompts):
                 for worker in self._roster.workers:
                     self._hub.send(worker, messages.PrefetchPrompts(prompts=prompts))
-            case commands.Place(request_id=request_id, server=server, priority=priority):
+            case commands.PlaceRequest(request_id=request_id, server=server, priority=priority):
                 return (*self.relay.place(request_id, server, priority), *self.freed())
-            case commands.Refuse(request_id=request_id, cause=cause):
+            case commands.RefuseRequest(request_id=request_id, cause=cause):
                 self.relay.refuse(request_id, cause)
                 return self.freed()
-            case commands.GroupState():
+            case commands.RecordGroupState():
                 self._recorder.group(command)
-            case commands.Forget(rollout_ids=rollout_ids):
+            case commands.ForgetRollouts(rollout_ids=rollout_ids):
                 self.shelf.forget(rollout_ids)
-            case commands.Train():
+            case commands.TrainBatch():
                 return self._train(command)
-            case commands.Update(version=version):
+            case commands.UpdateWeights(version=version):
                 self._doing = "generating"
                 self.weights.begin(version, time.monotonic())
-            case commands.Warn(sentence=sentence):
+            case commands.WarnUser(sentence=sentence):
                 log.warning("%s", sentence)
                 self._recorder.alert("warning", "core", sentence)
-            case commands.Ignore() | commands.Stop() | commands.Checkpoint():
+            case commands.IgnoreResult() | commands.StopRun() | commands.TakeCheckpoint():
                 pass  # the loop's own
         return ()
 
@@ -278,7 +278,7 @@ class Performer:
         if out.number:  # else the worker has gone, which will be told next
             self._numbers[worker, out.number] = out
 
-    def _cancel(self, command: commands.Cancel) -> None:
+    def _cancel(self, command: commands.CancelAttempt) -> None:
         self.relay.cancel(command.rollout_id, command.attempt)
         if (command.rollout_id, command.attempt) in self._orders:  # else its answer is here, and is written down as what it was
             self._recorder.cancelled(command.rollout_id, command.attempt)
@@ -293,7 +293,7 @@ class Performer:
         hello = self._roster.present.get(self._roster.ranks[0])
         return hello.attention_length if hello is not None and hello.attention_length > 0 else ATTENTION_LENGTH
 
-    def _train(self, command: commands.Train) -> Events:
+    def _train(self, command: commands.TrainBatch) -> Events:
         ranks = self._roster.ranks
         try:
             batch = cut(command, self.shelf, self._recipe, ranks=len(ranks), attention_length=self._attention_length)

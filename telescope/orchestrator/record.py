@@ -183,7 +183,7 @@ class Recorder:
         self._cancelled.discard(key)
         self._log.append("rollouts", row)
 
-    def group(self, command: commands.GroupState) -> None:
+    def group(self, command: commands.RecordGroupState) -> None:
         self._log.append(
             "groups",
             {

@@ -136,17 +136,17 @@ class _Journal:
 
     def _take_command(self, now: float, command: do.AnyCommand) -> None:
         match command:
-            case do.Run(worker=worker, order=order):
+            case do.DispatchRollout(worker=worker, order=order):
                 self.runs[order.rollout_id, order.attempt] = now, worker
-            case do.Place(request_id=request_id):
+            case do.PlaceRequest(request_id=request_id):
                 self.placed[request_id] = now
-            case do.Train(step=step, rollout_ids=groups):
+            case do.TrainBatch(step=step, rollout_ids=groups):
                 self.trains[step] = now, sum(self.tokens.get(rollout_id, 0) for group in groups for rollout_id in group)
-            case do.Update(version=version):
+            case do.UpdateWeights(version=version):
                 self.updates.setdefault(version, now)
-            case do.GroupState(state="complete", group_id=group_id):
+            case do.RecordGroupState(state="complete", group_id=group_id):
                 self.complete.add(group_id)
-            case do.GroupState(state="discarded"):
+            case do.RecordGroupState(state="discarded"):
                 self.discarded += 1
 
 

@@ -91,7 +91,7 @@ class Rules:
         self.freed = 0
         """Lanes that were free before their rollout was answered."""
         self.loads_heard = 0
-        self.moves: list[do.Place] = []
+        self.moves: list[do.PlaceRequest] = []
         """Placements away from a group's server though that had room."""
         self.most_lanes = 0
         self.fewest_lanes = 10**9
@@ -102,9 +102,9 @@ class Rules:
         self.training: int | None = None
         self.trained_step = 0
         self.travelling: tuple[int, tuple[str, ...]] | None = None
-        self.steps: list[do.Train] = []
+        self.steps: list[do.TrainBatch] = []
         self.ages: list[int] = []
-        self.stop: do.Stop | None = None
+        self.stop: do.StopRun | None = None
         self.alive_most = 0
         self.warnings: list[str] = []
         if resumed is not None:
@@ -128,7 +128,7 @@ class Rules:
             return
         counted = self._learn(event)
         if isinstance(event, seen.RolloutDone):
-            ignored = do.Ignore(event.rollout_id, event.attempt) in commands
+            ignored = do.IgnoreResult(event.rollout_id, event.attempt) in commands
             keep(ignored != counted, f"{event} counts: {counted}, but ignored: {ignored}")
         for place, command in enumerate(commands):
             self._check(command, event)
@@ -248,9 +248,9 @@ class Rules:
 
     def _check(self, command: do.AnyCommand, event: seen.AnyEvent) -> None:
         match command:
-            case do.Run():
+            case do.DispatchRollout():
                 self._run(command)
-            case do.Cancel():
+            case do.CancelAttempt():
                 order = self.orders.get((command.rollout_id, command.attempt))
                 reminder = isinstance(event, seen.Tick)
                 running = order is not None and (reminder or not order.cancelled)
@@ -258,26 +258,26 @@ class Rules:
                 assert order is not None
                 keep(order.worker == command.worker, f"{command} goes to the wrong worker")
                 order.cancelled = True
-            case do.Place():
+            case do.PlaceRequest():
                 self._place(command)
-            case do.Refuse():
+            case do.RefuseRequest():
                 keep(command.request_id in self.requests, f"{command} answers an unknown request")
                 held = any(command.request_id in requests for requests in self.outstanding.values())
                 keep(not held, f"{command}: a server has it, and will answer")
                 self.refused.add(command.request_id)
-            case do.GroupState():
+            case do.RecordGroupState():
                 self._group_state(command)
-            case do.Train():
+            case do.TrainBatch():
                 self._train(command)
-            case do.Forget():
+            case do.ForgetRollouts():
                 keep(not self.forgotten & set(command.rollout_ids), f"{command} forgets a rollout twice")
                 for rollout_id in command.rollout_ids:
                     state = self.group_of(rollout_id).state
                     keep(state in FINAL, f"rollout {rollout_id} is forgotten while its group is {state}")
                 self.forgotten |= set(command.rollout_ids)
-            case do.Ignore():
+            case do.IgnoreResult():
                 keep(isinstance(event, seen.RolloutDone), f"{command} answers {event}")
-            case do.Update():
+            case do.UpdateWeights():
                 keep(self.travelling is None, f"{command} while version {self.travelling} is on its way")
                 keep(command.version == self.trained_step, f"{command}, but the trainer holds version {self.trained_step}")
                 busy = self.training is not None and self.training != self.trained_step
@@ -285,16 +285,16 @@ class Rules:
                     self.settings.weights_while_training or not busy, f"{command} while the trainer is at step {self.training}"
                 )
                 self.travelling = (command.version, tuple(self.servers))
-            case do.Checkpoint():
+            case do.TakeCheckpoint():
                 keep(self.saving is None, f"{command} while that of step {self.saving} is written")
                 keep(self.training is None and command.step == self.version > 0, f"{command} at version {self.version}")
                 self.saving = command.step
-            case do.Warn():
+            case do.WarnUser():
                 self.warnings.append(command.sentence)
-            case do.Stop():
+            case do.StopRun():
                 self._stop(command)
 
-    def _run(self, command: do.Run) -> None:
+    def _run(self, command: do.DispatchRollout) -> None:
         order, settings = command.order, self.settings
         key = (order.rollout_id, order.attempt)
         group = self.groups[order.group_id]
@@ -313,7 +313,7 @@ class Rules:
         self.orders[key] = Order(command.worker)
         self._lanes(command, opens)
 
-    def _lanes(self, command: do.Run, opens: bool) -> None:
+    def _lanes(self, command: do.DispatchRollout, opens: bool) -> None:
         """A lost server takes its lanes with it: what runs goes on, and so does a group that holds its lane."""
         settings = self.settings
         if settings.individual_lanes:
@@ -334,7 +334,7 @@ class Rules:
         pressed = settings.adaptive and load is not None and load.kv_used >= settings.kv_soft
         return min(most, held) if pressed else most
 
-    def _place(self, command: do.Place) -> None:
+    def _place(self, command: do.PlaceRequest) -> None:
         keep(command.request_id in self.requests, f"{command} places an unknown request")
         key, server = self.requests[command.request_id]
         keep(server is None and command.request_id not in self.refused, f"{command} answers a request twice")
@@ -354,7 +354,7 @@ class Rules:
         held.add(command.request_id)
         self.outstanding_most = max(self.outstanding_most, len(held))
 
-    def _group_state(self, command: do.GroupState) -> None:
+    def _group_state(self, command: do.RecordGroupState) -> None:
         if command.state == "pending":
             keep(command.group_id == self.next_group, f"{command}: indices must count up")
             keep(self.opened, f"{command} before any server serves version {self.version}")
@@ -379,7 +379,7 @@ class Rules:
             group.holds_slot = False
         group.state = command.state
 
-    def _train(self, command: do.Train) -> None:
+    def _train(self, command: do.TrainBatch) -> None:
         settings = self.settings
         keep(self.training is None, f"{command} while step {self.training} is in training")
         keep(self.opened, f"{command} before any server serves version {self.version}")
@@ -421,7 +421,7 @@ class Rules:
                 tries = group.attempts.get(rollout_id, -1) + 1
                 keep(tries >= self.settings.max_attempts, f"rollout {rollout_id} was given up after {tries} tries")
 
-    def _stop(self, command: do.Stop) -> None:
+    def _stop(self, command: do.StopRun) -> None:
         self.stop = command
         left = {number: group.state for number, group in self.groups.items() if group.state not in FINAL}
         keep(not left, f"groups were lost at the end: {left}")

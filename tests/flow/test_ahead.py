@@ -16,11 +16,15 @@ POOLS = Pools((Pool("hard", 0.5, 1.0), Pool("easy", 1.0, 1.0)))
 
 
 def hinted(commands: list[Any]) -> list[int]:
-    return [prompt.index for command in commands if isinstance(command, do.Prefetch) for prompt in command.prompts]
+    return [prompt.index for command in commands if isinstance(command, do.AnnouncePrompts) for prompt in command.prompts]
 
 
 def sent(commands: list[Any]) -> list[int]:
-    return [command.order.prompt.index for command in commands if isinstance(command, do.Run) and command.order.sample == 0]
+    return [
+        command.order.prompt.index
+        for command in commands
+        if isinstance(command, do.DispatchRollout) and command.order.sample == 0
+    ]
 
 
 def test_the_next_prompts_are_named_beyond_the_last_one_sent():
@@ -49,9 +53,9 @@ class Listening(World):
         self.waiting = self.waiting_most = 0
 
     def _perform(self, command: Any) -> None:
-        if isinstance(command, do.Prefetch):
+        if isinstance(command, do.AnnouncePrompts):
             self.named |= {(prompt.environment, prompt.index) for prompt in command.prompts}
-        if isinstance(command, do.Run) and command.order.group_id not in self.first_seen:
+        if isinstance(command, do.DispatchRollout) and command.order.group_id not in self.first_seen:
             self.first_seen.add(command.order.group_id)
             prompt = command.order.prompt
             self.foretold.append((prompt.environment, prompt.index) in self.named)

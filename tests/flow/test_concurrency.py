@@ -56,7 +56,7 @@ def test_whoever_asked_for_no_more_tokens_gets_none():
     desk = one_lane()
     desk.open()
     desk.tell(seen.GenerationOver(0, 0))
-    assert desk.tell(turn("r", 0)) == [do.Refuse("r", "its rollout has said that it asks for no more tokens")]
+    assert desk.tell(turn("r", 0)) == [do.RefuseRequest("r", "its rollout has said that it asks for no more tokens")]
 
 
 def test_a_failed_reward_is_tried_again_in_a_new_lane():

@@ -105,10 +105,10 @@ class Wired(World):
 
     def _perform(self, command: object) -> None:
         match command:
-            case do.Run(worker=worker, order=order):
+            case do.DispatchRollout(worker=worker, order=order):
                 seq, _ = self.channels[worker].send(RunRollout(order))
                 self.asked[order.rollout_id, order.attempt] = worker, seq
-            case do.Place(request_id=request_id, server=server):
+            case do.PlaceRequest(request_id=request_id, server=server):
                 body = Generate(request_id, 0, 0, 0, Sampling(1.0, 1, 0))
                 seq, _ = self.channels[server].send(body, RawArrays.of((np.zeros(1, np.int32),)))
                 self.asked[request_id] = server, seq

@@ -159,7 +159,7 @@ class FreesLanesUnasked(Core):
 class OnlyAges(Rules):
     """Looks away from the count of slots, so that what shows is what it does to the ages."""
 
-    def _group_state(self, command: do.GroupState) -> None:
+    def _group_state(self, command: do.RecordGroupState) -> None:
         if command.state == "pending":
             self.groups[command.group_id] = Known()
         else:

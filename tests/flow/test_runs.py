@@ -16,7 +16,7 @@ from tests.flow.harness import Manners, World, equal, settings, sometimes_equal
 @pytest.mark.parametrize(("m", "steps"), [(0, 1), (0, 2), (1, 1), (1, 2), (2, 1), (2, 2), (2, 3), (3, 3), (3, 4)])
 def test_a_run_ends_with_exactly_its_steps_and_no_group_too_many(order: str, m: int, steps: int):
     world = World(settings(number_of_steps=steps, max_async=m, take_order=order), Manners(straggler_share=0.1)).run()
-    assert world.stop == do.Stop(f"all {steps} steps are trained", ok=True)
+    assert world.stop == do.StopRun(f"all {steps} steps are trained", ok=True)
     assert [train.step for train in world.rules.steps] == list(range(1, steps + 1))
     counts = world.core.counts()
     kept = counts.groups_by_state["trained"]
@@ -125,7 +125,7 @@ def test_reports_that_stop_under_full_pressure_hold_nothing_up():
     case = settings(number_of_steps=4, adaptive=True, prompts_per_server=4)
 
     class Silent(World):
-        def _place(self, command: do.Place) -> None:
+        def _place(self, command: do.PlaceRequest) -> None:
             super()._place(command)
             if command.server not in self._reported:
                 self._reported[command.server] = full = seen.ServerLoad(command.server, 1.0, 1, 50, 9)
@@ -157,9 +157,9 @@ def batches(world: World) -> list[list[tuple[int, int, int]]]:
     trains = []
     for number, text in enumerate(world.lines[1:], start=2):
         for command in decode_line(text, number).commands:
-            if isinstance(command, do.Run):
+            if isinstance(command, do.DispatchRollout):
                 orders[command.order.rollout_id] = command.order
-            elif isinstance(command, do.Train):
+            elif isinstance(command, do.TrainBatch):
                 rollout_ids = [rollout_id for ids in command.rollout_ids for rollout_id in ids]
                 trains.append([(orders[i].prompt.index, orders[i].seed, orders[i].seed % 3) for i in rollout_ids])
     return trains

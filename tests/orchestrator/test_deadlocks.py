@@ -173,12 +173,16 @@ async def play(
 def trained(lines: list[Line]) -> list[int]:
     """Groups in the order in which they were trained."""
     return [
-        group for line in lines for command in line.commands if isinstance(command, do.Train) for group in command.group_ids
+        group
+        for line in lines
+        for command in line.commands
+        if isinstance(command, do.TrainBatch)
+        for group in command.group_ids
     ]
 
 
 def reasons(lines: list[Line], state: str) -> list[str]:
-    return [c.reason for line in lines for c in line.commands if isinstance(c, do.GroupState) and c.state == state]
+    return [c.reason for line in lines for c in line.commands if isinstance(c, do.RecordGroupState) and c.state == state]
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])  # 1, 2 = the lag, the lag and one
@@ -203,7 +207,7 @@ async def test_a_worker_that_never_answers_anything_ends_the_run_with_its_name(t
     outcome, lines = await play(tmp_path, {"worker-0": Deaf}, workers=1, rollout_deadline_s=0.3, cancel_deadline_s=0.6)
     assert not outcome.ok
     assert "worker-0 did not answer the cancel of rollout" in outcome.reason
-    cancels = [command.reason for line in lines for command in line.commands if isinstance(command, do.Cancel)]
+    cancels = [command.reason for line in lines for command in line.commands if isinstance(command, do.CancelAttempt)]
     assert "no answer from worker-0 within 0.3 s" in cancels
     assert "asked again" in cancels
 
@@ -233,9 +237,9 @@ async def test_a_server_that_answers_only_after_the_cancel_holds_its_rollouts_la
             case seen.RolloutDone() | seen.RolloutFailed() as ended:
                 assert not open_requests.get((ended.rollout_id, ended.attempt))
         for command in line.commands:
-            if isinstance(command, do.Place):
+            if isinstance(command, do.PlaceRequest):
                 open_requests.setdefault(rollout_of[command.request_id], set()).add(command.request_id)
-            elif isinstance(command, do.Cancel):
+            elif isinstance(command, do.CancelAttempt):
                 cancelled.add((command.rollout_id, command.attempt))
     assert late > 0  # tokens came when nobody wanted them any more
 
@@ -243,7 +247,7 @@ async def test_a_server_that_answers_only_after_the_cancel_holds_its_rollouts_la
 async def test_weights_that_take_longer_than_a_step_hold_nothing_up(tmp_path: Path):
     outcome, lines = await play(tmp_path, {"server-0": SlowToPrepare}, number_of_steps=4)
     assert outcome.reason == "all 4 steps are trained"
-    begun = {c.version: line.now for line in lines for c in line.commands if isinstance(c, do.Update)}
+    begun = {c.version: line.now for line in lines for c in line.commands if isinstance(c, do.UpdateWeights)}
     took = [line.now - begun[line.event.version] for line in lines if isinstance(line.event, seen.UpdateDone)]
     assert len(took) == 4
     assert min(took) > 0.9 * UPDATE_S

@@ -51,18 +51,18 @@ class Desk:
 
     async def placed(self, direct: bool) -> Delivery:
         """The order runs, its turn 0 is at the server. Gives the server's order, its answer's question."""
-        list(self.performer.perform(do.Run("worker-0", ORDER)))
+        list(self.performer.perform(do.DispatchRollout("worker-0", ORDER)))
         self.order = await self.heard(self.worker, m.RunRollout)
         ask: Any = m.AskPlace("q", 11, 0, 0, 3) if direct else m.Generate("q", 11, 0, 0, Sampling(1.0, 4, 1))
         self.worker.send(ask, () if direct else (IDS,))
         delivery = await self.next()
         assert self.performer.asked(delivery, delivery.body) == seen.TurnStarted("q", 11, 0, 0, 3)
-        list(self.performer.perform(do.Place("q", "server-0", 0)))
+        list(self.performer.perform(do.PlaceRequest("q", "server-0", 0)))
         return await self.heard(self.server, m.Expect if direct else m.Generate)
 
     async def cancelled(self) -> None:
         """The core cancels; the worker answers at once, the server has the Abort and is silent yet."""
-        list(self.performer.perform(do.Cancel("worker-0", 11, 0, "off_policy")))
+        list(self.performer.perform(do.CancelAttempt("worker-0", 11, 0, "off_policy")))
         await self.heard(self.worker, m.CancelRollout)
         await self.heard(self.server, m.Abort)
         self.worker.send(m.RolloutFailed(11, 0, "cancelled: off_policy"), answers=self.order)
@@ -209,17 +209,17 @@ async def test_what_nobody_waits_for_is_not_generated_again_when_its_server_is_l
     freed = list(desk.performer.server_lost("server-0", time.monotonic()))
     assert freed == [seen.RolloutFailed(11, 0, "cancelled: off_policy")]
     await desk.heard(desk.worker, m.Revoke if direct else m.GenerateFailed)
-    assert list(desk.performer.perform(do.Place("q", "server-1", 0))) == [seen.TurnDone("q", 11, 0, "abort")]
-    assert list(desk.performer.perform(do.Place("q", "server-1", 0))) == []
+    assert list(desk.performer.perform(do.PlaceRequest("q", "server-1", 0))) == [seen.TurnDone("q", 11, 0, "abort")]
+    assert list(desk.performer.perform(do.PlaceRequest("q", "server-1", 0))) == []
 
 
 async def test_a_cancel_that_crosses_its_answer_leaves_nothing_behind(desk: Desk):
     """The rollout has failed by itself; its cancel comes too late to say of it that it was told to stop."""
-    list(desk.performer.perform(do.Run("worker-0", ORDER)))
+    list(desk.performer.perform(do.DispatchRollout("worker-0", ORDER)))
     order = await desk.heard(desk.worker, m.RunRollout)
     desk.worker.send(m.RolloutFailed(11, 0, "the sandbox is down"), answers=order)
     assert await desk.worker_answer() is not None
-    list(desk.performer.perform(do.Cancel("worker-0", 11, 0, "off_policy")))
+    list(desk.performer.perform(do.CancelAttempt("worker-0", 11, 0, "off_policy")))
     assert not desk.performer._recorder._cancelled
 
 
@@ -228,7 +228,7 @@ async def test_an_answer_held_for_a_revoked_ticket_is_free_when_the_request_ends
     await desk.heard(desk.worker, m.Ticket)
     assert list(desk.performer.server_lost("server-0", time.monotonic())) == []
     await desk.heard(desk.worker, m.Revoke)
-    assert list(desk.performer.perform(do.Place("q", "server-1", 0))) == [seen.TurnDone("q", 11, 0, "abort")]
+    assert list(desk.performer.perform(do.PlaceRequest("q", "server-1", 0))) == [seen.TurnDone("q", 11, 0, "abort")]
 
 
 async def test_a_lost_server_revokes_its_tickets_and_frees_what_waited_for_it(desk: Desk):
@@ -236,7 +236,7 @@ async def test_a_lost_server_revokes_its_tickets_and_frees_what_waited_for_it(de
     await desk.heard(desk.worker, m.Ticket)
     await desk.cancelled()
     assert await desk.worker_answer() is None
-    ended = list(desk.performer.perform(do.Refuse("q", "server-0 was lost: killed by SIGKILL")))
+    ended = list(desk.performer.perform(do.RefuseRequest("q", "server-0 was lost: killed by SIGKILL")))
     assert ended == [seen.RolloutFailed(11, 0, "cancelled: off_policy")]
     assert (await desk.heard(desk.worker, m.Revoke)).body.cause == "server-0 was lost: killed by SIGKILL"
 

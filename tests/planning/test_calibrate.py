@@ -82,7 +82,7 @@ def recorded(folder: Path, settings: FlowSettings, servers: int = 1) -> tuple[Ru
             case seen.StepDone():
                 trained.append(now)
         for command in ordered:
-            if isinstance(command, do.Place):
+            if isinstance(command, do.PlaceRequest):
                 placed[command.request_id] = now, len(placed), command.server
 
     outcome = simulate(settings, Cluster(servers=servers, ranks=1, server_capacity=128), TRUTH, watch)

@@ -66,7 +66,7 @@ class Places:
             case seen.TurnDone(request_id=name):
                 self.placed.pop(name, None)
         for command in line.commands:
-            if isinstance(command, do.Place):
+            if isinstance(command, do.PlaceRequest):
                 self.placed[command.request_id] = self.rollout_of[command.request_id]
 
 
@@ -90,8 +90,8 @@ def test_a_cancelled_rollout_keeps_its_lane_until_its_server_has_stopped(start: 
             case seen.TurnDone(request_id=name, finish_reason="abort"):
                 cut_short += places.rollout_of[name] in cancelled
         places.take(line)
-        running |= {(c.order.rollout_id, c.order.attempt) for c in line.commands if isinstance(c, do.Run)}
-        cancelled |= {(c.rollout_id, c.attempt) for c in line.commands if isinstance(c, do.Cancel)}
+        running |= {(c.order.rollout_id, c.order.attempt) for c in line.commands if isinstance(c, do.DispatchRollout)}
+        cancelled |= {(c.rollout_id, c.attempt) for c in line.commands if isinstance(c, do.CancelAttempt)}
         assert len(running | set(places.placed.values())) <= 2 * 3 * 4  # servers, prompts a server, samples: never more lanes
     assert len(cancelled) > 0
     assert cut_short > 0  # some of them in mid-generation

@@ -56,7 +56,7 @@ def most_at_once(lines: list[Line]) -> int:
     for line in lines:
         if isinstance(line.event, seen.RolloutDone | seen.RolloutFailed):
             orders.discard((line.event.rollout_id, line.event.attempt))
-        orders |= {(c.order.rollout_id, c.order.attempt) for c in line.commands if isinstance(c, do.Run)}
+        orders |= {(c.order.rollout_id, c.order.attempt) for c in line.commands if isinstance(c, do.DispatchRollout)}
         most = max(most, len(orders))
     return most
 
@@ -76,7 +76,7 @@ def test_rollouts_start_while_others_are_scored(start: Start, tmp_path: Path):
     lines = journal(run)
     assert most_at_once(lines) > 4
     freed = [line for line in lines if isinstance(line.event, seen.GenerationOver)]
-    assert any(isinstance(command, do.Run) for line in freed for command in line.commands)
+    assert any(isinstance(command, do.DispatchRollout) for line in freed for command in line.commands)
 
 
 @pytest.mark.slow
