@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from telescope.flow.curriculum import Pools
+from telescope.flow.curriculum import PassRateRules
 
 TakeOrder = Literal["completion", "admission"]
 LONGEST_BACKOFF_S = 60.0
@@ -53,7 +53,7 @@ class FlowSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """(label, weight) of each environment; labels are the names on the workers' environment cards."""
     split: str = "train"
     """The split prompts are drawn from."""
-    curricula: dict[str, Pools] = {}
+    curricula: dict[str, PassRateRules] = {}
     """By label, of the environments that have one."""
     prefetch: int = 0
     """Prompts that workers are told of before they are sent out."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from telescope.algorithms.base import Algorithm, AlgorithmRaised, named
 from telescope.flow.commands import TrainBatch
-from telescope.flow.draws import Permutation, keyed_hash
+from telescope.flow.prompt_sampler import Permutation, keyed_hash
 from telescope.maths import batching, dealing
 from telescope.orchestrator.rewards import RewardRanges
 from telescope.orchestrator.shelf import Scored, Shelf

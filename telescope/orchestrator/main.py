@@ -19,7 +19,7 @@ from telescope.config.words import ConfigError
 from telescope.exit_codes import UNSAVED
 from telescope.flow import commands, events
 from telescope.flow.core import Core
-from telescope.flow.curriculum import Pool, Pools
+from telescope.flow.curriculum import PassRatePool, PassRateRules
 from telescope.flow.replay import encode_line, encode_opening
 from telescope.flow.settings import FlowSettings
 from telescope.orchestrator.batch import Recipe
@@ -114,9 +114,9 @@ def flow_settings(config: RunConfig, *, trainer_sends: bool = False) -> FlowSett
     )
 
 
-def _pools(curriculum: CurriculumSettings) -> Pools:
-    pools = tuple(Pool(pool.name, pool.up_to, pool.share) for pool in curriculum.pools)
-    return Pools(pools, new_share=curriculum.new_share, window=curriculum.window, pass_above=curriculum.pass_above)
+def _pools(curriculum: CurriculumSettings) -> PassRateRules:
+    pools = tuple(PassRatePool(pool.name, pool.up_to, pool.share) for pool in curriculum.pools)
+    return PassRateRules(pools, new_share=curriculum.new_share, window=curriculum.window, pass_above=curriculum.pass_above)
 
 
 class _End:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from telescope.flow import commands as do
 from telescope.flow import events as seen
-from telescope.flow.bounds import age_bound, age_bound_in_updates
+from telescope.flow.staleness import age_bound, age_bound_in_updates
 from telescope.records import Sampling
 from telescope.wire.channel import Channel
 from telescope.wire.codec import RawArrays

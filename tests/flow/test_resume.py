@@ -16,16 +16,15 @@ import pytest
 from telescope.flow import commands as do
 from telescope.flow import events as seen
 from telescope.flow.core import Core
-from telescope.flow.curriculum import Pool, Pools
-from telescope.flow.patience import PatienceState
+from telescope.flow.curriculum import PassRatePool, PassRateRules
+from telescope.flow.limits import FailureLimitsState
 from telescope.flow.replay import replay
-from telescope.flow.resuming import take
 from telescope.flow.snapshot import Snapshot
 from tests.flow.cases import any_manners, any_settings
 from tests.flow.harness import Manners, World, mixed, settings, sometimes_equal
 from tests.flow.rules import FINAL
 
-POOLS = Pools((Pool("hard", 0.3, 1.0), Pool("rest", 1.0, 1.0)))
+POOLS = PassRateRules((PassRatePool("hard", 0.3, 1.0), PassRatePool("rest", 1.0, 1.0)))
 
 
 def kill_and_resume(case: Any, manners: Manners, seed: int, most_kills: int = 6) -> tuple[list[World], list[Any]]:
@@ -164,10 +163,12 @@ def test_a_core_that_goes_on_has_all_that_the_snapshot_has():
     assert sum(bool(snapshot.baseline or snapshot.discarded) for snapshot in found) > 2
     assert sum(bool(snapshot.playing) for snapshot in found) > 2
     for snapshot in found:
-        impatient = PatienceState({label: 2 for label, _ in snapshot.settings.environments}, 3)
+        impatient = FailureLimitsState({label: 2 for label, _ in snapshot.settings.environments}, 3)
         full = {"baseline": snapshot.discarded, "discarded": snapshot.baseline, "patience": impatient}
         for one in (snapshot, msgspec.structs.replace(snapshot, **full)):
-            again = take(Core.restore(one.settings, one)._parts, SimpleNamespace(position=one.position), one.step)
+            core = Core.restore(one.settings, one)
+            core._sampler = SimpleNamespace(position=one.position)
+            again = core.snapshot()
             same = {name: getattr(one, name) for name in BEFORE_WORKERS}
             assert msgspec.structs.replace(again, **same) == one
 

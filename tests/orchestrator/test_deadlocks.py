@@ -17,7 +17,7 @@ import pytest
 from telescope.flow import commands as do
 from telescope.flow import events as seen
 from telescope.flow.core import Core
-from telescope.flow.replay import Line, decode_line, encode_opening, replay
+from telescope.flow.replay import JournalLine, decode_line, encode_opening, replay
 from telescope.orchestrator.batch import Recipe
 from telescope.orchestrator.loop import Orchestrator, Outcome
 from telescope.orchestrator.main import flow_settings
@@ -116,7 +116,7 @@ async def play(
     shuffle: int | None = None,
     placement_timeout_s: float | None = None,
     **flow: Any,
-) -> tuple[Outcome, list[Line]]:
+) -> tuple[Outcome, list[JournalLine]]:
     """One run to its end, and its journal. `flow`: the core's settings that differ. `placement_timeout_s`: nobody comes."""
     base, run = config(), RunDirectory.create(folder / "run")
     there = {"inference_num_workers": servers, "env_num_workers": workers}
@@ -170,7 +170,7 @@ async def play(
     return outcome, [decode_line(text, number) for number, text in enumerate(written[1:], start=2)]
 
 
-def trained(lines: list[Line]) -> list[int]:
+def trained(lines: list[JournalLine]) -> list[int]:
     """Groups in the order in which they were trained."""
     return [
         group
@@ -181,7 +181,7 @@ def trained(lines: list[Line]) -> list[int]:
     ]
 
 
-def reasons(lines: list[Line], state: str) -> list[str]:
+def reasons(lines: list[JournalLine], state: str) -> list[str]:
     return [c.reason for line in lines for c in line.commands if isinstance(c, do.RecordGroupState) and c.state == state]
 
 

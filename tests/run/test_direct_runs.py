@@ -10,7 +10,7 @@ import pytest
 
 from telescope.flow import commands as do
 from telescope.flow import events as seen
-from telescope.flow.replay import Line, decode_line, decode_opening, replay
+from telescope.flow.replay import JournalLine, decode_line, decode_opening, replay
 from telescope.runlog.layout import RunDirectory
 from tests.run.conftest import Start, WholeRun
 from tests.run.test_fake_runs import played, trained
@@ -19,7 +19,7 @@ DIRECT, RELAY = "wire.direct=true", "wire.direct=false"
 SLOW = ("experiment=fake", "number_of_steps=100000", "inference.fake_token_s=0.2")
 
 
-def lines(run: RunDirectory) -> list[Line]:
+def lines(run: RunDirectory) -> list[JournalLine]:
     texts = run.journal.read_bytes().splitlines()
     decode_opening(texts[0])
     return [decode_line(text, number) for number, text in enumerate(texts[1:], start=2)]
@@ -59,7 +59,7 @@ class Places:
         self.rollout_of: dict[str, tuple[int, int]] = {}
         self.placed: dict[str, tuple[int, int]] = {}
 
-    def take(self, line: Line) -> None:
+    def take(self, line: JournalLine) -> None:
         match line.event:
             case seen.TurnStarted(request_id=name, rollout_id=rollout_id, attempt=attempt):
                 self.rollout_of[name] = rollout_id, attempt

@@ -8,7 +8,7 @@ import pytest
 
 from telescope.flow import commands as do
 from telescope.flow import events as seen
-from telescope.flow.replay import Line, decode_line, replay
+from telescope.flow.replay import JournalLine, decode_line, replay
 from telescope.runlog.journal import journal_lines
 from tests.run.conftest import Start, WholeRun
 
@@ -43,14 +43,14 @@ def plugin(folder: Path, name: str, text: str) -> tuple[str, ...]:
     return ("--config-dir", str(folder / "mine"), f"env={name}")
 
 
-def journal(run: WholeRun) -> list[Line]:
+def journal(run: WholeRun) -> list[JournalLine]:
     lines = list(journal_lines(run.directory.journal))
     found = replay(lines)
     assert found.disagreement is None, str(found.disagreement)
     return [decode_line(line, number) for number, line in enumerate(lines[1:], start=2)]
 
 
-def most_at_once(lines: list[Line]) -> int:
+def most_at_once(lines: list[JournalLine]) -> int:
     """Orders that workers held at the same time."""
     most, orders = 0, set()
     for line in lines:

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from telescope.flow.bounds import age_bound
-from telescope.flow.latency import EngineTimes, Load, constant, empirical, lognormal
-from telescope.flow.serving import Generation, SimulatedServer
 from telescope.flow.settings import FlowSettings
-from telescope.flow.simulate import Cluster, simulate
+from telescope.flow.staleness import age_bound
+from telescope.planning.latencies import EngineTimes, Latencies, constant, empirical, lognormal
+from telescope.planning.simulated_server import SimulatedRequest, SimulatedServer
+from telescope.planning.simulator import SimulatedCluster, simulate
 
 
 def flow(**changes: object) -> FlowSettings:
@@ -26,12 +26,12 @@ def flow(**changes: object) -> FlowSettings:
     )  # fmt: skip
 
 
-def cluster(**changes: int | bool) -> Cluster:
-    return Cluster(**{"servers": 2, "ranks": 1, "server_capacity": 128, "worker_capacity": 4096, **changes})
+def cluster(**changes: int | bool) -> SimulatedCluster:
+    return SimulatedCluster(**{"servers": 2, "ranks": 1, "server_capacity": 128, "worker_capacity": 4096, **changes})
 
 
-def load(**changes: object) -> Load:
-    return Load(
+def load(**changes: object) -> Latencies:
+    return Latencies(
         **{"prompt_tokens": constant(100), "completion_tokens": constant(50), "engine": EngineTimes(step_s=0.02),
            "train_step_s": 3.0, "train_token_s": 0.001, "sync_s": 0.5, "pause_s": 0.1, **changes}
     )  # fmt: skip
@@ -170,7 +170,7 @@ def finish(server: SimulatedServer) -> dict[str, float]:
 def test_sequences_share_a_server_and_speed_up_when_one_leaves() -> None:
     server = SimulatedServer(EngineTimes(step_s=0.01, sequence_s=0.01))
     for key, tokens in (("a", 10), ("b", 30)):
-        server.add(Generation(key, group=0, shared=5, prompt=5, completion=tokens))
+        server.add(SimulatedRequest(key, group=0, shared=5, prompt=5, completion=tokens))
     # 10 steps of 0.03 s together, then 20 of 0.02 s alone
     assert finish(server) == pytest.approx({"a": 0.3, "b": 0.7})
     assert server.tokens == pytest.approx(40)
@@ -179,15 +179,15 @@ def test_sequences_share_a_server_and_speed_up_when_one_leaves() -> None:
 
 def test_a_late_comer_is_served_beside_the_others() -> None:
     server = SimulatedServer(EngineTimes(step_s=0.01, sequence_s=0.01))
-    server.add(Generation("a", 0, 5, 5, 30))
+    server.add(SimulatedRequest("a", 0, 5, 5, 30))
     server.advance(0.2)  # 10 tokens
-    server.add(Generation("b", 1, 5, 5, 10))
+    server.add(SimulatedRequest("b", 1, 5, 5, 10))
     assert finish(server) == pytest.approx({"b": 0.5, "a": 0.7})
 
 
 def test_a_step_takes_longer_as_the_cache_fills() -> None:
     server = SimulatedServer(EngineTimes(step_s=0.01, kv_token_s=0.001))
-    server.add(Generation("a", 0, 100, 100, 10))
+    server.add(SimulatedRequest("a", 0, 100, 100, 10))
     # 10 steps of 0.01 + 0.001 (100 + x), x from 0 to 10
     assert finish(server) == pytest.approx({"a": 10 * 0.11 + 0.001 * 10 * 10 / 2})
 
@@ -197,17 +197,17 @@ def test_siblings_pay_for_their_prompt_once() -> None:
     both = SimulatedServer(times)
     apart = SimulatedServer(times, share_prefixes=False)
     for server in (both, apart):
-        server.add(Generation("a", 0, 100, 100, 10))
-        server.add(Generation("b", 0, 100, 100, 10))
+        server.add(SimulatedRequest("a", 0, 100, 100, 10))
+        server.add(SimulatedRequest("b", 0, 100, 100, 10))
     assert finish(both)["a"] == pytest.approx(0.1 + 0.101)  # its last token is computed again
     assert finish(apart)["a"] == pytest.approx(0.1 + 0.2)
 
 
 def test_a_pause_moves_every_end_and_forgets_prefixes() -> None:
     server = SimulatedServer(EngineTimes(step_s=0.01, prefill_token_s=0.001))
-    server.add(Generation("a", 0, 100, 100, 10))
+    server.add(SimulatedRequest("a", 0, 100, 100, 10))
     server.pause(2.0, forget_prefixes=True)
-    server.add(Generation("b", 0, 100, 100, 10))
+    server.add(SimulatedRequest("b", 0, 100, 100, 10))
     assert finish(server)["a"] == pytest.approx(2.0 + 0.1 + 0.2)
     assert server.paused_s == pytest.approx(2.0)
 
@@ -215,7 +215,7 @@ def test_a_pause_moves_every_end_and_forgets_prefixes() -> None:
 def test_a_full_cache_puts_the_youngest_back() -> None:
     server = SimulatedServer(EngineTimes(step_s=0.01, kv_tokens=1000))
     for key in ("a", "b"):
-        server.add(Generation(key, ord(key), 200, 200, 500))
+        server.add(SimulatedRequest(key, ord(key), 200, 200, 500))
     # 400 + 2x = 1,000 after 300 steps; b starts again when a has ended at 5 s, with 500 tokens of prompt and 200 to go
     assert finish(server) == pytest.approx({"a": 5.0, "b": 7.0})
     assert server.preemptions == 1
@@ -224,7 +224,7 @@ def test_a_full_cache_puts_the_youngest_back() -> None:
 def test_what_finds_no_place_in_the_batch_waits_in_order() -> None:
     server = SimulatedServer(EngineTimes(step_s=0.01, max_seqs=1))
     for key in ("a", "b", "c"):
-        server.add(Generation(key, 0, 5, 5, 10))
+        server.add(SimulatedRequest(key, 0, 5, 5, 10))
     server.advance(0.05)
     server.remove(server.waiting[0])
     assert finish(server) == pytest.approx({"a": 0.1, "c": 0.2})

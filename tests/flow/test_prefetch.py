@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from telescope.flow import commands as do
-from telescope.flow.curriculum import Pool, Pools
+from telescope.flow.curriculum import PassRatePool, PassRateRules
 from telescope.flow.replay import replay
 from tests.flow.harness import Manners, World, settings
 from tests.flow.test_core import Desk
 
-POOLS = Pools((Pool("hard", 0.5, 1.0), Pool("easy", 1.0, 1.0)))
+POOLS = PassRateRules((PassRatePool("hard", 0.5, 1.0), PassRatePool("easy", 1.0, 1.0)))
 
 
 def hinted(commands: list[Any]) -> list[int]:

@@ -8,7 +8,7 @@ import pytest
 
 from telescope.flow import commands as do
 from telescope.flow import events as seen
-from telescope.flow.concurrency import Pressure, Share
+from telescope.flow.placement import Pressure, ServerLanes
 from tests.flow.harness import Manners, World, settings
 from tests.flow.test_core import CARDS, Desk, placed, runs, turn
 
@@ -144,16 +144,16 @@ def test_a_load_that_is_no_measure_cannot_be_reported():
 # ---- lanes that follow the reports
 
 
-def share(lanes: int = 64, **changes: Any) -> Share:
-    return Share(settings(group_size=1, prompts_per_server=lanes, **{"adaptive": True, **changes}))
+def share(lanes: int = 64, **changes: Any) -> ServerLanes:
+    return ServerLanes(settings(group_size=1, prompts_per_server=lanes, **{"adaptive": True, **changes}))
 
 
 def test_above_the_soft_cap_only_the_lanes_in_use_are_offered():
     some = share()
     some.hear(load("s", 0.85), outstanding=40, now=0.0)
-    assert (some.lanes(40), some.lanes(39), some.limit) == (40, 39, 64)
+    assert (some.count(40), some.count(39), some.limit) == (40, 39, 64)
     some.hear(load("s", 0.84), outstanding=39, now=0.3)
-    assert some.lanes(39) == 64
+    assert some.count(39) == 64
 
 
 def test_above_the_hard_cap_a_quarter_of_what_is_in_use_goes_at_once_and_then_nothing_for_two_seconds():
@@ -197,13 +197,13 @@ def test_one_lane_is_always_offered():
     some = share()
     for second in range(20):
         some.hear(load("s", 1.0), outstanding=1, now=2.0 * second)
-    assert (some.limit, some.lanes(1)) == (1, 1)
+    assert (some.limit, some.count(1)) == (1, 1)
 
 
 def test_without_the_setting_pressure_takes_no_lane():
     some = share(adaptive=False)
     some.hear(load("s", 1.0, preemptions=9), outstanding=40, now=0.0)
-    assert (some.lanes(40), some.limit, some.pressure) == (64, 64, Pressure.HARD)
+    assert (some.count(40), some.limit, some.pressure) == (64, 64, Pressure.HARD)
 
 
 def test_no_rollout_starts_for_a_server_above_its_soft_cap_and_others_go_on():

@@ -1,8 +1,50 @@
-"""The arithmetic of staleness: what a configuration promises before anything runs. Pure functions of the settings."""
+"""Staleness: how many versions old a group may be when it is trained. Rule 5 of docs/architecture.md; proofs in docs/flow.md.
+
+Two rules keep the bound: only so many groups are alive at once (`Slots`: one is held from admission until retirement or until
+the version trained on the group is committed; docs/decisions/0001-slots-until-commit.md says why not less), and an incomplete
+group that has become too old is retired (`is_stale`). What follows for a configuration, before anything runs, is `age_bound`.
+"""
 
 from __future__ import annotations
 
+from telescope.flow.groups import RolloutGroup
 from telescope.flow.settings import FlowSettings
+
+
+class Slots:
+    """The groups alive, oldest first."""
+
+    def __init__(self, settings: FlowSettings) -> None:
+        self._limit = settings.slots
+        self._needed = settings.number_of_steps * settings.groups_per_batch
+        self._trained = 0
+        self.alive: dict[int, RolloutGroup] = {}
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more group may be admitted: a slot is free, and the run still needs a group beyond those alive. The
+        second keeps the end of a run from generating what no step would train on."""
+        alive = len(self.alive)
+        return alive < self._limit and self._trained + alive < self._needed
+
+    def restore(self, trained: int, alive: list[RolloutGroup]) -> None:
+        """`alive`: in order of their ids."""
+        self._trained = trained
+        self.alive = {group.group_id: group for group in alive}
+
+    def hold(self, group: RolloutGroup) -> None:
+        self.alive[group.group_id] = group
+
+    def release(self, group: RolloutGroup, trained: bool) -> None:
+        del self.alive[group.group_id]
+        if trained:
+            self._trained += 1
+
+
+def is_stale(group: RolloutGroup, version: int, settings: FlowSettings) -> bool:
+    """Whether, at the commit of `version`, the group's first dispatch is D versions old and it is still incomplete. A complete
+    group is never stale, however old."""
+    return group.playing and group.v_start >= 0 and version - group.v_start >= settings.max_off_policy_steps
 
 
 def age_bound(settings: FlowSettings) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from telescope.flow.bounds import age_bound, age_bound_in_updates, explain, stale_cancel_can_fire
+from telescope.flow.staleness import age_bound, age_bound_in_updates, explain, stale_cancel_can_fire
 from tests.flow.harness import Manners, World, settings
 
 

@@ -10,7 +10,7 @@ from telescope.flow.commands import StopRun
 from telescope.flow.settings import FlowSettings
 
 
-class Saving:
+class CheckpointSchedule:
     """`last`: step of the checkpoint that the run goes on from, 0 where it begins."""
 
     def __init__(self, settings: FlowSettings, last: int = 0) -> None:
@@ -37,7 +37,7 @@ class Saving:
         """Whether a checkpoint is to be begun, or an end waits for one."""
         return self.owed or self.leaving is not None
 
-    def committed(self, version: int) -> str:
+    def note_commit(self, version: int) -> str:
         """A version is served. A sentence where the checkpoint due has to wait for the one before it."""
         if self.on and (version % self._every == 0 or self.leaving is not None):
             self.owed = True
@@ -62,7 +62,7 @@ class Saving:
     def begin(self, step: int) -> None:
         self.owed, self.under_way, self._failure = False, step, ""
 
-    def ended(self, step: int, failure: str = "") -> bool:
+    def finish(self, step: int, failure: str = "") -> bool:
         """False if it is not the one under way (a repetition)."""
         if step != self.under_way:
             return False
@@ -71,21 +71,21 @@ class Saving:
             self.last = step
         return True
 
-    def gone(self, *, version: int, training: bool) -> StopRun | None:
+    def end_if_done(self, *, version: int, training: bool) -> StopRun | None:
         """The run's end, if nothing is waited for any more."""
         if self.leaving is None or training or self.owed or self.under_way is not None:
             return None
-        return self._said(version)
+        return self._make_stop(version)
 
-    def overdue(self, now: float, version: int) -> StopRun | None:
+    def end_if_late(self, now: float, version: int) -> StopRun | None:
         """The run's end, if it has waited for long enough."""
         if self.leaving is None or now < self._give_up_at:
             return None
         what = "its step" if self.under_way is None else f"the checkpoint of step {self.under_way}"
         self._failure = self._failure or f"{what} was not done within {self._deadline_s:g} s"
-        return self._said(version)
+        return self._make_stop(version)
 
-    def _said(self, version: int) -> StopRun:
+    def _make_stop(self, version: int) -> StopRun:
         assert self.leaving is not None
         reason = self.leaving.reason
         if self.last == version > 0:
