@@ -43,10 +43,10 @@ def main() -> None:
     groups = given.servers * LANES // GROUP // (given.max_async + 1)
     settings = FlowSettings(
         number_of_steps=given.steps,
-        groups_per_batch=groups,
+        prompts_batch_size_for_trainer=groups,
         group_size=GROUP,
-        max_async=given.max_async,
-        prompts_per_server=LANES // GROUP,
+        max_async_rollout=given.max_async,
+        max_concurrent_prompts_per_server=LANES // GROUP,
         environments=(("task", 1.0),),
         rollout_deadline_s=1e6,
     )

@@ -23,7 +23,7 @@ class BatchBuilder:
     """Kept groups enter the forming batch one by one, oldest first; `take_order` says which may."""
 
     def __init__(self, settings: FlowSettings) -> None:
-        self._size = settings.groups_per_batch
+        self._size = settings.prompts_batch_size_for_trainer
         self._in_order = settings.take_order == "admission"
         self._kept: list[tuple[int, RolloutGroup]] = []  # heap by group id; completion order only
         self._unretired: deque[RolloutGroup] = deque()  # by admission; admission order only

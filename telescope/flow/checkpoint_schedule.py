@@ -15,7 +15,7 @@ class CheckpointSchedule:
 
     def __init__(self, settings: FlowSettings, last: int = 0) -> None:
         self._every = settings.checkpoint_every
-        self._deadline_s = settings.stop_deadline_s
+        self._deadline_s = settings.checkpoint_stop_timeout_s
         self.last = last
         """Step of the latest complete checkpoint."""
         self.owed = False
@@ -50,7 +50,7 @@ class CheckpointSchedule:
 
     def leave(self, stop: StopRun, *, version: int, training: bool, now: float) -> None:
         """The run is to end once its step is trained and saved. One that has trained all waits for its last save as long as for
-        any (whoever writes it gives up in time); one that is told to stop, then or before, waits for `stop_deadline_s`."""
+        any (whoever writes it gives up in time); one that is told to stop, then or before, for `checkpoint_stop_timeout_s`."""
         if not stop.ok:
             self._give_up_at = min(self._give_up_at, now + self._deadline_s)
         if self.leaving is not None:

@@ -204,7 +204,8 @@ class Core:
             for group in resumed.playing:
                 sampler.resume(group.prompt)
         self._sampler = self._groups.sampler = sampler
-        self._prefetch = PromptPrefetch(sampler, settings.prefetch) if settings.prefetch else None
+        ahead = settings.prompt_prefetch_buffer_size
+        self._prefetch = PromptPrefetch(sampler, ahead) if ahead else None
 
     def _worker_lost(self, worker: str, cause: str) -> None:
         if worker not in self._lanes.workers:
@@ -228,7 +229,7 @@ class Core:
 
     def _generation_over(self, event: seen.GenerationOver) -> None:
         rollout = self._lanes.in_flight.get((event.rollout_id, event.attempt))
-        if rollout is not None and self.settings.free_lane:
+        if rollout is not None and self.settings.free_lane_after_generation:
             self._lanes.end_generation(rollout)
 
     def _rollout_done(self, event: seen.RolloutDone) -> None:
@@ -369,7 +370,7 @@ class Core:
         forming.baseline = restored(snapshot.baseline, GroupState.DISCARDED)
         line = _in_order(restored(snapshot.playing, GroupState.PENDING) + restored(snapshot.kept, GroupState.KEPT))
         self._batches.restore(line, forming, restored(snapshot.discarded, GroupState.DISCARDED))
-        self._slots.restore(snapshot.step * settings.groups_per_batch, _in_order(line + forming.groups))
+        self._slots.restore(snapshot.step * settings.prompts_batch_size_for_trainer, _in_order(line + forming.groups))
         self._versions.restore(snapshot.step)
         self._tally.restore(snapshot.tally)
         self._limits.restore(snapshot.patience)

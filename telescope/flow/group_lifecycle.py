@@ -158,7 +158,7 @@ class GroupLifecycle:
         self._limits.note_completed(group.prompt.environment)
         if self.sampler is not None and self._settings.curricula:
             self.sampler.record(group.prompt, [rollout.reward for rollout in group.survivors])
-        if self._settings.discard_zero_advantage and group.rewards_are_equal:
+        if self._settings.discard_group_zero_advantage and group.rewards_are_equal:
             self._discard(group)
         else:
             self._limits.note_kept()

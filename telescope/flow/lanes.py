@@ -27,7 +27,7 @@ class Lanes:
     """Rollouts waiting and running."""
 
     def __init__(self, settings: FlowSettings) -> None:
-        self._individual = settings.individual_lanes
+        self._individual = settings.enable_individual_sample_lanes
         self._deadline_s = settings.rollout_deadline_s
         self._cancel_deadline_s = settings.cancel_deadline_s
         self._fresh: deque[Rollout] = deque()

@@ -81,8 +81,8 @@ class FailureLimits:
     def __init__(self, settings: FlowSettings) -> None:
         self._failed = {label: 0 for label, _ in settings.environments}
         self._discarded = 0
-        self._failed_limit = settings.failed_batches_limit * settings.groups_per_batch
-        self._discarded_limit = settings.discarded_batches_limit * settings.groups_per_batch
+        self._failed_limit = settings.failed_batches_limit * settings.prompts_batch_size_for_trainer
+        self._discarded_limit = settings.discarded_batches_limit * settings.prompts_batch_size_for_trainer
 
     @property
     def state(self) -> FailureLimitsState:

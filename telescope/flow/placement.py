@@ -7,10 +7,10 @@ least pressed, and among those where the fewest tokens are in flight. A pressed 
 has half its tokens at most. Never to a server older than the group (v_start), and never to a full one: a request counts at its
 server until the server has answered it, whatever has become of its rollout. Each request is answered exactly once.
 
-How hard a KV cache is pressed is judged by what its engine reports. With `adaptive` a server's lanes follow the reports as a
-network's congestion window does: one report of a full cache, of requests thrown out of it or of a lasting queue takes a
-quarter away at once, calm gives them back a few at a time. Fewer lanes only keep new rollouts from starting; one that has begun
-goes on.
+How hard a KV cache is pressed is judged by what its engine reports. With `adaptive_concurrency` a server's lanes follow the
+reports as a network's congestion window does: one report of a full cache, of requests thrown out of it or of a lasting queue
+takes a quarter away at once, calm gives them back a few at a time. Fewer lanes only keep new rollouts from starting; one that
+has begun goes on.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ServerLanes:
     def count(self, outstanding: int) -> int:
         """Lanes the server offers while it has so many requests: under pressure those in use and no more. At least one, so
         that a run whose reports have stopped still goes on."""
-        if not self._settings.adaptive:
+        if not self._settings.adaptive_concurrency:
             return self.limit
         return self.limit if self.pressure is Pressure.CALM else max(1, min(self.limit, outstanding))
 
@@ -64,7 +64,7 @@ class ServerLanes:
         """Judge a report; cut or grow the lanes where it is time to. Of a server that has nothing of ours it is late."""
         judged = self._judge(load)
         self.pressure = judged if outstanding else Pressure.CALM
-        if not self._settings.adaptive:
+        if not self._settings.adaptive_concurrency:
             return
         if self.pressure is Pressure.HARD:
             if now >= self._next_cut:
@@ -87,7 +87,7 @@ class ServerLanes:
         if load.kv_used >= self._settings.kv_hard or thrown_out:
             return Pressure.HARD
         if lasting:
-            return Pressure.HARD if self._settings.adaptive else Pressure.SOFT
+            return Pressure.HARD if self._settings.adaptive_concurrency else Pressure.SOFT
         return Pressure.SOFT if load.kv_used >= self._settings.kv_soft else Pressure.CALM
 
 
@@ -250,7 +250,7 @@ class Placement:
         """The server's place in the order, and its lanes in the sum, after a change."""
         rank = server.load + server.lanes.pressure * PRESSED
         self._least_loaded.put(name, rank if server.outstanding < server.capacity else rank + FULL)
-        if not self._settings.adaptive and server.counted:
+        if not self._settings.adaptive_concurrency and server.counted:
             return  # they never change
         lanes = server.lanes.count(server.outstanding)
         self.lanes += lanes - server.counted

@@ -76,7 +76,8 @@ class Snapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 DECIDES = (
-    "groups_per_batch", "group_size", "max_async", "take_order", "max_off_policy_steps", "seed", "split", "curricula",
+    "prompts_batch_size_for_trainer", "group_size", "max_async_rollout", "take_order", "max_off_policy_steps", "seed", "split",
+    "curricula",
 )  # fmt: skip
 """Settings by which waiting groups were made: under other ones they would be too many, too old, or somebody else's."""
 

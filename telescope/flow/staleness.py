@@ -16,7 +16,7 @@ class Slots:
 
     def __init__(self, settings: FlowSettings) -> None:
         self._limit = settings.slots
-        self._needed = settings.number_of_steps * settings.groups_per_batch
+        self._needed = settings.number_of_steps * settings.prompts_batch_size_for_trainer
         self._trained = 0
         self.alive: dict[int, RolloutGroup] = {}
 
@@ -53,10 +53,10 @@ def age_bound(settings: FlowSettings) -> int:
     M for `take_order=admission`, M + D − 1 for `completion`, 0 where M = 0; and never more than the run has steps before its
     last. Proof in docs/flow.md.
     """
-    if settings.max_async == 0:
+    if settings.max_async_rollout == 0:
         return 0
     waiting = settings.max_off_policy_steps - 1 if settings.take_order == "completion" else 0
-    return min(settings.max_async + waiting, settings.number_of_steps - 1)
+    return min(settings.max_async_rollout + waiting, settings.number_of_steps - 1)
 
 
 def age_bound_in_updates(settings: FlowSettings, updates_per_step: int = 1) -> int:
@@ -71,22 +71,22 @@ def stale_cancel_can_fire(settings: FlowSettings) -> bool:
     With M = 0 a batch waits for every group alive. In admission order at most M batches precede a group's own, so its D-th
     version can only pass where D ≤ M. In completion order a straggler can be overtaken for ever. Nothing fires at the end.
     """
-    if settings.max_async == 0 or settings.max_off_policy_steps > settings.number_of_steps - 1:
+    if settings.max_async_rollout == 0 or settings.max_off_policy_steps > settings.number_of_steps - 1:
         return False
-    return settings.take_order == "completion" or settings.max_off_policy_steps <= settings.max_async
+    return settings.take_order == "completion" or settings.max_off_policy_steps <= settings.max_async_rollout
 
 
 def explain(settings: FlowSettings, updates_per_step: int = 1) -> tuple[str, ...]:
     """Sentences for `plan`, e.g. `A trained group is at most 9 versions old (9 optimiser updates).`"""
-    groups, samples = settings.groups_per_batch, settings.group_size
+    groups, samples = settings.prompts_batch_size_for_trainer, settings.group_size
     age, updates = age_bound(settings), age_bound_in_updates(settings, updates_per_step)
     limit = settings.max_off_policy_steps
     lines = [
         f"A batch is {groups} groups of {samples} samples: {groups * samples} rollouts a step.",
-        f"B = (max_async_rollout + 1) x groups = ({settings.max_async} + 1) x {groups} = {settings.slots} groups may be alive "
-        f"at once: {settings.slots * samples} rollouts.",
+        f"B = (max_async_rollout + 1) x groups = ({settings.max_async_rollout} + 1) x {groups} = {settings.slots} groups may "
+        f"be alive at once: {settings.slots * samples} rollouts.",
     ]
-    if settings.max_async == 0:
+    if settings.max_async_rollout == 0:
         lines.append("max_async_rollout=0 is synchronous: every token is sampled by the weights that are trained next.")
     lines.append(
         f"A trained group is at most {age} version{'s' * (age != 1)} old ({updates} optimiser update{'s' * (updates != 1)}), "
@@ -102,8 +102,8 @@ def explain(settings: FlowSettings, updates_per_step: int = 1) -> tuple[str, ...
 
 
 def _why_never(settings: FlowSettings) -> str:
-    if settings.max_async == 0:
+    if settings.max_async_rollout == 0:
         return "each step waits for every group alive"
     if settings.max_off_policy_steps > settings.number_of_steps - 1:
         return f"the run has {settings.number_of_steps} step{'s' * (settings.number_of_steps != 1)}"
-    return f"in admission order no group waits for more than max_async_rollout={settings.max_async} versions"
+    return f"in admission order no group waits for more than max_async_rollout={settings.max_async_rollout} versions"

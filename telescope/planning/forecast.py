@@ -122,7 +122,7 @@ def _equal_share(calibration: Calibration, group_size: int) -> float:
 def forecast(config: RunConfig, load: Latencies) -> SimulatedRun:
     """Simulate the run, or as many of its steps as settle."""
     settings = flow_settings(config)
-    steps = min(settings.number_of_steps, max(FEWEST_STEPS, 4 * (settings.max_async + 1)))
+    steps = min(settings.number_of_steps, max(FEWEST_STEPS, 4 * (settings.max_async_rollout + 1)))
     return simulate(msgspec.structs.replace(settings, number_of_steps=steps), cluster_of(config), load)
 
 

@@ -89,7 +89,7 @@ def account(
     *,
     ok: bool,
     reason: str,
-    max_async: int,
+    max_async_rollout: int,
     servers: int,
     preemptions: int,
     counts: Counts,
@@ -98,7 +98,7 @@ def account(
     """Sum a run up. Raises ValueError where it has no step."""
     if not steps:
         raise ValueError(f"the simulated run ended before its first step: {reason}")
-    first, last = settled(len(steps), max_async)
+    first, last = settled(len(steps), max_async_rollout)
     ends = [0.0, *(step.done_s for step in steps)]
     span = ends[last] - ends[first]
     origin = steps[first - 1] if first else None
@@ -134,9 +134,9 @@ def account(
     )
 
 
-def settled(steps: int, max_async: int) -> tuple[int, int]:
+def settled(steps: int, max_async_rollout: int) -> tuple[int, int]:
     """Steps `first:last` between the filling and the emptying of the pipeline; all of them where few remain."""
-    first, last = max_async + 1, steps - max_async - 1
+    first, last = max_async_rollout + 1, steps - max_async_rollout - 1
     return (first, last) if last - first >= 2 else (0, steps)
 
 
@@ -272,7 +272,7 @@ class _Simulation:
             self._steps,
             ok=stop.ok,
             reason=stop.reason,
-            max_async=self._settings.max_async,
+            max_async_rollout=self._settings.max_async_rollout,
             servers=self._cluster.servers,
             preemptions=sum(server.preemptions for server in self._servers.values()),
             counts=self._core.counts(),
@@ -318,7 +318,7 @@ class _Simulation:
         for number in range(cluster.workers):
             self._say(seen.WorkerJoined(f"worker-{number}", cluster.worker_capacity, cards))
         self._after(TICK_S, self._tick, None)
-        if settings.adaptive:
+        if settings.adaptive_concurrency:
             self._after(REPORT_S, self._report, None)
 
     def _tick(self, _: None) -> None:
@@ -375,7 +375,7 @@ class _Simulation:
         if play.turn < play.turns:
             self._do_after(drawn(load.environment_s, order.seed, 16 * play.turn + 3), self._ask, play)
         else:
-            if self._settings.free_lane:
+            if self._settings.free_lane_after_generation:
                 self._say(seen.GenerationOver(order.rollout_id, order.attempt))
             wait = drawn(load.reward_s, order.seed, 4)
             if load.score_s:

@@ -411,7 +411,7 @@ def settings(**changes: Any) -> FlowSettings:
     """Small defaults for tests."""
     return FlowSettings(
         **{
-            "number_of_steps": 6, "groups_per_batch": 4, "group_size": 3, "max_async": 1, "max_off_policy_steps": 2,
-            "environments": (("countdown", 1.0),), "rollout_deadline_s": 400.0, **changes,
+            "number_of_steps": 6, "prompts_batch_size_for_trainer": 4, "group_size": 3, "max_async_rollout": 1,
+            "max_off_policy_steps": 2, "environments": (("countdown", 1.0),), "rollout_deadline_s": 400.0, **changes,
         }
     )  # fmt: skip

@@ -35,9 +35,9 @@ def keep(rule: bool, sentence: str) -> None:
 
 def most_versions_old(settings: FlowSettings) -> int:
     """Rule 5: M in admission order; M + D − 1 in completion order, D = 0 (and no extra wait) where M = 0."""
-    if settings.max_async == 0:
+    if settings.max_async_rollout == 0:
         return 0
-    return settings.max_async + (settings.max_off_policy_steps - 1 if settings.take_order == "completion" else 0)
+    return settings.max_async_rollout + (settings.max_off_policy_steps - 1 if settings.take_order == "completion" else 0)
 
 
 @dataclass
@@ -165,7 +165,7 @@ class Rules:
                 order = self.orders.get((event.rollout_id, event.attempt))
                 if order is not None and not order.over:
                     order.over = True
-                    self.freed += self.settings.free_lane
+                    self.freed += self.settings.free_lane_after_generation
             case seen.ServerLoad(server=server):
                 self.loads_heard += 1
                 if self.outstanding.get(server):
@@ -316,22 +316,22 @@ class Rules:
     def _lanes(self, command: do.DispatchRollout, opens: bool) -> None:
         """A lost server takes its lanes with it: what runs goes on, and so does a group that holds its lane."""
         settings = self.settings
-        if settings.individual_lanes:
-            used = sum(not (settings.free_lane and order.over) for order in self.orders.values())
+        if settings.enable_individual_sample_lanes:
+            used = sum(not (settings.free_lane_after_generation and order.over) for order in self.orders.values())
             lanes = sum(map(self._lanes_of, self.servers))
             self.most_lanes, self.fewest_lanes = max(self.most_lanes, lanes), min(self.fewest_lanes, lanes)
         else:
             held = {rollout_id // settings.group_size for rollout_id, _ in self.orders}
             held |= {number for number, group in self.groups.items() if group.v_start >= 0 and group.state in PLAYING}
-            used, lanes = len(held), len(self.servers) * settings.prompts_per_server
-        keeps_its_lane = not settings.individual_lanes and not opens and lanes > 0
+            used, lanes = len(held), len(self.servers) * settings.max_concurrent_prompts_per_server
+        keeps_its_lane = not settings.enable_individual_sample_lanes and not opens and lanes > 0
         keep(used <= lanes or keeps_its_lane, f"{command}: {used} of {lanes} lanes are used")
 
     def _lanes_of(self, server: str) -> int:
         """At most: the core may have cut it further down."""
         settings, load, held = self.settings, self.loads.get(server), len(self.outstanding[server])
-        most = settings.prompts_per_server * settings.group_size
-        pressed = settings.adaptive and load is not None and load.kv_used >= settings.kv_soft
+        most = settings.max_concurrent_prompts_per_server * settings.group_size
+        pressed = settings.adaptive_concurrency and load is not None and load.kv_used >= settings.kv_soft
         return min(most, held) if pressed else most
 
     def _place(self, command: do.PlaceRequest) -> None:
@@ -360,9 +360,9 @@ class Rules:
             keep(self.opened, f"{command} before any server serves version {self.version}")
             self.next_group += 1
             self.groups[command.group_id] = Known()
-            done = self.version * self.settings.groups_per_batch
+            done = self.version * self.settings.prompts_batch_size_for_trainer
             keep(self.alive <= self.settings.slots, f"{self.alive} groups are alive in {self.settings.slots} slots")
-            needed = self.settings.number_of_steps * self.settings.groups_per_batch
+            needed = self.settings.number_of_steps * self.settings.prompts_batch_size_for_trainer
             keep(done + self.alive <= needed, f"{command}: no step will need it")
             self.alive_most = max(self.alive_most, self.alive)
             return
@@ -385,7 +385,7 @@ class Rules:
         keep(self.opened, f"{command} before any server serves version {self.version}")
         keep(settings.weights_while_training or self.travelling is None, f"{command} while the trainer sends")
         keep(command.step == self.version + 1, f"{command} after version {self.version}")
-        keep(len(command.group_ids) == settings.groups_per_batch, f"{command} has the wrong number of groups")
+        keep(len(command.group_ids) == settings.prompts_batch_size_for_trainer, f"{command} has the wrong number of groups")
         keep(list(command.group_ids) == sorted(command.group_ids), f"{command} is not in order")
         for group_id, rollout_ids in zip(command.group_ids, command.rollout_ids, strict=True):
             group = self.groups[group_id]
@@ -394,7 +394,7 @@ class Rules:
             group.trained = True
             self._whole(group_id, rollout_ids)
             rewards = [group.rewards[rollout_id] for rollout_id in rollout_ids]
-            equal = settings.discard_zero_advantage and len(rewards) > 1 and len(set(rewards)) == 1
+            equal = settings.discard_group_zero_advantage and len(rewards) > 1 and len(set(rewards)) == 1
             keep(not equal, f"group {group_id} has equal rewards")
             age = command.step - 1 - group.v_start
             bound = most_versions_old(settings)

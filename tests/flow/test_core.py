@@ -20,7 +20,7 @@ class Desk:
     """A core with its commands sorted by kind."""
 
     def __init__(self, **changes: Any) -> None:
-        self.core = Core(settings(**{"groups_per_batch": 1, "group_size": 2, "max_async": 0, **changes}))
+        self.core = Core(settings(**{"prompts_batch_size_for_trainer": 1, "group_size": 2, "max_async_rollout": 0, **changes}))
         self.said: list[Any] = []
         self.now = 0.0
 
@@ -85,7 +85,7 @@ def test_nothing_runs_before_a_server_is_there():
 
 
 def test_a_batch_waits_for_the_trainer_and_its_groups_are_in_order_of_their_ids():
-    desk = Desk(groups_per_batch=2, group_size=2)
+    desk = Desk(prompts_batch_size_for_trainer=2, group_size=2)
     desk.tell(seen.ServerJoined("server-0", 0, 1000), seen.WorkerJoined("worker-0", 9, CARDS))
     for rollout_id, reward in ((2, 1.0), (3, 0.0), (0, 1.0), (1, 0.0)):
         desk.done(rollout_id, reward)
@@ -107,7 +107,7 @@ def test_equal_rewards_are_discarded_replaced_and_listed_as_baseline():
 
 
 def test_equal_rewards_are_kept_where_discarding_is_off():
-    desk = Desk(discard_zero_advantage=False)
+    desk = Desk(discard_group_zero_advantage=False)
     desk.open()
     desk.done(0, 0.5)
     assert do.TrainBatch(1, (0,), ((0, 1),), (), ()) in desk.done(1, 0.5)
@@ -156,7 +156,7 @@ def test_a_failing_group_stops_at_the_failure_that_decides_it():
 
 
 def test_an_environment_that_always_fails_ends_the_run_with_its_error():
-    desk = Desk(groups_per_batch=2, group_size=2, max_attempts=1, failed_batches_limit=2)
+    desk = Desk(prompts_batch_size_for_trainer=2, group_size=2, max_attempts=1, failed_batches_limit=2)
     desk.open()
     for group in range(4):
         desk.failed(2 * group)
@@ -167,7 +167,7 @@ def test_an_environment_that_always_fails_ends_the_run_with_its_error():
 
 
 def test_an_abort_by_a_weight_update_is_no_failure_of_the_rollout():
-    desk = Desk(groups_per_batch=1, group_size=2, max_async=1, max_attempts=1)
+    desk = Desk(prompts_batch_size_for_trainer=1, group_size=2, max_async_rollout=1, max_attempts=1)
     desk.open()  # groups 0 and 1
     desk.tell(seen.TurnStarted("late", 2, 0, 0, 10))
     desk.done(0, 1.0)
@@ -178,7 +178,7 @@ def test_an_abort_by_a_weight_update_is_no_failure_of_the_rollout():
 
 
 def test_a_lost_workers_rollouts_go_back_first_in_line():
-    desk = Desk(group_size=2, groups_per_batch=2)
+    desk = Desk(group_size=2, prompts_batch_size_for_trainer=2)
     desk.open(capacity=3)
     desk.tell(seen.WorkerLost("worker-0", "killed"))
     assert runs(desk.tell(seen.WorkerJoined("worker-1", 9, CARDS))) == [(0, 1), (1, 1), (2, 1), (3, 0)]
@@ -194,7 +194,7 @@ def test_a_reward_that_is_no_number_cannot_be_reported():
 
 
 def test_a_late_result_after_a_cancel_frees_the_lane_and_counts_for_nothing():
-    desk = Desk(group_size=2, groups_per_batch=1, max_attempts=1, prompts_per_server=1)
+    desk = Desk(group_size=2, prompts_batch_size_for_trainer=1, max_attempts=1, max_concurrent_prompts_per_server=1)
     desk.open()
     assert runs(desk.failed(0)) == [(2, 0)]  # one lane of two is free; the cancelled rollout 1 holds the other
     late = desk.done(1, 1.0, tokens=7)
@@ -211,7 +211,7 @@ def test_a_request_of_a_cancelled_rollout_is_refused():
 
 
 def test_a_stale_incomplete_group_is_cancelled_whole_and_its_prompt_returns_once():
-    desk = Desk(groups_per_batch=1, group_size=2, max_async=1, max_off_policy_steps=1, number_of_steps=9)
+    desk = Desk(prompts_batch_size_for_trainer=1, group_size=2, max_async_rollout=1, max_off_policy_steps=1, number_of_steps=9)
     desk.open()  # groups 0, 1
     desk.done(0, 1.0)
     desk.done(2, 1.0, tokens=5)
@@ -233,7 +233,7 @@ def test_a_stale_incomplete_group_is_cancelled_whole_and_its_prompt_returns_once
 
 
 def test_tokens_of_what_is_alive_at_the_end_are_lost():
-    desk = Desk(group_size=2, groups_per_batch=2)
+    desk = Desk(group_size=2, prompts_batch_size_for_trainer=2)
     desk.open()  # groups 0, 1
     desk.done(0, 1.0, tokens=5)
     desk.done(1, 0.0, tokens=6)  # group 0 is kept
@@ -244,7 +244,7 @@ def test_tokens_of_what_is_alive_at_the_end_are_lost():
 
 
 def test_a_complete_group_is_not_cancelled_however_old():
-    desk = Desk(groups_per_batch=2, group_size=1, max_async=1, max_off_policy_steps=1, number_of_steps=9)
+    desk = Desk(prompts_batch_size_for_trainer=2, group_size=1, max_async_rollout=1, max_off_policy_steps=1, number_of_steps=9)
     desk.open()  # groups 0 to 3
     for rollout_id in (1, 2, 3):
         desk.done(rollout_id, 1.0)
@@ -301,21 +301,26 @@ def test_a_role_that_nobody_fills_ends_the_run():
 
 
 def test_sample_lanes_are_prompts_times_group_size_for_each_server():
-    desk = Desk(groups_per_batch=9, group_size=2, prompts_per_server=2)
+    desk = Desk(prompts_batch_size_for_trainer=9, group_size=2, max_concurrent_prompts_per_server=2)
     assert len(runs(desk.open())) == 4
     assert len(runs(desk.tell(seen.ServerJoined("server-1", 0, 1000)))) == 4
     assert runs(desk.done(0, 1.0)) == [(8, 0)]
 
 
 def test_a_group_lane_is_free_when_the_whole_group_is_through():
-    desk = Desk(groups_per_batch=9, group_size=2, prompts_per_server=2, individual_lanes=False)
+    desk = Desk(
+        prompts_batch_size_for_trainer=9,
+        group_size=2,
+        max_concurrent_prompts_per_server=2,
+        enable_individual_sample_lanes=False,
+    )
     assert runs(desk.open()) == [(0, 0), (1, 0), (2, 0), (3, 0)]
     assert runs(desk.done(0, 1.0)) == []
     assert runs(desk.done(1, 0.0)) == [(4, 0), (5, 0)]
 
 
 def test_rollouts_go_to_the_worker_with_most_free_credits():
-    desk = Desk(groups_per_batch=2, group_size=2)
+    desk = Desk(prompts_batch_size_for_trainer=2, group_size=2)
     desk.tell(seen.WorkerJoined("worker-0", 2, CARDS), seen.WorkerJoined("worker-1", 3, CARDS))
     said = desk.tell(seen.ServerJoined("server-0", 0, 1000))
     assert [command.worker for command in said if isinstance(command, do.DispatchRollout)] == [
@@ -327,7 +332,7 @@ def test_rollouts_go_to_the_worker_with_most_free_credits():
 
 
 def test_siblings_share_a_server_and_groups_spread_by_tokens_in_flight():
-    desk = Desk(groups_per_batch=3, group_size=2)
+    desk = Desk(prompts_batch_size_for_trainer=3, group_size=2)
     desk.open(servers=2)
     for rollout_id, tokens in ((0, 100), (2, 10), (4, 10), (1, 100), (5, 10)):
         desk.tell(seen.TurnStarted(f"r{rollout_id}", rollout_id, 0, 0, tokens))
@@ -364,7 +369,7 @@ def test_an_attempt_that_fails_with_its_server_counts_as_no_failure():
 
 def test_a_request_that_always_fails_slowly_is_not_excused_for_ever():
     """Each try outlasts a version and ends with an abort that no update asked for."""
-    desk = Desk(groups_per_batch=1, group_size=2, max_async=3, max_attempts=2, max_off_policy_steps=3)
+    desk = Desk(prompts_batch_size_for_trainer=1, group_size=2, max_async_rollout=3, max_attempts=2, max_off_policy_steps=3)
     desk.open(servers=2)
     attempt = 0
     for number in range(40):
@@ -400,7 +405,7 @@ def test_requests_of_the_only_server_wait_for_its_return_at_their_version():
 
 
 def test_a_lost_servers_request_of_a_cancelled_rollout_is_refused():
-    desk = Desk(max_async=4, max_off_policy_steps=1)
+    desk = Desk(max_async_rollout=4, max_off_policy_steps=1)
     desk.open(servers=2)
     desk.tell(seen.TurnStarted("r", 2, 0, 0, 5))
     desk.done(0, 1.0)
@@ -412,7 +417,7 @@ def test_a_lost_servers_request_of_a_cancelled_rollout_is_refused():
 
 @pytest.mark.parametrize("while_training", [True, False])
 def test_a_late_server_gets_the_version_at_once_unless_the_trainer_itself_must_send(while_training: bool):
-    desk = Desk(max_async=2, weights_while_training=while_training)
+    desk = Desk(max_async_rollout=2, weights_while_training=while_training)
     desk.open()
     desk.done(0, 1.0)
     desk.done(1, 0.0)
@@ -429,7 +434,7 @@ def test_a_late_server_gets_the_version_at_once_unless_the_trainer_itself_must_s
 
 
 def test_the_trainer_gets_no_step_while_it_sends_to_a_late_server():
-    desk = Desk(max_async=2, weights_while_training=False)
+    desk = Desk(max_async_rollout=2, weights_while_training=False)
     desk.open()
     desk.done(0, 1.0)
     desk.done(1, 0.0)
@@ -441,7 +446,7 @@ def test_the_trainer_gets_no_step_while_it_sends_to_a_late_server():
 
 
 def test_a_group_never_goes_to_a_server_older_than_itself():
-    desk = Desk(groups_per_batch=1, group_size=2)
+    desk = Desk(prompts_batch_size_for_trainer=1, group_size=2)
     desk.open()
     desk.done(0, 1.0)
     desk.done(1, 0.0)
@@ -486,7 +491,7 @@ def test_a_failed_update_ends_the_run():
 
 
 def test_a_stop_accounts_for_every_group_alive():
-    desk = Desk(groups_per_batch=2)
+    desk = Desk(prompts_batch_size_for_trainer=2)
     desk.open()
     said = desk.tell(seen.StopRequested("interrupted by SIGINT", ok=False))
     assert said == [
@@ -501,7 +506,7 @@ def test_settings_that_make_no_sense_are_refused_in_words():
     good: dict[str, Any] = {"number_of_steps": 1, "environments": (("a", 1.0),)}
     for change, sentence in (
         ({"number_of_steps": 0}, "number_of_steps=0 must be at least 1"),
-        ({"max_async": -1}, "max_async=-1 must be 0"),
+        ({"max_async_rollout": -1}, "max_async_rollout=-1 must be 0"),
         ({"group_size": 3, "min_group_size": 4}, "min_group_size=4 is above group_size=3"),
         ({"environments": ()}, "name at least one environment"),
         ({"environments": (("a", 0.0),)}, "environments.a.weight=0.0 must be a finite number above 0"),
@@ -513,7 +518,7 @@ def test_settings_that_make_no_sense_are_refused_in_words():
 
 
 def test_the_worked_example_of_the_docs():
-    desk = Desk(groups_per_batch=2, group_size=1, max_async=1, max_off_policy_steps=2, number_of_steps=9)
+    desk = Desk(prompts_batch_size_for_trainer=2, group_size=1, max_async_rollout=1, max_off_policy_steps=2, number_of_steps=9)
 
     def alive() -> list[int]:
         ended = ("trained", "discarded", "cancelled", "failed")

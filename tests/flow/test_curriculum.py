@@ -202,7 +202,7 @@ def hardness(order: RolloutOrder) -> float:
 
 
 def test_runs_with_a_curriculum_replay_and_learn_what_was_discarded():
-    case = settings(max_async=2, number_of_steps=20, curricula={"countdown": POOLS}, group_size=4)
+    case = settings(max_async_rollout=2, number_of_steps=20, curricula={"countdown": POOLS}, group_size=4)
     manners = Manners(prompts=40, failure_share=0.05, worker_life_s=30, straggler_share=0.05, reward=hardness)
     world = World(case, manners, 1, journal=True).run()
     assert replay(world.lines).disagreement is None
@@ -221,7 +221,7 @@ def test_a_curriculum_wastes_fewer_groups_on_prompts_without_a_signal():
     def discarded(**changes: object) -> int:
         manners = Manners(prompts=40, reward=hardness)
         return (
-            World(settings(max_async=1, number_of_steps=40, group_size=4, **changes), manners, 1)
+            World(settings(max_async_rollout=1, number_of_steps=40, group_size=4, **changes), manners, 1)
             .run()
             .core.counts()
             .reasons.get("discarded: zero_advantage", 0)

@@ -60,7 +60,7 @@ def test_a_hundred_thousand_events_break_no_rule_and_every_run_ends():
     assert sum(world.rules.freed for world in worlds) > 1000
     assert sum(world.rules.loads_heard for world in worlds) > 1000
     assert sum(len(world.rules.moves) for world in worlds) > 10
-    adaptive = [world for world in worlds if world.settings.adaptive and not world.manners.server_life_s]
+    adaptive = [world for world in worlds if world.settings.adaptive_concurrency and not world.manners.server_life_s]
     assert sum(world.rules.fewest_lanes < world.rules.most_lanes / 2 for world in adaptive) > 3
 
 
@@ -138,6 +138,6 @@ def test_small_servers_are_filled_to_the_last_place():
 def test_a_million_events_break_no_rule_and_every_run_ends():
     worlds = play_many(first_seed=1_000_000, events=1_000_000)
     assert_ages_are_within_what_is_promised(worlds)
-    assert {world.settings.groups_per_batch for world in worlds} == {1, 2, 3, 4, 8, 16, 32}
-    assert {world.settings.max_async for world in worlds} == {0, 1, 2, 3, 4}
+    assert {world.settings.prompts_batch_size_for_trainer for world in worlds} == {1, 2, 3, 4, 8, 16, 32}
+    assert {world.settings.max_async_rollout for world in worlds} == {0, 1, 2, 3, 4}
     assert {world.settings.max_off_policy_steps for world in worlds} == set(range(1, 9))

@@ -181,8 +181,8 @@ def trial(core_class: type[Core], rules_class: type[Rules], seed: int) -> str:
     chance = Random(seed)
     case = settings(
         number_of_steps=15,
-        groups_per_batch=chance.choice([1, 2, 4]),
-        max_async=chance.choice([1, 2, 3]),
+        prompts_batch_size_for_trainer=chance.choice([1, 2, 4]),
+        max_async_rollout=chance.choice([1, 2, 3]),
         max_off_policy_steps=chance.choice([1, 2, 3]),
     )
     manners = Manners(
@@ -224,7 +224,9 @@ PRESSED = Manners(kv_tokens=150, closes_share=1.0, score_s=3.0, most_turns=3, ca
 def complaints_under_pressure(core_class: type[Core]) -> list[str]:
     found = []
     for seed in range(12):
-        case = settings(adaptive=True, prompts_per_server=4, groups_per_batch=8, seed=seed)
+        case = settings(
+            adaptive_concurrency=True, max_concurrent_prompts_per_server=4, prompts_batch_size_for_trainer=8, seed=seed
+        )
         try:
             World(case, PRESSED, seed, core_class=core_class).run(most_events=20_000)
         except AssertionError as broken:  # Broken, or the run does not end

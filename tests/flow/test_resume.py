@@ -51,10 +51,10 @@ def any_case(seed: int, largest_batch: int = 32) -> tuple[Any, Manners]:
     case = any_settings(chance.choice)
     case = msgspec.structs.replace(
         case,
-        groups_per_batch=min(case.groups_per_batch, largest_batch),
+        prompts_batch_size_for_trainer=min(case.prompts_batch_size_for_trainer, largest_batch),
         checkpoint_every=chance.choice([1, 1, 2, 3]),
-        number_of_steps=min(case.number_of_steps, 80 // case.groups_per_batch + 1) + chance.choice([2, 6]),
-        prefetch=chance.choice([0, 3]),
+        number_of_steps=min(case.number_of_steps, 80 // case.prompts_batch_size_for_trainer + 1) + chance.choice([2, 6]),
+        prompt_prefetch_buffer_size=chance.choice([0, 3]),
         curricula=chance.choice([{}, {"countdown": POOLS}]),
     )
     manners = any_manners(chance.choice)
@@ -183,7 +183,9 @@ def test_many_larger_runs_killed_at_random_instants():
 
 def test_a_synchronous_run_goes_on_with_the_same_prompts_and_batches():
     """Rewards follow from seeds, as those of a real engine do, so that the two runs can be compared step by step."""
-    case = settings(max_async=0, checkpoint_every=1, number_of_steps=8, environments=(("countdown", 1.0), ("math", 0.5)))
+    case = settings(
+        max_async_rollout=0, checkpoint_every=1, number_of_steps=8, environments=(("countdown", 1.0), ("math", 0.5))
+    )
     manners = Manners(reward=sometimes_equal)
     whole = World(case, manners, seed=1).run()
     _, commands = kill_and_resume(case, manners, seed=5, most_kills=5)
@@ -207,7 +209,7 @@ def test_without_checkpoints_there_are_none():
 
 def test_training_waits_for_a_save_under_way_when_the_next_is_due():
     world = World(settings(number_of_steps=4, checkpoint_every=1), Manners(save_s=500.0, tick_s=50.0), seed=3)
-    world.settings = msgspec.structs.replace(world.settings, stop_deadline_s=1e6)
+    world.settings = msgspec.structs.replace(world.settings, checkpoint_stop_timeout_s=1e6)
     world = World(world.settings, world.manners, seed=3).run()
     assert [saved.step for saved in world.checkpoints] == [1, 2, 3, 4]
     assert any("training waits for it; raise checkpoint.every" in sentence for sentence in world.rules.warnings)
@@ -253,7 +255,7 @@ def test_a_stop_in_good_order_does_not_wait_for_ever():
 
 def test_the_last_checkpoint_of_a_run_that_is_done_has_as_long_as_any():
     """Not the time that a stop has: the run is not in a hurry."""
-    case = settings(number_of_steps=3, checkpoint_every=10, stop_deadline_s=20.0)
+    case = settings(number_of_steps=3, checkpoint_every=10, checkpoint_stop_timeout_s=20.0)
     world = World(case, Manners(save_s=1e4, tick_s=5.0), seed=6).run()
     assert world.now > 100
     assert world.stop == do.StopRun("all 3 steps are trained", ok=True, checkpoint=3)
@@ -282,7 +284,7 @@ def snapshot_of(**changes: Any) -> Snapshot:
     ("changes", "sentence"),
     [
         ({"group_size": 5}, "made with group_size=3, and this run has 5"),
-        ({"max_async": 3}, "made with max_async=1, and this run has 3"),
+        ({"max_async_rollout": 3}, "made with max_async_rollout=1, and this run has 3"),
         ({"environments": (("math", 1.0),)}, "made with environments countdown, and this run has math"),
         ({"number_of_steps": 2}, "number_of_steps=2 is reached: the checkpoint is of step 2"),
     ],

@@ -190,7 +190,7 @@ def reasons(lines: list[JournalLine], state: str) -> list[str]:
 async def test_a_run_ends_with_exactly_its_steps(tmp_path: Path, shape: str, steps: int):
     one, group_size = (1 if shape == "one of each" else 2), (1 if shape == "groups of one" else 4)
     outcome, lines = await play(
-        tmp_path, {}, servers=one, workers=one, group_size=group_size, number_of_steps=steps, max_async=2
+        tmp_path, {}, servers=one, workers=one, group_size=group_size, number_of_steps=steps, max_async_rollout=2
     )
     assert outcome.reason == f"all {steps} steps are trained"
     assert len(trained(lines)) == len(set(trained(lines))) == 2 * steps

@@ -32,12 +32,12 @@ from telescope.runlog.writer import RunLog
 
 LENGTHS = FlowSettings(
     number_of_steps=20,
-    groups_per_batch=8,
+    prompts_batch_size_for_trainer=8,
     group_size=4,
-    max_async=2,
-    prompts_per_server=32,
+    max_async_rollout=2,
+    max_concurrent_prompts_per_server=32,
     environments=(("task", 1.0),),
-    discard_zero_advantage=False,
+    discard_group_zero_advantage=False,
 )
 TRUTH = Latencies(
     prompt_tokens=empirical([10, 20, 40]),
@@ -128,10 +128,10 @@ def test_times_that_are_known_are_found_again_and_tell_those_of_other_configurat
 
 
 OTHERS: dict[str, dict[str, Any]] = {
-    "synchronous": {"max_async": 0},
-    "one_ahead": {"max_async": 1},
-    "half_batch": {"groups_per_batch": 4},
-    "few_lanes": {"prompts_per_server": 4},
+    "synchronous": {"max_async_rollout": 0},
+    "one_ahead": {"max_async_rollout": 1},
+    "half_batch": {"prompts_batch_size_for_trainer": 4},
+    "few_lanes": {"max_concurrent_prompts_per_server": 4},
     "large_groups": {"group_size": 8},
 }
 

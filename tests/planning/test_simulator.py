@@ -21,8 +21,8 @@ from telescope.planning.simulator import SimulatedCluster, simulate
 
 def flow(**changes: object) -> FlowSettings:
     return FlowSettings(
-        **{"number_of_steps": 12, "groups_per_batch": 4, "group_size": 4, "max_async": 1, "environments": (("task", 1.0),),
-           "rollout_deadline_s": 1e6, **changes}
+        **{"number_of_steps": 12, "prompts_batch_size_for_trainer": 4, "group_size": 4, "max_async_rollout": 1,
+           "environments": (("task", 1.0),), "rollout_deadline_s": 1e6, **changes}
     )  # fmt: skip
 
 
@@ -39,7 +39,7 @@ def load(**changes: object) -> Latencies:
 
 def test_a_synchronous_step_is_the_longest_generation_then_training_then_the_weights() -> None:
     # 16 rollouts of 100 + 50 tokens: 50 steps of 0.02 s, 3 s + 2,400 tokens of 1 ms, 0.5 s of weights
-    outcome = simulate(flow(max_async=0), cluster(), load())
+    outcome = simulate(flow(max_async_rollout=0), cluster(), load())
     ends = [step.done_s for step in outcome.steps]
     assert ends[0] == pytest.approx(1.0 + 3.0 + 2.4)
     assert [b - a for a, b in pairwise(ends)] == pytest.approx([0.5 + 1.0 + 5.4] * 11)
@@ -50,13 +50,13 @@ def test_a_synchronous_step_is_the_longest_generation_then_training_then_the_wei
 
 def test_a_synchronous_step_waits_for_the_longest_of_unequal_lengths() -> None:
     spread = empirical([10, 20, 400])
-    outcome = simulate(flow(max_async=0, groups_per_batch=64), cluster(), load(completion_tokens=spread))
+    outcome = simulate(flow(max_async_rollout=0, prompts_batch_size_for_trainer=64), cluster(), load(completion_tokens=spread))
     # among 256 draws the longest is near 400
     assert 0.02 * 380 < outcome.steps[0].begun_s <= 0.02 * 400
 
 
 def test_max_tokens_cuts_lengths() -> None:
-    outcome = simulate(flow(max_async=0), cluster(max_tokens=25), load())
+    outcome = simulate(flow(max_async_rollout=0), cluster(max_tokens=25), load())
     assert outcome.steps[0].begun_s == pytest.approx(0.5)
 
 
@@ -73,8 +73,8 @@ def test_an_asynchronous_run_is_as_slow_as_its_slower_side() -> None:
 
 def test_with_any_number_of_servers_a_step_takes_no_longer_than_the_lone_rollout() -> None:
     slow = EngineTimes(step_s=0.02, sequence_s=0.01)
-    few = simulate(flow(max_async=0), cluster(servers=1), load(engine=slow))
-    many = simulate(flow(max_async=0, prompts_per_server=1), cluster(servers=64), load(engine=slow))
+    few = simulate(flow(max_async_rollout=0), cluster(servers=1), load(engine=slow))
+    many = simulate(flow(max_async_rollout=0, max_concurrent_prompts_per_server=1), cluster(servers=64), load(engine=slow))
     # 16 on one server; a group stays on one server for its prefix, so 4 on each of many
     assert few.steps[0].begun_s == pytest.approx(50 * (0.02 + 16 * 0.01))
     assert many.steps[0].begun_s == pytest.approx(50 * (0.02 + 4 * 0.01))
@@ -82,7 +82,7 @@ def test_with_any_number_of_servers_a_step_takes_no_longer_than_the_lone_rollout
 
 @hypothesis_settings(deadline=None, max_examples=40)
 @given(
-    max_async=st.integers(0, 3),
+    max_async_rollout=st.integers(0, 3),
     off=st.integers(1, 4),
     order=st.sampled_from(["completion", "admission"]),
     groups=st.integers(1, 6),
@@ -91,11 +91,11 @@ def test_with_any_number_of_servers_a_step_takes_no_longer_than_the_lone_rollout
     turns=st.integers(1, 3),
     shared=st.floats(0, 0.9),
     abort=st.booleans(),
-    free_lane=st.booleans(),
+    free_lane_after_generation=st.booleans(),
     adaptive=st.booleans(),
 )
 def test_ages_stay_in_their_bound_and_shares_add_up_whatever_the_latencies(
-    max_async: int,
+    max_async_rollout: int,
     off: int,
     order: str,
     groups: int,
@@ -104,17 +104,17 @@ def test_ages_stay_in_their_bound_and_shares_add_up_whatever_the_latencies(
     turns: int,
     shared: float,
     abort: bool,
-    free_lane: bool,
+    free_lane_after_generation: bool,
     adaptive: bool,
 ) -> None:
     settings = flow(
-        max_async=max_async,
+        max_async_rollout=max_async_rollout,
         max_off_policy_steps=off,
         take_order=order,
-        groups_per_batch=groups,
+        prompts_batch_size_for_trainer=groups,
         discarded_batches_limit=1000,
-        free_lane=free_lane,
-        adaptive=adaptive,
+        free_lane_after_generation=free_lane_after_generation,
+        adaptive_concurrency=adaptive,
     )
     outcome = simulate(
         settings,
