@@ -19,10 +19,10 @@ from pathlib import Path
 from statistics import fmean, median
 
 from telescope.config.run import load_run
-from telescope.planning.calibrate import Calibration, calibrate
+from telescope.planning.calibration import Calibration, calibrate
 from telescope.planning.costs import measured_step_s
 from telescope.planning.forecast import fitted_load, forecast, processor_step_s
-from telescope.planning.shapes import shape_of
+from telescope.planning.memory import shape_of
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.reader import rows
 

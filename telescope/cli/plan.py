@@ -18,13 +18,12 @@ from telescope._launch.plan import Plan, PlanError, make_plan, shared_gpus
 from telescope.compose.load import UsageError, load_points, places_for
 from telescope.config.run import RunConfig, load_run
 from telescope.config.words import ConfigError
-from telescope.flow.bounds import explain
-from telescope.flow.latency import Load
+from telescope.flow.staleness import explain
 from telescope.maths.batching import cut
 from telescope.maths.memory import ModelShape
 from telescope.orchestrator.main import flow_settings
-from telescope.planning.calibrate import Calibration, Uncalibratable, calibrate
-from telescope.planning.cards import CARDS, Card
+from telescope.planning.calibration import Calibration, Uncalibratable, calibrate
+from telescope.planning.cards import CARDS, GpuCard
 from telescope.planning.forecast import (
     assumed_load,
     best,
@@ -36,6 +35,19 @@ from telescope.planning.forecast import (
     waiting_cards,
 )
 from telescope.planning.hosts import BadHosts, describe_placement, hosts_of, nodes_of
+from telescope.planning.latencies import Latencies
+from telescope.planning.memory import (
+    PlanRefused,
+    ShapeUnknown,
+    check_memory,
+    check_model,
+    divided_as,
+    serving,
+    shape_of,
+    shares_a_card,
+    spare_memory,
+    training,
+)
 from telescope.planning.report import (
     describe_assumed,
     describe_calibration,
@@ -48,17 +60,6 @@ from telescope.planning.report import (
     describe_splits,
     describe_trainer_memory,
 )
-from telescope.planning.room import (
-    Refused,
-    check_memory,
-    check_model,
-    divided_as,
-    serving,
-    shares_a_card,
-    spare_memory,
-    training,
-)
-from telescope.planning.shapes import ShapeUnknown, shape_of
 from telescope.runlog.layout import RunDirectory
 
 OK, CONFIG_ERROR, USAGE = 0, 1, 2
@@ -79,7 +80,7 @@ def main(arguments: Sequence[str]) -> int:
     except (UsageError, BadHosts) as error:
         sys.stderr.write(f"telescope plan: {error}\n")
         return USAGE
-    except (ConfigError, PlanError, Refused, Uncalibratable) as error:
+    except (ConfigError, PlanError, PlanRefused, Uncalibratable) as error:
         sys.stderr.write(f"{error}\n")
         return CONFIG_ERROR
     sys.stdout.write("\n".join(lines) + "\n")
@@ -138,7 +139,7 @@ def _plan(config: RunConfig, asked: argparse.Namespace) -> Plan:
 def _forecast(config: RunConfig, asked: argparse.Namespace) -> Iterator[str]:
     """Memory, and the simulated run: with the times of a run, or with those of a card."""
     if asked.completion_tokens is not None and not 1 <= asked.completion_tokens <= config.rollout.max_tokens:
-        raise Refused(
+        raise PlanRefused(
             f"--completion-tokens {asked.completion_tokens:g} must lie between 1 and "
             f"rollout.max_tokens={config.rollout.max_tokens}"
         )
@@ -157,7 +158,7 @@ def _forecast(config: RunConfig, asked: argparse.Namespace) -> Iterator[str]:
         yield "Not simulated: --calibrate RUN_DIR takes the times of a run, --card h100 those of a data sheet."
         return
 
-    def load_of(divided: RunConfig) -> Load:
+    def load_of(divided: RunConfig) -> Latencies:
         if shape is not None and card is not None:
             check_memory(divided, shape, card)
         if calibration is not None:
@@ -172,7 +173,7 @@ def _forecast(config: RunConfig, asked: argparse.Namespace) -> Iterator[str]:
         divisions = list(splits(config, asked.gpus, load_of))
         chosen = best(divisions)
         if chosen is None:
-            raise Refused(f"No division of {asked.gpus} GPUs works. The last one: {divisions[-1].problem}")
+            raise PlanRefused(f"No division of {asked.gpus} GPUs works. The last one: {divisions[-1].problem}")
         yield from describe_splits(divisions, chosen, asked.gpus)
         config = divided_as(config, chosen.servers, chosen.ranks)
         if shape is not None:
@@ -191,7 +192,7 @@ def _forecast(config: RunConfig, asked: argparse.Namespace) -> Iterator[str]:
         yield describe_processor(processor_step_s(config, calibration.costs, outcome), calibration.processor_step_s)
 
 
-def _memory(config: RunConfig, shape: ModelShape, card: Card | None) -> Iterator[str]:
+def _memory(config: RunConfig, shape: ModelShape, card: GpuCard | None) -> Iterator[str]:
     yield describe_model(config, shape)
     if shares_a_card(config):
         yield "Server and trainer share a card."
@@ -202,7 +203,7 @@ def _memory(config: RunConfig, shape: ModelShape, card: Card | None) -> Iterator
         yield describe_server_memory(serving(config, shape, card), config.inference.max_model_len, card)
 
 
-def _card(config: RunConfig, asked: argparse.Namespace) -> Card | None:
+def _card(config: RunConfig, asked: argparse.Namespace) -> GpuCard | None:
     """The card to plan for; None on a machine, or for a run, without GPUs."""
     if asked.card is not None or asked.gpus is not None:
         return CARDS[asked.card or "h100"]

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from telescope.config.cluster import ClusterSettings as ClusterSettings
 from telescope.config.secrets import referenced
 from telescope.config.words import typed
-from telescope.flow.curriculum import Pool, Pools
+from telescope.flow.curriculum import PassRatePool, PassRateRules
 from telescope.maths.support import Support
 from telescope.settings import Settings
 
@@ -87,7 +87,7 @@ class CurriculumSettings(Settings):
     @field_validator("pools")
     @classmethod
     def _pools_cover_every_rate(cls, pools: tuple[CurriculumPool, ...]) -> tuple[CurriculumPool, ...]:
-        Pools(tuple(Pool(pool.name, pool.up_to, pool.share) for pool in pools))
+        PassRateRules(tuple(PassRatePool(pool.name, pool.up_to, pool.share) for pool in pools))
         return pools
 
 

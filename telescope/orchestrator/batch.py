@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from telescope.algorithms.base import Algorithm, AlgorithmRaised, named
-from telescope.flow.commands import Train
-from telescope.flow.draws import Permutation, keyed_hash
+from telescope.flow.commands import TrainGroups
+from telescope.flow.prompt_sampler import Permutation, keyed_hash
 from telescope.maths import batching, dealing
 from telescope.orchestrator.rollout_store import Rollout, RolloutStore
 from telescope.orchestrator.step_metrics import RewardRanges
@@ -79,7 +79,7 @@ class Shard:
 class TrainBatch:
     """A step's rollouts. Those with an entry in `filters` have an advantage and are not trained."""
 
-    command: Train
+    command: TrainGroups
     rollouts: tuple[Rollout, ...]
     advantages: np.ndarray  # [rollouts] float64
     filters: tuple[tuple[str, ...], ...]  # by rollout: the rules by which it left the loss
@@ -125,7 +125,12 @@ class TrainBatch:
 
 
 def make_batch(
-    command: Train, store: RolloutStore, recipe: Recipe, *, ranks: int, attention_length: float = batching.ATTENTION_LENGTH
+    command: TrainGroups,
+    store: RolloutStore,
+    recipe: Recipe,
+    *,
+    ranks: int,
+    attention_length: float = batching.ATTENTION_LENGTH,
 ) -> TrainBatch:
     """Advantages over the batch (discarded groups count in its statistics), then whole groups to minibatches, in an order drawn
     from the seed, and the rollouts of each minibatch to ranks by cost. What the algorithm's filters take out counts in the

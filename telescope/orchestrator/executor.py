@@ -64,30 +64,30 @@ class Executor:
     def execute(self, command: commands.AnyCommand) -> Events:
         """Do one command. Returns events that follow at once (usually none)."""
         match command:
-            case commands.Run(worker=worker, order=order):
+            case commands.DispatchRollout(worker=worker, order=order):
                 self._send_order(worker, order)
-            case commands.Cancel():
+            case commands.CancelAttempt():
                 self._cancel(command)
-            case commands.Prefetch(prompts=prompts):
+            case commands.AnnouncePrompts(prompts=prompts):
                 for worker in self._peers.workers:
                     self._hub.send(worker, messages.PrefetchPrompts(prompts=prompts))
-            case commands.Place(request_id=request_id, server=server, priority=priority):
+            case commands.PlaceRequest(request_id=request_id, server=server, priority=priority):
                 return self._relay.place(request_id, server, priority)
-            case commands.Refuse(request_id=request_id, cause=cause):
+            case commands.RefuseRequest(request_id=request_id, cause=cause):
                 return self._relay.refuse(request_id, cause)
-            case commands.GroupState():
+            case commands.RecordGroupState():
                 self._recorder.group(command)
-            case commands.Forget(rollout_ids=rollout_ids):
+            case commands.ForgetRollouts(rollout_ids=rollout_ids):
                 self._store.forget(rollout_ids)
-            case commands.Train():
+            case commands.TrainGroups():
                 return self._train(command)
-            case commands.Update(version=version):
+            case commands.UpdateWeights(version=version):
                 self._doing = "generating"
                 self._weights.begin(version, time.monotonic())
-            case commands.Warn(sentence=sentence):
+            case commands.WarnUser(sentence=sentence):
                 log.warning("%s", sentence)
                 self._recorder.alert("warning", "core", sentence)
-            case commands.Ignore() | commands.Stop() | commands.Checkpoint():
+            case commands.IgnoreResult() | commands.StopRun() | commands.TakeCheckpoint():
                 pass  # the loop's own
         return ()
 
@@ -97,7 +97,7 @@ class Executor:
         number = self._hub.send(worker, messages.RunRollout(order=order))  # 0: the worker has gone, which will be told next
         self._store.add(Rollout(order, worker, number))
 
-    def _cancel(self, command: commands.Cancel) -> None:
+    def _cancel(self, command: commands.CancelAttempt) -> None:
         rollout = self._store.find(command.rollout_id, command.attempt)
         if rollout is not None:
             self._relay.cancel(rollout)
@@ -208,7 +208,7 @@ class Executor:
 
     # ---- a step, and its checkpoint
 
-    def _train(self, command: commands.Train) -> Events:
+    def _train(self, command: commands.TrainGroups) -> Events:
         ranks = self._peers.ranks
         try:
             batch = make_batch(command, self._store, self._recipe, ranks=len(ranks), attention_length=self._attention_length)

@@ -157,16 +157,16 @@ class Orchestrator:
         ordered = self._core.handle(event, now)
         self._journal.append(encode_line(now, event, ordered))
         if isinstance(event, events.RolloutDone | events.RolloutFailed):
-            self.executor.settle(event, counts=not any(isinstance(command, commands.Ignore) for command in ordered))
+            self.executor.settle(event, counts=not any(isinstance(command, commands.IgnoreResult) for command in ordered))
         for command in ordered:
-            if isinstance(command, commands.Checkpoint) and self._core.saved is not None:
+            if isinstance(command, commands.TakeCheckpoint) and self._core.saved is not None:
                 self.executor.save(self._core.saved, self._lineage)
-            elif isinstance(command, commands.Stop):
+            elif isinstance(command, commands.StopRun):
                 self.outcome = self._end(command)
             else:
                 self._events.extend(self.executor.execute(command))
 
-    def _end(self, stop: commands.Stop) -> RunOutcome:
+    def _end(self, stop: commands.StopRun) -> RunOutcome:
         if stop.ok and (lost := self._core.lost_checkpoint):
             remedy = self.checkpoints.describe_remedy(lost, str(self._config.run_dir))
             return RunOutcome(False, f"{stop.reason}. {remedy}", self._exit_code or UNSAVED, lost)

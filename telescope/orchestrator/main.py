@@ -11,6 +11,8 @@ from contextlib import AsyncExitStack
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+import msgspec
+
 from telescope.config.parts import CurriculumSettings
 from telescope.config.plugins import PluginError
 from telescope.config.run import RunConfig, as_json, config_hash
@@ -19,7 +21,7 @@ from telescope.config.words import ConfigError
 from telescope.exit_codes import UNSAVED
 from telescope.flow import commands, events
 from telescope.flow.core import Core
-from telescope.flow.curriculum import Pool, Pools
+from telescope.flow.curriculum import PassRateRules
 from telescope.flow.replay import encode_line, encode_opening
 from telescope.flow.settings import FlowSettings
 from telescope.orchestrator.batch import Recipe
@@ -80,39 +82,38 @@ def flow_settings(config: RunConfig, *, trainer_sends: bool = False) -> FlowSett
     """The core's part of the configuration. `trainer_sends`: weights go by broadcast, which takes the trainer's time."""
     orchestrator, rollout = config.orchestrator, config.rollout
     return FlowSettings(
-        groups_per_batch=orchestrator.prompts_batch_size_for_trainer,
-        max_async=orchestrator.max_async_rollout,
+        number_of_steps=config.number_of_steps,
+        prompts_batch_size_for_trainer=orchestrator.prompts_batch_size_for_trainer,
+        group_size=rollout.group_size,
+        max_async_rollout=orchestrator.max_async_rollout,
         take_order=orchestrator.take_order,
         max_off_policy_steps=orchestrator.max_off_policy_steps,
-        discard_zero_advantage=orchestrator.discard_group_zero_advantage,
-        group_size=rollout.group_size,
+        discard_group_zero_advantage=orchestrator.discard_group_zero_advantage,
         min_group_size=rollout.min_group_size,
-        individual_lanes=orchestrator.enable_individual_sample_lanes,
-        free_lane=orchestrator.free_lane_after_generation,
-        kv_soft=orchestrator.kv_soft,
-        kv_hard=orchestrator.kv_hard,
-        adaptive=orchestrator.adaptive_concurrency,
-        prompts_per_server=orchestrator.max_concurrent_prompts_per_server,
-        number_of_steps=config.number_of_steps,
-        seed=config.seed,
-        environments=tuple((label, entry.weight) for label, entry in config.environments.items()),
-        curricula={label: _pools(entry.curriculum) for label, entry in config.environments.items() if entry.curriculum},
-        prefetch=orchestrator.prompt_prefetch_buffer_size if orchestrator.enable_prompt_prefetch else 0,
         max_attempts=rollout.max_attempts,
         retry_backoff_s=rollout.retry_backoff_s,
+        enable_individual_sample_lanes=orchestrator.enable_individual_sample_lanes,
+        free_lane_after_generation=orchestrator.free_lane_after_generation,
+        max_concurrent_prompts_per_server=orchestrator.max_concurrent_prompts_per_server,
+        kv_soft=orchestrator.kv_soft,
+        kv_hard=orchestrator.kv_hard,
+        adaptive_concurrency=orchestrator.adaptive_concurrency,
+        environments=tuple((label, entry.weight) for label, entry in config.environments.items()),
+        curricula={label: _rules_of(entry.curriculum) for label, entry in config.environments.items() if entry.curriculum},
+        prompt_prefetch_buffer_size=orchestrator.prompt_prefetch_buffer_size if orchestrator.enable_prompt_prefetch else 0,
+        seed=config.seed,
         rollout_deadline_s=rollout.timeout_s + DEADLINE_MARGIN_S,
         # a server that hangs is given up long before, an update under way has its time first: what is left then is the worker's
         cancel_deadline_s=config.weight_sync.update_timeout_s + CANCEL_MARGIN_S,
         absence_deadline_s=config.cluster.placement_timeout_s + ABSENCE_MARGIN_S,
         weights_while_training=not trainer_sends,
         checkpoint_every=int(config.checkpoint.every),
-        stop_deadline_s=config.checkpoint.stop_timeout_s,
+        checkpoint_stop_timeout_s=config.checkpoint.stop_timeout_s,
     )
 
 
-def _pools(curriculum: CurriculumSettings) -> Pools:
-    pools = tuple(Pool(pool.name, pool.up_to, pool.share) for pool in curriculum.pools)
-    return Pools(pools, new_share=curriculum.new_share, window=curriculum.window, pass_above=curriculum.pass_above)
+def _rules_of(curriculum: CurriculumSettings) -> PassRateRules:
+    return msgspec.convert(curriculum.model_dump(), PassRateRules)
 
 
 class _RunEnding:
@@ -284,7 +285,7 @@ def _account(core: Core, recorder: Recorder, journal: Journal, reason: str, star
     now, event = time.monotonic() - started, events.StopRequested(reason=reason, ok=False)
     ordered = core.handle(event, now)
     for command in ordered:
-        if isinstance(command, commands.GroupState):
+        if isinstance(command, commands.RecordGroupState):
             recorder.group(command)
     if ordered and not journal.broken:
         journal.append(encode_line(now, event, ordered))

@@ -171,7 +171,7 @@ class Recorder:
             row |= {"status": "error", "failure": kind}
         self._log.append("rollouts", row)
 
-    def group(self, command: commands.GroupState) -> None:
+    def group(self, command: commands.RecordGroupState) -> None:
         self._log.append(
             "groups",
             {

@@ -19,8 +19,8 @@ from statistics import median
 import msgspec
 import numpy as np
 
-from telescope.flow.outcome import Step
 from telescope.planning.engine_fit import least_squares
+from telescope.planning.simulator import SimulatedStep
 
 PREFIX = "processor_s/"
 PARTS = ("orchestrator", "workers", "servers", "engines", "trainers")
@@ -40,7 +40,7 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     """All ranks together."""
     train_token_s: float
 
-    def of(self, before: Step | None, step: Step, epochs: int = 1) -> dict[str, float]:
+    def of(self, before: SimulatedStep | None, step: SimulatedStep, epochs: int = 1) -> dict[str, float]:
         """What lies between the ends of two train steps, by part; `before`: none for the first."""
 
         def grown(name: str) -> float:
@@ -55,9 +55,9 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
             "trainers": self.train_step_s + self.train_token_s * step.tokens * epochs,
         }
 
-    def step_s(self, steps: Sequence[Step], epochs: int = 1) -> float:
+    def step_s(self, steps: Sequence[SimulatedStep], epochs: int = 1) -> float:
         """Median over the steps of a simulated run."""
-        before: list[Step | None] = [None, *steps[:-1]]
+        before: list[SimulatedStep | None] = [None, *steps[:-1]]
         return median(sum(self.of(one, other, epochs).values()) for one, other in zip(before, steps, strict=True))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from telescope.flow.latency import EngineTimes
+from telescope.planning.latencies import EngineTimes
 
 SHARE_LIMIT = 0.9
 ALONE = 4.0
@@ -19,7 +19,7 @@ FEWEST_ALONE = 5
 NOTHING = 1e-12
 
 
-class Progress:
+class TimeOverlap:
     """The integral over time of what is in progress: `over(a, b)` is the mean of all weights of intervals, from a to b."""
 
     def __init__(self, intervals: Sequence[tuple[float, float, float]]) -> None:
@@ -44,7 +44,7 @@ class Progress:
         return self._sums[index] + self._levels[index] * (at - self._times[index])
 
 
-class Fitted(msgspec.Struct, frozen=True):
+class FittedEngine(msgspec.Struct, frozen=True):
     """What requests say of their engines."""
 
     times: EngineTimes
@@ -62,7 +62,7 @@ def fit_engine(
     *,
     kv_tokens: float,
     max_seqs: int,
-) -> Fitted:
+) -> FittedEngine:
     """`turns`: finished requests, one at least, each with a token at least. `training`: when the trainer worked, in seconds
     since the first request was placed.
 
@@ -74,15 +74,15 @@ def fit_engine(
         end = (row["done_ns"] - origin) / 1e9
         return max(0.0, end - row["generated_s"]), end
 
-    trainer = Progress(training)
+    trainer = TimeOverlap(training)
     features: list[list[float]] = []
     took: list[float] = []
     steps: dict[str, float] = {}
     for name in sorted({row["server"] for row in turns}):
         mine = [row for row in turns if row["server"] == name]
-        beside = Progress([(*ends(row), 1.0) for row in mine])
-        cached = Progress([(*ends(row), row["prompt_tokens"] + row["completion_tokens"] / 2) for row in mine])
-        still = Progress([_pause(row, origin) for row in pauses if row["server"] == name])
+        beside = TimeOverlap([(*ends(row), 1.0) for row in mine])
+        cached = TimeOverlap([(*ends(row), row["prompt_tokens"] + row["completion_tokens"] / 2) for row in mine])
+        still = TimeOverlap([_pause(row, origin) for row in pauses if row["server"] == name])
         read = sorted((ends(row)[0], max(1, row["prompt_tokens"] - row["cached_tokens"])) for row in mine)
         starts, prompts = [at for at, _ in read], np.cumsum([0, *(tokens for _, tokens in read)])
         for row in mine:
@@ -109,7 +109,7 @@ def fit_engine(
         max_seqs=max_seqs,
     )
     error = float(np.abs(fitted - took).mean() / max(np.mean(took), 1e-12))
-    return Fitted(times, shared, error, steps)
+    return FittedEngine(times, shared, error, steps)
 
 
 def _pause(row: Mapping[str, Any], origin: int) -> tuple[float, float, float]:

@@ -13,20 +13,18 @@ from telescope.backends.fsdp import FSDP
 from telescope.backends.fsdp.sizing import BYTES, too_short
 from telescope.config.cluster import MOST_WORKERS
 from telescope.config.run import RunConfig
-from telescope.flow.latency import Load, lognormal
-from telescope.flow.outcome import Outcome
-from telescope.flow.simulate import Cluster, simulate
 from telescope.inference.main import lanes
 from telescope.maths.batching import assign
 from telescope.maths.memory import ModelShape
 from telescope.maths.packing import rows_needed
 from telescope.maths.short_rows import MEAN_SHARE, PROMPT_TOKENS, ShortRows
 from telescope.orchestrator.main import flow_settings
-from telescope.planning.calibrate import Calibration
-from telescope.planning.cards import Card, Work, latencies
+from telescope.planning.calibration import Calibration
+from telescope.planning.cards import GpuCard, PlannedWork, latencies
 from telescope.planning.costs import Costs
-from telescope.planning.room import (
-    Refused,
+from telescope.planning.latencies import Latencies, lognormal
+from telescope.planning.memory import (
+    PlanRefused,
     divided_as,
     max_seqs,
     room_of,
@@ -35,6 +33,7 @@ from telescope.planning.room import (
     training,
     transport_of,
 )
+from telescope.planning.simulator import SimulatedCluster, SimulatedRun, simulate
 
 SIGMA = 0.8
 """Of the logarithm of a completion's length, where none is known."""
@@ -43,9 +42,9 @@ FEWEST_STEPS = 12
 MOST_SPLITS = 24
 
 
-def cluster_of(config: RunConfig) -> Cluster:
+def cluster_of(config: RunConfig) -> SimulatedCluster:
     """Who plays, as the simulator sees it."""
-    return Cluster(
+    return SimulatedCluster(
         servers=max(1, config.cluster.inference_num_workers // config.inference.tensor_parallel_size),
         ranks=config.cluster.trainer_num_workers,
         server_capacity=lanes(config),
@@ -59,7 +58,7 @@ def cluster_of(config: RunConfig) -> Cluster:
     )
 
 
-def kv_tokens(config: RunConfig, shape: ModelShape | None, card: Card | None) -> float:
+def kv_tokens(config: RunConfig, shape: ModelShape | None, card: GpuCard | None) -> float:
     """Tokens that one server's KV cache holds; infinite where nothing is known of it."""
     if shape is None or config.inference.engine == "fake":
         return float("inf")
@@ -68,13 +67,13 @@ def kv_tokens(config: RunConfig, shape: ModelShape | None, card: Card | None) ->
     return config.inference.cpu_kv_cache_mb * 2**20 / shape.kv_bytes_per_token(served_bytes(config, gpu=False))
 
 
-def assumed_load(config: RunConfig, shape: ModelShape, card: Card, completion_tokens: float | None = None) -> Load:
+def assumed_load(config: RunConfig, shape: ModelShape, card: GpuCard, completion_tokens: float | None = None) -> Latencies:
     """Uncalibrated latencies on this card, for log-normal completions of this mean (default: 0.4 of max_tokens)."""
     most = config.rollout.max_tokens
     mean = completion_tokens or MEAN_SHARE * most
     backend = config.backend
     fsdp = backend if isinstance(backend, FSDP) else FSDP()
-    work = Work(
+    work = PlannedWork(
         shape=shape,
         completion_tokens=lognormal(mean, SIGMA, most),
         prompt_tokens=lognormal(min(PROMPT_TOKENS, config.inference.max_model_len / 4), 0.3, config.inference.max_model_len),
@@ -98,7 +97,7 @@ def assumed_load(config: RunConfig, shape: ModelShape, card: Card, completion_to
     return latencies(card, work)
 
 
-def fitted_load(calibration: Calibration, config: RunConfig, shape: ModelShape | None, card: Card | None) -> Load:
+def fitted_load(calibration: Calibration, config: RunConfig, shape: ModelShape | None, card: GpuCard | None) -> Latencies:
     """The calibrated load with the room that this configuration's servers have, as often over the batch as it says, and as many
     groups of equal rewards as come in groups of its size."""
     load = calibration.load
@@ -120,19 +119,19 @@ def _equal_share(calibration: Calibration, group_size: int) -> float:
     return shares[min(group_size - 2, len(shares) - 1)]
 
 
-def forecast(config: RunConfig, load: Load) -> Outcome:
+def forecast(config: RunConfig, load: Latencies) -> SimulatedRun:
     """Simulate the run, or as many of its steps as settle."""
     settings = flow_settings(config)
-    steps = min(settings.number_of_steps, max(FEWEST_STEPS, 4 * (settings.max_async + 1)))
+    steps = min(settings.number_of_steps, max(FEWEST_STEPS, 4 * (settings.max_async_rollout + 1)))
     return simulate(msgspec.structs.replace(settings, number_of_steps=steps), cluster_of(config), load)
 
 
-def processor_step_s(config: RunConfig, costs: Costs, outcome: Outcome) -> float:
+def processor_step_s(config: RunConfig, costs: Costs, outcome: SimulatedRun) -> float:
     """Median of the processor seconds that a step of the simulated run takes of all processes together."""
     return costs.step_s(outcome.steps, config.trainer.epochs_per_batch)
 
 
-def rows_a_rank(config: RunConfig, load: Load) -> int:
+def rows_a_rank(config: RunConfig, load: Latencies) -> int:
     """Packed rows of the fullest rank for a batch of lengths drawn evenly from the load; ranks that share rows are one."""
     count = config.orchestrator.prompts_batch_size_for_trainer * config.rollout.group_size
     most = config.trainer.seq_len
@@ -148,7 +147,7 @@ def rows_a_rank(config: RunConfig, load: Load) -> int:
     return max(rows_needed([lengths[item] for item in share], seq_len=most) if share else 1 for share in shares)
 
 
-def waiting_cards(config: RunConfig, load: Load, shape: ModelShape, card: Card) -> ShortRows | None:
+def waiting_cards(config: RunConfig, load: Latencies, shape: ModelShape, card: GpuCard) -> ShortRows | None:
     """Where rows are so short that cards of this kind would wait for their host."""
     if not isinstance(config.backend, FSDP):
         return None
@@ -179,16 +178,16 @@ class Split(msgspec.Struct, frozen=True):
 
     servers: int
     ranks: int
-    outcome: Outcome | None
+    outcome: SimulatedRun | None
     problem: str = ""
 
 
-def splits(config: RunConfig, gpus: int, load_of: Callable[[RunConfig], Load]) -> Iterator[Split]:
+def splits(config: RunConfig, gpus: int, load_of: Callable[[RunConfig], Latencies]) -> Iterator[Split]:
     """Every division of `gpus` that a run may have (or an even choice of them), simulated. Raises `Refused`: there is none."""
     if gpus < 2:
-        raise Refused(f"gpus={gpus} can't be divided: inference and training need one each, so at least 2")
+        raise PlanRefused(f"gpus={gpus} can't be divided: inference and training need one each, so at least 2")
     if gpus > 2 * MOST_WORKERS:
-        raise Refused(f"gpus={gpus} are more than a run may have: {MOST_WORKERS} for servers and as many for ranks")
+        raise PlanRefused(f"gpus={gpus} are more than a run may have: {MOST_WORKERS} for servers and as many for ranks")
     cards = config.inference.tensor_parallel_size
     possible = [
         servers
@@ -196,7 +195,7 @@ def splits(config: RunConfig, gpus: int, load_of: Callable[[RunConfig], Load]) -
         if max(servers, gpus - servers) <= MOST_WORKERS and _can_train(config, gpus - servers)
     ]
     if not possible:
-        raise Refused(
+        raise PlanRefused(
             f"gpus={gpus} can't be divided: no number of servers of inference.tensor_parallel_size={cards} leaves as many "
             f"ranks as the settings of backend={config.backend_name} allow: give another --gpus"
         )
@@ -204,7 +203,7 @@ def splits(config: RunConfig, gpus: int, load_of: Callable[[RunConfig], Load]) -
         divided = divided_as(config, servers, gpus - servers)
         try:
             yield Split(servers, gpus - servers, forecast(divided, load_of(divided)))
-        except Refused as error:
+        except PlanRefused as error:
             yield Split(servers, gpus - servers, None, str(error))
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from telescope.config.run import RunConfig
-from telescope.flow.latency import Load
-from telescope.flow.outcome import Outcome
 from telescope.maths.memory import ModelShape, ServerMemory, TrainerMemory
-from telescope.planning.calibrate import Calibration
-from telescope.planning.cards import GIB, Card
+from telescope.planning.calibration import Calibration
+from telescope.planning.cards import GIB, GpuCard
 from telescope.planning.forecast import Split
-from telescope.planning.room import Spare, typed
+from telescope.planning.latencies import Latencies
+from telescope.planning.memory import SpareMemory, typed
+from telescope.planning.simulator import SimulatedRun
 
 
-def describe_rows(config: RunConfig, load: Load, rows: int) -> str:
+def describe_rows(config: RunConfig, load: Latencies, rows: int) -> str:
     """How a batch of expected lengths is cut up."""
     updates, seq_len = config.trainer.number_of_minibatches * config.trainer.epochs_per_batch, config.trainer.seq_len
     rollouts = config.orchestrator.prompts_batch_size_for_trainer * config.rollout.group_size
@@ -51,7 +51,7 @@ def describe_trainer_memory(memory: TrainerMemory, ranks: int) -> str:
     return f"A trainer rank of {ranks} needs about {_gib(memory.total)} at its peak; not all at once: {said}.{host}"
 
 
-def describe_spare(spare: Spare, card: Card) -> str:
+def describe_spare(spare: SpareMemory, card: GpuCard) -> str:
     """Where memory would do instead of time."""
     return (
         f"A trainer rank leaves room: it needs about {_gib(spare.needed)} of {_gib(spare.room)} on an {card.name}. "
@@ -60,7 +60,7 @@ def describe_spare(spare: Spare, card: Card) -> str:
     )
 
 
-def describe_server_memory(memory: ServerMemory, max_model_len: int, card: Card) -> str:
+def describe_server_memory(memory: ServerMemory, max_model_len: int, card: GpuCard) -> str:
     staging = f", staging buffer {_gib(memory.staging)}" if memory.staging else ""
     return (
         f"A server on an {card.name} ({_gib(card.memory)}): weights {_gib(memory.weights)}{staging}, steps and runtime "
@@ -79,7 +79,7 @@ def describe_calibration(calibration: Calibration, folder: str) -> str:
     )
 
 
-def describe_assumed(load: Load, card: Card) -> str:
+def describe_assumed(load: Latencies, card: GpuCard) -> str:
     return (
         f"Uncalibrated: times derived from the data sheet of an {card.name} for completions of "
         f"{load.completion_tokens.mean:,.0f} tokens on average (--completion-tokens). They can be wrong by a factor of two; "
@@ -87,7 +87,7 @@ def describe_assumed(load: Load, card: Card) -> str:
     )
 
 
-def describe_outcome(outcome: Outcome) -> Iterator[str]:
+def describe_outcome(outcome: SimulatedRun) -> Iterator[str]:
     steps = len(outcome.steps)
     yield (
         f"Simulated ({steps} steps): a step takes {_s(outcome.step_s)} (median; {_s(outcome.mean_step_s)} in the mean of the "

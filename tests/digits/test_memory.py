@@ -21,7 +21,7 @@ from telescope.maths.memory import (
     shape_from,
     trainer_memory,
 )
-from telescope.planning.shapes import ShapeUnknown, shape_of
+from telescope.planning.memory import ShapeUnknown, shape_of
 
 GIB = 2**30
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from telescope.flow import commands as do
 from telescope.flow import events as seen
-from telescope.flow.bounds import age_bound, age_bound_in_updates
+from telescope.flow.staleness import age_bound, age_bound_in_updates
 from telescope.records import Sampling
 from telescope.wire.channel import MessageChannel
 from telescope.wire.codec import RawArrays
@@ -60,7 +60,7 @@ def test_a_hundred_thousand_events_break_no_rule_and_every_run_ends():
     assert sum(world.rules.freed for world in worlds) > 1000
     assert sum(world.rules.loads_heard for world in worlds) > 1000
     assert sum(len(world.rules.moves) for world in worlds) > 10
-    adaptive = [world for world in worlds if world.settings.adaptive and not world.manners.server_life_s]
+    adaptive = [world for world in worlds if world.settings.adaptive_concurrency and not world.manners.server_life_s]
     assert sum(world.rules.fewest_lanes < world.rules.most_lanes / 2 for world in adaptive) > 3
 
 
@@ -105,10 +105,10 @@ class Wired(World):
 
     def _perform(self, command: object) -> None:
         match command:
-            case do.Run(worker=worker, order=order):
+            case do.DispatchRollout(worker=worker, order=order):
                 seq, _ = self.channels[worker].send(RunRollout(order))
                 self.asked[order.rollout_id, order.attempt] = worker, seq
-            case do.Place(request_id=request_id, server=server):
+            case do.PlaceRequest(request_id=request_id, server=server):
                 body = Generate(request_id, 0, 0, 0, Sampling(1.0, 1, 0))
                 seq, _ = self.channels[server].send(body, RawArrays.of((np.zeros(1, np.int32),)))
                 self.asked[request_id] = server, seq
@@ -138,6 +138,6 @@ def test_small_servers_are_filled_to_the_last_place():
 def test_a_million_events_break_no_rule_and_every_run_ends():
     worlds = play_many(first_seed=1_000_000, events=1_000_000)
     assert_ages_are_within_what_is_promised(worlds)
-    assert {world.settings.groups_per_batch for world in worlds} == {1, 2, 3, 4, 8, 16, 32}
-    assert {world.settings.max_async for world in worlds} == {0, 1, 2, 3, 4}
+    assert {world.settings.prompts_batch_size_for_trainer for world in worlds} == {1, 2, 3, 4, 8, 16, 32}
+    assert {world.settings.max_async_rollout for world in worlds} == {0, 1, 2, 3, 4}
     assert {world.settings.max_off_policy_steps for world in worlds} == set(range(1, 9))

@@ -17,7 +17,7 @@ import pytest
 from telescope.flow import commands as do
 from telescope.flow import events as seen
 from telescope.flow.core import Core
-from telescope.flow.replay import Line, decode_line, encode_opening, replay
+from telescope.flow.replay import JournalLine, decode_line, encode_opening, replay
 from telescope.orchestrator.batch import Recipe
 from telescope.orchestrator.loop import Orchestrator, RunOutcome
 from telescope.orchestrator.main import flow_settings
@@ -114,7 +114,7 @@ async def play(
     shuffle: int | None = None,
     placement_timeout_s: float | None = None,
     **flow: Any,
-) -> tuple[RunOutcome, list[Line]]:
+) -> tuple[RunOutcome, list[JournalLine]]:
     """One run to its end, and its journal. `flow`: the core's settings that differ. `placement_timeout_s`: nobody comes."""
     base, run = config(), RunDirectory.create(folder / "run")
     there = {"inference_num_workers": servers, "env_num_workers": workers}
@@ -169,15 +169,19 @@ async def play(
     return outcome, [decode_line(text, number) for number, text in enumerate(written[1:], start=2)]
 
 
-def trained(lines: list[Line]) -> list[int]:
+def trained(lines: list[JournalLine]) -> list[int]:
     """Groups in the order in which they were trained."""
     return [
-        group for line in lines for command in line.commands if isinstance(command, do.Train) for group in command.group_ids
+        group
+        for line in lines
+        for command in line.commands
+        if isinstance(command, do.TrainGroups)
+        for group in command.group_ids
     ]
 
 
-def reasons(lines: list[Line], state: str) -> list[str]:
-    return [c.reason for line in lines for c in line.commands if isinstance(c, do.GroupState) and c.state == state]
+def reasons(lines: list[JournalLine], state: str) -> list[str]:
+    return [c.reason for line in lines for c in line.commands if isinstance(c, do.RecordGroupState) and c.state == state]
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])  # 1, 2 = the lag, the lag and one
@@ -185,7 +189,7 @@ def reasons(lines: list[Line], state: str) -> list[str]:
 async def test_a_run_ends_with_exactly_its_steps(tmp_path: Path, shape: str, steps: int):
     one, group_size = (1 if shape == "one of each" else 2), (1 if shape == "groups of one" else 4)
     outcome, lines = await play(
-        tmp_path, {}, servers=one, workers=one, group_size=group_size, number_of_steps=steps, max_async=2
+        tmp_path, {}, servers=one, workers=one, group_size=group_size, number_of_steps=steps, max_async_rollout=2
     )
     assert outcome.reason == f"all {steps} steps are trained"
     assert len(trained(lines)) == len(set(trained(lines))) == 2 * steps
@@ -202,7 +206,7 @@ async def test_a_worker_that_never_answers_anything_ends_the_run_with_its_name(t
     outcome, lines = await play(tmp_path, {"worker-0": Deaf}, workers=1, rollout_deadline_s=0.3, cancel_deadline_s=0.6)
     assert not outcome.ok
     assert "worker-0 did not answer the cancel of rollout" in outcome.reason
-    cancels = [command.reason for line in lines for command in line.commands if isinstance(command, do.Cancel)]
+    cancels = [command.reason for line in lines for command in line.commands if isinstance(command, do.CancelAttempt)]
     assert "no answer from worker-0 within 0.3 s" in cancels
     assert "asked again" in cancels
 
@@ -232,9 +236,9 @@ async def test_a_server_that_answers_only_after_the_cancel_holds_its_rollouts_la
             case seen.RolloutDone() | seen.RolloutFailed() as ended:
                 assert not open_requests.get((ended.rollout_id, ended.attempt))
         for command in line.commands:
-            if isinstance(command, do.Place):
+            if isinstance(command, do.PlaceRequest):
                 open_requests.setdefault(rollout_of[command.request_id], set()).add(command.request_id)
-            elif isinstance(command, do.Cancel):
+            elif isinstance(command, do.CancelAttempt):
                 cancelled.add((command.rollout_id, command.attempt))
     assert late > 0  # tokens came when nobody wanted them any more
 
@@ -242,7 +246,7 @@ async def test_a_server_that_answers_only_after_the_cancel_holds_its_rollouts_la
 async def test_weights_that_take_longer_than_a_step_hold_nothing_up(tmp_path: Path):
     outcome, lines = await play(tmp_path, {"server-0": SlowToPrepare}, number_of_steps=4)
     assert outcome.reason == "all 4 steps are trained"
-    begun = {c.version: line.now for line in lines for c in line.commands if isinstance(c, do.Update)}
+    begun = {c.version: line.now for line in lines for c in line.commands if isinstance(c, do.UpdateWeights)}
     took = [line.now - begun[line.event.version] for line in lines if isinstance(line.event, seen.UpdateDone)]
     assert len(took) == 4
     assert min(took) > 0.9 * UPDATE_S

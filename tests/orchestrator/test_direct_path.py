@@ -52,18 +52,18 @@ class Scene:
 
     async def placed(self, direct: bool) -> Delivery:
         """The order runs, its turn 0 is at the server. Gives the server's order, its answer's question."""
-        list(self.orchestrator.executor.execute(do.Run("worker-0", ORDER)))
+        list(self.orchestrator.executor.execute(do.DispatchRollout("worker-0", ORDER)))
         self.order = await self.heard(self.worker, m.RunRollout)
         ask: Any = m.RequestGrant("q", 11, 0, 0, 3) if direct else m.Generate("q", 11, 0, 0, Sampling(1.0, 4, 1))
         self.worker.send(ask, () if direct else (IDS,))
         delivery = await self.next()
         assert self.orchestrator.relay.ask(delivery, delivery.body) == seen.TurnStarted("q", 11, 0, 0, 3)
-        list(self.orchestrator.executor.execute(do.Place("q", "server-0", 0)))
+        list(self.orchestrator.executor.execute(do.PlaceRequest("q", "server-0", 0)))
         return await self.heard(self.server, m.ExpectRequest if direct else m.Generate)
 
     async def cancelled(self) -> None:
         """The core cancels; the worker answers at once, the server has the Abort and is silent yet."""
-        list(self.orchestrator.executor.execute(do.Cancel("worker-0", 11, 0, "off_policy")))
+        list(self.orchestrator.executor.execute(do.CancelAttempt("worker-0", 11, 0, "off_policy")))
         await self.heard(self.worker, m.CancelRollout)
         await self.heard(self.server, m.Abort)
         self.worker.send(m.RolloutError(11, 0, "cancelled: off_policy"), answers=self.order)
@@ -213,17 +213,19 @@ async def test_what_nobody_waits_for_is_not_generated_again_when_its_server_is_l
     freed = list(scene.orchestrator.executor.lose_server("server-0", time.monotonic()))
     assert freed == [seen.RolloutFailed(11, 0, "cancelled: off_policy")]
     await scene.heard(scene.worker, m.RevokeGrant if direct else m.GenerateFailed)
-    assert list(scene.orchestrator.executor.execute(do.Place("q", "server-1", 0))) == [seen.TurnDone("q", 11, 0, "abort")]
-    assert list(scene.orchestrator.executor.execute(do.Place("q", "server-1", 0))) == []
+    assert list(scene.orchestrator.executor.execute(do.PlaceRequest("q", "server-1", 0))) == [
+        seen.TurnDone("q", 11, 0, "abort")
+    ]
+    assert list(scene.orchestrator.executor.execute(do.PlaceRequest("q", "server-1", 0))) == []
 
 
 async def test_a_cancel_that_crosses_its_answer_leaves_nothing_behind(scene: Scene):
     """The rollout has failed by itself; its cancel comes too late to say of it that it was told to stop."""
-    list(scene.orchestrator.executor.execute(do.Run("worker-0", ORDER)))
+    list(scene.orchestrator.executor.execute(do.DispatchRollout("worker-0", ORDER)))
     order = await scene.heard(scene.worker, m.RunRollout)
     scene.worker.send(m.RolloutError(11, 0, "the sandbox is down"), answers=order)
     assert await scene.worker_answer() != []
-    list(scene.orchestrator.executor.execute(do.Cancel("worker-0", 11, 0, "off_policy")))
+    list(scene.orchestrator.executor.execute(do.CancelAttempt("worker-0", 11, 0, "off_policy")))
     (rollout,) = scene.orchestrator.store
     assert not rollout.cancelled
 
@@ -233,7 +235,9 @@ async def test_an_answer_held_for_a_revoked_grant_is_free_when_the_request_ends(
     await scene.heard(scene.worker, m.Grant)
     assert list(scene.orchestrator.executor.lose_server("server-0", time.monotonic())) == []
     await scene.heard(scene.worker, m.RevokeGrant)
-    assert list(scene.orchestrator.executor.execute(do.Place("q", "server-1", 0))) == [seen.TurnDone("q", 11, 0, "abort")]
+    assert list(scene.orchestrator.executor.execute(do.PlaceRequest("q", "server-1", 0))) == [
+        seen.TurnDone("q", 11, 0, "abort")
+    ]
 
 
 async def test_a_lost_server_revokes_its_grants_and_frees_what_waited_for_it(scene: Scene):
@@ -241,7 +245,7 @@ async def test_a_lost_server_revokes_its_grants_and_frees_what_waited_for_it(sce
     await scene.heard(scene.worker, m.Grant)
     await scene.cancelled()
     assert await scene.worker_answer() == []
-    ended = list(scene.orchestrator.executor.execute(do.Refuse("q", "server-0 was lost: killed by SIGKILL")))
+    ended = list(scene.orchestrator.executor.execute(do.RefuseRequest("q", "server-0 was lost: killed by SIGKILL")))
     assert ended == [seen.RolloutFailed(11, 0, "cancelled: off_policy")]
     assert (await scene.heard(scene.worker, m.RevokeGrant)).body.cause == "server-0 was lost: killed by SIGKILL"
 

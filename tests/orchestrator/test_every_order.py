@@ -1,7 +1,7 @@
 """Every order of what two servers and a trainer rank can do during weight updates, with the real coordinator.
 
-The real `WeightCoordinator` (with its `WeightUpdate` and `GroupEpochs`) and the core's `Updates` stand in a world of servers
-that take, refuse, keep silent, stay away from broadcasts, die, come back and answer late, and of a rank that hears nothing
+The real `WeightCoordinator` (with its `WeightUpdate` and `GroupEpochs`) and the core's `WeightVersions` stand in a world of
+servers that take, refuse, keep silent, stay away from broadcasts, die, come back and answer late, and of a rank that hears nothing
 while it copies its state for a checkpoint. All that can follow from a state is tried, each state once.
 """
 
@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from telescope.flow import events
-from telescope.flow.batches import Batch
-from telescope.flow.updates import Updates
+from telescope.flow.batches import GroupBatch
+from telescope.flow.weight_versions import WeightVersions
 from telescope.orchestrator.weights import UpdateRules, WeightCoordinator
 from telescope.records import WeightManifest
 from telescope.wire import messages as m
@@ -26,7 +26,7 @@ from telescope.wire.happenings import Delivery
 
 RANK = "trainer-0"
 TIMEOUT_S, RETRIES = 100.0, 1
-BATCH = Batch()
+BATCH = GroupBatch()
 MIXTURE = -1
 """What a server serves whose commit has failed half-way."""
 
@@ -63,7 +63,7 @@ class World:
         self.now, self.numbers, self.births = 0.0, 0, 0
         self.processes = {RANK: Process(), **{server: Process() for server in self.servers}}
         self.updater = WeightCoordinator(self, self, self, (RANK,), UpdateRules(TIMEOUT_S, RETRIES), self.saving)  # type: ignore[arg-type]
-        self.core = Updates(while_training=not collective)
+        self.core = WeightVersions(while_training=not collective)
         self.core.ready = True
         self.believed = dict.fromkeys(self.servers, 0)
         """By the core: which server serves which version."""
@@ -124,7 +124,7 @@ class World:
         for event in self.updater.take_events():
             if isinstance(event, events.UpdateFailed):
                 self.failed = event.cause
-            elif self.core.arrived(event.version):  # type: ignore[union-attr]
+            elif self.core.finish_update(event.version):  # type: ignore[union-attr]
                 for server in self.core.reached:
                     if server in self.believed:
                         self.believed[server] = event.version  # type: ignore[union-attr]
@@ -132,14 +132,14 @@ class World:
                 self.send_weights()
 
     def send_weights(self) -> None:
-        version = self.core.set_out(dict(self.believed))
+        version = self.core.start_update(dict(self.believed))
         if version is not None:
             self.updater.begin(version, self.now)
 
     def lose(self, server: str) -> None:
         self.updater.lose(server, self.now)
         del self.believed[server]
-        self.core.forget(server)
+        self.core.forget_server(server)
 
     # ---- what may happen next
 
@@ -186,7 +186,7 @@ class World:
                 process.aloof = True
             case "train":
                 self.core.train(BATCH)
-                self.core.trained(self.core.step)
+                self.core.finish_step(self.core.step)
                 self.send_weights()
             case "does" | "fails":
                 self.faults -= what == "fails"

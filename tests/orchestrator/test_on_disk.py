@@ -46,7 +46,7 @@ async def test_a_rollout_is_acknowledged_when_its_row_is_on_disk_and_not_before(
         orchestrator._recorder._log.append("alerts", note, stand_still)  # called by the thread that writes
         assert await asyncio.to_thread(stands.wait, LIMIT_S)
         for order in ORDERS:
-            list(orchestrator.executor.execute(do.Run("worker-0", order)))
+            list(orchestrator.executor.execute(do.DispatchRollout("worker-0", order)))
         first, second = [await scene.heard(worker, m.RunRollout) for _ in ORDERS]
         worker.send(done(ORDERS[0], 0), trajectory(0), answers=first)
         (event,) = await scene.worker_answer()

@@ -18,14 +18,13 @@ from hypothesis import strategies as st
 from benchmarks.flow.predict import ALWAYS, LIMIT, REAL, around, calibrated, off, play
 from telescope.flow import commands as do
 from telescope.flow import events as seen
-from telescope.flow.latency import EngineTimes, Load, empirical
-from telescope.flow.outcome import Outcome, Step
 from telescope.flow.replay import encode_line, encode_opening
 from telescope.flow.settings import FlowSettings
-from telescope.flow.simulate import Cluster, simulate
-from telescope.planning.calibrate import Uncalibratable, _equal_shares, _Journal, _line, calibrate
+from telescope.planning.calibration import Uncalibratable, _equal_shares, _JournalFacts, _line, calibrate
 from telescope.planning.costs import PARTS, Costs, Work, _engine, fit_costs, measured_step_s
-from telescope.planning.engine_fit import Progress, _fit, fit_engine, least_squares
+from telescope.planning.engine_fit import TimeOverlap, _fit, fit_engine, least_squares
+from telescope.planning.latencies import EngineTimes, Latencies, empirical
+from telescope.planning.simulator import SimulatedCluster, SimulatedRun, SimulatedStep, simulate
 from telescope.runlog.journal import Journal
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.reader import rows
@@ -33,14 +32,14 @@ from telescope.runlog.writer import RunLog
 
 LENGTHS = FlowSettings(
     number_of_steps=20,
-    groups_per_batch=8,
+    prompts_batch_size_for_trainer=8,
     group_size=4,
-    max_async=2,
-    prompts_per_server=32,
+    max_async_rollout=2,
+    max_concurrent_prompts_per_server=32,
     environments=(("task", 1.0),),
-    discard_zero_advantage=False,
+    discard_group_zero_advantage=False,
 )
-TRUTH = Load(
+TRUTH = Latencies(
     prompt_tokens=empirical([10, 20, 40]),
     completion_tokens=empirical([20, 40, 60, 120]),
     engine=EngineTimes(step_s=0.02, sequence_s=0.0005, prefill_token_s=0.0002),
@@ -54,7 +53,7 @@ SPENT = {"orchestrator": 0.002, "workers": 0.001, "servers": 0.003}
 """Processor seconds that a rollout costs where the truth is known; an engine's step costs 18 ms, a token 0.45 ms."""
 
 
-def recorded(folder: Path, settings: FlowSettings, servers: int = 1) -> tuple[RunDirectory, Outcome]:
+def recorded(folder: Path, settings: FlowSettings, servers: int = 1) -> tuple[RunDirectory, SimulatedRun]:
     """A run directory of a run whose times are known: the simulator's, written as the orchestrator writes a real one's."""
     run = RunDirectory.create(folder)
     journal, log = Journal(run.journal), RunLog(run, "orchestrator")
@@ -82,11 +81,11 @@ def recorded(folder: Path, settings: FlowSettings, servers: int = 1) -> tuple[Ru
             case seen.StepDone():
                 trained.append(now)
         for command in ordered:
-            if isinstance(command, do.Place):
+            if isinstance(command, do.PlaceRequest):
                 placed[command.request_id] = now, len(placed), command.server
 
-    outcome = simulate(settings, Cluster(servers=servers, ranks=1, server_capacity=128), TRUTH, watch)
-    before: Step | None = None
+    outcome = simulate(settings, SimulatedCluster(servers=servers, ranks=1, server_capacity=128), TRUTH, watch)
+    before: SimulatedStep | None = None
     for number, step in enumerate(outcome.steps, start=1):
         scores = step.scores - (before.scores if before else 0)
         engine_steps = step.engine_steps - (before.engine_steps if before else 0.0)
@@ -118,7 +117,7 @@ def test_times_that_are_known_are_found_again_and_tell_those_of_other_configurat
     assert found.costs.request_s == pytest.approx(0.003, rel=0.02)
     assert found.costs.engine_step_s == pytest.approx(0.018, rel=0.3)  # tokens under way at a train step's end blur it
     assert found.costs.engine_token_s == pytest.approx(0.00045, rel=0.3)
-    cluster = Cluster(servers=1, ranks=1, server_capacity=128)
+    cluster = SimulatedCluster(servers=1, ranks=1, server_capacity=128)
     for name, change in OTHERS.items():
         settings = msgspec.structs.replace(LENGTHS, seed=7, **change)
         other, real = recorded(tmp_path / name, settings)
@@ -129,10 +128,10 @@ def test_times_that_are_known_are_found_again_and_tell_those_of_other_configurat
 
 
 OTHERS: dict[str, dict[str, Any]] = {
-    "synchronous": {"max_async": 0},
-    "one_ahead": {"max_async": 1},
-    "half_batch": {"groups_per_batch": 4},
-    "few_lanes": {"prompts_per_server": 4},
+    "synchronous": {"max_async_rollout": 0},
+    "one_ahead": {"max_async_rollout": 1},
+    "half_batch": {"prompts_batch_size_for_trainer": 4},
+    "few_lanes": {"max_concurrent_prompts_per_server": 4},
     "large_groups": {"group_size": 8},
 }
 
@@ -341,7 +340,7 @@ def test_a_line_through_train_steps_is_believed_only_where_it_is_seen() -> None:
 
 
 def test_what_is_in_progress_is_averaged_over_time() -> None:
-    beside = Progress([(0.0, 10.0, 1.0), (5.0, 10.0, 1.0)])
+    beside = TimeOverlap([(0.0, 10.0, 1.0), (5.0, 10.0, 1.0)])
     assert beside.over(0, 10) == pytest.approx(1.5)
     assert beside.over(5, 10) == pytest.approx(2.0)
     assert beside.over(10, 20) == pytest.approx(0.0)
@@ -350,5 +349,5 @@ def test_what_is_in_progress_is_averaged_over_time() -> None:
 def test_smaller_groups_have_equal_rewards_more_often() -> None:
     """Three groups of four: 1 1 1 1, 1 1 1 0, 1 1 0 0. Pairs agree in (6 + 3 + 2) of 18 cases, triples in (4 + 1) of 12."""
     rewards = {number: float(text) for number, text in enumerate("111111101100")}
-    journal = _Journal(rewards=rewards, complete={0, 1, 2})
+    journal = _JournalFacts(rewards=rewards, complete={0, 1, 2})
     assert _equal_shares(journal, 4) == pytest.approx((11 / 18, 5 / 12, 1 / 3, (1 / 3) ** 2 / (5 / 12)))

@@ -13,7 +13,6 @@ from telescope.cli.plan import main
 from telescope.compose.load import load_points, places_for
 from telescope.config.parts import LoraSettings
 from telescope.config.run import RunConfig
-from telescope.flow.latency import Load, constant
 from telescope.planning.cards import CARDS
 from telescope.planning.forecast import (
     assumed_load,
@@ -24,14 +23,15 @@ from telescope.planning.forecast import (
     rows_a_rank,
     splits,
 )
-from telescope.planning.room import (
-    Refused,
+from telescope.planning.latencies import Latencies, constant
+from telescope.planning.memory import (
+    PlanRefused,
     check_memory,
     divided_as,
     serving,
+    shape_of,
     training,
 )
-from telescope.planning.shapes import shape_of
 
 SMALL = ("model=qwen2.5-0.5b", "rollout.max_tokens=512", "number_of_steps=12", "cluster.trainer_num_workers=1")
 
@@ -260,7 +260,7 @@ def test_splits_are_those_that_the_settings_of_the_backend_allow() -> None:
      "of backend=fsdp allow: give another --gpus"),
 ])  # fmt: skip
 def test_cards_that_can_not_be_divided_are_refused_in_words(overrides: list[str], gpus: int, sentence: str) -> None:
-    with pytest.raises(Refused, match=f"^{re.escape(sentence)}"):
+    with pytest.raises(PlanRefused, match=f"^{re.escape(sentence)}"):
         list(splits(composed(*SMALL, *overrides), gpus, lambda divided: pytest.fail("nothing is simulated")))
 
 
@@ -268,8 +268,8 @@ def test_the_divisions_of_many_cards_are_chosen_among_the_possible_ones() -> Non
     """Of 91 cards 30 divisions have servers of 3 cards: 24 of these are shown, the first and the last among them."""
     config = composed(*SMALL, "inference.tensor_parallel_size=3", "cluster.inference_num_workers=3", "number_of_steps=1")
 
-    def refuse(divided: RunConfig) -> Load:
-        raise Refused("not now")
+    def refuse(divided: RunConfig) -> Latencies:
+        raise PlanRefused("not now")
 
     servers = [split.servers for split in splits(config, 91, refuse)]
     assert len(servers) == 24
@@ -295,7 +295,7 @@ def test_every_division_is_tried_and_the_fastest_is_best() -> None:
 
     def load_of(divided: RunConfig) -> object:
         if divided.cluster.trainer_num_workers == 1:
-            raise Refused("too small")
+            raise PlanRefused("too small")
         return assumed_load(divided, shape, CARDS["h100"])
 
     divisions = list(splits(config, 5, load_of))  # type: ignore[arg-type]
@@ -337,7 +337,7 @@ def test_adapters_need_a_fraction_of_that_and_compiled_layers_less() -> None:
     config = composed(*long, *everything, "backend.compile=true")
     check_memory(config, shape, CARDS["h200"])
     eager = config.backend.model_copy(update={"compile": False})
-    with pytest.raises(Refused):
+    with pytest.raises(PlanRefused):
         check_memory(config.model_copy(update={"backend": eager}), shape, CARDS["h200"])
     adapters = config.model.model_copy(update={"lora": LoraSettings(rank=16)})
     compiled, adapted = training(config, shape), training(config.model_copy(update={"model": adapters}), shape)
@@ -359,7 +359,7 @@ def test_4b_at_65k_needs_two_h100_or_moments_on_the_host() -> None:
         "orchestrator.prompts_batch_size_for_trainer=8",
     )  # fmt: skip
     shape, card = shape_of("Qwen/Qwen3-4B"), CARDS["h100"]
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(PlanRefused) as refused:
         check_memory(composed(*long), shape, card)
     said = str(refused.value)
     assert "A trainer rank needs about 92.0 GiB, and an H100 has 79.0 GiB" in said

@@ -1,4 +1,6 @@
-"""A run without processes: the real core under a clock that jumps from event to event, with `latency.Load` for what takes time.
+"""What a simulated run did: its steps, and the shares of time over its settled part. Numbers in, numbers out.
+
+A run without processes: the real core under a clock that jumps from event to event, with `latency.Load` for what takes time.
 
 Owns the stand-ins of workers, servers and trainer. Decides nothing a run decides: admission, placement, batches, cancels and
 versions are the core's, so what holds for a simulated run's ages and order holds for a real one's. Deterministic: one seed, one
@@ -11,7 +13,9 @@ import gc
 from collections import deque
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
+from itertools import pairwise
 from math import inf
+from statistics import median
 from typing import Any
 
 import msgspec
@@ -19,19 +23,129 @@ import msgspec
 from telescope.flow import commands as do
 from telescope.flow import events as seen
 from telescope.flow.core import Core
-from telescope.flow.draws import keyed_hash
-from telescope.flow.latency import Load, drawn, share_of
-from telescope.flow.outcome import Outcome, Step, account
-from telescope.flow.serving import Generation, SimulatedServer
+from telescope.flow.counts import Counts
+from telescope.flow.prompt_sampler import keyed_hash
 from telescope.flow.settings import FlowSettings
+from telescope.planning.latencies import Latencies, drawn, share_of
+from telescope.planning.simulated_server import SimulatedRequest, SimulatedServer
 from telescope.records import EnvironmentCard, RolloutOrder
+
+
+class SimulatedStep(msgspec.Struct, frozen=True):
+    """One train step: when it began, when it was through, when its weights were served. Seconds; sums from the start."""
+
+    begun_s: float
+    done_s: float
+    committed_s: float
+    rollouts: int
+    tokens: int
+    """Prompts and completions of its batch."""
+    sampled: float
+    """Tokens that all servers have made by `done_s`."""
+    generating_s: float
+    """Of all servers together, by `done_s`: at least one sequence runs."""
+    paused_s: float
+    sequence_s: float
+    """Running sequences, integrated over time."""
+    engine_steps: float
+    """Of the servers' engines."""
+    answers: int
+    """Requests answered."""
+    scores: int
+    """Rollouts scored, those that nothing was trained on included."""
+
+
+class SimulatedRun(msgspec.Struct, frozen=True, kw_only=True):
+    """What a simulated run did. The shares are over its settled part: without the first steps, which fill the pipeline, and
+    the last ones, for which nothing is generated any more."""
+
+    ok: bool
+    reason: str
+    steps: tuple[SimulatedStep, ...]
+    step_s: float
+    """Median of the seconds between the ends of train steps, as `timing_step_total` counts them."""
+    mean_step_s: float
+    """Of the settled steps: with their tokens, `tokens_per_s`."""
+    tokens_per_s: float
+    """Trained tokens, prompts included, a second."""
+    sampled_per_s: float
+    trainer_training: float
+    trainer_syncing: float
+    trainer_waiting: float
+    """Shares of the trainer's time; they add up to 1."""
+    servers_generating: float
+    servers_paused: float
+    servers_waiting: float
+    """Shares of the servers' time; they add up to 1."""
+    sequences: float
+    """Sequences that run on a server, in the mean over time."""
+    preemptions: int
+    counts: Counts
+    events: int
+
+
+def account(
+    steps: Sequence[SimulatedStep],
+    *,
+    ok: bool,
+    reason: str,
+    max_async_rollout: int,
+    servers: int,
+    preemptions: int,
+    counts: Counts,
+    events: int,
+) -> SimulatedRun:
+    """Sum a run up. Raises ValueError where it has no step."""
+    if not steps:
+        raise ValueError(f"the simulated run ended before its first step: {reason}")
+    first, last = settled(len(steps), max_async_rollout)
+    ends = [0.0, *(step.done_s for step in steps)]
+    span = ends[last] - ends[first]
+    origin = steps[first - 1] if first else None
+    inner = steps[first:last]
+    syncs = steps[first - 1 : last - 1] if first else steps[first : last - 1]
+    training = sum(step.done_s - step.begun_s for step in inner) / span
+    syncing = sum(step.committed_s - step.done_s for step in syncs) / span
+
+    def grown(name: str) -> float:
+        total: float = getattr(steps[last - 1], name) - (getattr(origin, name) if origin else 0.0)
+        return total
+
+    servers_s = span * servers
+    generating, paused = grown("generating_s") / servers_s, grown("paused_s") / servers_s
+    return SimulatedRun(
+        ok=ok,
+        reason=reason,
+        steps=tuple(steps),
+        step_s=median(b - a for a, b in pairwise(ends)),
+        mean_step_s=span / (last - first),
+        tokens_per_s=sum(step.tokens for step in inner) / span,
+        sampled_per_s=grown("sampled") / span,
+        trainer_training=training,
+        trainer_syncing=syncing,
+        trainer_waiting=max(0.0, 1.0 - training - syncing),  # rounding is no negative time
+        servers_generating=generating,
+        servers_paused=paused,
+        servers_waiting=max(0.0, 1.0 - generating - paused),
+        sequences=grown("sequence_s") / servers_s,
+        preemptions=preemptions,
+        counts=counts,
+        events=events,
+    )
+
+
+def settled(steps: int, max_async_rollout: int) -> tuple[int, int]:
+    """Steps `first:last` between the filling and the emptying of the pipeline; all of them where few remain."""
+    first, last = max_async_rollout + 1, steps - max_async_rollout - 1
+    return (first, last) if last - first >= 2 else (0, steps)
+
 
 PROMPTS = 1_000_000
 TICK_S = 10.0
 REPORT_S = 1.0
 
 
-class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class SimulatedCluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Who is there, and the settings that act outside the core."""
 
     servers: int
@@ -52,7 +166,7 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Keys and values of running generations are computed anew."""
 
 
-class _Prompt:
+class _SimulatedPrompt:
     """What the rollouts of a group share."""
 
     __slots__ = ("equal", "scored_tokens", "tokens")
@@ -63,7 +177,7 @@ class _Prompt:
         self.scored_tokens = 0  # of the rollouts scored so far, prompts included
 
 
-class _Play:
+class _SimulatedRollout:
     """A rollout with a worker."""
 
     __slots__ = (
@@ -71,7 +185,7 @@ class _Play:
         "worker",
     )  # fmt: skip
 
-    def __init__(self, order: RolloutOrder, worker: str, prompt: _Prompt, turns: int) -> None:
+    def __init__(self, order: RolloutOrder, worker: str, prompt: _SimulatedPrompt, turns: int) -> None:
         self.order = order
         self.worker = worker
         self.prompt = prompt
@@ -80,7 +194,7 @@ class _Play:
         self.tokens = 0  # of its present turn's completion
         self.completion = 0  # of all its turns before
         self.request_id = ""
-        self.sequence: Generation | None = None  # on a server
+        self.sequence: SimulatedRequest | None = None  # on a server
         self.server: SimulatedServer | None = None
         self.cached_at = 0  # the server's resets when it came there
         self.over = False
@@ -90,7 +204,7 @@ Watch = Callable[[float, seen.AnyEvent, Sequence[do.AnyCommand]], None]
 """Sees each event with its time and what the core answered, as the journal of a real run does."""
 
 
-def simulate(settings: FlowSettings, cluster: Cluster, load: Load, watch: Watch | None = None) -> Outcome:
+def simulate(settings: FlowSettings, cluster: SimulatedCluster, load: Latencies, watch: Watch | None = None) -> SimulatedRun:
     """Play the run to its end. Raises ValueError where it can't end.
 
     Without the collector of cycles: none are made for a rollout, and it would look through millions of living objects again and
@@ -106,7 +220,7 @@ def simulate(settings: FlowSettings, cluster: Cluster, load: Load, watch: Watch 
 
 
 class _Simulation:
-    def __init__(self, settings: FlowSettings, cluster: Cluster, load: Load, watch: Watch | None = None) -> None:
+    def __init__(self, settings: FlowSettings, cluster: SimulatedCluster, load: Latencies, watch: Watch | None = None) -> None:
         self._settings, self._cluster, self._load = settings, cluster, load
         self._core = Core(settings)
         self._handle = self._core.handle if watch is None else self._watched(watch)
@@ -119,26 +233,28 @@ class _Simulation:
             f"server-{number}": SimulatedServer(load.engine, share_prefixes=cluster.prefix_caching)
             for number in range(cluster.servers)
         }
-        self._plays: dict[int, _Play] = {}  # of each rollout the attempt that plays: the next is ordered after its end
-        self._requests: dict[str, _Play] = {}  # asked, not placed yet
-        self._prompts: dict[int, _Prompt] = {}  # by group
+        self._plays: dict[
+            int, _SimulatedRollout
+        ] = {}  # of each rollout the attempt that plays: the next is ordered after its end
+        self._requests: dict[str, _SimulatedRollout] = {}  # asked, not placed yet
+        self._prompts: dict[int, _SimulatedPrompt] = {}  # by group
         self._busy_until: dict[str, float] = {}  # workers
-        self._steps: list[Step] = []
+        self._steps: list[SimulatedStep] = []
         self._begun: tuple[float, int, int] = (0.0, 0, 0)
-        self._stop: do.Stop | None = None
+        self._stop: do.StopRun | None = None
         self._perform: dict[type, Callable[[Any], None]] = {
-            do.Run: self._run,
-            do.Place: self._place,
-            do.Refuse: self._refuse,
-            do.Cancel: self._cancel,
-            do.Train: self._train,
-            do.Update: self._update,
-            do.Checkpoint: self._checkpoint,
-            do.Forget: self._forget,
-            do.Stop: self._stopped,
+            do.DispatchRollout: self._run,
+            do.PlaceRequest: self._place,
+            do.RefuseRequest: self._refuse,
+            do.CancelAttempt: self._cancel,
+            do.TrainGroups: self._train,
+            do.UpdateWeights: self._update,
+            do.TakeCheckpoint: self._checkpoint,
+            do.ForgetRollouts: self._forget,
+            do.StopRun: self._stopped,
         }
 
-    def run(self) -> Outcome:
+    def run(self) -> SimulatedRun:
         self._open()
         self._drain()
         agenda = self._agenda
@@ -151,12 +267,12 @@ class _Simulation:
                 self._drain()
         return self._outcome(self._stop)
 
-    def _outcome(self, stop: do.Stop) -> Outcome:
+    def _outcome(self, stop: do.StopRun) -> SimulatedRun:
         return account(
             self._steps,
             ok=stop.ok,
             reason=stop.reason,
-            max_async=self._settings.max_async,
+            max_async_rollout=self._settings.max_async_rollout,
             servers=self._cluster.servers,
             preemptions=sum(server.preemptions for server in self._servers.values()),
             counts=self._core.counts(),
@@ -202,7 +318,7 @@ class _Simulation:
         for number in range(cluster.workers):
             self._say(seen.WorkerJoined(f"worker-{number}", cluster.worker_capacity, cards))
         self._after(TICK_S, self._tick, None)
-        if settings.adaptive:
+        if settings.adaptive_concurrency:
             self._after(REPORT_S, self._report, None)
 
     def _tick(self, _: None) -> None:
@@ -219,10 +335,10 @@ class _Simulation:
 
     # ---- workers
 
-    def _run(self, command: do.Run) -> None:
+    def _run(self, command: do.DispatchRollout) -> None:
         order, load = command.order, self._load
         turns = int(drawn(load.turns, order.seed, 1))
-        play = _Play(order, command.worker, self._prompt_of(order.group_id), turns if turns > 1 else 1)
+        play = _SimulatedRollout(order, command.worker, self._prompt_of(order.group_id), turns if turns > 1 else 1)
         self._plays[order.rollout_id] = play
         wait = drawn(load.dispatch_s, order.seed, 2)
         if load.start_s:
@@ -234,15 +350,15 @@ class _Simulation:
         until = self._busy_until[worker] = max(self._busy_until.get(worker, 0.0), self._now) + seconds
         return until - self._now
 
-    def _prompt_of(self, group_id: int) -> _Prompt:
+    def _prompt_of(self, group_id: int) -> _SimulatedPrompt:
         known = self._prompts.get(group_id)
         if known is None:
             load, seed = self._load, keyed_hash("simulated group", self._settings.seed, group_id) >> 16
             tokens = max(1, round(drawn(load.prompt_tokens, seed, 0)))
-            known = self._prompts[group_id] = _Prompt(tokens, share_of(seed, 1) < load.equal_share)
+            known = self._prompts[group_id] = _SimulatedPrompt(tokens, share_of(seed, 1) < load.equal_share)
         return known
 
-    def _ask(self, play: _Play) -> None:
+    def _ask(self, play: _SimulatedRollout) -> None:
         if play.over:
             return
         order, turn = play.order, play.turn
@@ -250,7 +366,7 @@ class _Simulation:
         self._requests[request_id] = play
         self._say(seen.TurnStarted(request_id, order.rollout_id, order.attempt, turn, play.prompt.tokens + play.completion))
 
-    def _answered(self, play: _Play) -> None:
+    def _answered(self, play: _SimulatedRollout) -> None:
         """The worker has the tokens of a turn."""
         if play.over:
             return
@@ -259,14 +375,14 @@ class _Simulation:
         if play.turn < play.turns:
             self._do_after(drawn(load.environment_s, order.seed, 16 * play.turn + 3), self._ask, play)
         else:
-            if self._settings.free_lane:
+            if self._settings.free_lane_after_generation:
                 self._say(seen.GenerationOver(order.rollout_id, order.attempt))
             wait = drawn(load.reward_s, order.seed, 4)
             if load.score_s:
                 wait += self._in_line(play.worker, load.score_s)
             self._do_after(wait, self._scored, play)
 
-    def _scored(self, play: _Play) -> None:
+    def _scored(self, play: _SimulatedRollout) -> None:
         if play.over:
             return
         self._end(play)
@@ -276,21 +392,21 @@ class _Simulation:
         reward = 0.0 if prompt.equal else float(order.sample % 2)
         self._say(seen.RolloutDone(order.rollout_id, order.attempt, reward, prompt.tokens, completion))
 
-    def _fail(self, play: _Play, cause: str) -> None:
+    def _fail(self, play: _SimulatedRollout, cause: str) -> None:
         if not play.over:
             self._end(play)
             self._say(seen.RolloutFailed(play.order.rollout_id, play.order.attempt, cause))
 
-    def _end(self, play: _Play) -> None:
+    def _end(self, play: _SimulatedRollout) -> None:
         play.over = True
         del self._plays[play.order.rollout_id]
 
-    def _refuse(self, command: do.Refuse) -> None:
+    def _refuse(self, command: do.RefuseRequest) -> None:
         play = self._requests.pop(command.request_id, None)
         if play is not None:
             self._fail(play, command.cause)
 
-    def _cancel(self, command: do.Cancel) -> None:
+    def _cancel(self, command: do.CancelAttempt) -> None:
         play = self._plays.get(command.rollout_id)
         if play is None or play.order.attempt != command.attempt:
             return
@@ -303,7 +419,7 @@ class _Simulation:
 
     # ---- servers
 
-    def _place(self, command: do.Place) -> None:
+    def _place(self, command: do.PlaceRequest) -> None:
         play = self._requests.pop(command.request_id)
         order, load, cluster, shared = play.order, self._load, self._cluster, play.prompt.tokens
         tokens, most = round(drawn(load.completion_tokens, order.seed, 16 * play.turn)), cluster.max_tokens
@@ -312,7 +428,7 @@ class _Simulation:
         # its own earlier turns are cached where it stays on its server and no update has come between
         stays = play.server is server and play.cached_at == server.resets and cluster.prefix_caching
         prompt = shared + play.completion
-        sequence = play.sequence = Generation(play, order.group_id, shared, prompt, tokens, prompt if stays else 0)
+        sequence = play.sequence = SimulatedRequest(play, order.group_id, shared, prompt, tokens, prompt if stays else 0)
         play.server, play.cached_at = server, server.resets
         server.advance(self._now)
         server.add(sequence)
@@ -344,15 +460,15 @@ class _Simulation:
         if at < server.scheduled_at:
             self._appoint(server, at)
 
-    def _returned(self, play: _Play) -> None:
+    def _returned(self, play: _SimulatedRollout) -> None:
         """The relay tells the core and the worker at once."""
         play.completion += play.tokens
         self._answers += 1
         self._say(seen.TurnDone(play.request_id, play.order.rollout_id, play.tokens, "stop"))
         self._answered(play)
 
-    def _abort(self, server: SimulatedServer, sequence: Generation) -> None:
-        play: _Play = sequence.key
+    def _abort(self, server: SimulatedServer, sequence: SimulatedRequest) -> None:
+        play: _SimulatedRollout = sequence.key
         server.remove(sequence)
         play.sequence = None
         made = max(0, sequence.completion - round(sequence.left))
@@ -360,7 +476,7 @@ class _Simulation:
 
     # ---- the trainer
 
-    def _train(self, command: do.Train) -> None:
+    def _train(self, command: do.TrainGroups) -> None:
         load = self._load
         tokens = sum(self._prompts[group_id].scored_tokens for group_id in command.group_ids)
         self._begun = (self._now, sum(map(len, command.rollout_ids)), tokens)
@@ -374,7 +490,7 @@ class _Simulation:
             server.advance(self._now)
         self._slow(0.0)
         self._steps.append(
-            Step(
+            SimulatedStep(
                 begun_s=begun_s,
                 done_s=self._now,
                 committed_s=self._now,
@@ -398,7 +514,7 @@ class _Simulation:
                 server.slow(share)
                 self._schedule(server)
 
-    def _update(self, command: do.Update) -> None:
+    def _update(self, command: do.UpdateWeights) -> None:
         self._after(self._load.sync_s - self._load.pause_s, self._pause, command.version)
 
     def _pause(self, version: int) -> None:
@@ -420,14 +536,14 @@ class _Simulation:
         self._steps[-1] = msgspec.structs.replace(self._steps[-1], committed_s=self._now)
         self._say(seen.UpdateDone(version))
 
-    def _checkpoint(self, command: do.Checkpoint) -> None:
+    def _checkpoint(self, command: do.TakeCheckpoint) -> None:
         """Written beside the work, which costs the run no time that is worth simulating."""
         self._say(seen.CheckpointDone(command.step))
 
-    def _forget(self, command: do.Forget) -> None:
+    def _forget(self, command: do.ForgetRollouts) -> None:
         for group_id in {rollout_id // self._settings.group_size for rollout_id in command.rollout_ids}:
             self._prompts.pop(group_id, None)
 
-    def _stopped(self, command: do.Stop) -> None:
+    def _stopped(self, command: do.StopRun) -> None:
         self._stop = command
         self._pending.clear()

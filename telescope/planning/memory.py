@@ -1,4 +1,6 @@
-"""Whether a trainer rank and a server fit on a card, what would make them fit, and what room they leave.
+"""Which shape a model has, without a network: from the config.json of an embedded or local one, or from a table.
+
+Whether a trainer rank and a server fit on a card, what would make them fit, and what room they leave.
 
 Owns which setting becomes which number of bytes. Refuses to know times (forecast.py) and to print (report.py).
 """
@@ -12,18 +14,89 @@ import msgspec
 
 from telescope.backends.fsdp import FSDP
 from telescope.backends.fsdp.sizing import BYTES, rank_memory
+from telescope.config.models import model_path
 from telescope.config.run import RunConfig
 from telescope.inference.main import lanes
 from telescope.inference.vllm.options import CPU_MAX_NUM_SEQS, GPU_MAX_NUM_SEQS
-from telescope.maths.memory import RUNTIME_BYTES, ModelShape, ServerMemory, TrainerMemory, layers_again, server_memory
-from telescope.planning.cards import GIB, Card
+from telescope.maths.memory import (
+    RUNTIME_BYTES,
+    ModelShape,
+    ServerMemory,
+    TrainerMemory,
+    layers_again,
+    server_memory,
+    shape_from,
+)
+from telescope.planning.cards import GIB, GpuCard
 from telescope.weights.choose import TransportRefused, choose
+
+
+def _qwen2(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **other: int | bool) -> ModelShape:
+    return _shape(hidden, intermediate, layers, heads, kv_heads, head_dim=hidden // heads, qkv_bias=True, **other)
+
+
+def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **other: int | bool) -> ModelShape:
+    return _shape(hidden, intermediate, layers, heads, kv_heads, head_dim=128, qk_norm=True, **other)
+
+
+def _shape(
+    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, *, head_dim: int, **other: int | bool
+) -> ModelShape:
+    numbers = {"vocabulary": 151_936, "tied": True, **other}
+    return ModelShape(
+        hidden=hidden,
+        intermediate=intermediate,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocabulary=int(numbers["vocabulary"]),
+        tied=bool(numbers["tied"]),
+        qkv_bias=bool(numbers.get("qkv_bias")),
+        qk_norm=bool(numbers.get("qk_norm")),
+    )
+
+
+KNOWN = {
+    "Qwen/Qwen2.5-0.5B": _qwen2(896, 4864, 24, 14, 2),
+    "Qwen/Qwen2.5-1.5B": _qwen2(1536, 8960, 28, 12, 2),
+    "Qwen/Qwen2.5-3B": _qwen2(2048, 11_008, 36, 16, 2),
+    "Qwen/Qwen2.5-7B": _qwen2(3584, 18_944, 28, 28, 4, vocabulary=152_064, tied=False),
+    "Qwen/Qwen3-0.6B": _qwen3(1024, 3072, 28, 16, 8),
+    "Qwen/Qwen3-1.7B": _qwen3(2048, 6144, 28, 16, 8),
+    "Qwen/Qwen3-4B": _qwen3(2560, 9728, 36, 32, 8),
+    "Qwen/Qwen3-8B": _qwen3(4096, 12_288, 36, 32, 8, tied=False),
+    "HuggingFaceTB/SmolLM2-135M": _shape(576, 1536, 30, 9, 3, head_dim=64, vocabulary=49_152),
+}
+"""By hub id; `-Instruct` and `-Base` variants have the shape of their model."""
+
+
+class ShapeUnknown(ValueError):
+    """Nothing here tells the model's size; the message says what would."""
+
+
+def shape_of(name: str) -> ModelShape:
+    """The shape of the model `model.name`. Raises `ShapeUnknown`."""
+    folder = model_path(name)
+    if folder is not None:
+        try:
+            return shape_from(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        except (OSError, ValueError) as error:
+            raise ShapeUnknown(f"model.name={name}: its size can't be read from its config.json: {error}") from error
+    known = KNOWN.get(name.removesuffix("-Instruct").removesuffix("-Base"))
+    if known is None:
+        raise ShapeUnknown(
+            f"model.name={name}: its size is not known here. Known are {', '.join(KNOWN)}, and any "
+            "local folder with a config.json"
+        )
+    return known
+
 
 SPARE_SHARE = 1 / 8
 """Of the layers: fewer that need not compute again are not worth a remark (an eighth of them is 3 % of a step)."""
 
 
-class Refused(ValueError):
+class PlanRefused(ValueError):
     """The combination can't work; the text is one whole sentence with the numbers and the remedy."""
 
 
@@ -39,7 +112,7 @@ def shares_a_card(config: RunConfig) -> bool:
     return config.weight_sync.transport == "cuda_ipc" or config.inference.sleep_while_training != "off"
 
 
-def serving(config: RunConfig, shape: ModelShape, card: Card) -> ServerMemory:
+def serving(config: RunConfig, shape: ModelShape, card: GpuCard) -> ServerMemory:
     """Bytes of one server on this card."""
     return server_memory(
         shape,
@@ -78,15 +151,15 @@ def check_model(config: RunConfig, shape: ModelShape) -> None:
     """Raises `Refused` where the backend's settings can't be with a model of this shape: of one that lies elsewhere it is not
     known earlier."""
     for _, sentence in config.backend.model_errors(layers=shape.layers):
-        raise Refused(sentence)
+        raise PlanRefused(sentence)
 
 
-def check_memory(config: RunConfig, shape: ModelShape, card: Card) -> None:
+def check_memory(config: RunConfig, shape: ModelShape, card: GpuCard) -> None:
     """Raises `Refused` where a rank or a server can't hold what it must."""
     server, rank = serving(config, shape, card), training(config, shape)
     need = config.inference.max_model_len
     if server.kv_tokens < need:
-        raise Refused(
+        raise PlanRefused(
             f"A server needs {_gib(server.weights + server.staging + server.overhead)} for weights and steps of "
             f"the {_gib(server.budget)} that inference.gpu_memory_utilization={config.inference.gpu_memory_utilization} leaves "
             f"it on an {card.name}: room for {server.kv_tokens:,} tokens of KV cache, and one sequence may have "
@@ -96,14 +169,14 @@ def check_memory(config: RunConfig, shape: ModelShape, card: Card) -> None:
         _check_shared(config, server, rank, card)
     if rank is not None and rank.needed > card.memory:
         ranks = config.cluster.trainer_num_workers
-        raise Refused(
+        raise PlanRefused(
             f"A trainer rank needs about {_gib(rank.needed)}, and an {card.name} has {_gib(card.memory)}: weights, gradients "
             f"and moments {_gib(rank.weights + rank.gradients + rank.moments)} on cluster.trainer_num_workers={ranks}, "
             f"activations {_gib(rank.kept)} at trainer.seq_len={config.trainer.seq_len:,}. {_remedy(config, shape, card)}"
         )
 
 
-def _check_shared(config: RunConfig, server: ServerMemory, rank: TrainerMemory, card: Card) -> None:
+def _check_shared(config: RunConfig, server: ServerMemory, rank: TrainerMemory, card: GpuCard) -> None:
     """A rank beside a server: all of it where that is awake, what it keeps between its steps where that sleeps in them."""
     part = card.memory - server.budget
     asleep = config.inference.sleep_while_training != "off"
@@ -112,20 +185,20 @@ def _check_shared(config: RunConfig, server: ServerMemory, rank: TrainerMemory, 
         handed = f", {_gib(rank.handed)} of it to hand versions to the server" if rank.handed else ""
         when = " between its steps" if asleep else ""
         remedy = "lower it" if asleep else "lower it, set cluster=one_gpu_in_turns, which gives a step the whole card"
-        raise Refused(
+        raise PlanRefused(
             f"A trainer rank needs about {_gib(need)}{when}{handed}, and inference.gpu_memory_utilization="
             f"{config.inference.gpu_memory_utilization:g} leaves it {_gib(part)} of the {card.name} that it shares: {remedy}, "
             "or take a smaller model."
         )
     room = card.memory - server.staging - RUNTIME_BYTES
     if asleep and rank.needed > room:
-        raise Refused(
+        raise PlanRefused(
             f"A trainer rank needs about {_gib(rank.needed)} in its steps, and while the server sleeps {_gib(room)} of the "
             f"{card.name} are free: set weight_sync.staging=none, shorten rows (trainer.seq_len), or take a smaller model."
         )
 
 
-def _remedy(config: RunConfig, shape: ModelShape, card: Card) -> str:
+def _remedy(config: RunConfig, shape: ModelShape, card: GpuCard) -> str:
     """What would make it fit, one setting each; worked out, not guessed."""
     ranks = config.cluster.trainer_num_workers
     found = []
@@ -201,7 +274,7 @@ def transport_of(config: RunConfig) -> str:
     try:
         return choose(config.weight_sync.transport, "cuda", "same" if same else "apart", adapters=config.model.lora is not None)
     except TransportRefused as error:
-        raise Refused(str(error)) from error
+        raise PlanRefused(str(error)) from error
 
 
 def _hands_on_the_card(config: RunConfig) -> bool:
@@ -209,12 +282,12 @@ def _hands_on_the_card(config: RunConfig) -> bool:
     return config.weight_sync.transport in ("auto", "cuda_ipc") and shares_a_card(config)
 
 
-def room_of(config: RunConfig, shape: ModelShape, card: Card) -> int:
+def room_of(config: RunConfig, shape: ModelShape, card: GpuCard) -> int:
     """Bytes of the card that a rank may take."""
     return card.memory - (serving(config, shape, card).budget if shares_a_card(config) else 0)
 
 
-class Spare(msgspec.Struct, frozen=True, kw_only=True):
+class SpareMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Memory that layers which compute again leave unused."""
 
     needed: int
@@ -227,7 +300,7 @@ class Spare(msgspec.Struct, frozen=True, kw_only=True):
     """Of the backend."""
 
 
-def spare_memory(config: RunConfig, shape: ModelShape, card: Card) -> Spare | None:
+def spare_memory(config: RunConfig, shape: ModelShape, card: GpuCard) -> SpareMemory | None:
     """None where layers that compute again leave no room for an eighth of them to keep everything."""
     rank, backend, room = training(config, shape), config.backend, room_of(config, shape, card)
     settings = fewest_again(config, shape, room)
@@ -240,7 +313,7 @@ def spare_memory(config: RunConfig, shape: ModelShape, card: Card) -> Spare | No
     )
     if again - fewest < SPARE_SHARE * shape.layers:
         return None
-    return Spare(needed=rank.needed, room=room, layers=shape.layers, again=again, fewest=fewest, settings=settings)
+    return SpareMemory(needed=rank.needed, room=room, layers=shape.layers, again=again, fewest=fewest, settings=settings)
 
 
 def divided_as(config: RunConfig, servers: int, ranks: int) -> RunConfig:

@@ -1,13 +1,16 @@
-"""Who must be there for a run to go on, and what the workers' environments must agree in. Sentences, no decisions."""
+"""What a run can't go on with: workers that disagree, a role that nobody fills for too long, and groups that fail or say
+nothing too often in a row. Sentences; core.py and group_lifecycle.py decide."""
 
 from __future__ import annotations
+
+import msgspec
 
 from telescope.flow import events as seen
 from telescope.flow.settings import FlowSettings
 from telescope.records import EnvironmentCard
 
 
-class Presence:
+class Membership:
     """Compares the workers' cards with each other, and watches for roles that nobody fills."""
 
     def __init__(self, settings: FlowSettings) -> None:
@@ -28,7 +31,7 @@ class Presence:
         cards = self._first[1] if self._first else {}
         return {label: card.digest for label, card in cards.items()}
 
-    def complaint(self, event: seen.WorkerJoined) -> str:
+    def check(self, event: seen.WorkerJoined) -> str:
         """Why this worker cannot take part, in a sentence; empty if it can."""
         cards = {card.name: card for card in event.environments}
         if event.capacity < 1:
@@ -50,7 +53,7 @@ class Presence:
                 )
         return ""
 
-    def absent(self, now: float, *, workers: int, servers: int, trainer: bool) -> str:
+    def find_absent(self, now: float, *, workers: int, servers: int, trainer: bool) -> str:
         """A sentence about a role unfilled for too long; empty if there is none."""
         present = {"environment worker": workers > 0, "inference server": servers > 0, "trainer": trainer}
         for role, there in present.items():
@@ -59,3 +62,57 @@ class Presence:
             elif now - self._last_seen[role] >= self._deadline_s:
                 return f"no {role} for {self._deadline_s:g} s: see the logs of the run for why none is there"
         return ""
+
+
+WARNINGS = 5
+"""Of a row of discards that ends the run, this many parts are announced."""
+
+
+class FailureLimitsState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The rows under way, for a checkpoint."""
+
+    failed: dict[str, int]
+    discarded: int
+
+
+class FailureLimits:
+    """Failures are counted for each environment: one that always fails ends the run even while others work."""
+
+    def __init__(self, settings: FlowSettings) -> None:
+        self._failed = {label: 0 for label, _ in settings.environments}
+        self._discarded = 0
+        self._failed_limit = settings.failed_batches_limit * settings.prompts_batch_size_for_trainer
+        self._discarded_limit = settings.discarded_batches_limit * settings.prompts_batch_size_for_trainer
+
+    @property
+    def state(self) -> FailureLimitsState:
+        return FailureLimitsState(dict(self._failed), self._discarded)
+
+    def restore(self, state: FailureLimitsState) -> None:
+        self._failed |= state.failed
+        self._discarded = state.discarded
+
+    def note_completed(self, label: str) -> None:
+        self._failed[label] = 0
+
+    def note_kept(self) -> None:
+        self._discarded = 0
+
+    def note_failed(self, label: str, cause: str) -> str:
+        """Why the run must end now that one more group has failed; empty if it may go on."""
+        self._failed[label] += 1
+        if self._failed[label] < self._failed_limit:
+            return ""
+        row = f"{self._failed[label]} groups of environments.{label} failed in a row"
+        return f"{row} and none was completed; the last cause: {cause}"
+
+    def note_discarded(self) -> tuple[str, bool]:
+        """What to say now that one more group had equal rewards (often nothing), and whether the run must end."""
+        self._discarded += 1
+        ends = self._discarded >= self._discarded_limit
+        if not ends and self._discarded % -(-self._discarded_limit // WARNINGS):
+            return "", False
+        return (
+            f"{self._discarded} groups in a row had equal rewards and were discarded: the task is too easy or too hard for the "
+            "model (see the rewards), or its reward cannot tell answers apart"
+        ), ends

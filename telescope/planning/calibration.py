@@ -24,11 +24,11 @@ import numpy as np
 
 from telescope.flow import commands as do
 from telescope.flow import events as seen
-from telescope.flow.latency import Load, Spread, constant, empirical
 from telescope.flow.replay import JournalDamaged, decode_line, decode_opening
 from telescope.flow.settings import FlowSettings
 from telescope.planning.costs import Costs, Work, fit_costs, measured_step_s
-from telescope.planning.engine_fit import Fitted, fit_engine
+from telescope.planning.engine_fit import FittedEngine, fit_engine
+from telescope.planning.latencies import Distribution, Latencies, constant, empirical
 from telescope.runlog.journal import journal_lines
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.reader import rows
@@ -50,7 +50,7 @@ class Uncalibratable(ValueError):
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     """What a run says about itself."""
 
-    load: Load
+    load: Latencies
     settings: FlowSettings
     step_s: float
     """Median of its step times, to compare with a simulation of the same configuration."""
@@ -67,7 +67,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     """Median of what a step took of them, all processes together."""
 
 
-class _Job(msgspec.Struct, frozen=True):
+class _WorkerJob(msgspec.Struct, frozen=True):
     """Something a worker did: from when it could, to when it was seen."""
 
     since: float
@@ -76,7 +76,7 @@ class _Job(msgspec.Struct, frozen=True):
 
 
 @dataclass
-class _Journal:
+class _JournalFacts:
     """Times (seconds of the core's clock) and facts, by what they are about."""
 
     runs: dict[tuple[int, int], tuple[float, str]] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class _Journal:
     scored: list[float] = field(default_factory=list)
     turn_ends: dict[int, float] = field(default_factory=dict)
     between_s: list[float] = field(default_factory=list)
-    jobs: dict[str, list[_Job]] = field(default_factory=dict)
+    jobs: dict[str, list[_WorkerJob]] = field(default_factory=dict)
     prompts: list[int] = field(default_factory=list)
     turns: dict[int, int] = field(default_factory=dict)
     turns_of_scored: list[int] = field(default_factory=list)
@@ -132,21 +132,21 @@ class _Journal:
         known = self.runs.get(key)
         if known is not None and (since is not None or key not in self.started):
             self.started.add(key)
-            self.jobs.setdefault(known[1], []).append(_Job(known[0] if since is None else since, now, since is not None))
+            self.jobs.setdefault(known[1], []).append(_WorkerJob(known[0] if since is None else since, now, since is not None))
 
     def _take_command(self, now: float, command: do.AnyCommand) -> None:
         match command:
-            case do.Run(worker=worker, order=order):
+            case do.DispatchRollout(worker=worker, order=order):
                 self.runs[order.rollout_id, order.attempt] = now, worker
-            case do.Place(request_id=request_id):
+            case do.PlaceRequest(request_id=request_id):
                 self.placed[request_id] = now
-            case do.Train(step=step, rollout_ids=groups):
+            case do.TrainGroups(step=step, rollout_ids=groups):
                 self.trains[step] = now, sum(self.tokens.get(rollout_id, 0) for group in groups for rollout_id in group)
-            case do.Update(version=version):
+            case do.UpdateWeights(version=version):
                 self.updates.setdefault(version, now)
-            case do.GroupState(state="complete", group_id=group_id):
+            case do.RecordGroupState(state="complete", group_id=group_id):
                 self.complete.add(group_id)
-            case do.GroupState(state="discarded"):
+            case do.RecordGroupState(state="discarded"):
                 self.discarded += 1
 
 
@@ -173,7 +173,7 @@ def calibrate(
     pause_s = fmean(row["pause_s"] for row in pauses) if pauses else 0.0
     sync_s = median(journal.synced) if journal.synced else 0.0
     answers = [(row["done_ns"] - row["placed_ns"]) / 1e9 - row["queued_s"] - row["generated_s"] for row in turns]
-    load = Load(
+    load = Latencies(
         prompt_tokens=empirical(journal.prompts or [row["prompt_tokens"] for row in turns]),
         completion_tokens=empirical([row["completion_tokens"] for row in turns]),
         turns=empirical(journal.turns_of_scored) if journal.turns_of_scored else constant(1),
@@ -204,12 +204,12 @@ def calibrate(
     )
 
 
-def _read(run: RunDirectory) -> tuple[FlowSettings, _Journal]:
+def _read(run: RunDirectory) -> tuple[FlowSettings, _JournalFacts]:
     lines = journal_lines(run.journal)
     opening = next(lines, None)
     if opening is None:
         raise Uncalibratable(f"{run.journal} is empty: the run ended before it decided anything")
-    journal = _Journal()
+    journal = _JournalFacts()
     try:
         settings = decode_opening(opening)
         for number, text in enumerate(lines, start=2):
@@ -220,12 +220,12 @@ def _read(run: RunDirectory) -> tuple[FlowSettings, _Journal]:
     return settings, journal
 
 
-def _step_s(journal: _Journal) -> float:
+def _step_s(journal: _JournalFacts) -> float:
     ends = [journal.generation_began, *(journal.trained[step] for step in sorted(journal.trained))]
     return median(b - a for a, b in pairwise(ends))
 
 
-def _equal_shares(journal: _Journal, group_size: int) -> tuple[float, ...]:
+def _equal_shares(journal: _JournalFacts, group_size: int) -> tuple[float, ...]:
     """For each size up to the run's, the chance that so many of a group's samples have one reward: over complete groups, the
     mean of Σ C(samples of a reward, size) / C(samples, size). The last one, for a sample more, goes on as the two before it."""
     shares: list[float] = []
@@ -252,7 +252,7 @@ def _equal_shares(journal: _Journal, group_size: int) -> tuple[float, ...]:
 # ---- workers
 
 
-def _rewards(run: RunDirectory, handed_in_s: float) -> Spread:
+def _rewards(run: RunDirectory, handed_in_s: float) -> Distribution:
     """What the environment took from the last token to the reward, by the worker's clock: lines of waiting are not in it. And
     what else lies between the two, `handed_in_s` with the reward's own time: the way there and back."""
     took = [
@@ -266,7 +266,7 @@ def _rewards(run: RunDirectory, handed_in_s: float) -> Spread:
     return empirical([max(0.0, seconds) + way_s for seconds in took])
 
 
-def _working(jobs: Mapping[str, list[_Job]]) -> tuple[float, float, float, float]:
+def _working(jobs: Mapping[str, list[_WorkerJob]]) -> tuple[float, float, float, float]:
     """A worker's own seconds to start and to score a rollout, and what else each takes: from order to request, from last token
     to the rollout's end.
 
@@ -293,7 +293,7 @@ def _working(jobs: Mapping[str, list[_Job]]) -> tuple[float, float, float, float
 # ---- the trainer
 
 
-def _training_intervals(journal: _Journal, turns: Sequence[Mapping[str, Any]]) -> list[tuple[float, float, float]]:
+def _training_intervals(journal: _JournalFacts, turns: Sequence[Mapping[str, Any]]) -> list[tuple[float, float, float]]:
     """When the trainer worked, since the first request was placed: the journal's clock began at another moment."""
     origin = min(row["placed_ns"] for row in turns)
     # relay and core handle a Place at the same moment, so any turn tells the distance; the last is past any correction
@@ -309,7 +309,7 @@ def _training_intervals(journal: _Journal, turns: Sequence[Mapping[str, Any]]) -
     ]
 
 
-def _training(journal: _Journal, by_step: Mapping[int, Mapping[str, float]], ranks: int) -> tuple[float, float]:
+def _training(journal: _JournalFacts, by_step: Mapping[int, Mapping[str, float]], ranks: int) -> tuple[float, float]:
     """Fixed seconds of a train step, and seconds a token of a rank's share.
 
     Where the backend reports its spans, those of `TOKEN_SPANS` grow with the tokens and the rest is fixed; where it does not,
@@ -327,7 +327,9 @@ def _training(journal: _Journal, by_step: Mapping[int, Mapping[str, float]], ran
     return _line(tokens, seconds)
 
 
-def _costs(journal: _Journal, by_step: Mapping[int, Mapping[str, float]], fitted: Fitted, epochs: int) -> Costs | None:
+def _costs(
+    journal: _JournalFacts, by_step: Mapping[int, Mapping[str, float]], fitted: FittedEngine, epochs: int
+) -> Costs | None:
     """Processor seconds of what was done between the end of the last step for warming up and the end of the run's last step."""
     steps = sorted(set(journal.trained) & set(by_step))
     warm = steps[WARM_UP_STEPS:] if len(steps) > 2 * WARM_UP_STEPS else steps[1:]

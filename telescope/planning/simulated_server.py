@@ -15,7 +15,7 @@ from collections import deque
 from math import inf, sqrt
 from typing import Any
 
-from telescope.flow.latency import EngineTimes
+from telescope.planning.latencies import EngineTimes
 
 NEARLY = 1e-6
 """Tokens: less is rounding."""
@@ -23,7 +23,7 @@ WATERMARK = 0.99
 """Share of the KV cache above which nothing new begins, so that what was put back does not come straight in again."""
 
 
-class Generation:
+class SimulatedRequest:
     """One request on a server."""
 
     __slots__ = (
@@ -56,10 +56,10 @@ class SimulatedServer:
         self._speed = 1.0
         self._numbers = 0
         self._ends = array("d")
-        self._by_end: list[Generation] = []
-        self.running: dict[int, Generation] = {}
+        self._by_end: list[SimulatedRequest] = []
+        self.running: dict[int, SimulatedRequest] = {}
         """By their numbers, in order of their entry."""
-        self.waiting: deque[Generation] = deque()
+        self.waiting: deque[SimulatedRequest] = deque()
         self._readers: dict[int, int] = {}  # of each group's cached prompt; another dict since each time all were forgotten
         self.resets = 0
         """Times that cached prefixes were forgotten."""
@@ -120,9 +120,9 @@ class SimulatedServer:
         seconds = step_s * tokens + times.kv_token_s * sequences * tokens * tokens / 2
         return self._now + self._pause_s + (self._debt_s + seconds) / self._speed
 
-    def ended(self) -> list[Generation]:
+    def ended(self) -> list[SimulatedRequest]:
         """Take what has all its tokens by now; where the cache is full instead, put the youngest back."""
-        done: list[Generation] = []
+        done: list[SimulatedRequest] = []
         ends, reached = self._ends, self._made + NEARLY
         while ends and ends[0] <= reached:
             done.append(self._leave(0))
@@ -134,12 +134,12 @@ class SimulatedServer:
 
     # ---- who comes and goes
 
-    def add(self, sequence: Generation) -> None:
+    def add(self, sequence: SimulatedRequest) -> None:
         if self.waiting or not self._enters(sequence):
             self.waiting.append(sequence)
             self._admit()
 
-    def remove(self, sequence: Generation) -> None:
+    def remove(self, sequence: SimulatedRequest) -> None:
         """An abort."""
         if sequence.number >= 0:
             self._leave(self._place_of(sequence))
@@ -147,7 +147,7 @@ class SimulatedServer:
         else:
             self.waiting.remove(sequence)
 
-    def everyone(self) -> list[Generation]:
+    def everyone(self) -> list[SimulatedRequest]:
         return [*self.running.values(), *self.waiting]
 
     def pause(self, seconds: float, *, forget_prefixes: bool, recompute: bool = False) -> None:
@@ -174,7 +174,7 @@ class SimulatedServer:
         while self.waiting and self._enters(self.waiting[0]):
             self.waiting.popleft()
 
-    def _enters(self, sequence: Generation) -> bool:
+    def _enters(self, sequence: SimulatedRequest) -> bool:
         """Begin with it, if there is room."""
         times, running, prompt = self._times, self.running, sequence.prompt
         if len(running) >= times.max_seqs:
@@ -199,11 +199,11 @@ class SimulatedServer:
         self._by_end.insert(place, sequence)
         return True
 
-    def _place_of(self, sequence: Generation) -> int:
+    def _place_of(self, sequence: SimulatedRequest) -> int:
         """In order of the ends."""
         return self._by_end.index(sequence, bisect_left(self._ends, sequence.done_at))
 
-    def _leave(self, place: int) -> Generation:
+    def _leave(self, place: int) -> SimulatedRequest:
         """The one at this place in order of the ends goes."""
         done_at, sequence = self._ends.pop(place), self._by_end.pop(place)
         del self.running[sequence.number]
@@ -217,7 +217,7 @@ class SimulatedServer:
             self._reads = self._held = self._debt_s = 0.0  # no rounding is carried on
         return sequence
 
-    def _left_behind(self, sequence: Generation) -> int:
+    def _left_behind(self, sequence: SimulatedRequest) -> int:
         """Tokens of its prompt that stay in the cache, as a sibling reads them."""
         readers, group = sequence.readers, sequence.group
         if readers is None:

@@ -4,6 +4,10 @@ The n-th group's environment, and each sample's seed, depend on the run's seed a
 is drawn once an epoch, in an order that a keyed permutation gives place by place, so a split of 10^6 prompts needs no list; an
 environment with a curriculum goes through that order once, and then by its pools (curriculum.py).
 Nothing here depends on Python's version or hash seed.
+
+`PromptPrefetch` names the prompts that workers may make ready: those of the next groups to be sent out, a bounded number ahead.
+It looks at the draws to come without drawing, so it changes no decision; where a prompt that came back pushes in, the guess is
+mended when its group is admitted.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from math import isqrt
 
 import msgspec
 
-from telescope.flow.curriculum import Curriculum, CurriculumState, PassRatePools, Pools
+from telescope.flow.curriculum import Curriculum, CurriculumState, PassRateCurriculum, PassRateRules
 from telescope.records import PromptRef
 
 _ROUNDS = 8
@@ -96,13 +100,13 @@ class DataPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cursors: dict[str, Cursor]
 
 
-class Drawn(msgspec.Struct, frozen=True):
+class DrawnPrompt(msgspec.Struct, frozen=True):
     group_id: int
     prompt: PromptRef
     returned: bool
 
 
-class Draws:
+class PromptSampler:
     """Draws the prompts of groups 0, 1, 2 … from environments by weight."""
 
     def __init__(
@@ -111,13 +115,13 @@ class Draws:
         environments: tuple[tuple[str, float], ...],
         split: str,
         sizes: dict[str, int],
-        curricula: Mapping[str, Pools] | None = None,
+        curricula: Mapping[str, PassRateRules] | None = None,
     ) -> None:
         """`sizes`: prompts of each label, all at least 1; `curricula`: settings of the labels that have one."""
         self._seed = seed
         self._environments = environments
         self._settings = dict(curricula or {})
-        self._curricula: dict[str, Curriculum] = {label: PassRatePools(pools) for label, pools in self._settings.items()}
+        self._curricula: dict[str, Curriculum] = {label: PassRateCurriculum(pools) for label, pools in self._settings.items()}
         self._split = split
         self._labels = [label for label, _ in environments]
         self._edges = list(accumulate(weight for _, weight in environments))
@@ -152,62 +156,62 @@ class Draws:
         self._next_group = position.next_group
         self._cursors = {label: msgspec.structs.replace(position.cursors[label], curriculum=None) for label in self._labels}
         self._curricula = {
-            label: PassRatePools(pools, position.cursors[label].curriculum) for label, pools in self._settings.items()
+            label: PassRateCurriculum(pools, position.cursors[label].curriculum) for label, pools in self._settings.items()
         }
 
-    def scout(self) -> Draws:
+    def fork(self) -> PromptSampler:
         """Another one at the same place, to `foretell` with."""
-        scout = Draws(self._seed, self._environments, self._split, self._sizes)
-        scout._next_group, scout._cursors, scout._orders = self._next_group, dict(self._cursors), dict(self._orders)
-        scout._curricula = self._curricula
-        return scout
+        fork = PromptSampler(self._seed, self._environments, self._split, self._sizes)
+        fork._next_group, fork._cursors, fork._orders = self._next_group, dict(self._cursors), dict(self._orders)
+        fork._curricula = self._curricula
+        return fork
 
     def foretell(self) -> PromptRef | None:
         """The next group's prompt as far as is known now; None where a curriculum will decide on results that are yet to come.
-        Of a scout only: it draws."""
+        Of a fork only: it draws."""
         label = self._label_of(self._next_group)
         if label in self._curricula:
             self._next_group += 1
             return None
         return self.draw().prompt
 
-    def draw(self) -> Drawn:
+    def draw(self) -> DrawnPrompt:
         """The next group's index and prompt. Given-back prompts of the drawn environment go first."""
         group_id = self._next_group
         self._next_group += 1
         label = self._label_of(group_id)
         if label in self._curricula:
-            return Drawn(group_id, PromptRef(label, self._split, self._by_curriculum(label, group_id)), returned=False)
+            return DrawnPrompt(group_id, PromptRef(label, self._split, self._by_curriculum(label, group_id)), returned=False)
         cursor = self._cursors[label]
         if cursor.returned:
             self._cursors[label] = msgspec.structs.replace(cursor, returned=cursor.returned[1:])
-            return Drawn(group_id, PromptRef(label, self._split, cursor.returned[0]), returned=True)
+            return DrawnPrompt(group_id, PromptRef(label, self._split, cursor.returned[0]), returned=True)
         if cursor.place == self._sizes[label]:
             self._cursors[label] = Cursor(cursor.epoch + 1)
-        return Drawn(group_id, PromptRef(label, self._split, self._in_order(label)), returned=False)
+        return DrawnPrompt(group_id, PromptRef(label, self._split, self._in_order(label)), returned=False)
 
     def give_back(self, prompt: PromptRef) -> None:
         """The prompt's group was cancelled: it is drawn next; a curriculum takes it back into its pool."""
         if prompt.environment in self._curricula:
-            self._curricula[prompt.environment].came_back(prompt.index)
+            self._curricula[prompt.environment].give_back(prompt.index)
             return
         cursor = self._cursors[prompt.environment]
         self._cursors[prompt.environment] = msgspec.structs.replace(cursor, returned=(*cursor.returned, prompt.index))
 
-    def without_result(self, prompt: PromptRef) -> None:
+    def drop(self, prompt: PromptRef) -> None:
         """The prompt's group ended without a result, and is not to be tried again: its turn of this epoch is over."""
         if prompt.environment in self._curricula:
-            self._curricula[prompt.environment].came_back(prompt.index)
+            self._curricula[prompt.environment].give_back(prompt.index)
 
-    def played(self, prompt: PromptRef, rewards: Sequence[float]) -> None:
+    def record(self, prompt: PromptRef, rewards: Sequence[float]) -> None:
         """The prompt's group is complete, trained on or not."""
         if prompt.environment in self._curricula:
-            self._curricula[prompt.environment].played(prompt.index, rewards)
+            self._curricula[prompt.environment].record(prompt.index, rewards)
 
-    def resumed(self, prompt: PromptRef) -> None:
+    def resume(self, prompt: PromptRef) -> None:
         """A group of the prompt is in play again after `restore`. In order of the groups' ids."""
         if prompt.environment in self._curricula:
-            self._curricula[prompt.environment].resumed(prompt.index)
+            self._curricula[prompt.environment].resume(prompt.index)
 
     def _by_curriculum(self, label: str, group_id: int) -> int:
         point = _unit(keyed_hash(f"pool of {label}", self._seed, group_id))
@@ -234,3 +238,71 @@ class Draws:
             key = keyed_hash(f"order of {label}", self._seed, epoch)
             known = self._orders[label] = (epoch, Permutation(self._sizes[label], key))
         return known[1]
+
+
+REMEMBERED = 4
+"""Times the number ahead: names of which is known that they were given. Workers keep more."""
+
+
+class PromptPrefetch:
+    """Groups are sent out in order of their ids: the prompts of `size` of them are named beyond the last one sent."""
+
+    def __init__(self, draws: PromptSampler, size: int) -> None:
+        self._draws = draws
+        self._size = size
+        self._fork = draws.fork()
+        self._admitted: dict[int, PromptRef] = {}  # not sent out yet, by group id
+        self._foretold: dict[int, PromptRef | None] = {}  # not admitted yet; None: it hangs on results to come
+        self._sent = draws.next_group - 1  # -1 at the start of a run
+        self._next = draws.next_group  # the first group whose prompt was not named
+        self._named: dict[PromptRef, None] = {}
+        self._out: list[PromptRef] = []
+
+    def note_admitted(self, group_id: int, prompt: PromptRef) -> None:
+        """The group's prompt is drawn. Where it is another one than was foretold, the later ones are foretold anew."""
+        self._admitted[group_id] = prompt
+        if group_id >= self._next:
+            return
+        foretold = self._foretold.pop(group_id)
+        if foretold == prompt:
+            return
+        self._name(prompt)
+        if foretold is not None:
+            self._fork = self._draws.fork()
+            for later in range(self._draws.next_group, self._next):
+                self._foretell(later)
+
+    def note_sent(self, group_id: int) -> None:
+        """The group's first sample is on its way."""
+        self._sent = max(self._sent, group_id)
+
+    def take_hints(self) -> tuple[PromptRef, ...]:
+        """Prompts to be made ready that were not named before."""
+        while self._next <= self._sent + self._size:
+            if self._next >= self._draws.next_group:
+                self._foretell(self._next)
+            elif self._next > self._sent:
+                self._name(self._admitted[self._next])
+            self._next += 1
+        # they are admitted in order of their ids
+        while self._admitted and (oldest := next(iter(self._admitted))) <= self._sent:
+            del self._admitted[oldest]
+        out, self._out = tuple(self._out), []
+        return out
+
+    def _foretell(self, group_id: int) -> None:
+        if self._fork.next_group < group_id:
+            self._fork = self._draws.fork()
+        prompt = self._fork.foretell()
+        if prompt is not None:
+            self._name(prompt)
+        self._foretold[group_id] = prompt
+
+    def _name(self, prompt: PromptRef) -> None:
+        """Unless it was named a moment ago."""
+        if prompt in self._named:
+            return
+        self._named[prompt] = None
+        self._out.append(prompt)
+        if len(self._named) > REMEMBERED * self._size:
+            del self._named[next(iter(self._named))]

@@ -7,24 +7,33 @@ from typing import Any
 import pytest
 
 from telescope.flow import commands as do
-from telescope.flow.curriculum import Pool, Pools
+from telescope.flow.curriculum import PassRatePool, PassRateRules
 from telescope.flow.replay import replay
 from tests.flow.harness import Manners, World, settings
 from tests.flow.test_core import Desk
 
-POOLS = Pools((Pool("hard", 0.5, 1.0), Pool("easy", 1.0, 1.0)))
+POOLS = PassRateRules((PassRatePool("hard", 0.5, 1.0), PassRatePool("easy", 1.0, 1.0)))
 
 
 def hinted(commands: list[Any]) -> list[int]:
-    return [prompt.index for command in commands if isinstance(command, do.Prefetch) for prompt in command.prompts]
+    return [prompt.index for command in commands if isinstance(command, do.AnnouncePrompts) for prompt in command.prompts]
 
 
 def sent(commands: list[Any]) -> list[int]:
-    return [command.order.prompt.index for command in commands if isinstance(command, do.Run) and command.order.sample == 0]
+    return [
+        command.order.prompt.index
+        for command in commands
+        if isinstance(command, do.DispatchRollout) and command.order.sample == 0
+    ]
 
 
 def test_the_next_prompts_are_named_beyond_the_last_one_sent():
-    desk = Desk(prefetch=3, prompts_per_server=1, groups_per_batch=2, max_async=1)
+    desk = Desk(
+        prompt_prefetch_buffer_size=3,
+        max_concurrent_prompts_per_server=1,
+        prompts_batch_size_for_trainer=2,
+        max_async_rollout=1,
+    )
     opened = desk.open()
     names = hinted(opened)
     assert (len(sent(opened)), len(names)) == (1, 3)  # groups 1 to 3 are admitted and wait for a lane
@@ -49,9 +58,9 @@ class Listening(World):
         self.waiting = self.waiting_most = 0
 
     def _perform(self, command: Any) -> None:
-        if isinstance(command, do.Prefetch):
+        if isinstance(command, do.AnnouncePrompts):
             self.named |= {(prompt.environment, prompt.index) for prompt in command.prompts}
-        if isinstance(command, do.Run) and command.order.group_id not in self.first_seen:
+        if isinstance(command, do.DispatchRollout) and command.order.group_id not in self.first_seen:
             self.first_seen.add(command.order.group_id)
             prompt = command.order.prompt
             self.foretold.append((prompt.environment, prompt.index) in self.named)
@@ -64,7 +73,9 @@ TROUBLED = Manners(prompts=10_000, straggler_share=0.1, failure_share=0.1, worke
 
 @pytest.mark.parametrize("seed", range(4))
 def test_almost_every_prompt_was_named_before_it_was_sent_whatever_comes_back(seed: int):
-    case = settings(environments=(("countdown", 1.0), ("math", 0.3)), max_async=2, number_of_steps=12, prefetch=8)
+    case = settings(
+        environments=(("countdown", 1.0), ("math", 0.3)), max_async_rollout=2, number_of_steps=12, prompt_prefetch_buffer_size=8
+    )
     world = Listening(case, TROUBLED, seed).run()
     at_start = 12  # admitted and sent before anything could be said
     assert len(world.foretold) > 50
@@ -73,7 +84,7 @@ def test_almost_every_prompt_was_named_before_it_was_sent_whatever_comes_back(se
 
 def test_hints_change_no_decision():
     def decisions(prefetch: int) -> list[Any]:
-        world = World(settings(max_async=2, prefetch=prefetch), TROUBLED, 3, journal=True).run()
+        world = World(settings(max_async_rollout=2, prompt_prefetch_buffer_size=prefetch), TROUBLED, 3, journal=True).run()
         assert replay(world.lines).disagreement is None
         return [step.group_ids for step in world.rules.steps]
 
@@ -81,8 +92,10 @@ def test_hints_change_no_decision():
 
 
 def test_a_prompt_that_pushes_in_is_named_when_it_is_admitted_and_the_rest_is_foretold_anew():
-    desk = Desk(prefetch=4, max_async=1, max_off_policy_steps=1, number_of_steps=9, group_size=1, groups_per_batch=1,
-                min_group_size=1, discard_zero_advantage=False)  # fmt: skip
+    desk = Desk(
+        prompt_prefetch_buffer_size=4, max_async_rollout=1, max_off_policy_steps=1, number_of_steps=9, group_size=1,
+        prompts_batch_size_for_trainer=1, min_group_size=1, discard_group_zero_advantage=False,
+    )  # fmt: skip
     opened = desk.open()
     first, _ = sent(opened)
     foretold = hinted(opened)
@@ -96,7 +109,13 @@ def test_a_prompt_that_pushes_in_is_named_when_it_is_admitted_and_the_rest_is_fo
 
 
 def test_draws_that_hang_on_results_are_named_when_they_are_admitted():
-    desk = Desk(prefetch=3, prompts_per_server=1, groups_per_batch=2, max_async=1, curricula={"countdown": POOLS})
+    desk = Desk(
+        prompt_prefetch_buffer_size=3,
+        max_concurrent_prompts_per_server=1,
+        prompts_batch_size_for_trainer=2,
+        max_async_rollout=1,
+        curricula={"countdown": POOLS},
+    )
     opened = desk.open()
     assert (len(sent(opened)), len(hinted(opened))) == (1, 3)
     desk.done(0, 0.0)

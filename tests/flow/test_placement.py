@@ -8,7 +8,7 @@ import pytest
 
 from telescope.flow import commands as do
 from telescope.flow import events as seen
-from telescope.flow.concurrency import Pressure, Share
+from telescope.flow.placement import Pressure, ServerLanes
 from tests.flow.harness import Manners, World, settings
 from tests.flow.test_core import CARDS, Desk, placed, runs, turn
 
@@ -16,7 +16,12 @@ from tests.flow.test_core import CARDS, Desk, placed, runs, turn
 
 
 def one_lane(**changes: Any) -> Desk:
-    return Desk(groups_per_batch=4, group_size=1, prompts_per_server=1, **{"free_lane": True, **changes})
+    return Desk(
+        prompts_batch_size_for_trainer=4,
+        group_size=1,
+        max_concurrent_prompts_per_server=1,
+        **{"free_lane_after_generation": True, **changes},
+    )
 
 
 def test_a_lane_is_free_when_generation_is_over_and_the_credit_when_the_worker_has_answered():
@@ -38,7 +43,7 @@ def test_the_lane_is_given_away_once():
 
 
 def test_without_the_setting_the_reward_holds_the_lane():
-    desk = one_lane(free_lane=False)
+    desk = one_lane(free_lane_after_generation=False)
     desk.open()
     assert runs(desk.tell(seen.GenerationOver(0, 0))) == []
     assert runs(desk.done(0, 1.0)) == [(1, 0)]
@@ -56,7 +61,7 @@ def test_whoever_asked_for_no_more_tokens_gets_none():
     desk = one_lane()
     desk.open()
     desk.tell(seen.GenerationOver(0, 0))
-    assert desk.tell(turn("r", 0)) == [do.Refuse("r", "its rollout has said that it asks for no more tokens")]
+    assert desk.tell(turn("r", 0)) == [do.RefuseRequest("r", "its rollout has said that it asks for no more tokens")]
 
 
 def test_a_failed_reward_is_tried_again_in_a_new_lane():
@@ -71,11 +76,17 @@ def test_rewards_of_ten_seconds_hold_nothing_up_with_free_lanes():
     """Three lanes for 48 rollouts, a second to generate, ten to score."""
 
     def seconds(**changes: bool) -> float:
-        case = settings(number_of_steps=2, groups_per_batch=16, prompts_per_server=1, max_async=0, **changes)
+        case = settings(
+            number_of_steps=2,
+            prompts_batch_size_for_trainer=16,
+            max_concurrent_prompts_per_server=1,
+            max_async_rollout=0,
+            **changes,
+        )
         manners = Manners(servers=1, most_turns=1, score_s=10.0, step_s=0.0, update_s=0.0, closes_share=1.0)
         return World(case, manners, seed=3).run().now
 
-    assert seconds(free_lane=True) < 0.5 * seconds(free_lane=False)
+    assert seconds(free_lane_after_generation=True) < 0.5 * seconds(free_lane_after_generation=False)
 
 
 # ---- where groups go
@@ -86,7 +97,7 @@ def load(server: str, kv_used: float, *, running: int = 1, waiting: int = 0, pre
 
 
 def two_servers(**changes: Any) -> Desk:
-    desk = Desk(groups_per_batch=3, group_size=2, **changes)
+    desk = Desk(prompts_batch_size_for_trainer=3, group_size=2, **changes)
     desk.open(servers=2)
     return desk
 
@@ -144,16 +155,18 @@ def test_a_load_that_is_no_measure_cannot_be_reported():
 # ---- lanes that follow the reports
 
 
-def share(lanes: int = 64, **changes: Any) -> Share:
-    return Share(settings(group_size=1, prompts_per_server=lanes, **{"adaptive": True, **changes}))
+def share(lanes: int = 64, **changes: Any) -> ServerLanes:
+    return ServerLanes(
+        settings(group_size=1, max_concurrent_prompts_per_server=lanes, **{"adaptive_concurrency": True, **changes})
+    )
 
 
 def test_above_the_soft_cap_only_the_lanes_in_use_are_offered():
     some = share()
     some.hear(load("s", 0.85), outstanding=40, now=0.0)
-    assert (some.lanes(40), some.lanes(39), some.limit) == (40, 39, 64)
+    assert (some.count(40), some.count(39), some.limit) == (40, 39, 64)
     some.hear(load("s", 0.84), outstanding=39, now=0.3)
-    assert some.lanes(39) == 64
+    assert some.count(39) == 64
 
 
 def test_above_the_hard_cap_a_quarter_of_what_is_in_use_goes_at_once_and_then_nothing_for_two_seconds():
@@ -197,17 +210,17 @@ def test_one_lane_is_always_offered():
     some = share()
     for second in range(20):
         some.hear(load("s", 1.0), outstanding=1, now=2.0 * second)
-    assert (some.limit, some.lanes(1)) == (1, 1)
+    assert (some.limit, some.count(1)) == (1, 1)
 
 
 def test_without_the_setting_pressure_takes_no_lane():
-    some = share(adaptive=False)
+    some = share(adaptive_concurrency=False)
     some.hear(load("s", 1.0, preemptions=9), outstanding=40, now=0.0)
-    assert (some.lanes(40), some.limit, some.pressure) == (64, 64, Pressure.HARD)
+    assert (some.count(40), some.limit, some.pressure) == (64, 64, Pressure.HARD)
 
 
 def test_no_rollout_starts_for_a_server_above_its_soft_cap_and_others_go_on():
-    desk = Desk(groups_per_batch=9, group_size=1, prompts_per_server=2, adaptive=True)
+    desk = Desk(prompts_batch_size_for_trainer=9, group_size=1, max_concurrent_prompts_per_server=2, adaptive_concurrency=True)
     desk.tell(seen.ServerJoined("server-0", 0, 9), seen.ServerJoined("server-1", 0, 9), seen.TrainerReady(1))
     assert runs(desk.tell(seen.WorkerJoined("worker-0", 100, CARDS))) == [(0, 0), (1, 0), (2, 0), (3, 0)]
     for rollout_id in range(4):
@@ -227,7 +240,13 @@ def test_lanes_find_what_a_small_cache_holds():
     manners = Manners(servers=1, kv_tokens=700, most_turns=1, capacity=1024, generate_s=2.0)
 
     def thrown_out(adaptive: bool) -> int:
-        case = settings(number_of_steps=12, groups_per_batch=32, prompts_per_server=64, max_async=2, adaptive=adaptive)
+        case = settings(
+            number_of_steps=12,
+            prompts_batch_size_for_trainer=32,
+            max_concurrent_prompts_per_server=64,
+            max_async_rollout=2,
+            adaptive_concurrency=adaptive,
+        )
         world = World(case, manners, seed=5)
         world.run()
         return world._thrown_out["server-0"]
@@ -236,8 +255,11 @@ def test_lanes_find_what_a_small_cache_holds():
 
 
 def test_lanes_of_groups_are_neither_freed_early_nor_adapted():
-    for name in ("free_lane", "adaptive"):
-        with pytest.raises(ValueError, match=f"{name} needs individual_lanes: .* switch {name} off, or individual_lanes on"):
-            settings(individual_lanes=False, **{name: True})
+    for name in ("free_lane_after_generation", "adaptive_concurrency"):
+        with pytest.raises(
+            ValueError,
+            match=f"{name} needs enable_individual_sample_lanes: .* switch {name} off, or enable_individual_sample_lanes on",
+        ):
+            settings(enable_individual_sample_lanes=False, **{name: True})
     with pytest.raises(ValueError, match=r"kv_soft=0.9 and kv_hard=0.8 must be in order"):
         settings(kv_soft=0.9, kv_hard=0.8)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from telescope.flow.batches import Batch
+from telescope.flow.batches import GroupBatch
 
 
-class Updates:
+class WeightVersions:
     """Step s trains one batch and gives version s; it is over when the servers have committed that version.
 
     One update travels at a time. A server that joined too late for the last one is behind, and is brought up by another
@@ -19,7 +19,7 @@ class Updates:
         """Served and committed."""
         self.ready = False
         """The trainer is there."""
-        self.batch: Batch | None = None
+        self.batch: GroupBatch | None = None
         """In training, or trained and not committed."""
         self.travelling: int | None = None
         """Version on its way to the servers."""
@@ -42,18 +42,18 @@ class Updates:
         """The step in training, or the next one."""
         return self.version + 1
 
-    def train(self, batch: Batch) -> int:
+    def train(self, batch: GroupBatch) -> int:
         self.batch = batch
         return self.step
 
-    def trained(self, step: int) -> bool:
+    def finish_step(self, step: int) -> bool:
         """The trainer reports a step; False if it is not the one in training (a repetition)."""
         if self.batch is None or step != self.step or self._trained == step:
             return False
         self._trained = step
         return True
 
-    def set_out(self, servers: dict[str, int]) -> int | None:
+    def start_update(self, servers: dict[str, int]) -> int | None:
         """The version to send now, given what each server serves; None if nothing is to be sent or an update is under way."""
         if self.travelling is not None or not self.ready:
             return None
@@ -65,18 +65,18 @@ class Updates:
         self.reached = tuple(servers)
         return self._trained
 
-    def forget(self, server: str) -> None:
+    def forget_server(self, server: str) -> None:
         """The server is lost: a new one of its name has not got what travels now."""
         self.reached = tuple(name for name in self.reached if name != server)
 
-    def arrived(self, version: int) -> bool:
+    def finish_update(self, version: int) -> bool:
         """All servers report the version; False if it is not the one on its way."""
         if version != self.travelling:
             return False
         self.travelling = None
         return True
 
-    def commit(self, version: int) -> Batch | None:
+    def commit(self, version: int) -> GroupBatch | None:
         """Serve the version from now on. The batch it was trained on, or None if this was a repetition for late servers."""
         if version == self.version:
             return None

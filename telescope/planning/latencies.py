@@ -2,7 +2,7 @@
 
     time of an engine step with n sequences that attend to K tokens = step_s + sequence_s · n + kv_token_s · K
 
-Refuses to know where the numbers come from: a run's own records (telescope/planning/calibrate.py) or a card's data sheet
+Refuses to know where the numbers come from: a run's own records (telescope/planning/calibration.py) or a card's data sheet
 (telescope/planning/cards.py).
 """
 
@@ -19,7 +19,7 @@ QUANTILES = 100
 _BITS = (1 << 64) - 1
 
 
-class Spread(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Distribution(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A distribution by its quantiles, straight lines between: `Spread((10.0, 20.0))` is uniform from 10 to 20."""
 
     quantiles: tuple[float, ...]
@@ -46,32 +46,32 @@ class Spread(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return values[0]
         return (sum(values) - (values[0] + values[-1]) / 2) / (len(values) - 1)
 
-    def clipped(self, most: float) -> Spread:
-        return Spread(tuple(min(value, most) for value in self.quantiles))
+    def clipped(self, most: float) -> Distribution:
+        return Distribution(tuple(min(value, most) for value in self.quantiles))
 
 
-def constant(value: float) -> Spread:
-    return Spread((float(value),))
+def constant(value: float) -> Distribution:
+    return Distribution((float(value),))
 
 
-def empirical(values: Sequence[float]) -> Spread:
+def empirical(values: Sequence[float]) -> Distribution:
     """The quantiles of what was seen. Raises ValueError where nothing was."""
     if not values:
         raise ValueError("nothing was seen, so there is no distribution")
     ordered = sorted(float(value) for value in values)
     last = len(ordered) - 1
     parts = min(QUANTILES, last) or 1
-    return Spread(tuple(_between(ordered, part / parts * last) for part in range(parts + 1)))
+    return Distribution(tuple(_between(ordered, part / parts * last) for part in range(parts + 1)))
 
 
-def lognormal(mean: float, sigma: float, most: float) -> Spread:
+def lognormal(mean: float, sigma: float, most: float) -> Distribution:
     """Log-normal lengths, cut off at `most`: `mean` is that before the cut, `sigma` the standard deviation of the logarithm."""
     if not mean > 0 or not sigma >= 0:
         raise ValueError(f"mean={mean} must be above 0 and sigma={sigma} at least 0")
     normal = NormalDist()
     middle = mean / exp(sigma * sigma / 2)
     inner = [middle * exp(sigma * normal.inv_cdf((part + 0.5) / QUANTILES)) for part in range(QUANTILES)]
-    return Spread(tuple(min(max(1.0, value), most) for value in inner))
+    return Distribution(tuple(min(max(1.0, value), most) for value in inner))
 
 
 class EngineTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -101,24 +101,24 @@ class EngineTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         return sequences / (self.step_s + self.sequence_s * sequences + self.kv_token_s * kv_tokens)
 
 
-class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Latencies(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What a run's work is like, and how long its parts take. Seconds and tokens."""
 
-    prompt_tokens: Spread
-    completion_tokens: Spread
+    prompt_tokens: Distribution
+    completion_tokens: Distribution
     """Of one turn, before max_tokens cuts it."""
-    turns: Spread = constant(1)
+    turns: Distribution = constant(1)
     """Of a rollout; rounded down, at least 1."""
     engine: EngineTimes
-    dispatch_s: Spread = constant(0)
+    dispatch_s: Distribution = constant(0)
     """From the order to the request of its first turn, besides the worker's own work."""
     start_s: float = 0.0
     """A worker's own work to start a rollout. It does one thing after another, so a flood of orders waits for it."""
     request_s: float = 0.0
     """More that a turn takes than the engine needs for it: the way there and back."""
-    environment_s: Spread = constant(0)
+    environment_s: Distribution = constant(0)
     """Between two turns."""
-    reward_s: Spread = constant(0)
+    reward_s: Distribution = constant(0)
     """From the last token to the reward, besides the worker's own work."""
     score_s: float = 0.0
     """A worker's own work to score a rollout and to hand it in, in the same line as its starts."""
@@ -155,7 +155,7 @@ def share_of(seed: int, place: int) -> float:
     return (mixed ^ (mixed >> 31)) / 2.0**64
 
 
-def drawn(spread: Spread, seed: int, place: int) -> float:
+def drawn(spread: Distribution, seed: int, place: int) -> float:
     """The draw of this seed and place from the distribution."""
     quantiles = spread.quantiles
     return quantiles[0] if len(quantiles) == 1 else spread.at(share_of(seed, place))
