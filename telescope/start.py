@@ -301,22 +301,13 @@ def write_down(directory: RunDirectory, order: Order) -> None:
 
 
 def _write_settings(directory: RunDirectory, order: Order) -> None:
-    from telescope.config.run import dump_run
+    from telescope.config.run import as_yaml, dump_run
     from telescope.runlog.layout import write_atomically
 
     command = shlex.join(["python", "-m", "telescope.run", *order.arguments])
     write_atomically(directory.config_json, dump_run(order.config), mode=0o600)
-    write_atomically(directory.config_yaml, as_text(order.config), mode=0o600)
+    write_atomically(directory.config_yaml, as_yaml(order.config), mode=0o600)
     write_atomically(directory.cmdline, f"{command}\n", mode=0o600)
-
-
-def as_text(config: RunConfig) -> str:
-    import yaml
-
-    from telescope.config.run import as_json, config_hash
-
-    text: str = yaml.safe_dump(as_json(config), sort_keys=False, allow_unicode=True)
-    return f"# hash {config_hash(config)}\n{text}"
 
 
 def new_key(path: Path) -> int:

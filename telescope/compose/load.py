@@ -24,8 +24,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from telescope.compose.help import INSTEAD, OTHER_SETTINGS
 from telescope.compose.options import GROUPS, HIDDEN_GROUPS, NOT_COMPOSED, Places
-from telescope.compose.presets import preset_problems, search_path, unreadable_presets
+from telescope.compose.presets import search_path
+from telescope.compose.problems import experiments_without_package, explain_failure, preset_problems
 from telescope.compose.resolve import resolve
 from telescope.config import checks
 from telescope.config.models import embedded_models, model_path, model_problem
@@ -55,13 +57,15 @@ class Point:
     problems: tuple[Problem, ...]
     warnings: tuple[str, ...]
     composed: DictConfig
+    given: tuple[str, ...] = ()
+    """The overrides as Hydra got them."""
 
 
 def load_points(overrides: Sequence[str], places: Places, environ: Mapping[str, str], sweep: bool = False) -> list[Point]:
     """Every point of the command line, judged. Raises `UsageError` where Hydra's grammar does not take the overrides."""
     _refuse_no_place()
     parsed = parse(overrides)
-    _refuse_hydra_settings(parsed)
+    refuse_hydra_settings(parsed)
     swept = [override.key_or_group for override in parsed if override.is_sweep_override()]
     if swept and not sweep:
         raise UsageError(
@@ -109,13 +113,14 @@ def _refuse_no_place() -> None:
         raise UsageError("the folder in which this command was given is not there any more: change into another") from error
 
 
-def _refuse_hydra_settings(parsed: Sequence[Override]) -> None:
+def refuse_hydra_settings(parsed: Sequence[Override]) -> None:
+    """Raises `UsageError` for a setting of Hydra's own, with what to type instead."""
     for override in parsed:
-        key = override.key_or_group
-        if key == "hydra.searchpath":
-            raise UsageError("hydra.searchpath: use --config-dir to add a folder of your own")
-        if key == "hydra" or key.startswith(("hydra.", "hydra/")):
-            raise UsageError(f"{key}: Hydra only composes here, so its own settings act on nothing; leave it out")
+        key = override.key_or_group.replace("/", ".")
+        if key == "hydra" or key.startswith("hydra."):
+            known = [said for name, said in INSTEAD.items() if f"{key}.".startswith(f"{name}.")]
+            instead = known[0] if known else OTHER_SETTINGS
+            raise UsageError(f"{override.input_line}: {instead}")
 
 
 def _product(parsed: Sequence[Override]) -> Iterator[tuple[str, ...]]:
@@ -166,22 +171,23 @@ def judged_point(overrides: Sequence[str], places: Places, environ: Mapping[str,
     """One point of a command line, composed and judged. Call it within `composing`."""
     overrides = tuple(overrides)
     problems = list(_hidden_presets(places))
-    forced, choices = _forced(parse(overrides), places)
+    parsed = parse(overrides)
+    forced, choices = _forced(parsed, places)
     problems += choices
+    given = (search_path(places), *forced)
     try:
-        composed = compose("run", [search_path(places), *forced])
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
-        unreadable = unreadable_presets(places) if isinstance(error, UnicodeDecodeError) else []
-        said = unreadable or [Problem("", _in_words(error))]
-        return Point(overrides, None, tuple(dict.fromkeys([*problems, *said])), (), OmegaConf.create())
+        composed = compose("run", list(given))
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
+        said = [*problems, *explain_failure(error, parsed, places)]
+        return Point(overrides, None, tuple(dict.fromkeys(said)), (), OmegaConf.create(), given)
     container, unresolved = resolve(composed, environ)
     container["plugin_path"] = list(places.plugin_path)
     config, judged = validate(_with_model_folder(container))
-    said = [*choices, *unresolved]
-    problems += [*unresolved, *_not_said_yet([*judged, *_model_problems(container)], said)]
+    said = [*unresolved, *experiments_without_package(places, container)]
+    problems += [*said, *_not_said_yet([*judged, *_model_problems(container)], [*choices, *said])]
     if problems or config is None:
-        return Point(overrides, None, tuple(problems), (), composed)
-    return Point(overrides, config, (), tuple(checks.warnings(config)), composed)
+        return Point(overrides, None, tuple(problems), (), composed, given)
+    return Point(overrides, config, (), tuple(checks.warnings(config)), composed, given)
 
 
 def _forced(parsed: Sequence[Override], places: Places) -> tuple[list[str], list[Problem]]:
@@ -218,7 +224,7 @@ def _chosen(override: Override, places: Places) -> tuple[list[str], list[Problem
         if group == "experiment":  # as if it had not been given
             return [], []
         return [], [Problem(group, f"{group} needs a choice: {' | '.join(options)}")]
-    if wrong_form := _no_choice(override, value):
+    if wrong_form := _wrong_form(override, value):
         return [], [Problem(group, wrong_form)]
     names = value if isinstance(value, list) else [value]
     if not names:
@@ -250,10 +256,13 @@ def _chosen(override: Override, places: Places) -> tuple[list[str], list[Problem
     return [f"{override.get_key_element()}={stand_in}"], problems
 
 
-def _no_choice(override: Override, value: Any) -> str:
-    """Why a value names no option of its group, or more than the group takes: Hydra would put one over the other, so that only
-    the last of two algorithms would act. Empty where it is a choice."""
+def _wrong_form(override: Override, value: Any) -> str:
+    """Why an override is not a choice of its group, or is more than the group takes: Hydra would put one over the other, so
+    that only the last of two algorithms would act. Empty where it is a choice."""
     group, line = override.key_or_group, override.input_line
+    added = "" if override.package is not None else str(line)[: str(line).index(group)]
+    if added == "++" or (added and group != "env"):
+        return f"{line}: {group} has a choice already, which this one replaces: leave out the {added}"
     if isinstance(value, list) and group not in SEVERAL:
         points = f"; one run for each is -m {group}={','.join(map(str, value))}" if len(value) > 1 else ""
         return f"{line} is a list, and {group} takes one choice, e.g. {group}={value[0] if value else 'NAME'}{points}"
@@ -295,12 +304,6 @@ def _with_model_folder(container: dict[str, Any]) -> dict[str, Any]:
     return container if path is None else {**container, "model": {**container["model"], "name": str(path)}}
 
 
-def _in_words(error: Exception) -> str:
-    """Hydra's own sentence, without the search path and the chain of causes below it."""
-    text = str(error) or str(error.__cause__ or type(error).__name__)
-    return " ".join(line.strip() for line in text.split("\n\n")[0].splitlines() if line.strip())
-
-
 def places_for(config_dir: str | None) -> Places:
     """Our presets and the user's folder. Raises `UsageError` where there is no such folder or its plug-ins clash with ours."""
     conf = Path(__file__).resolve().parent.parent / "_conf"
@@ -316,8 +319,3 @@ def places_for(config_dir: str | None) -> Places:
     except PluginError as error:
         raise UsageError(str(error)) from error
     return places
-
-
-def as_yaml(point: Point) -> str:
-    """The composed configuration as Hydra has it, interpolations unresolved."""
-    return str(OmegaConf.to_yaml(point.composed))

@@ -25,8 +25,9 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from telescope.compose.load import Point, UsageError, composing, forced_for_hydra, judged_point, parse
+from telescope.compose.load import Point, UsageError, composing, forced_for_hydra, judged_point, parse, refuse_hydra_settings
 from telescope.compose.options import Places
+from telescope.compose.presets import search_path
 
 SWEEPER = "hydra/sweeper"
 _PACKAGE, _MODULE = "hydra_plugins", "hydra_plugins.telescope"
@@ -71,7 +72,7 @@ def search(overrides: Sequence[str], places: Places, environ: Mapping[str, str],
                 raise Refused(points)
             return launch(points)
 
-        given = [*forced_for_hydra(task, places), *sweepers, "hydra/launcher=telescope", *_quiet(folder)]
+        given = [search_path(places), *forced_for_hydra(task, places), *sweepers, "hydra/launcher=telescope", *_quiet(folder)]
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None  # `composing` has made it
         try:
@@ -83,17 +84,10 @@ def search(overrides: Sequence[str], places: Places, environ: Mapping[str, str],
 
 def _divided(parsed: Sequence[Override]) -> tuple[list[Override], list[str]]:
     """The run's own overrides, and those that are about the sweeper. Raises `UsageError` for any other of Hydra's."""
-    task: list[Override] = []
-    sweepers: list[str] = []
-    for override in parsed:
-        key, line = override.key_or_group, str(override.input_line)
-        if key == SWEEPER or key.startswith("hydra.sweeper."):
-            sweepers.append(line)
-        elif key == "hydra" or key.startswith(("hydra.", "hydra/")):
-            raise UsageError(f"{key}: of Hydra's own settings only {SWEEPER} and hydra.sweeper.* act here; leave it out")
-        else:
-            task.append(override)
-    return task, sweepers
+    about_sweeper = [one for one in parsed if one.key_or_group == SWEEPER or one.key_or_group.startswith("hydra.sweeper.")]
+    task = [override for override in parsed if override not in about_sweeper]
+    refuse_hydra_settings(task)
+    return task, [str(override.input_line) for override in about_sweeper]
 
 
 def _as_typed(overrides: Sequence[str]) -> list[str]:

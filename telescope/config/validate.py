@@ -28,6 +28,7 @@ _BOUNDS = {
     "less_than": ("lt", "below"),
     "less_than_equal": ("le", "at most"),
 }
+_CHOSEN_BY_ENV = ": env=[countdown] chooses environments, and environments.countdown holds the settings of one"
 ELSEWHERE = 0.75
 """How much alike names must be where one stands in another section: `nope` is not meant to be cluster.nodes."""
 _LENGTHS = {
@@ -95,6 +96,22 @@ def _set_aside(rest: dict[str, Any], mistakes: Sequence[Mistake]) -> bool:
 def explain(error: ValidationError, root: Mapping[str, Any]) -> list[Mistake]:
     """All mistakes that made `RunConfig` refuse the container `root`."""
     return list(_mistakes(error, RunConfig, (), root))
+
+
+def misplaced_containers(values: Any, annotation: Any = RunConfig, place: Place = ()) -> Iterator[Problem]:
+    """Lists where settings have names, and the other way round, in a part of a container: what can't be merged."""
+    inner, path = bare_type(annotation), ".".join(map(str, place))
+    is_section, is_list = isinstance(inner, type) and issubclass(inner, Settings), get_origin(inner) in (tuple, list)
+    named = is_section or get_origin(inner) is dict
+    if (named and isinstance(values, list)) or (is_list and isinstance(values, Mapping)):
+        more = _CHOSEN_BY_ENV if path == "environments" else ""
+        yield Problem(path, f"{path}={typed(values)} must be {in_words(annotation)}{more}")
+    elif is_section and isinstance(values, Mapping):
+        for name, field in inner.model_fields.items():
+            yield from misplaced_containers(values.get(name), field.annotation, (*place, name))
+    elif named and isinstance(values, Mapping):
+        for name, value in values.items():
+            yield from misplaced_containers(value, get_args(inner)[1], (*place, name))
 
 
 def must_be_given(path: str) -> str:

@@ -15,6 +15,7 @@ from telescope.compose.load import Point, UsageError, base, places_for
 from telescope.compose.sweeper import Refused, Stopped, search, wants_sweeper
 from telescope.runlog.layout import RunDirectory
 from telescope.sweep import Sweep
+from tests.config.conftest import write
 from tests.config.test_command_line import telescope
 
 __all__ = ["telescope"]
@@ -107,11 +108,24 @@ def test_a_sweep_that_is_stopped_asks_for_no_more_points(tmp_path: Path):
 
 
 def test_of_hydras_settings_only_the_sweepers_are_taken(tmp_path: Path):
-    with pytest.raises(UsageError, match=r"hydra.job.chdir: of Hydra's own settings only hydra/sweeper"):
+    with pytest.raises(UsageError, match=r"hydra.job.chdir=true: Hydra only composes here"):
         search([*GRID, "hydra.job.chdir=true"], places_for(None), os.environ, tmp_path, lambda points: [])
     with pytest.raises(UsageError, match="Could not find 'hydra/sweeper/nope'"):
         search(["hydra/sweeper=nope"], places_for(None), os.environ, tmp_path, lambda points: [])
     assert not wants_sweeper(["algorithm=grpo,rloo"])
+
+
+def test_a_searched_sweep_finds_the_presets_and_plug_ins_of_a_users_folder(user: Path, tmp_path: Path):
+    write(user / "algorithm" / "steep.yaml", "defaults: [flat, _self_]\nslope: 0.9\n")
+    slopes: list[float] = []
+
+    def launch(points: Sequence[Point]) -> list[float | None]:
+        slopes.extend(point.config.algorithm.slope for point in points if point.config)
+        return [1.0] * len(points)
+
+    grid = ("hydra/sweeper=basic", "algorithm=steep", "seed=1,2")
+    search(grid, places_for(str(user)), os.environ, tmp_path, launch)
+    assert slopes == [0.9, 0.9]
 
 
 def test_the_command_line_refuses_a_searched_sweep_in_the_same_words(telescope, tmp_path):
