@@ -240,7 +240,7 @@ def _chosen(override: Override, places: Places) -> tuple[list[str], list[Problem
     ]
     if unusable:
         return [], unusable
-    wrong = [str(name) for name in names if str(name).removeprefix("_") not in options]
+    wrong = [str(name) for name in names if not places.offers(group, str(name).removeprefix("_"))]
     if not wrong:
         return [str(override.input_line)], []
     guesses = [nearest(str(name), options) if str(name) in wrong else str(name) for name in names]
