@@ -84,14 +84,14 @@ def main(arguments: Sequence[str]) -> int:
     if asked.new_key:
         return new_key(Path(asked.new_key))
     from telescope.compose.load import UsageError, load_points, places_for
-    from telescope.compose.sweeper import wants_sweeper
+    from telescope.compose.sweeper import has_sweeper
 
     try:
         places = places_for(asked.config_dir)
         if asked.help or asked.hydra_help or asked.version:
             sys.stdout.write(_about(asked, places))
             return OK
-        if asked.multirun and wants_sweeper(asked.overrides):
+        if asked.multirun and has_sweeper(asked.overrides):
             return _search(asked, places, arguments)
         points = load_points(asked.overrides, places, os.environ, sweep=asked.multirun)
         if any(point.problems for point in points):
@@ -113,7 +113,7 @@ def main(arguments: Sequence[str]) -> int:
 def _search(asked: argparse.Namespace, places: Places, arguments: Sequence[str]) -> int:
     """A sweep whose points one of Hydra's sweepers chooses, batch by batch. Raises `UsageError`."""
     from telescope.compose.load import UsageError
-    from telescope.compose.sweeper import PointFailed, Refused, Stopped, search
+    from telescope.compose.sweeper import InvalidPoints, PointFailed, SweepStopped, search
 
     if asked.cfg:
         raise UsageError("--cfg shows points that are known; those of hydra/sweeper are chosen while the sweep goes on")
@@ -129,17 +129,17 @@ def _search(asked: argparse.Namespace, places: Places, arguments: Sequence[str])
         code = _run_all(points, arguments, sweep) or code
         results = sweep.results[done:]
         if len(results) < len(points) or code in BY_SIGNAL:
-            raise Stopped
+            raise SweepStopped
         return [None if result.failed else result.value for result in results]
 
     try:
         search(asked.overrides, places, os.environ, sweep.folder, launch)
-    except Refused as refused:
+    except InvalidPoints as refused:
         say(_refusal(refused.points))
         return CONFIG_ERROR
     except PointFailed as error:
         say(f"{error}; this sweeper ends with it.")
-    except Stopped:
+    except SweepStopped:
         say("The sweep ends here.")
     if sweep.results:
         say(sweep.table())

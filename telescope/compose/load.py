@@ -34,7 +34,7 @@ from telescope.config.models import embedded_models, model_path, model_problem
 from telescope.config.plugins import PluginError
 from telescope.config.run import RunConfig
 from telescope.config.validate import validate
-from telescope.config.words import Problem, did_you_mean, nearest
+from telescope.config.words import ConfigProblem, did_you_mean, nearest
 
 _DEFAULTS_SINCE = (1, 4)
 """From this version on Hydra warns where it is told whose defaults to take; before, where it is not."""
@@ -54,7 +54,7 @@ class Point:
 
     overrides: tuple[str, ...]
     config: RunConfig | None
-    problems: tuple[Problem, ...]
+    problems: tuple[ConfigProblem, ...]
     warnings: tuple[str, ...]
     composed: DictConfig
     given: tuple[str, ...] = ()
@@ -73,7 +73,7 @@ def load_points(overrides: Sequence[str], places: Places, environ: Mapping[str, 
             f"with a comma, '{swept[0]}=\"a,b\"'"
         )
     with composing(places):
-        return [judged_point(point, places, environ) for point in _product(parsed)]
+        return [compose_point(point, places, environ) for point in _product(parsed)]
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:
@@ -89,11 +89,11 @@ def _parse_one(parser: OverridesParser, override: str) -> Override:
         return parser.parse_override(override)
     except HydraException as error:
         reason = str(error).strip().partition("\n")[0]
-        hint = _quoted(parser, override)
+        hint = _hint_at_quotes(parser, override)
         raise UsageError(f"can't read '{override}': {reason}; an override reads name=value{hint}") from error
 
 
-def _quoted(parser: OverridesParser, override: str) -> str:
+def _hint_at_quotes(parser: OverridesParser, override: str) -> str:
     """How to write a value that Hydra's grammar takes only in quotes; empty where quotes would not help."""
     name, equals, value = override.partition("=")
     if not equals or not value or value[0] in "[{(\"'" or name in GROUPS:
@@ -139,13 +139,13 @@ def composing(places: Places) -> Iterator[None]:
     """Within, Hydra composes our configuration; not to be nested."""
     GlobalHydra.instance().clear()
     try:
-        with _quietly(), initialize_config_dir(str(places.conf), **base(hydra.__version__)):
+        with _quietly(), initialize_config_dir(str(places.conf), **version_base_for(hydra.__version__)):
             yield
     finally:
         GlobalHydra.instance().clear()
 
 
-def base(version: str) -> dict[str, str]:
+def version_base_for(version: str) -> dict[str, str]:
     """What a Hydra of this version has to be told of the defaults it takes: `1.3.8` to take its own, `1.4.0rc3` nothing."""
     release = tuple(int(part) for part in version.split(".")[:2])
     return {} if release >= _DEFAULTS_SINCE else {"version_base": "1.3"}
@@ -160,19 +160,19 @@ def _quietly() -> Iterator[None]:
         yield
 
 
-def forced_for_hydra(parsed: Sequence[Override], places: Places) -> list[str]:
+def force_sweep(parsed: Sequence[Override], places: Places) -> list[str]:
     """The overrides of a whole sweep as Hydra gets them, those with several values as they are: what they choose is judged
     point by point."""
-    single, _ = _forced([override for override in parsed if not override.is_sweep_override()], places)
+    single, _ = _force([override for override in parsed if not override.is_sweep_override()], places)
     return [*single, *(str(override.input_line) for override in parsed if override.is_sweep_override())]
 
 
-def judged_point(overrides: Sequence[str], places: Places, environ: Mapping[str, str]) -> Point:
+def compose_point(overrides: Sequence[str], places: Places, environ: Mapping[str, str]) -> Point:
     """One point of a command line, composed and judged. Call it within `composing`."""
     overrides = tuple(overrides)
     problems = list(_hidden_presets(places))
     parsed = parse(overrides)
-    forced, choices = _forced(parsed, places)
+    forced, choices = _force(parsed, places)
     problems += choices
     given = (search_path(places), *forced)
     try:
@@ -184,54 +184,56 @@ def judged_point(overrides: Sequence[str], places: Places, environ: Mapping[str,
     container["plugin_path"] = list(places.plugin_path)
     config, judged = validate(_with_model_folder(container))
     said = [*unresolved, *experiments_without_package(places, container)]
-    problems += [*said, *_not_said_yet([*judged, *_model_problems(container)], [*choices, *said])]
+    problems += [*said, *_drop_repeated([*judged, *_model_problems(container)], [*choices, *said])]
     if problems or config is None:
         return Point(overrides, None, tuple(problems), (), composed, given)
     return Point(overrides, config, (), tuple(checks.warnings(config)), composed, given)
 
 
-def _forced(parsed: Sequence[Override], places: Places) -> tuple[list[str], list[Problem]]:
+def _force(parsed: Sequence[Override], places: Places) -> tuple[list[str], list[ConfigProblem]]:
     """Overrides as Hydra gets them: values forced, options that don't exist replaced by the nearest, with a problem each."""
     forced: list[str] = []
-    problems: list[Problem] = []
+    problems: list[ConfigProblem] = []
     for override in parsed:
         group, line = override.key_or_group, str(override.input_line)
         if group in GROUPS or group in HIDDEN_GROUPS:
-            chosen, wrong = _chosen(override, places)
+            chosen, wrong = _choose(override, places)
             problems += wrong
             forced += chosen
         elif group == "environments" and not override.is_delete() and not override.value():
             problems.append(
-                Problem(group, f"{line} takes nothing away: choose with env=[…], or drop one with ~environments.<name>")
+                ConfigProblem(group, f"{line} takes nothing away: choose with env=[…], or drop one with ~environments.<name>")
             )
         elif group in NOT_COMPOSED:
-            problems.append(Problem(group, f"{group} follows from --config-dir: put plug-ins into <config-dir>/plugins"))
+            problems.append(ConfigProblem(group, f"{group} follows from --config-dir: put plug-ins into <config-dir>/plugins"))
         else:
-            forced.append(f"++{line}" if override.type == OverrideType.CHANGE else _plus_plus(line))
+            forced.append(f"++{line}" if override.type == OverrideType.CHANGE else _force_line(line))
     return forced, problems
 
 
-def _plus_plus(line: str) -> str:
+def _force_line(line: str) -> str:
     return f"+{line}" if line.startswith("+") and not line.startswith("++") else line
 
 
-def _chosen(override: Override, places: Places) -> tuple[list[str], list[Problem]]:
+def _choose(override: Override, places: Places) -> tuple[list[str], list[ConfigProblem]]:
     group, value = override.key_or_group, override.value()
     options = places.options(group)
     if override.is_delete():
-        return [], [Problem(group, f"{override.input_line}: a group can't be taken away; choose {' | '.join(options)}")]
+        return [], [ConfigProblem(group, f"{override.input_line}: a group can't be taken away; choose {' | '.join(options)}")]
     if value is None:
         if group == "experiment":  # as if it had not been given
             return [], []
-        return [], [Problem(group, f"{group} needs a choice: {' | '.join(options)}")]
+        return [], [ConfigProblem(group, f"{group} needs a choice: {' | '.join(options)}")]
     if wrong_form := _wrong_form(override, value):
-        return [], [Problem(group, wrong_form)]
+        return [], [ConfigProblem(group, wrong_form)]
     names = value if isinstance(value, list) else [value]
     if not names:
-        return [], [Problem(group, f"{override.input_line} chooses nothing: choose one at least of {' | '.join(options)}")]
+        return [], [
+            ConfigProblem(group, f"{override.input_line} chooses nothing: choose one at least of {' | '.join(options)}")
+        ]
     twice = [str(name) for name in dict.fromkeys(names) if names.count(name) > 1]
     if twice:
-        return [], [Problem(group, f"{override.input_line} has {', '.join(twice)} more than once: name each once")]
+        return [], [ConfigProblem(group, f"{override.input_line} has {', '.join(twice)} more than once: name each once")]
     unusable = [
         problem
         for name in names
@@ -247,7 +249,9 @@ def _chosen(override: Override, places: Places) -> tuple[list[str], list[Problem
     unguessed = None in guesses  # then what is said below the group's section makes no sense either
     more = " For a model that has no preset: model=any model.name=<id or folder>." if group == "model" else ""
     problems = [
-        Problem(group if unguessed else "", f"{group}={name}: there is no such option.{did_you_mean(name, options)}{more}")
+        ConfigProblem(
+            group if unguessed else "", f"{group}={name}: there is no such option.{did_you_mean(name, options)}{more}"
+        )
         for name in wrong
     ]
     if unguessed:
@@ -272,17 +276,17 @@ def _wrong_form(override: Override, value: Any) -> str:
     return ""
 
 
-def _not_said_yet(judged: Sequence[Problem], said: Sequence[Problem]) -> list[Problem]:
+def _drop_repeated(judged: Sequence[ConfigProblem], said: Sequence[ConfigProblem]) -> list[ConfigProblem]:
     """The judge's problems, less those that follow from a value that was left out or from a wrong choice."""
     paths = {problem.path for problem in said}
     return [problem for problem in judged if problem.path not in paths and problem.path.partition(".")[0] not in paths]
 
 
-def _hidden_presets(places: Places) -> Iterator[Problem]:
+def _hidden_presets(places: Places) -> Iterator[ConfigProblem]:
     for group in GROUPS:
         for name, found in places.presets(group).items():
             if len(found) > 1:
-                yield Problem(group, f"{found[1]} has the name of Telescope's own preset {group}={name}: rename it")
+                yield ConfigProblem(group, f"{found[1]} has the name of Telescope's own preset {group}={name}: rename it")
 
 
 def _model_name(container: Mapping[str, Any]) -> str | None:
@@ -291,7 +295,7 @@ def _model_name(container: Mapping[str, Any]) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def _model_problems(container: Mapping[str, Any]) -> list[Problem]:
+def _model_problems(container: Mapping[str, Any]) -> list[ConfigProblem]:
     name = _model_name(container)
     problem = None if name is None else model_problem(name)
     return [] if problem is None else [problem]

@@ -14,43 +14,45 @@ from hydra.plugins.config_source import ConfigSource
 
 from telescope.compose.options import GROUPS, HIDDEN_GROUPS, Places
 from telescope.config.validate import misplaced_containers
-from telescope.config.words import Problem
+from telescope.config.words import ConfigProblem
 
 _FAILING_PRESET = re.compile(r"In '([^']+)'")
 GLOBAL = "# @package _global_"
 
 
-def preset_problems(group: str, file: Path) -> Iterator[Problem]:
+def preset_problems(group: str, file: Path) -> Iterator[ConfigProblem]:
     """What keeps one preset from being composed. An invalid YAML is left to Hydra, which names line and column."""
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except UnicodeDecodeError:
-        yield Problem(group, _not_text(file))
+        yield ConfigProblem(group, _not_text(file))
     except OSError as error:
-        yield Problem(group, f"{file} can't be read: {error.strerror}")
+        yield ConfigProblem(group, f"{file} can't be read: {error.strerror}")
     except yaml.YAMLError:
         return
     else:
         if content is None:
-            yield Problem(group, f"{file} is empty: a preset holds settings, such as seed: 1, or a list of defaults")
+            yield ConfigProblem(group, f"{file} is empty: a preset holds settings, such as seed: 1, or a list of defaults")
         elif not isinstance(content, dict):
             kind = "a list" if isinstance(content, list) else "a single value"
-            yield Problem(group, f"{file} holds {kind}: a preset holds settings, each as name: value")
+            yield ConfigProblem(group, f"{file} holds {kind}: a preset holds settings, each as name: value")
 
 
-def experiments_without_package(places: Places, composed: Mapping[str, Any]) -> list[Problem]:
+def experiments_without_package(places: Places, composed: Mapping[str, Any]) -> list[ConfigProblem]:
     """The user's experiments whose settings went below `experiment`, where nothing is, as they do not say `_global_`."""
     below = composed.get("experiment")
     if not isinstance(below, Mapping):
         return []
     return [
-        Problem("experiment", f"{file} must begin with the line `{GLOBAL}`, without which its settings go below `experiment`")
+        ConfigProblem(
+            "experiment", f"{file} must begin with the line `{GLOBAL}`, without which its settings go below `experiment`"
+        )
         for file in itertools.chain.from_iterable(places.presets("experiment").values())
         if _package(file) is None and (own := set(_settings(file))) and own <= set(below)
     ]
 
 
-def explain_failure(error: Exception, overrides: Sequence[Override], places: Places) -> list[Problem]:
+def explain_failure(error: Exception, overrides: Sequence[Override], places: Places) -> list[ConfigProblem]:
     """Why Hydra could not compose these overrides."""
     if isinstance(error, UnicodeDecodeError) and (unreadable := _unreadable_presets(places)):
         return unreadable
@@ -58,10 +60,10 @@ def explain_failure(error: Exception, overrides: Sequence[Override], places: Pla
     failing = _FAILING_PRESET.search(said)
     found = [*_misplaced_in_preset(failing[1], places)] if failing else []
     found += [problem for override in overrides for problem in _misplaced_in_override(override, said)]
-    return found or [Problem("", said)]
+    return found or [ConfigProblem("", said)]
 
 
-def _misplaced_in_preset(name: str, places: Places) -> Iterator[Problem]:
+def _misplaced_in_preset(name: str, places: Places) -> Iterator[ConfigProblem]:
     """A list where a mapping belongs, or the other way round, in the preset `experiment/mine`."""
     for file in (folder / f"{name}.yaml" for folder in places.folders):
         if not file.is_file():
@@ -70,10 +72,10 @@ def _misplaced_in_preset(name: str, places: Places) -> Iterator[Problem]:
         package = _package(file) or (f"environments.{option}" if group == "env" else group.replace("/", "."))
         place = () if package == "_global_" else tuple(package.removeprefix("_global_.").split("."))
         for problem in misplaced_containers(_nested(place, _settings(file))):
-            yield Problem(problem.path, f"{file}: {problem.sentence}")
+            yield ConfigProblem(problem.path, f"{file}: {problem.sentence}")
 
 
-def _misplaced_in_override(override: Override, said: str) -> Iterator[Problem]:
+def _misplaced_in_override(override: Override, said: str) -> Iterator[ConfigProblem]:
     if override.is_delete():
         return
     place = override.key_or_group
@@ -81,7 +83,7 @@ def _misplaced_in_override(override: Override, said: str) -> Iterator[Problem]:
     yield from found
     if not found and str(override.input_line) in said and said.startswith("Error merging"):
         either = f"{place} has names with values, or these where it has a list"
-        yield Problem(place, f"{override.input_line} has a list where {either}")
+        yield ConfigProblem(place, f"{override.input_line} has a list where {either}")
 
 
 def _nested(place: tuple[str, ...], value: Any) -> dict[str, Any]:
@@ -108,10 +110,10 @@ def _package(file: Path) -> str | None:
         return ""
 
 
-def _unreadable_presets(places: Places) -> list[Problem]:
+def _unreadable_presets(places: Places) -> list[ConfigProblem]:
     """Those that are not text, of all groups: one may have been chosen by another preset."""
     files = [(group, file) for group in (*GROUPS, *HIDDEN_GROUPS) for found in places.presets(group).values() for file in found]
-    return [Problem(group, _not_text(file)) for group, file in files if not _is_text(file)]
+    return [ConfigProblem(group, _not_text(file)) for group, file in files if not _is_text(file)]
 
 
 def _is_text(file: Path) -> bool:

@@ -40,7 +40,7 @@ OPTIONS = " | ".join(sorted(plugins.find(plugins.ENVIRONMENTS)))
         (f"name={'n' * 101}", f"name='{'n' * 75} ... must have at most 100 characters"),
         (
             "model.chat_template=/data/chat.jinja",
-            "model.chat_template='/data/chat.jinja' is no Jinja template, and every prompt would be this text: give the "
+            "model.chat_template='/data/chat.jinja' is not a Jinja template, and every prompt would be this text: give the "
             "template itself, not a file's path (in a preset of your own as `chat_template: |` with the text below)",
         ),
         (
@@ -94,7 +94,7 @@ OPTIONS = " | ".join(sorted(plugins.find(plugins.ENVIRONMENTS)))
         ),
         (
             "cluster.head=10.0.0.1",
-            "cluster.head=10.0.0.1 is no address of a host and a port, such as 10.0.0.1:29400 or [fd00::1]:29400",
+            "cluster.head=10.0.0.1 is not an address of a host and a port, such as 10.0.0.1:29400 or [fd00::1]:29400",
         ),
         (
             "checkpoint.dir=here",
