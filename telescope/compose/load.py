@@ -170,7 +170,7 @@ def force_sweep(parsed: Sequence[Override], places: Places) -> list[str]:
 def compose_point(overrides: Sequence[str], places: Places, environ: Mapping[str, str]) -> Point:
     """One point of a command line, composed and judged. Call it within `composing`."""
     overrides = tuple(overrides)
-    problems = list(_hidden_presets(places))
+    problems = list(_find_hidden_presets(places))
     parsed = parse(overrides)
     forced, choices = _force(parsed, places)
     problems += choices
@@ -266,7 +266,7 @@ def _wrong_form(override: Override, value: Any) -> str:
     group, line = override.key_or_group, override.input_line
     added = "" if override.package is not None else str(line)[: str(line).index(group)]
     if added == "++" or (added and group != "env"):
-        return f"{line}: {group} has a choice already, which this one replaces: leave out the {added}"
+        return f"{line}: {group} is in the defaults list already, so leave out the {added}"
     if isinstance(value, list) and group not in SEVERAL:
         points = f"; one run for each is -m {group}={','.join(map(str, value))}" if len(value) > 1 else ""
         return f"{line} is a list, and {group} takes one choice, e.g. {group}={value[0] if value else 'NAME'}{points}"
@@ -282,7 +282,7 @@ def _drop_repeated(judged: Sequence[ConfigProblem], said: Sequence[ConfigProblem
     return [problem for problem in judged if problem.path not in paths and problem.path.partition(".")[0] not in paths]
 
 
-def _hidden_presets(places: Places) -> Iterator[ConfigProblem]:
+def _find_hidden_presets(places: Places) -> Iterator[ConfigProblem]:
     for group in GROUPS:
         for name, found in places.presets(group).items():
             if len(found) > 1:

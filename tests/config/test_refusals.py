@@ -133,9 +133,9 @@ ENV_CHOOSES = "env=[countdown] chooses environments, and environments.countdown 
             "environments.hendrycks_math.kwargs.tools={a:1} has a list where environments.hendrycks_math.kwargs.tools has "
             "names with values, or these where it has a list",
         ),
-        ("+experiment=fake", "+experiment=fake: experiment has a choice already, which this one replaces: leave out the +"),
-        ("+model=qwen3-4b", "+model=qwen3-4b: model has a choice already, which this one replaces: leave out the +"),
-        ("++algorithm=cispo", "++algorithm=cispo: algorithm has a choice already, which this one replaces: leave out the ++"),
+        ("+experiment=fake", "+experiment=fake: experiment is in the defaults list already, so leave out the +"),
+        ("+model=qwen3-4b", "+model=qwen3-4b: model is in the defaults list already, so leave out the +"),
+        ("++algorithm=cispo", "++algorithm=cispo: algorithm is in the defaults list already, so leave out the ++"),
     ],
 )
 def test_a_list_in_place_of_names_and_a_plus_too_many_are_sentences(override: str, sentence: str):
