@@ -1,7 +1,7 @@
 """How an attempt of a run is made to begin at a checkpoint: which one, and what is put into the run directory for it.
 
 Owns `resume.json` and `lineage.json` of an attempt; the processes read them. Refuses to start anything, and to judge settings
-(telescope/config/continuing.py).
+(telescope/config/resume.py).
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from telescope.cli.start import find_obstacles, make_plan_here
 from telescope.compose.load import Point, UsageError, load_points, places_for
 from telescope.config.models import hub_problem
 from telescope.config.run import RunConfig, config_hash
-from telescope.config.words import ConfigError, Problem
+from telescope.config.words import ConfigError, ConfigProblem
 
 OK, CONFIG_ERROR, USAGE = 0, 1, 2
 
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     return CONFIG_ERROR if wrong else OK
 
 
-def judged(point: Point, hub: Callable[[str], Problem | None]) -> tuple[bool, str]:
+def judged(point: Point, hub: Callable[[str], ConfigProblem | None]) -> tuple[bool, str]:
     """Whether the point is a run that has its place, and what is to be said of it."""
     if point.config is None or point.problems:
         return False, str(ConfigError(point.problems))

@@ -19,7 +19,6 @@ from telescope.cli.start import (
     CONFIG_ERROR,
     OK,
     RunOrder,
-    as_text,
     find_obstacles,
     join_run,
     make_plan_here,
@@ -47,22 +46,28 @@ class _OneLineParser(argparse.ArgumentParser):
     """argparse whose complaint is one sentence on stderr."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(USAGE, f"telescope.run: {message}; --help says what there is\n")
+        self.exit(USAGE, f"telescope.run: {message}; --help says what there is, --hydra-help what of Hydra\n")
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = _OneLineParser(prog="telescope.run", add_help=False, allow_abbrev=False)
     parser.add_argument("-h", "--help", action="store_true")
-    parser.add_argument("-c", "--cfg", choices=["job"])
+    parser.add_argument("--hydra-help", action="store_true")
+    parser.add_argument("--version", action="store_true")
+    parser.add_argument("-c", "--cfg", choices=["job", "hydra", "all"])
+    parser.add_argument("-p", "--package")
     parser.add_argument("--resolve", action="store_true")
+    parser.add_argument("-i", "--info", nargs="?", const="all", metavar="TOPIC")
     parser.add_argument("-cd", "--config-dir")
     parser.add_argument("-m", "--multirun", action="store_true")
     parser.add_argument("--objective")
     parser.add_argument("--new-key", metavar="FILE")
     parser.add_argument("overrides", nargs="*")
     parsed = parser.parse_intermixed_args(list(arguments))
-    if parsed.resolve and not parsed.cfg:
+    if parsed.resolve and parsed.cfg != "job":
         parser.error("--resolve goes with --cfg job")
+    if parsed.package and not parsed.cfg:
+        parser.error("--package goes with --cfg: it names the part that is printed, e.g. trainer")
     if parsed.objective and not parsed.multirun:
         parser.error("--objective goes with -m: it names the number of summary.json that the sweep is about")
     return parsed
@@ -74,28 +79,26 @@ def main(arguments: Sequence[str]) -> int:
     if asked.new_key:
         return new_key(Path(asked.new_key))
     from telescope.compose.load import UsageError, load_points, places_for
-    from telescope.compose.sweeper import wants_sweeper
+    from telescope.compose.sweeper import has_sweeper
 
     try:
         places = places_for(asked.config_dir)
-        if asked.help:
-            from telescope.compose.help import help_text
-
-            sys.stdout.write(help_text(places))
+        if asked.help or asked.hydra_help or asked.version:
+            sys.stdout.write(_about(asked, places))
             return OK
-        if asked.multirun and wants_sweeper(asked.overrides):
+        if asked.multirun and has_sweeper(asked.overrides):
             return _search(asked, places, arguments)
         points = load_points(asked.overrides, places, os.environ, sweep=asked.multirun)
-        sweep = _sweep(asked) if len(points) > 1 and not asked.cfg else None
+        if any(point.problems for point in points):
+            say(_refusal(points))
+            return CONFIG_ERROR
+        if asked.cfg or asked.info:
+            _show(asked, points, places)
+            return OK
+        sweep = _sweep(asked) if len(points) > 1 else None
     except UsageError as error:
         say(f"telescope.run: {error}")
         return USAGE
-    if any(point.problems for point in points):
-        say(_refusal(points))
-        return CONFIG_ERROR
-    if asked.cfg:
-        _show(points, resolved=asked.resolve)
-        return OK
     code = _run_all(points, arguments, sweep)
     if sweep is not None and sweep.results:
         say(sweep.table())
@@ -105,7 +108,7 @@ def main(arguments: Sequence[str]) -> int:
 def _search(asked: argparse.Namespace, places: Places, arguments: Sequence[str]) -> int:
     """A sweep whose points one of Hydra's sweepers chooses, batch by batch. Raises `UsageError`."""
     from telescope.compose.load import UsageError
-    from telescope.compose.sweeper import PointFailed, Refused, Stopped, search
+    from telescope.compose.sweeper import InvalidPoints, PointFailed, SweepStopped, search
 
     if asked.cfg:
         raise UsageError("--cfg shows points that are known; those of hydra/sweeper are chosen while the sweep goes on")
@@ -121,29 +124,53 @@ def _search(asked: argparse.Namespace, places: Places, arguments: Sequence[str])
         code = _run_all(points, arguments, sweep) or code
         results = sweep.results[done:]
         if len(results) < len(points) or code in BY_SIGNAL:
-            raise Stopped
+            raise SweepStopped
         return [None if result.failed else result.value for result in results]
 
     try:
         search(asked.overrides, places, os.environ, sweep.folder, launch)
-    except Refused as refused:
+    except InvalidPoints as refused:
         say(_refusal(refused.points))
         return CONFIG_ERROR
     except PointFailed as error:
         say(f"{error}; this sweeper ends with it.")
-    except Stopped:
+    except SweepStopped:
         say("The sweep ends here.")
     if sweep.results:
         say(sweep.table())
     return code
 
 
-def _show(points: Sequence[Point], resolved: bool) -> None:
-    from telescope.compose.load import as_yaml
+def _show(asked: argparse.Namespace, points: Sequence[Point], places: Places) -> None:
+    """Raises `UsageError` where what is asked for is not there."""
+    from telescope.compose.load import UsageError
+    from telescope.compose.show import TOPICS, show_configurations, show_info
 
-    for point in points:
-        text = as_text(point.config) if resolved and point.config is not None else as_yaml(point)
-        sys.stdout.write(text if len(points) == 1 else f"# {' '.join(point.overrides)}\n{text}---\n")
+    if asked.cfg:
+        show_configurations(points, places, asked.cfg, asked.package, asked.resolve)
+    elif asked.info not in TOPICS:
+        raise UsageError(f"--info={asked.info}: give it last, or with one of {', '.join(TOPICS)}")
+    elif len(points) > 1:
+        raise UsageError(f"--info tells of one configuration, and these are {len(points)}: leave out -m")
+    else:
+        show_info(points[0], places, asked.info)
+
+
+def _about(asked: argparse.Namespace, places: Places) -> str:
+    """The text of `--help`, `--hydra-help` or `--version`."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    from telescope.compose.help import help_text, hydra_help_text
+
+    if asked.help:
+        return help_text(places)
+    if asked.hydra_help:
+        return hydra_help_text(places, version("hydra-core"))
+    try:
+        own = version("telescope-rl")
+    except PackageNotFoundError:
+        own = "from a checkout that is not installed"
+    return f"Telescope {own}, Hydra {version('hydra-core')}\n"
 
 
 def _refusal(points: Sequence[Point]) -> str:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from telescope._launch.plan import Plan
     from telescope._launch.standing import Standing
     from telescope.config.run import RunConfig
-    from telescope.config.words import Problem
+    from telescope.config.words import ConfigProblem
     from telescope.runlog.layout import RunDirectory
 
 OK, CONFIG_ERROR = DONE, ERROR
@@ -86,7 +86,7 @@ def make_plan_here(config: RunConfig) -> tuple[Standing, Plan | None]:
     return found, make_plan(config, (this_host(),)) if found.nodes == 1 else None
 
 
-def find_obstacles(config: RunConfig, plan: Plan | None, hub: Callable[[str], Problem | None]) -> list[str]:
+def find_obstacles(config: RunConfig, plan: Plan | None, hub: Callable[[str], ConfigProblem | None]) -> list[str]:
     """Why a run of that plan would not start on this machine, though its configuration is right: sentences with the remedy. Of
     several hosts that have yet to meet the head asks once more. `hub`: `hub_problem`, cached where there are many points."""
     from telescope._launch.obstacles import obstacles
@@ -237,7 +237,7 @@ def _resume_directory(path: Path, order: RunOrder, until_held: ExitStack) -> Run
     """The directory of an earlier run, ready for another attempt that begins at a checkpoint, and nobody else's until
     `until_held` ends. On Slurm the job itself sees to it when it starts. Raises `CannotResume` and OSError."""
     from telescope._launch import resuming
-    from telescope.config.continuing import refusals, remarks
+    from telescope.config.resume import find_obstacles_to_resume, remark_on_resume
     from telescope.config.run import as_json, config_hash
     from telescope.runlog import http_key
     from telescope.runlog.ending import read_object
@@ -248,7 +248,7 @@ def _resume_directory(path: Path, order: RunOrder, until_held: ExitStack) -> Run
     if not directory.run_json.exists():
         raise resuming.CannotResume(f"run_dir={path} is no run directory, and checkpoint.resume goes on in one: name another")
     before, here = read_object(directory.config_json), as_json(config)
-    problems = refusals(before, here)
+    problems = find_obstacles_to_resume(before, here)
     if problems:
         raise resuming.CannotResume("\n".join(problems))
     until_held.enter_context(resuming.alone(directory))
@@ -259,7 +259,7 @@ def _resume_directory(path: Path, order: RunOrder, until_held: ExitStack) -> Run
         raise resuming.CannotResume(f"checkpoint.resume={asked}: a job takes the latest checkpoint; set checkpoint.resume=true")
     whole = resuming.latest(directory, config) if order.by_itself else None
     source = whole or resuming.origin(directory, config, None if asked is True else asked)
-    for remark in remarks(before, here, source.step):
+    for remark in remark_on_resume(before, here, source.step):
         _log.warning("Warning: %s", remark)
     if config.inference.makes_http_key:
         http_key.make(directory)
@@ -301,22 +301,13 @@ def write_down(directory: RunDirectory, order: RunOrder) -> None:
 
 
 def _write_settings(directory: RunDirectory, order: RunOrder) -> None:
-    from telescope.config.run import dump_run
+    from telescope.config.run import as_yaml, dump_run
     from telescope.runlog.layout import write_atomically
 
     command = shlex.join(["python", "-m", "telescope.run", *order.arguments])
     write_atomically(directory.config_json, dump_run(order.config), mode=0o600)
-    write_atomically(directory.config_yaml, as_text(order.config), mode=0o600)
+    write_atomically(directory.config_yaml, as_yaml(order.config), mode=0o600)
     write_atomically(directory.cmdline, f"{command}\n", mode=0o600)
-
-
-def as_text(config: RunConfig) -> str:
-    import yaml
-
-    from telescope.config.run import as_json, config_hash
-
-    text: str = yaml.safe_dump(as_json(config), sort_keys=False, allow_unicode=True)
-    return f"# hash {config_hash(config)}\n{text}"
 
 
 def new_key(path: Path) -> int:

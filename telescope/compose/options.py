@@ -76,6 +76,18 @@ class Places:
         from_python = plugins.find_others(kind, self.plugin_path) if kind is not None else {}
         return sorted({*from_python, *self.presets(group)})
 
+    def offers(self, group: str, name: str) -> bool:
+        """Whether this may be chosen: one of the options, or a Python file of ours whose preset was not written yet."""
+        kind = PLUGIN_GROUPS.get(group)
+        if kind is None or name in self.options(group):
+            return name in self.options(group)
+        try:
+            return name in plugins.files(kind) and bool(plugins.load(kind, name))
+        except plugins.NotAPlugin:
+            return False
+        except plugins.PluginError:
+            return True
+
 
 def defaults_of(settings: type[Settings], without: Sequence[str] = ()) -> dict[str, Any]:
     """The class defaults as plain values; `???` for a setting that must be given, nested settings as nested dicts."""

@@ -6,21 +6,18 @@ has no preset. A preset of `env` makes an environment of its own name: what it b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
-import yaml
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from telescope.compose.options import CHOSEN_PARTS, GROUPS, HIDDEN_GROUPS, PLUGIN_GROUPS, Places, part_defaults, plugin_defaults
+from telescope.compose.options import CHOSEN_PARTS, PLUGIN_GROUPS, Places, part_defaults, plugin_defaults
 from telescope.config import plugins
-from telescope.config.words import Problem
 
 
 def search_path(places: Places) -> str:
@@ -99,39 +96,3 @@ def _as_environment(found: ConfigResult, name: str) -> ConfigResult:
 
 def _placed_here(entry: Any) -> Any:
     return f"{entry}@_here_" if isinstance(entry, str) and entry != "_self_" and "@" not in entry else entry
-
-
-def preset_problems(group: str, file: Path) -> Iterator[Problem]:
-    """What keeps one preset from being composed. An invalid YAML is left to Hydra, which names line and column."""
-    try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except UnicodeDecodeError:
-        yield Problem(group, _not_text(file))
-    except OSError as error:
-        yield Problem(group, f"{file} can't be read: {error.strerror}")
-    except yaml.YAMLError:
-        return
-    else:
-        if content is None:
-            yield Problem(group, f"{file} is empty: a preset holds settings, such as seed: 1, or a list of defaults")
-        elif not isinstance(content, dict):
-            kind = "a list" if isinstance(content, list) else "a single value"
-            yield Problem(group, f"{file} holds {kind}: a preset holds settings, each as name: value")
-
-
-def unreadable_presets(places: Places) -> list[Problem]:
-    """Those that are no text, of all groups: one may have been chosen by another preset."""
-    files = [(group, file) for group in (*GROUPS, *HIDDEN_GROUPS) for found in places.presets(group).values() for file in found]
-    return [Problem(group, _not_text(file)) for group, file in files if not _is_text(file)]
-
-
-def _is_text(file: Path) -> bool:
-    try:
-        file.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
-def _not_text(file: Path) -> str:
-    return f"{file} is not text in UTF-8: save it as UTF-8"

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from telescope.config import masters
 from telescope.config.models import attention_heads, layers
 from telescope.config.parts import WeightSyncSettings
+from telescope.config.precision import refuse_training_dtype, warn_of_training_dtype
 from telescope.config.run import RunConfig
 
 MOST_LANES = 1_000_000
@@ -39,7 +39,7 @@ def conflicts(config: RunConfig) -> list[Conflict]:
         *_hosts(config),
         *_without_effect(config),
         *_weights(config),
-        *_masters(config),
+        *_training_dtype(config),
         *_backend(config),
         *_shared_rows(config),
         *_checkpoints(config),
@@ -354,8 +354,8 @@ def _weights(config: RunConfig) -> Iterator[Conflict]:
         )
 
 
-def _masters(config: RunConfig) -> Iterator[Conflict]:
-    if sentence := masters.refusal(config):
+def _training_dtype(config: RunConfig) -> Iterator[Conflict]:
+    if sentence := refuse_training_dtype(config):
         yield Conflict(("model.dtype", "model.lora"), sentence)
 
 
@@ -426,7 +426,7 @@ def warnings(config: RunConfig) -> list[str]:
     found = config.algorithm.warnings(asynchronous=asynchronous, updates=config.trainer.updates_per_step)
     if config.trainer.learning_rate == 0:
         found = [*found, "trainer.learning_rate=0: the weights will not change"]
-    if sentence := masters.warning(config):
+    if sentence := warn_of_training_dtype(config):
         found = [*found, sentence]
     if config.inference.quantization is not None and not getattr(config.algorithm, "all_corrections", ()):
         found = [

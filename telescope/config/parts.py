@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from telescope.config.cluster import ClusterSettings as ClusterSettings
-from telescope.config.secrets import referenced
+from telescope.config.secrets import parse_reference
 from telescope.config.words import typed
 from telescope.flow.curriculum import PassRatePool, PassRateRules
 from telescope.maths.support import Support
@@ -53,8 +53,9 @@ class ModelSettings(Settings):
     def _template_is_jinja(cls, chat_template: str | None) -> str | None:
         if chat_template is not None and "{{" not in chat_template and "{%" not in chat_template:
             raise ValueError(
-                f"model.chat_template={typed(chat_template)} is no Jinja template, and every prompt would be this text: give "
-                "the template itself, not a file's path (in a preset of your own as `chat_template: |` with the text below)"
+                f"model.chat_template={typed(chat_template)} is not a Jinja template, and every prompt would be this text: "
+                "give the template itself, not a file's path (in a preset of your own as `chat_template: |` with the text "
+                "below)"
             )
         return chat_template
 
@@ -315,7 +316,7 @@ class InferenceSettings(Settings):
     @field_validator("api_key")
     @classmethod
     def _key_is_a_reference(cls, api_key: str | None) -> str | None:
-        if api_key is not None and referenced(api_key) is None:
+        if api_key is not None and parse_reference(api_key) is None:
             raise ValueError(
                 "inference.api_key must not stand in a configuration: put it into an environment variable and give "
                 "inference.api_key='${oc.env:VLLM_API_KEY}'"

@@ -206,7 +206,9 @@ def _class_of(kind: Kind[S], plugin: PluginFile) -> type[S]:
     if plugin.module.startswith(f"{kind.package}."):
         leaves = [value for value in leaves if not kind.is_helper(value)]
     if not leaves:
-        raise NotAPlugin(f"{plugin.place} defines no class derived from {kind.base.__name__}, so it is no {kind.word}")
+        raise NotAPlugin(
+            f"{plugin.place} defines no class derived from {kind.base.__name__}, so it is not one of the {kind.folder}"
+        )
     if len(leaves) > 1:
         names = ", ".join(leaf.__name__ for leaf in leaves)
         raise PluginError(f"{plugin.place} defines several {kind.base.__name__} classes ({names}): keep one a file")
@@ -233,7 +235,7 @@ def lacking(requires: Sequence[str], place: str) -> dict[str, str]:
             requirement = Requirement(text)
         except InvalidRequirement as error:
             why = str(error).partition("\n")[0]
-            raise PluginError(f"{place} requires {text!r}, which is no requirement that pip takes: {why}") from error
+            raise PluginError(f"{place} requires {text!r}, which is not a requirement that pip takes: {why}") from error
         if requirement.marker is not None and not requirement.marker.evaluate():
             continue
         there = _installed_version(requirement.name)

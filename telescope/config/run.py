@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+import yaml
 from pydantic import (
     BaseModel,
     Field,
@@ -225,6 +226,12 @@ def _hash_of(settings: Mapping[str, Any]) -> str:
 def dump_run(config: RunConfig) -> str:
     """The text of a run's config.json: its hash, then every setting."""
     return json.dumps({"format": FORMAT, "config_hash": config_hash(config), **as_json(config)}, indent=2) + "\n"
+
+
+def as_yaml(config: RunConfig) -> str:
+    """The same for people: its hash in a comment, then every setting."""
+    text: str = yaml.safe_dump(as_json(config), sort_keys=False, allow_unicode=True)
+    return f"# hash {config_hash(config)}\n{text}"
 
 
 def load_run(path: Path) -> RunConfig:

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from telescope.config import plugins
 from telescope.config.checks import conflicts
 from telescope.config.run import RunConfig
-from telescope.config.words import Problem, allowed_values, bare_type, did_you_mean, in_words, nearest, typed
+from telescope.config.words import ConfigProblem, allowed_values, bare_type, did_you_mean, in_words, nearest, typed
 from telescope.settings import Settings
 
 Place = tuple[str | int, ...]
@@ -28,6 +28,7 @@ _BOUNDS = {
     "less_than": ("lt", "below"),
     "less_than_equal": ("le", "at most"),
 }
+_CHOSEN_BY_ENV = ": env=[countdown] chooses environments, and environments.countdown holds the settings of one"
 ELSEWHERE = 0.75
 """How much alike names must be where one stands in another section: `nope` is not meant to be cluster.nodes."""
 _LENGTHS = {
@@ -51,7 +52,7 @@ class Mistake:
         return ".".join(map(str, self.place))
 
 
-def validate(container: Mapping[str, Any]) -> tuple[RunConfig | None, list[Problem]]:
+def validate(container: Mapping[str, Any]) -> tuple[RunConfig | None, list[ConfigProblem]]:
     """The configuration, or None and all its problems. `container` holds plain JSON values."""
     rest = copy.deepcopy(dict(container))
     mistakes: list[Mistake] = []
@@ -60,20 +61,20 @@ def validate(container: Mapping[str, Any]) -> tuple[RunConfig | None, list[Probl
             config = RunConfig.model_validate_json(json.dumps(rest), strict=True)
         except ValidationError as error:
             found = explain(error, rest)
-            said = {mistake.path for mistake in mistakes}  # what was set aside is missing now, and that is no second mistake
+            said = {mistake.path for mistake in mistakes}  # what was set aside is missing now, which is not a second mistake
             mistakes += [mistake for mistake in found if not (mistake.kind == "missing" and mistake.path in said)]
             if not _set_aside(rest, found):
                 return None, _problems(mistakes)
         else:
             wrong = {mistake.path for mistake in mistakes}
-            impossible = [Problem(c.paths[0], c.sentence) for c in conflicts(config) if not wrong.intersection(c.paths)]
+            impossible = [ConfigProblem(c.paths[0], c.sentence) for c in conflicts(config) if not wrong.intersection(c.paths)]
             problems = [*_problems(mistakes), *impossible]
             return (None if problems else config), problems
     return None, _problems(mistakes)
 
 
-def _problems(mistakes: Sequence[Mistake]) -> list[Problem]:
-    return list(dict.fromkeys(Problem(mistake.path, mistake.sentence) for mistake in mistakes))
+def _problems(mistakes: Sequence[Mistake]) -> list[ConfigProblem]:
+    return list(dict.fromkeys(ConfigProblem(mistake.path, mistake.sentence) for mistake in mistakes))
 
 
 def _set_aside(rest: dict[str, Any], mistakes: Sequence[Mistake]) -> bool:
@@ -95,6 +96,22 @@ def _set_aside(rest: dict[str, Any], mistakes: Sequence[Mistake]) -> bool:
 def explain(error: ValidationError, root: Mapping[str, Any]) -> list[Mistake]:
     """All mistakes that made `RunConfig` refuse the container `root`."""
     return list(_mistakes(error, RunConfig, (), root))
+
+
+def misplaced_containers(values: Any, annotation: Any = RunConfig, place: Place = ()) -> Iterator[ConfigProblem]:
+    """Lists where settings have names, and the other way round, in a part of a container: what can't be merged."""
+    inner, path = bare_type(annotation), ".".join(map(str, place))
+    is_section, is_list = isinstance(inner, type) and issubclass(inner, Settings), get_origin(inner) in (tuple, list)
+    named = is_section or get_origin(inner) is dict
+    if (named and isinstance(values, list)) or (is_list and isinstance(values, Mapping)):
+        more = _CHOSEN_BY_ENV if path == "environments" else ""
+        yield ConfigProblem(path, f"{path}={typed(values)} must be {in_words(annotation)}{more}")
+    elif is_section and isinstance(values, Mapping):
+        for name, field in inner.model_fields.items():
+            yield from misplaced_containers(values.get(name), field.annotation, (*place, name))
+    elif named and isinstance(values, Mapping):
+        for name, value in values.items():
+            yield from misplaced_containers(value, get_args(inner)[1], (*place, name))
 
 
 def must_be_given(path: str) -> str:

@@ -25,8 +25,8 @@ _WORDS: dict[Any, str] = {
 
 
 @dataclass(frozen=True)
-class Problem:
-    """One mistake: `Problem("trainer.learning_rate", "trainer.learning_rate='fast' must be a number")`."""
+class ConfigProblem:
+    """One mistake: `ConfigProblem("trainer.learning_rate", "trainer.learning_rate='fast' must be a number")`."""
 
     path: str
     sentence: str
@@ -35,7 +35,7 @@ class Problem:
 class ConfigError(ValueError):
     """All mistakes of a configuration, listed at once."""
 
-    def __init__(self, problems: Iterable[Problem]) -> None:
+    def __init__(self, problems: Iterable[ConfigProblem]) -> None:
         self.problems = tuple(dict.fromkeys(problems))
         count = len(self.problems)
         opening = "The configuration has a mistake" if count == 1 else f"The configuration has {count} mistakes"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+import hydra
 import pytest
 import yaml
 
@@ -99,6 +100,43 @@ def test_cfg_job_with_resolve_prints_what_the_processes_would_get(telescope, tmp
     assert yaml.safe_load(shown.stdout)["environments"]["countdown"]["kwargs"] == config.environments["countdown"].kwargs
 
 
+def test_cfg_shows_hydras_own_configuration_or_both(telescope):
+    own = yaml.safe_load(telescope("--cfg", "hydra", "seed=3").stdout)
+    assert list(own) == ["hydra"]
+    assert "++seed=3" in own["hydra"]["overrides"]["task"]
+    both = yaml.safe_load(telescope("--cfg", "all", "seed=3").stdout)
+    assert (both["seed"], both["hydra"]["job"]["config_name"]) == (3, "run")
+
+
+def test_package_shows_a_part(telescope):
+    shown = telescope("--cfg", "job", "--package", "trainer", "trainer.grad_clip=2")
+    assert shown.stdout.startswith("# @package trainer\nlearning_rate: 0.00015\n")
+    assert yaml.safe_load(shown.stdout)["grad_clip"] == 2
+    assert telescope("--cfg", "job", "-p", "seed").stdout == "# @package seed\n0\n"
+    resolved = telescope("--cfg", "job", "--resolve", "--package", "environments.countdown", "env=countdown")
+    assert yaml.safe_load(resolved.stdout)["name"] == "countdown"
+    assert telescope("--cfg", "hydra", "--package", "hydra.job").stdout.startswith("# @package hydra.job\n")
+    assert telescope("--cfg", "job", "--package", "_global_").stdout == telescope("--cfg", "job").stdout
+
+
+def test_info_tells_how_a_configuration_comes_about(telescope):
+    defaults = telescope("--info", "defaults", "algorithm=cispo")
+    assert defaults.returncode == 0
+    assert "| algorithm/cispo " in defaults.stdout
+    assert f"telescope://{ROOT / 'conf'}" in telescope("--info", "searchpath").stdout
+    assert "model_backend: tiny_fsdp" in telescope("--info", "defaults-tree").stdout
+    whole = telescope("algorithm=sapo", "--info").stdout
+    for part in ("Installed Hydra Plugins", "Config search path", "Defaults Tree", "sapo_tau_neg: 1.05"):
+        assert part in whole
+
+
+def test_version_and_what_of_hydra_works(telescope):
+    assert f"Hydra {hydra.__version__}" in telescope("--version").stdout
+    text = telescope("--hydra-help").stdout
+    for word in ("--info", "--package", "hydra.launcher", "cluster=slurm", "--config-name", str(ROOT / "conf")):
+        assert word in text
+
+
 def test_all_mistakes_are_on_stderr_and_nothing_is_started(telescope, tmp_path):
     shown = telescope("trainer.learning_rat=1", "seed=x")
     assert shown.returncode == 1
@@ -113,7 +151,12 @@ def test_all_mistakes_are_on_stderr_and_nothing_is_started(telescope, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["algorithm=["], ["--nonsense"], ["seed=1,2"], ["--config-dir", "nowhere"], ["--resolve"]]
+    "arguments",
+    [
+        *(["algorithm=["], ["--nonsense"], ["seed=1,2"], ["--config-dir", "nowhere"], ["--resolve"]),
+        *(["--cfg", "hydra", "--resolve"], ["--package", "trainer"], ["--cfg", "job", "--package", "trainr"]),
+        *(["--info", "nothing"], ["--info", "defaults", "-m", "seed=1,2"], ["hydra/launcher=submitit_slurm"]),
+    ],
 )
 def test_wrong_usage_is_one_sentence_and_exit_code_2(telescope, tmp_path, arguments):
     shown = telescope(*arguments)

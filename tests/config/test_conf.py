@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,8 @@ import yaml
 from omegaconf import OmegaConf
 
 from telescope.compose.load import load_points, places_for
-from telescope.compose.options import CHOSEN_PARTS, GROUPS, PLUGIN_GROUPS
+from telescope.compose.options import CHOSEN_PARTS, GROUPS, PLUGIN_GROUPS, Places
+from tests.config.conftest import write
 
 ROOT = Path(__file__).parents[2]
 CONF = ROOT / "conf"
@@ -132,6 +134,17 @@ def test_a_new_preset_is_written_from_the_class_alone(script: ModuleType, conf: 
     assert script.outdated(conf) == {conf / "algorithm" / "sapo.yaml": (CONF / "algorithm" / "sapo.yaml").read_text()}
 
 
+def test_a_python_file_of_ours_is_a_choice_before_its_preset_is_written(conf: Path) -> None:
+    places = Places(conf)
+    for file in ("algorithm/sapo.yaml", "env/wordle.yaml"):
+        (conf / file).unlink()
+    overrides = ["algorithm=sapo", "env=[wordle,countdown]", "algorithm.sapo_tau_neg=1.5"]
+    (without,), (written,) = load_points(overrides, places, {}), load_points(overrides, places_for(None), {})
+    assert without.config == written.config is not None
+    (helper,) = load_points(["env=chat"], places, {})
+    assert "env=chat: there is no such option" in helper.problems[0].sentence
+
+
 def test_every_preset_is_the_same_to_any_reader_of_yaml() -> None:
     """`1e-6` is a text to PyYAML and a number to OmegaConf."""
     for file in CONF.rglob("*.yaml"):
@@ -155,3 +168,24 @@ def test_hydra_alone_composes_every_choice_as_we_do() -> None:
         (point,) = load_points(overrides, places, {})
         assert theirs == OmegaConf.to_container(point.composed), overrides
         assert list(theirs) == list(point.composed)
+
+
+def test_the_examples_of_the_documentation_work(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "hydra.md").read_text()
+    blocks = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    named = {found[1]: block for block in blocks if (found := re.search(r"# (mine/\S+)", block))}
+    assert sorted(named) == ["mine/algorithm/careful.yaml", "mine/env/hard.yaml", "mine/experiment/first.yaml"]
+    for name, block in named.items():
+        write(tmp_path / name, block)
+    write(tmp_path / "mine" / "env" / "hard_for_hydra.yaml", blocks[-1].replace("environments.hard", "environments.harder"))
+    mine = places_for(str(tmp_path / "mine"))
+    (point,) = load_points(["experiment=first", "algorithm=careful", "+env=hard_for_hydra"], mine, {})
+    assert point.config is not None
+    assert point.config.trainer.learning_rate == 2e-6
+    assert point.config.algorithm.model_dump()["clip_high"] == 0.2
+    weights = {name: (entry.weight, entry.kwargs["max_number"]) for name, entry in point.config.environments.items()}
+    assert weights == {"countdown": (1.0, 9), "hard": (2.0, 20), "harder": (1.0, 20)}
+    (python,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    code = python.replace("/path/to/telescope/conf", str(CONF))
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60, cwd=tmp_path)
+    assert told.stdout == "1.0\n"

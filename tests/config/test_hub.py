@@ -62,7 +62,7 @@ def checked(folder: Path, endpoint: str, **more: str) -> str:
     [
         (200, {"X-Repo-Commit": "1" * 40, "ETag": '"1"'}, ""),
         (404, {"X-Error-Code": "RepoNotFound"}, "RepositoryNotFoundError: 404"),
-        (200, {}, "what answers is no hub"),  # a hotel's, which answers all questions
+        (200, {}, "what answers is not a hub"),  # a hotel's, which answers all questions
         (503, {}, ""),  # it says nothing of the model, and who downloads it asks again
     ],
 )

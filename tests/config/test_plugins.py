@@ -200,7 +200,9 @@ def test_a_requirement_that_pip_would_not_take_is_told_with_its_file(tmp_path):
     code = SHOP.replace("    fruit:", "    requires = ('pytest=>8',)\n    fruit:")
     file = tmp_path / "environments" / "shop.py"
     write(file, code)
-    with pytest.raises(PluginError, match=rf"'shop' in {re.escape(str(file))} requires 'pytest=>8', which is no requirement"):
+    with pytest.raises(
+        PluginError, match=rf"'shop' in {re.escape(str(file))} requires 'pytest=>8', which is not a requirement"
+    ):
         plugins.load(ENVIRONMENTS, "shop", (str(tmp_path),))
 
 

@@ -1,8 +1,8 @@
 """Every order of what two servers and a trainer rank can do during weight updates, with the real coordinator.
 
 The real `WeightCoordinator` (with its `WeightUpdate` and `GroupEpochs`) and the core's `WeightVersions` stand in a world of
-servers that take, refuse, keep silent, stay away from broadcasts, die, come back and answer late, and of a rank that hears nothing
-while it copies its state for a checkpoint. All that can follow from a state is tried, each state once.
+servers that take, refuse, keep silent, stay away from broadcasts, die, come back and answer late, and of a rank that hears
+nothing while it copies its state for a checkpoint. All that can follow from a state is tried, each state once.
 """
 
 from __future__ import annotations

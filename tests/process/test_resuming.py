@@ -17,8 +17,8 @@ from telescope._launch.slurm import batch
 from telescope._launch.standing import Standing
 from telescope.cli import start
 from telescope.cli.resume import go_on as go_on_with_settings_of
-from telescope.config.continuing import refusals, remarks
 from telescope.config.parts import TrainerSettings
+from telescope.config.resume import find_obstacles_to_resume, remark_on_resume
 from telescope.config.run import RunConfig, dump_run
 from telescope.runlog import attempts, checkpoints, http_key
 from telescope.runlog.attempts import CountedRows, Lineage, read_lineage, write_rows
@@ -294,7 +294,7 @@ def test_settings_that_change_neither_model_nor_data_may_change():
     new = config(
         number_of_steps=20, cluster={"inference_num_workers": 2}, logging={"wandb_project": "other"}, trainer={"seq_len": 8192}
     )
-    assert refusals(old, new.model_dump(mode="json")) == []
+    assert find_obstacles_to_resume(old, new.model_dump(mode="json")) == []
 
 
 @pytest.mark.parametrize(
@@ -312,7 +312,7 @@ def test_settings_that_change_neither_model_nor_data_may_change():
     ],
 )
 def test_settings_that_would_make_another_run_are_refused_with_the_setting(changes: dict[str, Any], sentence: str):
-    (said,) = refusals(config().model_dump(mode="json"), config(**changes).model_dump(mode="json"))
+    (said,) = find_obstacles_to_resume(config().model_dump(mode="json"), config(**changes).model_dump(mode="json"))
     assert said.startswith(sentence)
 
 
@@ -321,17 +321,17 @@ def test_a_schedule_that_is_spread_over_other_steps_is_told_with_both_rates():
     trainer = {"lr_scheduler": "linear", "learning_rate": 1.0}
     old = config(trainer=trainer).model_dump(mode="json")
     longer = config(trainer=trainer, number_of_steps=17).model_dump(mode="json")
-    assert remarks(old, longer, 4) == [
+    assert remark_on_resume(old, longer, 4) == [
         "number_of_steps=17 was 9, and trainer.lr_scheduler=linear is spread over all of them: step 5 runs at a rate of 0.75, "
         "and would have had 0.5"
     ]
-    assert "step 10 runs at a rate of 0.438, and would have had 0" in remarks(old, longer, 9)[0]
-    assert remarks(old, old, 4) == []
+    assert "step 10 runs at a rate of 0.438, and would have had 0" in remark_on_resume(old, longer, 9)[0]
+    assert remark_on_resume(old, old, 4) == []
     flat, longer = (config(number_of_steps=steps).model_dump(mode="json") for steps in (9, 17))
-    assert remarks(flat, longer, 4) == []
+    assert remark_on_resume(flat, longer, 4) == []
     other_rate = config(trainer={**trainer, "learning_rate": 0.5}, number_of_steps=17)
-    assert remarks(old, other_rate.model_dump(mode="json"), 4) == []
-    assert remarks({}, old, 4) == []
+    assert remark_on_resume(old, other_rate.model_dump(mode="json"), 4) == []
+    assert remark_on_resume({}, old, 4) == []
 
 
 def test_who_goes_on_is_told_of_a_schedule_that_is_spread_anew(run: RunDirectory, caplog):
@@ -488,7 +488,7 @@ def test_a_setting_that_is_younger_than_the_run_can_be_set_when_it_goes_on(run: 
 def test_another_optimiser_is_refused_also_where_it_would_begin_anew_without_a_sign():
     """A checkpoint of sgd has no moments that another optimiser could miss."""
     old, new = (config(backend={"name": "fsdp", "optimizer": kind}).model_dump(mode="json") for kind in ("sgd", "adamw"))
-    assert refusals(old, new) == [
+    assert find_obstacles_to_resume(old, new) == [
         "backend.optimizer=adamw was sgd when the run began: the checkpoint has its moments; set it back, or begin a new run"
     ]
 
@@ -496,7 +496,7 @@ def test_another_optimiser_is_refused_also_where_it_would_begin_anew_without_a_s
 @pytest.mark.parametrize(("was", "here"), [("float32", "bfloat16"), ("bfloat16", "float16"), ("float16", "bfloat16")])
 def test_weights_that_would_be_rounded_to_another_precision_are_refused(was: str, here: str):
     old, new = (config(model={"dtype": dtype, "lora": {"rank": 8}}).model_dump(mode="json") for dtype in (was, here))
-    assert refusals(old, new) == [
+    assert find_obstacles_to_resume(old, new) == [
         f"model.dtype={here} was {was} when the run began: the checkpoint's weights and moments would be rounded to it; set it "
         "back, or begin a new run"
     ]
@@ -504,6 +504,6 @@ def test_weights_that_would_be_rounded_to_another_precision_are_refused(was: str
 
 def test_a_precision_that_holds_all_that_was_saved_is_told_and_no_error():
     old, new = (config(model={"dtype": dtype}).model_dump(mode="json") for dtype in ("bfloat16", "float32"))
-    assert refusals(old, new) == []
-    assert [said.partition(":")[0] for said in remarks(old, new, 3)] == ["model.dtype=float32 was bfloat16"]
-    assert refusals(new, new) == remarks(new, new, 3) == remarks({}, new, 3) == []
+    assert find_obstacles_to_resume(old, new) == []
+    assert [said.partition(":")[0] for said in remark_on_resume(old, new, 3)] == ["model.dtype=float32 was bfloat16"]
+    assert find_obstacles_to_resume(new, new) == remark_on_resume(new, new, 3) == remark_on_resume({}, new, 3) == []

@@ -102,7 +102,7 @@ def test_every_node_has_its_own_pair_under_the_one_key() -> None:
 
 @pytest.mark.parametrize("text", ["10.0.0.1", "10.0.0.1:0", "10.0.0.1:65536", "fd00::1:80", "a b:80", "tcp://a:80"])
 def test_a_head_is_a_host_and_a_port(text: str) -> None:
-    with pytest.raises(ValueError, match=r"is no address of a host and a port, such as 10.0.0.1:29400"):
+    with pytest.raises(ValueError, match=r"is not an address of a host and a port, such as 10.0.0.1:29400"):
         split_address(text)
 
 

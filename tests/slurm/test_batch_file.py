@@ -168,7 +168,7 @@ def test_times_are_read_as_slurm_reads_them(text: str, minutes: int):
     ("wrong", "said"),
     [
         ({"time": "tomorrow"}, "must be minutes"),
-        ({"time": "0"}, "no time at all"),
+        ({"time": "0"}, "is not a time"),
         ({"time": "2", "stop_before_s": 120}, "told to stop as it starts"),
         ({"mem": "much"}, "end in K, M, G or T"),
         ({"sbatch": ("--array=1-3",)}, "the launcher writes itself"),

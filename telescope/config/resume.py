@@ -26,7 +26,7 @@ FIXED = {
 """By path, and why."""
 
 
-def refusals(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+def find_obstacles_to_resume(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Why a run with the settings `new` can't go on where one with `old` was; empty if it can."""
     found = [
         f"{path}={_said(here)} was {_said(was)} when the run began: {why}; set it back, or begin a new run"
@@ -49,7 +49,7 @@ def _rounded(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def remarks(old: Mapping[str, Any], new: Mapping[str, Any], step: int) -> list[str]:
+def remark_on_resume(old: Mapping[str, Any], new: Mapping[str, Any], step: int) -> list[str]:
     """What of a run that goes on after `step` is otherwise than one may think, though it is allowed; empty mostly."""
     return [*_schedule(old, new, step), *_widened(old, new)]
 
