@@ -58,7 +58,7 @@ def _weights(config: RunConfig, plan: Plan) -> Iterator[str]:
 
 
 def _training(config: RunConfig, plan: Plan, elsewhere: bool) -> Iterator[str]:
-    yield from config.backend.obstacles(
+    yield from config.backend.find_obstacles(
         on_gpu=plan.device == "gpu",
         capability=lambda: None if elsewhere else compute_capability(),
         model_dtype=config.model.dtype,

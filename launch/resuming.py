@@ -21,9 +21,9 @@ import msgspec
 from telescope._launch.slurm import queue
 from telescope.config.run import RunConfig
 from telescope.runlog import attempts, checkpoints, holder
+from telescope.runlog.attempts import CountedRows, Lineage, read_rows, write_lineage
 from telescope.runlog.identity import read_identity, write_identity
 from telescope.runlog.layout import RunDirectory
-from telescope.runlog.lineage import Lineage, Part, read_rows, write_lineage
 
 ROWS = "rows.json"
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -41,7 +41,7 @@ class Origin:
 
     step: int
     folder: Path
-    before: tuple[Part, ...] = ()
+    before: tuple[CountedRows, ...] = ()
 
 
 def origin(run: RunDirectory, config: RunConfig, step: int | None = None) -> Origin:
@@ -93,7 +93,7 @@ def _facts(run: RunDirectory, config: RunConfig, folder: Path) -> checkpoints.Co
     return facts
 
 
-def _rows(folder: Path) -> tuple[Part, ...]:
+def _rows(folder: Path) -> tuple[CountedRows, ...]:
     rows = checkpoints.orchestrator_part(folder) / ROWS
     try:
         return read_rows(rows)

@@ -9,6 +9,7 @@ import json
 import sys
 import textwrap
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ from pydantic.fields import FieldInfo
 
 from telescope.compose.options import MISSING, PLUGIN_GROUPS, defaults_of
 from telescope.config import plugins
-from telescope.config.explain import in_words
 from telescope.config.parts import EnvironmentEntry
 from telescope.config.run import RunConfig
 from telescope.config.slurm import SlurmGroup, SlurmSettings
+from telescope.config.words import in_words
+from telescope.environments.sandboxes.pool import SandboxSettings
 from telescope.settings import Settings
 
 FOLDER = ROOT / "docs" / "settings"
@@ -44,6 +46,7 @@ ABOUT = {
     "cluster": "How many processes run, and on which hosts. `cluster=NAME` chooses.",
     "logging": "What is kept and shown, and Weights & Biases.",
     "environments": "What is trained on. `env=[NAME, …]` makes an entry `environments.NAME`; `kwargs` are its own settings.",
+    "sandbox": "Where programs run that a model wrote: `sandbox` among the settings of an environment that runs some.",
 }
 """What each page says first, in the order of the tree."""
 
@@ -90,6 +93,8 @@ def _sections() -> dict[str, list[str]]:
     ]
     entry = _table("environments.&lt;name&gt;", EnvironmentEntry, "environments.<name>.")
     found["environments"] = [entry, *_plugin_tables("env", PLUGIN_GROUPS["env"], "environments.<name>.kwargs")]
+    shared = _table("sandbox", SandboxSettings, "sandbox.")
+    found["sandbox"] = [shared, *_plugin_tables("sandbox.provider", plugins.SANDBOXES, "sandbox")]
     return found
 
 
@@ -135,6 +140,7 @@ def meanings(settings: type[Settings]) -> dict[str, str]:
     return found
 
 
+@cache
 def _docstrings(cls: type[Settings]) -> dict[str, str]:
     (defined,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(defined, ast.ClassDef)

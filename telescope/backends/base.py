@@ -199,7 +199,7 @@ class BackendSettings(Settings):
         the model: at the command line where its config.json lies here, in planning, else at a rank's start."""
         yield from ()
 
-    def obstacles(
+    def find_obstacles(
         self, *, on_gpu: bool, capability: Callable[[], int | None], model_dtype: str, elsewhere: bool
     ) -> Iterator[str]:
         """What of these settings `build` would refuse where the ranks are to run: sentences with the remedy, without torch.

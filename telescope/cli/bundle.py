@@ -214,14 +214,14 @@ def build_own(source: Path, wheels: Path) -> Path:
 
 def pack(files: Sequence[Path], out: Path, part_bytes: int) -> list[str]:
     """One tar of the files, cut into `wheels.tar.00000`, `.00001`, … of at most `part_bytes`. Gives the names of the parts."""
-    writer = _Parts(out, part_bytes)
+    writer = _BundleParts(out, part_bytes)
     with writer, tarfile.open(fileobj=writer, mode="w|") as archive:  # type: ignore[call-overload]
         for path in files:
             archive.add(path, arcname=f"wheels/{path.name}")
     return writer.names
 
 
-class _Parts:
+class _BundleParts:
     """A file to write to that becomes several."""
 
     def __init__(self, folder: Path, part_bytes: int) -> None:
@@ -229,7 +229,7 @@ class _Parts:
         self._file = open(os.devnull, "wb")  # noqa: SIM115 closed when the first part begins
         self.names: list[str] = []
 
-    def __enter__(self) -> _Parts:
+    def __enter__(self) -> _BundleParts:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from telescope._launch.plan import PlanError, shared_gpus
 from telescope._launch.slurm.submit import SubmitRefused, refuse
-from telescope.cli.start import obstacles_here, planned
+from telescope.cli.start import find_obstacles, make_plan_here
 from telescope.compose.load import Point, UsageError, load_points, places_for
 from telescope.config.models import hub_problem
 from telescope.config.run import RunConfig, config_hash
@@ -51,12 +51,12 @@ def judged(point: Point, hub: Callable[[str], Problem | None]) -> tuple[bool, st
     if point.config is None or point.problems:
         return False, str(ConfigError(point.problems))
     try:
-        _, plan = planned(point.config)
+        _, plan = make_plan_here(point.config)
     except PlanError as error:
         return False, str(error)
     warnings = [*point.warnings, *filter(None, (shared_gpus(plan) if plan else "",))]
     said = [f"  Warning: {warning}" for warning in warnings]
-    refused = [*_unsubmitted(point.config), *obstacles_here(point.config, plan, hub)]
+    refused = [*_unsubmitted(point.config), *find_obstacles(point.config, plan, hub)]
     said += [f"  Here telescope.run would refuse it: {sentence}" for sentence in refused]
     return True, "\n".join(["valid, hash " + config_hash(point.config), *said])
 

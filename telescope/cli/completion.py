@@ -85,7 +85,7 @@ def _environments() -> Iterator[str]:
 def _overrides(word: str) -> Iterator[str]:
     from telescope.compose.load import places_for
     from telescope.compose.options import GROUPS
-    from telescope.config.explain import setting_paths
+    from telescope.config.validate import setting_paths
 
     places = places_for(None)
     group, equals, value = word.partition("=")

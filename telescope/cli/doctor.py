@@ -35,7 +35,7 @@ SAMPLES = 32
 
 
 @dataclass(frozen=True)
-class Parity:
+class LogprobParity:
     """Trainer minus server over all sampled tokens, in nats."""
 
     tokens: int
@@ -141,7 +141,7 @@ def weights(config: RunConfig, samples: int) -> int:
     return AGREE if found.agree else DISAGREE
 
 
-def check_logprobs(configs: Sequence[RunConfig], samples: int) -> list[Parity]:
+def check_logprobs(configs: Sequence[RunConfig], samples: int) -> list[LogprobParity]:
     """Sample, then score the same tokens, at the temperature of each: one engine answers for all. Raises what engine and
     backend raise."""
     from telescope._launch.local import this_host
@@ -231,13 +231,13 @@ def score(shard: TrainShard, config: RunConfig, device: str) -> np.ndarray:
         backend.close()
 
 
-def compare(shard: TrainShard, trainer: np.ndarray, limit: float) -> Parity:
+def compare(shard: TrainShard, trainer: np.ndarray, limit: float) -> LogprobParity:
     sampled = shard.mask.astype(bool)
     difference = (trainer - shard.logprobs)[sampled].astype(np.float64)
     if not np.isfinite(difference).all():
-        return Parity(int(sampled.sum()), float("inf"), float("inf"), float("nan"), limit)
+        return LogprobParity(int(sampled.sum()), float("inf"), float("inf"), float("nan"), limit)
     apart = np.abs(difference)
-    return Parity(int(sampled.sum()), float(apart.mean()), float(apart.max()), float(np.exp(difference).mean()), limit)
+    return LogprobParity(int(sampled.sum()), float(apart.mean()), float(apart.max()), float(np.exp(difference).mean()), limit)
 
 
 def _spread(mask: np.ndarray, fill: float, values: Sequence[np.ndarray], dtype: type) -> np.ndarray:

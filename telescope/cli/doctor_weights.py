@@ -49,7 +49,7 @@ class PairFailed(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Delivered:
+class WeightDelivery:
     """What one version's way was like. Seconds; `again_s` is the way once more, when both sides have met."""
 
     transport: str
@@ -89,7 +89,7 @@ class Delivered:
         )
 
 
-def check_weights(config: RunConfig, shard: Callable[[VllmEngine, RunConfig], Any]) -> Delivered:
+def check_weights(config: RunConfig, shard: Callable[[VllmEngine, RunConfig], Any]) -> WeightDelivery:
     """`shard` has the started engine sample and gives the trajectories of a step, a coroutine. Raises `PairFailed`, and what
     engine, plan and wire raise."""
     from telescope._launch.local import this_host
@@ -126,7 +126,7 @@ def as_pair(config: RunConfig) -> RunConfig:
 
 async def _deliver(
     config: RunConfig, directory: RunDirectory, identity: RunIdentity, plan: Plan, shard: Callable[[VllmEngine, RunConfig], Any]
-) -> Delivered:
+) -> WeightDelivery:
     from telescope.inference.main import build_engine, device_of
     from telescope.inference.vllm.engine import VllmEngine
 
@@ -141,7 +141,7 @@ async def _deliver(
         await engine.close()
 
 
-async def _update(config: RunConfig, engine: VllmEngine, ranks: Ranks) -> Delivered:
+async def _update(config: RunConfig, engine: VllmEngine, ranks: Ranks) -> WeightDelivery:
     from telescope.wire.messages import PublishWeights
 
     started = time.perf_counter()
@@ -162,7 +162,7 @@ async def _update(config: RunConfig, engine: VllmEngine, ranks: Ranks) -> Delive
         after = await engine.compare(VERSION)
         await engine.discard(VERSION)
     tensors = len(manifest.tensors)
-    return Delivered(manifest.transport, tensors, manifest.nbytes, publish_s, first_s, again_s, commit, before, after)
+    return WeightDelivery(manifest.transport, tensors, manifest.nbytes, publish_s, first_s, again_s, commit, before, after)
 
 
 async def _prepare(engine: VllmEngine, ranks: Ranks, manifest: WeightManifest, group: WeightGroup | None) -> float:
@@ -188,7 +188,7 @@ class Ranks:
     def count(self) -> int:
         return len(self._names)
 
-    async def meet(self, deadline_s: float) -> None:
+    async def wait_for_ranks(self, deadline_s: float) -> None:
         from telescope.wire.happenings import PeerJoined
 
         missing = set(self._names)
@@ -254,7 +254,7 @@ async def _ranks(config: RunConfig, directory: RunDirectory, identity: RunIdenti
             child = await asyncio.create_subprocess_exec(sys.executable, *arguments, env=environment, stdout=log, stderr=log)
             stack.push_async_callback(_end, child)
         ranks = Ranks(hub, names, config.weight_sync.update_timeout_s, directory.path)
-        await ranks.meet(config.cluster.placement_timeout_s)
+        await ranks.wait_for_ranks(config.cluster.placement_timeout_s)
         yield ranks
         await hub.close("the doctor has seen enough")
 

@@ -28,7 +28,7 @@ from telescope.runlog.layout import RunDirectory
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from telescope.backends.common.saving import Reader
+    from telescope.backends.common.saving import ShardReader
 
 OK, FAILED, USAGE = 0, 1, 2
 HELD = "held"
@@ -115,13 +115,13 @@ def export_all(run: RunDirectory, step: int | str, to: Path, wanted: Wanted, dir
 
 def export(source: Path, model: ModelSettings, to: Path, wanted: Wanted) -> int:
     """One checkpoint's trainer part to a new folder; gives its bytes. Raises as `export_all` does."""
-    from telescope.backends.common.saving import Reader
+    from telescope.backends.common.saving import ShardReader
 
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ExportRefused(f"--to {to} exists and is not empty: name a new folder")
     if wanted.merge and model.lora is None:
         raise ExportRefused("--merge is for runs with model.lora, and this one trained all weights: leave it out")
-    reader = Reader(source)
+    reader = ShardReader(source)
     partial = to.with_name(f".{to.name}.partial-{os.getpid()}")
     partial.mkdir(parents=True)
     try:
@@ -146,7 +146,7 @@ def _readable_alike(folder: Path) -> None:
         file.chmod(mode)
 
 
-def _write_model(reader: Reader, model: ModelSettings, folder: Path, wanted: Wanted) -> None:
+def _write_model(reader: ShardReader, model: ModelSettings, folder: Path, wanted: Wanted) -> None:
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -183,7 +183,7 @@ def _copy_beside(patterns: Sequence[str], base: Path, model: ModelSettings, fold
         (folder / "chat_template.jinja").write_text(model.chat_template, encoding="utf-8")
 
 
-def _merge(reader: Reader, lm: Any, lora: LoraSettings) -> None:
+def _merge(reader: ShardReader, lm: Any, lora: LoraSettings) -> None:
     """W + alpha / rank · B A, added in float32."""
     import torch
 
@@ -199,7 +199,7 @@ def _merge(reader: Reader, lm: Any, lora: LoraSettings) -> None:
         weight.copy_(weight.float() + lora.alpha / lora.rank * update)
 
 
-def _write_adapters(reader: Reader, model: ModelSettings, lora: LoraSettings, folder: Path, dtype: str) -> None:
+def _write_adapters(reader: ShardReader, model: ModelSettings, lora: LoraSettings, folder: Path, dtype: str) -> None:
     """adapter_config.json and adapter_model.safetensors, as peft writes them, and the tokenizer. The model beneath is named by
     its hub id, and else by its path: nobody but us knows the name of an embedded one."""
     import torch
@@ -224,7 +224,7 @@ def _write_adapters(reader: Reader, model: ModelSettings, lora: LoraSettings, fo
     _copy_beside(BESIDE_ADAPTERS, model_folder(model.name), model, folder)
 
 
-def _read(reader: Reader, names: Sequence[str], dtype: Any) -> Iterator[tuple[str, Tensor]]:
+def _read(reader: ShardReader, names: Sequence[str], dtype: Any) -> Iterator[tuple[str, Tensor]]:
     """Whole tensors on the CPU in the dtype that they were saved in, a part of them at a time."""
     import torch
 
@@ -237,7 +237,7 @@ def _read(reader: Reader, names: Sequence[str], dtype: Any) -> Iterator[tuple[st
             part = {}
 
 
-def _check_names(reader: Reader, expected: set[str]) -> None:
+def _check_names(reader: ShardReader, expected: set[str]) -> None:
     there = {name for name in reader.shapes if name.startswith(MODEL)}
     if not expected or there != expected:
         odd = next(iter(sorted(there ^ expected)), "it has none").removeprefix(MODEL)
@@ -247,7 +247,7 @@ def _check_names(reader: Reader, expected: set[str]) -> None:
         )
 
 
-def _check_shapes(reader: Reader, parameters: Mapping[str, Tensor]) -> None:
+def _check_shapes(reader: ShardReader, parameters: Mapping[str, Tensor]) -> None:
     for name, tensor in parameters.items():
         if reader.shapes[name] != tuple(tensor.shape):
             raise ExportRefused(

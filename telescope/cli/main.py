@@ -16,23 +16,23 @@ USAGE = 2
 
 
 @dataclass(frozen=True)
-class Command:
+class CliCommand:
     module: str
     does: str
 
 
 COMMANDS = {
-    "run": Command("telescope.cli.run", "train: compose, check, start and watch a run, or a sweep with -m"),
-    "check": Command("telescope.cli.check", "say what is wrong with a command line, and start nothing"),
-    "plan": Command("telescope.cli.plan", "what a run would be: steps, staleness, processes, memory, times"),
-    "runs": Command("telescope.cli.runs", "list runs, follow one's log, stop one, go on with one"),
-    "servers": Command("telescope.cli.servers", "where a run's inference servers listen"),
-    "env": Command("telescope.env.__main__", "try an environment; print a trajectory token by token"),
-    "doctor": Command("telescope.cli.doctor", "compare trainer and server: log-probs, weights"),
-    "replay": Command("telescope.cli.replay", "does today's core decide as the run's journal says"),
-    "export": Command("telescope.cli.export", "a checkpoint's weights as a model that transformers and vLLM load"),
-    "bundle": Command("telescope.cli.bundle", "wheels and an install script for hosts without a registry"),
-    "completion": Command("telescope.cli.completion", "print the shell's completion script"),
+    "run": CliCommand("telescope.cli.run", "train: compose, check, start and watch a run, or a sweep with -m"),
+    "check": CliCommand("telescope.cli.check", "say what is wrong with a command line, and start nothing"),
+    "plan": CliCommand("telescope.cli.plan", "what a run would be: steps, staleness, processes, memory, times"),
+    "runs": CliCommand("telescope.cli.runs", "list runs, follow one's log, stop one, go on with one"),
+    "servers": CliCommand("telescope.cli.servers", "where a run's inference servers listen"),
+    "env": CliCommand("telescope.env.__main__", "try an environment; print a trajectory token by token"),
+    "doctor": CliCommand("telescope.cli.doctor", "compare trainer and server: log-probs, weights"),
+    "replay": CliCommand("telescope.cli.replay", "does today's core decide as the run's journal says"),
+    "export": CliCommand("telescope.cli.export", "a checkpoint's weights as a model that transformers and vLLM load"),
+    "bundle": CliCommand("telescope.cli.bundle", "wheels and an install script for hosts without a registry"),
+    "completion": CliCommand("telescope.cli.completion", "print the shell's completion script"),
 }
 
 

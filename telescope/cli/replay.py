@@ -48,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
 def _step(given: argparse.Namespace) -> int:
     from telescope.backends.base import RankLost
     from telescope.cli.replay_step import CannotReplay, replay_step
-    from telescope.runlog.kept import NothingKept
+    from telescope.runlog.kept_steps import NothingKept
 
     try:
         finite, report = replay_step(RunDirectory(given.run_dir), given.step, weights=given.weights, device=given.device)

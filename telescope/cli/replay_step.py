@@ -20,9 +20,9 @@ from telescope.backends.common import shards
 from telescope.config.run import RunConfig, load_run
 from telescope.maths import dealing
 from telescope.records import TrainItem
-from telescope.runlog import checkpoints, kept
+from telescope.runlog import checkpoints, kept_steps
+from telescope.runlog.attempts import attempt_that_trained
 from telescope.runlog.layout import RunDirectory
-from telescope.runlog.lineage import attempt_that_trained
 from telescope.trainer.main import job as job_of
 
 
@@ -37,7 +37,7 @@ def replay_step(run: RunDirectory, step: int, *, weights: str | None, device: st
 
     Raises `kept.NothingKept`, `CannotReplay`, `ModelFilesUnreadable`, and what building the backend raises.
     """
-    parts, run = kept.read(run, step), kept.find(run, step)
+    parts, run = kept_steps.read(run, step), kept_steps.find(run, step)
     try:
         config = load_run(run.config_json)
     except (OSError, ValueError) as error:
@@ -62,9 +62,9 @@ def replay_step(run: RunDirectory, step: int, *, weights: str | None, device: st
     return finite, "" if world.rank else "\n".join([*opening, *broken, *_outcome(result)])
 
 
-def together(parts: Sequence[kept.Part]) -> TrainShard:
+def together(parts: Sequence[kept_steps.KeptShard]) -> TrainShard:
     """The shards of all ranks as one, minibatch by minibatch. Ranks that trained the same trajectories count once."""
-    different: dict[tuple[int, ...], kept.Part] = {}
+    different: dict[tuple[int, ...], kept_steps.KeptShard] = {}
     for part in parts:
         different.setdefault(_rollouts(part), part)
     first = parts[0].header
@@ -82,7 +82,7 @@ def together(parts: Sequence[kept.Part]) -> TrainShard:
     return TrainShard(first.step, tuple(items), ids, mask, logprobs, versions, first.denominators)
 
 
-def _rollouts(part: kept.Part) -> tuple[int, ...]:
+def _rollouts(part: kept_steps.KeptShard) -> tuple[int, ...]:
     """A rollout goes to one rank, or to all that share rows. (Items compare by their advantages too: none that is no number is
     equal to itself.)"""
     return tuple(item.rollout_id for item in part.header.items)
@@ -182,7 +182,7 @@ def _job(config: RunConfig, world: World, weights: str | None, loss_scale: float
     return replace(job_of(config, world, lambda doing: None), recorded_loss_scale=loss_scale, rollouts=0)
 
 
-def _opening(run: RunDirectory, header: kept.Header, whole: TrainShard, weights: str) -> list[str]:
+def _opening(run: RunDirectory, header: kept_steps.Header, whole: TrainShard, weights: str) -> list[str]:
     return [
         f"step {header.step} of {run.path}, trained on version {header.version} by {header.ranks} "
         f"rank{'s' * (header.ranks != 1)}; kept because {header.why}",

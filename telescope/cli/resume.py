@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from telescope.cli.start import CONFIG_ERROR, Order, join_run, obstacles_here, planned, run_one, say
+from telescope.cli.start import CONFIG_ERROR, RunOrder, find_obstacles, join_run, make_plan_here, run_one, say
 from telescope.cli.submitting import submit_all
 from telescope.config.words import nearest
 from telescope.runlog.ending import read_object
@@ -29,9 +29,9 @@ def go_on(path: Path, overrides: Sequence[str]) -> int:
     """The run's exit code; 1 where it can't go on. Raises `WrongOverride`."""
     from telescope._launch.plan import PlanError, shared_gpus
     from telescope.config.checks import warnings
-    from telescope.config.judge import judge
     from telescope.config.models import hub_problem
     from telescope.config.run import as_json
+    from telescope.config.validate import validate
     from telescope.config.words import ConfigError
 
     run = RunDirectory(path.absolute())
@@ -43,28 +43,28 @@ def go_on(path: Path, overrides: Sequence[str]) -> int:
         settings.pop(name, None)
     settings["checkpoint"] = {**settings.get("checkpoint", {}), "resume": True}
     settings["run_dir"] = str(run.path)
-    as_begun, _ = judge(settings)
+    as_begun, _ = validate(settings)
     if as_begun is not None:  # with the defaults of settings that are younger than the run, which may be set too
         settings = as_json(as_begun)
     for place, value in _changes(overrides):
         if place == "run_dir":
             raise WrongOverride(f"run_dir={value} can't be given: a run goes on in its own directory, {run.path}")
         _put(settings, place, value)
-    config, problems = judge(settings)
+    config, problems = validate(settings)
     if config is None:
         say(f"{ConfigError(problems)}\nNothing was started.")
         return CONFIG_ERROR
     try:
-        standing, plan = planned(config)
+        standing, plan = make_plan_here(config)
     except PlanError as error:
         say(f"{error}\nNothing was started.")
         return CONFIG_ERROR
-    if found := obstacles_here(config, plan, hub_problem):
+    if found := find_obstacles(config, plan, hub_problem):
         say("\n".join([*found, "Nothing was started."]))
         return CONFIG_ERROR
     arguments = (f"run_dir={run.path}", "checkpoint.resume=true", *overrides)
     said = (*warnings(config), *filter(None, (shared_gpus(plan) if plan else "",)))
-    order = Order(config, plan, standing, said, arguments, datetime.now().astimezone())
+    order = RunOrder(config, plan, standing, said, arguments, datetime.now().astimezone())
     if config.cluster.slurm is not None:
         return submit_all([order])
     return join_run(order) if standing.rank else run_one(order)

@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING, NoReturn
 from telescope.cli.start import (
     CONFIG_ERROR,
     OK,
-    Order,
+    RunOrder,
     as_text,
+    find_obstacles,
     join_run,
-    named,
+    make_plan_here,
     new_key,
-    obstacles_here,
-    planned,
     run_folder,
     run_one,
     say,
+    with_name,
 )
 from telescope.cli.submitting import submit_all
 from telescope.exit_codes import BY_SIGNAL
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 USAGE = 2
 
 
-class _Parser(argparse.ArgumentParser):
+class _OneLineParser(argparse.ArgumentParser):
     """argparse whose complaint is one sentence on stderr."""
 
     def error(self, message: str) -> NoReturn:
@@ -51,7 +51,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(prog="telescope.run", add_help=False, allow_abbrev=False)
+    parser = _OneLineParser(prog="telescope.run", add_help=False, allow_abbrev=False)
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("-c", "--cfg", choices=["job"])
     parser.add_argument("--resolve", action="store_true")
@@ -183,14 +183,14 @@ class _NotStarted(Exception):
     """No run of the command line is started; the text says why."""
 
 
-def _orders(points: Sequence[Point], arguments: Sequence[str], sweep: Sweep | None) -> list[Order]:
+def _orders(points: Sequence[Point], arguments: Sequence[str], sweep: Sweep | None) -> list[RunOrder]:
     """What is to be started, point by point, each with a run directory of its own. Raises `_NotStarted`."""
     from telescope._launch.plan import PlanError, shared_gpus
     from telescope.config.models import hub_problem
 
     started = datetime.now().astimezone()
     try:
-        plans = [(named(point.config), *planned(point.config)) for point in points if point.config is not None]
+        plans = [(with_name(point.config), *make_plan_here(point.config)) for point in points if point.config is not None]
     except PlanError as error:
         raise _NotStarted(str(error)) from error
     if sweep is not None and (nodes := max(standing.nodes for _, standing, _ in plans)) > 1:
@@ -199,21 +199,21 @@ def _orders(points: Sequence[Point], arguments: Sequence[str], sweep: Sweep | No
             "the command once a point on every host, or cluster=slurm, which makes an array of them."
         )
     hub = functools.cache(hub_problem)
-    found = dict.fromkeys(sentence for config, _, plan in plans for sentence in obstacles_here(config, plan, hub))
+    found = dict.fromkeys(sentence for config, _, plan in plans for sentence in find_obstacles(config, plan, hub))
     if found:
         raise _NotStarted("\n".join(found))
-    orders: list[Order] = []
+    orders: list[RunOrder] = []
     for (config, standing, plan), point in zip(plans, points, strict=True):
         number = len(orders) + (len(sweep.results) if sweep else 0)
         folder = run_folder(config, started) if sweep is None else sweep.folder / f"{number:03d}_{config.name}"
         if not standing.rank or config.run_dir is not None:  # else the head's directory gives the node's its name
             config = config.model_copy(update={"run_dir": str(folder)} | _grouped(config, sweep))
         warnings = (*point.warnings, *filter(None, (shared_gpus(plan) if plan else "",)))
-        orders.append(Order(config, plan, standing, warnings, tuple(arguments), started))
+        orders.append(RunOrder(config, plan, standing, warnings, tuple(arguments), started))
     return orders
 
 
-def _interrupted(order: Order) -> bool:
+def _interrupted(order: RunOrder) -> bool:
     """Whether a signal came while the run was ending by itself: then its exit code tells of that end."""
     return read_object(RunDirectory(Path(str(order.config.run_dir))).exit_json).get("interrupted") is not None
 

@@ -36,7 +36,7 @@ FRESH_S = 60.0
 
 
 @dataclass(frozen=True)
-class Standing:
+class RunStatus:
     """How a run stands. `state`: running, done, stopped (by a signal, in good order or not), failed, lost (its supervisor is
     gone and nobody wrote its end) or waiting (submitted; or queued again, between two attempts)."""
 
@@ -95,7 +95,7 @@ def _list(asked: argparse.Namespace) -> int:
     if not runs:
         sys.stderr.write(_nothing(asked.folder))
     jobs = job_states(runs)
-    found = sorted((standing(run, jobs) for run in runs), key=lambda one: one.changed)
+    found = sorted((run_status(run, jobs) for run in runs), key=lambda one: one.changed)
     if asked.json:
         for one in found:
             sys.stdout.write(json.dumps(_as_json(one)) + "\n")
@@ -135,7 +135,7 @@ def job_states(runs: Sequence[RunDirectory]) -> dict[str, str]:
         return {}
 
 
-def standing(run: RunDirectory, jobs: Mapping[str, str] = MappingProxyType({})) -> Standing:
+def run_status(run: RunDirectory, jobs: Mapping[str, str] = MappingProxyType({})) -> RunStatus:
     status, ended, summary = (read_object(path) for path in (run.status_json, run.exit_json, run.summary_json))
     changed = max((path.stat().st_mtime for path in (run.status_json, run.run_json) if path.exists()), default=0.0)
     submission = read_submission(run)
@@ -145,7 +145,7 @@ def standing(run: RunDirectory, jobs: Mapping[str, str] = MappingProxyType({})) 
     reason = reason_of(run) if state in ("failed", "stopped") else ""
     reward = summary.get("reward_mean_last", status.get("reward"))
     job = "" if submission is None else f"{submission.job_id} {state_of(run, dict(jobs))}".strip()
-    return Standing(run, state, status.get("step"), status.get("steps"), reward, reason, changed, job)
+    return RunStatus(run, state, status.get("step"), status.get("steps"), reward, reason, changed, job)
 
 
 def _state_of_files(run: RunDirectory, ended: Mapping[str, Any], changed: float, *, over: bool) -> str:
@@ -167,7 +167,7 @@ def _code(ended: Mapping[str, Any]) -> int | None:
     return code
 
 
-def _line(one: Standing) -> str:
+def _line(one: RunStatus) -> str:
     step = "-" if one.step is None else f"{one.step}/{one.steps}" if one.steps else str(one.step)
     reward = f"{one.reward:.3f}" if isinstance(one.reward, int | float) else "-"
     more = [text for text in (f"job {one.job}" if one.job else "", one.reason) if text]
@@ -178,7 +178,7 @@ def _bracketed(words: Sequence[str]) -> str:
     return f"  ({'; '.join(words)})" if words else ""
 
 
-def _as_json(one: Standing) -> dict[str, Any]:
+def _as_json(one: RunStatus) -> dict[str, Any]:
     return {
         "run_dir": str(one.run.path),
         "state": one.state,
@@ -206,7 +206,7 @@ def _tail(asked: argparse.Namespace) -> int:
     with log.open(encoding="utf-8", errors="replace") as file:
         sys.stdout.write("".join(file.readlines()[-asked.lines :]))
         while not asked.once:
-            over = standing(run).state != "running"  # before the last look: what it wrote at its end is seen too
+            over = run_status(run).state != "running"  # before the last look: what it wrote at its end is seen too
             sys.stdout.write(file.read())
             sys.stdout.flush()
             if over:

@@ -37,7 +37,7 @@ _log = logging.getLogger("telescope.run")
 
 
 @dataclass(frozen=True)
-class Order:
+class RunOrder:
     """One run, ready to be written down and started; `config` has its name and run_dir."""
 
     config: RunConfig
@@ -51,7 +51,7 @@ class Order:
     """An attempt that nobody asked for: it passes over checkpoints that are damaged, where a person is told of them."""
 
 
-def named(config: RunConfig) -> RunConfig:
+def with_name(config: RunConfig) -> RunConfig:
     """With a name made of model and algorithm where none was given, e.g. `tiny-grpo`."""
     if config.name:
         return config
@@ -68,7 +68,7 @@ def run_folder(config: RunConfig, started: datetime) -> Path:
     return next(path for name in names if not (path := Path("runs", name).absolute()).exists())
 
 
-def planned(config: RunConfig) -> tuple[Standing, Plan | None]:
+def make_plan_here(config: RunConfig) -> tuple[Standing, Plan | None]:
     """Where this host stands, and the plan of a run that is on it alone, or on the nodes that Slurm is asked for.
 
     Raises `PlanError`."""
@@ -86,7 +86,7 @@ def planned(config: RunConfig) -> tuple[Standing, Plan | None]:
     return found, make_plan(config, (this_host(),)) if found.nodes == 1 else None
 
 
-def obstacles_here(config: RunConfig, plan: Plan | None, hub: Callable[[str], Problem | None]) -> list[str]:
+def find_obstacles(config: RunConfig, plan: Plan | None, hub: Callable[[str], Problem | None]) -> list[str]:
     """Why a run of that plan would not start on this machine, though its configuration is right: sentences with the remedy. Of
     several hosts that have yet to meet the head asks once more. `hub`: `hub_problem`, cached where there are many points."""
     from telescope._launch.obstacles import obstacles
@@ -111,7 +111,7 @@ def too_long_for_its_model(config: RunConfig) -> str:
     )
 
 
-def run_one(order: Order) -> int:
+def run_one(order: RunOrder) -> int:
     """Make the run directory, write what was resolved, and let this machine's supervisor start and watch the processes; again
     from the latest checkpoint where a part of the run has died and the attempt has come further than the one before."""
     code = _attempt(order)
@@ -139,10 +139,10 @@ def way_on(config: RunConfig, code: int) -> str:
     return f"to go on from the checkpoint of step {latest}: python -m telescope runs resume {shlex.quote(str(run.path))}"
 
 
-def _after_failure(order: Order, code: int) -> Order | None:
+def _after_failure(order: RunOrder, code: int) -> RunOrder | None:
     """The order of a further attempt, or None where there is none to be had."""
+    from telescope.runlog.attempts import read_lineage
     from telescope.runlog.ending import read_object
-    from telescope.runlog.lineage import read_lineage
 
     config = order.config
     if code != COMPONENT_FAILED or order.plan is None:
@@ -169,7 +169,7 @@ def _latest_checkpoint(config: RunConfig) -> tuple[RunDirectory, int]:
     return run, there[-1] if there and there[-1] < config.number_of_steps else 0
 
 
-def _attempt(order: Order) -> int | None:
+def _attempt(order: RunOrder) -> int | None:
     """Its exit code; None where it was refused, in words, before anything began."""
     from telescope._launch.node import supervise
 
@@ -188,7 +188,7 @@ def _attempt(order: Order) -> int | None:
     return code
 
 
-def join_run(order: Order) -> int:
+def join_run(order: RunOrder) -> int:
     """Be one of the nodes that are not the head."""
     from telescope._launch.join import Invitation, join
     from telescope.config.run import config_hash
@@ -199,7 +199,7 @@ def join_run(order: Order) -> int:
     return join(invitation, say)
 
 
-def make_directory(order: Order) -> RunDirectory | None:
+def make_directory(order: RunOrder) -> RunDirectory | None:
     """The run's directory with all that was resolved; None, and a sentence for the user, where it can't be made."""
     from telescope._launch.plan import write_plan
     from telescope._launch.resuming import CannotResume
@@ -233,7 +233,7 @@ def make_directory(order: Order) -> RunDirectory | None:
     return directory
 
 
-def _resume_directory(path: Path, order: Order, until_held: ExitStack) -> RunDirectory:
+def _resume_directory(path: Path, order: RunOrder, until_held: ExitStack) -> RunDirectory:
     """The directory of an earlier run, ready for another attempt that begins at a checkpoint, and nobody else's until
     `until_held` ends. On Slurm the job itself sees to it when it starts. Raises `CannotResume` and OSError."""
     from telescope._launch import resuming
@@ -288,7 +288,7 @@ def _unreadable(path: Path) -> str:
     return ""
 
 
-def write_down(directory: RunDirectory, order: Order) -> None:
+def write_down(directory: RunDirectory, order: RunOrder) -> None:
     """Readable by its owner alone: config.json is what the processes read, config.yaml is for people."""
     from telescope.config.run import config_hash
     from telescope.runlog import http_key
@@ -300,7 +300,7 @@ def write_down(directory: RunDirectory, order: Order) -> None:
         http_key.make(directory)
 
 
-def _write_settings(directory: RunDirectory, order: Order) -> None:
+def _write_settings(directory: RunDirectory, order: RunOrder) -> None:
     from telescope.config.run import dump_run
     from telescope.runlog.layout import write_atomically
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from telescope.cli.start import CONFIG_ERROR, OK, Order, make_directory, say
+from telescope.cli.start import CONFIG_ERROR, OK, RunOrder, make_directory, say
 
 if TYPE_CHECKING:
     from telescope.cli.sweep import Sweep
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 _log = logging.getLogger("telescope.run")
 
 
-def submit_all(orders: Sequence[Order], sweep: Sweep | None = None, overrides: Sequence[Sequence[str]] = ()) -> int:
+def submit_all(orders: Sequence[RunOrder], sweep: Sweep | None = None, overrides: Sequence[Sequence[str]] = ()) -> int:
     """Write the run directories, then hand them to Slurm: one job, or one array for points that ask for the same. The sweep is
     told each point's job, or why it has none; what Slurm has accepted stays queued where a later group is refused."""
     from telescope._launch.slurm.submit import SubmitRefused, refuse
 
-    groups: dict[SlurmSettings, list[Order]] = {}
+    groups: dict[SlurmSettings, list[RunOrder]] = {}
     try:
         for order in orders:
             if order.config.cluster.slurm is None:
@@ -63,7 +63,7 @@ def _queued_before(jobs: Mapping[Path, str]) -> str:
     return f"{many} submitted before: {', '.join(queued)} (`scancel {' '.join(queued)}` takes back what is not wanted)."
 
 
-def _submit_group(settings: SlurmSettings, orders: Sequence[Order], sweep: bool) -> dict[Path, str]:
+def _submit_group(settings: SlurmSettings, orders: Sequence[RunOrder], sweep: bool) -> dict[Path, str]:
     """The job of each run directory; fewer where a directory could not be made, of which the user has been told."""
     from telescope._launch.slurm.submit import submit
 

@@ -30,7 +30,7 @@ def shown(reason: str) -> str:
 
 
 @dataclass(frozen=True)
-class Result:
+class SweepResult:
     """How one point ended. `value` is the objective, None where the run has no such number; `job` is a batch system's."""
 
     point: int
@@ -52,17 +52,17 @@ class Sweep:
 
     def __init__(self, folder: Path, objective: str = OBJECTIVE) -> None:
         self.folder, self.objective = folder, objective
-        self.results: list[Result] = []
+        self.results: list[SweepResult] = []
 
     @property
     def name(self) -> str:
         """What W&B groups the points' runs by."""
         return self.folder.name
 
-    def ended(self, overrides: Sequence[str], run_dir: Path, exit_code: int) -> Result:
+    def ended(self, overrides: Sequence[str], run_dir: Path, exit_code: int) -> SweepResult:
         """Take down how the next point ended, from what its run directory says."""
         summary = read_object(RunDirectory(run_dir).summary_json)
-        result = Result(
+        result = SweepResult(
             point=len(self.results),
             overrides=tuple(overrides),
             run_dir=str(run_dir),
@@ -78,11 +78,11 @@ class Sweep:
         """Take down a point that a batch system has got (`job`; empty where its batch file was written alone); how it ends
         stands in its own run directory."""
         reason = "submitted" if job else "written, not submitted"
-        self._take(Result(len(self.results), tuple(overrides), str(run_dir), None, reason, job=job))
+        self._take(SweepResult(len(self.results), tuple(overrides), str(run_dir), None, reason, job=job))
 
     def refused(self, overrides: Sequence[str], run_dir: Path, exit_code: int, reason: str) -> None:
         """Take down a point that a batch system has not got."""
-        self._take(Result(len(self.results), tuple(overrides), str(run_dir), exit_code, reason))
+        self._take(SweepResult(len(self.results), tuple(overrides), str(run_dir), exit_code, reason))
 
     def table(self) -> str:
         """Every point in a line, then the failures with their reasons, then where the results lie."""
@@ -101,7 +101,7 @@ class Sweep:
     def file(self) -> Path:
         return self.folder / RESULTS
 
-    def _take(self, result: Result) -> None:
+    def _take(self, result: SweepResult) -> None:
         self.results.append(result)
         record = {"objective": self.objective, "points": [asdict(result) for result in self.results]}
         try:

@@ -16,7 +16,7 @@ from typing import Any
 
 import hydra
 import yaml
-from hydra import compose, initialize_config_module
+from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
@@ -24,14 +24,14 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from telescope.compose.options import GROUPS, HIDDEN_GROUPS, NOT_COMPOSED, Places, registered
-from telescope.compose.presets import preset_problems, unreadable_presets
+from telescope.compose.options import GROUPS, HIDDEN_GROUPS, NOT_COMPOSED, Places
+from telescope.compose.presets import preset_problems, search_path, unreadable_presets
 from telescope.compose.resolve import resolve
 from telescope.config import checks
-from telescope.config.judge import judge
 from telescope.config.models import embedded_models, model_path, model_problem
 from telescope.config.plugins import PluginError
 from telescope.config.run import RunConfig
+from telescope.config.validate import validate
 from telescope.config.words import Problem, did_you_mean, nearest
 
 _DEFAULTS_SINCE = (1, 4)
@@ -134,7 +134,7 @@ def composing(places: Places) -> Iterator[None]:
     """Within, Hydra composes our configuration; not to be nested."""
     GlobalHydra.instance().clear()
     try:
-        with _quietly(), registered(places), initialize_config_module("telescope._conf", **base(hydra.__version__)):
+        with _quietly(), initialize_config_dir(str(places.conf), **base(hydra.__version__)):
             yield
     finally:
         GlobalHydra.instance().clear()
@@ -169,14 +169,14 @@ def judged_point(overrides: Sequence[str], places: Places, environ: Mapping[str,
     forced, choices = _forced(parse(overrides), places)
     problems += choices
     try:
-        composed = compose("run", [*_search_path(places), *forced])
+        composed = compose("run", [search_path(places), *forced])
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
         unreadable = unreadable_presets(places) if isinstance(error, UnicodeDecodeError) else []
         said = unreadable or [Problem("", _in_words(error))]
         return Point(overrides, None, tuple(dict.fromkeys([*problems, *said])), (), OmegaConf.create())
     container, unresolved = resolve(composed, environ)
     container["plugin_path"] = list(places.plugin_path)
-    config, judged = judge(_with_model_folder(container))
+    config, judged = validate(_with_model_folder(container))
     said = [*choices, *unresolved]
     problems += [*unresolved, *_not_said_yet([*judged, *_model_problems(container)], said)]
     if problems or config is None:
@@ -274,10 +274,6 @@ def _hidden_presets(places: Places) -> Iterator[Problem]:
         for name, found in places.presets(group).items():
             if len(found) > 1:
                 yield Problem(group, f"{found[1]} has the name of Telescope's own preset {group}={name}: rename it")
-
-
-def _search_path(places: Places) -> list[str]:
-    return [] if places.user is None else [f"hydra.searchpath=['file://{places.user.resolve()}']"]
 
 
 def _model_name(container: Mapping[str, Any]) -> str | None:

@@ -9,8 +9,8 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from telescope.config.explain import must_be_given
 from telescope.config.secrets import is_secret_name, referenced
+from telescope.config.validate import must_be_given
 from telescope.config.words import Problem
 
 MISSING = "???"

@@ -1,8 +1,8 @@
-"""Algorithms, backends and environments by file name: which there are, and the settings class of one.
+"""Plug-ins by file name: which there are, and the settings class of one.
 
-A plug-in is a Python file (or a folder with `__init__.py`) in telescope/algorithms, telescope/backends or
-telescope/environments, or in the folder of the same name below a user's own plug-in folder, or a module that an installed
-package names as an entry point of `telescope.algorithms` (and so on). It defines one class derived from the kind's base.
+A plug-in is a Python file (or a folder with `__init__.py`) in the package of its kind (telescope/algorithms, say), or in the
+kind's folder below a user's own plug-in folder (`plugins/algorithms`), or a module that an installed package names as an entry
+point of `telescope.algorithms`. It defines one class derived from the kind's base. The kinds stand below.
 Refuses to import torch: plug-ins import it where they need it. The user's folders are written into the resolved configuration
 (`plugin_path`), so that every process of a run finds the same files.
 """
@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ from telescope.backends.base import BackendSettings
 from telescope.config.words import did_you_mean
 from telescope.environments import compat
 from telescope.environments.base import Environment
+from telescope.environments.sandboxes.base import Provider
 from telescope.settings import Settings
 
 S = TypeVar("S", bound=Settings)
@@ -55,21 +57,35 @@ class Kind(Generic[S]):
 
     word: str
     folder: str
+    """Of the user's own, and behind `telescope.` the name of entry points."""
     base: type[S]
     adapt: Callable[[type], type[S] | None] = lambda other: None
     """Makes a class of the kind of one that is none by itself; None for all other classes."""
     is_helper: Callable[[type[S]], bool] = lambda found: False
     """Whether a class among our own files is there to be derived from."""
+    inside: str = ""
+    """The package of ours in which the folder lies, below telescope."""
+
+    @property
+    def package(self) -> str:
+        return ".".join(filter(None, ("telescope", self.inside, self.folder)))
 
     @property
     def home(self) -> Path:
-        return Path(__file__).resolve().parent.parent / self.folder
+        return Path(__file__).resolve().parent.parent.joinpath(*self.package.split(".")[1:])
 
 
 ALGORITHMS: Kind[Algorithm] = Kind("algorithm", "algorithms", Algorithm)
 BACKENDS: Kind[BackendSettings] = Kind("backend", "backends", BackendSettings)
 ENVIRONMENTS: Kind[Environment] = Kind(
     "environment", "environments", Environment, compat.adapted, lambda found: found.prompts is Environment.prompts
+)
+SANDBOXES: Kind[Provider] = Kind(
+    "sandbox provider",
+    "sandboxes",
+    Provider,  # type: ignore[type-abstract]  # it is there to be derived from
+    is_helper=lambda found: inspect.isabstract(found),
+    inside="environments",
 )
 
 
@@ -103,7 +119,7 @@ def files(kind: Kind[S], plugin_path: Sequence[str] = ()) -> dict[str, PluginFil
 
 
 def _own(kind: Kind[S]) -> dict[str, PluginFile]:
-    return {name: PluginFile(name, file, f"telescope.{kind.folder}.{name}") for name, file in _python_files(kind.home)}
+    return {name: PluginFile(name, file, f"{kind.package}.{name}") for name, file in _python_files(kind.home)}
 
 
 def _add(found: dict[str, PluginFile], kind: Kind[S], plugin: PluginFile) -> None:
@@ -121,8 +137,18 @@ def _installed(group: str) -> tuple[tuple[str, str], ...]:
 
 def find(kind: Kind[S], plugin_path: Sequence[str] = ()) -> dict[str, type[S] | PluginError]:
     """The class of every plug-in by name; a broken file stands there with its error, helpers are left out."""
+    return _classes(kind, files(kind, plugin_path))
+
+
+def find_others(kind: Kind[S], plugin_path: Sequence[str] = ()) -> dict[str, type[S] | PluginError]:
+    """The same of the user's folders and of installed packages alone; imports none of ours."""
+    own = _own(kind)
+    return _classes(kind, {name: plugin for name, plugin in files(kind, plugin_path).items() if name not in own})
+
+
+def _classes(kind: Kind[S], candidates: Mapping[str, PluginFile]) -> dict[str, type[S] | PluginError]:
     found: dict[str, type[S] | PluginError] = {}
-    for name, plugin in files(kind, plugin_path).items():
+    for name, plugin in candidates.items():
         try:
             found[name] = _class_of(kind, plugin)
         except NotAPlugin:
@@ -177,7 +203,7 @@ def _class_of(kind: Kind[S], plugin: PluginFile) -> type[S]:
         and (issubclass(value, kind.base) or kind.adapt(value) is not None)
     ]
     leaves = [value for value in own if not any(value in other.__mro__[1:] for other in own)]
-    if plugin.module.startswith(f"telescope.{kind.folder}."):
+    if plugin.module.startswith(f"{kind.package}."):
         leaves = [value for value in leaves if not kind.is_helper(value)]
     if not leaves:
         raise NotAPlugin(f"{plugin.place} defines no class derived from {kind.base.__name__}, so it is no {kind.word}")

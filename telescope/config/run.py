@@ -75,7 +75,7 @@ def _build(kind: plugins.Kind[S], name: str, fields: Mapping[str, Any], plugin_p
 
 
 def nested(errors: Sequence[tuple[tuple[str, ...], ValidationError | str]]) -> PydanticCustomError:
-    """Errors of inner models, each with its place below the field, in one error that `telescope.config.judge` can unfold."""
+    """Errors of inner models, each with its place below the field, in one error that `telescope.config.validate` can unfold."""
     text = "; ".join(str(error) for _, error in errors)
     return PydanticCustomError("nested", "{text}", {"text": text, "errors": list(errors)})
 
@@ -141,7 +141,8 @@ class RunConfig(Settings):
         them. Raises `KeyError` for an unknown entry, `SecretMissing` or pydantic's ValidationError."""
         entry = self.environments[name]
         kwargs = json.dumps(reveal_all(entry.kwargs))
-        return plugins.load(plugins.ENVIRONMENTS, entry.name, self.plugin_path).model_validate_json(kwargs, strict=True)
+        environment = plugins.load(plugins.ENVIRONMENTS, entry.name, self.plugin_path)
+        return environment.model_validate_json(kwargs, strict=True, context={"plugin_path": self.plugin_path})
 
     def reward_range(self, name: str) -> tuple[float, float] | None:
         """Both ends of the rewards expected of entry `name`: its own, else those its environment states; None unless both are
@@ -184,7 +185,7 @@ def _complete_all(entries: Mapping[str, EnvironmentEntry], plugin_path: Sequence
 def _complete(entry: EnvironmentEntry, plugin_path: Sequence[str]) -> EnvironmentEntry:
     """The entry with the defaults of its environment filled in; a `SecretStr` keeps what was given, a reference."""
     environment = plugins.load(plugins.ENVIRONMENTS, entry.name, plugin_path)
-    made = environment.model_validate_json(json.dumps(entry.kwargs), strict=True)
+    made = environment.model_validate_json(json.dumps(entry.kwargs), strict=True, context={"plugin_path": plugin_path})
     return entry.model_copy(update={"kwargs": _with_references(made.model_dump(mode="json"), made)})
 
 

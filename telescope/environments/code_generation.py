@@ -18,8 +18,7 @@ from telescope.environments.draws import Draws
 from telescope.environments.questions.instruction import Instruction
 from telescope.environments.questions.rows import NoRows, Row, Source
 from telescope.environments.sandboxes.base import SandboxError
-from telescope.environments.sandboxes.pool import Pool
-from telescope.environments.sandboxes.settings import SandboxSettings
+from telescope.environments.sandboxes.pool import Pool, SandboxSettings
 
 log = logging.getLogger(__name__)
 

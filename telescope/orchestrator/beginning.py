@@ -15,9 +15,9 @@ from telescope.flow.core import Core
 from telescope.flow.settings import FlowSettings
 from telescope.orchestrator import saved
 from telescope.orchestrator.shelf import Scored
+from telescope.runlog.attempts import Lineage, read_lineage
 from telescope.runlog.checkpoints import read_resume
 from telescope.runlog.layout import RunDirectory
-from telescope.runlog.lineage import Lineage, read_lineage
 from telescope.runlog.reader import rows
 
 

@@ -27,8 +27,8 @@ from telescope.orchestrator.processor import Processor
 from telescope.orchestrator.record import Recorder
 from telescope.orchestrator.roster import NAMED, Roster, few
 from telescope.orchestrator.servers import Servers
+from telescope.runlog.attempts import Lineage
 from telescope.runlog.journal import Journal
-from telescope.runlog.lineage import Lineage
 from telescope.wire import messages
 from telescope.wire.happenings import Delivery, Happening, PeerJoined, PeerLeft, PeerLost, PeerStuck
 from telescope.wire.hub import Hub

@@ -21,7 +21,7 @@ from telescope.orchestrator.shelf import Scored, Shelf, UnusableRollout, scored
 from telescope.orchestrator.sleep import SleepDesk
 from telescope.orchestrator.weights import UpdateRules, WeightDesk
 from telescope.records import FailureKind, RolloutOrder
-from telescope.runlog.lineage import Lineage
+from telescope.runlog.attempts import Lineage
 from telescope.wire import messages
 from telescope.wire.happenings import Delivery
 from telescope.wire.hub import Hub

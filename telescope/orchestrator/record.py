@@ -34,7 +34,7 @@ from telescope.orchestrator.tally import Tally
 from telescope.orchestrator.updates import WeightUpdate
 from telescope.records import EnvironmentCard, FailureKind, RolloutOrder
 from telescope.runlog.layout import RunDirectory, write_atomically
-from telescope.runlog.mirror import WandbMirror
+from telescope.runlog.wandb_mirror import WandbMirror
 from telescope.runlog.writer import RunLog
 from telescope.wire.messages import StepDone
 

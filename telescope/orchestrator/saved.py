@@ -2,7 +2,7 @@
 
     orchestrator/state.msgpack   everything but arrays, and the digest of the other file
     orchestrator/shelf.bin       ids, mask, logprobs, versions of one rollout after another, little-endian
-    orchestrator/rows.json       how far the run directory's rows had come (runlog/lineage.py)
+    orchestrator/rows.json       how far the run directory's rows had come (runlog/attempts.py)
 
 Owns these bytes; refuses to decide when they are written, and what a file that is damaged means for the run.
 """
@@ -20,7 +20,7 @@ import numpy as np
 from telescope.flow.snapshot import Snapshot
 from telescope.orchestrator.shelf import Scored
 from telescope.records import Record, RolloutOrder, Trajectory
-from telescope.runlog import lineage
+from telescope.runlog import attempts
 from telescope.runlog.checkpoints import CheckpointUnreadable, orchestrator_part
 from telescope.wire.messages import RolloutDone
 
@@ -63,7 +63,7 @@ class Part(NamedTuple):
     core: Snapshot
     rollouts: tuple[Scored, ...]
     counters: Counters
-    rows: tuple[lineage.Part, ...]
+    rows: tuple[attempts.CountedRows, ...]
 
 
 def write(folder: Path, part: Part) -> int:
@@ -80,7 +80,7 @@ def write(folder: Path, part: Part) -> int:
     saved = tuple(SavedRollout(one.order, one.done, one.length_penalty, one.normalised) for one in part.rollouts)
     text = msgspec.msgpack.encode(State(FORMAT, part.core, saved, part.counters, digest.hexdigest()))
     nbytes += (place / STATE).write_bytes(text)
-    lineage.write_rows(place / ROWS, part.rows)
+    attempts.write_rows(place / ROWS, part.rows)
     return nbytes
 
 

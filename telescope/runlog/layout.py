@@ -204,7 +204,7 @@ class RunDirectory:
         return self.path / "tokens" / f"step={step:06d}"
 
     def kept(self, step: int) -> Path:
-        """A train step's batch, kept to be run again (runlog/kept.py)."""
+        """A train step's batch, kept to be run again (runlog/kept_steps.py)."""
         return self.path / "kept" / f"step_{step:08d}"
 
     @property
@@ -214,7 +214,7 @@ class RunDirectory:
 
     @property
     def lineage_json(self) -> Path:
-        """Which rows of earlier attempts count (runlog/lineage.py)."""
+        """Which rows of earlier attempts count (runlog/attempts.py)."""
         return self.path / "lineage.json"
 
     @property

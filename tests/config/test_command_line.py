@@ -152,14 +152,14 @@ def test_what_does_not_fit_the_machine_is_refused_before_the_run_directory_is_ma
     assert list(tmp_path.iterdir()) == []
 
 
-def order_for(*overrides: str) -> start.Order:
+def order_for(*overrides: str) -> start.RunOrder:
     from telescope._launch.plan import Host, make_plan
     from telescope._launch.standing import Standing
 
     point = compose_one(*overrides)
-    config = start.named(point.config)
+    config = start.with_name(point.config)
     plan = make_plan(config, (Host("here", cpus=2),))
-    return start.Order(config, plan, Standing(), point.warnings, ("seed=3", "name=a b"), datetime.now().astimezone())
+    return start.RunOrder(config, plan, Standing(), point.warnings, ("seed=3", "name=a b"), datetime.now().astimezone())
 
 
 def test_the_run_directory_says_everything_about_the_run_to_its_owner_alone(tmp_path):
@@ -180,14 +180,14 @@ def test_the_run_directory_says_everything_about_the_run_to_its_owner_alone(tmp_
 
 
 def test_a_run_is_called_after_model_and_algorithm():
-    assert start.named(compose_one("algorithm=rloo").config).name == "tiny-rloo"
-    assert start.named(compose_one("name=mine").config).name == "mine"
-    assert start.named(compose_one("model=qwen2.5-3b").config).name == "Qwen2.5-3B-grpo"
+    assert start.with_name(compose_one("algorithm=rloo").config).name == "tiny-rloo"
+    assert start.with_name(compose_one("name=mine").config).name == "mine"
+    assert start.with_name(compose_one("model=qwen2.5-3b").config).name == "Qwen2.5-3B-grpo"
 
 
 def test_runs_of_the_same_second_get_different_folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    config, now = start.named(compose_one().config), datetime(2030, 1, 2, 3, 4, 5)
+    config, now = start.with_name(compose_one().config), datetime(2030, 1, 2, 3, 4, 5)
     first = start.run_folder(config, now)
     assert first == tmp_path / "runs" / "2030-01-02_03-04-05_tiny-grpo"
     first.mkdir(parents=True)

@@ -8,7 +8,7 @@ import pytest
 
 from telescope._launch.obstacles import obstacles, refuse
 from telescope._launch.plan import Host, Plan, PlanError, make_plan
-from telescope.backends.common import choosing
+from telescope.backends.common import attention_choice
 from telescope.cli import check, run
 from telescope.inference.engine import EngineRefused
 from telescope.inference.main import build_engine
@@ -119,7 +119,7 @@ def test_slurms_clients_are_a_remark_on_a_machine_without_them(monkeypatch, tmp_
 )
 def test_the_plan_and_the_cards_decide(overrides, host: Host, capability, found, monkeypatch):
     monkeypatch.setattr("telescope._launch.obstacles.compute_capability", lambda: capability)
-    monkeypatch.setattr(choosing, "installed", lambda: frozenset(choosing.PACKAGES.values()))
+    monkeypatch.setattr(attention_choice, "installed", lambda: frozenset(attention_choice.PACKAGES.values()))
     config = config_of(*overrides)
     assert obstacles(config, make_plan(config, (host,))) == found
 
@@ -127,7 +127,7 @@ def test_the_plan_and_the_cards_decide(overrides, host: Host, capability, found,
 def test_of_other_hosts_only_what_the_plan_says_is_judged(monkeypatch):
     """The head, or a login node, has neither their cards nor their packages."""
     monkeypatch.setattr("telescope._launch.obstacles.compute_capability", lambda: pytest.fail("looked at this machine"))
-    monkeypatch.setattr(choosing, "installed", lambda: frozenset())
+    monkeypatch.setattr(attention_choice, "installed", lambda: frozenset())
     config = config_of("backend.attention=flash3", "backend.mixed_precision_dtype=bfloat16")
     plan: Plan = make_plan(config, (GPUS,))
     assert obstacles(config, plan, elsewhere=True) == []

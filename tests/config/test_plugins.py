@@ -122,7 +122,7 @@ def test_a_class_that_another_of_the_file_derives_from_is_a_helper(tmp_path):
 
 def test_no_plugin_and_no_part_of_the_configuration_imports_torch():
     code = (
-        "import sys\nfrom telescope.config import run, judge, plugins\n"
+        "import sys\nfrom telescope.config import run, validate, plugins\n"
         "for kind in (plugins.ALGORITHMS, plugins.BACKENDS, plugins.ENVIRONMENTS): assert plugins.find(kind)\n"
         "heavy = {'torch', 'transformers', 'vllm', 'hydra', 'zmq'} & set(sys.modules)\nassert not heavy, heavy\n"
     )

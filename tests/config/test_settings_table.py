@@ -7,6 +7,7 @@ import pytest
 
 from telescope.config import plugins
 from telescope.config.run import RunConfig
+from telescope.environments.sandboxes.pool import SandboxSettings
 from telescope.settings import Settings
 
 ROOT = Path(__file__).parents[2]
@@ -54,8 +55,13 @@ def test_a_page_that_is_not_current_is_noticed(script, tmp_path, monkeypatch, na
 def classes() -> list[type[Settings]]:
     sections = [field.annotation for field in RunConfig.model_fields.values()]
     parts = [part for part in sections if isinstance(part, type) and issubclass(part, Settings)]
-    kinds = (plugins.ALGORITHMS, plugins.BACKENDS, plugins.ENVIRONMENTS)
-    return [RunConfig, *parts, *(cls for kind in kinds for cls in plugins.find(kind).values() if isinstance(cls, type))]
+    kinds = (plugins.ALGORITHMS, plugins.BACKENDS, plugins.ENVIRONMENTS, plugins.SANDBOXES)
+    return [
+        RunConfig,
+        SandboxSettings,
+        *parts,
+        *(cls for kind in kinds for cls in plugins.find(kind).values() if isinstance(cls, type)),
+    ]
 
 
 @pytest.mark.parametrize("settings", classes(), ids=lambda settings: settings.__name__)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from telescope.cli import doctor
-from telescope.cli.doctor_weights import Delivered, spread
+from telescope.cli.doctor_weights import WeightDelivery, spread
 from telescope.inference.engine import WeightState
 from telescope.inference.vllm.worker_protocol import Comparison
 from tests.doctor.test_doctor import PROMPTS, answered
@@ -20,7 +20,7 @@ from tests.doctor.test_doctor import PROMPTS, answered
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 400
 """A start of vLLM and of two ranks, where other work goes on."""
-GOOD = Delivered(
+GOOD = WeightDelivery(
     transport="nccl",
     tensors=3,
     nbytes=2_000_000_000,

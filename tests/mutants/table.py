@@ -114,7 +114,7 @@ MUTANTS = (
     ),
     Mutant(
         "trainer: steps out of order are accepted",
-        where="Service._train",
+        where="TrainerService._train",
         old="order.step != self._step + 1",
         new="order.step < 0",
         nearest=("tests/trainer/test_process.py",),
@@ -142,7 +142,7 @@ MUTANTS = (
     ),
     Mutant(
         "versions: a new request keeps the old weight version",
-        where="Versions.commit_is_sent",
+        where="TokenVersions.commit_is_sent",
         old="self.current = version",
         new="self.current = min(self.current, version)",
         nearest=("tests/inference/test_versions.py",),

@@ -18,7 +18,7 @@ from telescope.orchestrator.perform import Performer
 from telescope.orchestrator.weights import UpdateRules
 from telescope.records import WeightManifest
 from telescope.runlog import checkpoints
-from telescope.runlog.lineage import Part
+from telescope.runlog.attempts import CountedRows
 from telescope.wire.messages import CheckpointFailed, CheckpointStaged, CheckpointWritten, SaveCheckpoint
 from tests.flow.harness import World
 from tests.flow.harness import settings as flow_settings
@@ -34,7 +34,7 @@ def part() -> saved.Part:
     snapshot = World(flow_settings(number_of_steps=2, checkpoint_every=1), seed=5).run().checkpoints[0].snapshot
     rollouts = tuple(make(rollout_id, rollout_id // 3) for rollout_id in sorted(snapshot.rollout_ids))
     assert rollouts
-    return saved.Part(snapshot, rollouts, saved.Counters(tokens={"completion": 7}, tallied=(4,)), (Part(1, 12),))
+    return saved.Part(snapshot, rollouts, saved.Counters(tokens={"completion": 7}, tallied=(4,)), (CountedRows(1, 12),))
 
 
 def written(folder: Path, part: saved.Part) -> Path:

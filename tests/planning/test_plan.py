@@ -406,7 +406,7 @@ def test_the_placement_names_hosts_gpus_threads_and_where_sockets_bind(say: Call
 
 def test_the_placement_of_the_docs_is_printed_as_there(say: Callable[..., tuple[int, str]]) -> None:
     page = (Path(__file__).resolve().parents[2] / "docs/launching.md").read_text(encoding="utf-8")
-    block = page.partition("    $ python -m telescope plan ")[2].partition("\n\n")[0].replace("\\\n", "")
+    block = page.partition("    $ telescope plan ")[2].partition("\n\n")[0].replace("\\\n", "")
     command, *printed = (line.removeprefix("    ") for line in block.splitlines())
     code, said = say(*command.split())
     assert code == 0

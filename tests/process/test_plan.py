@@ -20,7 +20,7 @@ from telescope._launch.plan import (
 )
 from telescope.config.parts import ClusterSettings, EnvironmentEntry
 from telescope.config.run import RunConfig
-from telescope.trainer.placement import placement
+from telescope.trainer.main import placement
 
 LAPTOP = Host("laptop", cpus=2)
 EIGHT = Host("node-1", cpus=32, gpus=tuple("01234567"))

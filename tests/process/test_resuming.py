@@ -21,10 +21,10 @@ from telescope.config.continuing import refusals, remarks
 from telescope.config.parts import TrainerSettings
 from telescope.config.run import RunConfig, dump_run
 from telescope.runlog import attempts, checkpoints, http_key
+from telescope.runlog.attempts import CountedRows, Lineage, read_lineage, write_rows
 from telescope.runlog.holder import hold
 from telescope.runlog.identity import new_identity, read_identity, write_identity
 from telescope.runlog.layout import RunDirectory
-from telescope.runlog.lineage import Lineage, Part, read_lineage, write_rows
 from telescope.runlog.reader import rows
 from telescope.runlog.writer import RunLog
 
@@ -48,7 +48,7 @@ def run(tmp_path: Path) -> RunDirectory:
     return directory
 
 
-def checkpoint(run: RunDirectory, step: int, before: tuple[Part, ...] = (), **changes: Any) -> Path:
+def checkpoint(run: RunDirectory, step: int, before: tuple[CountedRows, ...] = (), **changes: Any) -> Path:
     partial = checkpoints.begin(run.checkpoints, step, read_identity(run).attempt)
     write_rows(checkpoints.orchestrator_part(partial) / resuming.ROWS, before)
     facts = {
@@ -119,7 +119,7 @@ def test_who_fails_or_is_killed_by_a_signal_is_told_from_which_checkpoint_the_ru
 def test_a_run_whose_directory_is_gone_does_not_go_on_though_its_checkpoints_lie_elsewhere(run: RunDirectory, tmp_path: Path):
     place = {"every": 2, "dir": str(tmp_path / "checkpoints"), "max_restarts": 1}
     ours = config(run_dir=str(run.path), checkpoint=place)
-    order = start.Order(ours, make_plan(ours, (Host("a", cpus=4),)), Standing(1, 0), (), (), datetime.now(UTC))
+    order = start.RunOrder(ours, make_plan(ours, (Host("a", cpus=4),)), Standing(1, 0), (), (), datetime.now(UTC))
     run.config_json.write_text("{}")
     checkpoint(run, 2)
     run.checkpoints.rename(tmp_path / "checkpoints")
@@ -161,14 +161,14 @@ def test_rows_of_steps_that_are_trained_anew_count_once_and_the_last_attempt_win
     last = log_steps(run, 1, 2)
     checkpoint(run, 2, read_lineage(run).up_to(last, 2))
     go_on(run)
-    assert read_lineage(run) == Lineage(2, 2, (Part(1, last, 2),))
+    assert read_lineage(run) == Lineage(2, 2, (CountedRows(1, last, 2),))
     log_steps(run, 3, 4)
     assert [row["step"] for row in rows(run, "step_metrics")] == [1, 2, 3, 4]
 
 
 def test_a_dead_attempts_future_is_left_out(run: RunDirectory):
     log_steps(run, 1, 2, 3)
-    checkpoint(run, 2, (Part(1, 2),))  # the third row came after the checkpoint
+    checkpoint(run, 2, (CountedRows(1, 2),))  # the third row came after the checkpoint
     go_on(run)
     log_steps(run, 3)
     found = rows(run, "step_metrics")
@@ -434,9 +434,9 @@ def test_a_run_whose_job_nobody_knows_of_is_gone_on_with_once_slurm_says_so(
     resuming.refuse_queued(run)
 
 
-def order_for(run: RunDirectory, **changes: Any) -> start.Order:
+def order_for(run: RunDirectory, **changes: Any) -> start.RunOrder:
     resumed = config(run_dir=str(run.path), checkpoint={"every": 2, "resume": True}, **changes)
-    return start.Order(resumed, None, Standing(1, 0), (), (), datetime.now(UTC))
+    return start.RunOrder(resumed, None, Standing(1, 0), (), (), datetime.now(UTC))
 
 
 def test_a_run_that_opens_its_http_when_it_is_resumed_has_a_key(run: RunDirectory):
@@ -477,7 +477,7 @@ def test_a_setting_that_is_younger_than_the_run_can_be_set_when_it_goes_on(run: 
     del began["trainer"]["max_broken_steps"]
     run.config_json.write_text(json.dumps(began))
     checkpoint(run, 2)
-    started: list[start.Order] = []
+    started: list[start.RunOrder] = []
     monkeypatch.setattr("telescope.cli.resume.run_one", lambda order: started.append(order) or 0)
     assert go_on_with_settings_of(run.path, ["trainer.max_broken_steps=5"]) == 0
     assert started[0].config.trainer.max_broken_steps == 5

@@ -21,8 +21,7 @@ from telescope.environments.failures import InfrastructureError
 from telescope.environments.i3_code import PRELUDE, I3Code
 from telescope.environments.questions.rows import NoRows
 from telescope.environments.sandboxes.base import Limits
-from telescope.environments.sandboxes.pool import Guest, Pool
-from telescope.environments.sandboxes.settings import SandboxSettings
+from telescope.environments.sandboxes.pool import Guest, Pool, SandboxSettings
 
 SETTINGS = SandboxSettings(ready=1, most=2, limits=Limits(memory_mb=256, disk_mb=16, time_s=60.0))
 

@@ -15,7 +15,7 @@ from telescope.environments.base import Prompt, Reward
 from telescope.environments.python_tool import PythonTool, plain
 from telescope.environments.questions.maths import MathsQuestions
 from telescope.environments.sandboxes.base import Limits, SandboxError
-from telescope.environments.sandboxes.settings import SandboxSettings
+from telescope.environments.sandboxes.pool import SandboxSettings
 from tests.environments.tools.talk import Talk
 
 QUESTION = Prompt(({"role": "user", "content": "What is 6 times 7?"},), answer="42")

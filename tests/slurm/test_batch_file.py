@@ -20,7 +20,7 @@ from telescope._launch.slurm.allocation import Node, allocated, expand, nominal
 from telescope._launch.slurm.batch import srun
 from telescope._launch.slurm.place import hosts_of
 from telescope._launch.slurm.submit import SubmitRefused, script_text, submit
-from telescope.cli.runs import standing
+from telescope.cli.runs import run_status
 from telescope.config.run import dump_run, load_run
 from telescope.config.slurm import SlurmGroup, SlurmSettings, minutes_of
 from telescope.runlog.attempts import begin, end, read_attempts, read_submission
@@ -355,11 +355,11 @@ def test_an_attempt_that_is_refused_before_its_start_is_listed_as_failed_with_th
     assert done.returncode == 0, done.stderr
     directory = RunDirectory(tmp_path / "run")
     assert attempted(directory, SLURM_JOB_NODELIST="n[1-2]").returncode == 1
-    found = standing(directory)
+    found = run_status(directory)
     assert (found.state, found.reason) == ("failed", "Slurm gave 2 nodes (n1, n2) and the run asks for 1: submit it again")
     directory.config_json.write_text("{}")
     assert attempted(directory, SLURM_RESTART_COUNT="1").returncode == 1
-    found = standing(directory)
+    found = run_status(directory)
     assert (found.state, found.reason.partition(" is not ")[2]) == ("failed", "the configuration of a run in format 1")
     assert [(one.attempt, one.why, one.exit_code) for one in read_attempts(directory)] == [
         ("12.0", "failed", 1),
@@ -381,7 +381,7 @@ def test_what_the_nodes_that_are_asked_for_can_not_do_is_refused_here_and_in_the
     nccl = config.weight_sync.model_copy(update={"transport": "nccl"})
     directory.config_json.write_text(dump_run(config.model_copy(update={"weight_sync": nccl})))
     assert attempted(directory).returncode == 1
-    assert standing(directory).reason == sentence
+    assert run_status(directory).reason == sentence
 
 
 def test_a_job_that_was_not_noted_when_it_was_submitted_notes_itself(tmp_path: Path):
@@ -402,7 +402,7 @@ def test_the_job_of_a_run_that_is_done_does_not_begin_it_again(tmp_path: Path):
     done = attempted(directory, SLURM_RESTART_COUNT="1")
     assert done.returncode == 0, done.stderr
     assert len(read_attempts(directory)) == 1
-    assert standing(directory).state == "done"
+    assert run_status(directory).state == "done"
 
 
 def test_the_preset_has_every_setting_with_its_default():

@@ -15,11 +15,10 @@ import psutil
 import pytest
 
 from telescope._launch.slurm.queue import state_of
-from telescope.runlog.attempts import read_submission
+from telescope.runlog.attempts import read_lineage, read_submission
 from telescope.runlog.ending import read_object
 from telescope.runlog.identity import read_identity
 from telescope.runlog.layout import RunDirectory
-from telescope.runlog.lineage import read_lineage
 from tests.packaging.test_wheel import python, wheel
 from tests.slurm.conftest import ROOT, Job, Submit
 from tests.slurm.real_slurm import Slurm

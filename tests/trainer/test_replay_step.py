@@ -30,11 +30,11 @@ from telescope.cli.replay import main
 from telescope.cli.replay_step import share, together
 from telescope.config.parts import EnvironmentEntry, TrainerSettings
 from telescope.config.run import RunConfig, config_hash, dump_run
-from telescope.runlog import checkpoints, kept
+from telescope.runlog import checkpoints, kept_steps
+from telescope.runlog.attempts import CountedRows, Lineage, write_lineage
 from telescope.runlog.identity import new_identity, write_identity
 from telescope.runlog.layout import RunDirectory
-from telescope.runlog.lineage import Lineage, Part, write_lineage
-from telescope.trainer.keeping import Keeper
+from telescope.trainer.kept_batches import Keeper
 from telescope.trainer.main import job
 from tests.backends.shards import in_minibatches, make_shard, part
 from tests.config.older import as_an_earlier_version_wrote
@@ -139,11 +139,11 @@ def test_a_sound_step_gives_the_loss_and_norm_of_the_run_whatever_ranks_trained_
         two = keeper(run, config, rank, 2, every=3)
         two.trained(part(shard, indices), wrong(0.0))
         two.trained(replace(part(shard, indices), step=4), wrong(0.0))
-    assert kept.steps(run) == [3]
+    assert kept_steps.steps(run) == [3]
     assert main([str(run.path), "--step", "3"]) == 0
     said = capsys.readouterr().out
     assert "by 2 ranks; kept because trainer.keep_batches_every=3" in said
-    assert "Every gradient is finite." in said
+    assert "a gradient that is not finite" not in said
     backend = config.backend.build(job(config, World(0, 1, "cpu"), lambda doing: None))
     result = backend.train_step(shard)
     backend.close()
@@ -198,7 +198,7 @@ def test_a_step_of_ranks_that_shared_rows_and_weights_is_run_by_one(tmp_path, ca
     said = capsys.readouterr().out
     assert "trained on version 2 by 4 ranks" in said
     assert "8 trajectories, 143 tokens" in said
-    assert "rollout 102 of group 1 (11 tokens): loss nan, gradient not finite" in said
+    assert "1 of 1 updates had a gradient that is not finite" in said
 
 
 def test_the_runs_own_checkpoint_of_the_step_before_is_taken(tmp_path, capsys):
@@ -236,11 +236,15 @@ def test_weights_that_are_not_those_of_the_step_are_said_to_be_others(tmp_path, 
 
 def test_shards_of_all_ranks_become_one_and_shared_ones_count_once():
     shard = in_minibatches(make_shard(3), (4, 4))
-    header = kept.Header(step=3, rank=0, ranks=4, config_hash="", why="", items=(), denominators=shard.denominators)
+    header = kept_steps.Header(step=3, rank=0, ranks=4, config_hash="", why="", items=(), denominators=shard.denominators)
     parts = []
     for indices in ([0, 5], [0, 5], [1, 2, 3, 4, 6, 7], [1, 2, 3, 4, 6, 7]):
         own = part(shard, indices)
-        parts.append(kept.Part(msgspec.structs.replace(header, items=own.items), own.ids, own.mask, own.logprobs, own.versions))
+        parts.append(
+            kept_steps.KeptShard(
+                msgspec.structs.replace(header, items=own.items), own.ids, own.mask, own.logprobs, own.versions
+            )
+        )
     whole = together(parts)
     assert [item.rollout_id for item in whole.items] == [100, 101, 102, 103, 105, 104, 106, 107]
     again = part(whole, [0, 1, 2, 3, 5, 4, 6, 7])
@@ -256,9 +260,9 @@ def test_only_the_latest_steps_that_went_wrong_are_kept(tmp_path):
     keeping = keeper(run, config)
     for step in range(1, 6):
         keeping.trained(make_shard(step), wrong(float(step != 3)))
-    assert kept.steps(run) == [4, 5]
+    assert kept_steps.steps(run) == [4, 5]
     keeper(run, config, latest=0).trained(make_shard(9), wrong())
-    assert kept.steps(run) == [4, 5]
+    assert kept_steps.steps(run) == [4, 5]
 
 
 def test_a_step_that_broke_on_one_rank_is_kept_by_those_that_waited_for_it(tmp_path, capsys):
@@ -269,12 +273,12 @@ def test_a_step_that_broke_on_one_rank_is_kept_by_those_that_waited_for_it(tmp_p
     for rank, keeping in enumerate(ranks):
         keeping.begins(part(shard, [rank, rank + 3, *([6, 7] if rank == 2 else [])]))
     ranks[0].left()  # too early: nobody has kept anything, so this may be a run that is stopped
-    assert kept.steps(run) == []
+    assert kept_steps.steps(run) == []
     ranks[1].broke(part(shard, [1, 4]), RuntimeError("out of memory"))
     for keeping in ranks:
         keeping.left()
         keeping.left()
-    assert [found.header.why for found in kept.read(run, 3)] == [
+    assert [found.header.why for found in kept_steps.read(run, 3)] == [
         "another rank kept its part of it",
         "it ended with RuntimeError: out of memory",
         "another rank kept its part of it",
@@ -290,9 +294,9 @@ def test_a_step_that_is_over_is_not_kept_for_another_ranks_sake(tmp_path):
     one.trained(make_shard(3), wrong(0.0))
     two.broke(make_shard(3), RuntimeError("out of memory"))
     one.left()
-    assert list(kept._parts(run, 3)) == [1]
+    assert list(kept_steps._parts(run, 3)) == [1]
     keeper(run, config, 1, 2, latest=0).broke(make_shard(4), RuntimeError("nobody wants it"))
-    assert kept.steps(run) == [3]
+    assert kept_steps.steps(run) == [3]
 
 
 STUCK = """
@@ -301,8 +305,8 @@ import telescope.wire.process as process
 from pathlib import Path
 from telescope.runlog.identity import new_identity, write_identity
 from telescope.runlog.layout import RunDirectory
-from telescope.runlog.lineage import Lineage, Part, write_lineage
-from telescope.trainer.keeping import Keeper, last_word
+from telescope.runlog.attempts import CountedRows, Lineage, write_lineage
+from telescope.trainer.kept_batches import Keeper, last_word
 from tests.backends.shards import make_shard
 
 signals = process.Signals()
@@ -328,14 +332,14 @@ def test_a_rank_that_is_stuck_inside_a_library_writes_its_part_when_it_is_told_t
         assert process.stdout.readline() == "stuck\n"
         process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + 90
-        while len(kept._parts(run, 3)) < 2:
+        while len(kept_steps._parts(run, 3)) < 2:
             assert time.monotonic() < deadline
             time.sleep(0.02)
         assert process.poll() is None  # stuck all the same
     finally:
         process.kill()
         process.wait(60)
-    assert kept.read(run, 3)[0].header.why == "another rank kept its part of it"
+    assert kept_steps.read(run, 3)[0].header.why == "another rank kept its part of it"
 
 
 def test_a_step_of_an_earlier_attempt_is_run_with_its_own_settings_and_the_runs_checkpoints(tmp_path, capsys):
@@ -371,7 +375,7 @@ def test_a_step_that_two_attempts_have_trained_is_run_with_the_weights_of_its_ow
         backend.close()
         if name == "two":
             assert next_attempt(run, "", "two") == 2
-            write_lineage(run, Lineage(2, 2, (Part(1, 0, 2),)))
+            write_lineage(run, Lineage(2, 2, (CountedRows(1, 0, 2),)))
             checkpoints.set_later_aside(run.checkpoints, 2, "two")
         checkpoints.finish(folder, facts_of_step_4(attempt=name))
     aside = run.checkpoints / "step_00000004.before-two"

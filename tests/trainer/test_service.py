@@ -12,7 +12,7 @@ import numpy as np
 
 from telescope.backends.base import NotSaved, Outcome, Saved, StepResult, TrainShard
 from telescope.records import WeightGroup, WeightManifest
-from telescope.trainer.service import OutOfOrder, SenderStuck, Service
+from telescope.trainer.service import OutOfOrder, SenderStuck, TrainerService
 from telescope.weights.base import TransferFailed
 from telescope.wire.codec import RawArrays
 from telescope.wire.happenings import Delivery
@@ -106,7 +106,7 @@ class Trainer:
 class Bench:
     def __init__(self, update_s: float = 20.0, step: int = 0) -> None:
         self.orders, self.sender, self.trainer = Orders(), Sender(), Trainer()
-        self.service = Service(self.orders, self.trainer, self.sender, lambda: None, update_s, step)  # type: ignore[arg-type]
+        self.service = TrainerService(self.orders, self.trainer, self.sender, lambda: None, update_s, step)  # type: ignore[arg-type]
         self.ended: queue.Queue[object] = queue.Queue()
         threading.Thread(target=self._run, daemon=True).start()
 

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from telescope.algorithms.base import named
 from telescope.backends.base import Job, Outcome, StepResult, TrainShard
-from telescope.backends.common import attention, kernels, ranks, rows, shards, work
+from telescope.backends.common import attention, kernels, model_work, ranks, rows, shards
+from telescope.backends.common.phase_times import PhaseTimer
 from telescope.backends.common.saving import Saver
-from telescope.backends.common.spans import Spans
-from telescope.backends.common.tally import Tally
+from telescope.backends.common.tally import MetricSums
 from telescope.backends.fsdp import assembly, gather, sizing, state
-from telescope.backends.fsdp.mesh import spread
 from telescope.backends.fsdp.policy import Policy, RowInput
+from telescope.backends.fsdp.sharding import make_mesh
 from telescope.backends.fsdp.updates import StepUpdates, Updater
 from telescope.maths import flops, packing
 from telescope.records import Denominators
@@ -42,7 +42,7 @@ SLOWEST = "slowest_s"
 
 
 @dataclass(frozen=True)
-class Row:
+class PreparedRow:
     """One row on its way through a step."""
 
     arrays: packing.RowArrays
@@ -62,7 +62,7 @@ class FSDPBackend:
             ranks.join(job.world, settings.collective_timeout_s, host=settings.offload == "parameters")
         try:
             with ranks.watched("loading the model"):
-                self._spread = spread(job.world, settings.replicas, settings.context_parallel_size)
+                self._spread = make_mesh(job.world, settings.replicas, settings.context_parallel_size)
                 self._policy = assembly.trained(settings, job, kind, computing, self._spread)
                 needed = job.algorithm.needs_reference
                 self._reference = assembly.frozen(settings, job, kind, computing, self._spread) if needed else None
@@ -73,10 +73,10 @@ class FSDPBackend:
         except BaseException:
             ranks.leave()
             raise
-        self._work = work.training_work(self._policy.lm)
-        self._peak = work.peak_flops(self._device, job.trainer.peak_flops)
+        self._work = model_work.training_work(self._policy.lm)
+        self._peak = model_work.peak_flops(self._device, job.trainer.peak_flops)
         architecture = self._policy.lm.config.get_text_config().to_dict()
-        if found := sizing.remark(settings, job, architecture, self._peak, work.card_bytes(self._device)):
+        if found := sizing.remark(settings, job, architecture, self._peak, model_work.card_bytes(self._device)):
             log.warning("%s", found)
         self._saver = Saver(job.world.rank, self._device, job.saving)
         self._step = 0  # the one under way, for sentences
@@ -97,11 +97,11 @@ class FSDPBackend:
         return result
 
     def _train_step(self, shard: TrainShard) -> StepResult:
-        self._step, spans, tally, updates = shard.step, Spans(self._device), self._tally(), StepUpdates()
+        self._step, spans, tally, updates = shard.step, PhaseTimer(self._device), self._tally(), StepUpdates()
         with spans.host_span("prepare_tensors"):
             plans = self._plan(shard)
             trajectories = shards.trajectories(shard)
-            minibatches = [[Row(packing.arrange(row, trajectories, shard.items)) for row in plan] for plan in plans]
+            minibatches = [[PreparedRow(packing.arrange(row, trajectories, shard.items)) for row in plan] for plan in plans]
         if len(minibatches) > 1 and self._job.algorithm.needs_old:
             minibatches[1:] = [self._with_old(minibatch, shard.step, spans) for minibatch in minibatches[1:]]
         self._updater.span, scale = spans.span, self._updater.loss_scale
@@ -179,10 +179,10 @@ class FSDPBackend:
         self._saver.settle()
         ranks.leave()
 
-    def _tally(self) -> Tally:
+    def _tally(self) -> MetricSums:
         """Ranks that share rows find the same: the first of them counts."""
         shared = self._spread.context
-        return Tally(self._device, counts=shared is None or shared.rank == 0)
+        return MetricSums(self._device, counts=shared is None or shared.rank == 0)
 
     def _plan(self, shard: TrainShard) -> list[list[packing.Row]]:
         """Rows of this rank by minibatch, each filled up to the largest count of all ranks."""
@@ -203,14 +203,14 @@ class FSDPBackend:
             for plan, count in zip(plans, rows, strict=True)
         ]
 
-    def _with_old(self, minibatch: Sequence[Row], step: int, spans: Spans) -> list[Row]:
+    def _with_old(self, minibatch: Sequence[PreparedRow], step: int, spans: PhaseTimer) -> list[PreparedRow]:
         """The rows with the log-probs of now. The first minibatch needs none: its own forward pass comes before any update."""
         known = []
         for place, row in enumerate(minibatch, start=1):
             spans.at(row=place - 1)
             with spans.span("compute_old_logprobs"):
                 _, given = self._on_device(row.arrays)
-                known.append(Row(row.arrays, old=self._logprobs_of(self._policy, given)))
+                known.append(PreparedRow(row.arrays, old=self._logprobs_of(self._policy, given)))
             self._job.progress(f"train step {step}: log-probs before its updates, row {place} of {len(minibatch)}")
         return known
 
@@ -224,7 +224,7 @@ class FSDPBackend:
         job = self._job
         return policy.logprobs_only(given, job.temperature, job.trainer.entropy_chunk_size, job.support)
 
-    def _accumulate(self, row: Row, counts: Denominators, spans: Spans, tally: Tally) -> None:
+    def _accumulate(self, row: PreparedRow, counts: Denominators, spans: PhaseTimer, tally: MetricSums) -> None:
         """Add one row's share of the gradient."""
         job, reference = self._job, None
         with spans.span("data_to_device"):

@@ -135,7 +135,7 @@ def _as_float32(view: memoryview, dtype: str) -> np.ndarray:
 
 
 @dataclass(eq=False)
-class Adapter:
+class LoraAdapter:
     """One version at this server. Version 0 is the base model: no number, no folder."""
 
     version: int
@@ -152,7 +152,7 @@ class Adapter:
         return f"policy-{self.version}-{self.number}"
 
 
-class Adapters:
+class LoraAdapters:
     """The versions at this server: one serves new requests, older ones finish what they began, one may be on its way."""
 
     def __init__(self, root: Path) -> None:
@@ -161,20 +161,22 @@ class Adapters:
             shutil.rmtree(left)
         self._root = root
         self._numbers = 0
-        self.serving = Adapter(version=0)
-        self.staged: Adapter | None = None
-        self._older: list[Adapter] = []
+        self.serving = LoraAdapter(version=0)
+        self.staged: LoraAdapter | None = None
+        self._older: list[LoraAdapter] = []
 
-    def new(self, manifest: WeightManifest) -> Adapter:
+    def new(self, manifest: WeightManifest) -> LoraAdapter:
         """A place for a version; nothing is staged by this."""
         self._numbers += 1
-        return Adapter(manifest.version, self._numbers, self._root / f"{self._numbers}-{manifest.version}", manifest.checksum)
+        return LoraAdapter(
+            manifest.version, self._numbers, self._root / f"{self._numbers}-{manifest.version}", manifest.checksum
+        )
 
-    def begin(self, request_id: str) -> Adapter:
+    def begin(self, request_id: str) -> LoraAdapter:
         self.serving.requests.add(request_id)
         return self.serving
 
-    def used_by(self, request_id: str) -> Adapter:
+    def used_by(self, request_id: str) -> LoraAdapter:
         """The version that a request began with. Raises `KeyError`."""
         for adapter in self._all():
             if request_id in adapter.requests:
@@ -187,12 +189,12 @@ class Adapters:
         self._older.append(self.serving)
         self.serving, self.staged = self.staged, None
 
-    def unused(self) -> list[Adapter]:
+    def unused(self) -> list[LoraAdapter]:
         """The versions that no request can use any more, to be unloaded; they stay here until they are `gone`."""
         self._older = [adapter for adapter in self._older if adapter.requests or adapter.folder is not None]
         return [adapter for adapter in self._older if not adapter.requests]
 
-    def gone(self, adapter: Adapter) -> None:
+    def gone(self, adapter: LoraAdapter) -> None:
         """It is unloaded, and its folder removed."""
         self._older.remove(adapter)
 
@@ -205,7 +207,7 @@ class Adapters:
     def close(self) -> None:
         shutil.rmtree(self._root, ignore_errors=True)
 
-    def _all(self) -> Iterator[Adapter]:
+    def _all(self) -> Iterator[LoraAdapter]:
         yield from (self.serving, *self._older)
 
 

@@ -226,7 +226,7 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._covered: Counter[int] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        written = [value for value in _written(func, args, kwargs or {}) if _storage(value) in self._parameters]
+        written = [value for value in _tensors_written(func, args, kwargs or {}) if _storage(value) in self._parameters]
         if not written:
             return func(*args, **(kwargs or {}))
         target = written[0]
@@ -265,7 +265,7 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+def _tensors_written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The tensors among its arguments that an operation writes to."""
     found: list[Tensor] = []
     for place, argument in enumerate(func._schema.arguments):

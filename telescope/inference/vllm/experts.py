@@ -33,7 +33,7 @@ def record_arranged(model: Any, load: Loader, shapes: Mapping[str, tuple[int, ..
     layers = list(layers_with_experts(model).values())
     stood = [[getattr(layer, stack) for stack in STACKS] for layer in layers]
     stand_ins = [[_as_loaded(layer, stack) for stack in STACKS] for layer in layers]
-    with _standing(layers, stand_ins):
+    with _replace_stacks(layers, stand_ins):
         whole = record(dict(model.named_parameters()), load, shapes, dtype)
     arranged = []
     for layer, parameters, loaded in zip(layers, stood, stand_ins, strict=True):
@@ -80,7 +80,7 @@ def _arranging(layer: Any, stood: list[nn.Parameter]) -> Any:
         fresh = [nn.Parameter(tensor, requires_grad=False) for tensor in loaded]
         for parameter, old in zip(fresh, stood, strict=True):
             parameter.__dict__.update(old.__dict__)
-        with torch.no_grad(), _standing([layer], [fresh]):
+        with torch.no_grad(), _replace_stacks([layer], [fresh]):
             layer.quant_method.process_weights_after_loading(layer)
             kernel = getattr(layer.quant_method, "moe_kernel", None)
             # vLLM does this part at the first load alone, as if a later one needed none
@@ -92,7 +92,7 @@ def _arranging(layer: Any, stood: list[nn.Parameter]) -> Any:
 
 
 @contextmanager
-def _standing(layers: list[nn.Module], stacks: list[list[nn.Parameter]]) -> Iterator[None]:
+def _replace_stacks(layers: list[nn.Module], stacks: list[list[nn.Parameter]]) -> Iterator[None]:
     """Other stacks in the place of the layers' own, which come back whatever happens."""
     stood = [[getattr(layer, stack) for stack in STACKS] for layer in layers]
     try:

@@ -24,9 +24,9 @@ import numpy as np
 from telescope.config.parts import LoraSettings, WeightSyncSettings
 from telescope.inference.engine import Generated, WeightsRefused, WeightState
 from telescope.inference.vllm.adapters import (
-    Adapter,
-    Adapters,
     CalledOff,
+    LoraAdapter,
+    LoraAdapters,
     Proof,
     disagreements,
     expected_tensors,
@@ -58,11 +58,11 @@ class LoraEngine(VllmEngine):
         super().__init__(plan, weight_sync)
         assert plan.model.lora is not None
         self._lora: LoraSettings = plan.model.lora
-        self._adapters = Adapters(scratch or Path(tempfile.mkdtemp(prefix="telescope-adapters-")))
+        self._adapters = LoraAdapters(scratch or Path(tempfile.mkdtemp(prefix="telescope-adapters-")))
         self._expected = expected_tensors(self._lora, checkpoint_tensors(plan.folder))
         self._proof: Proof | None = None
         self._probes = 0
-        self._loading: asyncio.Task[Adapter]
+        self._loading: asyncio.Task[LoraAdapter]
         self._broken_off = False
         """Whether it was `discard` that cancelled the loading."""
         self.moved = 0.0
@@ -145,11 +145,11 @@ class LoraEngine(VllmEngine):
                 await self._forget_staged()
             return self._state
 
-    async def _load_beside(self, manifest: WeightManifest) -> Adapter:
+    async def _load_beside(self, manifest: WeightManifest) -> LoraAdapter:
         for adapter in self._adapters.unused():
             await self._unload(adapter)
             self._adapters.gone(adapter)
-        adapter = await self._written(manifest)
+        adapter = await self._write_adapter(manifest)
         try:
             for request_id in self._adapters.in_the_way(self._plan.inference.max_loras):
                 log.info("request %s is aborted: its adapter is the oldest of inference.max_loras", request_id)
@@ -166,7 +166,7 @@ class LoraEngine(VllmEngine):
             raise
         return adapter
 
-    async def _added(self, adapter: Adapter) -> None:
+    async def _added(self, adapter: LoraAdapter) -> None:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
@@ -176,7 +176,7 @@ class LoraEngine(VllmEngine):
         except Exception as error:  # vLLM's engine answers with a plain Exception
             raise WeightsRefused(f"vLLM does not load the adapter of version {adapter.version}: {error}") from error
 
-    async def _written(self, manifest: WeightManifest) -> Adapter:
+    async def _write_adapter(self, manifest: WeightManifest) -> LoraAdapter:
         """The version checked and on disk."""
         if found := disagreements(manifest, self._expected):
             raise WeightsRefused(f"weights version {manifest.version} don't fit model.lora: {'; '.join(found)}")
@@ -198,7 +198,7 @@ class LoraEngine(VllmEngine):
             raise WeightsRefused(f"the adapter of version {manifest.version} can't be written: {error}") from error
         return adapter
 
-    def _check_moved(self, adapter: Adapter, probe: dict[int, float]) -> None:
+    def _check_moved(self, adapter: LoraAdapter, probe: dict[int, float]) -> None:
         """Raise `WeightsRefused` where other numbers were loaded and nothing moved: they did not reach the computation."""
         assert self._proof is not None
         assert adapter.up is not None
@@ -210,7 +210,7 @@ class LoraEngine(VllmEngine):
             raise WeightsRefused(f"the adapter of version {adapter.version} was loaded and {error}") from error
         log.info("adapter %d: elements changed by %.2g, log-probs by %.2g nats", adapter.version, changed, self.moved)
 
-    async def _probe(self, adapter: Adapter) -> dict[int, float]:
+    async def _probe(self, adapter: LoraAdapter) -> dict[int, float]:
         """Log-probs of the likeliest tokens after a fixed text under an adapter.
 
         Of one sampled place: asked for the log-probs of a prompt beside other requests, vLLM's engine dies with adapters on.
@@ -233,7 +233,7 @@ class LoraEngine(VllmEngine):
         if staged is not None:
             await self._unload(staged)
 
-    async def _unload(self, adapter: Adapter) -> None:
+    async def _unload(self, adapter: LoraAdapter) -> None:
         """Only where no request uses it any more: vLLM would look for its folder again."""
         assert adapter.folder is not None
         async with answer_within(BREAK_OFF_S, f"the order to unload the adapter of version {adapter.version}"):
@@ -248,7 +248,7 @@ class LoraEngine(VllmEngine):
 class _Client:
     """AsyncLLM for the HTTP application: it knows no adapters, so its requests are given one here, and counted as its users."""
 
-    def __init__(self, llm: Any, adapters: Adapters) -> None:
+    def __init__(self, llm: Any, adapters: LoraAdapters) -> None:
         self._llm = llm
         self._adapters = adapters
 
@@ -265,7 +265,7 @@ class _Client:
             adapter.requests.discard(f"{OVER_HTTP}{request_id}")
 
 
-def _asked(adapter: Adapter) -> Any:
+def _asked(adapter: LoraAdapter) -> Any:
     """vLLM's name for an adapter; None for the base model."""
     from vllm.lora.request import LoRARequest
 
