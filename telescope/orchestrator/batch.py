@@ -101,11 +101,11 @@ class TrainBatch:
     @property
     def lags(self) -> np.ndarray:
         """Versions between each sampled token and the weights it trains [trained tokens]."""
-        sampled_by = [rollout.versions() for rollout in self.trained]
+        sampled_by = [rollout.versions for rollout in self.trained]
         lags: np.ndarray = self.command.step - 1 - np.concatenate([np.zeros(0, np.int32), *sampled_by])
         return lags
 
-    def metrics(self) -> dict[str, float]:
+    def compute_metrics(self) -> dict[str, float]:
         """Shares of the batch's rollouts that were cut off and that left the loss, by rule, and what lengths cost."""
         count = len(self.rollouts)
         rules = {rule: sum(rule in why for why in self.filters) for rule in ("overlong", "repetition")}
@@ -118,9 +118,9 @@ class TrainBatch:
             "length_penalty_mean": float(np.mean([rollout.length_penalty for rollout in self.rollouts])),
         }
 
-    def lag_of(self, rollout: Rollout) -> int | None:
+    def find_lag(self, rollout: Rollout) -> int | None:
         """Versions between the rollout's oldest sampled token and the weights it trains; None without such a token."""
-        versions = rollout.versions()
+        versions = rollout.versions
         return self.command.step - 1 - int(versions.min()) if len(versions) else None
 
 

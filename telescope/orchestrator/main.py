@@ -76,7 +76,7 @@ def run_orchestrator(place: ProcessContext, signals: ProcessSignals) -> int:
         return 0 if outcome.ok else say_why(run, place.name, outcome.reason, outcome.exit_code)
 
 
-def flow_settings(config: RunConfig, *, trainer_sends: bool = False) -> FlowSettings:
+def make_flow_settings(config: RunConfig, *, trainer_sends: bool = False) -> FlowSettings:
     """The core's part of the configuration. `trainer_sends`: weights go by broadcast, which takes the trainer's time."""
     orchestrator, rollout = config.orchestrator, config.rollout
     return FlowSettings(
@@ -96,7 +96,7 @@ def flow_settings(config: RunConfig, *, trainer_sends: bool = False) -> FlowSett
         number_of_steps=config.number_of_steps,
         seed=config.seed,
         environments=tuple((label, entry.weight) for label, entry in config.environments.items()),
-        curricula={label: _pools(entry.curriculum) for label, entry in config.environments.items() if entry.curriculum},
+        curricula={label: _make_pools(entry.curriculum) for label, entry in config.environments.items() if entry.curriculum},
         prefetch=orchestrator.prompt_prefetch_buffer_size if orchestrator.enable_prompt_prefetch else 0,
         max_attempts=rollout.max_attempts,
         retry_backoff_s=rollout.retry_backoff_s,
@@ -110,7 +110,7 @@ def flow_settings(config: RunConfig, *, trainer_sends: bool = False) -> FlowSett
     )
 
 
-def _pools(curriculum: CurriculumSettings) -> Pools:
+def _make_pools(curriculum: CurriculumSettings) -> Pools:
     pools = tuple(Pool(pool.name, pool.up_to, pool.share) for pool in curriculum.pools)
     return Pools(pools, new_share=curriculum.new_share, window=curriculum.window, pass_above=curriculum.pass_above)
 
@@ -138,7 +138,7 @@ class _RunEnding:
             log.error("besides: %s", outcome.reason)
 
     def note_error(self, error: Exception) -> None:
-        self.note(RunOutcome(False, *KNOWN.ending(self._name, error)))
+        self.note(RunOutcome(False, *KNOWN.describe_end(self._name, error)))
 
     async def close(self, step: Callable[[], Awaitable[None] | None]) -> None:
         """One step of closing; its error keeps no other step from being taken."""
@@ -155,7 +155,7 @@ async def _run(place: ProcessContext, signals: ProcessSignals) -> RunOutcome:
     started = time.monotonic()
     config, run, end = place.config, place.directory, _RunEnding(place.name)
     transport = planned(config.weight_sync.transport, run.plan_json, adapters=config.model.lora is not None)
-    begun = start_run(run, flow_settings(config, trainer_sends=transport in COLLECTIVE))
+    begun = start_run(run, make_flow_settings(config, trainer_sends=transport in COLLECTIVE))
     core = begun.core
     run_log = RunLog(run, "orchestrator")
     mirror = mirror_for(
@@ -167,13 +167,13 @@ async def _run(place: ProcessContext, signals: ProcessSignals) -> RunOutcome:
     )
     ranges = {label: ends for label in config.environments if (ends := config.reward_range(label))}
     rewards = RewardRanges(ranges, normalize=config.rollout.normalize_rewards)
-    parity = ParityCheck.of(config, planned_device(run.plan_json))
+    parity = ParityCheck.from_config(config, planned_device(run.plan_json))
     groups = config.logging.token_groups
     recorder = Recorder(run, run_log, mirror, config.number_of_steps, rewards, token_groups=groups, parity=parity)
-    recorder.go_on(begun.counters, begun.history, begun.rollouts)
+    recorder.resume(begun.counters, begun.history, begun.rollouts)
 
     def summarize() -> None:
-        recorder.finish(core.counts(), _summary(end.outcome, started))
+        recorder.write_summary(core.counts(), _make_summary(end.outcome, started))
 
     async with AsyncExitStack() as opened:
         # closed in the opposite order: the summary before the log, whose sealing may be killed, and again with its last counts
@@ -205,7 +205,7 @@ async def _train(
     journal = Journal(run.journal)
     opened.push_async_callback(end.close, journal.close)
     journal.append(encode_opening(core.settings, core.saved))
-    opened.push_async_callback(end.close, lambda: _account(core, recorder, journal, end.outcome.reason, started))
+    opened.push_async_callback(end.close, lambda: _end_groups(core, recorder, journal, end.outcome.reason, started))
     hub = await Hub.open(
         run,
         run=place.identity.run_id,
@@ -217,7 +217,7 @@ async def _train(
     )
     opened.push_async_callback(end.close, lambda: hub.close(end.outcome.reason, timeout_s=end.close_s))
     opened.push_async_callback(end.close, recorder.catch_up)
-    peers = Peers.of(config.cluster, config.inference.tensor_parallel_size)
+    peers = Peers.from_config(config.cluster, config.inference.tensor_parallel_size)
     orchestrator = Orchestrator(
         config,
         hub=hub,
@@ -279,13 +279,13 @@ def _make_save_rules(place: ProcessContext) -> SaveRules | None:
     )
 
 
-def _account(core: Core, recorder: Recorder, journal: Journal, reason: str, started: float) -> None:
+def _end_groups(core: Core, recorder: Recorder, journal: Journal, reason: str, started: float) -> None:
     """After an error the core has not ended the run: it gives every group that is still alive its last state."""
     now, event = time.monotonic() - started, events.StopRequested(reason=reason, ok=False)
     ordered = core.handle(event, now)
     for command in ordered:
         if isinstance(command, commands.GroupState):
-            recorder.group(command)
+            recorder.record_group(command)
     if ordered and not journal.broken:
         journal.append(encode_line(now, event, ordered))
 
@@ -300,18 +300,18 @@ def _interrupt(orchestrator: Orchestrator, run: RunDirectory, number: int) -> No
         orchestrator.interrupt(number)
 
 
-def _summary(outcome: RunOutcome, started: float) -> dict[str, Any]:
+def _make_summary(outcome: RunOutcome, started: float) -> dict[str, Any]:
     return {
         "ok": outcome.ok,
         "exit_reason": outcome.reason,
         "exit_code": outcome.exit_code,
         "lost_checkpoint": outcome.lost_checkpoint or None,
         "wall_s": round(time.monotonic() - started, 3),
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": {"python": platform.python_version(), **_find_versions()},
     }
 
 
-def _versions() -> dict[str, str]:
+def _find_versions() -> dict[str, str]:
     found = {}
     for package in REPORTED_PACKAGES:
         try:

@@ -67,7 +67,7 @@ def _load(config: RunConfig, label: str) -> LoadedEnvironment:
     try:
         environment = config.environment(label)
         _refuse(ranges_mistake(environment.metrics_ranges))
-        prompts = {split: _prompts(environment, split) for split in environment.splits}
+        prompts = {split: _load_prompts(environment, split) for split in environment.splits}
         if not prompts.get("train"):
             raise ValueError("it has no prompts in its train split")
         _refuse(class_mistake(kind))
@@ -82,7 +82,7 @@ def _load(config: RunConfig, label: str) -> LoadedEnvironment:
         raise EnvironmentBroken(f"{place} can't be loaded: {describe(error)}") from error
 
 
-def _prompts(environment: Environment, split: str) -> Sequence[Prompt]:
+def _load_prompts(environment: Environment, split: str) -> Sequence[Prompt]:
     prompts = environment.prompts(split)
     _refuse(prompts_mistake(type(environment), split, prompts))
     return prompts

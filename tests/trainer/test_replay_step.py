@@ -311,10 +311,10 @@ from telescope.runlog.lineage import Lineage, Part, write_lineage
 from telescope.trainer.keeping import Keeper, last_word
 from tests.backends.shards import make_shard
 
-signals = process.Signals()
+signals = process.ProcessSignals()
 signals.watch()
 keeper = Keeper(RunDirectory(Path(sys.argv[1])), "hash", 0, 2, latest=2)
-with last_word(keeper), signals.held():
+with last_word(keeper), signals.hold():
     keeper.begins(make_shard(3))
     mutex = ctypes.create_string_buffer(128)
     lock = ctypes.CDLL(None).pthread_mutex_lock
