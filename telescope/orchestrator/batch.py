@@ -181,7 +181,7 @@ def _compute_advantages(recipe: Recipe, rewards: np.ndarray, groups: np.ndarray,
     if not np.isfinite(given).all():
         raise BatchUnusable(
             f"step {step}: the rewards of its batch, from {rewards.min():g} to {rewards.max():g}, give advantages "
-            f"that are no finite numbers: keep rewards within a few thousand, or mend {whose}"
+            f"that are not finite numbers: keep rewards within a few thousand, or mend {whose}"
         )
     return given.astype(np.float64, copy=False)
 

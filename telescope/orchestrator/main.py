@@ -69,11 +69,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_process(run_orchestrator, prog="python -m telescope.orchestrator", known=KNOWN, arguments=arguments, held=True)
 
 
-def run_orchestrator(place: ProcessContext, signals: ProcessSignals) -> int:
-    run = place.directory
-    with reserved(run.summary_json, run.failure(place.name), nbytes=LAST_WORDS_BYTES):
-        outcome = asyncio.run(_run(place, signals))
-        return 0 if outcome.ok else say_why(run, place.name, outcome.reason, outcome.exit_code)
+def run_orchestrator(context: ProcessContext, signals: ProcessSignals) -> int:
+    run = context.directory
+    with reserved(run.summary_json, run.failure(context.name), nbytes=LAST_WORDS_BYTES):
+        outcome = asyncio.run(_run(context, signals))
+        return 0 if outcome.ok else say_why(run, context.name, outcome.reason, outcome.exit_code)
 
 
 def make_flow_settings(config: RunConfig, *, trainer_sends: bool = False) -> FlowSettings:
@@ -150,10 +150,10 @@ class _RunEnding:
             self.note_error(error)
 
 
-async def _run(place: ProcessContext, signals: ProcessSignals) -> RunOutcome:
+async def _run(context: ProcessContext, signals: ProcessSignals) -> RunOutcome:
     """The run's life. Whatever happens in it becomes its outcome, and stands in the summary."""
     started = time.monotonic()
-    config, run, end = place.config, place.directory, _RunEnding(place.name)
+    config, run, end = context.config, context.directory, _RunEnding(context.name)
     transport = planned(config.weight_sync.transport, run.plan_json, adapters=config.model.lora is not None)
     begun = start_run(run, make_flow_settings(config, trainer_sends=transport in COLLECTIVE))
     core = begun.core
@@ -163,7 +163,7 @@ async def _run(place: ProcessContext, signals: ProcessSignals) -> RunOutcome:
         name=config.name,
         folder=run.wandb,
         config=as_json(config),
-        share=lambda: share_of(run, begun.lineage, place.identity.run_id),
+        share=lambda: share_of(run, begun.lineage, context.identity.run_id),
     )
     ranges = {label: ends for label in config.environments if (ends := config.reward_range(label))}
     rewards = RewardRanges(ranges, normalize=config.rollout.normalize_rewards)
@@ -183,7 +183,7 @@ async def _run(place: ProcessContext, signals: ProcessSignals) -> RunOutcome:
         opened.push_async_callback(end.close, run_log.close)
         opened.push_async_callback(end.close, summarize)
         try:
-            end.note(await _train(place, signals, begun, recorder, opened, end))
+            end.note(await _train(context, signals, begun, recorder, opened, end))
         except Interrupted as interrupted:
             end.note(RunOutcome(False, str(interrupted), 128 + interrupted.number))
         except Exception as error:  # noqa: BLE001 the run's edge
@@ -192,7 +192,7 @@ async def _run(place: ProcessContext, signals: ProcessSignals) -> RunOutcome:
 
 
 async def _train(
-    place: ProcessContext,
+    context: ProcessContext,
     signals: ProcessSignals,
     begun: RunStart,
     recorder: Recorder,
@@ -200,7 +200,7 @@ async def _train(
     end: _RunEnding,
 ) -> RunOutcome:
     """Open the journal and the hub, and be the orchestrator until the core says Stop."""
-    config, run, core = place.config, place.directory, begun.core
+    config, run, core = context.config, context.directory, begun.core
     started = time.monotonic()
     journal = Journal(run.journal)
     opened.push_async_callback(end.close, journal.close)
@@ -208,10 +208,10 @@ async def _train(
     opened.push_async_callback(end.close, lambda: _end_groups(core, recorder, journal, end.outcome.reason, started))
     hub = await Hub.open(
         run,
-        run=place.identity.run_id,
-        attempt=place.identity.attempt,
+        run=context.identity.run_id,
+        attempt=context.identity.attempt,
         config_hash=config_hash(config),
-        interface=place.address,
+        interface=context.address,
         silent_s=config.orchestrator.silent_s,
         stuck_s=config.orchestrator.stuck_s,
     )
@@ -232,7 +232,7 @@ async def _train(
             max_retries=config.weight_sync.max_retries,
             workers_per_server=config.inference.tensor_parallel_size,
         ),
-        saves=_make_save_rules(place),
+        saves=_make_save_rules(context),
         lineage=begun.lineage,
         rollouts=begun.rollouts,
     )
@@ -256,12 +256,12 @@ def _make_recipe(config: RunConfig, rewards: RewardRanges) -> Recipe:
     )
 
 
-def _make_save_rules(place: ProcessContext) -> SaveRules | None:
+def _make_save_rules(context: ProcessContext) -> SaveRules | None:
     """None where the run makes no checkpoints. Raises `CheckpointUnreadable` where their folder is another run's."""
-    settings, identity = place.config.checkpoint, place.identity
+    settings, identity = context.config.checkpoint, context.identity
     if not settings.on:
         return None
-    directory = root(place.directory, settings.dir)
+    directory = root(context.directory, settings.dir)
     judge = of_another_run if settings.dir is None else claim
     if (sentence := judge(directory, identity.run_id)) is not None:
         raise CheckpointUnreadable(sentence)
@@ -275,7 +275,7 @@ def _make_save_rules(place: ProcessContext) -> SaveRules | None:
         training_state=settings.save_training_state,
         keep_last=settings.keep_last,
         keep_every=settings.keep_every,
-        last_step=place.config.number_of_steps,
+        last_step=context.config.number_of_steps,
     )
 
 

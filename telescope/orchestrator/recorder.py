@@ -367,8 +367,8 @@ class Recorder:
 
 
 def _describe_left_out(count: int, broken: int) -> str:
-    """`1 update left out, as a gradient was no finite number`: of `count` updates `broken` for that."""
-    whys = ((broken, "a gradient was no finite number"), (count - broken, "filters left nothing to train"))
+    """`1 update left out, as a gradient was not a finite number`: of `count` updates `broken` for that."""
+    whys = ((broken, "a gradient was not a finite number"), (count - broken, "filters left nothing to train"))
     return "; ".join(f"{number} update{'s' * (number > 1)} left out, as {why}" for number, why in whys if number > 0)
 
 

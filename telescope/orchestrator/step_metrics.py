@@ -101,7 +101,7 @@ class RewardRanges:
 
 
 def count_broken_steps(history: Sequence[Mapping[str, float]]) -> int:
-    """How many of the latest steps moved no weight, a gradient of theirs being no finite number; `history`: each step's
+    """How many of the latest steps moved no weight, as a gradient of theirs was not a finite number; `history`: each step's
     metrics, the latest last. A step that filters have emptied is none of them."""
     count = 0
     for metrics in reversed(history):
@@ -127,7 +127,7 @@ def find_end_reason(history: Sequence[Mapping[str, float]], limit: int, step: in
 
 
 MOVED_NATS = 0.1
-"""With several minibatches the later ones are of a policy that the earlier ones have moved: less than this is no sign."""
+"""With several minibatches the later ones are of a policy that the earlier ones have moved: less than this is not a sign."""
 
 
 class ParityCheck:

@@ -119,7 +119,7 @@ class MessageChannel:
         if question is None:
             raise ValueError(f"{kind.__name__} answers message {answers}, which is answered already or never came")
         if kind not in ANSWERED_BY[question]:
-            raise ValueError(f"{kind.__name__} is no answer to {question.__name__}")
+            raise ValueError(f"{kind.__name__} is not an answer to {question.__name__}")
 
     def _check_credit(self, kind: Kind) -> None:
         if self.capacity is None:
@@ -178,7 +178,7 @@ class MessageChannel:
             raise MalformedMessage("answers", f"{kind.__name__} answers {answers}, which was never sent")
         question = self.kept.get(answers)
         if question is not None and kind not in ANSWERED_BY.get(question.kind, ()):
-            raise MalformedMessage("answers", f"{kind.__name__} is no answer to {question.kind.__name__}")
+            raise MalformedMessage("answers", f"{kind.__name__} is not an answer to {question.kind.__name__}")
 
     def _settle(self, answers: int) -> bool:
         """Forget the answered message and take its credit back. False if it was settled before."""

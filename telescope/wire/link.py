@@ -44,7 +44,7 @@ WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HAN
 
 
 class WireRefused(ConnectionError):
-    """The hub does not want this process: wrong key, run, attempt or config, or given up earlier. Trying again is no use."""
+    """The hub does not want this process: wrong key, run, attempt or config, or given up earlier. Trying again is of no use."""
 
 
 class WireTimeout(TimeoutError):

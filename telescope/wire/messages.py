@@ -111,7 +111,7 @@ class Stop(Message):
 
 
 class Goodbye(Message):
-    """A peer leaves on purpose; its silence from now on is no fault. A non-empty `error` is the reason of a failure."""
+    """A peer leaves on purpose; its silence from now on is not a fault. A non-empty `error` is the reason of a failure."""
 
     error: str = ""
 

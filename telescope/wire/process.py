@@ -183,10 +183,10 @@ def run_process(
     signals = ProcessSignals(held=held)
     try:
         signals.watch()
-        place = ProcessContext.read(directory, name)
-        if place.config.debug:
+        context = ProcessContext.read(directory, name)
+        if context.config.debug:
             logging.getLogger("telescope").setLevel(logging.DEBUG)
-        return life(place, signals)
+        return life(context, signals)
     except Interrupted as interrupted:
         log.info("%s", interrupted)
         return 128 + interrupted.number

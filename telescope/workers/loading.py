@@ -102,7 +102,7 @@ def make_card(label: str, environment: Environment, prompts: dict[str, Sequence[
         _feed(hashed, [split, len(sequence)])
         for prompt in sample_prompts(sequence):
             if not isinstance(prompt, Prompt):
-                raise TypeError(f"prompts({split!r}) holds {prompt!r:.60}, which is no Prompt (telescope.environments.base)")
+                raise TypeError(f"prompts({split!r}) holds {prompt!r:.60}, which is not a Prompt (telescope.environments.base)")
             _feed(hashed, [[dict(turn) for turn in prompt.turns], prompt.answer, dict(prompt.facts)])
     sizes = {split: len(sequence) for split, sequence in prompts.items()}
     return EnvironmentCard(label, sizes, hashed.hexdigest()[:16])

@@ -41,9 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_process(run_worker, prog="python -m telescope.workers", known=KNOWN, arguments=arguments)
 
 
-def run_worker(place: ProcessContext, signals: ProcessSignals) -> int:
+def run_worker(context: ProcessContext, signals: ProcessSignals) -> int:
     """Load, say hello, play, say goodbye."""
-    config = place.config
+    config = context.config
     limits = PlayLimits.from_config(config)
     template = load_template(config.model, model_folder(config.model.name))
     deadline_s = config.cluster.placement_timeout_s / 2
@@ -51,17 +51,17 @@ def run_worker(place: ProcessContext, signals: ProcessSignals) -> int:
         label: leave_out_too_long(loaded, template, limits.max_prompt_tokens, deadline_s)
         for label, loaded in load_environments(config).items()
     }
-    hello = place.make_hello(
+    hello = context.make_hello(
         "worker",
         capacity=config.cluster.rollouts_per_env_worker,
         environments=tuple(loaded.card for loaded in environments.values()),
     )
     freeze_heap()
-    with Link.connect(place.directory, hello, deadline_s=config.cluster.placement_timeout_s) as link:
+    with Link.connect(context.directory, hello, deadline_s=config.cluster.placement_timeout_s) as link:
         direct = None
         if config.wire.direct:
-            direct = DirectClient(link, place.directory, lambda: place.make_hello("worker", capacity=0))
-        service = WorkerService(link, place.name, environments, template, limits, direct)
+            direct = DirectClient(link, context.directory, lambda: context.make_hello("worker", capacity=0))
+        service = WorkerService(link, context.name, environments, template, limits, direct)
         return run_through(_until_stopped(service, signals))
 
 

@@ -85,7 +85,7 @@ def _find_eos_ids(own: int, folder: Path) -> list[int]:
     except FileNotFoundError:  # many models have none
         listed = None
     except ValueError as error:
-        raise TokenizerError(f"{folder / 'generation_config.json'} is no JSON ({error}): mend or remove it") from error
+        raise TokenizerError(f"{folder / 'generation_config.json'} is not JSON ({error}): mend or remove it") from error
     more = [listed] if isinstance(listed, int) else list(listed or [])
     return list(dict.fromkeys([own, *more]))
 

@@ -74,7 +74,7 @@ def test_a_part_that_is_more_than_may_travel_is_refused_with_the_settings_that_m
     (lambda rewards: rewards[:5], r"gave float64 of shape \[5\]"),  # as many as are kept: those of a batch without discards
     (lambda rewards: rewards[:, None], r"gave float64 of shape \[7, 1\]"),
     (lambda rewards: rewards > 0, r"gave bool of shape \[7\]"),
-    (lambda rewards: rewards * np.nan, "no finite numbers: keep rewards within a few thousand, or mend Own.advantages"),
+    (lambda rewards: rewards * np.nan, "not finite numbers: keep rewards within a few thousand, or mend Own.advantages"),
 ])  # fmt: skip
 def test_advantages_of_another_shape_than_one_a_rollout_are_refused(store: RolloutStore, given, said: str):
     class Own(RLOO):

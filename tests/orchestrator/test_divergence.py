@@ -1,4 +1,4 @@
-"""A run whose gradients are no finite numbers any more trains nothing: it ends with the step since which that is so."""
+"""A run whose gradients are not finite numbers any more trains nothing: it ends with the step since which that is so."""
 
 from __future__ import annotations
 

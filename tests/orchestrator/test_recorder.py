@@ -107,10 +107,10 @@ async def test_an_attempt_that_was_told_to_stop_is_cancelled_and_one_that_failed
 
 
 @pytest.mark.parametrize(("metrics", "said"), [
-    ({"update_skipped": 1.0}, "step 6: 1 update left out, as a gradient was no finite number"),
+    ({"update_skipped": 1.0}, "step 6: 1 update left out, as a gradient was not a finite number"),
     ({"update_skipped": 1.0, "updates_not_finite": 0.0}, "step 6: 1 update left out, as filters left nothing to train"),
     ({"update_skipped": 3.0, "updates_not_finite": 2.0},
-     "step 6: 2 updates left out, as a gradient was no finite number; 1 update left out, as filters left nothing to train"),
+     "step 6: 2 updates left out, as a gradient was not a finite number; 1 update left out, as filters left nothing to train"),
 ])  # fmt: skip
 async def test_an_update_that_was_left_out_is_alerted_and_counted(run: RunDirectory, metrics: dict[str, float], said: str):
     log = RunLog(run, "orchestrator")

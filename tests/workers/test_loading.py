@@ -86,7 +86,7 @@ def test_a_class_that_raises_while_it_makes_prompts(tmp_path: Path) -> None:
         ),
         (
             "class T(SingleTurn):\n    def prompts(self, split): return ['text']\n    def reward(self): ...\n",
-            "prompts('train') holds 'text', which is no Prompt",
+            "prompts('train') holds 'text', which is not a Prompt",
         ),
         (
             "class T(SingleTurn):\n    needed: int\n    def prompts(self, split): return []\n",
