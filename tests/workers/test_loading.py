@@ -186,7 +186,7 @@ def test_a_generation_config_that_is_no_json_is_named(tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((EMBEDDED / "tiny" / name).read_bytes())
     (tmp_path / "generation_config.json").write_text("{")
-    with pytest.raises(TokenizerError, match=r"generation_config\.json is no JSON"):
+    with pytest.raises(TokenizerError, match=r"generation_config\.json is not JSON"):
         load_template(ModelSettings(name="mine", chat_template="{{ messages[0].content }}"), tmp_path)
 
 
