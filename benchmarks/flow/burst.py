@@ -29,7 +29,7 @@ from telescope.config.run import RunConfig
 from telescope.flow.core import Core
 from telescope.orchestrator.batch import Recipe
 from telescope.orchestrator.loop import Orchestrator
-from telescope.orchestrator.main import flow_settings
+from telescope.orchestrator.main import make_flow_settings
 from telescope.orchestrator.peers import Peers, ServerRestarts
 from telescope.orchestrator.recorder import Recorder
 from telescope.orchestrator.relay import Relay
@@ -179,11 +179,11 @@ async def orchestrate(folder: Path, given: argparse.Namespace) -> list[dict[str,
     settings, run = config(given.requests, given.waves), RunDirectory.create(folder / "run")
     make_keys(run, ("orchestrator", *NAMES))
     log, journal = RunLog(run, "orchestrator"), Journal(run.journal)
-    recorder, peers = Recorder(run, log, None, given.waves), Peers.of(settings.cluster)
+    recorder, peers = Recorder(run, log, None, given.waves), Peers.from_config(settings.cluster)
     hub = await Hub.open(run, run=RUN, attempt=ATTEMPT, config_hash=CONFIG)
     recipe = Recipe(settings.algorithm, GROUP, given.tokens, seq_len=settings.trainer.seq_len)
     orchestrator = Orchestrator(
-        settings, hub=hub, core=Core(flow_settings(settings)), peers=peers, servers=ServerRestarts(run, hub, peers, 0),
+        settings, hub=hub, core=Core(make_flow_settings(settings)), peers=peers, servers=ServerRestarts(run, hub, peers, 0),
         journal=journal, recorder=recorder, recipe=recipe, updates=UpdateRules(DEADLINE_S, 1),
     )  # fmt: skip
     watch = Watch(orchestrator.relay)

@@ -119,7 +119,7 @@ async def _work(run: RunDirectory, name: str, direct: bool, trips: int, window: 
 class Unread:
     """In the recorder's place."""
 
-    def turn(self, row: Mapping[str, Any]) -> None: ...
+    def record_turn(self, row: Mapping[str, Any]) -> None: ...
 
     def alert(self, level: str, source: str, message: str) -> None:
         raise RuntimeError(f"{source}: {message}")

@@ -21,7 +21,7 @@ from telescope.config.words import ConfigError
 from telescope.flow.staleness import explain
 from telescope.maths.batching import cut
 from telescope.maths.memory import ModelShape
-from telescope.orchestrator.main import flow_settings
+from telescope.orchestrator.main import make_flow_settings
 from telescope.planning.calibration import Calibration, Uncalibratable, calibrate
 from telescope.planning.cards import CARDS, GpuCard
 from telescope.planning.forecast import (
@@ -231,7 +231,7 @@ def describe(config: RunConfig) -> Iterator[str]:
     yield f"{config.model.name} with {config.algorithm_name} on {names}, backend {config.backend_name}."
     minibatches, groups = config.trainer.number_of_minibatches, config.orchestrator.prompts_batch_size_for_trainer
     epochs = config.trainer.epochs_per_batch
-    yield from explain(flow_settings(config), config.trainer.updates_per_step)
+    yield from explain(make_flow_settings(config), config.trainer.updates_per_step)
     yield f"{steps} steps train {steps * rollouts:,} rollouts and make weight versions 1 to {steps}."
     if epochs > 1:
         yield f"A step runs {epochs} times over its batch, cut anew each time."

@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     asked = _parser().parse_intermixed_args(list(arguments))
     threads = RewardThreads(THREADS)
     code = _told(asked, list(arguments), threads)
-    if threads.hung(0):  # the interpreter's end would wait for them
+    if threads.count_hung(0):  # the interpreter's end would wait for them
         leave(code)
     return code
 
@@ -120,7 +120,7 @@ async def _checked(
     asyncio.get_running_loop().set_default_executor(threads)
     template = load_template(config.model, model_folder(config.model.name))
     whole = load_environments(config)[asked.name]
-    limits = PlayLimits.of(config)
+    limits = PlayLimits.from_config(config)
     loaded = leave_out_too_long(whole, template, limits.max_prompt_tokens, config.cluster.placement_timeout_s)
     policy = _policy(config, asked, template, loaded)
     played = await _play_all(

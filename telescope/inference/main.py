@@ -187,7 +187,7 @@ def _told(place: ProcessContext, url: str) -> Iterator[None]:
 
 def _connect(place: ProcessContext, direct: Hub | None) -> Link:
     address = direct.address if direct is not None else None
-    hello = place.hello("server", capacity=lanes(place.config), version=0, direct_address=address)
+    hello = place.make_hello("server", capacity=lanes(place.config), version=0, direct_address=address)
     return Link.connect(place.directory, hello, deadline_s=place.config.cluster.placement_timeout_s)
 
 

@@ -101,11 +101,11 @@ class TrainBatch:
     @property
     def lags(self) -> np.ndarray:
         """Versions between each sampled token and the weights it trains [trained tokens]."""
-        sampled_by = [rollout.versions() for rollout in self.trained]
+        sampled_by = [rollout.versions for rollout in self.trained]
         lags: np.ndarray = self.command.step - 1 - np.concatenate([np.zeros(0, np.int32), *sampled_by])
         return lags
 
-    def metrics(self) -> dict[str, float]:
+    def compute_metrics(self) -> dict[str, float]:
         """Shares of the batch's rollouts that were cut off and that left the loss, by rule, and what lengths cost."""
         count = len(self.rollouts)
         rules = {rule: sum(rule in why for why in self.filters) for rule in ("overlong", "repetition")}
@@ -118,9 +118,9 @@ class TrainBatch:
             "length_penalty_mean": float(np.mean([rollout.length_penalty for rollout in self.rollouts])),
         }
 
-    def lag_of(self, rollout: Rollout) -> int | None:
+    def find_lag(self, rollout: Rollout) -> int | None:
         """Versions between the rollout's oldest sampled token and the weights it trains; None without such a token."""
-        versions = rollout.versions()
+        versions = rollout.versions
         return self.command.step - 1 - int(versions.min()) if len(versions) else None
 
 
@@ -186,7 +186,7 @@ def _compute_advantages(recipe: Recipe, rewards: np.ndarray, groups: np.ndarray,
     if not np.isfinite(given).all():
         raise BatchUnusable(
             f"step {step}: the rewards of its batch, from {rewards.min():g} to {rewards.max():g}, give advantages "
-            f"that are no finite numbers: keep rewards within a few thousand, or mend {whose}"
+            f"that are not finite numbers: keep rewards within a few thousand, or mend {whose}"
         )
     return given.astype(np.float64, copy=False)
 

@@ -112,7 +112,7 @@ class CheckpointCoordinator:
         match body:
             case CheckpointStaged(stall_s=stall_s):
                 save.stall_s = max(save.stall_s, stall_s)
-                self._recorder.next_step({"checkpoint/stall_s": save.stall_s})
+                self._recorder.add_to_next_step({"checkpoint/stall_s": save.stall_s})
                 return
             case CheckpointWritten(nbytes=nbytes):
                 save.nbytes += nbytes
@@ -213,8 +213,8 @@ class CheckpointCoordinator:
         self._save = None
         seconds = time.monotonic() - save.began
         log.info("checkpoint of step %d: %.1f MB in %.2f s", save.step, save.nbytes / 1e6, seconds)
-        self._recorder.next_step({"checkpoint/seconds": seconds, "checkpoint/bytes": float(save.nbytes)})
-        self._recorder.checkpoint(save.step, "complete", nbytes=save.nbytes, seconds=seconds, stall_s=save.stall_s)
+        self._recorder.add_to_next_step({"checkpoint/seconds": seconds, "checkpoint/bytes": float(save.nbytes)})
+        self._recorder.record_checkpoint(save.step, "complete", nbytes=save.nbytes, seconds=seconds, stall_s=save.stall_s)
         self._events.append(events.CheckpointDone(step=save.step))
 
     def _give_up(self, save: _Save, cause: str) -> None:
@@ -227,7 +227,7 @@ class CheckpointCoordinator:
         sentence = f"the checkpoint of step {step}{how}: {cause}"
         log.error("%s", sentence)
         self._recorder.alert("error", "checkpoint", sentence, shown=not is_last)
-        self._recorder.checkpoint(step, "failed", stall_s=stall_s, cause=cause)
+        self._recorder.record_checkpoint(step, "failed", stall_s=stall_s, cause=cause)
         self._events.append(events.CheckpointFailed(step=step, cause=cause))
 
 

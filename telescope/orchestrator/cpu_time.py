@@ -34,10 +34,10 @@ class CpuTime:
         for hello in peers:
             if hello.host != self._host:
                 return {}
-            tree = self._tree(hello)
+            tree = self._find_tree(hello)
             parts[ROLES[hello.role]].append(tree[0])
             parts[ENGINES if hello.role == "server" else ROLES[hello.role]].extend(tree[1:])
-        now = {pid: seconds for pids in parts.values() for pid in pids if (seconds := self._seconds(pid)) is not None}
+        now = {pid: seconds for pids in parts.values() for pid in pids if (seconds := self._read_seconds(pid)) is not None}
         if os.getpid() not in now:
             return {}
         last, self._last = self._last, now
@@ -45,14 +45,14 @@ class CpuTime:
             part: sum(max(0.0, now[pid] - last.get(pid, 0.0)) for pid in pids if pid in now) for part, pids in parts.items()
         }
 
-    def _tree(self, hello: Hello) -> tuple[int, ...]:
-        """The process and its descendants, looked for once: what works for long has started before its hello."""
+    def _find_tree(self, hello: Hello) -> tuple[int, ...]:
+        """The process and its find_descendants, looked for once: what works for long has started before its hello."""
         key = hello.name, hello.incarnation
         if key not in self._trees:
-            self._trees[key] = (hello.pid, *descendants(hello.pid))
+            self._trees[key] = (hello.pid, *find_descendants(hello.pid))
         return self._trees[key]
 
-    def _seconds(self, pid: int) -> float | None:
+    def _read_seconds(self, pid: int) -> float | None:
         try:
             text = (PROC / str(pid) / "stat").read_text()
         except OSError:
@@ -61,7 +61,7 @@ class CpuTime:
         return (int(fields[11]) + int(fields[12])) / self._ticks_per_s  # user and system, fields 14 and 15 of proc(5)
 
 
-def descendants(pid: int) -> Iterator[int]:
+def find_descendants(pid: int) -> Iterator[int]:
     """Children of all threads of the process, and theirs. What ends meanwhile is left out."""
     try:
         threads = list((PROC / str(pid) / "task").iterdir())
@@ -70,4 +70,4 @@ def descendants(pid: int) -> Iterator[int]:
         return
     for child in found:
         yield child
-        yield from descendants(child)
+        yield from find_descendants(child)

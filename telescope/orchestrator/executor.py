@@ -76,7 +76,7 @@ class Executor:
             case commands.RefuseRequest(request_id=request_id, cause=cause):
                 return self._relay.refuse(request_id, cause)
             case commands.RecordGroupState():
-                self._recorder.group(command)
+                self._recorder.record_group(command)
             case commands.ForgetRollouts(rollout_ids=rollout_ids):
                 self._store.forget(rollout_ids)
             case commands.TrainGroups():
@@ -155,7 +155,7 @@ class Executor:
     def _fail(self, rollout: Rollout, delivery: Delivery, cause: str, kind: FailureKind = "infrastructure") -> None:
         self._drop(delivery)
         rollout.fail(cause, kind)
-        self._recorder.failed(rollout, cause, kind)
+        self._recorder.record_failure(rollout, cause, kind)
 
     def _drop(self, delivery: Delivery) -> None:
         """Nothing of it is kept, so its sender may forget it."""
@@ -173,7 +173,7 @@ class Executor:
         if isinstance(event, events.RolloutDone):
             delivery, rollout.delivery = rollout.delivery, None
             assert delivery is not None
-            self._recorder.scored(rollout, lambda: self._hub.acknowledge(delivery))
+            self._recorder.record_rollout(rollout, lambda: self._hub.acknowledge(delivery))
 
     # ---- servers that come to no end
 
@@ -216,7 +216,7 @@ class Executor:
             if error.__cause__ is not None:
                 log.error("the batch can't be trained on", exc_info=error)
             return (events.StopRequested(reason=str(error), ok=False),)
-        self._recorder.batch(batch)
+        self._recorder.record_batch(batch)
         self._doing = f"training step {command.step}"
         self.step_in_training = command.step
 
@@ -237,5 +237,5 @@ class Executor:
         """Begin the checkpoint that the core has ordered."""
         rollouts = snapshot.rollout_ids
         rows = lineage.up_to(self._recorder.last_row, snapshot.step)
-        state = OrchestratorState(snapshot, self._store.take(sorted(rollouts)), self._recorder.counters(rollouts), rows)
+        state = OrchestratorState(snapshot, self._store.take(sorted(rollouts)), self._recorder.make_counters(rollouts), rows)
         self._checkpoints.begin(snapshot.step, state, time.monotonic())

@@ -30,7 +30,7 @@ from telescope.orchestrator.recorder import Recorder
 from telescope.orchestrator.relay import Relay
 from telescope.orchestrator.rollout_store import Rollout, RolloutStore
 from telescope.orchestrator.sleep import SleepCoordinator
-from telescope.orchestrator.step_metrics import why_it_ends
+from telescope.orchestrator.step_metrics import find_end_reason
 from telescope.orchestrator.weights import UpdateRules, WeightCoordinator
 from telescope.runlog.attempts import Lineage
 from telescope.runlog.journal import Journal
@@ -127,7 +127,7 @@ class Orchestrator:
         finally:
             self._servers.end()
         last = {"state": "done" if self.outcome.ok else "failed", "doing": self.outcome.reason}
-        self._recorder.status({**self._status(self.now), **last})
+        self._recorder.write_status({**self._make_status(self.now), **last})
         return self.outcome
 
     async def _next(self) -> Happening | None:
@@ -195,7 +195,7 @@ class Orchestrator:
                 )
         if now >= self._next_status:
             self._next_status = now + STATUS_S
-            self._recorder.status(self._status(now))
+            self._recorder.write_status(self._make_status(now))
 
     def _tick(self, now: float) -> None:
         """Deadlines of what is under way: an update, servers that fall asleep, a checkpoint, what was aborted."""
@@ -212,7 +212,7 @@ class Orchestrator:
         self._events.extend(self.weights.take_events())
         self._events.extend(self.checkpoints.take_events())
 
-    def _status(self, now: float) -> dict[str, Any]:
+    def _make_status(self, now: float) -> dict[str, Any]:
         counts = self._core.counts()
         missing, expected = self._peers.missing, self._peers.expected
         return {
@@ -222,7 +222,7 @@ class Orchestrator:
             "ready": 1 + len(expected) - len(missing),
             "missing": missing[:NAMED],
             "elapsed_s": now,
-            "eta_s": self._recorder.eta_s(),
+            "eta_s": self._recorder.estimate_eta_s(),
             "in_flight": counts.rollouts_running,
             "queue": counts.rollouts_waiting,
             "version": counts.version,
@@ -277,8 +277,8 @@ class Orchestrator:
         elif hello.role == "trainer" and self._peers.all_ranks_present:
             self._events.append(events.TrainerReady(ranks=len(self._peers.ranks)))
         elif hello.role != "trainer" and self._peers.can_generate:
-            self._recorder.generation_begins()
-            self._recorder.environments(self._peers.present[self._peers.workers[0]].environments)
+            self._recorder.start_clock()
+            self._recorder.record_environments(self._peers.present[self._peers.workers[0]].environments)
             self._events.extend(self._announce_generators())
         if not (self._peers.missing or self._servers.underway):
             log.info("all %d processes are there", len(self._peers.expected))
@@ -345,11 +345,11 @@ class Orchestrator:
             return
         del self._steps_done[body.step]
         spent = self._cpu_time.measure(self._peers.present.values())
-        metrics = self._recorder.step(done[self._peers.ranks[0]], self._core.counts(), spent)
+        metrics = self._recorder.record_step(done[self._peers.ranks[0]], self._core.counts(), spent)
         reward = metrics.get("reward/mean")
         said = "no rollout scored since the last step" if reward is None else f"reward {reward:.3f}"
         loss = f"loss {metrics['loss']:.4f}" if "loss" in metrics else "no loss"
         log.info("step %d: %s, %s", body.step, said, loss)
         self._events.append(events.StepDone(step=body.step))
-        if sentence := why_it_ends(self._recorder.history, self._config.trainer.max_broken_steps, body.step):
+        if sentence := find_end_reason(self._recorder.history, self._config.trainer.max_broken_steps, body.step):
             self.fault(sentence)

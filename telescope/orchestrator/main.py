@@ -71,14 +71,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_process(run_orchestrator, prog="python -m telescope.orchestrator", known=KNOWN, arguments=arguments, held=True)
 
 
-def run_orchestrator(place: ProcessContext, signals: ProcessSignals) -> int:
-    run = place.directory
-    with reserved(run.summary_json, run.failure(place.name), nbytes=LAST_WORDS_BYTES):
-        outcome = asyncio.run(_run(place, signals))
-        return 0 if outcome.ok else say_why(run, place.name, outcome.reason, outcome.exit_code)
+def run_orchestrator(context: ProcessContext, signals: ProcessSignals) -> int:
+    run = context.directory
+    with reserved(run.summary_json, run.failure(context.name), nbytes=LAST_WORDS_BYTES):
+        outcome = asyncio.run(_run(context, signals))
+        return 0 if outcome.ok else say_why(run, context.name, outcome.reason, outcome.exit_code)
 
 
-def flow_settings(config: RunConfig, *, trainer_sends: bool = False) -> FlowSettings:
+def make_flow_settings(config: RunConfig, *, trainer_sends: bool = False) -> FlowSettings:
     """The core's part of the configuration. `trainer_sends`: weights go by broadcast, which takes the trainer's time."""
     orchestrator, rollout = config.orchestrator, config.rollout
     return FlowSettings(
@@ -139,7 +139,7 @@ class _RunEnding:
             log.error("besides: %s", outcome.reason)
 
     def note_error(self, error: Exception) -> None:
-        self.note(RunOutcome(False, *KNOWN.ending(self._name, error)))
+        self.note(RunOutcome(False, *KNOWN.describe_end(self._name, error)))
 
     async def close(self, step: Callable[[], Awaitable[None] | None]) -> None:
         """One step of closing; its error keeps no other step from being taken."""
@@ -151,12 +151,12 @@ class _RunEnding:
             self.note_error(error)
 
 
-async def _run(place: ProcessContext, signals: ProcessSignals) -> RunOutcome:
+async def _run(context: ProcessContext, signals: ProcessSignals) -> RunOutcome:
     """The run's life. Whatever happens in it becomes its outcome, and stands in the summary."""
     started = time.monotonic()
-    config, run, end = place.config, place.directory, _RunEnding(place.name)
+    config, run, end = context.config, context.directory, _RunEnding(context.name)
     transport = planned(config.weight_sync.transport, run.plan_json, adapters=config.model.lora is not None)
-    begun = start_run(run, flow_settings(config, trainer_sends=transport in COLLECTIVE))
+    begun = start_run(run, make_flow_settings(config, trainer_sends=transport in COLLECTIVE))
     core = begun.core
     run_log = RunLog(run, "orchestrator")
     mirror = mirror_for(
@@ -164,17 +164,17 @@ async def _run(place: ProcessContext, signals: ProcessSignals) -> RunOutcome:
         name=config.name,
         folder=run.wandb,
         config=as_json(config),
-        share=lambda: share_of(run, begun.lineage, place.identity.run_id),
+        share=lambda: share_of(run, begun.lineage, context.identity.run_id),
     )
     ranges = {label: ends for label in config.environments if (ends := config.reward_range(label))}
     rewards = RewardRanges(ranges, normalize=config.rollout.normalize_rewards)
-    parity = ParityCheck.of(config, planned_device(run.plan_json))
+    parity = ParityCheck.from_config(config, planned_device(run.plan_json))
     groups = config.logging.token_groups
     recorder = Recorder(run, run_log, mirror, config.number_of_steps, rewards, token_groups=groups, parity=parity)
-    recorder.go_on(begun.counters, begun.history, begun.rollouts)
+    recorder.resume(begun.counters, begun.history, begun.rollouts)
 
     def summarize() -> None:
-        recorder.finish(core.counts(), _summary(end.outcome, started))
+        recorder.write_summary(core.counts(), _make_summary(end.outcome, started))
 
     async with AsyncExitStack() as opened:
         # closed in the opposite order: the summary before the log, whose sealing may be killed, and again with its last counts
@@ -184,7 +184,7 @@ async def _run(place: ProcessContext, signals: ProcessSignals) -> RunOutcome:
         opened.push_async_callback(end.close, run_log.close)
         opened.push_async_callback(end.close, summarize)
         try:
-            end.note(await _train(place, signals, begun, recorder, opened, end))
+            end.note(await _train(context, signals, begun, recorder, opened, end))
         except Interrupted as interrupted:
             end.note(RunOutcome(False, str(interrupted), 128 + interrupted.number))
         except Exception as error:  # noqa: BLE001 the run's edge
@@ -193,7 +193,7 @@ async def _run(place: ProcessContext, signals: ProcessSignals) -> RunOutcome:
 
 
 async def _train(
-    place: ProcessContext,
+    context: ProcessContext,
     signals: ProcessSignals,
     begun: RunStart,
     recorder: Recorder,
@@ -201,24 +201,24 @@ async def _train(
     end: _RunEnding,
 ) -> RunOutcome:
     """Open the journal and the hub, and be the orchestrator until the core says Stop."""
-    config, run, core = place.config, place.directory, begun.core
+    config, run, core = context.config, context.directory, begun.core
     started = time.monotonic()
     journal = Journal(run.journal)
     opened.push_async_callback(end.close, journal.close)
     journal.append(encode_opening(core.settings, core.saved))
-    opened.push_async_callback(end.close, lambda: _account(core, recorder, journal, end.outcome.reason, started))
+    opened.push_async_callback(end.close, lambda: _end_groups(core, recorder, journal, end.outcome.reason, started))
     hub = await Hub.open(
         run,
-        run=place.identity.run_id,
-        attempt=place.identity.attempt,
+        run=context.identity.run_id,
+        attempt=context.identity.attempt,
         config_hash=config_hash(config),
-        interface=place.address,
+        interface=context.address,
         silent_s=config.orchestrator.silent_s,
         stuck_s=config.orchestrator.stuck_s,
     )
     opened.push_async_callback(end.close, lambda: hub.close(end.outcome.reason, timeout_s=end.close_s))
     opened.push_async_callback(end.close, recorder.catch_up)
-    peers = Peers.of(config.cluster, config.inference.tensor_parallel_size)
+    peers = Peers.from_config(config.cluster, config.inference.tensor_parallel_size)
     orchestrator = Orchestrator(
         config,
         hub=hub,
@@ -233,7 +233,7 @@ async def _train(
             max_retries=config.weight_sync.max_retries,
             workers_per_server=config.inference.tensor_parallel_size,
         ),
-        saves=_make_save_rules(place),
+        saves=_make_save_rules(context),
         lineage=begun.lineage,
         rollouts=begun.rollouts,
     )
@@ -257,12 +257,12 @@ def _make_recipe(config: RunConfig, rewards: RewardRanges) -> Recipe:
     )
 
 
-def _make_save_rules(place: ProcessContext) -> SaveRules | None:
+def _make_save_rules(context: ProcessContext) -> SaveRules | None:
     """None where the run makes no checkpoints. Raises `CheckpointUnreadable` where their folder is another run's."""
-    settings, identity = place.config.checkpoint, place.identity
+    settings, identity = context.config.checkpoint, context.identity
     if not settings.on:
         return None
-    directory = root(place.directory, settings.dir)
+    directory = root(context.directory, settings.dir)
     judge = of_another_run if settings.dir is None else claim
     if (sentence := judge(directory, identity.run_id)) is not None:
         raise CheckpointUnreadable(sentence)
@@ -276,17 +276,17 @@ def _make_save_rules(place: ProcessContext) -> SaveRules | None:
         training_state=settings.save_training_state,
         keep_last=settings.keep_last,
         keep_every=settings.keep_every,
-        last_step=place.config.number_of_steps,
+        last_step=context.config.number_of_steps,
     )
 
 
-def _account(core: Core, recorder: Recorder, journal: Journal, reason: str, started: float) -> None:
+def _end_groups(core: Core, recorder: Recorder, journal: Journal, reason: str, started: float) -> None:
     """After an error the core has not ended the run: it gives every group that is still alive its last state."""
     now, event = time.monotonic() - started, events.StopRequested(reason=reason, ok=False)
     ordered = core.handle(event, now)
     for command in ordered:
         if isinstance(command, commands.RecordGroupState):
-            recorder.group(command)
+            recorder.record_group(command)
     if ordered and not journal.broken:
         journal.append(encode_line(now, event, ordered))
 
@@ -301,18 +301,18 @@ def _interrupt(orchestrator: Orchestrator, run: RunDirectory, number: int) -> No
         orchestrator.interrupt(number)
 
 
-def _summary(outcome: RunOutcome, started: float) -> dict[str, Any]:
+def _make_summary(outcome: RunOutcome, started: float) -> dict[str, Any]:
     return {
         "ok": outcome.ok,
         "exit_reason": outcome.reason,
         "exit_code": outcome.exit_code,
         "lost_checkpoint": outcome.lost_checkpoint or None,
         "wall_s": round(time.monotonic() - started, 3),
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": {"python": platform.python_version(), **_find_versions()},
     }
 
 
-def _versions() -> dict[str, str]:
+def _find_versions() -> dict[str, str]:
     found = {}
     for package in REPORTED_PACKAGES:
         try:

@@ -18,8 +18,7 @@ from telescope.records import EnvironmentCard
 from telescope.runlog import control
 from telescope.runlog.layout import RunDirectory
 from telescope.wire.hub import Hub
-from telescope.wire.messages import Hello
-from telescope.wire.rules import NOTED_OF_A_PEER
+from telescope.wire.messages import NOTED_OF_A_PEER, Hello
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +36,7 @@ class Peers:
     present: dict[str, Hello] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, cluster: ClusterSettings, tensor_parallel_size: int = 1) -> Peers:
+    def from_config(cls, cluster: ClusterSettings, tensor_parallel_size: int = 1) -> Peers:
         """Everyone whom the plan starts. A server takes `tensor_parallel_size` of the inference workers."""
         servers = cluster.inference_num_workers // tensor_parallel_size
         return cls(

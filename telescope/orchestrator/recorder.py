@@ -82,7 +82,7 @@ class Recorder:
         self.catch_up()
         return self._log.last_row
 
-    def counters(self, rollout_ids: frozenset[int]) -> SummaryCounters:
+    def make_counters(self, rollout_ids: frozenset[int]) -> SummaryCounters:
         """What a checkpoint keeps of the summary; `rollout_ids`: of the rollouts that are kept with it."""
         self.catch_up()
         return SummaryCounters(
@@ -93,7 +93,7 @@ class Recorder:
             tallied=tuple(rollout_id for rollout_id in self._tally.rollout_ids if rollout_id in rollout_ids),
         )
 
-    def go_on(self, counters: SummaryCounters, history: Sequence[Mapping[str, Any]], rollouts: Sequence[Rollout]) -> None:
+    def resume(self, counters: SummaryCounters, history: Sequence[Mapping[str, Any]], rollouts: Sequence[Rollout]) -> None:
         """Go on where a checkpoint was made. `history`: the metrics of each step before it."""
         self.tokens.update(counters.tokens)
         self.seconds |= counters.seconds
@@ -106,23 +106,23 @@ class Recorder:
                 label = rollout.order.prompt.environment
                 self._tally.add(rollout.result, self.rewards.normalise(label, rollout.result.reward))
 
-    def next_step(self, metrics: Mapping[str, float]) -> None:
+    def add_to_next_step(self, metrics: Mapping[str, float]) -> None:
         """To be reported with the step that is done next."""
         self._next_step |= metrics
 
-    def checkpoint(
+    def record_checkpoint(
         self, step: int, state: str, *, nbytes: int = 0, seconds: float = 0.0, stall_s: float = 0.0, cause: str = ""
     ) -> None:
         row = {"step": step, "state": state, "nbytes": nbytes, "seconds": seconds, "stall_s": stall_s, "cause": cause}
         self._log.append("checkpoints", row)
 
-    def generation_begins(self) -> None:
+    def start_clock(self) -> None:
         """Every worker and server is there: seconds of training and of the first step count from here, not from the start of
         the processes."""
         if self._generating_since is None:
             self._generating_since = time.monotonic()
 
-    def environments(self, cards: Sequence[EnvironmentCard]) -> None:
+    def record_environments(self, cards: Sequence[EnvironmentCard]) -> None:
         """What the workers loaded. Prompts that they left out are told once."""
         for card in cards:
             total = card.split_sizes.get("train", 0) + card.too_long
@@ -137,7 +137,7 @@ class Recorder:
 
     # ---- rollouts and groups -----------------------------------------------------------------------------------------
 
-    def scored(self, rollout: Rollout, safe: Callable[[], None]) -> None:
+    def record_rollout(self, rollout: Rollout, safe: Callable[[], None]) -> None:
         """A rollout to be written; `safe` runs on the event loop once it is on disk."""
         self._put_off.append((rollout, safe))
 
@@ -161,17 +161,17 @@ class Recorder:
         self.tokens["prompt"] += rollout.result.prompt_tokens
         self.tokens["completion"] += rollout.result.completion_tokens
         loop = asyncio.get_running_loop()
-        row = {**rollout_row(rollout), "status": "scored" if rollout.taken else "ignored"}
+        row = {**make_rollout_row(rollout), "status": "scored" if rollout.taken else "ignored"}
         self._log.append("rollouts", row, lambda: _schedule(loop, safe))
 
-    def failed(self, rollout: Rollout, cause: str, kind: FailureKind) -> None:
-        row = {**order_row(rollout.order), "status": "cancelled", "cause": cause, "worker": rollout.worker}
+    def record_failure(self, rollout: Rollout, cause: str, kind: FailureKind) -> None:
+        row = {**make_order_row(rollout.order), "status": "cancelled", "cause": cause, "worker": rollout.worker}
         if not rollout.cancelled:
             self._tally.failures[kind] += 1
             row |= {"status": "error", "failure": kind}
         self._log.append("rollouts", row)
 
-    def group(self, command: commands.RecordGroupState) -> None:
+    def record_group(self, command: commands.RecordGroupState) -> None:
         self._log.append(
             "groups",
             {
@@ -182,7 +182,7 @@ class Recorder:
             },
         )
 
-    def turn(self, row: Mapping[str, Any]) -> None:
+    def record_turn(self, row: Mapping[str, Any]) -> None:
         self._log.append("turns", row)
 
     def alert(self, level: str, source: str, message: str, *, shown: bool = True) -> None:
@@ -193,10 +193,10 @@ class Recorder:
 
     # ---- steps and weights -------------------------------------------------------------------------------------------
 
-    def batch(self, batch: TrainBatch) -> None:
+    def record_batch(self, batch: TrainBatch) -> None:
         """A batch has been cut: write it, and close the tally that led to it."""
         self.catch_up()
-        self._closing[batch.command.step] = (batch, self._tally.metrics_of_all())
+        self._closing[batch.command.step] = (batch, self._tally.summarize())
         self._tally = ScoreTally()
         self._log.append(
             "batches",
@@ -206,7 +206,7 @@ class Recorder:
                 "baseline_group_ids": list(batch.command.baseline_group_ids),
                 "rollout_ids": [rollout.order.rollout_id for rollout in batch.rollouts],
                 "advantages": batch.advantages.tolist(),
-                "lag_versions": [batch.lag_of(rollout) for rollout in batch.rollouts],
+                "lag_versions": [batch.find_lag(rollout) for rollout in batch.rollouts],
                 "tokens": sum(rollout.tokens for rollout in batch.rollouts),
                 "trained_tokens": batch.trained_tokens,
                 "filtered": {
@@ -223,10 +223,10 @@ class Recorder:
                 "is trained; raise trainer.seq_len to train them whole"
             )
             self.alert("warning", "trainer", sentence)
-        for row in token_rows(batch, self._token_groups):
+        for row in make_token_rows(batch, self._token_groups):
             self._log.append("tokens", row)
 
-    def step(
+    def record_step(
         self, done: StepReport, counts: Counts, processor_s: Mapping[str, float] = MappingProxyType({})
     ) -> dict[str, float]:
         """All ranks are through with a step: its metrics, rank 0's already reduced over the ranks. `processor_s`: spent since
@@ -241,7 +241,7 @@ class Recorder:
         numbers = msgspec.structs.asdict(counts).items()
         metrics |= {f"flow/{name}": float(value) for name, value in numbers if isinstance(value, int | float)}
         metrics |= _measure_groups(batch)
-        metrics |= batch.metrics()
+        metrics |= batch.compute_metrics()
         if len(batch.lags):
             metrics |= {"staleness_mean": float(batch.lags.mean()), "staleness_max": float(batch.lags.max())}
         metrics |= {f"processor_s/{part}": spent for part, spent in processor_s.items()}
@@ -262,7 +262,7 @@ class Recorder:
             self._mirror.log(done.step, metrics)
         return metrics
 
-    def weights(self, update: WeightUpdate, phase: str, server: str = "", pause_s: float = 0.0, cause: str = "") -> None:
+    def record_weights(self, update: WeightUpdate, phase: str, server: str = "", pause_s: float = 0.0, cause: str = "") -> None:
         self._log.append(
             "weights",
             {
@@ -279,7 +279,7 @@ class Recorder:
 
     # ---- status and summary ------------------------------------------------------------------------------------------
 
-    def status(self, fields: Mapping[str, Any]) -> None:
+    def write_status(self, fields: Mapping[str, Any]) -> None:
         latest = self.history[-1] if self.history else {}
         status = {
             "steps": self._steps,
@@ -298,14 +298,14 @@ class Recorder:
         """Of the latest step that has it: in a run's last steps all may have been scored before the step began."""
         return next((metrics[name] for metrics in reversed(self.history) if name in metrics), None)
 
-    def eta_s(self) -> float | None:
+    def estimate_eta_s(self) -> float | None:
         """Seconds to go at the pace of the last steps; None before the second step."""
         if len(self._step_ends) < 2:
             return None
         recent = self._step_ends[-PACE_STEPS:]
         return (recent[-1] - recent[0]) / (len(recent) - 1) * (self._steps - len(self.history))
 
-    def finish(self, counts: Counts, fields: Mapping[str, Any]) -> None:
+    def write_summary(self, counts: Counts, fields: Mapping[str, Any]) -> None:
         """Write summary.json: what the run did, in one page. Called again, it replaces what it wrote."""
         if self._step_ends:
             self.seconds["training"] = self._step_ends[-1] - (self._generating_since or self._step_ends[0])
@@ -367,8 +367,8 @@ class Recorder:
 
 
 def _describe_left_out(count: int, broken: int) -> str:
-    """`1 update left out, as a gradient was no finite number`: of `count` updates `broken` for that."""
-    whys = ((broken, "a gradient was no finite number"), (count - broken, "filters left nothing to train"))
+    """`1 update left out, as a gradient was not a finite number`: of `count` updates `broken` for that."""
+    whys = ((broken, "a gradient was not a finite number"), (count - broken, "filters left nothing to train"))
     return "; ".join(f"{number} update{'s' * (number > 1)} left out, as {why}" for number, why in whys if number > 0)
 
 
@@ -395,7 +395,7 @@ def _measure_groups(batch: TrainBatch) -> dict[str, float]:
     }
 
 
-def order_row(order: RolloutOrder) -> dict[str, Any]:
+def make_order_row(order: RolloutOrder) -> dict[str, Any]:
     """What was ordered, whatever came of it."""
     return {
         "rollout_id": order.rollout_id,
@@ -409,11 +409,11 @@ def order_row(order: RolloutOrder) -> dict[str, Any]:
     }
 
 
-def rollout_row(rollout: Rollout) -> dict[str, Any]:
+def make_rollout_row(rollout: Rollout) -> dict[str, Any]:
     """A scored rollout, without its arrays."""
-    result, versions, logprobs = rollout.result, rollout.versions(), rollout.logprobs()
+    result, versions, logprobs = rollout.result, rollout.versions, rollout.logprobs
     return {
-        **order_row(rollout.order),
+        **make_order_row(rollout.order),
         "reward": result.reward,
         "length_penalty": rollout.length_penalty,
         "metrics": result.metrics,
@@ -448,7 +448,7 @@ MAX_TOKENS = 200_000
 """Of one step; a rollout that would go beyond is left out."""
 
 
-def token_rows(batch: TrainBatch, groups: int) -> Iterator[dict[str, Any]]:
+def make_token_rows(batch: TrainBatch, groups: int) -> Iterator[dict[str, Any]]:
     """One row a branch of each rollout of the step's first `groups` groups. `versions` and `logprobs` are those of the sampled
     tokens alone, in their order."""
     wanted, left = set(batch.command.group_ids[:groups]), MAX_TOKENS

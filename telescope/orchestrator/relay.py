@@ -31,7 +31,7 @@ Events = Iterable[events.AnyEvent]
 class TurnLog(Protocol):
     """The part of the recorder that is used here."""
 
-    def turn(self, row: Mapping[str, Any]) -> None: ...
+    def record_turn(self, row: Mapping[str, Any]) -> None: ...
 
 
 class Relay:
@@ -154,13 +154,13 @@ class Relay:
             self._violations.note(delivery.peer, f"its answer to request {request.request_id} counts as failed: {wrong}")
             body = GenerateFailed(request_id=request.request_id, cause=f"{delivery.peer} answered wrongly: {wrong}")
         if request.granted:
-            self._hub.elsewhere(request.asked, waits=False)
+            self._hub.mark_elsewhere(request.asked, waits=False)
         elif isinstance(body, GenerateFailed):
             body = msgspec.structs.replace(body, cause=body.cause[:MAX_CAUSE_CHARACTERS])
             self._hub.send(request.asked.peer, body, answers=request.asked)
         elif isinstance(body, Completion):
             self._hub.relay(request.asked.peer, body, delivery.frames, answers=request.asked)
-        self._turns.turn(_make_row(request, delivery.peer, body))
+        self._turns.record_turn(_make_row(request, delivery.peer, body))
         tokens = 0 if isinstance(body, GenerateFailed) else body.tokens
         reason = "abort" if isinstance(body, GenerateFailed) else body.finish_reason
         rollout_id = request.body.rollout_id

@@ -154,12 +154,14 @@ class Rollout:
     @property
     def sampled(self) -> SampledRollout:
         """What the filters see of it."""
-        return SampledRollout(self.result.finish_reason, self.logprobs())
+        return SampledRollout(self.result.finish_reason, self.logprobs)
 
+    @property
     def logprobs(self) -> np.ndarray:
         """Of the sampled tokens [trained tokens] float32."""
         return np.concatenate([branch.logprobs[branch.mask.astype(bool)] for branch in self.branches])
 
+    @property
     def versions(self) -> np.ndarray:
         """Weight versions of the sampled tokens [trained tokens] int32."""
         return np.concatenate([branch.versions[branch.mask.astype(bool)] for branch in self.branches])

@@ -47,7 +47,7 @@ class ScoreTally:
         self.truncated += done.finish_reason == "length"
         self.tags.update(set(done.tags))
 
-    def metrics_of_all(self) -> dict[str, float]:
+    def summarize(self) -> dict[str, float]:
         """Metrics `reward/…`, `sample/…` and `rollouts/…` of the tally; empty where nothing was scored."""
         if not self.rewards:
             return {}
@@ -100,8 +100,8 @@ class RewardRanges:
         )
 
 
-def broken_steps(history: Sequence[Mapping[str, float]]) -> int:
-    """How many of the latest steps moved no weight, a gradient of theirs being no finite number; `history`: each step's
+def count_broken_steps(history: Sequence[Mapping[str, float]]) -> int:
+    """How many of the latest steps moved no weight, as a gradient of theirs was not a finite number; `history`: each step's
     metrics, the latest last. A step that filters have emptied is none of them."""
     count = 0
     for metrics in reversed(history):
@@ -112,9 +112,9 @@ def broken_steps(history: Sequence[Mapping[str, float]]) -> int:
     return count
 
 
-def why_it_ends(history: Sequence[Mapping[str, float]], limit: int, step: int) -> str:
+def find_end_reason(history: Sequence[Mapping[str, float]], limit: int, step: int) -> str:
     """The sentence with which a run ends whose steps up to `step` train nothing any more; empty while it may go on."""
-    count = broken_steps(history)
+    count = count_broken_steps(history)
     if count < limit:
         return ""
     since = step - count
@@ -127,7 +127,7 @@ def why_it_ends(history: Sequence[Mapping[str, float]], limit: int, step: int) -
 
 
 MOVED_NATS = 0.1
-"""With several minibatches the later ones are of a policy that the earlier ones have moved: less than this is no sign."""
+"""With several minibatches the later ones are of a policy that the earlier ones have moved: less than this is not a sign."""
 
 
 class ParityCheck:
@@ -137,7 +137,7 @@ class ParityCheck:
         self._limit, self._told = limit_nats, False
 
     @classmethod
-    def of(cls, config: RunConfig, device: str) -> ParityCheck:
+    def from_config(cls, config: RunConfig, device: str) -> ParityCheck:
         """`device`: gpu or cpu, where the run's servers are."""
         if config.inference.engine == "fake" or config.backend_name == "fake":
             return cls()

@@ -76,7 +76,7 @@ class GroupEpochs:
         return self._group
 
     def break_up(self, server: str = "") -> None:
-        """The communicator is no use any more: broken off, or the server (if it was a member) is gone."""
+        """The communicator is of no use any more: broken off, or the server (if it was a member) is gone."""
         if not server or any(member.partition("/")[0] == server for member in self._group.members):
             self._group = WeightGroup(self._group.epoch, ())
 

@@ -155,10 +155,10 @@ class WeightCoordinator:
         if update.phase is self._reported:
             return
         if self._reported is UpdatePhase.PUBLISH and update.manifest is not None:
-            self._recorder.weights(update, "published")
+            self._recorder.record_weights(update, "published")
         if update.phase is UpdatePhase.ABORT:
             log.warning("weights of version %d, round %d: %s", update.version, update.round, update.cause)
-            self._recorder.weights(update, "broken off")
+            self._recorder.record_weights(update, "broken off")
             self._recorder.alert("warning", "weights", f"round {update.round} of version {update.version}: {update.cause}")
         self._reported = update.phase
 
@@ -168,16 +168,16 @@ class WeightCoordinator:
         if update.phase is UpdatePhase.DONE:
             self._events.append(events.UpdateDone(version=update.version))
             return
-        self._recorder.weights(update, "failed")
+        self._recorder.record_weights(update, "failed")
         self._events.append(events.UpdateFailed(version=update.version, cause=update.cause))
 
     def _record(self, update: WeightUpdate, order: WeightOrder, body: WeightAnswer) -> None:
         if isinstance(body, WeightsFailed):
-            self._recorder.weights(update, "refused", order.peer, cause=body.cause)
+            self._recorder.record_weights(update, "refused", order.peer, cause=body.cause)
         elif isinstance(body, WeightsSent):
-            self._recorder.weights(update, "sent", order.peer)
+            self._recorder.record_weights(update, "sent", order.peer)
         elif isinstance(body, WeightsReady) and update.phase in (UpdatePhase.PREPARE, UpdatePhase.COMMIT):
-            self._recorder.weights(update, update.phase.value, order.peer, body.pause_s)
+            self._recorder.record_weights(update, update.phase.value, order.peer, body.pause_s)
 
     def _make_group(self, servers: tuple[str, ...]) -> WeightGroup:
         """Rank 0 sends; each process of each server receives."""

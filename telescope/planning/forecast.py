@@ -18,7 +18,7 @@ from telescope.maths.batching import assign
 from telescope.maths.memory import ModelShape
 from telescope.maths.packing import rows_needed
 from telescope.maths.short_rows import MEAN_SHARE, PROMPT_TOKENS, ShortRows
-from telescope.orchestrator.main import flow_settings
+from telescope.orchestrator.main import make_flow_settings
 from telescope.planning.calibration import Calibration
 from telescope.planning.cards import GpuCard, PlannedWork, latencies
 from telescope.planning.costs import Costs
@@ -121,7 +121,7 @@ def _equal_share(calibration: Calibration, group_size: int) -> float:
 
 def forecast(config: RunConfig, load: Latencies) -> SimulatedRun:
     """Simulate the run, or as many of its steps as settle."""
-    settings = flow_settings(config)
+    settings = make_flow_settings(config)
     steps = min(settings.number_of_steps, max(FEWEST_STEPS, 4 * (settings.max_async_rollout + 1)))
     return simulate(msgspec.structs.replace(settings, number_of_steps=steps), cluster_of(config), load)
 

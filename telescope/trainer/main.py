@@ -111,14 +111,14 @@ def live(place: ProcessContext, signals: ProcessSignals) -> int:
         check_model_files(place.directory, place.name, name, folder, weight_files(name, folder))
     backend = config.backend.build(job(config, world, progress, resume))
     freeze_heap()
-    hello = place.hello("trainer", capacity=CREDITS, rank=world.rank, attention_length=backend.attention_length)
+    hello = place.make_hello("trainer", capacity=CREDITS, rank=world.rank, attention_length=backend.attention_length)
     with Link.connect(place.directory, hello, deadline_s=config.cluster.placement_timeout_s) as connected:
         link = connected
         with (
             contextlib.closing(publisher(place, backend, world)) as weights,
             contextlib.closing(timeline(place, world, 0 if resume is None else resume.step)) as lines,
             last_word(keeps := keeper(place, world)),
-            signals.held(),
+            signals.hold(),
         ):
             service = TrainerService(
                 connected,

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from telescope.wire.codec import NO_ARRAYS, MalformedMessage, RawArrays, encode
-from telescope.wire.messages import Body, Envelope
-from telescope.wire.rules import (
+from telescope.wire.messages import (
     ACKNOWLEDGED,
     ANSWERED_BY,
     ANSWERS,
@@ -19,6 +18,8 @@ from telescope.wire.rules import (
     SAFE_BY_APPLICATION,
     WEIGHT_ORDERS,
     WORK,
+    Body,
+    Envelope,
     Kind,
 )
 
@@ -118,7 +119,7 @@ class MessageChannel:
         if question is None:
             raise ValueError(f"{kind.__name__} answers message {answers}, which is answered already or never came")
         if kind not in ANSWERED_BY[question]:
-            raise ValueError(f"{kind.__name__} is no answer to {question.__name__}")
+            raise ValueError(f"{kind.__name__} is not an answer to {question.__name__}")
 
     def _check_credit(self, kind: Kind) -> None:
         if self.capacity is None:
@@ -177,7 +178,7 @@ class MessageChannel:
             raise MalformedMessage("answers", f"{kind.__name__} answers {answers}, which was never sent")
         question = self.kept.get(answers)
         if question is not None and kind not in ANSWERED_BY.get(question.kind, ()):
-            raise MalformedMessage("answers", f"{kind.__name__} is no answer to {question.kind.__name__}")
+            raise MalformedMessage("answers", f"{kind.__name__} is not an answer to {question.kind.__name__}")
 
     def _settle(self, answers: int) -> bool:
         """Forget the answered message and take its credit back. False if it was settled before."""
@@ -191,14 +192,14 @@ class MessageChannel:
 
     # ---- acknowledgements --------------------------------------------------------------------------------------------
 
-    def acknowledged(self, seqs: tuple[int, ...]) -> None:
+    def forget(self, seqs: tuple[int, ...]) -> None:
         """The other side calls these safe. Numbers unknown or awaiting an answer rather than an Ack are passed over."""
         for seq in seqs:
             kept = self.kept.get(seq)
             if kept is not None and kept.kind in ACKNOWLEDGED:
                 del self.kept[seq]
 
-    def safe(self, seq: int) -> None:
+    def mark_safe(self, seq: int) -> None:
         """The application has made the delivered message safe: the other side may forget it."""
         if seq in self.unsafe:
             self.unsafe.discard(seq)

@@ -123,7 +123,7 @@ _DECODER = msgspec.msgpack.Decoder(Envelope, strict=True)
 
 
 def decode(frames: Sequence[Buffer]) -> Packet:
-    """The message in these frames (routing id taken off). Raises `MalformedMessage` alone, whatever the bytes are."""
+    """The message in these frames (routing id taken off). Raises `MalformedMessage`, and nothing else for any bytes."""
     if not 2 <= len(frames) <= MAX_FRAMES:
         raise MalformedMessage("frame count", f"{len(frames)} frames, expected 2 to {MAX_FRAMES}")
     if frames[0] != PROTOCOL:
@@ -139,7 +139,7 @@ def decode(frames: Sequence[Buffer]) -> Packet:
 
 
 def check_protocol(frame: Buffer) -> None:
-    """Raises `MalformedMessage`, with what the other side speaks if it is readable, unless the first frame is our protocol."""
+    """Raises `MalformedMessage` unless the first frame is our protocol; its text says what the other side speaks."""
     theirs = bytes(memory(frame)[:MAX_PROTOCOL_BYTES])
     if theirs != PROTOCOL:
         raise MalformedMessage("protocol", f"the first frame is {theirs!r}, this side speaks {PROTOCOL.decode()}")

@@ -34,6 +34,8 @@ from telescope.wire.happenings import Delivery, PeerLeft, PeerLost
 from telescope.wire.hub import Hub
 from telescope.wire.link import Link, LinkLost
 from telescope.wire.messages import (
+    GRANT_LIFETIME_S,
+    NOTED_OF_A_PEER,
     Abort,
     Body,
     Completion,
@@ -48,7 +50,6 @@ from telescope.wire.messages import (
     Served,
     Stop,
 )
-from telescope.wire.rules import GRANT_LIFETIME_S, NOTED_OF_A_PEER
 
 log = logging.getLogger(__name__)
 
@@ -80,14 +81,14 @@ def send_grant(hub: Hub, asked: Delivery, body: RequestGrant, server: str, prior
     if number:
         grant = Grant(body.request_id, server, hello.direct_address, secret, GRANT_LIFETIME_S)
         hub.send(asked.peer, grant, answers=asked)
-        hub.elsewhere(asked, waits=True)
+        hub.mark_elsewhere(asked, waits=True)
     return number
 
 
 def revoke_grant(hub: Hub, asked: Delivery, request_id: str, cause: str) -> None:
     """Tell the worker that the server of its grant is lost."""
     hub.send(asked.peer, RevokeGrant(request_id, cause))
-    hub.elsewhere(asked, waits=False)
+    hub.mark_elsewhere(asked, waits=False)
 
 
 # ---- the server's end ------------------------------------------------------------------------------------------------

@@ -24,8 +24,7 @@ from telescope.wire.channel import NoCredit
 from telescope.wire.codec import MAX_FRAME_BYTES, MAX_FRAMES, NO_ARRAYS, RawArrays
 from telescope.wire.happenings import HUB, Delivery, Happening, PeerJoined, PeerLeft, PeerLost, PeerStuck
 from telescope.wire.hub_session import UNKNOWN_PEER, HubIdentity, HubSession, Timing, UnknownPeer
-from telescope.wire.messages import Body, DirectAddress, Hello
-from telescope.wire.rules import ACK_DELAY_S, DIRECT_PORT
+from telescope.wire.messages import ACK_DELAY_S, DIRECT_PORT, Body, DirectAddress, Hello
 
 __all__ = [
     "BindFailed",
@@ -222,9 +221,9 @@ class Hub:
         self._session.acknowledge(delivery)
         self._schedule_acks()
 
-    def elsewhere(self, delivery: Delivery, waits: bool) -> None:
-        """See `HubSession.elsewhere`."""
-        self._session.elsewhere(delivery, waits, self._loop.time())
+    def mark_elsewhere(self, delivery: Delivery, waits: bool) -> None:
+        """See `HubSession.mark_elsewhere`."""
+        self._session.mark_elsewhere(delivery, waits, self._loop.time())
 
     def credits(self, peer: str) -> int:
         """Work orders that the peer would still take; 0 if it is not here."""

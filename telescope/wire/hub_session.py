@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 from telescope.wire.channel import MessageChannel
 from telescope.wire.codec import NO_ARRAYS, MalformedMessage, Packet, RawArrays, decode, encode
 from telescope.wire.happenings import Delivery, Happening, PeerJoined, PeerLeft, PeerLost, PeerStuck
-from telescope.wire.messages import Ack, Body, Goodbye, Heartbeat, Hello, Reject, Stop, Welcome
-from telescope.wire.rules import HUB_PORT, SESSION_OF_PEER, Port
+from telescope.wire.messages import HUB_PORT, SESSION_OF_PEER, Ack, Body, Goodbye, Heartbeat, Hello, Port, Reject, Stop, Welcome
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -138,10 +137,10 @@ class HubSession:
         """What was delivered is safe (on disk): its sender may forget it."""
         peer = self.peers.get(delivery.peer)
         if peer is not None and peer.hello.incarnation == delivery.incarnation:
-            peer.channel.safe(delivery.seq)
+            peer.channel.mark_safe(delivery.seq)
             self._owing[delivery.peer] = peer
 
-    def elsewhere(self, delivery: Delivery, waits: bool, now: float) -> None:
+    def mark_elsewhere(self, delivery: Delivery, waits: bool, now: float) -> None:
         """The sender of the delivered question has its answer from here, and now waits (or waits no longer) for another
         process: meanwhile it is not at fault for its stillness."""
         peer = self.peers.get(delivery.peer)
@@ -173,7 +172,7 @@ class HubSession:
         try:
             packet = decode(frames)
             if isinstance(packet.envelope.body, Hello):
-                self._hello(route, user, packet.envelope.body, now)
+                self._take_hello(route, user, packet.envelope.body, now)
             elif peer is None:
                 raise MalformedMessage("no hello", f"{type(packet.envelope.body).__name__} before a hello")
             else:
@@ -187,8 +186,8 @@ class HubSession:
         self.malformed[(name or UNKNOWN_PEER, error.reason)] += 1
         self.last_malformed = str(error)
 
-    def _hello(self, route: bytes, user: str, hello: Hello, now: float) -> None:
-        refusal = self._refusal(user, hello)
+    def _take_hello(self, route: bytes, user: str, hello: Hello, now: float) -> None:
+        refusal = self._find_refusal(user, hello)
         if refusal:
             self._count(user, MalformedMessage("refused hello", refusal))
             self._reject(route, refusal)
@@ -218,7 +217,7 @@ class HubSession:
         self.happenings.append(PeerJoined(hello.name, hello))
         return peer
 
-    def _refusal(self, user: str, hello: Hello) -> str:
+    def _find_refusal(self, user: str, hello: Hello) -> str:
         """Why this hello is not welcome, as a whole sentence; empty if it is."""
         ours, name = self.identity, hello.name
         if user != name:
@@ -260,7 +259,7 @@ class HubSession:
             if peer.channel.acks:
                 self._owing[name] = peer
         if fresh:
-            _moved(peer, now)
+            _note_progress(peer, now)
             self.happenings.append(Delivery(name, envelope.seq, body, packet.raw, envelope.answers, peer.hello.incarnation))
 
     def _take_session(self, peer: Peer, body: Body, now: float) -> None:
@@ -269,9 +268,9 @@ class HubSession:
                 peer.doing = doing[:200]
                 if progress != peer.progress:
                     peer.progress = progress
-                    _moved(peer, now)
+                    _note_progress(peer, now)
             case Ack(seqs=seqs):
-                peer.channel.acknowledged(seqs)
+                peer.channel.forget(seqs)
             case Goodbye(error=error):
                 name, orders = peer.hello.name, peer.channel.orders
                 self.outbox.append((peer.route, encode(Goodbye())))
@@ -341,6 +340,6 @@ def _comes_late(peer: Peer, route: bytes, hello: Hello) -> bool:
     return route != peer.route and hello.connection <= peer.connection
 
 
-def _moved(peer: Peer, now: float) -> None:
+def _note_progress(peer: Peer, now: float) -> None:
     peer.moved = now
     peer.told_stuck = False

@@ -2,7 +2,7 @@
 
 Owns the thread, the socket, the wake-up and the clock; what to say and when is session.py's. `send`, `progress`, `receive` and
 `close` may be called from any thread, `received` from any event loop. A signal handler that raises in the middle of them would
-leave a lock held: note the signal and look at it afterwards (`process.ProcessSignals.held`).
+leave a lock held: note the signal and look at it afterwards (`process.ProcessSignals.hold`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from telescope.runlog.layout import RunDirectory
 from telescope.wire import discovery, security
 from telescope.wire.codec import MAX_FRAME_BYTES, MAX_FRAMES, NO_ARRAYS, RawArrays
 from telescope.wire.happenings import HUB, Delivery
-from telescope.wire.messages import Body, DirectAddress, Hello
-from telescope.wire.rules import DIRECT_PORT
+from telescope.wire.messages import DIRECT_PORT, Body, DirectAddress, Hello
 from telescope.wire.session import PeerSession
 
 __all__ = ["Delivery", "Link", "LinkLost", "WireRefused", "WireTimeout"]
@@ -45,7 +44,7 @@ WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HAN
 
 
 class WireRefused(ConnectionError):
-    """The hub does not want this process: wrong key, run, attempt or config, or given up earlier. Trying again is no use."""
+    """The hub does not want this process: wrong key, run, attempt or config, or given up earlier. Trying again is of no use."""
 
 
 class WireTimeout(TimeoutError):

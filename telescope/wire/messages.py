@@ -1,11 +1,14 @@
-"""What a field on the socket means. docs/protocol.md is the prose of this file; golden bytes pin every message.
+"""The protocol as data: what a field on the socket means, who may say what, and what answers what.
 
-A header is one `Envelope`: delivery facts plus one tagged body. Arrays travel as raw little-endian frames behind it, in the
-order of `Envelope.arrays`. Owns names and types; refuses sockets, clocks and retries (session.py decides those).
+docs/protocol.md is the prose of this file; golden bytes pin every message. A header is one `Envelope`: delivery facts plus one
+tagged body. Arrays travel as raw little-endian frames behind it, in the order of `Envelope.arrays`. Refuses state (channel.py),
+frames (codec.py), sockets, clocks and retries (session.py decides those).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import dataclass_transform
 
 import msgspec
@@ -108,7 +111,7 @@ class Stop(Message):
 
 
 class Goodbye(Message):
-    """A peer leaves on purpose; its silence from now on is no fault. A non-empty `error` is the reason of a failure."""
+    """A peer leaves on purpose; its silence from now on is not a fault. A non-empty `error` is the reason of a failure."""
 
     error: str = ""
 
@@ -429,3 +432,77 @@ class Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     answers: int = 0
     """`seq` of the other side's message that this one settles; it returns that message's credit."""
     arrays: tuple[ArraySpec, ...] = ()
+
+
+Kind = type[Message]
+
+SESSION_OF_PEER: frozenset[Kind] = frozenset({Hello, Heartbeat, Ack, Goodbye})
+SESSION_OF_HUB: frozenset[Kind] = frozenset({Welcome, Reject, Heartbeat, Ack, Goodbye})
+"""Handled by the session itself, never delivered to the application."""
+
+FROM_PEER: dict[Role, frozenset[Kind]] = {
+    "worker": frozenset({Generate, RequestGrant, Abort, GenerationEnded, RolloutResult, RolloutError}),
+    "server": frozenset({Completion, GenerateFailed, Served, EngineLoad, WeightsReady, WeightsFailed, Asleep}),
+    "trainer": frozenset(
+        {
+            *(StepReport, WeightsPublished, WeightsSent, WeightsReady, WeightsFailed),
+            *(CheckpointStaged, CheckpointWritten, CheckpointError),
+        }
+    ),
+}
+FROM_HUB: dict[Role, frozenset[Kind]] = {
+    "worker": frozenset({RunRollout, CancelRollout, PrefetchPrompts, Completion, GenerateFailed, Grant, RevokeGrant, Stop}),
+    "server": frozenset({Generate, ExpectRequest, Abort, PrepareWeights, CommitWeights, AbortWeights, Sleep, Stop}),
+    "trainer": frozenset({TrainStep, PublishWeights, SendWeights, AbortWeights, SaveCheckpoint, Stop}),
+}
+
+
+@dataclass(frozen=True)
+class Port:
+    """What may be said at a ROUTER: who comes there, with what, and what they are told."""
+
+    from_peer: Mapping[Role, frozenset[Kind]]
+    from_hub: Mapping[Role, frozenset[Kind]]
+
+
+HUB_PORT = Port(FROM_PEER, FROM_HUB)
+DIRECT_PORT = Port({"worker": frozenset({Generate})}, {"worker": frozenset({Completion, GenerateFailed, Stop})})
+"""A server's own: workers come with their grants, and nobody else."""
+GRANT_LIFETIME_S = 30.0
+"""From the order ExpectRequest to the worker's Generate. A worker on its feet needs milliseconds."""
+
+ANSWERED_BY: dict[Kind, frozenset[Kind]] = {
+    RunRollout: frozenset({RolloutResult, RolloutError}),
+    Generate: frozenset({Completion, GenerateFailed}),
+    RequestGrant: frozenset({Grant, GenerateFailed}),
+    ExpectRequest: frozenset({Served}),
+    TrainStep: frozenset({StepReport}),
+    PublishWeights: frozenset({WeightsPublished, WeightsFailed}),
+    SendWeights: frozenset({WeightsSent, WeightsFailed}),
+    PrepareWeights: frozenset({WeightsReady, WeightsFailed}),
+    CommitWeights: frozenset({WeightsReady, WeightsFailed}),
+    AbortWeights: frozenset({WeightsReady, WeightsFailed}),
+    Sleep: frozenset({Asleep}),
+    SaveCheckpoint: frozenset({CheckpointWritten, CheckpointError}),
+}
+"""Kept until one of these comes back with its number in `answers`."""
+ANSWERS: frozenset[Kind] = frozenset().union(*ANSWERED_BY.values())
+
+ACKNOWLEDGED: frozenset[Kind] = ANSWERS | {Stop, RevokeGrant, CheckpointStaged}
+"""Kept until an Ack names them."""
+SAFE_BY_APPLICATION: frozenset[Kind] = frozenset({RolloutResult})
+"""Acknowledged when the application says so (it is on disk); the others when they have arrived."""
+KEPT: frozenset[Kind] = ACKNOWLEDGED | frozenset(ANSWERED_BY)
+
+WORK: frozenset[Kind] = frozenset({RunRollout, Generate, ExpectRequest, TrainStep})
+"""Orders that cost one of the peer's `capacity` credits."""
+WEIGHT_ORDERS: frozenset[Kind] = frozenset({PublishWeights, SendWeights, PrepareWeights, CommitWeights, AbortWeights, Sleep})
+"""Orders with a small budget of their own: a server full of generations must still be able to take new weights."""
+MAX_WEIGHT_ORDERS = 4
+
+ACK_DELAY_S = 0.1
+"""Acks wait this long for company: one message tells many."""
+ACK_BATCH = 64
+
+NOTED_OF_A_PEER = 100
+"""Violations of one peer that are logged; more are only counted: a peer that says nothing else must not fill the disk."""

@@ -52,7 +52,7 @@ class ProcessContext:
         address = os.environ.get(ADDRESS, LOOPBACK)
         return cls(directory, name, load_run(directory.config_json), read_identity(directory), address)
 
-    def hello(self, role: Role, *, capacity: int, **facts: Any) -> Hello:
+    def make_hello(self, role: Role, *, capacity: int, **facts: Any) -> Hello:
         """`facts`: what only this role has to say, e.g. `rank=1`."""
         return Hello(
             role=role,
@@ -92,7 +92,7 @@ class ProcessSignals:
         self._held = held
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def hold(self) -> Iterator[None]:
         """Within, a signal is only noted; `check` raises it. An exception in the middle of a lock's own code leaves it locked,
         and the link's thread then waits for it for ever."""
         self._held = True
@@ -145,16 +145,16 @@ class KnownErrors:
     gone: tuple[type[BaseException], ...] = ()
     """A part that this process cannot do without is gone: exit code 70."""
 
-    def ending(self, name: str, error: BaseException) -> tuple[str, int]:
+    def describe_end(self, name: str, error: BaseException) -> tuple[str, int]:
         """The sentence for the user and the exit code. What no class of ours explains leaves its traceback in the log."""
         if isinstance(error, self.gone):
-            return _sentence(name, error), COMPONENT_FAILED
+            return _make_sentence(name, error), COMPONENT_FAILED
         if isinstance(error, self.errors):
             log.debug("the cause", exc_info=error)
-            return _sentence(name, error), ERROR
+            return _make_sentence(name, error), ERROR
         log.error("%s ends with an error", name, exc_info=error)
         if isinstance(error, ValueError | OSError):  # they mostly come with a text that a user understands
-            return _sentence(name, error), ERROR
+            return _make_sentence(name, error), ERROR
         return f"{name} ended with {type(error).__name__}: {error}", ERROR
 
 
@@ -183,18 +183,18 @@ def run_process(
     signals = ProcessSignals(held=held)
     try:
         signals.watch()
-        place = ProcessContext.read(directory, name)
-        if place.config.debug:
+        context = ProcessContext.read(directory, name)
+        if context.config.debug:
             logging.getLogger("telescope").setLevel(logging.DEBUG)
-        return life(place, signals)
+        return life(context, signals)
     except Interrupted as interrupted:
         log.info("%s", interrupted)
         return 128 + interrupted.number
     except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 the process edge: said, recorded, never silent
-        return say_why(directory, name, *known.ending(name, error))
+        return say_why(directory, name, *known.describe_end(name, error))
 
 
-def _sentence(name: str, error: BaseException) -> str:
+def _make_sentence(name: str, error: BaseException) -> str:
     said = str(error) or type(error).__name__
     return said if said.startswith(name) else f"{name}: {said}"
 

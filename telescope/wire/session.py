@@ -15,8 +15,21 @@ from msgspec import structs
 from telescope.wire.channel import MessageChannel
 from telescope.wire.codec import NO_ARRAYS, MalformedMessage, Packet, RawArrays, decode, encode
 from telescope.wire.happenings import HUB, Delivery
-from telescope.wire.messages import Ack, Body, Goodbye, Heartbeat, Hello, Reject, Stop, Welcome
-from telescope.wire.rules import ACK_BATCH, ACK_DELAY_S, HUB_PORT, SESSION_OF_HUB, Port
+from telescope.wire.messages import (
+    ACK_BATCH,
+    ACK_DELAY_S,
+    HUB_PORT,
+    SESSION_OF_HUB,
+    Ack,
+    Body,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Port,
+    Reject,
+    Stop,
+    Welcome,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -129,7 +142,7 @@ class PeerSession:
             case Reject(reason=reason):
                 self.refused = reason
             case Ack(seqs=seqs):
-                self.channel.acknowledged(seqs)
+                self.channel.forget(seqs)
             case Goodbye():
                 self.parted = True
             case _:

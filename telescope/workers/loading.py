@@ -67,7 +67,7 @@ def _load(config: RunConfig, label: str) -> LoadedEnvironment:
     try:
         environment = config.environment(label)
         _refuse(ranges_mistake(environment.metrics_ranges))
-        prompts = {split: _prompts(environment, split) for split in environment.splits}
+        prompts = {split: _load_prompts(environment, split) for split in environment.splits}
         if not prompts.get("train"):
             raise ValueError("it has no prompts in its train split")
         _refuse(class_mistake(kind))
@@ -82,7 +82,7 @@ def _load(config: RunConfig, label: str) -> LoadedEnvironment:
         raise EnvironmentBroken(f"{place} can't be loaded: {describe(error)}") from error
 
 
-def _prompts(environment: Environment, split: str) -> Sequence[Prompt]:
+def _load_prompts(environment: Environment, split: str) -> Sequence[Prompt]:
     prompts = environment.prompts(split)
     _refuse(prompts_mistake(type(environment), split, prompts))
     return prompts
@@ -102,7 +102,7 @@ def make_card(label: str, environment: Environment, prompts: dict[str, Sequence[
         _feed(hashed, [split, len(sequence)])
         for prompt in sample_prompts(sequence):
             if not isinstance(prompt, Prompt):
-                raise TypeError(f"prompts({split!r}) holds {prompt!r:.60}, which is no Prompt (telescope.environments.base)")
+                raise TypeError(f"prompts({split!r}) holds {prompt!r:.60}, which is not a Prompt (telescope.environments.base)")
             _feed(hashed, [[dict(turn) for turn in prompt.turns], prompt.answer, dict(prompt.facts)])
     sizes = {split: len(sequence) for split, sequence in prompts.items()}
     return EnvironmentCard(label, sizes, hashed.hexdigest()[:16])

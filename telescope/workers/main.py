@@ -38,28 +38,30 @@ KNOWN = KnownErrors(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The process. Gives its exit code."""
-    return run_process(live, prog="python -m telescope.workers", known=KNOWN, arguments=arguments)
+    return run_process(run_worker, prog="python -m telescope.workers", known=KNOWN, arguments=arguments)
 
 
-def live(place: ProcessContext, signals: ProcessSignals) -> int:
+def run_worker(context: ProcessContext, signals: ProcessSignals) -> int:
     """Load, say hello, play, say goodbye."""
-    config = place.config
-    limits = PlayLimits.of(config)
+    config = context.config
+    limits = PlayLimits.from_config(config)
     template = load_template(config.model, model_folder(config.model.name))
     deadline_s = config.cluster.placement_timeout_s / 2
     environments = {
         label: leave_out_too_long(loaded, template, limits.max_prompt_tokens, deadline_s)
         for label, loaded in load_environments(config).items()
     }
-    hello = place.hello(
+    hello = context.make_hello(
         "worker",
         capacity=config.cluster.rollouts_per_env_worker,
         environments=tuple(loaded.card for loaded in environments.values()),
     )
     freeze_heap()
-    with Link.connect(place.directory, hello, deadline_s=config.cluster.placement_timeout_s) as link:
-        direct = DirectClient(link, place.directory, lambda: place.hello("worker", capacity=0)) if config.wire.direct else None
-        service = WorkerService(link, place.name, environments, template, limits, direct)
+    with Link.connect(context.directory, hello, deadline_s=config.cluster.placement_timeout_s) as link:
+        direct = None
+        if config.wire.direct:
+            direct = DirectClient(link, context.directory, lambda: context.make_hello("worker", capacity=0))
+        service = WorkerService(link, context.name, environments, template, limits, direct)
         return run_through(_until_stopped(service, signals))
 
 

@@ -46,7 +46,7 @@ class PlayLimits:
     stop: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, config: RunConfig) -> PlayLimits:
+    def from_config(cls, config: RunConfig) -> PlayLimits:
         """How every rollout of the run is sampled: the trainer's log-probs are those of the same distribution."""
         return cls(
             temperature=config.rollout.temperature,
@@ -88,7 +88,7 @@ def make_turn_seed(seed: int, turn: int) -> int:
 async def play(
     order: RolloutOrder,
     loaded: LoadedEnvironment,
-    openings: PromptCache,
+    prompts: PromptCache,
     limits: PlayLimits,
     ask: Ask,
     generated: Callable[[RolloutOrder], None] = lambda order: None,
@@ -98,10 +98,10 @@ async def play(
     Raises nothing but cancellation: every failure becomes a RolloutError."""
     started_ns = time.time_ns()
     turns = TurnSampler(order, limits, ask)
-    chat = TokenChat(openings.template, turns, limits.max_prompt_tokens, lambda: generated(order), max_tokens=limits.max_tokens)
+    chat = TokenChat(prompts.template, turns, limits.max_prompt_tokens, lambda: generated(order), max_tokens=limits.max_tokens)
     try:
         async with asyncio.timeout(limits.timeout_s) as clock:
-            prompt = await openings.prompt(loaded, order.prompt)
+            prompt = await prompts.get_prompt(loaded, order.prompt)
             with hiding(loaded.secrets):
                 reward = await _score(loaded.environment, prompt, chat)
         recording = chat.recording()

@@ -40,7 +40,7 @@ class PromptCache:
                 self._in_line.add(reference)
                 self._keep(reference, self._ahead.submit(self._make, loaded, reference))
 
-    async def prompt(self, loaded: LoadedEnvironment, reference: PromptRef) -> Prompt:
+    async def get_prompt(self, loaded: LoadedEnvironment, reference: PromptRef) -> Prompt:
         """The prompt, its tokens remembered by the template. Raises what making it raises, which is then tried again."""
         future = self._made.get(reference)
         if future is None or (reference in self._in_line and future.cancel()):  # not begun, and a rollout waits: it goes first

@@ -36,7 +36,7 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 class BadReward(GraderError):
-    """What the environment returned is no usable reward."""
+    """What the environment returned is not a usable reward."""
 
 
 def check_reward(reward: Reward) -> Reward:
@@ -108,7 +108,7 @@ def _clean(text: object, secrets: Collection[str], most: int = MAX_CHARACTERS) -
 
 
 def _read_texts(given: Any, part: str) -> tuple[Any, ...]:
-    """One text counts as a tuple of one. Raises `BadReward` for what has no order, or is no sequence at all."""
+    """One text counts as a tuple of one. Raises `BadReward` for what has no order, or is not a sequence."""
     if isinstance(given, str):
         return (given,)
     if not isinstance(given, list | tuple):

@@ -41,7 +41,7 @@ class RewardThreads(ThreadPoolExecutor):
         """Never waits, whatever is asked: the event loop's own end would wait for a thread that hangs."""
         super().shutdown(wait=False, cancel_futures=True)
 
-    def hung(self, longer_than_s: float) -> int:
+    def count_hung(self, longer_than_s: float) -> int:
         """Threads that have been in one call for longer than this."""
         now = time.monotonic()
         return sum(now - since > longer_than_s for since in list(self._since.values()))

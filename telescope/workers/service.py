@@ -295,7 +295,7 @@ class WorkerService:
             self._look_for_hung_threads()
 
     def _look_for_hung_threads(self) -> None:
-        if self._threads.hung(self._limits.timeout_s) >= self._threads.size:
+        if self._threads.count_hung(self._limits.timeout_s) >= self._threads.size:
             self._give_up(
                 WorkerHopeless(
                     f"all {self._threads.size} threads for reward functions hang since rollout.timeout_s="

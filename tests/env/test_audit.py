@@ -52,7 +52,7 @@ def run(tmp_path: Path, batch: TrainBatch) -> Iterator[RunDirectory]:
     assert point.config is not None
     run.config_json.write_text(dump_run(point.config))
     log = RunLog(run, "orchestrator")
-    Recorder(run, log, None, number_of_steps=60, token_groups=1).batch(batch)
+    Recorder(run, log, None, number_of_steps=60, token_groups=1).record_batch(batch)
     log.close()
     return run
 
@@ -72,10 +72,10 @@ def test_a_step_keeps_the_tokens_of_its_first_groups(run: RunDirectory) -> None:
 def test_none_are_kept_where_none_are_wanted_and_never_more_than_a_step_may_keep(
     batch: TrainBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert list(recorder.token_rows(batch, 0)) == []
-    assert len(list(recorder.token_rows(batch, 9))) == 5
+    assert list(recorder.make_token_rows(batch, 0)) == []
+    assert len(list(recorder.make_token_rows(batch, 9))) == 5
     monkeypatch.setattr(recorder, "MAX_TOKENS", 11)
-    assert [row["rollout_id"] for row in recorder.token_rows(batch, 9)] == [21, 50]
+    assert [row["rollout_id"] for row in recorder.make_token_rows(batch, 9)] == [21, 50]
 
 
 def test_the_audit_prints_every_token_of_every_branch(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,7 +74,7 @@ def test_a_part_that_is_more_than_may_travel_is_refused_with_the_settings_that_m
     (lambda rewards: rewards[:5], r"gave float64 of shape \[5\]"),  # as many as are kept: those of a batch without discards
     (lambda rewards: rewards[:, None], r"gave float64 of shape \[7, 1\]"),
     (lambda rewards: rewards > 0, r"gave bool of shape \[7\]"),
-    (lambda rewards: rewards * np.nan, "no finite numbers: keep rewards within a few thousand, or mend Own.advantages"),
+    (lambda rewards: rewards * np.nan, "not finite numbers: keep rewards within a few thousand, or mend Own.advantages"),
 ])  # fmt: skip
 def test_advantages_of_another_shape_than_one_a_rollout_are_refused(store: RolloutStore, given, said: str):
     class Own(RLOO):
@@ -243,7 +243,7 @@ def test_of_a_trajectory_longer_than_a_row_the_beginning_is_trained_and_the_rest
     }  # fmt: skip
     assert batch.denominators == (Denominators(tokens=16, sequences=4, groups=2),)
     assert batch.truncated == {0: (5,), 1: (5,)}
-    assert (batch.metrics()["overlong_samples"], batch.metrics()["truncated_tokens"]) == (2.0, 10.0)
+    assert (batch.compute_metrics()["overlong_samples"], batch.compute_metrics()["truncated_tokens"]) == (2.0, 10.0)
     assert batch.advantages.tolist() == [-1.0, 1.0, -1.0, 1.0]
     ids, mask, *_ = shard.arrays
     assert ids[:7].tolist() == [0, 1, 2, 3, 4, 5, 6]
@@ -279,7 +279,7 @@ def test_a_prompt_as_long_as_a_row_leaves_nothing_to_train_and_still_counts():
     command, store = of_groups({0: 10, 1: 3})
     batch = make_batch(command, store, replace(recipe(minibatches=1), group_size=2, seq_len=2, truncates=True), ranks=2)
     assert batch.denominators == (Denominators(tokens=0, sequences=4, groups=2),)
-    assert batch.metrics()["truncated_tokens"] == 26.0
+    assert batch.compute_metrics()["truncated_tokens"] == 26.0
 
 
 def test_without_leave_to_cut_it_the_batch_is_refused_with_the_remedies():
@@ -306,7 +306,7 @@ def test_a_filtered_rollout_leaves_loss_and_counts_and_stays_in_the_baseline():
     (shard,) = batch.shards
     assert sorted(item.rollout_id for item in shard.step.items) == [20, 21, 50, 52]
     assert len(batch.lags) == 8
-    assert batch.metrics() == {
+    assert batch.compute_metrics() == {
         "truncated_fraction": 0.2,
         "filtered_fraction": 0.2,
         "overlong_filtered_fraction": 0.2,
@@ -324,7 +324,7 @@ def test_a_batch_without_a_single_rollout_to_train_is_still_a_step(store: Rollou
     assert batch.denominators == (Denominators(0, 0, 0), Denominators(0, 0, 0))
     assert all(not shard.step.items for shard in batch.shards)
     assert len(batch.lags) == 0
-    assert batch.metrics()["repetition_filtered_fraction"] == 1.0
+    assert batch.compute_metrics()["repetition_filtered_fraction"] == 1.0
 
 
 def test_lengths_cost_reward_before_advantages_are_made_of_it():
@@ -339,7 +339,7 @@ def test_lengths_cost_reward_before_advantages_are_made_of_it():
     command = TrainGroups(1, (2,), ((20, 21),), (), ())
     batch = make_batch(command, store, rule, ranks=1)
     assert batch.advantages.tolist() == [0.5, -0.5]
-    assert batch.metrics()["length_penalty_mean"] == -0.25
+    assert batch.compute_metrics()["length_penalty_mean"] == -0.25
 
 
 # ---- several epochs, and rewards within a range

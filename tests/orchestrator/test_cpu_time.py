@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from telescope.orchestrator.cpu_time import CpuTime, descendants
+from telescope.orchestrator.cpu_time import CpuTime, find_descendants
 from telescope.wire.messages import Hello
 from tests.orchestrator.test_wrong_messages import hello
 
@@ -36,7 +36,7 @@ def test_a_servers_engine_is_told_apart_and_each_second_counts_once() -> None:
             assert first["workers"] == 0
             assert first["orchestrator"] > 0
             assert processor.measure(peers)["engines"] < 0.05  # it waits
-            assert list(descendants(server.pid)) != []
+            assert list(find_descendants(server.pid)) != []
         finally:
             server.communicate(b"\n", timeout=60)
 

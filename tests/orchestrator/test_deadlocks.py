@@ -20,7 +20,7 @@ from telescope.flow.core import Core
 from telescope.flow.replay import JournalLine, decode_line, encode_opening, replay
 from telescope.orchestrator.batch import Recipe
 from telescope.orchestrator.loop import Orchestrator, RunOutcome
-from telescope.orchestrator.main import flow_settings
+from telescope.orchestrator.main import make_flow_settings
 from telescope.orchestrator.peers import Peers, ServerRestarts
 from telescope.orchestrator.recorder import Recorder
 from telescope.orchestrator.weights import UpdateRules
@@ -124,10 +124,10 @@ async def play(
     settings = base.model_copy(update={"cluster": cluster, "rollout": rollout})
     names = (*(f"worker-{i}" for i in range(workers)), *(f"server-{i}" for i in range(servers)), TRAINER)
     make_keys(run, ("orchestrator", *names))
-    core = Core(msgspec.structs.replace(flow_settings(settings), **flow))
+    core = Core(msgspec.structs.replace(make_flow_settings(settings), **flow))
     log, journal = RunLog(run, "orchestrator"), Journal(run.journal)
     journal.append(encode_opening(core.settings))
-    recorder, peers = Recorder(run, log, None, core.settings.number_of_steps), Peers.of(cluster)
+    recorder, peers = Recorder(run, log, None, core.settings.number_of_steps), Peers.from_config(cluster)
     hub = await Hub.open(run, run="r", attempt="a", config_hash="c")
     recipe = Recipe(settings.algorithm, group_size, settings.rollout.max_tokens)
     orchestrator = Orchestrator(

@@ -109,7 +109,7 @@ async def test_a_grant_names_the_port_and_the_secret_that_the_server_expects(sce
 async def test_served_gives_the_core_the_same_event_and_row_as_a_completion(scene: Scene, monkeypatch: pytest.MonkeyPatch):
     results = []
     rows: list[dict[str, Any]] = []
-    monkeypatch.setattr(Recorder, "turn", lambda _, row: rows.append(row))
+    monkeypatch.setattr(Recorder, "record_turn", lambda _, row: rows.append(row))
     for direct in (False, True):
         question = await scene.placed(direct)
         if direct:
@@ -261,10 +261,10 @@ async def test_a_worker_that_waits_for_a_server_is_not_stuck(tmp_path: Path):
     asked = await hub.next(60)
     assert isinstance(asked, Delivery)
     hub.send("worker-0", m.Grant("q", "server-0", DIRECT, "s", 30.0), answers=asked)
-    hub.elsewhere(asked, waits=True)
+    hub.mark_elsewhere(asked, waits=True)
     assert await hub.next(1.5) is None
     back = time.monotonic()
-    hub.elsewhere(asked, waits=False)
+    hub.mark_elsewhere(asked, waits=False)
     stuck = await hub.next(60)
     assert isinstance(stuck, PeerStuck)
     assert 0.6 <= stuck.seconds <= time.monotonic() - back  # the time at the server counts for nothing

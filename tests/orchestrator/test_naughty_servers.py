@@ -17,7 +17,7 @@ import pytest
 from telescope.flow.core import Core
 from telescope.orchestrator.batch import Recipe
 from telescope.orchestrator.loop import Orchestrator, RunOutcome
-from telescope.orchestrator.main import flow_settings
+from telescope.orchestrator.main import make_flow_settings
 from telescope.orchestrator.peers import Peers, ServerRestarts
 from telescope.orchestrator.recorder import Recorder
 from telescope.orchestrator.weights import UpdateRules
@@ -252,13 +252,13 @@ async def play(folder: Path, transport: str, manners: dict[str, Any]) -> tuple[R
     )
     make_keys(run, ("orchestrator", *WORKERS, *SERVERS, TRAINER))
     log, journal = RunLog(run, "orchestrator"), Journal(run.journal)
-    recorder, peers = Recorder(run, log, None, STEPS), Peers.of(settings.cluster)
+    recorder, peers = Recorder(run, log, None, STEPS), Peers.from_config(settings.cluster)
     hub = await Hub.open(run, run="r", attempt="a", config_hash="c")
     recipe = Recipe(settings.algorithm, settings.rollout.group_size, settings.rollout.max_tokens)
     orchestrator = Orchestrator(
         settings,
         hub=hub,
-        core=Core(flow_settings(settings, trainer_sends=transport == "gloo")),
+        core=Core(make_flow_settings(settings, trainer_sends=transport == "gloo")),
         peers=peers,
         servers=ServerRestarts(run, hub, peers, 3),
         journal=journal,

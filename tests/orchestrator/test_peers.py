@@ -30,7 +30,7 @@ def test_of_many_the_first_three_are_named():
 
 
 def test_the_missing_are_named():
-    peers = Peers.of(ClusterSettings(inference_num_workers=1, trainer_num_workers=2, env_num_workers=1))
+    peers = Peers.from_config(ClusterSettings(inference_num_workers=1, trainer_num_workers=2, env_num_workers=1))
     assert peers.missing == ("worker-0", "server-0", "trainer-0", "trainer-1")
     assert peers.admit("trainer-0", hello("trainer-0", "trainer")) == ""
     assert not peers.all_ranks_present
@@ -40,19 +40,19 @@ def test_the_missing_are_named():
 
 
 def test_a_stranger_is_refused():
-    peers = Peers.of(ClusterSettings(inference_num_workers=1, trainer_num_workers=1))
+    peers = Peers.from_config(ClusterSettings(inference_num_workers=1, trainer_num_workers=1))
     assert peers.admit("server-9", hello("server-9", "server")).startswith("server-9 is not part of this run's plan")
 
 
 def test_workers_with_different_prompts_are_refused():
-    peers = Peers.of(ClusterSettings(inference_num_workers=1, trainer_num_workers=1, env_num_workers=2))
+    peers = Peers.from_config(ClusterSettings(inference_num_workers=1, trainer_num_workers=1, env_num_workers=2))
     assert peers.admit("worker-0", hello("worker-0", "worker", "one")) == ""
     refusal = peers.admit("worker-1", hello("worker-1", "worker", "two"))
     assert refusal.startswith("worker-0 and worker-1 load different prompts for environments.countdown")
 
 
 def test_generation_waits_for_every_worker_and_server_but_not_for_the_trainer():
-    peers = Peers.of(ClusterSettings(inference_num_workers=2, trainer_num_workers=1))
+    peers = Peers.from_config(ClusterSettings(inference_num_workers=2, trainer_num_workers=1))
     for name, role in (("server-0", "server"), ("worker-0", "worker")):
         peers.admit(name, hello(name, role))
         assert not peers.can_generate

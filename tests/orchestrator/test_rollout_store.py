@@ -66,7 +66,7 @@ def test_a_whole_rollout_keeps_its_tokens_and_versions():
     rollout = make()
     assert rollout.trained_tokens == 2
     assert rollout.tokens == 4
-    assert rollout.versions().tolist() == [4, 5]
+    assert rollout.versions.tolist() == [4, 5]
 
 
 def test_branches_are_split_where_they_begin():

@@ -97,10 +97,10 @@ class Listener:
         self.sent.append((peer, body))
         return len(self.sent)
 
-    def next_step(self, metrics: dict[str, float]) -> None:
+    def add_to_next_step(self, metrics: dict[str, float]) -> None:
         self.metrics |= metrics
 
-    def checkpoint(self, step: int, state: str, **_: Any) -> None:
+    def record_checkpoint(self, step: int, state: str, **_: Any) -> None:
         self.rows.append((step, state))
 
     def alert(self, level: str, source: str, message: str, *, shown: bool = True) -> None:

@@ -21,7 +21,7 @@ from telescope.config.run import RunConfig
 from telescope.flow.core import Core
 from telescope.orchestrator.batch import Recipe
 from telescope.orchestrator.loop import Orchestrator, RunOutcome
-from telescope.orchestrator.main import flow_settings
+from telescope.orchestrator.main import make_flow_settings
 from telescope.orchestrator.peers import Peers, ServerRestarts
 from telescope.orchestrator.recorder import Recorder
 from telescope.orchestrator.weights import UpdateRules
@@ -195,13 +195,13 @@ async def orchestrating(folder: Path) -> AsyncIterator[tuple[Orchestrator, RunDi
     settings, run = config(), RunDirectory.create(folder / "run")
     make_keys(run, ("orchestrator", *WORKERS, *SERVERS, TRAINER))
     log, journal = RunLog(run, "orchestrator"), Journal(run.journal)
-    recorder, peers = Recorder(run, log, None, STEPS), Peers.of(settings.cluster)
+    recorder, peers = Recorder(run, log, None, STEPS), Peers.from_config(settings.cluster)
     hub = await Hub.open(run, run="r", attempt="a", config_hash="c")
     recipe = Recipe(settings.algorithm, settings.rollout.group_size, settings.rollout.max_tokens)
     orchestrator = Orchestrator(
         settings,
         hub=hub,
-        core=Core(flow_settings(settings)),
+        core=Core(make_flow_settings(settings)),
         peers=peers,
         servers=ServerRestarts(run, hub, peers, 0),
         journal=journal,

@@ -309,10 +309,10 @@ from telescope.runlog.attempts import CountedRows, Lineage, write_lineage
 from telescope.trainer.kept_batches import Keeper, last_word
 from tests.backends.shards import make_shard
 
-signals = process.Signals()
+signals = process.ProcessSignals()
 signals.watch()
 keeper = Keeper(RunDirectory(Path(sys.argv[1])), "hash", 0, 2, latest=2)
-with last_word(keeper), signals.held():
+with last_word(keeper), signals.hold():
     keeper.begins(make_shard(3))
     mutex = ctypes.create_string_buffer(128)
     lock = ctypes.CDLL(None).pthread_mutex_lock

@@ -16,8 +16,19 @@ from telescope.runlog.layout import RunDirectory
 from telescope.wire.hub import Hub
 from telescope.wire.hub_session import HubIdentity
 from telescope.wire.link import Link, WireRefused
-from telescope.wire.messages import Abort, Body, Completion, ExpectRequest, Generate, GenerateFailed, Hello, Served, Stop
-from telescope.wire.rules import DIRECT_PORT, NOTED_OF_A_PEER
+from telescope.wire.messages import (
+    DIRECT_PORT,
+    NOTED_OF_A_PEER,
+    Abort,
+    Body,
+    Completion,
+    ExpectRequest,
+    Generate,
+    GenerateFailed,
+    Hello,
+    Served,
+    Stop,
+)
 from telescope.wire.security import make_keys
 from tests.inference.test_server import PROMPT, Wire, make
 

@@ -99,6 +99,6 @@ def test_an_error_that_is_not_ours_leaves_its_traceback_in_the_log(
         try:
             raise error
         except Exception as raised:  # noqa: BLE001 as the process edge does
-            said = KNOWN.ending("worker-0", raised)
+            said = KNOWN.describe_end("worker-0", raised)
     assert said == (sentence, code)
     assert ("test_process.py" in caplog.text and "Traceback" in caplog.text) is traced

@@ -19,7 +19,7 @@ from telescope.environments.draws import LazyPrompts
 from telescope.environments.template import ChatTemplate
 from telescope.workers.loading import EnvironmentBroken, load_environments, make_card, sample_prompts
 from telescope.workers.prompt_lengths import leave_out_too_long
-from telescope.workers.tokenizer import KNOWN, TokenizerError, known_class, load_template
+from telescope.workers.tokenizer import KNOWN, TokenizerError, find_known_class, load_template
 from tests.workers.conftest import loaded
 
 HEADER = "from telescope.environments.base import Prompt, Reward, SingleTurn\n"
@@ -86,7 +86,7 @@ def test_a_class_that_raises_while_it_makes_prompts(tmp_path: Path) -> None:
         ),
         (
             "class T(SingleTurn):\n    def prompts(self, split): return ['text']\n    def reward(self): ...\n",
-            "prompts('train') holds 'text', which is no Prompt",
+            "prompts('train') holds 'text', which is not a Prompt",
         ),
         (
             "class T(SingleTurn):\n    needed: int\n    def prompts(self, split): return []\n",
@@ -186,7 +186,7 @@ def test_a_generation_config_that_is_no_json_is_named(tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((EMBEDDED / "tiny" / name).read_bytes())
     (tmp_path / "generation_config.json").write_text("{")
-    with pytest.raises(TokenizerError, match=r"generation_config\.json is no JSON"):
+    with pytest.raises(TokenizerError, match=r"generation_config\.json is not JSON"):
         load_template(ModelSettings(name="mine", chat_template="{{ messages[0].content }}"), tmp_path)
 
 
@@ -246,7 +246,7 @@ def test_a_tokenizer_whose_class_is_known_is_the_one_that_the_library_picks(tmp_
     from transformers import AutoTokenizer
 
     folder = folder_of(tmp_path, {"model_type": kind}, {"tokenizer_class": named})
-    assert known_class(folder) == KNOWN[kind, named]
+    assert find_known_class(folder) == KNOWN[kind, named]
     ours, theirs = load_template(ModelSettings(name="mine"), folder).tokenizer, AutoTokenizer.from_pretrained(folder)
     assert type(ours) is type(theirs)
     turns = [{"role": "user", "content": "1 + 2 = 3"}]
@@ -266,8 +266,8 @@ def test_a_tokenizer_whose_class_is_known_is_the_one_that_the_library_picks(tmp_
 def test_where_a_tokenizers_files_leave_a_doubt_the_library_decides(
     tmp_path: Path, config: dict[str, object] | None, own: dict[str, object] | None
 ) -> None:
-    assert known_class(folder_of(tmp_path)) == "PreTrainedTokenizerFast"
-    assert known_class(folder_of(tmp_path, config, own)) is None
+    assert find_known_class(folder_of(tmp_path)) == "PreTrainedTokenizerFast"
+    assert find_known_class(folder_of(tmp_path, config, own)) is None
 
 
 def test_a_worker_loads_the_tokenizer_of_the_embedded_model_without_torch() -> None:

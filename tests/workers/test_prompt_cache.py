@@ -92,29 +92,29 @@ async def test_a_prompt_that_was_not_foretold_is_made_beside_the_loop_once_for_i
 async def test_a_rollout_does_not_stand_behind_what_is_prefetched(template: ChatTemplate) -> None:
     gate = threading.Event()
     lazy, tokenizer = slow(template, gate)
-    openings, task = PromptCache(lazy), loaded(Words())
-    openings.prefetch(task, refs(*range(10)))  # the first is held up
-    asked = [asyncio.ensure_future(openings.prompt(task, refs(7)[0])) for _ in range(3)]
+    prompts, task = PromptCache(lazy), loaded(Words())
+    prompts.prefetch(task, refs(*range(10)))  # the first is held up
+    asked = [asyncio.ensure_future(prompts.get_prompt(task, refs(7)[0])) for _ in range(3)]
     while len(tokenizer.threads) < 2:
         await asyncio.sleep(0.005)
     assert sorted(tokenizer.threads) == ["opening_0", "prefetch_0"]
     gate.set()
     assert {prompt.turns[0]["content"] for prompt in await asyncio.gather(*asked)} == {"ab" * 8}
     assert len(tokenizer.threads) <= 11
-    openings.close()
+    prompts.close()
 
 
 async def test_what_was_made_is_remembered_and_a_bounded_number_of_it(
     template: ChatTemplate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("telescope.workers.prompt_cache.KEPT", 3)
-    openings, task = PromptCache(template), loaded(Words())
+    prompts, task = PromptCache(template), loaded(Words())
     for reference in refs(0, 1, 2, 0, 3):
-        await openings.prompt(task, reference)
-    assert [openings.is_ready(reference) for reference in refs(0, 1, 2, 3)] == [True, False, True, True]
-    openings.prefetch(task, refs(*range(10, 30)))
-    assert len(openings._made) == 3
-    openings.close()
+        await prompts.get_prompt(task, reference)
+    assert [prompts.is_ready(reference) for reference in refs(0, 1, 2, 3)] == [True, False, True, True]
+    prompts.prefetch(task, refs(*range(10, 30)))
+    assert len(prompts._made) == 3
+    prompts.close()
 
 
 async def test_a_prompt_that_cannot_be_made_fails_those_who_ask_and_is_tried_again(template: ChatTemplate) -> None:
@@ -122,21 +122,21 @@ async def test_a_prompt_that_cannot_be_made_fails_those_who_ask_and_is_tried_aga
         def prompts(self, split: str) -> Sequence[Prompt]:
             return super().prompts(split)[:2]
 
-    openings, task = PromptCache(template), loaded(Broken())
-    openings.prefetch(task, refs(9))
+    prompts, task = PromptCache(template), loaded(Broken())
+    prompts.prefetch(task, refs(9))
     for _ in range(2):
         with pytest.raises(IndexError):
-            await openings.prompt(task, refs(9)[0])
-    openings.close()
+            await prompts.get_prompt(task, refs(9)[0])
+    prompts.close()
 
 
 async def test_cancelling_one_rollout_leaves_its_siblings_prompt_alone(template: ChatTemplate) -> None:
     gate = threading.Event()
     lazy, _ = slow(template, gate)
-    openings, task = PromptCache(lazy), loaded(Words())
-    one, two = (asyncio.ensure_future(openings.prompt(task, refs(3)[0])) for _ in range(2))
+    prompts, task = PromptCache(lazy), loaded(Words())
+    one, two = (asyncio.ensure_future(prompts.get_prompt(task, refs(3)[0])) for _ in range(2))
     await asyncio.sleep(0.02)
     one.cancel()
     gate.set()
     assert (await two).turns[0]["content"] == "ab" * 4
-    openings.close()
+    prompts.close()
