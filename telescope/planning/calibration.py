@@ -52,9 +52,8 @@ class HostCosts(msgspec.Struct, frozen=True, kw_only=True):
     """Processor seconds of a run's processes by what they do. Small models are bound by them, and where processes share one
     host's cores, the wall clock says more about what else runs there.
 
-    Nothing is fitted to them: they are what the calibrated run spent in all, over what it did. Engines are taken to spend the
-    same in each second of their steps' own time (`EngineTimes`, without cached tokens and prompts), trainers in each second of
-    training."""
+    Nothing is fitted to them: they are what the calibrated run spent in all, over what it did. An engine's step is taken to
+    cost the processor what it takes by the clock where it runs nearly alone (`EngineTimes.step_s`); tokens have the rest."""
 
     rollout_s: float
     """Of orchestrator, workers and servers, for each rollout that is scored."""
@@ -384,15 +383,14 @@ def _find_host_costs(
     start, end = journal.trained[warm[0] - 1], journal.trained[warm[-1]]
     spent = {part: sum(row[part] for row in rows) for part in PROCESSES}
     answered = {key: tokens for key, (at, tokens) in journal.answered.items() if start < at <= end}
-    engine_s = fitted.times.step_s * sum(fitted.steps.get(key, 0.0) for key in answered)
-    engine_s += fitted.times.sequence_s * sum(answered.values())
+    engine_steps = sum(fitted.steps.get(key, 0.0) for key in answered)
+    engine_step_s = min(fitted.times.step_s, spent["engines"] / max(engine_steps, NOTHING))
     scored = sum(start < at <= end for at in journal.scored)
     training_s = sum(journal.trained[step] - journal.trains[step][0] for step in warm)
-    share = spent["engines"] / max(engine_s, NOTHING)
     return HostCosts(
         rollout_s=(spent["orchestrator"] + spent["workers"] + spent["servers"]) / max(scored, 1),
-        engine_step_s=share * fitted.times.step_s,
-        engine_token_s=share * fitted.times.sequence_s,
+        engine_step_s=engine_step_s,
+        engine_token_s=max(0.0, spent["engines"] - engine_step_s * engine_steps) / max(sum(answered.values()), 1),
         training_share=spent["trainers"] / max(training_s, NOTHING),
     )
 

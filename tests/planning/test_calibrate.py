@@ -21,10 +21,13 @@ from telescope.flow import events as seen
 from telescope.flow.replay import encode_line, encode_opening
 from telescope.flow.settings import FlowSettings
 from telescope.planning.calibration import (
+    PROCESSES,
+    FittedEngine,
     HostCosts,
     TimeOverlap,
     Uncalibratable,
     _count_equal_shares,
+    _find_host_costs,
     _fit_line,
     _fit_times,
     _JournalFacts,
@@ -195,6 +198,24 @@ def test_host_costs_are_added_up_over_what_lies_between_the_ends_of_two_train_st
     spent = (0.002 * 50 + 0.01 * 100 + 0.0001 * 1000 + 2.0, 0.002 * 100 + 0.01 * 200 + 0.0001 * 4000 + 3.0)
     assert costs.estimate_step_s([first]) == pytest.approx(spent[0])
     assert costs.estimate_step_s([first, second]) == pytest.approx(sum(spent) / 2)
+
+
+def test_an_engines_step_costs_what_it_takes_alone_and_tokens_have_the_rest_of_what_was_spent() -> None:
+    """Two train steps behind one for warming up: 300 engine steps of 10 ms, 3,000 tokens, 9 seconds of the engines."""
+    journal = _JournalFacts(
+        trains={1: (0.0, 100), 2: (10.0, 100), 3: (20.0, 100)}, trained={1: 4.0, 2: 14.0, 3: 26.0}, scored=[3.0, 11.0, 25.0],
+        answered={"early": (2.0, 500), "a": (12.0, 2000), "b": (22.0, 1000)},
+    )  # fmt: skip
+    row = {f"processor_s/{part}": seconds for part, seconds in zip(PROCESSES, (1.0, 2.0, 3.0, 4.5, 5.0), strict=True)}
+    times = EngineTimes(step_s=0.01)
+    fitted = FittedEngine(times, 0.0, 0.0, {"early": 50.0, "a": 100.0, "b": 200.0})
+    found = _find_host_costs(journal, dict.fromkeys((1, 2, 3), row), fitted)
+    # the trainers: 10 seconds of processors in 4 + 6 of training
+    assert found == HostCosts(rollout_s=12.0 / 2, engine_step_s=0.01, engine_token_s=6.0 / 3000, training_share=1.0)
+    slow = FittedEngine(EngineTimes(step_s=1.0), 0.0, 0.0, fitted.steps)
+    found = _find_host_costs(journal, dict.fromkeys((1, 2, 3), row), slow)
+    assert found is not None
+    assert (found.engine_step_s, found.engine_token_s) == (9.0 / 300, 0.0)  # no more than was spent in all
 
 
 STEP = SimulatedStep(
