@@ -1,8 +1,8 @@
 """`python -m telescope plan [overrides]`: what a run would be, in numbers. Starts nothing and writes nothing.
 
-Takes the same overrides as `telescope.run`: batches, steps and staleness come from `flow.bounds`, the processes and their
+Takes the same overrides as `telescope.run`: batches, steps and staleness come from `flow.staleness`, the processes and their
 GPUs and threads from the launcher's own plan for this machine or the nodes of a Slurm job, memory from `maths.memory`, and
-times from the simulator (`flow.simulate`), with the latencies of a run (`--calibrate RUN_DIR`) or of a card (`--card h100`).
+times from the simulator (`planning.simulator`), with those of a run (`--calibrate RUN_DIR`) or of a card (`--card h100`).
 """
 
 from __future__ import annotations
@@ -25,40 +25,42 @@ from telescope.orchestrator.main import make_flow_settings
 from telescope.planning.calibration import Calibration, Uncalibratable, calibrate
 from telescope.planning.cards import CARDS, GpuCard
 from telescope.planning.forecast import (
-    assumed_load,
-    best,
-    fitted_load,
+    adapt_latencies,
+    assume_latencies,
+    choose_split,
+    find_short_rows,
     forecast,
-    processor_step_s,
     rows_a_rank,
-    splits,
-    waiting_cards,
+    try_splits,
 )
-from telescope.planning.hosts import BadHosts, describe_placement, hosts_of, nodes_of
 from telescope.planning.latencies import Latencies
 from telescope.planning.memory import (
     PlanRefused,
     ShapeUnknown,
     check_memory,
     check_model,
-    divided_as,
-    serving,
+    divide,
+    estimate_rank,
+    estimate_server,
+    find_spare_memory,
     shape_of,
     shares_a_card,
-    spare_memory,
-    training,
 )
 from telescope.planning.report import (
+    BadHosts,
     describe_assumed,
     describe_calibration,
     describe_model,
     describe_outcome,
+    describe_placement,
     describe_processor,
     describe_rows,
     describe_server_memory,
     describe_spare,
     describe_splits,
     describe_trainer_memory,
+    plan_nodes,
+    read_hosts,
 )
 from telescope.runlog.layout import RunDirectory
 
@@ -130,9 +132,9 @@ def _plan(config: RunConfig, asked: argparse.Namespace) -> Plan:
     Raises `PlanError`, `BadHosts`."""
     here = this_host()
     if asked.hosts is not None:
-        return make_plan(config, hosts_of(asked.hosts, here.cpus))
+        return make_plan(config, read_hosts(asked.hosts, here.cpus))
     if config.cluster.slurm is not None:
-        return make_plan(config, nodes_of(config.cluster.slurm))
+        return make_plan(config, plan_nodes(config.cluster.slurm))
     return make_plan(config, (here,) * (config.cluster.nodes or 1))
 
 
@@ -162,45 +164,45 @@ def _forecast(config: RunConfig, asked: argparse.Namespace) -> Iterator[str]:
         if shape is not None and card is not None:
             check_memory(divided, shape, card)
         if calibration is not None:
-            return fitted_load(calibration, divided, shape, card)
+            return adapt_latencies(calibration, divided, shape, card)
         assert shape is not None
         assert card is not None  # else returned above
-        return assumed_load(divided, shape, card, asked.completion_tokens)
+        return assume_latencies(divided, shape, card, asked.completion_tokens)
 
     if calibration is not None:
         yield describe_calibration(calibration, asked.calibrate)
     if asked.gpus is not None:
-        divisions = list(splits(config, asked.gpus, load_of))
-        chosen = best(divisions)
+        divisions = list(try_splits(config, asked.gpus, load_of))
+        chosen = choose_split(divisions)
         if chosen is None:
             raise PlanRefused(f"No division of {asked.gpus} GPUs works. The last one: {divisions[-1].problem}")
         yield from describe_splits(divisions, chosen, asked.gpus)
-        config = divided_as(config, chosen.servers, chosen.ranks)
+        config = divide(config, chosen.servers, chosen.ranks)
         if shape is not None:
             yield from _memory(config, shape, card)  # of the division that is recommended
     load = load_of(config)
     if calibration is None and card is not None:
         yield describe_assumed(load, card)
     yield describe_rows(config, load, rows_a_rank(config, load))
-    if shape is not None and card is not None and (short := waiting_cards(config, load, shape, card)) is not None:
+    if shape is not None and card is not None and (short := find_short_rows(config, load, shape, card)) is not None:
         yield short.sentence
-    if shape is not None and card is not None and (spare := spare_memory(config, shape, card)) is not None:
+    if shape is not None and card is not None and (spare := find_spare_memory(config, shape, card)) is not None:
         yield describe_spare(spare, card)
     outcome = forecast(config, load)
     yield from describe_outcome(outcome)
-    if calibration is not None and calibration.costs is not None and card is None:
-        yield describe_processor(processor_step_s(config, calibration.costs, outcome), calibration.processor_step_s)
+    if calibration is not None and calibration.host_costs is not None and card is None:
+        yield describe_processor(calibration.host_costs.estimate_step_s(outcome.steps), calibration.processor_step_s)
 
 
 def _memory(config: RunConfig, shape: ModelShape, card: GpuCard | None) -> Iterator[str]:
     yield describe_model(config, shape)
     if shares_a_card(config):
         yield "Server and trainer share a card."
-    memory = training(config, shape)
+    memory = estimate_rank(config, shape)
     if memory is not None:
         yield describe_trainer_memory(memory, config.cluster.trainer_num_workers)
     if card is not None:
-        yield describe_server_memory(serving(config, shape, card), config.inference.max_model_len, card)
+        yield describe_server_memory(estimate_server(config, shape, card), config.inference.max_model_len, card)
 
 
 def _card(config: RunConfig, asked: argparse.Namespace) -> GpuCard | None:

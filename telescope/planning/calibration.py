@@ -1,20 +1,21 @@
-"""Latencies from a run that was: its journal, turns and weight updates become a `flow.latency.Load`. Reads; decides nothing.
+"""A run's own times: its journal, requests, weight updates and metrics become `Latencies`. Reads; decides nothing.
 
-    journal   Run → first TurnStarted, TurnDone → next TurnStarted or RolloutDone, Train → StepDone, Update → UpdateDone, fates
-    turns     what each request took on its server, and how many ran beside it
-    weights   pauses of the servers
-    step_metrics   which part of a train step grows with its tokens
+    journal        DispatchRollout → first TurnStarted, TurnDone → next TurnStarted or RolloutDone, TrainGroups → StepDone,
+                   UpdateWeights → UpdateDone, ends of groups
+    turns          what each request took on its server, and how many ran beside it: the times of an engine's steps
+    weights        pauses of the servers
+    step_metrics   which part of a train step grows with its tokens; processor seconds of the processes
 
-docs/planning.md says how each number is fitted.
+docs/planning.md says how each number is found.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import combinations, pairwise
 from math import comb
 from statistics import fmean, median
 from typing import Any
@@ -26,9 +27,8 @@ from telescope.flow import commands as do
 from telescope.flow import events as seen
 from telescope.flow.replay import JournalDamaged, decode_line, decode_opening
 from telescope.flow.settings import FlowSettings
-from telescope.planning.costs import Costs, Work, fit_costs, measured_step_s
-from telescope.planning.engine_fit import FittedEngine, fit_engine
-from telescope.planning.latencies import Distribution, Latencies, constant, empirical
+from telescope.planning.latencies import Distribution, EngineTimes, Latencies, constant, empirical
+from telescope.planning.simulator import SimulatedStep
 from telescope.runlog.journal import journal_lines
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.reader import rows
@@ -39,6 +39,7 @@ TOKEN_SPANS = ("forward", "backward", "loss_computation", "compute_old_logprobs"
 """Parts of a train step that grow with its tokens, as `timing_<name>_total` of the step metrics."""
 
 
+PROCESSES = ("orchestrator", "workers", "servers", "engines", "trainers")
 EQUAL_LIMIT = 0.95
 """Of groups that are discarded: a simulation of more would hardly come to a batch."""
 
@@ -47,10 +48,53 @@ class Uncalibratable(ValueError):
     """The run directory does not say enough; the message says what is missing."""
 
 
+class HostCosts(msgspec.Struct, frozen=True, kw_only=True):
+    """Processor seconds of a run's processes by what they do. Small models are bound by them, and where processes share one
+    host's cores, the wall clock says more about what else runs there.
+
+    Nothing is fitted to them: they are what the calibrated run spent in all, over what it did. An engine's step is taken to
+    cost the processor what it takes by the clock where it runs nearly alone (`EngineTimes.step_s`); tokens have the rest."""
+
+    rollout_s: float
+    """Of orchestrator, workers and servers, for each rollout that is scored."""
+    engine_step_s: float
+    """Of an engine's step, whatever it serves."""
+    engine_token_s: float
+    """More for each token that it samples."""
+    training_share: float
+    """Of all trainers, for each second that one of their steps takes."""
+
+    def estimate_step_s(self, steps: Sequence[SimulatedStep]) -> float:
+        """Median over the steps of a simulated run, all processes together."""
+        before: list[SimulatedStep | None] = [None, *steps[:-1]]
+        return median(self._between(one, other) for one, other in zip(before, steps, strict=True))
+
+    def _between(self, before: SimulatedStep | None, step: SimulatedStep) -> float:
+        """What lies between the ends of two train steps; `before`: none for the first."""
+        scores, engine_steps, sampled = step.scores, step.engine_steps, step.sampled
+        if before is not None:
+            scores, engine_steps = scores - before.scores, engine_steps - before.engine_steps
+            sampled -= before.sampled
+        engines = self.engine_step_s * engine_steps + self.engine_token_s * sampled
+        return self.rollout_s * scores + engines + self.training_share * (step.done_s - step.begun_s)
+
+
+def processor_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Of a step by kind of process, from its row in `step_metrics`; empty where they were not known."""
+    found = {part: metrics.get(f"processor_s/{part}") for part in PROCESSES}
+    return {part: seconds for part, seconds in found.items() if seconds is not None} if None not in found.values() else {}
+
+
+def measure_processor_step_s(metrics: Sequence[Mapping[str, float]]) -> float | None:
+    """Median of a run's own steps, to compare with; None where a step does not say it."""
+    found = [processor_seconds(row) for row in metrics]
+    return median(sum(row.values()) for row in found) if found and all(found) else None
+
+
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     """What a run says about itself."""
 
-    load: Latencies
+    latencies: Latencies
     settings: FlowSettings
     step_s: float
     """Median of its step times, to compare with a simulation of the same configuration."""
@@ -61,8 +105,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     equal_shares: tuple[float, ...]
     """Of groups of 2, 3 … samples, up to one more than its own: the share whose rewards are all equal. Empty where none was
     discarded."""
-    costs: Costs | None
-    """Processor seconds; None where the run did not say them (several hosts)."""
+    host_costs: HostCosts | None
+    """None where the run did not say its processor seconds (several hosts)."""
     processor_step_s: float | None
     """Median of what a step took of them, all processes together."""
 
@@ -106,7 +150,7 @@ class _JournalFacts:
             case seen.WorkerJoined() | seen.ServerJoined():
                 self.generation_began = now
             case seen.TurnStarted(rollout_id=rollout_id, attempt=attempt, turn=0):
-                self._worked(now, (rollout_id, attempt), None)
+                self._note_work(now, (rollout_id, attempt), None)
             case seen.TurnStarted(rollout_id=rollout_id) if rollout_id in self.turn_ends:
                 self.between_s.append(now - self.turn_ends[rollout_id])
             case seen.TurnDone(rollout_id=rollout_id, request_id=request_id, completion_tokens=tokens):
@@ -119,7 +163,7 @@ class _JournalFacts:
                 self.prompts.append(prompt)
                 self.scored.append(now)
                 self.turns_of_scored.append(self.turns.pop(rollout_id, 1))
-                self._worked(now, (rollout_id, attempt), self.turn_ends.pop(rollout_id, None))
+                self._note_work(now, (rollout_id, attempt), self.turn_ends.pop(rollout_id, None))
             case seen.StepDone(step=step):
                 self.trained.setdefault(step, now)
             case seen.UpdateDone(version=version) if version in self.updates:
@@ -127,7 +171,7 @@ class _JournalFacts:
         for command in ordered:
             self._take_command(now, command)
 
-    def _worked(self, now: float, key: tuple[int, int], since: float | None) -> None:
+    def _note_work(self, now: float, key: tuple[int, int], since: float | None) -> None:
         """A start (since the order), or a score since the last token. The first of each counts."""
         known = self.runs.get(key)
         if known is not None and (since is not None or key not in self.started):
@@ -166,14 +210,14 @@ def calibrate(
             f"{run.path} holds {len(turns)} finished requests and {len(journal.trained)} trained steps: a calibration needs "
             "requests and two steps at least; let the run go on for longer"
         )
-    fitted = fit_engine(turns, pauses, _training_intervals(journal, turns), kv_tokens=kv_tokens, max_seqs=max_seqs)
+    fitted = fit_engine(turns, pauses, _find_training(journal, turns), kv_tokens=kv_tokens, max_seqs=max_seqs)
     metrics = {row["step"]: row["metrics"] for row in rows(run, "step_metrics")}
-    train_step_s, train_token_s = _training(journal, metrics, ranks)
-    start_s, score_s, dispatch_s, handed_in_s = _working(journal.jobs)
+    train_step_s, train_token_s = _fit_training(journal, metrics, ranks)
+    start_s, score_s, dispatch_s, handed_in_s = _fit_workers(journal.jobs)
     pause_s = fmean(row["pause_s"] for row in pauses) if pauses else 0.0
     sync_s = median(journal.synced) if journal.synced else 0.0
     answers = [(row["done_ns"] - row["placed_ns"]) / 1e9 - row["queued_s"] - row["generated_s"] for row in turns]
-    load = Latencies(
+    latencies = Latencies(
         prompt_tokens=empirical(journal.prompts or [row["prompt_tokens"] for row in turns]),
         completion_tokens=empirical([row["completion_tokens"] for row in turns]),
         turns=empirical(journal.turns_of_scored) if journal.turns_of_scored else constant(1),
@@ -182,7 +226,7 @@ def calibrate(
         start_s=start_s,
         request_s=max(0.0, median(answers)),
         environment_s=empirical(journal.between_s) if journal.between_s else constant(0),
-        reward_s=_rewards(run, handed_in_s),
+        reward_s=_fit_rewards(run, handed_in_s),
         score_s=score_s,
         train_step_s=train_step_s,
         train_token_s=train_token_s / epochs,
@@ -192,15 +236,15 @@ def calibrate(
         equal_share=min(journal.discarded / max(len(journal.complete), 1), EQUAL_LIMIT),
     )
     return Calibration(
-        load=load,
+        latencies=latencies,
         settings=settings,
         step_s=_step_s(journal),
         steps=len(journal.trained),
         turns=len(turns),
         error=fitted.error,
-        equal_shares=_equal_shares(journal, settings.group_size) if journal.discarded else (),
-        costs=_costs(journal, metrics, fitted, epochs),
-        processor_step_s=measured_step_s([metrics[step] for step in sorted(metrics)]),
+        equal_shares=_count_equal_shares(journal, settings.group_size) if journal.discarded else (),
+        host_costs=_find_host_costs(journal, metrics, fitted),
+        processor_step_s=measure_processor_step_s([metrics[step] for step in sorted(metrics)]),
     )
 
 
@@ -225,7 +269,7 @@ def _step_s(journal: _JournalFacts) -> float:
     return median(b - a for a, b in pairwise(ends))
 
 
-def _equal_shares(journal: _JournalFacts, group_size: int) -> tuple[float, ...]:
+def _count_equal_shares(journal: _JournalFacts, group_size: int) -> tuple[float, ...]:
     """For each size up to the run's, the chance that so many of a group's samples have one reward: over complete groups, the
     mean of Σ C(samples of a reward, size) / C(samples, size). The last one, for a sample more, goes on as the two before it."""
     shares: list[float] = []
@@ -252,7 +296,7 @@ def _equal_shares(journal: _JournalFacts, group_size: int) -> tuple[float, ...]:
 # ---- workers
 
 
-def _rewards(run: RunDirectory, handed_in_s: float) -> Distribution:
+def _fit_rewards(run: RunDirectory, handed_in_s: float) -> Distribution:
     """What the environment took from the last token to the reward, by the worker's clock: lines of waiting are not in it. And
     what else lies between the two, `handed_in_s` with the reward's own time: the way there and back."""
     took = [
@@ -266,7 +310,7 @@ def _rewards(run: RunDirectory, handed_in_s: float) -> Distribution:
     return empirical([max(0.0, seconds) + way_s for seconds in took])
 
 
-def _working(jobs: Mapping[str, list[_WorkerJob]]) -> tuple[float, float, float, float]:
+def _fit_workers(jobs: Mapping[str, list[_WorkerJob]]) -> tuple[float, float, float, float]:
     """A worker's own seconds to start and to score a rollout, and what else each takes: from order to request, from last token
     to the rollout's end.
 
@@ -293,7 +337,7 @@ def _working(jobs: Mapping[str, list[_WorkerJob]]) -> tuple[float, float, float,
 # ---- the trainer
 
 
-def _training_intervals(journal: _JournalFacts, turns: Sequence[Mapping[str, Any]]) -> list[tuple[float, float, float]]:
+def _find_training(journal: _JournalFacts, turns: Sequence[Mapping[str, Any]]) -> list[tuple[float, float, float]]:
     """When the trainer worked, since the first request was placed: the journal's clock began at another moment."""
     origin = min(row["placed_ns"] for row in turns)
     # relay and core handle a Place at the same moment, so any turn tells the distance; the last is past any correction
@@ -309,7 +353,7 @@ def _training_intervals(journal: _JournalFacts, turns: Sequence[Mapping[str, Any
     ]
 
 
-def _training(journal: _JournalFacts, by_step: Mapping[int, Mapping[str, float]], ranks: int) -> tuple[float, float]:
+def _fit_training(journal: _JournalFacts, by_step: Mapping[int, Mapping[str, float]], ranks: int) -> tuple[float, float]:
     """Fixed seconds of a train step, and seconds a token of a rank's share.
 
     Where the backend reports its spans, those of `TOKEN_SPANS` grow with the tokens and the rest is fixed; where it does not,
@@ -319,49 +363,43 @@ def _training(journal: _JournalFacts, by_step: Mapping[int, Mapping[str, float]]
     steps = steps[WARM_UP_STEPS:] if len(steps) > 3 * WARM_UP_STEPS else steps
     seconds = np.array([journal.trained[step] - journal.trains[step][0] for step in steps])
     tokens = np.array([journal.trains[step][1] for step in steps]) / ranks
-    spans = [_spans(by_step.get(step, {})) for step in steps]
+    spans = [_sum_spans(by_step.get(step, {})) for step in steps]
     known = [index for index, span in enumerate(spans) if span > 0]
     if known:
         token_s = median(spans[index] / max(tokens[index], 1) for index in known)
         return max(0.0, float(np.median(seconds - token_s * tokens))), float(token_s)
-    return _line(tokens, seconds)
+    return _fit_line(tokens, seconds)
 
 
-def _costs(
-    journal: _JournalFacts, by_step: Mapping[int, Mapping[str, float]], fitted: FittedEngine, epochs: int
-) -> Costs | None:
-    """Processor seconds of what was done between the end of the last step for warming up and the end of the run's last step."""
+def _find_host_costs(
+    journal: _JournalFacts, by_step: Mapping[int, Mapping[str, float]], fitted: FittedEngine
+) -> HostCosts | None:
+    """Processor seconds over what was done between the end of the last step for warming up and that of the run's last step."""
     steps = sorted(set(journal.trained) & set(by_step))
     warm = steps[WARM_UP_STEPS:] if len(steps) > 2 * WARM_UP_STEPS else steps[1:]
-    if not warm:
+    rows = [processor_seconds(by_step[step]) for step in warm]
+    if not rows or not all(rows):
         return None
     start, end = journal.trained[warm[0] - 1], journal.trained[warm[-1]]
-    ends = [journal.trained[step] for step in warm]
-    engine_steps, sampled, requests = [0.0] * len(warm), [0.0] * len(warm), 0
-    for request_id, (at, tokens) in journal.answered.items():
-        if start < at <= end:
-            place = bisect_left(ends, at)
-            engine_steps[place] += fitted.steps.get(request_id, 0.0)
-            sampled[place] += tokens
-            requests += 1
-    active = sum(by_step[step].get("timing_step_active", 0.0) for step in warm)
-    work = Work(
-        engine_steps=tuple(engine_steps),
-        sampled=tuple(sampled),
-        step_wall_s=fitted.times.step_s,
-        requests=requests,
-        scores=sum(start < at <= end for at in journal.scored),
-        tokens=epochs * sum(journal.trains[step][1] for step in warm),
-        token_share=min(1.0, sum(_spans(by_step[step]) for step in warm) / active) if active else 0.0,
+    spent = {part: sum(row[part] for row in rows) for part in PROCESSES}
+    answered = {key: tokens for key, (at, tokens) in journal.answered.items() if start < at <= end}
+    engine_steps = sum(fitted.steps.get(key, 0.0) for key in answered)
+    engine_step_s = min(fitted.times.step_s, spent["engines"] / max(engine_steps, NOTHING))
+    scored = sum(start < at <= end for at in journal.scored)
+    training_s = sum(journal.trained[step] - journal.trains[step][0] for step in warm)
+    return HostCosts(
+        rollout_s=(spent["orchestrator"] + spent["workers"] + spent["servers"]) / max(scored, 1),
+        engine_step_s=engine_step_s,
+        engine_token_s=max(0.0, spent["engines"] - engine_step_s * engine_steps) / max(sum(answered.values()), 1),
+        training_share=spent["trainers"] / max(training_s, NOTHING),
     )
-    return fit_costs([by_step[step] for step in warm], work)
 
 
-def _spans(metrics: Mapping[str, float]) -> float:
+def _sum_spans(metrics: Mapping[str, float]) -> float:
     return sum(metrics.get(f"timing_{name}_total") or 0.0 for name in TOKEN_SPANS)
 
 
-def _line(tokens: np.ndarray, seconds: np.ndarray) -> tuple[float, float]:
+def _fit_line(tokens: np.ndarray, seconds: np.ndarray) -> tuple[float, float]:
     middle, spread = tokens.mean(), ((tokens - tokens.mean()) ** 2).sum()
     if len(tokens) < 4 or spread == 0:
         return float(np.median(seconds)), 0.0
@@ -371,3 +409,152 @@ def _line(tokens: np.ndarray, seconds: np.ndarray) -> tuple[float, float]:
     if slope < 2 * error:
         return float(np.median(seconds)), 0.0
     return max(0.0, float(np.median(seconds - slope * tokens))), slope
+
+
+SHARE_LIMIT = 0.9
+ALONE = 4.0
+"""Sequences in a step, itself included, that take no longer than one."""
+FEWEST_ALONE = 5
+NOTHING = 1e-12
+
+
+class TimeOverlap:
+    """The integral over time of what is in progress: `over(a, b)` is the mean of all weights of intervals, from a to b."""
+
+    def __init__(self, intervals: Sequence[tuple[float, float, float]]) -> None:
+        """(from, to, weight) each."""
+        edges = sorted([(start, weight) for start, _, weight in intervals] + [(end, -weight) for _, end, weight in intervals])
+        self._times = [0.0]
+        self._levels = [0.0]
+        self._sums = [0.0]
+        level = total = before = 0.0
+        for at, change in edges:
+            total += level * (at - before)
+            level, before = level + change, at
+            self._times.append(at)
+            self._levels.append(level)
+            self._sums.append(total)
+
+    def over(self, start: float, end: float) -> float:
+        return (self._until(end) - self._until(start)) / max(end - start, 1e-9)
+
+    def _until(self, at: float) -> float:
+        index = max(bisect_right(self._times, at) - 1, 0)
+        return self._sums[index] + self._levels[index] * (at - self._times[index])
+
+
+class FittedEngine(msgspec.Struct, frozen=True):
+    """What requests say of their engines."""
+
+    times: EngineTimes
+    shared_share: float
+    error: float
+    """Mean absolute error of a request's time, as a share of the mean time."""
+    steps: dict[str, float]
+    """Engine steps that each request accounts for: its tokens, shared with the sequences beside it."""
+
+
+def fit_engine(
+    turns: Sequence[Mapping[str, Any]],
+    pauses: Sequence[Mapping[str, Any]],
+    training: Sequence[tuple[float, float, float]],
+    *,
+    kv_tokens: float,
+    max_seqs: int,
+) -> FittedEngine:
+    """`turns`: finished requests, one at least, each with a token at least. `training`: when the trainer worked, in seconds
+    since the first request was placed.
+
+    Least squares over the requests, no coefficient below 0: what a request took against its tokens, alone and times the
+    sequences and the cached tokens beside it, the prompts that its server read meanwhile, and the trainer's work beside it."""
+    origin = min(row["placed_ns"] for row in turns)
+
+    def ends(row: Mapping[str, Any]) -> tuple[float, float]:
+        end = (row["done_ns"] - origin) / 1e9
+        return max(0.0, end - row["generated_s"]), end
+
+    trainer = TimeOverlap(training)
+    features: list[list[float]] = []
+    took: list[float] = []
+    steps: dict[str, float] = {}
+    for name in sorted({row["server"] for row in turns}):
+        mine = [row for row in turns if row["server"] == name]
+        beside = TimeOverlap([(*ends(row), 1.0) for row in mine])
+        cached = TimeOverlap([(*ends(row), row["prompt_tokens"] + row["completion_tokens"] / 2) for row in mine])
+        still = TimeOverlap([_pause_of(row, origin) for row in pauses if row["server"] == name])
+        read = sorted((ends(row)[0], max(1, row["prompt_tokens"] - row["cached_tokens"])) for row in mine)
+        starts, prompts = [at for at, _ in read], np.cumsum([0, *(tokens for _, tokens in read)])
+        for row in mine:
+            start, end = ends(row)
+            tokens = float(row["completion_tokens"])
+            reads = float(prompts[bisect_right(starts, end)] - prompts[bisect_right(starts, start - 1e-6)])
+            took.append(max(0.0, row["generated_s"] - still.over(start, end) * (end - start)))
+            steps[row["request_id"]] = tokens / max(1.0, beside.over(start, end))
+            features.append(
+                [tokens, tokens * beside.over(start, end), tokens * cached.over(start, end), reads,
+                 tokens * min(1.0, trainer.over(start, end))]
+            )  # fmt: skip
+    found = _fit_times(np.array(features), np.array(took))
+    step_s, sequence_s, kv_token_s, prefill_token_s, beside_training_s = found
+    fitted = np.array(features) @ np.array(found)
+    base = float((np.array(features)[:, :3] @ np.array(found[:3])).sum() / np.array(features)[:, 0].sum())
+    shared = min(beside_training_s / max(base + beside_training_s, 1e-12), SHARE_LIMIT)
+    times = EngineTimes(
+        step_s=max(step_s, 1e-9),
+        sequence_s=sequence_s,
+        kv_token_s=kv_token_s,
+        prefill_token_s=prefill_token_s,
+        kv_tokens=kv_tokens,
+        max_seqs=max_seqs,
+    )
+    error = float(np.abs(fitted - took).mean() / max(np.mean(took), 1e-12))
+    return FittedEngine(times, shared, error, steps)
+
+
+def _pause_of(row: Mapping[str, Any], origin: int) -> tuple[float, float, float]:
+    end = (row["ended_ns"] - origin) / 1e9
+    return end - row["pause_s"], end, 1.0
+
+
+def _fit_times(features: np.ndarray, took: np.ndarray) -> list[float]:
+    """A step's own time is what requests saw that ran nearly alone, where some did: least squares would not find it among all
+    the others, which fill and empty a crowded server at each train step."""
+    per_token, beside = took / features[:, 0], features[:, 1] / features[:, 0]
+    alone = beside < ALONE
+    if alone.sum() < FEWEST_ALONE:
+        return least_squares(features, took)
+    step_s = float(np.quantile(per_token[alone], 0.25))  # other work on the machine only ever adds
+    return [step_s, *least_squares(features[:, 1:], took - step_s * features[:, 0])]
+
+
+def least_squares(features: np.ndarray, values: np.ndarray) -> list[float]:
+    """The coefficients of 0 or more [columns] with the smallest squared error. Columns that can't be told apart have equal
+    shares of what they explain together; one of (nearly) zeros has none.
+
+    The best ones are the plain least squares of the columns that are above 0 in them, so that all sets of these few columns are
+    tried, on the triangle of their QR decomposition rather than on the rows."""
+    largest = np.abs(features).max(axis=0)
+    columns = [column for column in range(features.shape[1]) if largest[column] > NOTHING]
+    result = [0.0] * features.shape[1]
+    if not columns:
+        return result
+    scale = largest[columns]
+    orthogonal, triangle = np.linalg.qr(features[:, columns] / scale)
+    target, least, best = orthogonal.T @ values, float("inf"), np.zeros(len(columns))
+    for kept in _list_subsets(len(columns)):
+        found = np.zeros(len(columns))
+        found[kept] = np.linalg.lstsq(triangle[:, kept], target, rcond=1e-9)[0] if kept else 0.0
+        error = float(((triangle @ found - target) ** 2).sum())
+        if (found >= 0).all() and error < least:
+            least, best = error, found
+            if len(kept) == len(columns):
+                break  # none of them is better than all
+    for place, column in enumerate(columns):
+        result[column] = float(best[place] / scale[place])
+    return result
+
+
+def _list_subsets(count: int) -> Iterator[list[int]]:
+    """Of so many columns, the largest sets first."""
+    for size in range(count, -1, -1):
+        yield from map(list, combinations(range(count), size))

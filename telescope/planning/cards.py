@@ -107,7 +107,7 @@ class PlannedWork(msgspec.Struct, frozen=True, kw_only=True):
     """Of the weights' bytes, what an update sends: next to nothing of it for adapters."""
 
 
-def latencies(card: GpuCard, work: PlannedWork) -> Latencies:
+def derive_latencies(card: GpuCard, work: PlannedWork) -> Latencies:
     """Uncalibrated times of one server and one rank on this card."""
     shape, length = work.shape, work.prompt_tokens.mean + work.completion_tokens.mean
     weights = shape.parameters * work.compute_bytes

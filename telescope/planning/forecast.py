@@ -1,6 +1,6 @@
 """From a run's configuration to what the simulator needs, and to the best split of GPUs.
 
-Owns which setting becomes which number of it; bytes are room.py's. Refuses to print (report.py does) and to read files.
+Owns which setting becomes which number of it; bytes are memory.py's. Refuses to print (report.py does) and to read files.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ from telescope.maths.packing import rows_needed
 from telescope.maths.short_rows import MEAN_SHARE, PROMPT_TOKENS, ShortRows
 from telescope.orchestrator.main import make_flow_settings
 from telescope.planning.calibration import Calibration
-from telescope.planning.cards import GpuCard, PlannedWork, latencies
-from telescope.planning.costs import Costs
+from telescope.planning.cards import GpuCard, PlannedWork, derive_latencies
 from telescope.planning.latencies import Latencies, lognormal
 from telescope.planning.memory import (
     PlanRefused,
-    divided_as,
+    divide,
+    estimate_rank,
+    estimate_server,
     max_seqs,
     room_of,
     served_bytes,
-    serving,
-    training,
     transport_of,
 )
 from telescope.planning.simulator import SimulatedCluster, SimulatedRun, simulate
@@ -63,11 +62,11 @@ def kv_tokens(config: RunConfig, shape: ModelShape | None, card: GpuCard | None)
     if shape is None or config.inference.engine == "fake":
         return float("inf")
     if card is not None:
-        return float(max(1, serving(config, shape, card).kv_tokens))
+        return float(max(1, estimate_server(config, shape, card).kv_tokens))
     return config.inference.cpu_kv_cache_mb * 2**20 / shape.kv_bytes_per_token(served_bytes(config, gpu=False))
 
 
-def assumed_load(config: RunConfig, shape: ModelShape, card: GpuCard, completion_tokens: float | None = None) -> Latencies:
+def assume_latencies(config: RunConfig, shape: ModelShape, card: GpuCard, completion_tokens: float | None = None) -> Latencies:
     """Uncalibrated latencies on this card, for log-normal completions of this mean (default: 0.4 of max_tokens)."""
     most = config.rollout.max_tokens
     mean = completion_tokens or MEAN_SHARE * most
@@ -94,20 +93,20 @@ def assumed_load(config: RunConfig, shape: ModelShape, card: GpuCard, completion
         transport=transport_of(config),
         sent_share=0.0 if config.model.lora is not None else 1.0,
     )
-    return latencies(card, work)
+    return derive_latencies(card, work)
 
 
-def fitted_load(calibration: Calibration, config: RunConfig, shape: ModelShape | None, card: GpuCard | None) -> Latencies:
+def adapt_latencies(calibration: Calibration, config: RunConfig, shape: ModelShape | None, card: GpuCard | None) -> Latencies:
     """The calibrated load with the room that this configuration's servers have, as often over the batch as it says, and as many
     groups of equal rewards as come in groups of its size."""
-    load = calibration.load
+    latencies = calibration.latencies
     engine = msgspec.structs.replace(
-        load.engine, kv_tokens=kv_tokens(config, shape, card), max_seqs=max_seqs(config, "cpu" if card is None else "gpu")
+        latencies.engine, kv_tokens=kv_tokens(config, shape, card), max_seqs=max_seqs(config, "cpu" if card is None else "gpu")
     )
     return msgspec.structs.replace(
-        load,
+        latencies,
         engine=engine,
-        train_token_s=load.train_token_s * config.trainer.epochs_per_batch,
+        train_token_s=latencies.train_token_s * config.trainer.epochs_per_batch,
         equal_share=_equal_share(calibration, config.rollout.group_size),
     )
 
@@ -115,29 +114,24 @@ def fitted_load(calibration: Calibration, config: RunConfig, shape: ModelShape |
 def _equal_share(calibration: Calibration, group_size: int) -> float:
     shares = calibration.equal_shares
     if group_size == calibration.settings.group_size or not shares or group_size < 2:
-        return calibration.load.equal_share
+        return calibration.latencies.equal_share
     return shares[min(group_size - 2, len(shares) - 1)]
 
 
-def forecast(config: RunConfig, load: Latencies) -> SimulatedRun:
+def forecast(config: RunConfig, latencies: Latencies) -> SimulatedRun:
     """Simulate the run, or as many of its steps as settle."""
     settings = make_flow_settings(config)
     steps = min(settings.number_of_steps, max(FEWEST_STEPS, 4 * (settings.max_async_rollout + 1)))
-    return simulate(msgspec.structs.replace(settings, number_of_steps=steps), cluster_of(config), load)
+    return simulate(msgspec.structs.replace(settings, number_of_steps=steps), cluster_of(config), latencies)
 
 
-def processor_step_s(config: RunConfig, costs: Costs, outcome: SimulatedRun) -> float:
-    """Median of the processor seconds that a step of the simulated run takes of all processes together."""
-    return costs.step_s(outcome.steps, config.trainer.epochs_per_batch)
-
-
-def rows_a_rank(config: RunConfig, load: Latencies) -> int:
+def rows_a_rank(config: RunConfig, latencies: Latencies) -> int:
     """Packed rows of the fullest rank for a batch of lengths drawn evenly from the load; ranks that share rows are one."""
     count = config.orchestrator.prompts_batch_size_for_trainer * config.rollout.group_size
     most = config.trainer.seq_len
     shown = min(count, 2048)
     lengths = [
-        min(most, max(1, round(load.prompt_tokens.mean + load.completion_tokens.at((place + 0.5) / shown))))
+        min(most, max(1, round(latencies.prompt_tokens.mean + latencies.completion_tokens.at((place + 0.5) / shown))))
         for place in range(shown)
     ]
     ranks = config.cluster.trainer_num_workers // config.backend.ranks_a_shard
@@ -147,17 +141,20 @@ def rows_a_rank(config: RunConfig, load: Latencies) -> int:
     return max(rows_needed([lengths[item] for item in share], seq_len=most) if share else 1 for share in shares)
 
 
-def waiting_cards(config: RunConfig, load: Latencies, shape: ModelShape, card: GpuCard) -> ShortRows | None:
+def find_short_rows(config: RunConfig, latencies: Latencies, shape: ModelShape, card: GpuCard) -> ShortRows | None:
     """Where rows are so short that cards of this kind would wait for their host."""
     if not isinstance(config.backend, FSDP):
         return None
-    length = load.prompt_tokens.mean + load.turns.mean * load.completion_tokens.clipped(config.rollout.max_tokens).mean
+    length = (
+        latencies.prompt_tokens.mean
+        + latencies.turns.mean * latencies.completion_tokens.clipped(config.rollout.max_tokens).mean
+    )
     rollouts = config.orchestrator.prompts_batch_size_for_trainer * config.rollout.group_size
 
     room = room_of(config, shape, card)
 
     def fits(row: int) -> bool:
-        rank = training(config, shape, seq_len=row)
+        rank = estimate_rank(config, shape, seq_len=row)
         return rank is not None and rank.needed <= room
 
     return too_short(
@@ -182,7 +179,7 @@ class Split(msgspec.Struct, frozen=True):
     problem: str = ""
 
 
-def splits(config: RunConfig, gpus: int, load_of: Callable[[RunConfig], Latencies]) -> Iterator[Split]:
+def try_splits(config: RunConfig, gpus: int, load_of: Callable[[RunConfig], Latencies]) -> Iterator[Split]:
     """Every division of `gpus` that a run may have (or an even choice of them), simulated. Raises `Refused`: there is none."""
     if gpus < 2:
         raise PlanRefused(f"gpus={gpus} can't be divided: inference and training need one each, so at least 2")
@@ -199,15 +196,15 @@ def splits(config: RunConfig, gpus: int, load_of: Callable[[RunConfig], Latencie
             f"gpus={gpus} can't be divided: no number of servers of inference.tensor_parallel_size={cards} leaves as many "
             f"ranks as the settings of backend={config.backend_name} allow: give another --gpus"
         )
-    for servers in evenly(possible, MOST_SPLITS):
-        divided = divided_as(config, servers, gpus - servers)
+    for servers in pick_evenly(possible, MOST_SPLITS):
+        divided = divide(config, servers, gpus - servers)
         try:
             yield Split(servers, gpus - servers, forecast(divided, load_of(divided)))
         except PlanRefused as error:
             yield Split(servers, gpus - servers, None, str(error))
 
 
-def evenly(values: Sequence[int], most: int) -> list[int]:
+def pick_evenly(values: Sequence[int], most: int) -> list[int]:
     """At most so many of them, the first and the last among these: `evenly(range(1, 10), 3) == [1, 5, 9]`."""
     if len(values) <= most:
         return list(values)
@@ -222,7 +219,7 @@ def _can_train(config: RunConfig, ranks: int) -> bool:
     )
 
 
-def best(divisions: list[Split]) -> Split | None:
+def choose_split(divisions: list[Split]) -> Split | None:
     """That of most trained tokens a second."""
     possible = [split for split in divisions if split.outcome is not None and split.outcome.ok]
     return max(possible, key=lambda split: split.outcome.tokens_per_s if split.outcome else 0.0, default=None)

@@ -155,7 +155,7 @@ def share_of(seed: int, place: int) -> float:
     return (mixed ^ (mixed >> 31)) / 2.0**64
 
 
-def drawn(spread: Distribution, seed: int, place: int) -> float:
+def draw(spread: Distribution, seed: int, place: int) -> float:
     """The draw of this seed and place from the distribution."""
     quantiles = spread.quantiles
     return quantiles[0] if len(quantiles) == 1 else spread.at(share_of(seed, place))

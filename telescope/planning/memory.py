@@ -1,8 +1,7 @@
-"""Which shape a model has, without a network: from the config.json of an embedded or local one, or from a table.
+"""Whether a trainer rank and a server fit on a card, what would make them fit, and what room they leave.
 
-Whether a trainer rank and a server fit on a card, what would make them fit, and what room they leave.
-
-Owns which setting becomes which number of bytes. Refuses to know times (forecast.py) and to print (report.py).
+Owns which setting becomes which number of bytes, and the shape of a model: without a network, from the config.json of an
+embedded or local one, or from a table. Refuses to know times (forecast.py) and to print (report.py).
 """
 
 from __future__ import annotations
@@ -112,7 +111,7 @@ def shares_a_card(config: RunConfig) -> bool:
     return config.weight_sync.transport == "cuda_ipc" or config.inference.sleep_while_training != "off"
 
 
-def serving(config: RunConfig, shape: ModelShape, card: GpuCard) -> ServerMemory:
+def estimate_server(config: RunConfig, shape: ModelShape, card: GpuCard) -> ServerMemory:
     """Bytes of one server on this card."""
     return server_memory(
         shape,
@@ -127,7 +126,7 @@ def serving(config: RunConfig, shape: ModelShape, card: GpuCard) -> ServerMemory
     )
 
 
-def training(
+def estimate_rank(
     config: RunConfig, shape: ModelShape, ranks: int | None = None, seq_len: int | None = None
 ) -> TrainerMemory | None:
     """Bytes of one trainer rank; None for a backend whose memory is not known here."""
@@ -156,7 +155,7 @@ def check_model(config: RunConfig, shape: ModelShape) -> None:
 
 def check_memory(config: RunConfig, shape: ModelShape, card: GpuCard) -> None:
     """Raises `Refused` where a rank or a server can't hold what it must."""
-    server, rank = serving(config, shape, card), training(config, shape)
+    server, rank = estimate_server(config, shape, card), estimate_rank(config, shape)
     need = config.inference.max_model_len
     if server.kv_tokens < need:
         raise PlanRefused(
@@ -203,15 +202,15 @@ def _remedy(config: RunConfig, shape: ModelShape, card: GpuCard) -> str:
     ranks = config.cluster.trainer_num_workers
     found = []
     for more in (2, 4, 8):
-        if _fits(divided_as(config, config.cluster.inference_num_workers, more * ranks), shape, card.memory):
+        if _fits(divide(config, config.cluster.inference_num_workers, more * ranks), shape, card.memory):
             found.append(f"cluster.trainer_num_workers={more * ranks}")
             break
-    if (fewest := fewest_again(config, shape, card.memory)) is not None:
-        found.append(typed(fewest))
+    if (fewest := find_fewest_again(config, shape, card.memory)) is not None:
+        found.append(write_settings(fewest))
     for name, value in REMEDIES:
         changed = _with(config, {name: value})
         if changed is not None and _fits(changed, shape, card.memory):
-            found.append(typed({name: value}))
+            found.append(write_settings({name: value}))
     if not found:
         return (
             "No one setting makes room: give it more ranks and shorter rows (trainer.seq_len), with backend.offload=parameters."
@@ -219,7 +218,7 @@ def _remedy(config: RunConfig, shape: ModelShape, card: GpuCard) -> str:
     return f"It would fit with {', or '.join(found)}; or with shorter rows."
 
 
-def fewest_again(config: RunConfig, shape: ModelShape, room: int) -> dict[str, bool | int | str | None] | None:
+def find_fewest_again(config: RunConfig, shape: ModelShape, room: int) -> dict[str, bool | int | str | None] | None:
     """What of the backend's settings to change so that a rank fits into `room` bytes and as few layers as possible compute
     again, in the way that is set, else in the way that keeps least; empty where nothing is to be changed. None where they do
     not fit at all."""
@@ -249,7 +248,7 @@ def _with(config: RunConfig, settings: Mapping[str, object]) -> RunConfig | None
     return config.model_copy(update={"backend": changed})
 
 
-def typed(settings: Mapping[str, object]) -> str:
+def write_settings(settings: Mapping[str, object]) -> str:
     """Of the backend, as on a command line: `backend.gradient_checkpointing=full backend.checkpointed_layers=12`."""
     return " ".join(f"backend.{name}={json.dumps(value).strip(chr(34))}" for name, value in settings.items())
 
@@ -263,7 +262,7 @@ REMEDIES: tuple[tuple[str, bool | str], ...] = (
 
 
 def _fits(config: RunConfig, shape: ModelShape, room: int) -> bool:
-    rank = training(config, shape)
+    rank = estimate_rank(config, shape)
     return rank is not None and rank.needed <= room
 
 
@@ -284,7 +283,7 @@ def _hands_on_the_card(config: RunConfig) -> bool:
 
 def room_of(config: RunConfig, shape: ModelShape, card: GpuCard) -> int:
     """Bytes of the card that a rank may take."""
-    return card.memory - (serving(config, shape, card).budget if shares_a_card(config) else 0)
+    return card.memory - (estimate_server(config, shape, card).budget if shares_a_card(config) else 0)
 
 
 class SpareMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -300,10 +299,10 @@ class SpareMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Of the backend."""
 
 
-def spare_memory(config: RunConfig, shape: ModelShape, card: GpuCard) -> SpareMemory | None:
+def find_spare_memory(config: RunConfig, shape: ModelShape, card: GpuCard) -> SpareMemory | None:
     """None where layers that compute again leave no room for an eighth of them to keep everything."""
-    rank, backend, room = training(config, shape), config.backend, room_of(config, shape, card)
-    settings = fewest_again(config, shape, room)
+    rank, backend, room = estimate_rank(config, shape), config.backend, room_of(config, shape, card)
+    settings = find_fewest_again(config, shape, room)
     if rank is None or not settings or not isinstance(backend, FSDP) or rank.needed > room:
         return None
     then = {name: getattr(backend, name) for name in ("gradient_checkpointing", "checkpointed_layers")} | settings
@@ -316,7 +315,7 @@ def spare_memory(config: RunConfig, shape: ModelShape, card: GpuCard) -> SpareMe
     return SpareMemory(needed=rank.needed, room=room, layers=shape.layers, again=again, fewest=fewest, settings=settings)
 
 
-def divided_as(config: RunConfig, servers: int, ranks: int) -> RunConfig:
+def divide(config: RunConfig, servers: int, ranks: int) -> RunConfig:
     shares = config.cluster.model_copy(update={"inference_num_workers": servers, "trainer_num_workers": ranks})
     return config.model_copy(update={"cluster": shares})
 

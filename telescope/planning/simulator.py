@@ -1,10 +1,8 @@
-"""What a simulated run did: its steps, and the shares of time over its settled part. Numbers in, numbers out.
+"""A run without processes: the real core under a clock that jumps from event to event, with `Latencies` for what takes time.
 
-A run without processes: the real core under a clock that jumps from event to event, with `latency.Load` for what takes time.
-
-Owns the stand-ins of workers, servers and trainer. Decides nothing a run decides: admission, placement, batches, cancels and
-versions are the core's, so what holds for a simulated run's ages and order holds for a real one's. Deterministic: one seed, one
-answer. docs/planning.md says what is modelled and what is left out.
+Owns the stand-ins of workers, servers and trainer, and the sum of what they did (`SimulatedRun`). Decides nothing a run
+decides: admission, placement, batches, cancels and versions are the core's, so what holds for a simulated run's ages and order
+holds for a real one's. Deterministic: one seed, one answer. docs/planning.md says what is modelled and what is left out.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from telescope.flow.core import Core
 from telescope.flow.counts import Counts
 from telescope.flow.prompt_sampler import keyed_hash
 from telescope.flow.settings import FlowSettings
-from telescope.planning.latencies import Latencies, drawn, share_of
+from telescope.planning.latencies import Latencies, draw, share_of
 from telescope.planning.simulated_server import SimulatedRequest, SimulatedServer
 from telescope.records import EnvironmentCard, RolloutOrder
 
@@ -49,8 +47,6 @@ class SimulatedStep(msgspec.Struct, frozen=True):
     """Running sequences, integrated over time."""
     engine_steps: float
     """Of the servers' engines."""
-    answers: int
-    """Requests answered."""
     scores: int
     """Rollouts scored, those that nothing was trained on included."""
 
@@ -84,7 +80,7 @@ class SimulatedRun(msgspec.Struct, frozen=True, kw_only=True):
     events: int
 
 
-def account(
+def sum_up(
     steps: Sequence[SimulatedStep],
     *,
     ok: bool,
@@ -98,7 +94,7 @@ def account(
     """Sum a run up. Raises ValueError where it has no step."""
     if not steps:
         raise ValueError(f"the simulated run ended before its first step: {reason}")
-    first, last = settled(len(steps), max_async_rollout)
+    first, last = find_settled(len(steps), max_async_rollout)
     ends = [0.0, *(step.done_s for step in steps)]
     span = ends[last] - ends[first]
     origin = steps[first - 1] if first else None
@@ -134,7 +130,7 @@ def account(
     )
 
 
-def settled(steps: int, max_async_rollout: int) -> tuple[int, int]:
+def find_settled(steps: int, max_async_rollout: int) -> tuple[int, int]:
     """Steps `first:last` between the filling and the emptying of the pipeline; all of them where few remain."""
     first, last = max_async_rollout + 1, steps - max_async_rollout - 1
     return (first, last) if last - first >= 2 else (0, steps)
@@ -204,7 +200,9 @@ Watch = Callable[[float, seen.AnyEvent, Sequence[do.AnyCommand]], None]
 """Sees each event with its time and what the core answered, as the journal of a real run does."""
 
 
-def simulate(settings: FlowSettings, cluster: SimulatedCluster, load: Latencies, watch: Watch | None = None) -> SimulatedRun:
+def simulate(
+    settings: FlowSettings, cluster: SimulatedCluster, latencies: Latencies, watch: Watch | None = None
+) -> SimulatedRun:
     """Play the run to its end. Raises ValueError where it can't end.
 
     Without the collector of cycles: none are made for a rollout, and it would look through millions of living objects again and
@@ -213,24 +211,26 @@ def simulate(settings: FlowSettings, cluster: SimulatedCluster, load: Latencies,
     collects = gc.isenabled()
     gc.disable()
     try:
-        return _Simulation(settings, cluster, load, watch).run()
+        return _Simulation(settings, cluster, latencies, watch).run()
     finally:
         if collects:
             gc.enable()
 
 
 class _Simulation:
-    def __init__(self, settings: FlowSettings, cluster: SimulatedCluster, load: Latencies, watch: Watch | None = None) -> None:
-        self._settings, self._cluster, self._load = settings, cluster, load
+    def __init__(
+        self, settings: FlowSettings, cluster: SimulatedCluster, latencies: Latencies, watch: Watch | None = None
+    ) -> None:
+        self._settings, self._cluster, self._load = settings, cluster, latencies
         self._core = Core(settings)
-        self._handle = self._core.handle if watch is None else self._watched(watch)
+        self._handle = self._core.handle if watch is None else self._watch_with(watch)
         self._now = 0.0
         self._agenda: list[tuple[float, int, Callable[[Any], None], Any]] = []
-        self._entries = self._events = self._answers = self._scores = 0
+        self._entries = self._events = self._scores = 0
         self._pending: deque[seen.AnyEvent] = deque()
         self._say = self._pending.append
         self._servers = {
-            f"server-{number}": SimulatedServer(load.engine, share_prefixes=cluster.prefix_caching)
+            f"server-{number}": SimulatedServer(latencies.engine, share_prefixes=cluster.prefix_caching)
             for number in range(cluster.servers)
         }
         self._plays: dict[
@@ -251,7 +251,7 @@ class _Simulation:
             do.UpdateWeights: self._update,
             do.TakeCheckpoint: self._checkpoint,
             do.ForgetRollouts: self._forget,
-            do.StopRun: self._stopped,
+            do.StopRun: self._end_run,
         }
 
     def run(self) -> SimulatedRun:
@@ -265,10 +265,10 @@ class _Simulation:
             action(subject)
             if self._pending:
                 self._drain()
-        return self._outcome(self._stop)
+        return self._sum_up(self._stop)
 
-    def _outcome(self, stop: do.StopRun) -> SimulatedRun:
-        return account(
+    def _sum_up(self, stop: do.StopRun) -> SimulatedRun:
+        return sum_up(
             self._steps,
             ok=stop.ok,
             reason=stop.reason,
@@ -301,7 +301,7 @@ class _Simulation:
                 if action is not None:
                     action(command)
 
-    def _watched(self, watch: Watch) -> Callable[[seen.AnyEvent, float], list[do.AnyCommand]]:
+    def _watch_with(self, watch: Watch) -> Callable[[seen.AnyEvent, float], list[do.AnyCommand]]:
         def handle(event: seen.AnyEvent, now: float) -> list[do.AnyCommand]:
             ordered = self._core.handle(event, now)
             watch(now, event, ordered)
@@ -336,16 +336,16 @@ class _Simulation:
     # ---- workers
 
     def _run(self, command: do.DispatchRollout) -> None:
-        order, load = command.order, self._load
-        turns = int(drawn(load.turns, order.seed, 1))
+        order, latencies = command.order, self._load
+        turns = int(draw(latencies.turns, order.seed, 1))
         play = _SimulatedRollout(order, command.worker, self._prompt_of(order.group_id), turns if turns > 1 else 1)
         self._plays[order.rollout_id] = play
-        wait = drawn(load.dispatch_s, order.seed, 2)
-        if load.start_s:
-            wait += self._in_line(command.worker, load.start_s)
+        wait = draw(latencies.dispatch_s, order.seed, 2)
+        if latencies.start_s:
+            wait += self._wait_for_worker(command.worker, latencies.start_s)
         self._do_after(wait, self._ask, play)
 
-    def _in_line(self, worker: str, seconds: float) -> float:
+    def _wait_for_worker(self, worker: str, seconds: float) -> float:
         """Seconds until the worker, which does one thing after another, has done this too."""
         until = self._busy_until[worker] = max(self._busy_until.get(worker, 0.0), self._now) + seconds
         return until - self._now
@@ -353,9 +353,9 @@ class _Simulation:
     def _prompt_of(self, group_id: int) -> _SimulatedPrompt:
         known = self._prompts.get(group_id)
         if known is None:
-            load, seed = self._load, keyed_hash("simulated group", self._settings.seed, group_id) >> 16
-            tokens = max(1, round(drawn(load.prompt_tokens, seed, 0)))
-            known = self._prompts[group_id] = _SimulatedPrompt(tokens, share_of(seed, 1) < load.equal_share)
+            latencies, seed = self._load, keyed_hash("simulated group", self._settings.seed, group_id) >> 16
+            tokens = max(1, round(draw(latencies.prompt_tokens, seed, 0)))
+            known = self._prompts[group_id] = _SimulatedPrompt(tokens, share_of(seed, 1) < latencies.equal_share)
         return known
 
     def _ask(self, play: _SimulatedRollout) -> None:
@@ -366,23 +366,23 @@ class _Simulation:
         self._requests[request_id] = play
         self._say(seen.TurnStarted(request_id, order.rollout_id, order.attempt, turn, play.prompt.tokens + play.completion))
 
-    def _answered(self, play: _SimulatedRollout) -> None:
+    def _take_answer(self, play: _SimulatedRollout) -> None:
         """The worker has the tokens of a turn."""
         if play.over:
             return
-        order, load = play.order, self._load
+        order, latencies = play.order, self._load
         play.turn += 1
         if play.turn < play.turns:
-            self._do_after(drawn(load.environment_s, order.seed, 16 * play.turn + 3), self._ask, play)
+            self._do_after(draw(latencies.environment_s, order.seed, 16 * play.turn + 3), self._ask, play)
         else:
             if self._settings.free_lane_after_generation:
                 self._say(seen.GenerationOver(order.rollout_id, order.attempt))
-            wait = drawn(load.reward_s, order.seed, 4)
-            if load.score_s:
-                wait += self._in_line(play.worker, load.score_s)
-            self._do_after(wait, self._scored, play)
+            wait = draw(latencies.reward_s, order.seed, 4)
+            if latencies.score_s:
+                wait += self._wait_for_worker(play.worker, latencies.score_s)
+            self._do_after(wait, self._score, play)
 
-    def _scored(self, play: _SimulatedRollout) -> None:
+    def _score(self, play: _SimulatedRollout) -> None:
         if play.over:
             return
         self._end(play)
@@ -421,8 +421,8 @@ class _Simulation:
 
     def _place(self, command: do.PlaceRequest) -> None:
         play = self._requests.pop(command.request_id)
-        order, load, cluster, shared = play.order, self._load, self._cluster, play.prompt.tokens
-        tokens, most = round(drawn(load.completion_tokens, order.seed, 16 * play.turn)), cluster.max_tokens
+        order, latencies, cluster, shared = play.order, self._load, self._cluster, play.prompt.tokens
+        tokens, most = round(draw(latencies.completion_tokens, order.seed, 16 * play.turn)), cluster.max_tokens
         tokens = play.tokens = most if tokens > most else tokens if tokens > 1 else 1
         server = self._servers[command.server]
         # its own earlier turns are cached where it stays on its server and no update has come between
@@ -455,17 +455,16 @@ class _Simulation:
         request_s = self._load.request_s
         for sequence in server.ended():
             sequence.key.sequence = None
-            self._do_after(request_s, self._returned, sequence.key)
+            self._do_after(request_s, self._return_tokens, sequence.key)
         at = server.next_at
         if at < server.scheduled_at:
             self._appoint(server, at)
 
-    def _returned(self, play: _SimulatedRollout) -> None:
+    def _return_tokens(self, play: _SimulatedRollout) -> None:
         """The relay tells the core and the worker at once."""
         play.completion += play.tokens
-        self._answers += 1
         self._say(seen.TurnDone(play.request_id, play.order.rollout_id, play.tokens, "stop"))
-        self._answered(play)
+        self._take_answer(play)
 
     def _abort(self, server: SimulatedServer, sequence: SimulatedRequest) -> None:
         play: _SimulatedRollout = sequence.key
@@ -477,13 +476,15 @@ class _Simulation:
     # ---- the trainer
 
     def _train(self, command: do.TrainGroups) -> None:
-        load = self._load
+        latencies = self._load
         tokens = sum(self._prompts[group_id].scored_tokens for group_id in command.group_ids)
         self._begun = (self._now, sum(map(len, command.rollout_ids)), tokens)
-        self._slow(load.shared_share)
-        self._after(load.train_step_s + load.train_token_s * tokens / self._cluster.ranks, self._trained, command.step)
+        self._slow(latencies.shared_share)
+        self._after(
+            latencies.train_step_s + latencies.train_token_s * tokens / self._cluster.ranks, self._finish_training, command.step
+        )
 
-    def _trained(self, step: int) -> None:
+    def _finish_training(self, step: int) -> None:
         begun_s, rollouts, tokens = self._begun
         servers = self._servers.values()
         for server in servers:
@@ -501,7 +502,6 @@ class _Simulation:
                 paused_s=sum(server.paused_s for server in servers),
                 sequence_s=sum(server.sequence_s for server in servers),
                 engine_steps=sum(server.steps for server in servers),
-                answers=self._answers,
                 scores=self._scores,
             )
         )
@@ -530,9 +530,9 @@ class _Simulation:
                 recompute=self._cluster.recompute_at_update,
             )
             self._schedule(server)
-        self._after(self._load.pause_s, self._committed, version)
+        self._after(self._load.pause_s, self._commit, version)
 
-    def _committed(self, version: int) -> None:
+    def _commit(self, version: int) -> None:
         self._steps[-1] = msgspec.structs.replace(self._steps[-1], committed_s=self._now)
         self._say(seen.UpdateDone(version))
 
@@ -544,6 +544,6 @@ class _Simulation:
         for group_id in {rollout_id // self._settings.group_size for rollout_id in command.rollout_ids}:
             self._prompts.pop(group_id, None)
 
-    def _stopped(self, command: do.StopRun) -> None:
+    def _end_run(self, command: do.StopRun) -> None:
         self._stop = command
         self._pending.clear()
