@@ -43,6 +43,7 @@ from telescope.wire import messages as m
 from telescope.wire.hub import Hub
 from telescope.wire.link import Link
 from telescope.wire.security import make_keys
+from telescope.wire.supervisor_channel import SupervisorChannel
 
 NAMES = ("worker-0", "server-0", "trainer-0")
 GROUP = 8
@@ -187,7 +188,7 @@ async def orchestrate(folder: Path, given: argparse.Namespace) -> list[dict[str,
     watch = Watch(performer)
     orchestrator = Orchestrator(
         settings, hub=hub, core=Core(flow_settings(settings)), performer=performer, roster=roster,
-        servers=Servers(run, hub, roster, 0), journal=journal, recorder=recorder,
+        servers=Servers(SupervisorChannel(), hub, roster, 0), journal=journal, recorder=recorder,
     )  # fmt: skip
     child = multiprocessing.get_context("spawn").Process(target=others, args=(str(run.path), given.requests, given.tokens))
     child.start()

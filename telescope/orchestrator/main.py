@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import platform
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -16,7 +17,7 @@ from telescope.config.plugins import PluginError
 from telescope.config.run import RunConfig, as_json, config_hash
 from telescope.config.secrets import SecretMissing
 from telescope.config.words import ConfigError
-from telescope.exit_codes import UNSAVED
+from telescope.exit_codes import ERROR
 from telescope.flow import commands, events
 from telescope.flow.core import Core
 from telescope.flow.curriculum import Pool, Pools
@@ -36,7 +37,7 @@ from telescope.orchestrator.weights import UpdateRules
 from telescope.records import COLLECTIVE
 from telescope.runlog.checkpoints import CheckpointUnreadable, claim, make_root, of_another_run, root
 from telescope.runlog.journal import Journal, JournalError
-from telescope.runlog.layout import RunDirectory, reserved
+from telescope.runlog.layout import reserved
 from telescope.runlog.mirror import mirror_for, share_of
 from telescope.runlog.writer import RunLog, RunLogFailed, RunLogStalled
 from telescope.weights.choose import TransportRefused, planned, planned_device
@@ -44,6 +45,7 @@ from telescope.wire.heap import freeze_heap
 from telescope.wire.hub import BindFailed, Hub
 from telescope.wire.process import Interrupted, Known, Place, Signals, run_process, say_why
 from telescope.wire.security import BadKeys
+from telescope.wire.supervisor_channel import SupervisorChannel
 
 log = logging.getLogger(__name__)
 
@@ -68,8 +70,8 @@ ABSENCE_MARGIN_S = 30.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0 done, 1 an error of our own, 70 a component failed, 74 done but for its last checkpoint,
-    which is lost, 75 stopped and saved, 128 + n interrupted."""
+    """Returns the exit code: 0 done, 1 an error of our own (the last checkpoint is lost, say), 70 a component failed,
+    75 stopped and saved, 128 + n interrupted."""
     return run_process(live, prog="python -m telescope.orchestrator", known=KNOWN, arguments=arguments, held=True)
 
 
@@ -132,8 +134,9 @@ class _End:
 
     @property
     def close_s(self) -> float:
-        """A run that has trained all is in no hurry, even where its last checkpoint is lost."""
-        return CLOSE_S if self.outcome.exit_code in (0, UNSAVED) else HURRIED_CLOSE_S
+        """A run that has trained all is in no hurry, even where its last checkpoint is lost, unless somebody has stopped it."""
+        lost = self.outcome.exit_code == ERROR and self.outcome.lost_checkpoint
+        return CLOSE_S if self.outcome.ok or lost else HURRIED_CLOSE_S
 
     def came(self, outcome: Outcome) -> None:
         if self._outcome is None or (self._outcome.ok and not outcome.ok):
@@ -217,7 +220,8 @@ async def _train(
     opened.push_async_callback(end.close, lambda: hub.close(end.outcome.reason, timeout_s=end.close_s))
     opened.push_async_callback(end.close, recorder.catch_up)
     roster = Roster.of(config.cluster, config.inference.tensor_parallel_size)
-    servers = Servers(run, hub, roster, config.cluster.max_server_restarts)
+    supervisor = SupervisorChannel.take_over(os.environ)
+    servers = Servers(supervisor, hub, roster, config.cluster.max_server_restarts)
     performer = Performer(
         hub,
         roster=roster,
@@ -244,7 +248,7 @@ async def _train(
         recorder=recorder,
         lineage=begun.lineage,
     )
-    signals.watch_on_loop().add_done_callback(lambda came: _told_to_stop(orchestrator, run, came.result()))
+    signals.watch_on_loop().add_done_callback(lambda came: _told_to_stop(orchestrator, supervisor, came.result()))
     freeze_heap()
     return await orchestrator.run()
 
@@ -298,14 +302,16 @@ def _account(core: Core, recorder: Recorder, journal: Journal, reason: str, star
         journal.append(encode_line(now, event, ordered))
 
 
-def _told_to_stop(orchestrator: Orchestrator, run: RunDirectory, number: int) -> None:
-    """A signal is an interrupt, unless the supervisor sends it with a sentence: another process has died."""
-    if run.verdict.exists():
-        orchestrator.fault(run.verdict.read_text(encoding="utf-8").strip())
-    elif run.farewell.exists():
-        orchestrator.interrupt(number, run.farewell.read_text(encoding="utf-8").strip())
-    else:
+def _told_to_stop(orchestrator: Orchestrator, supervisor: SupervisorChannel, number: int) -> None:
+    """A signal is an interrupt, unless the supervisor sends it with a sentence: another process has died, or time is up."""
+    supervisor.read()
+    stop = supervisor.stop
+    if stop is None:
         orchestrator.interrupt(number)
+    elif stop.failed:
+        orchestrator.fault(stop.reason)
+    else:
+        orchestrator.interrupt(number, stop.reason)
 
 
 def _summary(outcome: Outcome, started: float) -> dict[str, Any]:

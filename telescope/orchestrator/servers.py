@@ -1,21 +1,20 @@
 """Servers that come and go while the run goes on: what the supervisor says of them, and whom it is asked to fence.
 
-Owns the orchestrator's side of `control/`. Restarting is the supervisor's; what a loss means is the core's.
+Owns what is done with the channel to the supervisor. Restarting is the supervisor's; what a loss means is the core's.
 """
 
 from __future__ import annotations
 
 from telescope.orchestrator.roster import Roster
-from telescope.runlog import control
-from telescope.runlog.layout import RunDirectory
 from telescope.wire.hub import Hub
+from telescope.wire.supervisor_channel import SupervisorChannel
 
 
 class Servers:
     """`limit`: restarts that the supervisor has for each (`cluster.max_server_restarts`); with 0 none comes back."""
 
-    def __init__(self, run: RunDirectory, hub: Hub, roster: Roster, limit: int) -> None:
-        self._run, self._hub, self._roster, self._limit = run, hub, roster, limit
+    def __init__(self, supervisor: SupervisorChannel, hub: Hub, roster: Roster, limit: int) -> None:
+        self._supervisor, self._hub, self._roster, self._limit = supervisor, hub, roster, limit
         self.underway = False
         """Every part of the run has been there."""
         self._given_up: dict[str, int] = {}
@@ -25,10 +24,10 @@ class Servers:
         """All parts are there: from now on the run waits for a server rather than end with it."""
         self.underway = True
         if self._limit:
-            control.open_run(self._run)
+            self._supervisor.tell_underway()
 
     def end(self) -> None:
-        control.close_run(self._run)
+        self._supervisor.tell_ending()
 
     def can_return(self, peer: str) -> bool:
         return self.underway and self._limit > 0 and peer in self._roster.servers
@@ -37,14 +36,16 @@ class Servers:
         """Servers still taken for alive whose process the supervisor has seen end, each with how."""
         if not (self.underway and self._limit):
             return []
+        self._supervisor.read()
         present = self._roster.present
-        ends = control.ends(self._run).items()
+        ends = self._supervisor.ends.items()
         return [(name, ended.how) for name, ended in ends if name in present and present[name].pid == ended.pid]
 
     def dying(self) -> tuple[str, ...]:
         """Servers given up whose process the supervisor has not seen end yet."""
         if self._given_up:
-            ends = control.ends(self._run)
+            self._supervisor.read()
+            ends = self._supervisor.ends
             self._given_up = {name: pid for name, pid in self._given_up.items() if name not in ends or ends[name].pid != pid}
         return tuple(self._given_up)
 
@@ -52,5 +53,5 @@ class Servers:
         """Hear nothing more of its process, and have the supervisor see to it that there is nothing more to hear."""
         hello = self._roster.lose(server)
         self._hub.expel(server, hello.incarnation, reason)
-        control.ask_to_fence(self._run, server, control.Fence(hello.pid, reason))
+        self._supervisor.ask_to_fence(server, hello.pid, reason)
         self._given_up[server] = hello.pid

@@ -35,6 +35,7 @@ from telescope.wire.happenings import Delivery
 from telescope.wire.hub import Hub
 from telescope.wire.link import Link
 from telescope.wire.security import make_keys
+from telescope.wire.supervisor_channel import SupervisorChannel
 from tests.orchestrator.test_wrong_messages import TRAINER, Peer, config, hello
 from tests.wire.shuffler import Shuffler
 
@@ -138,7 +139,7 @@ async def play(
         core=core,
         performer=Performer(hub, roster=roster, recorder=recorder, recipe=recipe, updates=UpdateRules(60.0, 1)),
         roster=roster,
-        servers=Servers(run, hub, roster, 0),
+        servers=Servers(SupervisorChannel(), hub, roster, 0),
         journal=journal,
         recorder=recorder,
     )

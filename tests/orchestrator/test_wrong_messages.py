@@ -37,6 +37,7 @@ from telescope.wire.happenings import Delivery
 from telescope.wire.hub import Hub
 from telescope.wire.link import Link, LinkLost
 from telescope.wire.security import make_keys
+from telescope.wire.supervisor_channel import SupervisorChannel
 
 STEPS = 8
 PROMPT = np.array([5, 6], np.int32)
@@ -207,7 +208,7 @@ async def orchestrating(folder: Path) -> AsyncIterator[tuple[Orchestrator, RunDi
         core=Core(flow_settings(settings)),
         performer=performer,
         roster=roster,
-        servers=Servers(run, hub, roster, 0),
+        servers=Servers(SupervisorChannel(), hub, roster, 0),
         journal=journal,
         recorder=recorder,
     )
