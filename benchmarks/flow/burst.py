@@ -42,6 +42,7 @@ from telescope.wire import messages as m
 from telescope.wire.hub import Hub
 from telescope.wire.link import Link
 from telescope.wire.security import make_keys
+from telescope.wire.supervisor_channel import SupervisorChannel
 
 NAMES = ("worker-0", "server-0", "trainer-0")
 GROUP = 8
@@ -183,8 +184,9 @@ async def orchestrate(folder: Path, given: argparse.Namespace) -> list[dict[str,
     hub = await Hub.open(run, run=RUN, attempt=ATTEMPT, config_hash=CONFIG)
     recipe = Recipe(settings.algorithm, GROUP, given.tokens, seq_len=settings.trainer.seq_len)
     orchestrator = Orchestrator(
-        settings, hub=hub, core=Core(make_flow_settings(settings)), peers=peers, servers=ServerRestarts(run, hub, peers, 0),
-        journal=journal, recorder=recorder, recipe=recipe, updates=UpdateRules(DEADLINE_S, 1),
+        settings, hub=hub, core=Core(make_flow_settings(settings)), peers=peers,
+        servers=ServerRestarts(SupervisorChannel(), hub, peers, 0), journal=journal, recorder=recorder,
+        recipe=recipe, updates=UpdateRules(DEADLINE_S, 1),
     )  # fmt: skip
     watch = Watch(orchestrator.relay)
     child = multiprocessing.get_context("spawn").Process(target=others, args=(str(run.path), given.requests, given.tokens))

@@ -12,8 +12,8 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from telescope._launch.plan import PlanError, shared_gpus
-from telescope._launch.slurm.submit import SubmitRefused, refuse
+from telescope._launch.process_plan import PlanError, describe_shared_gpus
+from telescope._launch.slurm.submit import SubmitRefused, refuse_submission
 from telescope.cli.start import find_obstacles, make_plan_here
 from telescope.compose.load import Point, UsageError, load_points, places_for
 from telescope.config.models import hub_problem
@@ -54,7 +54,7 @@ def judged(point: Point, hub: Callable[[str], ConfigProblem | None]) -> tuple[bo
         _, plan = make_plan_here(point.config)
     except PlanError as error:
         return False, str(error)
-    warnings = [*point.warnings, *filter(None, (shared_gpus(plan) if plan else "",))]
+    warnings = [*point.warnings, *filter(None, (describe_shared_gpus(plan) if plan else "",))]
     said = [f"  Warning: {warning}" for warning in warnings]
     refused = [*_unsubmitted(point.config), *find_obstacles(point.config, plan, hub)]
     said += [f"  Here telescope.run would refuse it: {sentence}" for sentence in refused]
@@ -65,7 +65,7 @@ def _unsubmitted(config: RunConfig) -> list[str]:
     """Why no job could be submitted from this machine."""
     try:
         if config.cluster.slurm is not None:
-            refuse(config.cluster.slurm, 1, dry_run=config.cluster.dry_run)
+            refuse_submission(config.cluster.slurm, 1, dry_run=config.cluster.dry_run)
     except SubmitRefused as error:
         return [str(error)]
     return []

@@ -144,10 +144,10 @@ def weights(config: RunConfig, samples: int) -> int:
 def check_logprobs(configs: Sequence[RunConfig], samples: int) -> list[LogprobParity]:
     """Sample, then score the same tokens, at the temperature of each: one engine answers for all. Raises what engine and
     backend raise."""
-    from telescope._launch.local import this_host
+    from telescope._launch.this_host import inspect_this_host
 
     config = configs[0]
-    gpus = this_host().gpus
+    gpus = inspect_this_host().gpus
     if gpus and config.cluster.device != "cpu" and not os.environ.get("CUDA_VISIBLE_DEVICES"):
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus[0]
     from telescope.config.precision import parity_limit

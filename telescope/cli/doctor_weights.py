@@ -26,7 +26,7 @@ import numpy as np
 from telescope.records import Denominators, WeightGroup, WeightManifest
 
 if TYPE_CHECKING:
-    from telescope._launch.plan import Plan
+    from telescope._launch.process_plan import LaunchPlan
     from telescope.backends.base import TrainShard
     from telescope.config.run import RunConfig
     from telescope.inference.engine import WeightState
@@ -92,14 +92,14 @@ class WeightDelivery:
 def check_weights(config: RunConfig, shard: Callable[[VllmEngine, RunConfig], Any]) -> WeightDelivery:
     """`shard` has the started engine sample and gives the trajectories of a step, a coroutine. Raises `PairFailed`, and what
     engine, plan and wire raise."""
-    from telescope._launch.local import this_host
-    from telescope._launch.plan import make_plan, write_plan
+    from telescope._launch.process_plan import make_plan, write_plan
+    from telescope._launch.this_host import inspect_this_host
     from telescope.config.run import config_hash, dump_run
     from telescope.runlog.identity import new_identity, write_identity
     from telescope.runlog.layout import RunDirectory
 
     config = as_pair(config)
-    plan = make_plan(config, (this_host(),))
+    plan = make_plan(config, (inspect_this_host(),))
     with tempfile.TemporaryDirectory(prefix="telescope-doctor-") as folder:
         directory = RunDirectory.create(Path(folder) / "pair")
         directory.config_json.write_text(dump_run(config))
@@ -125,7 +125,11 @@ def as_pair(config: RunConfig) -> RunConfig:
 
 
 async def _deliver(
-    config: RunConfig, directory: RunDirectory, identity: RunIdentity, plan: Plan, shard: Callable[[VllmEngine, RunConfig], Any]
+    config: RunConfig,
+    directory: RunDirectory,
+    identity: RunIdentity,
+    plan: LaunchPlan,
+    shard: Callable[[VllmEngine, RunConfig], Any],
 ) -> WeightDelivery:
     from telescope.inference.main import build_engine, device_of
     from telescope.inference.vllm.engine import VllmEngine
@@ -232,10 +236,10 @@ class Ranks:
 
 
 @contextlib.asynccontextmanager
-async def _ranks(config: RunConfig, directory: RunDirectory, identity: RunIdentity, plan: Plan) -> AsyncIterator[Ranks]:
+async def _ranks(config: RunConfig, directory: RunDirectory, identity: RunIdentity, plan: LaunchPlan) -> AsyncIterator[Ranks]:
     """The trainer's processes, met; they have ended after the block."""
-    from telescope._launch.address import KeptPort
-    from telescope._launch.environ import child_environment
+    from telescope._launch.hosts.address import KeptPort
+    from telescope._launch.process_environment import make_child_environment
     from telescope.wire.hub import Hub
     from telescope.wire.security import make_keys
 
@@ -250,7 +254,7 @@ async def _ranks(config: RunConfig, directory: RunDirectory, identity: RunIdenti
         for process in processes:
             log = stack.enter_context(directory.path.joinpath(f"{process.name}.log").open("wb"))
             arguments = [*process.program, "--run-dir", str(directory.path), "--name", process.name]
-            environment = child_environment(process.environment | port)
+            environment = make_child_environment(process.environment | port)
             child = await asyncio.create_subprocess_exec(sys.executable, *arguments, env=environment, stdout=log, stderr=log)
             stack.push_async_callback(_end, child)
         ranks = Ranks(hub, names, config.weight_sync.update_timeout_s, directory.path)

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from telescope._launch.local import this_host
-from telescope._launch.plan import Plan, PlanError, make_plan, shared_gpus
+from telescope._launch.process_plan import LaunchPlan, PlanError, describe_shared_gpus, make_plan
+from telescope._launch.this_host import inspect_this_host
 from telescope.compose.load import UsageError, load_points, places_for
 from telescope.config.run import RunConfig, load_run
 from telescope.config.words import ConfigError
@@ -111,7 +111,7 @@ def _processes(config: RunConfig, warnings: Iterable[str], asked: argparse.Names
         return
     plan = _plan(config, asked)
     yield from describe_processes(plan)
-    yield from (*warnings, *filter(None, (shared_gpus(plan),)))
+    yield from (*warnings, *filter(None, (describe_shared_gpus(plan),)))
 
 
 def _as_placed(config: RunConfig, asked: argparse.Namespace) -> RunConfig:
@@ -121,16 +121,16 @@ def _as_placed(config: RunConfig, asked: argparse.Namespace) -> RunConfig:
         return config
     plan = _plan(config, asked)
     cards = {(process.node, gpu) for process in plan.processes for gpu in process.gpus}
-    if plan.device == "cpu" or len(cards) != 1 or not shared_gpus(plan):
+    if plan.device == "cpu" or len(cards) != 1 or not describe_shared_gpus(plan):
         return config
     return config.model_copy(update={"weight_sync": sync.model_copy(update={"transport": "cuda_ipc"})})
 
 
-def _plan(config: RunConfig, asked: argparse.Namespace) -> Plan:
+def _plan(config: RunConfig, asked: argparse.Namespace) -> LaunchPlan:
     """For the hosts that were named, else for the nodes that Slurm is asked for, else for as many like this one as the run has.
 
     Raises `PlanError`, `BadHosts`."""
-    here = this_host()
+    here = inspect_this_host()
     if asked.hosts is not None:
         return make_plan(config, read_hosts(asked.hosts, here.cpus))
     if config.cluster.slurm is not None:
@@ -246,7 +246,7 @@ def describe(config: RunConfig) -> Iterator[str]:
     yield f"They are trained in packed rows of {config.trainer.seq_len} tokens, on {ranks} rank{'s' * (ranks != 1)}."
 
 
-def describe_processes(plan: Plan) -> Iterator[str]:
+def describe_processes(plan: LaunchPlan) -> Iterator[str]:
     for node, host in enumerate(plan.hosts):
         gpus = f"{len(host.gpus)} GPU{'s' * (len(host.gpus) != 1)}" if host.gpus else "no GPU"
         yield f"Processes on {host.name} ({host.cpus} core{'s' * (host.cpus != 1)}, {gpus}; runs on {plan.device}):"

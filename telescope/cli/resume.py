@@ -27,7 +27,7 @@ class WrongOverride(ValueError):
 
 def go_on(path: Path, overrides: Sequence[str]) -> int:
     """The run's exit code; 1 where it can't go on. Raises `WrongOverride`."""
-    from telescope._launch.plan import PlanError, shared_gpus
+    from telescope._launch.process_plan import PlanError, describe_shared_gpus
     from telescope.config.checks import warnings
     from telescope.config.models import hub_problem
     from telescope.config.run import as_json
@@ -63,7 +63,7 @@ def go_on(path: Path, overrides: Sequence[str]) -> int:
         say("\n".join([*found, "Nothing was started."]))
         return CONFIG_ERROR
     arguments = (f"run_dir={run.path}", "checkpoint.resume=true", *overrides)
-    said = (*warnings(config), *filter(None, (shared_gpus(plan) if plan else "",)))
+    said = (*warnings(config), *filter(None, (describe_shared_gpus(plan) if plan else "",)))
     order = RunOrder(config, plan, standing, said, arguments, datetime.now().astimezone())
     if config.cluster.slurm is not None:
         return submit_all([order])

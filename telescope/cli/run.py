@@ -212,7 +212,7 @@ class _NotStarted(Exception):
 
 def _orders(points: Sequence[Point], arguments: Sequence[str], sweep: Sweep | None) -> list[RunOrder]:
     """What is to be started, point by point, each with a run directory of its own. Raises `_NotStarted`."""
-    from telescope._launch.plan import PlanError, shared_gpus
+    from telescope._launch.process_plan import PlanError, describe_shared_gpus
     from telescope.config.models import hub_problem
 
     started = datetime.now().astimezone()
@@ -235,7 +235,7 @@ def _orders(points: Sequence[Point], arguments: Sequence[str], sweep: Sweep | No
         folder = run_folder(config, started) if sweep is None else sweep.folder / f"{number:03d}_{config.name}"
         if not standing.rank or config.run_dir is not None:  # else the head's directory gives the node's its name
             config = config.model_copy(update={"run_dir": str(folder)} | _grouped(config, sweep))
-        warnings = (*point.warnings, *filter(None, (shared_gpus(plan) if plan else "",)))
+        warnings = (*point.warnings, *filter(None, (describe_shared_gpus(plan) if plan else "",)))
         orders.append(RunOrder(config, plan, standing, warnings, tuple(arguments), started))
     return orders
 

@@ -17,13 +17,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from telescope._launch.slurm.queue import SlurmSilent, cancel, stage_of, state_of, states
+from telescope._launch.slurm.queue import SlurmSilent, cancel, describe_state, find_stage, query_states
 from telescope.cli.arguments import from_one, from_zero
 from telescope.exit_codes import STOPS
 from telescope.runlog.attempts import read_submission
 from telescope.runlog.ending import read_object
 from telescope.runlog.ending import reason as reason_of
-from telescope.runlog.holder import life, read_holder, stop
+from telescope.runlog.holder import find_state, read_holder, stop
 from telescope.runlog.layout import RunDirectory
 
 OK, FAILED, USAGE = 0, 1, 2
@@ -129,7 +129,7 @@ def job_states(runs: Sequence[RunDirectory]) -> dict[str, str]:
     submissions = [read_submission(run) for run in runs]
     ids = [found.job_id for found in submissions if found is not None and found.job_id]
     try:
-        return states(ids) if ids else {}
+        return query_states(ids) if ids else {}
     except SlurmSilent as error:
         sys.stderr.write(f"the states of Slurm jobs are not shown: {error}\n")
         return {}
@@ -140,11 +140,11 @@ def run_status(run: RunDirectory, jobs: Mapping[str, str] = MappingProxyType({})
     changed = max((path.stat().st_mtime for path in (run.status_json, run.run_json) if path.exists()), default=0.0)
     submission = read_submission(run)
     known = jobs.get(submission.job_id, "") if submission is not None else ""
-    stage = stage_of(run, known) if known else "unknown"
+    stage = find_stage(run, known) if known else "unknown"
     state = stage if stage in ("waiting", "running") else _state_of_files(run, ended, changed, over=stage == "over")
     reason = reason_of(run) if state in ("failed", "stopped") else ""
     reward = summary.get("reward_mean_last", status.get("reward"))
-    job = "" if submission is None else f"{submission.job_id} {state_of(run, dict(jobs))}".strip()
+    job = "" if submission is None else f"{submission.job_id} {describe_state(run, dict(jobs))}".strip()
     return RunStatus(run, state, status.get("step"), status.get("steps"), reward, reason, changed, job)
 
 
@@ -156,7 +156,7 @@ def _state_of_files(run: RunDirectory, ended: Mapping[str, Any], changed: float,
     holder = read_holder(run)
     if holder is None:  # a job that was gone before it began never wrote an end
         return "failed" if over else "waiting"
-    here = life(holder)
+    here = find_state(holder)
     goes_on = not over and (here == "alive" or (here == "elsewhere" and time.time() - changed < FRESH_S))
     return "running" if goes_on else "lost"
 
@@ -228,7 +228,7 @@ def _stop(asked: argparse.Namespace) -> int:
     if holder is None:
         sys.stderr.write(f"{asked.run} is not watched by any process: it never started, or this is no run directory\n")
         return FAILED
-    if life(holder) == "elsewhere":
+    if find_state(holder) == "elsewhere":
         sys.stderr.write(f"{asked.run} is watched by process {holder.pid} on {holder.host}: stop it there\n")
         return FAILED
     match stop(holder, asked.timeout):
@@ -267,7 +267,7 @@ def _has_ended(run: RunDirectory) -> int:
 def _stop_job(run: RunDirectory, job: str) -> int:
     """Cancel it, between two attempts too: there the run directory has the end of the last one."""
     try:
-        stage = stage_of(run, states([job]).get(job, ""))
+        stage = find_stage(run, query_states([job]).get(job, ""))
         if stage == "over" or (stage == "unknown" and run.exit_json.exists()):  # long gone: Slurm has forgotten it
             return _has_ended(run)
         cancel(job)

@@ -24,8 +24,8 @@ import msgspec
 from telescope.exit_codes import BY_SIGNAL, COMPONENT_FAILED, DONE, ERROR
 
 if TYPE_CHECKING:
-    from telescope._launch.plan import Plan
-    from telescope._launch.standing import Standing
+    from telescope._launch.hosts.node_identity import NodeIdentity
+    from telescope._launch.process_plan import LaunchPlan
     from telescope.config.run import RunConfig
     from telescope.config.words import ConfigProblem
     from telescope.runlog.layout import RunDirectory
@@ -41,9 +41,9 @@ class RunOrder:
     """One run, ready to be written down and started; `config` has its name and run_dir."""
 
     config: RunConfig
-    plan: Plan | None
+    plan: LaunchPlan | None
     """None where the hosts have yet to meet."""
-    standing: Standing
+    standing: NodeIdentity
     warnings: tuple[str, ...]
     arguments: tuple[str, ...]
     started: datetime
@@ -68,30 +68,29 @@ def run_folder(config: RunConfig, started: datetime) -> Path:
     return next(path for name in names if not (path := Path("runs", name).absolute()).exists())
 
 
-def make_plan_here(config: RunConfig) -> tuple[Standing, Plan | None]:
+def make_plan_here(config: RunConfig) -> tuple[NodeIdentity, LaunchPlan | None]:
     """Where this host stands, and the plan of a run that is on it alone, or on the nodes that Slurm is asked for.
 
     Raises `PlanError`."""
-    from telescope._launch.local import this_host
-    from telescope._launch.plan import PlanError, make_plan
-    from telescope._launch.slurm.allocation import nominal
-    from telescope._launch.slurm.place import hosts_of
-    from telescope._launch.standing import Standing, standing
+    from telescope._launch.hosts.node_identity import NodeIdentity, identify_node
+    from telescope._launch.process_plan import PlanError, make_plan
+    from telescope._launch.slurm.allocation import list_nominal_nodes, make_hosts
+    from telescope._launch.this_host import inspect_this_host
 
     if mistake := too_long_for_its_model(config):
         raise PlanError(mistake)
     if config.cluster.slurm is not None:
-        return Standing(), make_plan(config, hosts_of(nominal(config.cluster.slurm)))
-    found = standing(config.cluster, config.run_dir, os.environ)
-    return found, make_plan(config, (this_host(),)) if found.nodes == 1 else None
+        return NodeIdentity(), make_plan(config, make_hosts(list_nominal_nodes(config.cluster.slurm)))
+    found = identify_node(config.cluster, config.run_dir, os.environ)
+    return found, make_plan(config, (inspect_this_host(),)) if found.nodes == 1 else None
 
 
-def find_obstacles(config: RunConfig, plan: Plan | None, hub: Callable[[str], ConfigProblem | None]) -> list[str]:
+def find_obstacles(config: RunConfig, plan: LaunchPlan | None, hub: Callable[[str], ConfigProblem | None]) -> list[str]:
     """Why a run of that plan would not start on this machine, though its configuration is right: sentences with the remedy. Of
     several hosts that have yet to meet the head asks once more. `hub`: `hub_problem`, cached where there are many points."""
-    from telescope._launch.obstacles import obstacles
+    from telescope._launch.preflight import find_obstacles
 
-    found = [] if plan is None else obstacles(config, plan, elsewhere=config.cluster.slurm is not None)
+    found = [] if plan is None else find_obstacles(config, plan, elsewhere=config.cluster.slurm is not None)
     problem = hub(config.model.name)
     return found if problem is None else [*found, problem.sentence]
 
@@ -171,7 +170,7 @@ def _latest_checkpoint(config: RunConfig) -> tuple[RunDirectory, int]:
 
 def _attempt(order: RunOrder) -> int | None:
     """Its exit code; None where it was refused, in words, before anything began."""
-    from telescope._launch.node import supervise
+    from telescope._launch.supervisor import supervise
 
     directory = make_directory(order)
     if directory is None:
@@ -179,9 +178,9 @@ def _attempt(order: RunOrder) -> int | None:
     if order.plan:
         code = supervise(directory)
     else:
-        from telescope._launch.lead import lead
+        from telescope._launch.hosts.head import run_head
 
-        code = lead(directory, order.config, order.standing, say)
+        code = run_head(directory, order.config, order.standing, say)
     from telescope.runlog.attempts import note_end
 
     note_end(directory, code)
@@ -190,19 +189,19 @@ def _attempt(order: RunOrder) -> int | None:
 
 def join_run(order: RunOrder) -> int:
     """Be one of the nodes that are not the head."""
-    from telescope._launch.join import Invitation, join
+    from telescope._launch.hosts.node import NodeOptions, run_node
     from telescope.config.run import config_hash
 
     config, cluster = order.config, order.config.cluster
     folder = None if config.run_dir is None else Path(config.run_dir)
-    invitation = Invitation(order.standing, config_hash(config), folder, cluster.interface, cluster.placement_timeout_s)
-    return join(invitation, say)
+    invitation = NodeOptions(order.standing, config_hash(config), folder, cluster.interface, cluster.placement_timeout_s)
+    return run_node(invitation, say)
 
 
 def make_directory(order: RunOrder) -> RunDirectory | None:
     """The run's directory with all that was resolved; None, and a sentence for the user, where it can't be made."""
-    from telescope._launch.plan import write_plan
-    from telescope._launch.resuming import CannotResume
+    from telescope._launch.prepare_attempt import CannotResume
+    from telescope._launch.process_plan import write_plan
     from telescope.runlog.holder import hold
     from telescope.runlog.layout import RunDirectory, RunDirectoryInUse
 
@@ -236,7 +235,7 @@ def make_directory(order: RunOrder) -> RunDirectory | None:
 def _resume_directory(path: Path, order: RunOrder, until_held: ExitStack) -> RunDirectory:
     """The directory of an earlier run, ready for another attempt that begins at a checkpoint, and nobody else's until
     `until_held` ends. On Slurm the job itself sees to it when it starts. Raises `CannotResume` and OSError."""
-    from telescope._launch import resuming
+    from telescope._launch import prepare_attempt
     from telescope.config.resume import find_obstacles_to_resume, remark_on_resume
     from telescope.config.run import as_json, config_hash
     from telescope.runlog import http_key
@@ -246,31 +245,35 @@ def _resume_directory(path: Path, order: RunOrder, until_held: ExitStack) -> Run
 
     config, directory, asked = order.config, RunDirectory(path), order.config.checkpoint.resume
     if not directory.run_json.exists():
-        raise resuming.CannotResume(f"run_dir={path} is no run directory, and checkpoint.resume goes on in one: name another")
+        raise prepare_attempt.CannotResume(
+            f"run_dir={path} is no run directory, and checkpoint.resume goes on in one: name another"
+        )
     before, here = read_object(directory.config_json), as_json(config)
     problems = find_obstacles_to_resume(before, here)
     if problems:
-        raise resuming.CannotResume("\n".join(problems))
-    until_held.enter_context(resuming.alone(directory))
-    resuming.refuse_living(directory)
-    resuming.refuse_queued(directory)
+        raise prepare_attempt.CannotResume("\n".join(problems))
+    until_held.enter_context(prepare_attempt.lock_attempts(directory))
+    prepare_attempt.refuse_alive(directory)
+    prepare_attempt.refuse_queued(directory)
     on_slurm = config.cluster.slurm is not None
     if on_slurm and asked is not True:
-        raise resuming.CannotResume(f"checkpoint.resume={asked}: a job takes the latest checkpoint; set checkpoint.resume=true")
-    whole = resuming.latest(directory, config) if order.by_itself else None
-    source = whole or resuming.origin(directory, config, None if asked is True else asked)
+        raise prepare_attempt.CannotResume(
+            f"checkpoint.resume={asked}: a job takes the latest checkpoint; set checkpoint.resume=true"
+        )
+    whole = prepare_attempt.find_latest(directory, config) if order.by_itself else None
+    source = whole or prepare_attempt.find_resume_point(directory, config, None if asked is True else asked)
     for remark in remark_on_resume(before, here, source.step):
         _log.warning("Warning: %s", remark)
     if config.inference.makes_http_key:
         http_key.make(directory)
     if on_slurm:
-        resuming.keep_settings(directory)
+        prepare_attempt.keep_settings(directory)
         write_identity(directory, msgspec.structs.replace(read_identity(directory), config_hash=config_hash(config)))
         _write_settings(directory, order)
         return directory
-    number = resuming.next_attempt(directory, config_hash(config), secrets.token_hex(4))
+    number = prepare_attempt.begin_attempt(directory, config_hash(config), secrets.token_hex(4))
     _write_settings(directory, order)
-    resuming.begin_at(directory, config, source, number)
+    prepare_attempt.begin_at(directory, config, source, number)
     _log.info("Going on after step %d, in attempt %d of %s.", source.step, number, path)
     return directory
 
@@ -311,7 +314,7 @@ def _write_settings(directory: RunDirectory, order: RunOrder) -> None:
 
 
 def new_key(path: Path) -> int:
-    from telescope._launch.standing import write_key
+    from telescope._launch.hosts.node_identity import write_key
 
     try:
         write_key(path)

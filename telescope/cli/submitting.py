@@ -23,7 +23,7 @@ _log = logging.getLogger("telescope.run")
 def submit_all(orders: Sequence[RunOrder], sweep: Sweep | None = None, overrides: Sequence[Sequence[str]] = ()) -> int:
     """Write the run directories, then hand them to Slurm: one job, or one array for points that ask for the same. The sweep is
     told each point's job, or why it has none; what Slurm has accepted stays queued where a later group is refused."""
-    from telescope._launch.slurm.submit import SubmitRefused, refuse
+    from telescope._launch.slurm.submit import SubmitRefused, refuse_submission
 
     groups: dict[SlurmSettings, list[RunOrder]] = {}
     try:
@@ -32,7 +32,7 @@ def submit_all(orders: Sequence[RunOrder], sweep: Sweep | None = None, overrides
                 raise SubmitRefused("Some points of the sweep go to Slurm and some do not: give all the same cluster.")
             groups.setdefault(order.config.cluster.slurm, []).append(order)
         for settings, group in groups.items():
-            refuse(settings, len(group), dry_run=group[0].config.cluster.dry_run)
+            refuse_submission(settings, len(group), dry_run=group[0].config.cluster.dry_run)
     except SubmitRefused as error:
         say(f"{error}\nNothing was submitted.")
         return CONFIG_ERROR

@@ -35,9 +35,8 @@ Options:
 
 Every setting with its default and meaning: docs/configuration.md. Top level and sections:
 {sections}.
-Exit codes: 0 done · 1 wrong configuration or failed run · 2 wrong usage · 70 a part failed for good ·
-    74 all is trained, and the last checkpoint is lost · 75 stopped before its walltime, run it again ·
-    129, 130, 143 interrupted
+Exit codes: 0 done · 1 wrong configuration, or an error that you have to mend · 2 wrong usage ·
+    70 a part failed for good · 75 stopped before its walltime, run it again · 129, 130, 143 interrupted
 """
 _DEFAULTS = {
     "algorithm": "grpo",

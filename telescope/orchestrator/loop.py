@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from telescope.config.run import RunConfig
-from telescope.exit_codes import COMPONENT_FAILED, STOPPED, UNSAVED
+from telescope.exit_codes import COMPONENT_FAILED, ERROR, STOPPED
 from telescope.flow import commands, events
 from telescope.flow.core import Core
 from telescope.flow.replay import encode_line
@@ -49,8 +49,8 @@ WRITTEN_A_LOOK = 8
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """How the run ended. `exit_code`: 0 done, 70 a component failed for good, 74 all steps are trained and the last checkpoint
-    is lost, 75 stopped and saved, 128 + n interrupted by signal n."""
+    """How the run ended. `exit_code`: 0 done, 1 all steps are trained and the last checkpoint is lost, 70 a component failed
+    for good, 75 stopped and saved, 128 + n interrupted by signal n."""
 
     ok: bool
     reason: str
@@ -169,7 +169,7 @@ class Orchestrator:
     def _end(self, stop: commands.StopRun) -> RunOutcome:
         if stop.ok and (lost := self._core.lost_checkpoint):
             remedy = self.checkpoints.describe_remedy(lost, str(self._config.run_dir))
-            return RunOutcome(False, f"{stop.reason}. {remedy}", self._exit_code or UNSAVED, lost)
+            return RunOutcome(False, f"{stop.reason}. {remedy}", self._exit_code or ERROR, lost)
         code = 0 if stop.ok else self._exit_code or COMPONENT_FAILED
         return RunOutcome(stop.ok, stop.reason, STOPPED if stop.checkpoint and code > 128 else code)
 

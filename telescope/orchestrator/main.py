@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import platform
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -18,7 +19,7 @@ from telescope.config.plugins import PluginError
 from telescope.config.run import RunConfig, as_json, config_hash
 from telescope.config.secrets import SecretMissing
 from telescope.config.words import ConfigError
-from telescope.exit_codes import UNSAVED
+from telescope.exit_codes import ERROR
 from telescope.flow import commands, events
 from telescope.flow.core import Core
 from telescope.flow.curriculum import PassRateRules
@@ -35,13 +36,14 @@ from telescope.orchestrator.weights import UpdateRules
 from telescope.records import COLLECTIVE
 from telescope.runlog.checkpoints import CheckpointUnreadable, claim, make_root, of_another_run, root
 from telescope.runlog.journal import Journal, JournalError
-from telescope.runlog.layout import RunDirectory, reserved
+from telescope.runlog.layout import reserved
 from telescope.runlog.wandb_mirror import mirror_for, share_of
 from telescope.runlog.writer import RunLog, RunLogFailed, RunLogStalled
 from telescope.weights.choose import TransportRefused, planned, planned_device
 from telescope.wire.hub import BindFailed, Hub
 from telescope.wire.process import Interrupted, KnownErrors, ProcessContext, ProcessSignals, freeze_heap, run_process, say_why
 from telescope.wire.security import BadKeys
+from telescope.wire.supervisor_channel import SupervisorChannel
 
 log = logging.getLogger(__name__)
 
@@ -66,8 +68,8 @@ ABSENCE_MARGIN_S = 30.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0 done, 1 an error of our own, 70 a component failed, 74 done but for its last checkpoint,
-    which is lost, 75 stopped and saved, 128 + n interrupted."""
+    """Returns the exit code: 0 done, 1 an error of our own (the last checkpoint is lost, say), 70 a component failed,
+    75 stopped and saved, 128 + n interrupted."""
     return run_process(run_orchestrator, prog="python -m telescope.orchestrator", known=KNOWN, arguments=arguments, held=True)
 
 
@@ -129,8 +131,9 @@ class _RunEnding:
 
     @property
     def close_s(self) -> float:
-        """A run that has trained all is in no hurry, even where its last checkpoint is lost."""
-        return CLOSE_S if self.outcome.exit_code in (0, UNSAVED) else HURRIED_CLOSE_S
+        """A run that has trained all is in no hurry, even where its last checkpoint is lost, unless somebody has stopped it."""
+        lost = self.outcome.exit_code == ERROR and self.outcome.lost_checkpoint
+        return CLOSE_S if self.outcome.ok or lost else HURRIED_CLOSE_S
 
     def note(self, outcome: RunOutcome) -> None:
         if self._outcome is None or (self._outcome.ok and not outcome.ok):
@@ -219,12 +222,13 @@ async def _train(
     opened.push_async_callback(end.close, lambda: hub.close(end.outcome.reason, timeout_s=end.close_s))
     opened.push_async_callback(end.close, recorder.catch_up)
     peers = Peers.from_config(config.cluster, config.inference.tensor_parallel_size)
+    supervisor = SupervisorChannel.take_over(os.environ)
     orchestrator = Orchestrator(
         config,
         hub=hub,
         core=core,
         peers=peers,
-        servers=ServerRestarts(run, hub, peers, config.cluster.max_server_restarts),
+        servers=ServerRestarts(supervisor, hub, peers, config.cluster.max_server_restarts),
         journal=journal,
         recorder=recorder,
         recipe=_make_recipe(config, recorder.rewards),
@@ -237,7 +241,7 @@ async def _train(
         lineage=begun.lineage,
         rollouts=begun.rollouts,
     )
-    signals.watch_on_loop().add_done_callback(lambda came: _interrupt(orchestrator, run, came.result()))
+    signals.watch_on_loop().add_done_callback(lambda came: _interrupt(orchestrator, supervisor, came.result()))
     freeze_heap()
     return await orchestrator.run()
 
@@ -291,14 +295,16 @@ def _end_groups(core: Core, recorder: Recorder, journal: Journal, reason: str, s
         journal.append(encode_line(now, event, ordered))
 
 
-def _interrupt(orchestrator: Orchestrator, run: RunDirectory, number: int) -> None:
-    """A signal is an interrupt, unless the supervisor sends it with a sentence: another process has died."""
-    if run.verdict.exists():
-        orchestrator.fault(run.verdict.read_text(encoding="utf-8").strip())
-    elif run.farewell.exists():
-        orchestrator.interrupt(number, run.farewell.read_text(encoding="utf-8").strip())
-    else:
+def _interrupt(orchestrator: Orchestrator, supervisor: SupervisorChannel, number: int) -> None:
+    """A signal is an interrupt, unless the supervisor sends it with a sentence: another process has died, or time is up."""
+    supervisor.read()
+    stop = supervisor.stop
+    if stop is None:
         orchestrator.interrupt(number)
+    elif stop.failed:
+        orchestrator.fault(stop.reason)
+    else:
+        orchestrator.interrupt(number, stop.reason)
 
 
 def _make_summary(outcome: RunOutcome, started: float) -> dict[str, Any]:

@@ -15,10 +15,9 @@ from typing import Protocol
 
 from telescope.config.parts import ClusterSettings
 from telescope.records import EnvironmentCard
-from telescope.runlog import control
-from telescope.runlog.layout import RunDirectory
 from telescope.wire.hub import Hub
 from telescope.wire.messages import NOTED_OF_A_PEER, Hello
+from telescope.wire.supervisor_channel import SupervisorChannel
 
 log = logging.getLogger(__name__)
 
@@ -99,8 +98,8 @@ def _find_difference(some: tuple[EnvironmentCard, ...], others: tuple[Environmen
 class ServerRestarts:
     """`limit`: restarts that the supervisor has for each (`cluster.max_server_restarts`); with 0 none comes back."""
 
-    def __init__(self, run: RunDirectory, hub: Hub, peers: Peers, limit: int) -> None:
-        self._run, self._hub, self._peers, self._limit = run, hub, peers, limit
+    def __init__(self, supervisor: SupervisorChannel, hub: Hub, peers: Peers, limit: int) -> None:
+        self._supervisor, self._hub, self._peers, self._limit = supervisor, hub, peers, limit
         self.underway = False
         """Every part of the run has been there."""
         self._given_up: dict[str, int] = {}
@@ -110,10 +109,10 @@ class ServerRestarts:
         """All parts are there: from now on the run waits for a server rather than end with it."""
         self.underway = True
         if self._limit:
-            control.open_run(self._run)
+            self._supervisor.tell_underway()
 
     def end(self) -> None:
-        control.close_run(self._run)
+        self._supervisor.tell_ending()
 
     def can_return(self, peer: str) -> bool:
         return self.underway and self._limit > 0 and peer in self._peers.servers
@@ -122,14 +121,16 @@ class ServerRestarts:
         """Servers still taken for alive whose process the supervisor has seen end, each with how."""
         if not (self.underway and self._limit):
             return []
+        self._supervisor.read()
         present = self._peers.present
-        ends = control.ends(self._run).items()
+        ends = self._supervisor.ends.items()
         return [(name, ended.how) for name, ended in ends if name in present and present[name].pid == ended.pid]
 
     def find_dying(self) -> tuple[str, ...]:
         """Servers given up whose process the supervisor has not seen end yet."""
         if self._given_up:
-            ends = control.ends(self._run)
+            self._supervisor.read()
+            ends = self._supervisor.ends
             self._given_up = {name: pid for name, pid in self._given_up.items() if name not in ends or ends[name].pid != pid}
         return tuple(self._given_up)
 
@@ -137,7 +138,7 @@ class ServerRestarts:
         """Hear nothing more of its process, and have the supervisor see to it that there is nothing more to hear."""
         hello = self._peers.lose(server)
         self._hub.expel(server, hello.incarnation, reason)
-        control.ask_to_fence(self._run, server, control.Fence(hello.pid, reason))
+        self._supervisor.ask_to_fence(server, hello.pid, reason)
         self._given_up[server] = hello.pid
 
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from telescope._launch.plan import Host, Plan, ProcessPlan
-from telescope._launch.slurm.allocation import nominal
-from telescope._launch.slurm.place import hosts_of as slurm_hosts
+from telescope._launch.process_plan import Host, LaunchPlan, ProcessPlan
+from telescope._launch.slurm.allocation import list_nominal_nodes
+from telescope._launch.slurm.allocation import make_hosts as slurm_hosts
 from telescope.config.parts import DEFAULT_PORT
 from telescope.config.run import RunConfig
 from telescope.config.slurm import SlurmSettings
@@ -187,11 +187,11 @@ def read_hosts(text: str, cpus: int) -> tuple[Host, ...]:
 
 def plan_nodes(settings: SlurmSettings) -> tuple[Host, ...]:
     """Those of a Slurm job as it asks for them. Several have addresses that only Slurm will know."""
-    nodes = nominal(settings)
+    nodes = list_nominal_nodes(settings)
     return slurm_hosts(nodes, {node.name: (node.name, "") for node in nodes} if len(nodes) > 1 else {})
 
 
-def describe_placement(config: RunConfig, plan: Plan) -> Iterator[str]:
+def describe_placement(config: RunConfig, plan: LaunchPlan) -> Iterator[str]:
     """Host by host: processes with their GPUs and threads, then ports and interfaces."""
     hosts = plan.hosts
     cluster = config.cluster
@@ -221,7 +221,7 @@ def _describe_share(process: ProcessPlan) -> str:
     return f"GPU {', '.join(process.gpus)}, {threads}" if process.gpus else threads
 
 
-def _describe_sockets(config: RunConfig, plan: Plan) -> Iterator[str]:
+def _describe_sockets(config: RunConfig, plan: LaunchPlan) -> Iterator[str]:
     where = "loopback" if len(plan.hosts) == 1 else "each host's own address"
     direct = " and servers for workers" if config.wire.direct else ""
     yield f"Sockets bind to {where}, on free ports: the hub{direct} (CURVE); trainer ranks and weights (not encrypted)."

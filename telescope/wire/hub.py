@@ -47,8 +47,6 @@ MESSAGES_A_TURN = 64
 """Read at most this many before other tasks of the loop get their turn."""
 MESSAGES_A_TICK = 4096
 """And this many before peers are judged: more than all of them send in a beat."""
-ZMTP_BEAT_MS, ZMTP_DEAD_MS = 5_000, 15_000
-HANDSHAKE_MS = 10_000
 LOG_EVERY_S = 10.0
 
 
@@ -140,17 +138,12 @@ class Hub:
             raise BindFailed(
                 f"interface={interface} means all of them, and peers need one address: name one, e.g. eth0 or 10.0.0.7"
             )
-        self._zap.linger = 0
-        self._zap.bind("inproc://zeromq.zap.01")  # before the ROUTER: without it anyone with the public key would be let in
         router = self._router
         self._public_key = keys.public.decode()
-        router.curve_server, router.curve_publickey, router.curve_secretkey = True, keys.public, keys.secret
+        security.protect_server(router, self._zap, keys)
         router.ipv6 = ":" in interface
-        router.router_mandatory = True
         router.maxmsgsize = MAX_FRAME_BYTES
         router.sndhwm = 0  # credits bound what waits here, not a mark at which sends would fail
-        router.heartbeat_ivl, router.heartbeat_timeout, router.heartbeat_ttl = ZMTP_BEAT_MS, ZMTP_DEAD_MS, ZMTP_DEAD_MS
-        router.handshake_ivl = HANDSHAKE_MS
         host = f"[{interface}]" if ":" in interface and not interface.startswith("[") else interface
         try:
             router.bind(f"tcp://{host}:*")

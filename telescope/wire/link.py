@@ -34,7 +34,6 @@ log = logging.getLogger(__name__)
 
 NOBLOCK, POLLIN, EVENTS = int(zmq.NOBLOCK), int(zmq.POLLIN), int(zmq.EVENTS)  # plain ints: enums cost a microsecond each
 MESSAGES_A_TURN = 64
-ZMTP_BEAT_MS, ZMTP_DEAD_MS = 5_000, 15_000
 RECONNECT_MS, RECONNECT_MAX_MS = 100, 2_000
 FLUSH_S = 2.0
 """How long `close` waits for what was sent to be safe on the other side."""
@@ -344,14 +343,12 @@ def _dealer(
     context: zmq.Context[zmq.Socket[bytes]], address: discovery.HubAddress | DirectAddress, keys: security.Keys
 ) -> zmq.Socket[bytes]:
     socket = context.socket(zmq.DEALER)
-    socket.curve_serverkey = address.public_key.encode()
-    socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
+    security.protect_client(socket, keys, address.public_key.encode())
     socket.ipv6 = "[" in address.endpoint
     socket.immediate = True  # nothing is queued for a connection that does not stand: the session knows what to repeat
     socket.sndhwm = 0
     socket.maxmsgsize = MAX_FRAME_BYTES
     socket.reconnect_ivl, socket.reconnect_ivl_max = RECONNECT_MS, RECONNECT_MAX_MS
-    socket.heartbeat_ivl, socket.heartbeat_timeout, socket.heartbeat_ttl = ZMTP_BEAT_MS, ZMTP_DEAD_MS, ZMTP_DEAD_MS
     return socket
 
 

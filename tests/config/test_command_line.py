@@ -196,13 +196,13 @@ def test_what_does_not_fit_the_machine_is_refused_before_the_run_directory_is_ma
 
 
 def order_for(*overrides: str) -> start.RunOrder:
-    from telescope._launch.plan import Host, make_plan
-    from telescope._launch.standing import Standing
+    from telescope._launch.hosts.node_identity import NodeIdentity
+    from telescope._launch.process_plan import Host, make_plan
 
     point = compose_one(*overrides)
     config = start.with_name(point.config)
     plan = make_plan(config, (Host("here", cpus=2),))
-    return start.RunOrder(config, plan, Standing(), point.warnings, ("seed=3", "name=a b"), datetime.now().astimezone())
+    return start.RunOrder(config, plan, NodeIdentity(), point.warnings, ("seed=3", "name=a b"), datetime.now().astimezone())
 
 
 def test_the_run_directory_says_everything_about_the_run_to_its_owner_alone(tmp_path):

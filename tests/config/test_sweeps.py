@@ -27,7 +27,7 @@ def ended(folder: Path, summary: dict[str, object] | None = None, verdict: str =
     if summary is not None:
         run.summary_json.write_text(json.dumps(summary))
     if verdict:
-        run.verdict.write_text(verdict + "\n")
+        run.run_failure.write_text(verdict + "\n")
     return folder
 
 

@@ -33,6 +33,7 @@ from telescope.wire.happenings import Delivery
 from telescope.wire.hub import Hub
 from telescope.wire.link import Link
 from telescope.wire.security import make_keys
+from telescope.wire.supervisor_channel import SupervisorChannel
 from tests.orchestrator.test_wrong_messages import TRAINER, Peer, config, hello
 from tests.wire.shuffler import Shuffler
 
@@ -135,7 +136,7 @@ async def play(
         hub=hub,
         core=core,
         peers=peers,
-        servers=ServerRestarts(run, hub, peers, 0),
+        servers=ServerRestarts(SupervisorChannel(), hub, peers, 0),
         journal=journal,
         recorder=recorder,
         recipe=recipe,

@@ -6,6 +6,7 @@ The part of the supervisor is played by the test: what is fenced comes back as a
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
@@ -22,7 +23,6 @@ from telescope.orchestrator.peers import Peers, ServerRestarts
 from telescope.orchestrator.recorder import Recorder
 from telescope.orchestrator.weights import UpdateRules
 from telescope.records import WeightGroup, WeightManifest
-from telescope.runlog import control
 from telescope.runlog.journal import Journal
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.reader import rows
@@ -32,6 +32,7 @@ from telescope.wire.happenings import Delivery
 from telescope.wire.hub import Hub
 from telescope.wire.link import Link
 from telescope.wire.security import make_keys
+from telescope.wire.supervisor_channel import DESCRIPTOR, OrchestratorChannel, SupervisorChannel
 from tests.orchestrator.test_wrong_messages import SERVERS, STEPS, TRAINER, WORKERS, Peer, config, hello
 
 SILENCE_S = 2.5
@@ -59,6 +60,10 @@ class Fleet:
     """By epoch that did not come together: who came to it, told or not that it is broken off."""
     unjoined: dict[str, Delivery] = field(default_factory=dict)
     """The orders of whom never joins."""
+
+    def __post_init__(self) -> None:
+        self.supervisor = OrchestratorChannel()
+        self.channel = SupervisorChannel.take_over({DESCRIPTOR: str(os.dup(self.supervisor.passed))})
 
     async def bring(self, name: str) -> None:
         self.born[name] = self.born.get(name, 0) + 1
@@ -89,10 +94,11 @@ class Fleet:
         return None
 
     async def supervise(self) -> None:
-        """Fence and start again, as the node does. Polls, like it."""
+        """Fence and start again, as the supervisor does."""
         while True:
+            self.supervisor.read()
             for name in SERVERS:
-                fence = control.take_fence(self.run, name)
+                fence = self.supervisor.fences.pop(name, None)
                 if fence is not None and fence.pid == self.pids.get(name):
                     await asyncio.to_thread(self.peers[name].link.close, "killed")
                     await self.bring(name)
@@ -260,7 +266,7 @@ async def play(folder: Path, transport: str, manners: dict[str, Any]) -> tuple[R
         hub=hub,
         core=Core(make_flow_settings(settings, trainer_sends=transport == "gloo")),
         peers=peers,
-        servers=ServerRestarts(run, hub, peers, 3),
+        servers=ServerRestarts(fleet.channel, hub, peers, 3),
         journal=journal,
         recorder=recorder,
         recipe=recipe,

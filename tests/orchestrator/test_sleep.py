@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 from typing import Any
 
 import pytest
 
 from telescope.orchestrator.peers import Peers, ProtocolViolations, ServerRestarts
 from telescope.orchestrator.sleep import SleepCoordinator
-from telescope.runlog import control
-from telescope.runlog.layout import RunDirectory
 from telescope.wire.happenings import Delivery
 from telescope.wire.hub import NoCredit
 from telescope.wire.messages import Asleep, Sleep
+from telescope.wire.supervisor_channel import DESCRIPTOR, OrchestratorChannel, SupervisorChannel
 from tests.wire.samples import hello
 
 
@@ -121,14 +120,14 @@ def test_an_end_that_nobody_tells_of_is_not_waited_for_without_end():
     assert night.began == [3]
 
 
-def test_a_server_given_up_is_dying_until_the_supervisor_has_seen_the_end_of_that_process(tmp_path: Path):
-    run = RunDirectory(tmp_path)
-    run.control.mkdir(parents=True)
+def test_a_server_given_up_is_dying_until_the_supervisor_has_seen_the_end_of_that_process():
+    supervisor = OrchestratorChannel()
+    channel = SupervisorChannel.take_over({DESCRIPTOR: str(os.dup(supervisor.passed))})
     roster = Peers((), ("server-0",), (), {"server-0": hello(pid=17)})
-    servers = ServerRestarts(run, Hub(), roster, 3)  # type: ignore[arg-type]
+    servers = ServerRestarts(channel, Hub(), roster, 3)  # type: ignore[arg-type]
     assert servers.find_dying() == ()
     servers.give_up("server-0", "it hangs")
-    control.note_end(run, "server-0", control.Ended(1, 16, "an earlier life"))
+    supervisor.tell_end("server-0", 1, 16, "an earlier incarnation")
     assert servers.find_dying() == ("server-0",)
-    control.note_end(run, "server-0", control.Ended(2, 17, "killed"))
+    supervisor.tell_end("server-0", 2, 17, "killed")
     assert servers.find_dying() == ()

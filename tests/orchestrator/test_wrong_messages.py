@@ -35,6 +35,7 @@ from telescope.wire.happenings import Delivery
 from telescope.wire.hub import Hub
 from telescope.wire.link import Link, LinkLost
 from telescope.wire.security import make_keys
+from telescope.wire.supervisor_channel import SupervisorChannel
 
 STEPS = 8
 PROMPT = np.array([5, 6], np.int32)
@@ -203,7 +204,7 @@ async def orchestrating(folder: Path) -> AsyncIterator[tuple[Orchestrator, RunDi
         hub=hub,
         core=Core(make_flow_settings(settings)),
         peers=peers,
-        servers=ServerRestarts(run, hub, peers, 0),
+        servers=ServerRestarts(SupervisorChannel(), hub, peers, 0),
         journal=journal,
         recorder=recorder,
         recipe=recipe,

@@ -55,10 +55,10 @@ def run_mirror(folder: Path, timeout_s: float, **environ: str) -> str:
 
 def test_the_real_client_sends_each_step_once(tmp_path: Path):
     server = FakeWandb()
-    said = run_mirror(tmp_path, 60, WANDB_BASE_URL=server.url, WANDB_API_KEY=KEY, CODE="74")
+    said = run_mirror(tmp_path, 60, WANDB_BASE_URL=server.url, WANDB_API_KEY=KEY, CODE="1")
     server.shutdown()
     assert said.endswith("dropped=0 failure=")
-    assert server.exit_codes == [74]  # which W&B shows as a run that has failed
+    assert server.exit_codes == [1]  # which W&B shows as a run that has failed
     assert [(row["_step"], row["reward/mean"]) for row in server.history] == [(s, s / 10) for s in range(1, 6)]
     assert any("upsertBucket" in query for query in server.queries)
     first = next(body for body in server.bodies if "mutation UpsertBucket" in body)

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from telescope._launch.resuming import next_attempt
+from telescope._launch.prepare_attempt import begin_attempt
 from telescope.algorithms.grpo import GRPO
 from telescope.backends.base import Saved, StepResult, TrainShard, World
 from telescope.backends.common import ranks
@@ -374,7 +374,7 @@ def test_a_step_that_two_attempts_have_trained_is_run_with_the_weights_of_its_ow
         losses[name] = backend.train_step(make_shard(5)).metrics["loss"]
         backend.close()
         if name == "two":
-            assert next_attempt(run, "", "two") == 2
+            assert begin_attempt(run, "", "two") == 2
             write_lineage(run, Lineage(2, 2, (CountedRows(1, 0, 2),)))
             checkpoints.set_later_aside(run.checkpoints, 2, "two")
         checkpoints.finish(folder, facts_of_step_4(attempt=name))
