@@ -11,7 +11,7 @@ import inspect
 import json
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from scripts.settings_table import meanings
-from telescope.compose.options import CHOSEN_PARTS, PLUGIN_GROUPS, defaults_of, run_defaults
+from telescope.compose.options import CHOSEN_PARTS, PLUGIN_GROUPS, defaults_of, plugin_defaults, run_defaults
 from telescope.config import plugins
 from telescope.config.parts import EnvironmentEntry
 from telescope.config.run import RunConfig
@@ -43,7 +43,7 @@ Kept = Mapping[Place, Any]
 
 @dataclass(frozen=True)
 class Preset:
-    """One file: `place` is the section that it holds, in it the settings of `settings`, with the class's `values`.
+    """One file, with the settings of a class and its values.
 
     `Preset(Path("algorithm/cispo.yaml"), Cispo, {"name": "cispo", "clip_low": 1.0, …})`
     """
@@ -69,28 +69,25 @@ def presets(conf: Path = CONF) -> Iterator[Preset]:
         for name, found in plugins.find(kind).items():
             if isinstance(found, plugins.PluginError):
                 raise SystemExit(f"conf/{group}/{name}.yaml can't be written: {found}")
-            file = Path(group, f"{name}.yaml")
-            if group == "env":
-                values = {**defaults_of(EnvironmentEntry), "name": name, "kwargs": defaults_of(found)}
-                yield Preset(file, EnvironmentEntry, values, found)
-            else:
-                yield Preset(file, found, {"name": name, **defaults_of(found)})
+            file, values = Path(group, f"{name}.yaml"), plugin_defaults(group, name, found)
+            yield Preset(file, EnvironmentEntry, values, found) if group == "env" else Preset(file, found, values)
 
 
-def current(preset: Preset, text: str) -> str:
+def render(preset: Preset, text: str) -> str:
     """The file as it should be, from what is written by hand in `text`; empty for a new one."""
     package = "" if preset.group != "env" else f"# @package environments.{preset.file.stem}"
-    comment, body = _divided(text) if text else (_first_comment(preset, package), "")
+    comment, body = _divide(text) if text else (_first_comment(preset, package), "")
     whole = "# @package _global_" in comment
     wrapped = {preset.group: preset.values} if whole else preset.values
-    by_hand, kept = _by_hand(body, wrapped)
+    by_hand, kept = _read_by_hand(body, wrapped)
     place = (preset.group,) if whole else ()
-    lines = [*comment, _rule(preset, whole), "", *by_hand]
+    written = list(_settings(preset.settings, preset.values, kept, place, preset))
     if whole:
-        lines += [f"{preset.group}:", *_indented(_settings(preset.settings, preset.values, kept, place, preset))]
-    else:
-        lines += _settings(preset.settings, preset.values, kept, place, preset)
-    return "\n".join(lines).rstrip("\n") + "\n"
+        written = [f"{preset.group}:", *_indent(written)]
+    _, again = _read_by_hand("\n".join(written), wrapped)
+    if lost := [".".join(marked) for marked in kept if marked not in again]:
+        raise SystemExit(f"conf/{preset.file} has a mark at {', '.join(lost)}, which its class does not have")
+    return "\n".join([*comment, _rule(preset, whole), "", *by_hand, *written]).rstrip("\n") + "\n"
 
 
 def _first_comment(preset: Preset, package: str) -> list[str]:
@@ -109,14 +106,14 @@ def _rule(preset: Preset, whole: bool) -> str:
     return f"# By {RULE} from {place}; by hand: {by_hand}."
 
 
-def _divided(text: str) -> tuple[list[str], str]:
+def _divide(text: str) -> tuple[list[str], str]:
     """The comment on top without the line about this script, and what follows."""
     lines = text.splitlines()
     end = next((number for number, line in enumerate(lines) if not line.startswith("#")), len(lines))
     return [line for line in lines[:end] if RULE not in line], "\n".join(lines[end:]).lstrip("\n")
 
 
-def _by_hand(body: str, values: Tree) -> tuple[list[str], Kept]:
+def _read_by_hand(body: str, values: Tree) -> tuple[list[str], Kept]:
     """The lines of sections that the class does not have, and the marked values of those that it has, by place."""
     root = yaml.compose(body) if body.strip() else None
     if root is None:
@@ -131,16 +128,17 @@ def _by_hand(body: str, values: Tree) -> tuple[list[str], Kept]:
     while above and (not above[-1].strip() or above[-1].startswith("#")) and own:
         above.pop()  # the first setting's own comment
     content = OmegaConf.to_container(OmegaConf.create(body))
-    return ([*above, ""] if above else []), dict(_marked(root, content, lines, ()))
+    kept = {place: value for place, value in _find_marked(root, content, lines, ()) if place[0] in values}
+    return ([*above, ""] if above else []), kept
 
 
-def _marked(node: yaml.MappingNode, content: Any, lines: Sequence[str], place: Place) -> Iterator[tuple[Place, Any]]:
+def _find_marked(node: yaml.MappingNode, content: Any, lines: Sequence[str], place: Place) -> Iterator[tuple[Place, Any]]:
     for key, value in node.value:
         here = (*place, key.value)
         if MARK in lines[key.start_mark.line]:
             yield here, content[key.value]
         if isinstance(value, yaml.MappingNode) and not value.flow_style:
-            yield from _marked(value, content[key.value], lines, here)
+            yield from _find_marked(value, content[key.value], lines, here)
 
 
 def _settings(settings: type[Settings], values: Tree, kept: Kept, place: Place, preset: Preset) -> Iterator[str]:
@@ -158,17 +156,17 @@ def _settings(settings: type[Settings], values: Tree, kept: Kept, place: Place, 
         yield from _comment(said.get(name, ""), allowed_values(field.annotation) if field is not None else ())
         if name == "kwargs" and preset.kwargs is not None and value:
             yield f"{name}:"
-            yield from _indented(_settings(preset.kwargs, value, kept, here, preset))
+            yield from _indent(_settings(preset.kwargs, value, kept, here, preset))
         elif isinstance(value, Mapping) and isinstance(inner, type) and issubclass(inner, Settings):
             yield f"{name}:{mark}"
             below = defaults_of(inner) if here in kept else value
-            yield from _indented(_settings(inner, below, kept, here, preset))
+            yield from _indent(_settings(inner, below, kept, here, preset))
         else:
             yield from _value(name, value, mark)
             yield ""
 
 
-def _indented(lines: Iterator[str]) -> Iterator[str]:
+def _indent(lines: Iterable[str]) -> Iterator[str]:
     yield from (f"  {line}" if line else "" for line in lines)
 
 
@@ -196,35 +194,35 @@ def _scalar(value: Any) -> str:
     return dumped.strip().removesuffix("\n...")
 
 
-def outdated(conf: Path = CONF) -> dict[Path, str]:
+def find_outdated(conf: Path = CONF) -> dict[Path, str]:
     """The files that are not current, each with the text that it should have."""
     found: dict[Path, str] = {}
     for preset in presets(conf):
         file = conf / preset.file
         text = file.read_text(encoding="utf-8") if file.is_file() else ""
-        if (wanted := current(preset, text)) != text:
+        if (wanted := render(preset, text)) != text:
             found[file] = wanted
     return found
 
 
-def strangers(conf: Path = CONF) -> list[Path]:
+def find_strangers(conf: Path = CONF) -> list[Path]:
     """Presets of an algorithm, a backend or an environment that no Python file stands behind."""
     known = {conf / preset.file for preset in presets(conf)}
     return sorted(file for group in PLUGIN_GROUPS for file in (conf / group).glob("*.yaml") if file not in known)
 
 
 def main() -> int:
-    wanted = outdated()
-    for file in strangers():
+    wanted = find_outdated()
+    for file in find_strangers():
         print(f"{file.relative_to(ROOT)} has no Python file of its name: delete it")
     if "--check" in sys.argv[1:]:
         for file in wanted:
             print(f"{file.relative_to(ROOT)} is not current: run python {RULE}")
-        return int(bool(wanted or strangers()))
+        return int(bool(wanted or find_strangers()))
     for file, text in wanted.items():
         file.parent.mkdir(exist_ok=True)
         file.write_text(text, encoding="utf-8")
-    return int(bool(strangers()))
+    return int(bool(find_strangers()))
 
 
 if __name__ == "__main__":

@@ -64,8 +64,8 @@ def change(file: Path, old: str, new: str) -> None:
 
 
 def test_every_preset_says_what_its_class_says(script: ModuleType) -> None:
-    assert [str(file) for file in script.outdated()] == [], "run python scripts/write_conf.py"
-    assert script.strangers() == []
+    assert [str(file) for file in script.find_outdated()] == [], "run python scripts/write_conf.py"
+    assert script.find_strangers() == []
 
 
 def test_every_choice_of_a_class_is_a_file(script: ModuleType) -> None:
@@ -91,47 +91,53 @@ def test_a_default_that_is_changed_by_hand_is_noticed_and_mended(
     script: ModuleType, conf: Path, file: str, old: str, new: str
 ) -> None:
     change(conf / file, old, new)
-    assert list(script.outdated(conf)) == [conf / file]
-    assert script.outdated(conf)[conf / file] == (CONF / file).read_text()
+    assert list(script.find_outdated(conf)) == [conf / file]
+    assert script.find_outdated(conf)[conf / file] == (CONF / file).read_text()
 
 
 def test_a_default_that_is_changed_in_the_class_is_noticed(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     from telescope.config.parts import TrainerSettings
 
     monkeypatch.setattr(TrainerSettings.model_fields["grad_clip"], "default", 2.0)
-    assert list(script.outdated()) == [CONF / "run.yaml"]
+    assert list(script.find_outdated()) == [CONF / "run.yaml"]
 
 
 def test_what_a_preset_changes_is_kept(script: ModuleType, conf: Path) -> None:
     marked = conf / "inference" / "vllm.yaml"
     change(marked, "max_model_len: 4096", "max_model_len: 8192  # preset")
     change(conf / "cluster" / "slurm.yaml", "  nodes: 1\n", "  nodes: 3  # preset\n")
-    for file, text in script.outdated(conf).items():
+    for file, text in script.find_outdated(conf).items():
         file.write_text(text)
     assert "max_model_len: 8192  # preset (class: 4096)\n" in marked.read_text()
     assert "  nodes: 3  # preset (class: 1)\n" in (conf / "cluster" / "slurm.yaml").read_text()
-    assert script.outdated(conf) == {}
+    assert script.find_outdated(conf) == {}
 
 
 def test_a_value_without_its_mark_is_the_classs_again(script: ModuleType, conf: Path) -> None:
     change(conf / "algorithm" / "grpo.yaml", "use_tis: true  # preset (class: false)", "use_tis: true")
-    (text,) = script.outdated(conf).values()
+    (text,) = script.find_outdated(conf).values()
     assert "\nuse_tis: false\n" in text
+
+
+def test_a_mark_on_what_the_class_does_not_have_is_not_dropped_unseen(script: ModuleType, conf: Path) -> None:
+    change(conf / "cluster" / "slurm.yaml", "  nodes: 1\n", "  nodes: 1\n  knots: 3  # preset\n")
+    with pytest.raises(SystemExit, match=r"conf/cluster/slurm.yaml has a mark at slurm.knots, which its class does not have"):
+        script.find_outdated(conf)
 
 
 def test_sections_of_other_groups_are_left_to_hands(script: ModuleType, conf: Path) -> None:
     change(conf / "model" / "tiny.yaml", "number_of_steps: 60", "number_of_steps: 61  # one more")
-    assert script.outdated(conf) == {}
+    assert script.find_outdated(conf) == {}
 
 
 def test_a_preset_without_a_python_file_is_noticed(script: ModuleType, conf: Path) -> None:
     (conf / "algorithm" / "gone.yaml").write_text("name: gone\n")
-    assert script.strangers(conf) == [conf / "algorithm" / "gone.yaml"]
+    assert script.find_strangers(conf) == [conf / "algorithm" / "gone.yaml"]
 
 
 def test_a_new_preset_is_written_from_the_class_alone(script: ModuleType, conf: Path) -> None:
     (conf / "algorithm" / "sapo.yaml").unlink()
-    assert script.outdated(conf) == {conf / "algorithm" / "sapo.yaml": (CONF / "algorithm" / "sapo.yaml").read_text()}
+    assert script.find_outdated(conf) == {conf / "algorithm" / "sapo.yaml": (CONF / "algorithm" / "sapo.yaml").read_text()}
 
 
 def test_a_python_file_of_ours_is_a_choice_before_its_preset_is_written(conf: Path) -> None:
