@@ -30,9 +30,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from telescope.environments.base import Prompt, Reward, SingleTurn
-from telescope.environments.countdown import Countdown
 from telescope.environments.draws import Draws
-from telescope.environments.reverse_letters import ReverseLetters
+from telescope.environments.tasks.countdown import Countdown
+from telescope.environments.tasks.reverse_letters import ReverseLetters
 
 SPECIALS = ("<pad>", "<eos>", "<bos>", "<|system|>", "<|user|>", "<|assistant|>")
 PAD, EOS = 0, 1

@@ -23,7 +23,7 @@ import torch
 from tiny_dialogues import CHECKED, Maker, Policy
 
 from telescope.environments.draws import Draws
-from telescope.environments.look_up import LookUp
+from telescope.environments.tasks.look_up import LookUp
 
 TASK = LookUp()
 FOLDER, SEED, STEPS, ANSWER_TOKENS = "tiny_tools", 0, 500, 26

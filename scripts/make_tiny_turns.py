@@ -23,7 +23,7 @@ import torch
 from tiny_dialogues import CHECKED, Maker, Policy
 
 from telescope.environments.draws import Draws
-from telescope.environments.guess_letter import ALPHABET, GuessLetter, Search
+from telescope.environments.tasks.guess_letter import ALPHABET, GuessLetter, Search
 
 TASK = GuessLetter()
 FOLDER, SEED, STEPS, ANSWER_TOKENS = "tiny_turns", 0, 500, 3

@@ -93,7 +93,7 @@ class CurriculumSettings(Settings):
 
 class EnvironmentEntry(Settings):
     name: str
-    """Which environment: a file name in telescope/environments, or in a folder of your own."""
+    """Which environment: a file name in telescope/environments/tasks, or in a folder of your own."""
     weight: float = Field(default=1.0, gt=0)
     """Share of prompts drawn from this entry, relative to the other entries."""
     reward_min: float | None = Field(default=None, allow_inf_nan=False)

@@ -1,8 +1,9 @@
 """Algorithms, backends and environments by file name: which there are, and the settings class of one.
 
-A plug-in is a Python file (or a folder with `__init__.py`) in telescope/algorithms, telescope/backends or
-telescope/environments, or in the folder of the same name below a user's own plug-in folder, or a module that an installed
-package names as an entry point of `telescope.algorithms` (and so on). It defines one class derived from the kind's base.
+A plug-in is a Python file (or a folder with `__init__.py`) in telescope/algorithms, telescope/backends,
+telescope/environments/tasks or telescope/environments/adapters, or in `algorithms`, `backends` or `environments` below a user's
+own plug-in folder, or a module that an installed package names as an entry point of `telescope.algorithms` (and so on). It
+defines one class derived from the kind's base.
 Refuses to import torch: plug-ins import it where they need it. The user's folders are written into the resolved configuration
 (`plugin_path`), so that every process of a run finds the same files.
 """
@@ -35,7 +36,7 @@ from telescope.environments.base import Environment
 from telescope.settings import Settings
 
 S = TypeVar("S", bound=Settings)
-
+TELESCOPE = Path(__file__).resolve().parent.parent
 
 _UNTYPED = ("model-field-missing-annotation", "model-field-overridden")
 """pydantic's codes for an attribute of a settings class that has no type."""
@@ -58,19 +59,18 @@ class Kind(Generic[S]):
     base: type[S]
     adapt: Callable[[type], type[S] | None] = lambda other: None
     """Makes a class of the kind of one that is none by itself; None for all other classes."""
-    is_helper: Callable[[type[S]], bool] = lambda found: False
-    """Whether a class among our own files is there to be derived from."""
+    within: tuple[str, ...] = ()
+    """Folders of `folder` that hold our own; empty: it holds them itself."""
 
     @property
-    def home(self) -> Path:
-        return Path(__file__).resolve().parent.parent / self.folder
+    def packages(self) -> tuple[str, ...]:
+        """Those of our own plug-ins, e.g. `telescope.algorithms`."""
+        return tuple(f"telescope.{self.folder}.{inner}" for inner in self.within) or (f"telescope.{self.folder}",)
 
 
 ALGORITHMS: Kind[Algorithm] = Kind("algorithm", "algorithms", Algorithm)
 BACKENDS: Kind[BackendSettings] = Kind("backend", "backends", BackendSettings)
-ENVIRONMENTS: Kind[Environment] = Kind(
-    "environment", "environments", Environment, compat.adapted, lambda found: found.prompts is Environment.prompts
-)
+ENVIRONMENTS: Kind[Environment] = Kind("environment", "environments", Environment, compat.adapted, ("tasks", "adapters"))
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,12 @@ def files(kind: Kind[S], plugin_path: Sequence[str] = ()) -> dict[str, PluginFil
 
 
 def _own(kind: Kind[S]) -> dict[str, PluginFile]:
-    return {name: PluginFile(name, file, f"telescope.{kind.folder}.{name}") for name, file in _python_files(kind.home)}
+    found = [
+        PluginFile(name, file, f"{package}.{name}")
+        for package in kind.packages
+        for name, file in _python_files(TELESCOPE.joinpath(*package.split(".")[1:]))
+    ]
+    return {plugin.name: plugin for plugin in sorted(found, key=lambda plugin: plugin.name)}
 
 
 def _add(found: dict[str, PluginFile], kind: Kind[S], plugin: PluginFile) -> None:
@@ -177,8 +182,6 @@ def _class_of(kind: Kind[S], plugin: PluginFile) -> type[S]:
         and (issubclass(value, kind.base) or kind.adapt(value) is not None)
     ]
     leaves = [value for value in own if not any(value in other.__mro__[1:] for other in own)]
-    if plugin.module.startswith(f"telescope.{kind.folder}."):
-        leaves = [value for value in leaves if not kind.is_helper(value)]
     if not leaves:
         raise NotAPlugin(f"{plugin.place} defines no class derived from {kind.base.__name__}, so it is no {kind.word}")
     if len(leaves) > 1:

@@ -14,7 +14,7 @@ from telescope.environments.base import Prompt, Reward, SingleTurn
 from telescope.environments.breaker import State
 from telescope.environments.failures import GraderError
 from telescope.environments.judge import Judge, JudgeSettings, tagged
-from telescope.environments.tau import Tau
+from telescope.environments.tasks.tau import Tau
 from tests.config.conftest import compose_one, sentences
 from tests.environments.judge_server import Clock, JudgeServer, judging
 from tests.environments.tools.talk import Talk

@@ -31,7 +31,7 @@ from telescope.config.parts import ModelSettings, TrainerSettings
 from telescope.config.run import RunConfig
 from telescope.environments.chat import Sampled
 from telescope.environments.graders import grader_processes
-from telescope.environments.tau.data import folder_of
+from telescope.environments.tasks.tau.data import folder_of
 from telescope.environments.template import ChatTemplate
 from telescope.records import PromptRef, RolloutOrder, Sampling, Trajectory
 from telescope.wire.messages import RolloutDone

@@ -15,17 +15,17 @@ import pyarrow as pa
 import pytest
 
 from telescope.config import plugins
-from telescope.environments.aime_2025 import Aime2025
 from telescope.environments.base import Prompt
-from telescope.environments.dapo_math import DapoMath
-from telescope.environments.gpqa_diamond import GpqaDiamond, chosen
 from telescope.environments.graders import graded, grader_processes
-from telescope.environments.gsm8k import Gsm8k
-from telescope.environments.hendrycks_math import HendrycksMath
-from telescope.environments.math500 import Math500
 from telescope.environments.questions.answers import final_answer, golden, number, same, settled, tidy
 from telescope.environments.questions.maths import MathsQuestions
 from telescope.environments.questions.rows import NoRows, Source
+from telescope.environments.tasks.aime_2025 import Aime2025
+from telescope.environments.tasks.dapo_math import DapoMath
+from telescope.environments.tasks.gpqa_diamond import GpqaDiamond, chosen
+from telescope.environments.tasks.gsm8k import Gsm8k
+from telescope.environments.tasks.hendrycks_math import HendrycksMath
+from telescope.environments.tasks.math500 import Math500
 from tests.environments.datasets_at_home import SIZE, lines, write_all
 
 

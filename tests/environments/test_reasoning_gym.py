@@ -12,9 +12,9 @@ import sys
 import pytest
 from pydantic import ValidationError
 
+from telescope.environments.adapters.reasoning_gym import ReasoningGym, problem, score
 from telescope.environments.failures import GraderError
 from telescope.environments.graders import grader_processes
-from telescope.environments.reasoning_gym import ReasoningGym, problem, score
 
 # A kind of each family whose problems are quickly made; boxnet, graph_color, propositional_logic, rubiks_cube and rush_hour
 # store no answer of their own, so they prove nothing here.
@@ -67,7 +67,7 @@ def test_train_and_eval_are_made_from_different_seeds() -> None:
 
 def test_problems_are_the_same_in_a_process_with_another_hash_seed() -> None:
     code = (
-        "import hashlib, json, sys; from telescope.environments.reasoning_gym import problem;"
+        "import hashlib, json, sys; from telescope.environments.adapters.reasoning_gym import problem;"
         "shown = [[problem(t, '{}', s)['question'] for s in range(3)] for t in sys.argv[1:]];"
         "print(hashlib.sha256(json.dumps(shown).encode()).hexdigest())"
     )

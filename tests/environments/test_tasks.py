@@ -11,10 +11,10 @@ import pytest
 from pydantic import ValidationError
 
 from telescope.environments.base import Prompt
-from telescope.environments.countdown import Countdown
 from telescope.environments.draws import Draws, LazyPrompts
 from telescope.environments.expression import parse
-from telescope.environments.reverse_letters import ReverseLetters
+from telescope.environments.tasks.countdown import Countdown
+from telescope.environments.tasks.reverse_letters import ReverseLetters
 
 
 def shown(prompt: Prompt) -> str:
@@ -29,7 +29,7 @@ def test_the_first_prompts_are_these_on_any_machine() -> None:
 
 def test_prompts_are_the_same_in_a_process_with_another_hash_seed() -> None:
     code = (
-        "from telescope.environments.countdown import Countdown as C; import hashlib, json;"
+        "from telescope.environments.tasks.countdown import Countdown as C; import hashlib, json;"
         "turns = [[dict(t) for t in p.turns] for p in C(seed=5).prompts('eval')];"
         "print(hashlib.sha256(json.dumps(turns).encode()).hexdigest())"
     )

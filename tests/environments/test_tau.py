@@ -13,13 +13,13 @@ from pydantic import SecretStr, ValidationError
 from telescope.environments.base import Prompt, Turn
 from telescope.environments.failures import InfrastructureError
 from telescope.environments.patient import EndpointSettings, PatientEndpoint
-from telescope.environments.tau import Tau
-from telescope.environments.tau.airline import AirlineDesk
-from telescope.environments.tau.data import Task
-from telescope.environments.tau.desk import Desk
-from telescope.environments.tau.records import DeskError, Records
-from telescope.environments.tau.retail import RetailDesk
-from telescope.environments.tau.users import AGREES, ScriptedUser, first_person
+from telescope.environments.tasks.tau import Tau
+from telescope.environments.tasks.tau.airline import AirlineDesk
+from telescope.environments.tasks.tau.data import Task
+from telescope.environments.tasks.tau.desk import Desk
+from telescope.environments.tasks.tau.records import DeskError, Records
+from telescope.environments.tasks.tau.retail import RetailDesk
+from telescope.environments.tasks.tau.users import AGREES, ScriptedUser, first_person
 from telescope.environments.tools.schema import tool_of
 from tests.environments.judge_server import Clock, JudgeServer, judging
 from tests.environments.tools.talk import Talk

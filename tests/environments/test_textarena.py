@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from telescope.environments.adapters.textarena import Textarena
 from telescope.environments.failures import GraderError
 from telescope.environments.graders import Graders, grader_processes
 from telescope.environments.template import ChatTemplate
-from telescope.environments.textarena import Textarena
 from tests.environments.playing import played
 from tests.environments.tools.talk import Talk
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from telescope.environments.textworld import Textworld, file_of
+from telescope.environments.adapters.textworld import Textworld, file_of
 
 
 def test_without_the_package_the_install_line_is_given(monkeypatch: pytest.MonkeyPatch):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
-from telescope.environments.look_up import LookUp
+from telescope.environments.tasks.look_up import LookUp
 from tests.environments.conftest import EMBEDDED
 from tests.environments.tools.talk import Talk
 

@@ -18,12 +18,12 @@ import openai
 import psutil
 import pytest
 
+from telescope.environments.adapters.verifiers import Player, Verifiers, listed
 from telescope.environments.base import Reward
 from telescope.environments.chat import ChatError, TokenChat
 from telescope.environments.failures import ContextFull, GraderError, InfrastructureError
 from telescope.environments.proxy.sessions import Proxy
 from telescope.environments.template import ChatTemplate
-from telescope.environments.verifiers import Player, Verifiers, listed
 from tests.environments.proxy.conftest import Policy
 
 FAKE = str(Path(__file__).with_name("verifiers_fake"))

@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from telescope.environments.base import Prompt
-from telescope.environments.wordle import Game, Wordle, colours
+from telescope.environments.tasks.wordle import Game, Wordle, colours
 
 SHORT = {"g": "green", "y": "yellow", "-": "grey"}
 

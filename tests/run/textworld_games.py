@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from telescope.environments.adapters.textworld import Textworld
 from telescope.environments.graders import Graders, grader_processes
-from telescope.environments.textworld import Textworld
 from tests.environments.tools.talk import Talk
 from tests.run.conftest import Start
 

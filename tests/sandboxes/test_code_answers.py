@@ -15,14 +15,14 @@ import pytest
 
 from telescope.environments.base import Prompt
 from telescope.environments.code_answers import Result, Verdict, behind, code_of, judge
-from telescope.environments.code_generation import CodeGeneration
 from telescope.environments.code_tests import AssertTest, CallTest, StdinTest, printed_alike, read_tests, returned_alike
 from telescope.environments.failures import InfrastructureError
-from telescope.environments.i3_code import PRELUDE, I3Code
 from telescope.environments.questions.rows import NoRows
 from telescope.environments.sandboxes.base import Limits
 from telescope.environments.sandboxes.pool import Guest, Pool
 from telescope.environments.sandboxes.settings import SandboxSettings
+from telescope.environments.tasks.code_generation import CodeGeneration
+from telescope.environments.tasks.i3_code import PRELUDE, I3Code
 
 SETTINGS = SandboxSettings(ready=1, most=2, limits=Limits(memory_mb=256, disk_mb=16, time_s=60.0))
 

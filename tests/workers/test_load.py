@@ -14,8 +14,8 @@ import pytest
 from telescope.config.parts import EnvironmentEntry, ModelSettings
 from telescope.config.run import RunConfig
 from telescope.environments.base import Prompt, SingleTurn
-from telescope.environments.countdown import Countdown
 from telescope.environments.draws import LazyPrompts
+from telescope.environments.tasks.countdown import Countdown
 from telescope.environments.template import ChatTemplate
 from telescope.workers.lengths import leave_out_too_long
 from telescope.workers.load import EnvironmentBroken, load_environments, make_card, sampled

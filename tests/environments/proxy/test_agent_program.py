@@ -15,11 +15,11 @@ import psutil
 import pytest
 
 from telescope.environments.agent_environment import _blame_the_wait
-from telescope.environments.agent_program import AgentProgram
 from telescope.environments.base import Prompt
 from telescope.environments.chat import ChatError, TokenChat
 from telescope.environments.failures import InfrastructureError
 from telescope.environments.proxy.program import Outcome, run_program
+from telescope.environments.tasks.agent_program import AgentProgram
 from telescope.environments.template import ChatTemplate
 from telescope.runlog import temporary
 from tests.environments.proxy.conftest import SHOWING, Policy

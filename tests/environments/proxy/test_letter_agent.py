@@ -10,9 +10,9 @@ import pytest
 
 from telescope.environments.base import Prompt, Reward
 from telescope.environments.chat import Recording, TokenChat
-from telescope.environments.guess_letter import GuessLetter
-from telescope.environments.letter_agent import LetterAgent
 from telescope.environments.proxy.program import Outcome
+from telescope.environments.tasks.guess_letter import GuessLetter
+from telescope.environments.tasks.letter_agent import LetterAgent
 from telescope.environments.template import ChatTemplate
 from tests.environments.proxy.conftest import Policy
 

@@ -21,12 +21,12 @@ from telescope.environments.failures import GraderError, InfrastructureError
 from telescope.environments.judge import Judge, JudgeSettings
 from telescope.environments.off_loop import called
 from telescope.environments.patient import EndpointSettings, PatientEndpoint
-from telescope.environments.tau.airline import AirlineDesk
-from telescope.environments.tau.data import Task, folder_of, load_tables, load_tasks
-from telescope.environments.tau.desk import Desk
-from telescope.environments.tau.records import DeskError, Tables
-from telescope.environments.tau.retail import RetailDesk
-from telescope.environments.tau.users import ModelUser, ScriptedUser, User, opening_of
+from telescope.environments.tasks.tau.airline import AirlineDesk
+from telescope.environments.tasks.tau.data import Task, folder_of, load_tables, load_tasks
+from telescope.environments.tasks.tau.desk import Desk
+from telescope.environments.tasks.tau.records import DeskError, Tables
+from telescope.environments.tasks.tau.retail import RetailDesk
+from telescope.environments.tasks.tau.users import ModelUser, ScriptedUser, User, opening_of
 from telescope.environments.tool_environment import ToolEnvironment, ToolState
 from telescope.environments.tools.calls import without_thought
 from telescope.environments.tools.schema import BadArguments, ToolFunction

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from telescope.environments.expression import NotAnExpression, parse
-from telescope.environments.tau.records import DeskError, Records, Tables
+from telescope.environments.tasks.tau.records import DeskError, Records, Tables
 
 CENTS = 2
 _DECIMAL = re.compile(r"(\d+)\.(\d+)")

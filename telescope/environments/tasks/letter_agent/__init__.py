@@ -13,8 +13,8 @@ from pathlib import Path
 
 from telescope.environments.agent_environment import AgentEnvironment
 from telescope.environments.base import Prompt, Reward
-from telescope.environments.guess_letter import GuessLetter
 from telescope.environments.proxy.program import Outcome
+from telescope.environments.tasks.guess_letter import GuessLetter
 
 PROGRAM = Path(__file__).with_name("agent.py")
 

@@ -8,8 +8,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from telescope.environments.code_generation import CodeGeneration
 from telescope.environments.questions.instruction import Instruction
+from telescope.environments.tasks.code_generation import CodeGeneration
 
 PRELUDE = """\
 import bisect, collections, copy, datetime, functools, heapq, io, itertools, math, operator, os, random, re, string, sys

@@ -12,7 +12,7 @@ from typing import Protocol
 from telescope.environments.endpoint import EndpointRefused
 from telescope.environments.failures import InfrastructureError
 from telescope.environments.patient import PatientEndpoint
-from telescope.environments.tau.data import Task
+from telescope.environments.tasks.tau.data import Task
 
 STOP = "###STOP###"
 AGREES = "Yes, please go ahead."

@@ -14,8 +14,8 @@ from typing import Annotated, Any, ClassVar, Literal
 import orjson
 from pydantic import BaseModel, Field
 
-from telescope.environments.tau.desk import Desk, payment_method
-from telescope.environments.tau.records import DeskError, Record
+from telescope.environments.tasks.tau.desk import Desk, payment_method
+from telescope.environments.tasks.tau.records import DeskError, Record
 
 NOW = "2024-05-15T15:00:00"
 INSURANCE, BAG = 30, 50  # dollars a passenger, dollars an extra bag

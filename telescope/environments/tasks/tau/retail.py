@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from telescope.environments.tau.desk import Desk, cents, payment_method
-from telescope.environments.tau.records import DeskError, Record
+from telescope.environments.tasks.tau.desk import Desk, cents, payment_method
+from telescope.environments.tasks.tau.records import DeskError, Record
 
 CancelReason = Literal["no longer needed", "ordered by mistake"]
 

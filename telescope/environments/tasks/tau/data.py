@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from telescope.environments.tau.records import Tables
+from telescope.environments.tasks.tau.records import Tables
 
 PACKAGE = "inspect_evals"
 INSTALL = "pip install --no-deps inspect-evals==0.28.0"
