@@ -23,7 +23,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution, entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 from packaging.requirements import InvalidRequirement, Requirement
 from pydantic import PydanticUserError
@@ -31,7 +31,6 @@ from pydantic import PydanticUserError
 from telescope.algorithms.base import Algorithm
 from telescope.backends.base import BackendSettings
 from telescope.config.words import did_you_mean
-from telescope.environments import compat
 from telescope.environments.base import Environment
 from telescope.settings import Settings
 
@@ -68,9 +67,15 @@ class Kind(Generic[S]):
         return tuple(f"telescope.{self.folder}.{inner}" for inner in self.within) or (f"telescope.{self.folder}",)
 
 
+def _adapt_legacy(other: type) -> type[Environment] | None:
+    """The environment of a class of the older API; whoever wrote one has imported the module."""
+    legacy = sys.modules.get("telescope.environments.legacy")
+    return None if legacy is None else cast("type[Environment] | None", legacy.adapt(other))
+
+
 ALGORITHMS: Kind[Algorithm] = Kind("algorithm", "algorithms", Algorithm)
 BACKENDS: Kind[BackendSettings] = Kind("backend", "backends", BackendSettings)
-ENVIRONMENTS: Kind[Environment] = Kind("environment", "environments", Environment, compat.adapted, ("tasks", "adapters"))
+ENVIRONMENTS: Kind[Environment] = Kind("environment", "environments", Environment, _adapt_legacy, ("tasks", "adapters"))
 
 
 @dataclass(frozen=True)

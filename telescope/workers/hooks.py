@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from telescope.environments.written import not_awaitable
+from telescope.environments.validate import describe_not_awaitable
 from telescope.workers.load import EnvironmentBroken, Loaded, describe, users_line
 
 log = logging.getLogger(__name__)
@@ -46,5 +46,5 @@ async def tear_down(loaded: Loaded) -> None:
 async def _begun(name: str, hook: Callable[[], Any]) -> None:
     waiting = hook()
     if not inspect.isawaitable(waiting):
-        raise TypeError(not_awaitable(name, waiting))
+        raise TypeError(describe_not_awaitable(name, waiting))
     await waiting

@@ -21,7 +21,7 @@ from telescope.config import plugins
 from telescope.config.run import RunConfig
 from telescope.config.secrets import secret_values
 from telescope.environments.base import Environment, Prompt
-from telescope.environments.written import class_mistake, prompts_mistake, ranges_mistake
+from telescope.environments.validate import find_class_mistake, find_prompts_mistake, find_ranges_mistake
 from telescope.records import EnvironmentCard
 
 SAMPLE = 256
@@ -62,11 +62,11 @@ def _load(config: RunConfig, label: str) -> Loaded:
     place = f"{place} in {inspect.getfile(kind)}"
     try:
         environment = config.environment(label)
-        _no(ranges_mistake(environment.metrics_ranges))
+        _no(find_ranges_mistake(environment.metrics_ranges))
         prompts = {split: _prompts(environment, split) for split in environment.splits}
         if not prompts.get("train"):
             raise ValueError("it has no prompts in its train split")
-        _no(class_mistake(kind))
+        _no(find_class_mistake(kind))
         secrets = secret_values(os.environ, entry.kwargs)
         card = make_card(label, environment, prompts)
         return Loaded(label, environment, prompts, card, secrets, entry.set_up_timeout_s, entry.tear_down_timeout_s)
@@ -80,7 +80,7 @@ def _load(config: RunConfig, label: str) -> Loaded:
 
 def _prompts(environment: Environment, split: str) -> Sequence[Prompt]:
     prompts = environment.prompts(split)
-    _no(prompts_mistake(type(environment), split, prompts))
+    _no(find_prompts_mistake(type(environment), split, prompts))
     return prompts
 
 

@@ -13,8 +13,7 @@ import pytest
 
 from telescope.config.parts import EnvironmentEntry, ModelSettings
 from telescope.config.run import RunConfig
-from telescope.environments.base import Prompt, SingleTurn
-from telescope.environments.draws import LazyPrompts
+from telescope.environments.base import LazyPrompts, Prompt, SingleTurn
 from telescope.environments.tasks.countdown import Countdown
 from telescope.environments.template import ChatTemplate
 from telescope.workers.lengths import leave_out_too_long

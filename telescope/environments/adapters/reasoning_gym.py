@@ -15,11 +15,10 @@ from typing import Any, ClassVar
 from pydantic import Field, field_validator
 
 from telescope.config.words import did_you_mean
-from telescope.environments.base import Prompt, Reward, SingleTurn
-from telescope.environments.draws import LazyPrompts
-from telescope.environments.graders import GraderOverrun, graded
+from telescope.environments.base import LazyPrompts, Prompt, Reward, SingleTurn
+from telescope.environments.graders.pool import GraderOverrun, grade
 from telescope.environments.parsers import AnswerTags, ThinkTags, Whole
-from telescope.environments.questions.instruction import Instruction
+from telescope.environments.questions.dataset import Instruction
 
 REFUSED = {
     "composite": "it is a mixture: give `environments` one entry for each of its parts",
@@ -60,7 +59,7 @@ class ReasoningGym(SingleTurn):
         return task
 
     def prompts(self, split: str) -> Sequence[Prompt]:
-        problems(self.task, self._config)  # refuses a wrong name or setting now rather than at the first rollout
+        load_problems(self.task, self._config)  # refuses a wrong name or setting now rather than at the first rollout
         size = {"train": self.num_train, "eval": self.num_eval}[split]
         start = self.seed if split == "train" else self.seed + self.num_train
         return LazyPrompts(size, lambda index: self._prompt(start + index))
@@ -71,7 +70,7 @@ class ReasoningGym(SingleTurn):
         total, tags = 0.0, tuple[str, ...]()
         if given is not None and len(given) <= MAX_ANSWER_CHARACTERS:
             try:
-                total = await graded(score, self.task, self._config, prompt.facts["seed"], given, limit_s=SCORING_LIMIT_S)
+                total = await grade(score, self.task, self._config, prompt.facts["seed"], given, limit_s=SCORING_LIMIT_S)
             except GraderOverrun:
                 tags = ("too_heavy",)
         metrics = {"exact": float(total >= 1), "has_answer": float(given is not None)}
@@ -82,30 +81,30 @@ class ReasoningGym(SingleTurn):
         return json.dumps(self.config, sort_keys=True)
 
     def _prompt(self, seed: int) -> Prompt:
-        made = problem(self.task, self._config, seed)
+        made = make_problem(self.task, self._config, seed)
         content = self.instruction.replace("{question}", str(made["question"]))
         return Prompt(({"role": "user", "content": content},), answer=str(made["answer"] or ""), facts={"seed": seed})
 
 
 def score(task: str, config: str, seed: int, answer: str) -> float:
     """What the data set's scorer makes of an answer. For a grader process."""
-    return float(problems(task, config).score_answer(answer, problem(task, config, seed)))
+    return float(load_problems(task, config).score_answer(answer, make_problem(task, config, seed)))
 
 
-def problem(task: str, config: str, seed: int) -> Mapping[str, Any]:
+def make_problem(task: str, config: str, seed: int) -> Mapping[str, Any]:
     """The problem of a seed: `question`, `answer` and the scorer's `metadata`."""
-    made: Mapping[str, Any] = problems(task, config)[seed]
+    made: Mapping[str, Any] = load_problems(task, config)[seed]
     return made
 
 
 @lru_cache(maxsize=16)
-def problems(task: str, config: str) -> Any:
+def load_problems(task: str, config: str) -> Any:
     """The data set whose item i is made from the seed i. Raises `ValueError` for a name or a setting it does not know."""
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
     if task not in DATASETS:
-        raise ValueError(f"task={task!r} is no data set of reasoning-gym.{did_you_mean(task, DATASETS)}")
+        raise ValueError(f"task={task!r} is not a data set of reasoning-gym.{did_you_mean(task, DATASETS)}")
     try:
         return reasoning_gym.create_dataset(task, **{"size": 2**62, **json.loads(config), "seed": 0})
     except (TypeError, AssertionError) as error:

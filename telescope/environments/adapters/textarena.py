@@ -19,10 +19,9 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from telescope.config.words import did_you_mean
-from telescope.environments.base import Prompt, Reward, Turn
-from telescope.environments.draws import LazyPrompts
+from telescope.environments.base import LazyPrompts, Prompt, Reward, Turn
 from telescope.environments.failures import GraderError
-from telescope.environments.graders import graded
+from telescope.environments.graders.pool import grade
 from telescope.environments.multi_turn import MultiTurn
 from telescope.environments.parsers import ThinkTags, Whole
 
@@ -30,8 +29,8 @@ PLAYER = 0
 
 
 @dataclass
-class Game:
-    """`view` is what `replayed` gave last."""
+class ReplayedGame:
+    """`view` is what `replay` gave last."""
 
     seed: int
     view: Mapping[str, Any]
@@ -66,32 +65,32 @@ class Textarena(MultiTurn):
     async def set_up(self) -> None:
         """Begin one game: a name that textarena does not know, or a game for several, is refused now."""
         try:
-            await self._replayed(self.seed, ())
+            await self._replay(self.seed, ())
         except GraderError as error:
             raise ValueError(f"game={self.game!r} with options={self.options} can't be played: {error}") from error
 
     def prompts(self, split: str) -> Sequence[Prompt]:
         size = {"train": self.num_train, "eval": self.num_eval}[split]
         start = self.seed if split == "train" else self.seed + self.num_train
-        return LazyPrompts(size, self._from(start))
+        return LazyPrompts(size, self._make_prompts_from(start))
 
-    async def initial_state(self, prompt: Prompt) -> Game:
+    async def initial_state(self, prompt: Prompt) -> ReplayedGame:
         seed = int(prompt.facts["seed"])
-        return Game(seed, await self._replayed(seed, ()))
+        return ReplayedGame(seed, await self._replay(seed, ()))
 
-    def opening(self, prompt: Prompt, state: Game) -> Sequence[Turn]:
+    def opening(self, prompt: Prompt, state: ReplayedGame) -> Sequence[Turn]:
         said = [self.instruction, str(state.view["said"])]
         return ({"role": "user", "content": "\n\n".join(filter(None, said))},)
 
-    async def reply(self, state: Game, answer: str) -> Sequence[Turn]:
+    async def reply(self, state: ReplayedGame, answer: str) -> Sequence[Turn]:
         state.moves.append(ThinkTags(Whole()).parse(answer) or "")
-        state.view = await self._replayed(state.seed, state.moves)
+        state.view = await self._replay(state.seed, state.moves)
         return ({"role": "user", "content": str(state.view["said"]) or "Your move."},)
 
-    def is_done(self, state: Game) -> bool:
+    def is_done(self, state: ReplayedGame) -> bool:
         return bool(state.view["done"])
 
-    def reward(self, prompt: Prompt, state: Game) -> Reward:
+    def reward(self, prompt: Prompt, state: ReplayedGame) -> Reward:
         total, done = float(state.view["reward"]), self.is_done(state)
         metrics = {
             "finished": float(done),
@@ -101,16 +100,14 @@ class Textarena(MultiTurn):
         }
         return Reward(total, metrics, info={"seed": state.seed, "reason": state.view["reason"]})
 
-    def _from(self, start: int) -> Any:
+    def _make_prompts_from(self, start: int) -> Any:
         # The opening is the game's own, and made with the game: what stands here is what is known without it.
         return lambda index: Prompt(
             ({"role": "user", "content": self.instruction or self.game},), facts={"seed": start + index}
         )
 
-    async def _replayed(self, seed: int, moves: Sequence[str]) -> Mapping[str, Any]:
-        view: Mapping[str, Any] = await graded(
-            replayed, self.game, self._options, seed, list(moves), limit_s=self.replay_limit_s
-        )
+    async def _replay(self, seed: int, moves: Sequence[str]) -> Mapping[str, Any]:
+        view: Mapping[str, Any] = await grade(replay, self.game, self._options, seed, list(moves), limit_s=self.replay_limit_s)
         return view
 
     @cached_property
@@ -118,7 +115,7 @@ class Textarena(MultiTurn):
         return json.dumps(self.options, sort_keys=True)
 
 
-def replayed(game: str, options: str, seed: int, moves: Sequence[str]) -> dict[str, Any]:
+def replay(game: str, options: str, seed: int, moves: Sequence[str]) -> dict[str, Any]:
     """The game after these moves. For a grader process: it seeds the global `random` that the games draw from."""
     import textarena
     from textarena.envs.registration import ENV_REGISTRY
@@ -136,7 +133,7 @@ def replayed(game: str, options: str, seed: int, moves: Sequence[str]) -> dict[s
             break
     told = env.state.game_info.get(PLAYER, {}) if done else {}
     return {
-        "said": said_in(seen),
+        "said": read_messages(seen),
         "done": done,
         "reward": float((env.state.rewards or {}).get(PLAYER, 0.0)) if done else 0.0,
         "reason": str(told.get("reason", "")),
@@ -144,7 +141,7 @@ def replayed(game: str, options: str, seed: int, moves: Sequence[str]) -> dict[s
     }
 
 
-def said_in(seen: Any) -> str:
+def read_messages(seen: Any) -> str:
     """What a game says to its player, without the player's own words: of the -raw games a list of (who, text, kind)."""
     if isinstance(seen, str):
         return seen.strip()

@@ -24,9 +24,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from telescope.environments.base import Prompt, Reward, Turn
-from telescope.environments.draws import LazyPrompts
-from telescope.environments.graders import graded
+from telescope.environments.base import LazyPrompts, Prompt, Reward, Turn
+from telescope.environments.graders.pool import grade
 from telescope.environments.multi_turn import MultiTurn
 from telescope.environments.parsers import AnswerTags, ThinkTags, Whole
 
@@ -40,7 +39,7 @@ _STATUS = re.compile(r"\n+>[^\n]*\Z")
 
 @dataclass
 class Adventure:
-    """`view` is what `replayed` gave last. `commands` are those that were put to the game."""
+    """`view` is what `replay` gave last. `commands` are those that were put to the game."""
 
     seed: int
     view: Mapping[str, Any]
@@ -97,24 +96,24 @@ class Textworld(MultiTurn):
         size = {"train": self.num_train, "eval": self.num_eval}[split]
         start = self.seed if split == "train" else self.seed + self.num_train
         # The opening is the game's own, and made with the game: what stands here is what is known without it.
-        return LazyPrompts(size, lambda index: Prompt(_user(self.instruction), facts={"seed": start + index}))
+        return LazyPrompts(size, lambda index: Prompt(_make_user_turn(self.instruction), facts={"seed": start + index}))
 
     async def initial_state(self, prompt: Prompt) -> Adventure:
         seed = int(prompt.facts["seed"])
-        await graded(compiled, self._options(seed), self._games, limit_s=self.replay_limit_s, clock_limit_s=COMPILING_S)
-        return Adventure(seed, await self._replayed(seed, ()))
+        await grade(compile_game, self._options(seed), self._games, limit_s=self.replay_limit_s, clock_limit_s=COMPILING_S)
+        return Adventure(seed, await self._replay(seed, ()))
 
     def opening(self, prompt: Prompt, state: Adventure) -> Sequence[Turn]:
-        return _user("\n\n".join(filter(None, (self.instruction, self._told(state.view)))))
+        return _make_user_turn("\n\n".join(filter(None, (self.instruction, self._describe(state.view)))))
 
     async def reply(self, state: Adventure, answer: str) -> Sequence[Turn]:
-        command = self.command_in(answer)
+        command = self.find_command(answer)
         if command is None:
             state.refused += 1
-            return _user("That was no command.")
+            return _make_user_turn("That was not a command.")
         state.commands.append(command)
-        state.view = await self._replayed(state.seed, state.commands)
-        return _user(self._told(state.view))
+        state.view = await self._replay(state.seed, state.commands)
+        return _make_user_turn(self._describe(state.view))
 
     def is_done(self, state: Adventure) -> bool:
         return bool(state.view["done"])
@@ -130,13 +129,13 @@ class Textworld(MultiTurn):
         }
         return Reward(float(share), metrics, info={"seed": state.seed, "commands": list(state.commands)})
 
-    def command_in(self, answer: str) -> str | None:
+    def find_command(self, answer: str) -> str | None:
         """The command in small letters on one line; None where there is none."""
         parser = Whole() if self.answer_tag is None else AnswerTags(self.answer_tag)
         given = " ".join((ThinkTags(parser).parse(answer) or "").lower().split())
         return given if 0 < len(given) <= MAX_COMMAND else None
 
-    def _told(self, view: Mapping[str, Any]) -> str:
+    def _describe(self, view: Mapping[str, Any]) -> str:
         may = f"You may: {', '.join(view['admissible'])}." if self.admissible and view["admissible"] else ""
         return "\n\n".join(filter(None, (str(view["said"]), may)))
 
@@ -153,20 +152,20 @@ class Textworld(MultiTurn):
     def _games(self) -> str:
         if self.games_dir:
             return str(Path(self.games_dir).expanduser().resolve())
-        return str(own_games(Path(tempfile.gettempdir(), f"telescope-textworld-{os.getuid()}")))
+        return str(make_own_folder(Path(tempfile.gettempdir(), f"telescope-textworld-{os.getuid()}")))
 
-    async def _replayed(self, seed: int, commands: Sequence[str]) -> Mapping[str, Any]:
-        view: Mapping[str, Any] = await graded(
-            replayed, self._options(seed), self._games, list(commands), limit_s=self.replay_limit_s
+    async def _replay(self, seed: int, commands: Sequence[str]) -> Mapping[str, Any]:
+        view: Mapping[str, Any] = await grade(
+            replay, self._options(seed), self._games, list(commands), limit_s=self.replay_limit_s
         )
         return view
 
 
-def _user(text: str) -> tuple[Turn]:
+def _make_user_turn(text: str) -> tuple[Turn]:
     return ({"role": "user", "content": text},)
 
 
-def own_games(folder: Path) -> Path:
+def make_own_folder(folder: Path) -> Path:
     """The folder, made. Raises `ValueError` where it is another user's: anybody may put one at this place, and its games would
     be loaded."""
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -184,17 +183,17 @@ def sweep(folder: Path) -> None:
                 shutil.rmtree(aside, ignore_errors=True)
 
 
-def file_of(options: Mapping[str, Any], folder: str) -> Path:
+def locate_game(options: Mapping[str, Any], folder: str) -> Path:
     """Where a game lies: its name holds all that it is made from."""
     made = "rooms{rooms}-objects{objects}-quest{quest_length}-{theme}-seed{seed}".format_map(options)
     return Path(folder) / f"textworld-1.7-{made}.z8"
 
 
-def compiled(options: Mapping[str, Any], folder: str) -> str:
+def compile_game(options: Mapping[str, Any], folder: str) -> str:
     """Make and compile a game that is not there yet, beside its place and then moved there. For a grader process."""
     import textworld
 
-    game = file_of(options, folder)
+    game = locate_game(options, folder)
     if game.exists():
         return str(game)
     game.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -210,14 +209,14 @@ def compiled(options: Mapping[str, Any], folder: str) -> str:
     return str(game)
 
 
-def replayed(options: Mapping[str, Any], folder: str, commands: Sequence[str]) -> dict[str, Any]:
+def replay(options: Mapping[str, Any], folder: str, commands: Sequence[str]) -> dict[str, Any]:
     """The game after these commands. For a grader process."""
     import textworld
 
     asked = textworld.EnvInfos(
         admissible_commands=True, score=True, max_score=True, won=True, objective=True, description=True, feedback=True
     )
-    env = textworld.start(str(file_of(options, folder)), request_infos=asked)
+    env = textworld.start(str(locate_game(options, folder)), request_infos=asked)
     try:
         state, known, done = env.reset(), 0, False
         said = f"{state.objective}\n\n{state.description}"

@@ -45,17 +45,17 @@ class AgentProgram(AgentEnvironment):
             lines = file.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"the tasks in {file} can't be read: {error}: name a file of JSON lines in UTF-8") from error
-        return [_prompt(line, f"{file} line {at}") for at, line in enumerate(lines, 1) if line.strip()]
+        return [_read_prompt(line, f"{file} line {at}") for at, line in enumerate(lines, 1) if line.strip()]
 
     def argv(self, prompt: Prompt) -> Sequence[str]:
         return self.command
 
 
-def _prompt(line: str, place: str) -> Prompt:
+def _read_prompt(line: str, place: str) -> Prompt:
     try:
         read: Any = json.loads(line)
         if read["task"] is None:
             raise ValueError("its task is null")
         return Prompt(({"role": "user", "content": str(read["task"])},), str(read.get("answer", "")), dict(read))
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f'{place} is no {{"task": …, "answer": …}}: {error!r}') from error
+        raise ValueError(f'{place} is not {{"task": …, "answer": …}}: {error!r}') from error

@@ -12,11 +12,18 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, PrivateAttr
 
 from telescope.environments.base import Prompt, Reward, SingleTurn
-from telescope.environments.code_answers import Result, behind, code_of, judge
-from telescope.environments.code_tests import AssertTest, CallTest, Test, read_tests
-from telescope.environments.draws import Draws
-from telescope.environments.questions.instruction import Instruction
-from telescope.environments.questions.rows import NoRows, Row, Source
+from telescope.environments.graders.code import (
+    AssertTest,
+    CallTest,
+    CodeResult,
+    Test,
+    extract_code,
+    prepend,
+    read_tests,
+    run_tests,
+)
+from telescope.environments.hashed_random import HashedRandom
+from telescope.environments.questions.dataset import DatasetSource, Instruction, NoRows, Row
 from telescope.environments.sandboxes.base import SandboxError
 from telescope.environments.sandboxes.pool import Pool
 from telescope.environments.sandboxes.settings import SandboxSettings
@@ -77,8 +84,8 @@ class CodeGeneration(SingleTurn):
     """What becomes of rows without tests that can be read: none is taken (the worker ends with the first of them), or they are
     left out and counted in the worker's log."""
     number_tolerance: float = Field(default=0.0, ge=0, le=0.1)
-    """How far a printed number that is no integer may be from the wanted one, absolutely or as a share of it; then words are
-    compared, and white space does not count. 0: the text must be the same."""
+    """How far a printed number that is not an integer may be from the wanted one, absolutely or as a share of it; then words
+    are compared, and white space does not count. 0: the text must be the same."""
     score: Literal["all", "share"] = "all"
     """`all`: 1 where every test passes, else 0, and the first failure ends the run; `share`: the share of tests that pass."""
     test_s: float = Field(default=5.0, gt=0, le=600)
@@ -104,16 +111,16 @@ class CodeGeneration(SingleTurn):
         return self._splits[split]
 
     async def reward(self, prompt: Prompt, answer: str) -> Reward:
-        code = code_of(answer)
+        code = extract_code(answer)
         if not code.strip():
             return Reward(0.0, {"all_passed": 0.0, "tests_passed": 0.0, "has_code": 0.0}, tags=("no_code",))
         if self._pool is None:
             raise SandboxError("the environment was not set up: its sandboxes are not there")
         async with self._pool.sandbox() as guest:
-            verdict = await judge(
+            verdict = await run_tests(
                 guest,
-                behind(self.prelude, prompt.facts["prefix"] + code),
-                self._tests(prompt.facts["tests"], prompt.facts["setup"], prompt.facts["entry_point"]),
+                prepend(self.prelude, prompt.facts["prefix"] + code),
+                self._read_tests(prompt.facts["tests"], prompt.facts["setup"], prompt.facts["entry_point"]),
                 test_s=self.test_s,
                 total_s=self.total_s,
                 stop_at_failure=self.score == "all",
@@ -121,7 +128,7 @@ class CodeGeneration(SingleTurn):
                 tolerance=self.number_tolerance,
             )
         metrics = {"all_passed": float(verdict.all_passed), "tests_passed": verdict.passed, "has_code": 1.0}
-        tags = tuple(sorted({result.value for result in verdict.results} - {Result.PASSED.value, Result.NOT_RUN.value}))
+        tags = tuple(sorted({result.value for result in verdict.results} - {CodeResult.PASSED.value, CodeResult.NOT_RUN.value}))
         info = {
             "tests": [result.value for result in verdict.results],
             "complaint": verdict.complaint[:_COMPLAINT_CHARACTERS],
@@ -132,23 +139,23 @@ class CodeGeneration(SingleTurn):
 
     @cached_property
     def _splits(self) -> dict[str, list[Prompt]]:
-        source = Source(self.dataset, self.subsets, self.revision, self.data_dir)
+        source = DatasetSource(self.dataset, self.subsets, self.revision, self.data_dir)
         paths = (self.question_field, self.tests_field, self.setup_field, self.entry_point_field, self.prefix_field)
         columns = [path.partition(".")[0] for path in (*paths, self.solution_field) if path is not None]
         train = source.rows(self.train_split, columns)
         if self.eval_split is not None:
             held = train if self.eval_split == self.train_split else source.rows(self.eval_split, columns)
-            return {"train": self._made(train), "eval": self._made(held)}
-        order = Draws("code_generation", self.seed, "held out").shuffled(range(len(train)))
+            return {"train": self._make_prompts(train), "eval": self._make_prompts(held)}
+        order = HashedRandom("code_generation", self.seed, "held out").shuffled(range(len(train)))
         if self.held_out >= len(order):
             raise ValueError(f"held_out={self.held_out} leaves none of the {len(order)} rows to train on")
         chosen = set(order[: self.held_out])
         return {
-            "train": self._made([row for at, row in enumerate(train) if at not in chosen]),
-            "eval": self._made([row for at, row in enumerate(train) if at in chosen]),
+            "train": self._make_prompts([row for at, row in enumerate(train) if at not in chosen]),
+            "eval": self._make_prompts([row for at, row in enumerate(train) if at in chosen]),
         }
 
-    def _made(self, rows: Sequence[Row]) -> list[Prompt]:
+    def _make_prompts(self, rows: Sequence[Row]) -> list[Prompt]:
         made, left_out = [], []
         for at, row in enumerate(rows):
             try:
@@ -163,23 +170,23 @@ class CodeGeneration(SingleTurn):
         return made
 
     def _prompt(self, row: Row) -> Prompt:
-        tests = json.dumps(_reached(row, self.tests_field))
-        setup, entry_point = _text(row, self.setup_field), _text(row, self.entry_point_field)
-        read = self._tests(tests, setup, entry_point)
-        question = str(_reached(row, self.question_field)) + "".join(_shown(test) for test in read[: self.shown_tests])
+        tests = json.dumps(_get_path(row, self.tests_field))
+        setup, entry_point = _get_text(row, self.setup_field), _get_text(row, self.entry_point_field)
+        read = self._read_tests(tests, setup, entry_point)
+        question = str(_get_path(row, self.question_field)) + "".join(_show_test(test) for test in read[: self.shown_tests])
         return Prompt(
             turns=({"role": "user", "content": self.instruction.replace("{question}", question)},),
-            answer=_text(row, self.solution_field),
-            facts={"tests": tests, "setup": setup, "entry_point": entry_point, "prefix": _text(row, self.prefix_field)},
+            answer=_get_text(row, self.solution_field),
+            facts={"tests": tests, "setup": setup, "entry_point": entry_point, "prefix": _get_text(row, self.prefix_field)},
         )
 
-    def _tests(self, tests: str, setup: str, entry_point: str) -> tuple[Test, ...]:
+    def _read_tests(self, tests: str, setup: str, entry_point: str) -> tuple[Test, ...]:
         """The first `max_tests`, each assertion behind the set-up code."""
         first = read_tests(json.loads(tests), entry_point)[: self.max_tests]
         return tuple(AssertTest(f"{setup}\n{test.code}") if setup and isinstance(test, AssertTest) else test for test in first)
 
 
-def _reached(row: Row, path: str) -> Any:
+def _get_path(row: Row, path: str) -> Any:
     """The value at a dotted path; JSON text on the way is read."""
     value: Any = row
     for part in path.split("."):
@@ -189,11 +196,11 @@ def _reached(row: Row, path: str) -> Any:
     return value
 
 
-def _text(row: Row, path: str | None) -> str:
-    return "" if path is None else str(_reached(row, path) or "")
+def _get_text(row: Row, path: str | None) -> str:
+    return "" if path is None else str(_get_path(row, path) or "")
 
 
-def _shown(test: Test) -> str:
+def _show_test(test: Test) -> str:
     if isinstance(test, AssertTest):
         return f"\n\nYour code must pass:\n{test.code.strip()}"
     if isinstance(test, CallTest):

@@ -9,15 +9,15 @@ from typing import ClassVar
 
 from pydantic import Field, field_validator, model_validator
 
-from telescope.environments.base import Prompt, Reward, SingleTurn, Turn
-from telescope.environments.draws import Draws, LazyPrompts
-from telescope.environments.expression import NotAnExpression, parse
+from telescope.environments.base import LazyPrompts, Prompt, Reward, SingleTurn, Turn
+from telescope.environments.graders.expression import NotAnExpression, parse_expression
+from telescope.environments.hashed_random import HashedRandom
 
 _TRIES = 1000
 
 
 @dataclass(frozen=True)
-class Problem:
+class CountdownProblem:
     numbers: tuple[int, ...]
     target: int
     solution: str
@@ -78,19 +78,19 @@ class Countdown(SingleTurn):
         for field in ("{numbers}", "{target}"):
             if field not in self.instruction:
                 raise ValueError(f"instruction={self.instruction!r} must contain {field}")
-        self.problem(Draws("countdown", self.seed, "probe"))
+        self.problem(HashedRandom("countdown", self.seed, "probe"))
         return self
 
     def prompts(self, split: str) -> Sequence[Prompt]:
         return LazyPrompts(self._size(split), lambda index: self._prompt(split, index))
 
     def reward(self, prompt: Prompt, answer: str) -> Reward:
-        valid, all_used, exact = self._judge(self._expression_text(answer), prompt.facts["numbers"], prompt.facts["target"])
+        valid, all_used, exact = self._judge(self._find_expression(answer), prompt.facts["numbers"], prompt.facts["target"])
         total = 1.0 if exact else self.wrong_value_reward if all_used else 0.0
         metrics = {"exact": float(exact), "valid_format": float(valid), "all_numbers": float(all_used)}
         return Reward(total, metrics, golden_answers=(prompt.answer,))
 
-    def _expression_text(self, answer: str) -> str:
+    def _find_expression(self, answer: str) -> str:
         """The part of the answer that must be the expression; empty where the tag is missing."""
         if self.answer_tag is None:
             return answer
@@ -101,7 +101,7 @@ class Countdown(SingleTurn):
     def _judge(self, text: str, numbers: tuple[int, ...], target: int) -> tuple[bool, bool, bool]:
         """Whether the text is an expression, uses all numbers exactly once, and has the wanted value as well."""
         try:
-            expression = parse(text, self.operators)
+            expression = parse_expression(text, self.operators)
         except NotAnExpression:
             return False, False, False
         all_used = sorted(expression.numbers) == sorted(numbers)
@@ -111,51 +111,51 @@ class Countdown(SingleTurn):
         return {"train": self.num_train, "eval": self.num_eval}[split]
 
     def _prompt(self, split: str, index: int) -> Prompt:
-        problem = self.problem(Draws("countdown", self.seed, split, index))
+        problem = self.problem(HashedRandom("countdown", self.seed, split, index))
         return Prompt(
-            turns=(*self._shown, {"role": "user", "content": self.question(problem)}),
+            turns=(*self._examples, {"role": "user", "content": self.question(problem)}),
             answer=problem.solution,
             facts={"numbers": problem.numbers, "target": problem.target},
         )
 
     @cached_property
-    def _shown(self) -> tuple[Turn, ...]:
+    def _examples(self) -> tuple[Turn, ...]:
         """The solved examples, question and answer in turn."""
-        problems = [self.problem(Draws("countdown", self.seed, "examples", index)) for index in range(self.examples)]
+        problems = [self.problem(HashedRandom("countdown", self.seed, "examples", index)) for index in range(self.examples)]
         return tuple(
             turn
             for problem in problems
             for turn in (
                 {"role": "user", "content": self.question(problem)},
-                {"role": "assistant", "content": self._tagged(problem.solution)},
+                {"role": "assistant", "content": self._wrap_in_tag(problem.solution)},
             )
         )
 
-    def _tagged(self, solution: str) -> str:
+    def _wrap_in_tag(self, solution: str) -> str:
         return solution if self.answer_tag is None else f"<{self.answer_tag}>{solution}</{self.answer_tag}>"
 
-    def question(self, problem: Problem) -> str:
+    def question(self, problem: CountdownProblem) -> str:
         # No str.format: braces elsewhere in an instruction are text.
         shown = self.instruction.replace("{numbers}", " ".join(map(str, problem.numbers)))
         return shown.replace("{target}", str(problem.target))
 
-    def problem(self, draws: Draws) -> Problem:
+    def problem(self, draws: HashedRandom) -> CountdownProblem:
         """A solvable problem from any stream of draws. Raises `ValueError` where the settings leave none to be found."""
         for _ in range(_TRIES):
             numbers = [draws.between(self.min_number, self.max_number) for _ in range(self.num_numbers)]
             solution = self.random_expression(numbers, draws)
             try:
-                value = parse(solution, self.operators).value
+                value = parse_expression(solution, self.operators).value
             except NotAnExpression:  # a division by zero
                 continue
             if value.denominator == 1 and self.min_target <= value <= self.max_target:
-                return Problem(tuple(numbers), int(value), solution)
+                return CountdownProblem(tuple(numbers), int(value), solution)
         raise ValueError(
             f"no target in [min_target={self.min_target}, max_target={self.max_target}] was found in {_TRIES} random problems "
             f"of {self.num_numbers} numbers in [{self.min_number}, {self.max_number}] with {self.operators}: widen the targets"
         )
 
-    def random_expression(self, numbers: Sequence[int], draws: Draws) -> str:
+    def random_expression(self, numbers: Sequence[int], draws: HashedRandom) -> str:
         """The numbers in random order with random operators between them, e.g. `5+8-3`."""
         shuffled = [str(number) for number in draws.shuffled(numbers)]
         return shuffled[0] + "".join(draws.choice(self.operators) + number for number in shuffled[1:])

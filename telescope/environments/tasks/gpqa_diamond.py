@@ -14,9 +14,9 @@ from typing import ClassVar
 from pydantic import Field, field_validator
 
 from telescope.environments.base import Prompt, Reward, SingleTurn
-from telescope.environments.draws import Draws
-from telescope.environments.questions.answers import final_answer, tidy
-from telescope.environments.questions.rows import Row, Source
+from telescope.environments.graders.maths import extract_answer, tidy
+from telescope.environments.hashed_random import HashedRandom
+from telescope.environments.questions.dataset import DatasetSource, Row
 
 LETTERS = "ABCD"
 COLUMNS = ("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
@@ -61,27 +61,27 @@ class GpqaDiamond(SingleTurn):
         return self._prompts
 
     def reward(self, prompt: Prompt, answer: str) -> Reward:
-        letter = chosen(answer)
+        letter = find_letter(answer)
         exact = letter == prompt.answer
         metrics = {"exact": float(exact), "has_answer": float(letter is not None)}
         return Reward(float(exact), metrics, golden_answers=(prompt.answer,), info={"parsed_answer": letter})
 
     @cached_property
     def _prompts(self) -> tuple[Prompt, ...]:
-        rows = Source(self.dataset, (self.subset,), self.revision, self.data_dir).rows("train", COLUMNS)
+        rows = DatasetSource(self.dataset, (self.subset,), self.revision, self.data_dir).rows("train", COLUMNS)
         return tuple(self._prompt(row, index) for index, row in enumerate(rows[: self.num_prompts]))
 
     def _prompt(self, row: Row, index: int) -> Prompt:
         question, *options = (str(row[column]).strip() for column in COLUMNS)
-        order = Draws("gpqa", self.seed, index).shuffled(range(4))
+        order = HashedRandom("gpqa", self.seed, index).shuffled(range(4))
         shown = "\n".join(f"{letter}) {options[at]}" for letter, at in zip(LETTERS, order, strict=True))
         content = self.instruction.replace("{options}", shown).replace("{question}", question)
         return Prompt(turns=({"role": "user", "content": content},), answer=LETTERS[order.index(0)])
 
 
-def chosen(answer: str) -> str | None:
+def find_letter(answer: str) -> str | None:
     r"""The letter that an answer settles on: of `\boxed{C}`, `<answer>(c)</answer>`, "the answer is C". None: none."""
-    given = final_answer(answer, "any")
+    given = extract_answer(answer, "any")
     if given is None:
         return None
     match = _LETTER.match(given) or _LETTER.fullmatch(tidy(given))

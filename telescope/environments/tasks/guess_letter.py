@@ -11,15 +11,15 @@ from typing import ClassVar
 
 from pydantic import Field, model_validator
 
-from telescope.environments.base import Prompt, Reward, Turn
-from telescope.environments.draws import Draws, LazyPrompts
+from telescope.environments.base import LazyPrompts, Prompt, Reward, Turn
+from telescope.environments.hashed_random import HashedRandom
 from telescope.environments.multi_turn import MultiTurn
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 
 
 @dataclass
-class Search:
+class LetterSearch:
     """One search: `low` and `high` bound what the replies so far have left, as indices of `ALPHABET`."""
 
     secret: int
@@ -56,20 +56,20 @@ class GuessLetter(MultiTurn):
 
     def prompts(self, split: str) -> Sequence[Prompt]:
         size = {"train": self.num_train, "eval": self.num_eval}[split]
-        return LazyPrompts(size, lambda index: self.prompt(Draws("guess_letter", self.seed, split, index)))
+        return LazyPrompts(size, lambda index: self.prompt(HashedRandom("guess_letter", self.seed, split, index)))
 
-    def prompt(self, draws: Draws) -> Prompt:
+    def prompt(self, draws: HashedRandom) -> Prompt:
         """One search from any stream of draws; the script that trains the base model uses its own."""
         first = draws.between(0, len(ALPHABET) - self.letters)
         secret = draws.between(first, first + self.letters - 1)
         asked = f"{ALPHABET[first]}-{ALPHABET[first + self.letters - 1]}"
         return Prompt(({"role": "user", "content": asked},), answer=ALPHABET[secret], facts={"first": first, "secret": secret})
 
-    def initial_state(self, prompt: Prompt) -> Search:
+    def initial_state(self, prompt: Prompt) -> LetterSearch:
         first = int(prompt.facts["first"])
-        return Search(int(prompt.facts["secret"]), first, first + self.letters - 1)
+        return LetterSearch(int(prompt.facts["secret"]), first, first + self.letters - 1)
 
-    def reply(self, state: Search, answer: str) -> Sequence[Turn]:
+    def reply(self, state: LetterSearch, answer: str) -> Sequence[Turn]:
         guess = answer.strip()
         state.guesses.append(guess)
         place = ALPHABET.find(guess) if len(guess) == 1 else -1
@@ -83,10 +83,10 @@ class GuessLetter(MultiTurn):
         state.high = min(state.high, place - 1)
         return ({"role": "user", "content": "earlier"},)
 
-    def is_done(self, state: Search) -> bool:
+    def is_done(self, state: LetterSearch) -> bool:
         return state.found
 
-    def reward(self, prompt: Prompt, state: Search) -> Reward:
+    def reward(self, prompt: Prompt, state: LetterSearch) -> Reward:
         guesses = len(state.guesses)
         metrics = {"exact": float(state.found), "guesses": float(guesses), "sensible": state.sensible / max(guesses, 1)}
         return Reward(float(state.found), metrics)

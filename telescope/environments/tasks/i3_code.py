@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from telescope.environments.questions.instruction import Instruction
+from telescope.environments.questions.dataset import Instruction
 from telescope.environments.tasks.code_generation import CodeGeneration
 
 PRELUDE = """\
@@ -52,8 +52,8 @@ class I3Code(CodeGeneration):
     """What becomes of rows without tests that can be read: none is taken (the worker ends with the first of them), or they are
     left out and counted in the worker's log."""
     number_tolerance: float = Field(default=1e-3, ge=0, le=0.1)
-    """How far a printed number that is no integer may be from the wanted one, absolutely or as a share of it; then words are
-    compared, and white space does not count. 0: the text must be the same."""
+    """How far a printed number that is not an integer may be from the wanted one, absolutely or as a share of it; then words
+    are compared, and white space does not count. 0: the text must be the same."""
     test_s: float = Field(default=10.0, gt=0, le=600)
     """Seconds that one test may take; not more than `sandbox.limits.time_s`."""
     total_s: float = Field(default=60.0, gt=0, le=3600)

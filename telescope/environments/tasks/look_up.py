@@ -10,8 +10,8 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from telescope.environments.base import Prompt, Reward
-from telescope.environments.draws import Draws, LazyPrompts
+from telescope.environments.base import LazyPrompts, Prompt, Reward
+from telescope.environments.hashed_random import HashedRandom
 from telescope.environments.tool_environment import ToolEnvironment, ToolState
 from telescope.environments.tools.calls import CallFormat
 from telescope.environments.tools.schema import ToolFunction
@@ -58,16 +58,16 @@ class LookUp(ToolEnvironment):
 
     def prompts(self, split: str) -> Sequence[Prompt]:
         size = {"train": self.num_train, "eval": self.num_eval}[split]
-        return LazyPrompts(size, lambda index: self.prompt(Draws("look_up", self.seed, split, index)))
+        return LazyPrompts(size, lambda index: self.prompt(HashedRandom("look_up", self.seed, split, index)))
 
-    def prompt(self, draws: Draws) -> Prompt:
+    def prompt(self, draws: HashedRandom) -> Prompt:
         """One question from any stream of draws; the script that trains the base model uses its own."""
         key, value = self.word(draws, 3), self.word(draws, 4)
         turns = ({"role": "user", "content": self.question.format(key=key)},)
         return Prompt(turns, answer=value, facts={"key": key})
 
     @staticmethod
-    def word(draws: Draws, length: int) -> str:
+    def word(draws: HashedRandom, length: int) -> str:
         return "".join(draws.choice(LETTERS) for _ in range(length))
 
     def initial_state(self, prompt: Prompt) -> Page:

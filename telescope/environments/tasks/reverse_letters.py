@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from pydantic import Field, field_validator, model_validator
 
-from telescope.environments.base import Prompt, Reward, SingleTurn
-from telescope.environments.draws import Draws, LazyPrompts
+from telescope.environments.base import LazyPrompts, Prompt, Reward, SingleTurn
+from telescope.environments.hashed_random import HashedRandom
 
 
 class ReverseLetters(SingleTurn):
@@ -69,10 +69,10 @@ class ReverseLetters(SingleTurn):
         return {"train": self.num_train, "eval": self.num_eval}[split]
 
     def _prompt(self, split: str, index: int) -> Prompt:
-        word = self.word(Draws("reverse_letters", self.seed, split, index))
+        word = self.word(HashedRandom("reverse_letters", self.seed, split, index))
         return Prompt(turns=({"role": "user", "content": f"rev {word}"},), answer=word[::-1])
 
-    def word(self, draws: Draws) -> str:
+    def word(self, draws: HashedRandom) -> str:
         """One word of this task from any stream of draws; the script that trains the base model uses its own stream."""
         length = draws.between(self.min_length, self.max_length)
         return "".join(draws.choice(self.letters) for _ in range(length))

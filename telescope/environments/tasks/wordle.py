@@ -17,8 +17,8 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from telescope.environments.base import Prompt, Reward, Turn
-from telescope.environments.draws import Draws, LazyPrompts
+from telescope.environments.base import LazyPrompts, Prompt, Reward, Turn
+from telescope.environments.hashed_random import HashedRandom
 from telescope.environments.multi_turn import MultiTurn
 from telescope.environments.parsers import AnswerTags, ThinkTags, Whole
 
@@ -54,12 +54,12 @@ _WORD = re.compile(r"[a-z]{5}")
 
 
 @dataclass
-class Game:
+class WordleGame:
     secret: str
     guesses: list[str] = field(default_factory=list)
     """The valid ones."""
     refused: int = 0
-    """Answers that were no guess at all."""
+    """Answers that were not a guess at all."""
     most_green: int = 0
 
     @property
@@ -70,7 +70,7 @@ class Game:
 class Wordle(MultiTurn):
     """Reward 1 for the word (less `turn_cost` for each guess after the first), else `partial_credit` times its green letters.
 
-    An answer that is no word of five letters costs a turn and is told so.
+    An answer that is not a word of five letters costs a turn and is told so.
     """
 
     in_threads: ClassVar[bool] = False
@@ -115,28 +115,28 @@ class Wordle(MultiTurn):
     def prompts(self, split: str) -> Sequence[Prompt]:
         secrets = self._secrets[split]
         size = {"train": self.num_train, "eval": self.num_eval}[split]
-        return LazyPrompts(size, lambda index: self._prompt(Draws("wordle", self.seed, split, index).choice(secrets)))
+        return LazyPrompts(size, lambda index: self._prompt(HashedRandom("wordle", self.seed, split, index).choice(secrets)))
 
-    def initial_state(self, prompt: Prompt) -> Game:
-        return Game(prompt.answer)
+    def initial_state(self, prompt: Prompt) -> WordleGame:
+        return WordleGame(prompt.answer)
 
-    def reply(self, state: Game, answer: str) -> Sequence[Turn]:
-        guess = self.guess_in(answer)
+    def reply(self, state: WordleGame, answer: str) -> Sequence[Turn]:
+        guess = self.find_guess(answer)
         if guess is None:
             state.refused += 1
-            return ({"role": "user", "content": "That was no guess: one word of five letters is asked for."},)
+            return ({"role": "user", "content": "That was not a guess: one word of five letters is asked for."},)
         if self.only_known_guesses and guess not in self._known:
             state.refused += 1
             return ({"role": "user", "content": f"{guess} is not in the word list."},)
         state.guesses.append(guess)
-        shown = colours(state.secret, guess)
+        shown = colour_guess(state.secret, guess)
         state.most_green = max(state.most_green, shown.count("green"))
         return ({"role": "user", "content": " ".join(f"{a}:{colour}" for a, colour in zip(guess, shown, strict=True))},)
 
-    def is_done(self, state: Game) -> bool:
+    def is_done(self, state: WordleGame) -> bool:
         return state.found
 
-    def reward(self, prompt: Prompt, state: Game) -> Reward:
+    def reward(self, prompt: Prompt, state: WordleGame) -> Reward:
         turns = len(state.guesses) + state.refused
         lost = self.partial_credit * state.most_green / LENGTH
         won = max(1.0 - self.turn_cost * (turns - 1), self.partial_credit)
@@ -148,7 +148,7 @@ class Wordle(MultiTurn):
         }
         return Reward(won if state.found else lost, metrics, info={"guesses": list(state.guesses)})
 
-    def guess_in(self, answer: str) -> str | None:
+    def find_guess(self, answer: str) -> str | None:
         """The guess of an answer in small letters; None where there is none."""
         parser = Whole() if self.answer_tag is None else AnswerTags(self.answer_tag)
         given = (ThinkTags(parser).parse(answer) or "").strip().lower()
@@ -161,7 +161,7 @@ class Wordle(MultiTurn):
         if self.words_file is not None:
             text = _read(Path(self.words_file).expanduser(), "words_file")
         elif self.words == "reasoning_gym":
-            text = _read(_packaged(), "words")
+            text = _read(_read_packaged(), "words")
         return tuple(sorted({word for word in text.lower().split() if _WORD.fullmatch(word)}))
 
     @cached_property
@@ -171,7 +171,7 @@ class Wordle(MultiTurn):
     @cached_property
     def _secrets(self) -> dict[str, Sequence[str]]:
         """Disjoint, so that the eval split tells of words never met."""
-        shuffled = Draws("wordle words", self.seed).shuffled(self.word_list)
+        shuffled = HashedRandom("wordle words", self.seed).shuffled(self.word_list)
         kept_back = min(max(1, round(self.held_out * len(shuffled))), len(shuffled) - 1)
         return {"eval": shuffled[:kept_back], "train": shuffled[kept_back:]}
 
@@ -180,7 +180,7 @@ class Wordle(MultiTurn):
         return Prompt(({"role": "user", "content": content},), answer=secret)
 
 
-def colours(secret: str, guess: str) -> tuple[Colour, ...]:
+def colour_guess(secret: str, guess: str) -> tuple[Colour, ...]:
     """One colour a letter of the guess, e.g. `colours("react", "crane")` is yellow, yellow, green, grey, yellow."""
     left = Counter(a for a, b in zip(secret, guess, strict=True) if a != b)
     shown: list[Colour] = []
@@ -195,7 +195,7 @@ def colours(secret: str, guess: str) -> tuple[Colour, ...]:
     return tuple(shown)
 
 
-def _packaged() -> Path:
+def _read_packaged() -> Path:
     """The word list of reasoning-gym, found without importing the package."""
     try:
         return Path(str(distribution("reasoning-gym").locate_file("reasoning_gym/data/words3to10.txt")))

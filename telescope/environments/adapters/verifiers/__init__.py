@@ -30,8 +30,8 @@ from typing import Any
 from pydantic import Field, PrivateAttr, model_validator
 
 from telescope.environments.base import Chat, Environment, Prompt, Reward
+from telescope.environments.env_allowlist import pick_variables
 from telescope.environments.failures import ContextFull, GraderError, InfrastructureError
-from telescope.environments.passed_on import passed_on
 from telescope.environments.proxy.sessions import Proxy, Session
 from telescope.environments.tools.calls import CallFormat
 
@@ -79,7 +79,7 @@ class Verifiers(Environment):
     """Seconds for the player to import verifiers and load the environment, or to list the tasks."""
 
     _proxy: Proxy = PrivateAttr(default_factory=Proxy)
-    _player: Player | None = PrivateAttr(default=None)
+    _player: PlayerProcess | None = PrivateAttr(default=None)
 
     @model_validator(mode="after")
     def _the_taskset_stays(self) -> Verifiers:
@@ -95,7 +95,7 @@ class Verifiers(Environment):
 
     async def set_up(self) -> None:
         await self._proxy.start()
-        self._player = Player(self._python, {"env": self.env, "path": self._path}, self.variables, self.start_timeout_s)
+        self._player = PlayerProcess(self._python, {"env": self.env, "path": self._path}, self.variables, self.start_timeout_s)
         await self._player.start()
 
     async def tear_down(self) -> None:
@@ -109,20 +109,22 @@ class Verifiers(Environment):
         base_url, model, session = self._proxy.open_by_model(chat, call_format=self.call_format, max_requests=self.max_requests)
         try:
             task = {"task": prompt.facts["task"], "base_url": base_url, "model": model}
-            outcome = await _unless_failed(self._player.play(task), session)
+            outcome = await _wait_unless_failed(self._player.play(task), session)
             gave_up = session.given_up
         finally:
             await self._proxy.shut(session)
         if session.failure is not None:
             raise session.failure
-        return _reward(outcome, session, gave_up)
+        return _make_reward(outcome, session, gave_up)
 
     @cached_property
     def _listed(self) -> Mapping[str, Sequence[Prompt]]:
         """The tasks of both splits, from a player that ends with them. Raises `ValueError` with the remedy."""
         held_out = {**self.env, "taskset": {**self.env.get("taskset", {}), **self.eval_taskset}}
         splits = {"train": {"env": self.env, "select": self.select}, "eval": {"env": held_out, "select": self.eval_select}}
-        said = listed(self._python, {"splits": splits, "path": self._path}, passed_on(*self.variables), self.start_timeout_s)
+        said = list_tasks(
+            self._python, {"splits": splits, "path": self._path}, pick_variables(*self.variables), self.start_timeout_s
+        )
         return {
             split: [Prompt(tuple(task["turns"]), facts={"task": task["data"]}) for task in tasks]
             for split, tasks in said["tasks"].items()
@@ -137,18 +139,18 @@ class Verifiers(Environment):
         return [str(Path(folder).expanduser().resolve()) for folder in self.path]
 
 
-def argv(python: str, mode: str) -> list[str]:
+def make_argv(python: str, mode: str) -> list[str]:
     """Without the folder of player.py in front: `verifiers` there is this package."""
     return [python, "-P", str(PLAYER), mode]
 
 
-def listed(python: str, settings: Mapping[str, Any], environ: Mapping[str, str], limit_s: float) -> dict[str, Any]:
+def list_tasks(python: str, settings: Mapping[str, Any], environ: Mapping[str, str], limit_s: float) -> dict[str, Any]:
     """What a player says that lists the tasks; all that it has started ends with it. Raises `ValueError` with the remedy."""
     # Into files: what it has started may hold a pipe open when it has ended long ago.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         try:
             process = subprocess.Popen(
-                argv(python, "tasks"), stdin=subprocess.PIPE, stdout=out, stderr=err, env=environ, start_new_session=True
+                make_argv(python, "tasks"), stdin=subprocess.PIPE, stdout=out, stderr=err, env=environ, start_new_session=True
             )
         except OSError as error:
             raise ValueError(f"python={python} can't be started: {error}") from error
@@ -161,16 +163,16 @@ def listed(python: str, settings: Mapping[str, Any], environ: Mapping[str, str],
             process.wait(LEAVING_S)
         out.seek(0)
         err.seek(-min(err.tell(), KEPT_LINES * KEPT_OF_A_LINE), os.SEEK_END)
-        return _parsed(out.read().strip().splitlines(), python, err.read().decode("utf-8", "replace"))
+        return _parse_answer(out.read().strip().splitlines(), python, err.read().decode("utf-8", "replace"))
 
 
-def _parsed(lines: Sequence[bytes], python: str, stderr: str) -> dict[str, Any]:
+def _parse_answer(lines: Sequence[bytes], python: str, stderr: str) -> dict[str, Any]:
     """The player's one line. Raises `ValueError` for a refusal, and where there is none."""
     if not lines:
         raise ValueError(
             f"verifiers under {python} ended without an answer; its last words: {stderr[-KEPT_LINES * 50 :].strip()}"
         )
-    said = _object(lines[-1], python)
+    said = _parse_object(lines[-1], python)
     if str(said.get("missing", "")).partition(".")[0] == "verifiers":
         raise ValueError(f"verifiers is not installed for {python}: {python} -m pip install '{REQUIREMENT}'")
     if "refused" in said:
@@ -178,7 +180,7 @@ def _parsed(lines: Sequence[bytes], python: str, stderr: str) -> dict[str, Any]:
     return said
 
 
-def _object(line: bytes, python: str) -> dict[str, Any]:
+def _parse_object(line: bytes, python: str) -> dict[str, Any]:
     """Raises `ValueError` for anything but a JSON object."""
     try:
         said = json.loads(line)
@@ -187,13 +189,13 @@ def _object(line: bytes, python: str) -> dict[str, Any]:
     if not isinstance(said, dict):
         shown = line[:KEPT_OF_A_LINE].decode("utf-8", "replace").strip()
         raise ValueError(
-            f"verifiers under {python} said what is no answer: {shown!r}; see what prints to stdout as that Python starts "
+            f"verifiers under {python} said what is not an answer: {shown!r}; see what prints to stdout as that Python starts "
             "(sitecustomize, .pth files)"
         )
     return said
 
 
-async def _unless_failed(playing: Any, session: Session) -> dict[str, Any]:
+async def _wait_unless_failed(playing: Any, session: Session) -> dict[str, Any]:
     """What the player says of the rollout; cancelled where the policy cannot answer any more."""
     task, failed = asyncio.ensure_future(playing), asyncio.create_task(session.failed.wait())
     try:
@@ -205,7 +207,7 @@ async def _unless_failed(playing: Any, session: Session) -> dict[str, Any]:
         await asyncio.gather(task, failed, return_exceptions=True)
 
 
-def _reward(outcome: Mapping[str, Any], session: Session, gave_up: bool) -> Reward:
+def _make_reward(outcome: Mapping[str, Any], session: Session, gave_up: bool) -> Reward:
     """The score. Raises the failure that the outcome is, with its owner."""
     if "failed" in outcome:
         if session.overlong:
@@ -229,7 +231,7 @@ def _reward(outcome: Mapping[str, Any], session: Session, gave_up: bool) -> Rewa
     return Reward(float(outcome["reward"]), metrics, tags=tuple(filter(None, tags)))
 
 
-class Player:
+class PlayerProcess:
     """The process that plays, and the rollouts that wait for it. One that has died is started again by the next rollout."""
 
     def __init__(
@@ -241,7 +243,7 @@ class Player:
         hung_s: float = HUNG_S,
     ) -> None:
         self._python, self._settings, self._start_timeout_s, self._hung_s = python, settings, start_timeout_s, hung_s
-        self._environ = dict(passed_on(*variables))
+        self._environ = dict(pick_variables(*variables))
         self._process: asyncio.subprocess.Process | None = None
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._given_up: dict[int, asyncio.TimerHandle] = {}
@@ -258,12 +260,12 @@ class Player:
             if not self._over:
                 return
             await self._end()
-            await self._started()
+            await self._launch()
 
-    async def _started(self) -> None:
+    async def _launch(self) -> None:
         pipe = asyncio.subprocess.PIPE
         self._process = process = await asyncio.create_subprocess_exec(
-            *argv(self._python, "play"),
+            *make_argv(self._python, "play"),
             stdin=pipe,
             stdout=pipe,
             stderr=pipe,
@@ -286,8 +288,8 @@ class Player:
             _kill_group(process.pid)
             raise
         if not first:
-            await self._last_words()
-        _parsed(first.strip().splitlines(), self._python, "\n".join(self._said))
+            await self._wait_for_last_words()
+        _parse_answer(first.strip().splitlines(), self._python, "\n".join(self._said))
         self._over = False
         self._reading.append(asyncio.create_task(self._read(process.stdout)))
 
@@ -332,33 +334,33 @@ class Player:
         try:
             await self._write(message).drain()
         except ConnectionError as error:
-            raise InfrastructureError(self._died()) from error
+            raise InfrastructureError(self._explain_end()) from error
 
     def _write(self, message: Mapping[str, Any]) -> asyncio.StreamWriter:
         """Raises `InfrastructureError` where there is no player, as while one is being ended."""
         if self._process is None or self._process.stdin is None:
-            raise InfrastructureError(self._died())
+            raise InfrastructureError(self._explain_end())
         self._process.stdin.write(json.dumps(message).encode() + b"\n")
         return self._process.stdin
 
     async def _read(self, stream: asyncio.StreamReader) -> None:
         try:
             while line := await stream.readline():
-                said = _object(line, self._python)
+                said = _parse_object(line, self._python)
                 number = int(said.get("number", 0))
                 if number in self._given_up:
                     self._given_up.pop(number).cancel()
                 future = self._waiting.get(number)
                 if future is not None and not future.done():
                     future.set_result(said)
-            await self._last_words()
+            await self._wait_for_last_words()
         except (ValueError, TypeError) as error:  # a line too long among them
             self._said.append(f"({error})"[:KEPT_OF_A_LINE])
         finally:
             self._over = True
             self._give_up()
 
-    async def _last_words(self) -> None:
+    async def _wait_for_last_words(self) -> None:
         """Until they are read and its status is known."""
         ended = asyncio.create_task(self._process.wait()) if self._process is not None else None
         await asyncio.wait((*self._reading[:1], *([ended] if ended is not None else [])), timeout=PIPES_S)
@@ -371,7 +373,7 @@ class Player:
         self._given_up.clear()
         for future in self._waiting.values():
             if not future.done():
-                future.set_exception(InfrastructureError(self._died()))
+                future.set_exception(InfrastructureError(self._explain_end()))
 
     async def _listen(self, stream: asyncio.StreamReader) -> None:
         """Keep the last lines, the end of each: a program may print without end, and without an end of line."""
@@ -388,7 +390,7 @@ class Player:
             self._said.append(words)
             log.debug("verifiers: %s", words)
 
-    def _died(self) -> str:
+    def _explain_end(self) -> str:
         words = " | ".join(self._said)[-2000:] or "(none)"
         code = None if self._process is None else self._process.returncode
         how = "" if code is None else f" with status {code}" if code >= 0 else f", killed by signal {-code}"
@@ -407,9 +409,9 @@ class Player:
             log.warning("the process that plays verifiers' environments did not end within %g s and is killed", LEAVING_S)
         finally:
             _kill_group(process.pid)
-            await self._drained(process)
+            await self._drain(process)
 
-    async def _drained(self, process: asyncio.subprocess.Process) -> None:
+    async def _drain(self, process: asyncio.subprocess.Process) -> None:
         """Wait for the end of a killed player. What it has put into a group of its own may hold its pipes: that is not waited
         for, and ends with the worker."""
         ended = asyncio.create_task(process.wait())

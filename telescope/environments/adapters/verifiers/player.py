@@ -24,7 +24,7 @@ NO_KEY = "TELESCOPE_POLICY_KEY"
 """Never set: the policy's address is the key."""
 
 
-class Unusable(Exception):
+class UnusableSettings(Exception):
     """The settings name nothing that can be trained; the message says what to change."""
 
 
@@ -36,13 +36,13 @@ def main(mode: str) -> None:
     sys.path[:] = [*settings["path"], *sys.path, os.path.join(os.path.dirname(__file__), "examples")]
     try:
         if mode == "tasks":
-            say(out, {"tasks": {split: list(tasks_of(part)) for split, part in settings["splits"].items()}})
+            say(out, {"tasks": {split: list(list_tasks(part)) for split, part in settings["splits"].items()}})
         else:
             asyncio.run(serve(settings, out))
     except ModuleNotFoundError as error:
         say(out, {"missing": error.name or "", "refused": str(error)})
-    except (Unusable, ValueError, TypeError, AttributeError, OSError) as error:  # pydantic's among them
-        say(out, {"refused": f"{error}" if isinstance(error, Unusable) else f"{type(error).__name__}: {error}"})
+    except (UnusableSettings, ValueError, TypeError, AttributeError, OSError) as error:  # pydantic's among them
+        say(out, {"refused": f"{error}" if isinstance(error, UnusableSettings) else f"{type(error).__name__}: {error}"})
 
 
 def say(out: TextIO, message: dict[str, Any]) -> None:
@@ -50,7 +50,7 @@ def say(out: TextIO, message: dict[str, Any]) -> None:
     out.flush()
 
 
-def environment_of(settings: dict[str, Any]) -> Any:
+def load_environment(settings: dict[str, Any]) -> Any:
     import verifiers.v1 as vf
 
     env = vf.load_environment(vf.resolve_env_config(settings["env"]))
@@ -64,29 +64,29 @@ def check_seats(env: Any) -> None:
 
     seats = {name: seat for name, seat in agent_config_fields(env.config).items() if seat.client is None}
     if len(seats) != 1:
-        raise Unusable(
+        raise UnusableSettings(
             f"{len(seats)} seats of {type(env).__name__} ask the policy ({', '.join(seats) or 'none'}): exactly one may; give "
             "each of the others a client and a model of its own (env.<seat>.client.base_url, env.<seat>.model)"
         )
     ((name, seat),) = seats.items()
     if seat.model is not None:
-        raise Unusable(f"env.{name}.model={seat.model} must be left away: the seat without a client is the policy's")
+        raise UnusableSettings(f"env.{name}.model={seat.model} must be left away: the seat without a client is the policy's")
     for place, retries in (("env.retries", env.config.retries), (f"env.{name}.retries", seat.retries)):
         if retries.max_retries or any(rule.max_retries for rule in retries.rules):
-            raise Unusable(
+            raise UnusableSettings(
                 f"{place} must be left away: what was sampled before a retry would be trained too (rollout.max_attempts tries "
                 "again)"
             )
 
 
-def tasks_of(settings: dict[str, Any]) -> Iterable[dict[str, Any]]:
+def list_tasks(settings: dict[str, Any]) -> Iterable[dict[str, Any]]:
     """Each task as verifiers' own data, and the messages it opens with."""
     import verifiers.v1 as vf
 
-    env = environment_of(settings)
+    env = load_environment(settings)
     tasks = env.taskset.select(vf.SelectConfig.model_validate(settings["select"]))
     if not tasks.bounded:
-        raise Unusable(f"the taskset {env.config.taskset.id} has no end: say how many with select={{limit: 1000}}")
+        raise UnusableSettings(f"the taskset {env.config.taskset.id} has no end: say how many with select={{limit: 1000}}")
     for task in tasks:
         yield {"data": task.data.model_dump(mode="json"), "turns": opening(task.data)}
 
@@ -103,7 +103,7 @@ def opening(data: Any) -> list[dict[str, str]]:
 
 async def serve(settings: dict[str, Any], out: TextIO) -> None:
     """Play what comes until the input ends."""
-    env = environment_of(settings)
+    env = load_environment(settings)
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(limit=LINE)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin.buffer)
@@ -116,7 +116,7 @@ async def serve(settings: dict[str, Any], out: TextIO) -> None:
             if request.get("cancel"):
                 give_up(out, playing.get(number), number)
                 continue
-            task = playing[number] = asyncio.create_task(answered(out, number, played(env, request)))
+            task = playing[number] = asyncio.create_task(answer(out, number, play(env, request)))
             task.add_done_callback(functools.partial(forget, playing, number))
         for task in (left := tuple(playing.values())):
             task.cancel()
@@ -144,7 +144,7 @@ def forget(playing: dict[int, asyncio.Task[None]], number: int, _: asyncio.Task[
     playing.pop(number, None)
 
 
-async def answered(out: TextIO, number: int, playing: Coroutine[Any, Any, dict[str, Any]]) -> None:
+async def answer(out: TextIO, number: int, playing: Coroutine[Any, Any, dict[str, Any]]) -> None:
     try:
         outcome = await playing
     except Exception as error:  # noqa: BLE001 the edge of a task: it is this rollout's alone
@@ -153,7 +153,7 @@ async def answered(out: TextIO, number: int, playing: Coroutine[Any, Any, dict[s
         say(out, {"number": number, **outcome})
 
 
-async def played(env: Any, request: dict[str, Any]) -> dict[str, Any]:
+async def play(env: Any, request: dict[str, Any]) -> dict[str, Any]:
     from verifiers.v1.clients import ModelContext
     from verifiers.v1.configs.client import EvalClientConfig
 
@@ -162,10 +162,10 @@ async def played(env: Any, request: dict[str, Any]) -> dict[str, Any]:
     client = EvalClientConfig(base_url=request["base_url"], api_key_var=NO_KEY)
     (slot,) = env.slots(task)
     episode = await env.run_slot(slot, ModelContext(model=request["model"], client=client))
-    return outcome_of(episode, request["model"])
+    return read_outcome(episode, request["model"])
 
 
-def outcome_of(episode: Any, model: str) -> dict[str, Any]:
+def read_outcome(episode: Any, model: str) -> dict[str, Any]:
     """The score of an episode, or who is to blame that there is none."""
     own = [trace for trace in episode.traces if trace.agent.config.model == model]
     for trace in episode.traces:
@@ -178,10 +178,10 @@ def outcome_of(episode: Any, model: str) -> dict[str, Any]:
         return {"failed": f"{last.type}: {last.message}"[-SHOWN:], "blame": blame}
     if len(own) != 1:
         return {"failed": f"the policy played {len(own)} times in one episode, which has one reward", "blame": "infrastructure"}
-    return scored(own[0])
+    return read_score(own[0])
 
 
-def scored(trace: Any) -> dict[str, Any]:
+def read_score(trace: Any) -> dict[str, Any]:
     """What the one trace of the policy earned."""
     if not trace.agent.trainable:
         return {"failed": f"the seat {trace.agent.name} is not to be trained", "blame": "infrastructure"}

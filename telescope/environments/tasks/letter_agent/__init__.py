@@ -11,9 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from telescope.environments.agent_environment import AgentEnvironment
+from telescope.environments.agent_environment import AgentEnvironment, ProgramOutcome
 from telescope.environments.base import Prompt, Reward
-from telescope.environments.proxy.program import Outcome
 from telescope.environments.tasks.guess_letter import GuessLetter
 
 PROGRAM = Path(__file__).with_name("agent.py")
@@ -38,7 +37,7 @@ class LetterAgent(AgentEnvironment):
         """The opening question, the letter and the number of guesses: this program is the other player too."""
         return json.dumps({"ask": prompt.turns[-1]["content"], "letter": prompt.answer, "guesses": self.game.max_turns})
 
-    async def score(self, prompt: Prompt, outcome: Outcome) -> Reward:
+    async def score(self, prompt: Prompt, outcome: ProgramOutcome) -> Reward:
         """Of the program's last line, e.g. `["b", "f", "d"]`; nothing was found where it failed."""
         lines = outcome.stdout.splitlines() if outcome.exit_code == 0 else []
         guesses = json.loads(lines[-1]) if lines else []

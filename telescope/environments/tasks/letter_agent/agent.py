@@ -18,14 +18,14 @@ ANSWER_S = 3600.0  # an answer waits its turn behind those of other rollouts
 Ask = Callable[[list[dict[str, str]]], str]
 
 
-def by_sdk(messages: list[dict[str, str]]) -> str:
+def ask_by_sdk(messages: list[dict[str, str]]) -> str:
     from openai import OpenAI
 
     said = OpenAI(timeout=ANSWER_S).chat.completions.create(model=os.environ["OPENAI_MODEL"], messages=messages)  # type: ignore[arg-type]
     return said.choices[0].message.content or ""
 
 
-def by_hand(messages: list[dict[str, str]]) -> str:
+def ask_by_hand(messages: list[dict[str, str]]) -> str:
     body = json.dumps({"model": os.environ["OPENAI_MODEL"], "messages": messages}).encode()
     headers = {"content-type": "application/json", "authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
     request = urllib.request.Request(f"{os.environ['OPENAI_BASE_URL']}/chat/completions", body, headers)
@@ -41,11 +41,11 @@ def play(ask: Ask, opening: str, letter: str, most: int) -> list[str]:
         said = ask(messages)
         guesses.append(said.strip())
         # The answer goes back as it came, so that the conversation goes on in its exact tokens.
-        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": told(guesses[-1], letter)}]
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": answer_guess(guesses[-1], letter)}]
     return guesses
 
 
-def told(guess: str, letter: str) -> str:
+def answer_guess(guess: str, letter: str) -> str:
     if len(guess) != 1 or not "a" <= guess <= "z":
         return "one letter"
     return "later" if guess < letter else "earlier"
@@ -53,7 +53,7 @@ def told(guess: str, letter: str) -> str:
 
 def main() -> None:
     task = json.load(sys.stdin)
-    guesses = play(by_sdk if "--sdk" in sys.argv else by_hand, task["ask"], task["letter"], task["guesses"])
+    guesses = play(ask_by_sdk if "--sdk" in sys.argv else ask_by_hand, task["ask"], task["letter"], task["guesses"])
     sys.stdout.write(json.dumps(guesses) + "\n")
 
 

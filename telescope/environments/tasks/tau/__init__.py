@@ -17,18 +17,17 @@ from typing import ClassVar, Literal
 from pydantic import Field, PrivateAttr
 
 from telescope.environments.base import Chat, Prompt, Reward, Turn
+from telescope.environments.endpoint import EndpointSettings, RetryingEndpoint
 from telescope.environments.failures import GraderError, InfrastructureError
 from telescope.environments.judge import Judge, JudgeSettings
-from telescope.environments.off_loop import called
-from telescope.environments.patient import EndpointSettings, PatientEndpoint
 from telescope.environments.tasks.tau.airline import AirlineDesk
-from telescope.environments.tasks.tau.data import Task, folder_of, load_tables, load_tasks
-from telescope.environments.tasks.tau.desk import Desk
-from telescope.environments.tasks.tau.records import DeskError, Tables
+from telescope.environments.tasks.tau.data import Task, find_folder, load_tables, load_tasks
+from telescope.environments.tasks.tau.desk import Desk, DeskError, Tables
 from telescope.environments.tasks.tau.retail import RetailDesk
-from telescope.environments.tasks.tau.users import ModelUser, ScriptedUser, User, opening_of
+from telescope.environments.tasks.tau.users import ModelUser, ScriptedUser, User, make_opening
+from telescope.environments.threads import run_function
 from telescope.environments.tool_environment import ToolEnvironment, ToolState
-from telescope.environments.tools.calls import without_thought
+from telescope.environments.tools.calls import strip_thought
 from telescope.environments.tools.schema import BadArguments, ToolFunction
 
 NAMES = {"user": "user", "tool": "result of a call"}
@@ -71,11 +70,11 @@ class Tau(ToolEnvironment):
     """Answers of the policy in one rollout, at most: each is calls, or a message to the user."""
 
     _judge: Judge | None = PrivateAttr(default=None)
-    _customer: PatientEndpoint | None = PrivateAttr(default=None)
+    _customer: RetryingEndpoint | None = PrivateAttr(default=None)
 
     @cached_property
     def _folder(self) -> Path:
-        return folder_of(self.domain, self.data)
+        return find_folder(self.domain, self.data)
 
     @cached_property
     def _tasks(self) -> tuple[str, Mapping[str, Task], Mapping[str, tuple[str, ...]]]:
@@ -88,9 +87,9 @@ class Tau(ToolEnvironment):
     async def set_up(self) -> None:
         """Load the database before the first rollout, not in it."""
         await super().set_up()
-        await called(getattr, self, "_tables")
+        await run_function(getattr, self, "_tables")
         self._judge = None if self.judge is None else Judge(self.judge)
-        self._customer = None if self.user is None else PatientEndpoint("the customer's model", self.user)
+        self._customer = None if self.user is None else RetryingEndpoint("the customer's model", self.user)
 
     async def tear_down(self) -> None:
         for model in (self._judge, self._customer):
@@ -102,7 +101,7 @@ class Tau(ToolEnvironment):
         policy, tasks, splits = self._tasks
         return [
             Prompt(
-                turns=({"role": "system", "content": policy}, {"role": "user", "content": opening_of(tasks[task_id])}),
+                turns=({"role": "system", "content": policy}, {"role": "user", "content": make_opening(tasks[task_id])}),
                 answer="; ".join(name for name, _ in tasks[task_id].actions),
                 facts={"task": task_id},
             )
@@ -124,10 +123,10 @@ class Tau(ToolEnvironment):
     async def say(self, chat: Chat, state: TauState, turns: Sequence[Turn]) -> str:
         answer = await super().say(chat, state, turns)
         heard = [f"[{NAMES[turn['role']]}] {turn['content']}" for turn in turns if turn["role"] in NAMES]
-        state.lines += [*heard, f"[agent] {without_thought(answer)}"]  # what the user can't hear must not move the judge
+        state.lines += [*heard, f"[agent] {strip_thought(answer)}"]  # what the user can't hear must not move the judge
         return answer
 
-    async def answered(self, state: TauState, text: str) -> Sequence[Turn]:
+    async def reply_to_text(self, state: TauState, text: str) -> Sequence[Turn]:
         state.said.append(text)
         reply = "" if state.desk.transferred else await state.user.answer(text)
         state.done = not reply
@@ -136,7 +135,7 @@ class Tau(ToolEnvironment):
 
     async def reward(self, prompt: Prompt, state: TauState) -> Reward:
         task = self.task(prompt)
-        wanted, refused = self.after(task)
+        wanted, refused = self.play_actions(task)
         right = state.desk.records.digest() == wanted.records.digest()
         said = "\n".join(state.said).lower().replace(",", "")
         outputs = [output.lower().replace(",", "") in said for output in task.outputs]
@@ -146,13 +145,13 @@ class Tau(ToolEnvironment):
             "database_untouched": float(state.desk.records.untouched),
             "transferred": float(state.desk.transferred),
         }
-        held = await self._held(task, state)
+        held = await self._judge_assertions(task, state)
         if held:
             metrics["assertions_held"] = sum(held.values()) / len(held)
         info = {"task": task.task_id, "refused_actions_of_the_task": refused, **({"assertions": held} if held else {})}
         return Reward(float(right and all(outputs) and all(held.values())), metrics, info=info)
 
-    async def _held(self, task: Task, state: TauState) -> Mapping[str, bool]:
+    async def _judge_assertions(self, task: Task, state: TauState) -> Mapping[str, bool]:
         """Which of the task's assertions are true, by a judge who reads the dialogue; none without a judge."""
         if self.judge is None:
             return {}
@@ -164,7 +163,7 @@ class Tau(ToolEnvironment):
     def task(self, prompt: Prompt) -> Task:
         return self._tasks[1][prompt.facts["task"]]
 
-    def after(self, task: Task) -> tuple[Desk, int]:
+    def play_actions(self, task: Task) -> tuple[Desk, int]:
         """A desk after the task's own actions, and how many of them it refused (a refusal changes nothing)."""
         desk = DESKS[self.domain](self._tables)
         refused = 0

@@ -14,8 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import orjson
 from pydantic import BaseModel, Field
 
-from telescope.environments.tasks.tau.desk import Desk, payment_method
-from telescope.environments.tasks.tau.records import DeskError, Record
+from telescope.environments.tasks.tau.desk import Desk, DeskError, Record, find_payment_method
 
 NOW = "2024-05-15T15:00:00"
 INSURANCE, BAG = 30, 50  # dollars a passenger, dollars an extra bag
@@ -24,7 +23,7 @@ Bags = Annotated[int, Field(ge=0)]
 Cabin = Literal["basic_economy", "economy", "business"]
 
 
-class Flight(BaseModel):
+class FlightChoice(BaseModel):
     flight_number: str = Field(description='Such as "HAT001".')
     date: str = Field(description='Such as "2024-05-01".')
 
@@ -86,7 +85,7 @@ class AirlineDesk(Desk):
             destination: Code of the airport, such as "LAX".
             date: Such as "2024-05-01".
         """
-        return [_offer(flight, date) for flight in self._flying(date, origin) if flight["destination"] == destination]
+        return [_offer(flight, date) for flight in self._list_flights(date, origin) if flight["destination"] == destination]
 
     def search_onestop_flight(self, origin: str, destination: str, date: str) -> list[list[dict[str, Any]]]:
         """Search pairs of flights with seats between two airports that need one change of planes.
@@ -97,12 +96,12 @@ class AirlineDesk(Desk):
             date: Day of the first flight, such as "2024-05-01".
         """
         found = []
-        for first in self._flying(date, origin):
+        for first in self._list_flights(date, origin):
             if first["destination"] == destination:
                 continue
             arrives = first["scheduled_arrival_time_est"]
             day = _day_after(date) if "+1" in arrives else date
-            for second in self._flying(day, first["destination"]):
+            for second in self._list_flights(day, first["destination"]):
                 if second["destination"] == destination and second["scheduled_departure_time_est"] >= arrives[:8]:
                     found.append([_offer(first, date), _offer(second, day)])
         return found
@@ -114,7 +113,7 @@ class AirlineDesk(Desk):
             flight_number: Such as "HAT001".
             date: Such as "2024-05-01".
         """
-        return str(self._on_day(flight_number, date)["status"])
+        return str(self._find_day(flight_number, date)["status"])
 
     def book_reservation(
         self,
@@ -123,7 +122,7 @@ class AirlineDesk(Desk):
         destination: str,
         flight_type: Literal["round_trip", "one_way"],
         cabin: Cabin,
-        flights: list[Flight],
+        flights: list[FlightChoice],
         passengers: list[Passenger],
         payment_methods: list[Payment],
         total_baggages: Bags,
@@ -148,7 +147,7 @@ class AirlineDesk(Desk):
         user = self.records.find("users", user_id)
         if not flights or not 1 <= len(passengers) <= MAX_PASSENGERS:
             raise DeskError(f"a reservation has at least one flight and 1 to {MAX_PASSENGERS} passengers")
-        legs = [self._leg(flight, cabin, len(passengers)) for flight in flights]
+        legs = [self._make_leg(flight, cabin, len(passengers)) for flight in flights]
         price = len(passengers) * (sum(leg["price"] for leg in legs) + (INSURANCE if insurance == "yes" else 0))
         _check_payments(user, payment_methods, price + BAG * nonfree_baggages)
         reservation: dict[str, Any] = {
@@ -179,14 +178,16 @@ class AirlineDesk(Desk):
         Args:
             reservation_id: Such as "ZFA04Y".
         """
-        before = self._open(reservation_id)
+        before = self._find_open(reservation_id)
         refunds = [{"payment_id": paid["payment_id"], "amount": -paid["amount"]} for paid in before["payment_history"]]
         reservation = self.records.edit("reservations", reservation_id)
         reservation["payment_history"].extend(refunds)
         reservation["status"] = "cancelled"
         return reservation
 
-    def update_reservation_flights(self, reservation_id: str, cabin: Cabin, flights: list[Flight], payment_id: str) -> Record:
+    def update_reservation_flights(
+        self, reservation_id: str, cabin: Cabin, flights: list[FlightChoice], payment_id: str
+    ) -> Record:
         """Change the flights or the cabin of a reservation. The user has to confirm it explicitly (yes) first.
 
         Args:
@@ -195,7 +196,7 @@ class AirlineDesk(Desk):
             flights: All flights of the reservation from now on, those that stay included.
             payment_id: Pays or receives the difference in price: a credit card or gift card of the profile.
         """
-        before = self._open(reservation_id)
+        before = self._find_open(reservation_id)
         people = len(before["passengers"])
         if not flights:
             raise DeskError("a reservation has at least one flight")
@@ -204,7 +205,7 @@ class AirlineDesk(Desk):
         for flight in flights:
             old = kept.get((flight.flight_number, flight.date))
             same = old is not None and cabin == before["cabin"]  # a flight that stays keeps its price
-            legs.append(dict(old) if same and old is not None else self._leg(flight, cabin, people))
+            legs.append(dict(old) if same and old is not None else self._make_leg(flight, cabin, people))
         difference = people * (sum(leg["price"] for leg in legs) - sum(leg["price"] for leg in before["flights"]))
         self._settle(before, payment_id, difference)
         reservation = self.records.edit("reservations", reservation_id)
@@ -222,7 +223,7 @@ class AirlineDesk(Desk):
             nonfree_baggages: Those among them that cost $50 each.
             payment_id: Pays for them: a credit card or gift card of the profile.
         """
-        before = self._open(reservation_id)
+        before = self._find_open(reservation_id)
         self._settle(before, payment_id, BAG * max(0, nonfree_baggages - before["nonfree_baggages"]))
         reservation = self.records.edit("reservations", reservation_id)
         reservation.update(total_baggages=total_baggages, nonfree_baggages=nonfree_baggages)
@@ -235,7 +236,7 @@ class AirlineDesk(Desk):
             reservation_id: Such as "ZFA04Y".
             passengers: All passengers from now on.
         """
-        before = self._open(reservation_id)
+        before = self._find_open(reservation_id)
         if len(passengers) != len(before["passengers"]):
             raise DeskError(f"the reservation is for {len(before['passengers'])} passengers, and so it stays")
         reservation = self.records.edit("reservations", reservation_id)
@@ -257,21 +258,21 @@ class AirlineDesk(Desk):
         methods[name] = {"source": "certificate", "id": name, "amount": amount}
         return f"{name} over {amount} dollars was sent to {user_id}"
 
-    def _open(self, reservation_id: str) -> Record:
+    def _find_open(self, reservation_id: str) -> Record:
         reservation = self.records.find("reservations", reservation_id)
         if reservation.get("status") == "cancelled":
             raise DeskError(f"the reservation {reservation_id} is cancelled")
         return reservation
 
-    def _on_day(self, flight_number: str, date: str) -> Mapping[str, Any]:
+    def _find_day(self, flight_number: str, date: str) -> Mapping[str, Any]:
         day: Mapping[str, Any] | None = self.records.find("flights", flight_number)["dates"].get(date)
         if day is None:
             raise DeskError(f"{flight_number} does not fly on {date}")
         return day
 
-    def _leg(self, flight: Flight, cabin: str, people: int) -> dict[str, Any]:
+    def _make_leg(self, flight: FlightChoice, cabin: str, people: int) -> dict[str, Any]:
         """A flight as a reservation has it, at today's price. Raises `DeskError` where it can't be booked."""
-        day = self._on_day(flight.flight_number, flight.date)
+        day = self._find_day(flight.flight_number, flight.date)
         if day["status"] != "available":
             raise DeskError(f"{flight.flight_number} on {flight.date} is {day['status']}: it can't be booked")
         if day["available_seats"][cabin] < people:
@@ -280,7 +281,7 @@ class AirlineDesk(Desk):
         ends = {"origin": plan["origin"], "destination": plan["destination"]}
         return {**ends, "flight_number": flight.flight_number, "date": flight.date, "price": day["prices"][cabin]}
 
-    def _flying(self, date: str, origin: str) -> Iterator[Record]:
+    def _list_flights(self, date: str, origin: str) -> Iterator[Record]:
         for flight in self.records.every("flights").values():
             if flight["origin"] == origin and flight["dates"].get(date, {}).get("status") == "available":
                 yield flight
@@ -288,7 +289,7 @@ class AirlineDesk(Desk):
     def _settle(self, reservation: Record, payment_id: str, amount: int) -> None:
         """Pay or refund a difference. Raises `DeskError` before anything has changed."""
         user = self.records.find("users", reservation["user_id"])
-        if payment_method(user, payment_id)["source"] == "certificate":
+        if find_payment_method(user, payment_id)["source"] == "certificate":
             raise DeskError("a change is paid with a credit card or a gift card, not with a certificate")
         _afford(user, payment_id, amount)
         if amount:
@@ -329,7 +330,7 @@ def _check_payments(user: Record, payments: list[Payment], price: int) -> None:
 
 
 def _afford(user: Record, payment_id: str, amount: int) -> None:
-    method = payment_method(user, payment_id)
+    method = find_payment_method(user, payment_id)
     have = method.get("amount")
     if method["source"] in ("gift_card", "certificate") and have is not None and have < amount:
         raise DeskError(f"{payment_id} has {have} dollars, which is less than {amount}")

@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from telescope.environments.tasks.tau.records import Tables
+from telescope.environments.tasks.tau.desk import Tables
 
 PACKAGE = "inspect_evals"
 INSTALL = "pip install --no-deps inspect-evals==0.28.0"
@@ -39,7 +39,7 @@ class Task:
     """What else has to be true of the dialogue, in prose: only a judge can tell."""
 
 
-def folder_of(domain: str, data: str) -> Path:
+def find_folder(domain: str, data: str) -> Path:
     """The folder of a domain's files. Raises `ValueError` with the remedy."""
     if data:
         folder = Path(data).expanduser() / domain

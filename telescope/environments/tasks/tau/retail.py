@@ -10,8 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from telescope.environments.tasks.tau.desk import Desk, cents, payment_method
-from telescope.environments.tasks.tau.records import DeskError, Record
+from telescope.environments.tasks.tau.desk import Desk, DeskError, Record, find_payment_method, round_to_cents
 
 CancelReason = Literal["no longer needed", "ordered by mistake"]
 
@@ -96,7 +95,7 @@ class RetailDesk(Desk):
             order_id: With its '#', such as "#W0000000".
             reason: The user's reason; there are no others.
         """
-        self._pending(order_id)
+        self._get_pending(order_id)
         order = self.records.edit("orders", order_id)
         refunds = [
             {"transaction_type": "refund", "amount": paid["amount"], "payment_method_id": paid["payment_method_id"]}
@@ -129,7 +128,7 @@ class RetailDesk(Desk):
             country: Such as "USA".
             zip: Such as "12345".
         """
-        self._pending(order_id)
+        self._get_pending(order_id)
         order = self.records.edit("orders", order_id)
         order["address"] = _address(address1, address2, city, state, country, zip)
         return order
@@ -166,7 +165,7 @@ class RetailDesk(Desk):
             order_id: With its '#', such as "#W0000000".
             payment_method_id: A method of the user's profile, such as "gift_card_0000000", not the one of before.
         """
-        order = self._pending(order_id)
+        order = self._get_pending(order_id)
         history = order["payment_history"]
         if len(history) != 1 or history[0]["transaction_type"] != "payment":
             raise DeskError(f"the order {order_id} has more than one payment: its payment can't be changed")
@@ -198,9 +197,9 @@ class RetailDesk(Desk):
             new_item_ids: The new item for each of them, in the same order.
             payment_method_id: Pays or receives the difference in price, such as "gift_card_0000000".
         """
-        order = self._pending(order_id)
-        swaps = self._swaps(order, item_ids, new_item_ids)
-        difference = cents(sum(new["price"] - old["price"] for old, new in swaps))
+        order = self._get_pending(order_id)
+        swaps = self._match_swaps(order, item_ids, new_item_ids)
+        difference = round_to_cents(sum(new["price"] - old["price"] for old, new in swaps))
         self._afford(order["user_id"], payment_method_id, difference)
         changed = self.records.edit("orders", order_id)
         for old, new in swaps:
@@ -222,11 +221,11 @@ class RetailDesk(Desk):
             item_ids: Items to be returned; an id comes as often as it is meant.
             payment_method_id: Receives the refund: the original payment method or a gift card.
         """
-        order = self._delivered(order_id)
-        method = payment_method(self.records.find("users", order["user_id"]), payment_method_id)
+        order = self._get_delivered(order_id)
+        method = find_payment_method(self.records.find("users", order["user_id"]), payment_method_id)
         if payment_method_id != order["payment_history"][0]["payment_method_id"] and method["source"] != "gift_card":
             raise DeskError("a refund goes to the original payment method or to a gift card")
-        self._in_order(order, item_ids)
+        self._check_items(order, item_ids)
         changed = self.records.edit("orders", order_id)
         changed.update(status="return requested", return_items=sorted(item_ids), return_payment_method_id=payment_method_id)
         return changed
@@ -244,9 +243,9 @@ class RetailDesk(Desk):
             new_item_ids: The new item for each of them, in the same order.
             payment_method_id: Pays or receives the difference in price, such as "gift_card_0000000".
         """
-        order = self._delivered(order_id)
-        swaps = self._swaps(order, item_ids, new_item_ids)
-        difference = cents(sum(new["price"] - old["price"] for old, new in swaps))
+        order = self._get_delivered(order_id)
+        swaps = self._match_swaps(order, item_ids, new_item_ids)
+        difference = round_to_cents(sum(new["price"] - old["price"] for old, new in swaps))
         self._afford(order["user_id"], payment_method_id, difference)
         changed = self.records.edit("orders", order_id)
         changed.update(
@@ -258,27 +257,27 @@ class RetailDesk(Desk):
         )
         return changed
 
-    def _pending(self, order_id: str) -> Record:
-        return self._in_state(order_id, "pending")
+    def _get_pending(self, order_id: str) -> Record:
+        return self._get_order(order_id, "pending")
 
-    def _delivered(self, order_id: str) -> Record:
-        return self._in_state(order_id, "delivered")
+    def _get_delivered(self, order_id: str) -> Record:
+        return self._get_order(order_id, "delivered")
 
-    def _in_state(self, order_id: str, status: str) -> Record:
+    def _get_order(self, order_id: str, status: str) -> Record:
         order = self.records.find("orders", order_id)
         if order["status"] != status:
             raise DeskError(f"the order {order_id} is {order['status']}, not {status}")
         return order
 
-    def _in_order(self, order: Record, item_ids: Sequence[str]) -> None:
+    def _check_items(self, order: Record, item_ids: Sequence[str]) -> None:
         have = Counter(item["item_id"] for item in order["items"])
         missing = Counter(item_ids) - have
         if not item_ids or missing:
             raise DeskError(f"the order {order['order_id']} does not have the items {sorted(missing) or 'of an empty list'}")
 
-    def _swaps(self, order: Record, item_ids: Sequence[str], new_item_ids: Sequence[str]) -> list[tuple[Record, Record]]:
+    def _match_swaps(self, order: Record, item_ids: Sequence[str], new_item_ids: Sequence[str]) -> list[tuple[Record, Record]]:
         """(item of the order, new variant) of each change. Raises `DeskError` where one is impossible."""
-        self._in_order(order, item_ids)
+        self._check_items(order, item_ids)
         if len(item_ids) != len(new_item_ids):
             raise DeskError(f"{len(item_ids)} items can't become {len(new_item_ids)}: give one new item for each")
         swaps = []
@@ -286,14 +285,14 @@ class RetailDesk(Desk):
             item = next(item for item in order["items"] if item["item_id"] == item_id)
             variants = self.records.find("products", item["product_id"])["variants"]
             if new_id not in variants:
-                raise DeskError(f"{new_id} is no variant of the product of {item_id}")
+                raise DeskError(f"{new_id} is not a variant of the product of {item_id}")
             if not variants[new_id]["available"]:
                 raise DeskError(f"{new_id} is not available")
             swaps.append((item, variants[new_id]))
         return swaps
 
     def _afford(self, user_id: str, payment_id: str, amount: float) -> None:
-        method = payment_method(self.records.find("users", user_id), payment_id)
+        method = find_payment_method(self.records.find("users", user_id), payment_id)
         if method["source"] == "gift_card" and method["balance"] < amount:
             raise DeskError(f"{payment_id} has {method['balance']}, which is less than {amount}")
 
@@ -302,7 +301,7 @@ class RetailDesk(Desk):
         method = self.records.find("users", user_id)["payment_methods"].get(payment_id)
         if method is not None and method["source"] == "gift_card" and amount:
             card = self.records.edit("users", user_id)["payment_methods"][payment_id]
-            card["balance"] = cents(card["balance"] + amount)
+            card["balance"] = round_to_cents(card["balance"] + amount)
 
 
 def _address(address1: str, address2: str, city: str, state: str, country: str, zip_code: str) -> Mapping[str, Any]:

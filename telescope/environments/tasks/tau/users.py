@@ -9,9 +9,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from telescope.environments.endpoint import EndpointRefused
+from telescope.environments.endpoint import EndpointRefused, RetryingEndpoint
 from telescope.environments.failures import InfrastructureError
-from telescope.environments.patient import PatientEndpoint
 from telescope.environments.tasks.tau.data import Task
 
 STOP = "###STOP###"
@@ -42,7 +41,7 @@ class User(Protocol):
         ...
 
 
-def first_person(text: str) -> str:
+def rewrite_in_first_person(text: str) -> str:
     """The task's "You received your order" as the user says it: "I received my order"."""
     said = _OBJECT.sub(r"\1 me", text)
     return _SECOND.sub(lambda match: _WORDS[match[1].lower()], said)
@@ -60,8 +59,8 @@ class ScriptedUser:
 
     async def open(self) -> str:
         more = [" ".join(filter(None, (self.task.known, self.task.unknown))), self.task.instructions]
-        self._left = [first_person(line) for line in more if line.strip()]
-        return opening_of(self.task)
+        self._left = [rewrite_in_first_person(line) for line in more if line.strip()]
+        return make_opening(self.task)
 
     async def answer(self, agent: str) -> str:
         if self._left:
@@ -69,8 +68,8 @@ class ScriptedUser:
         return AGREES if "?" in agent else ""
 
 
-def opening_of(task: Task) -> str:
-    return first_person(task.reason or task.instructions)
+def make_opening(task: Task) -> str:
+    return rewrite_in_first_person(task.reason or task.instructions)
 
 
 @dataclass
@@ -78,7 +77,7 @@ class ModelUser:
     """A language model that plays the customer."""
 
     task: Task
-    model: PatientEndpoint
+    model: RetryingEndpoint
     _said: list[dict[str, str]] = field(default_factory=list)
 
     async def open(self) -> str:
@@ -95,14 +94,14 @@ class ModelUser:
     async def answer(self, agent: str) -> str:
         self._said.append({"role": "user", "content": agent})
         try:
-            said = await self.model.read(self._said, _spoken)
+            said = await self.model.read(self._said, _strip_thought)
         except EndpointRefused as error:
             raise InfrastructureError(f"the customer's model does not take the dialogue: {error}") from error
         self._said.append({"role": "assistant", "content": said})
         return "" if STOP in said else said
 
 
-def _spoken(text: str) -> str:
+def _strip_thought(text: str) -> str:
     """What is said aloud, without a thought before it. Raises `ValueError` for nothing: silence would be hanging up."""
     said = text.rpartition("</think>")[2].strip()
     if not said:

@@ -13,7 +13,7 @@ from telescope.environments.base import Environment, Prompt, Reward, SingleTurn
 from telescope.environments.multi_turn import MultiTurn
 from telescope.environments.template import ChatTemplate
 from telescope.environments.tool_environment import ToolEnvironment
-from telescope.environments.written import class_mistake, ranges_mistake, turns_mistake
+from telescope.environments.validate import find_class_mistake, find_ranges_mistake, find_turns_mistake
 from tests.environments.playing import played
 from tests.workers.test_load import broken
 
@@ -23,10 +23,10 @@ ASKED = {"role": "user", "content": "x"}
 @pytest.mark.parametrize(
     ("turns", "answer", "sentence"),
     [
-        ("question", "", "'question' is no list of messages"),
-        (ASKED, "", "is no list of messages"),
-        (("question",), "", "'question' is no message like"),
-        (({"content": "x"},), "", "is no message like"),
+        ("question", "", "'question' is not a list of messages"),
+        (ASKED, "", "is not a list of messages"),
+        (("question",), "", "'question' is not a message like"),
+        (({"content": "x"},), "", "is not a message like"),
         (({"role": "user", "text": "x"},), "", "has no content"),
         (({"role": "user", "content": None},), "", "has no content"),
         (({"role": "assistant"},), "", "has no content"),
@@ -42,7 +42,7 @@ def test_a_prompt_that_is_none_is_refused_where_it_is_made(turns: Any, answer: A
 def test_messages_as_openai_writes_them_are_taken() -> None:
     called = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": "{}"}}]}
     parts = {"role": "user", "content": [{"type": "text", "text": "x"}]}
-    assert turns_mistake([ASKED, called, parts, {"role": "assistant", "content": None}]) == ""
+    assert find_turns_mistake([ASKED, called, parts, {"role": "assistant", "content": None}]) == ""
     assert Prompt([ASKED]).answer == ""  # type: ignore[arg-type]
 
 
@@ -72,7 +72,7 @@ def test_what_a_class_lacks_depends_on_its_shape() -> None:
     class Runs(AgentEnvironment):
         pass
 
-    said = [class_mistake(kind).partition(" (")[0] for kind in (Bare, Asks, Own, Talks, Calls, Runs)]
+    said = [find_class_mistake(kind).partition(" (")[0] for kind in (Bare, Asks, Own, Talks, Calls, Runs)]
     assert said == [
         "Bare defines no play and no prompts",
         "Asks defines no reward",
@@ -84,9 +84,9 @@ def test_what_a_class_lacks_depends_on_its_shape() -> None:
 
 
 def test_the_ends_of_a_metric_are_two_numbers() -> None:
-    assert ranges_mistake({"exact": (0.0, 1.0), "count": [0, float("inf")]}) == ""
+    assert find_ranges_mistake({"exact": (0.0, 1.0), "count": [0, float("inf")]}) == ""
     for ends in ({"min": 0, "max": 1}, (0.0,), (1.0, 0.0), ("0", "1"), 1.0):
-        assert "exact has" in ranges_mistake({"exact": ends})
+        assert "exact has" in find_ranges_mistake({"exact": ends})
 
 
 def test_a_worker_says_which_part_of_the_file_is_wrong(tmp_path: Path) -> None:
@@ -138,7 +138,9 @@ async def test_turns_that_are_no_messages_fail_with_words(tiny: ChatTemplate) ->
             await chat.say(prompt.turns)
             return Reward(1)
 
-    with pytest.raises(TypeError, match=r"^\(\{'role'.* is no message like .*; several are given one by one, say\(\*turns\)"):
+    with pytest.raises(
+        TypeError, match=r"^\(\{'role'.* is not a message like .*; several are given one by one, say\(\*turns\)"
+    ):
         await played(tiny, Starless(), "a")
 
     class OneMessage(MultiTurn):
@@ -156,5 +158,5 @@ async def test_turns_that_are_no_messages_fail_with_words(tiny: ChatTemplate) ->
         def reward(self, prompt: Prompt, state: Any) -> Reward:
             return Reward(1)
 
-    with pytest.raises(TypeError, match=r"OneMessage\.reply: \{'role'.* is no list of messages"):
+    with pytest.raises(TypeError, match=r"OneMessage\.reply: \{'role'.* is not a list of messages"):
         await played(tiny, OneMessage(), "a", "b")

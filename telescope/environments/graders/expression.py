@@ -24,7 +24,7 @@ _TOKEN = re.compile(r"\s*(?:([0-9]+)|([-+*/()]))")
 
 
 class NotAnExpression(ValueError):
-    """The text is no arithmetic expression of the allowed kind; the message says why."""
+    """The text is not an arithmetic expression of the allowed kind; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Expression:
     """The numbers as written, left to right."""
 
 
-def parse(text: str, operators: str = "+-*/") -> Expression:
+def parse_expression(text: str, operators: str = "+-*/") -> Expression:
     """The value and the numbers of `text`, e.g. `parse("3*(8-1)")` has value 21 and numbers (3, 8, 1).
 
     A minus sign may open the text or a bracket. Raises `NotAnExpression`, for a division by zero and an operator that is
@@ -42,25 +42,25 @@ def parse(text: str, operators: str = "+-*/") -> Expression:
     """
     if len(text) > MAX_CHARACTERS:
         raise NotAnExpression(f"{len(text)} characters are more than {MAX_CHARACTERS}")
-    machine = _Machine(operators)
-    for token in _tokens(text.translate(_SPELLINGS).strip()):
+    machine = _ShuntingYard(operators)
+    for token in _tokenize(text.translate(_SPELLINGS).strip()):
         machine.take(token)
     return machine.finish()
 
 
-def _tokens(text: str) -> Iterator[str]:
+def _tokenize(text: str) -> Iterator[str]:
     at = 0
     while at < len(text):
         match = _TOKEN.match(text, at)
         if match is None:
-            raise NotAnExpression(f"{text[at : at + 10]!r} is no number, operator or bracket")
+            raise NotAnExpression(f"{text[at : at + 10]!r} is not a number, an operator or a bracket")
         if match[1] and len(match[1]) > MAX_DIGITS:
             raise NotAnExpression(f"a number of {len(match[1])} digits")
         yield match[1] or match[2]
         at = match.end()
 
 
-class _Machine:
+class _ShuntingYard:
     """Shunting-yard: operators wait on a stack until one of lower precedence, a bracket or the end comes."""
 
     def __init__(self, operators: str) -> None:

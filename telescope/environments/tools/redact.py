@@ -15,19 +15,19 @@ from telescope.config.secrets import scrubbed, secret_values
 
 
 @contextlib.contextmanager
-def hiding(secrets: Collection[str]) -> Iterator[None]:
-    """Within it, in its tasks and in the threads of `off_loop.called`, `told` hides these."""
-    token = _HIDDEN.set(secrets)
+def declare_secrets(secrets: Collection[str]) -> Iterator[None]:
+    """Within it, in its tasks and in the threads of `run_function`, `redact` hides these."""
+    token = _SECRETS.set(secrets)
     try:
         yield
     finally:
-        _HIDDEN.reset(token)
+        _SECRETS.reset(token)
 
 
-def told(text: str) -> str:
+def redact(text: str) -> str:
     """The text as the policy may read it."""
-    secrets = _HIDDEN.get()
+    secrets = _SECRETS.get()
     return scrubbed(text, secret_values(os.environ) if secrets is None else secrets)
 
 
-_HIDDEN: ContextVar[Collection[str] | None] = ContextVar("hidden", default=None)
+_SECRETS: ContextVar[Collection[str] | None] = ContextVar("hidden", default=None)

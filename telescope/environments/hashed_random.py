@@ -7,17 +7,15 @@ their methods, are promised to stay the same between releases, and two workers m
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from typing import TypeVar, overload
-
-from telescope.environments.base import Prompt
+from collections.abc import Sequence
+from typing import TypeVar
 
 T = TypeVar("T")
 _WORD = 1 << 64
 
 
-class Draws:
-    """An endless stream of draws named by its key, e.g. `Draws("countdown", 0, "train", 41)`."""
+class HashedRandom:
+    """An endless stream of draws named by its key, e.g. `HashedRandom("countdown", 0, "train", 41)`."""
 
     def __init__(self, *key: str | int) -> None:
         self._key = "\x1f".join(str(part) for part in key).encode()
@@ -54,26 +52,3 @@ class Draws:
             other = self.below(at + 1)
             order[at], order[other] = order[other], order[at]
         return order
-
-
-class LazyPrompts(Sequence[Prompt]):
-    """`size` prompts, each made when asked for: a split of a million costs nothing until it is drawn from."""
-
-    def __init__(self, size: int, make: Callable[[int], Prompt]) -> None:
-        self._size = size
-        self._make = make
-
-    def __len__(self) -> int:
-        return self._size
-
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Prompt]: ...
-    def __getitem__(self, index: int | slice) -> Prompt | Sequence[Prompt]:
-        if isinstance(index, slice):
-            return [self._make(at) for at in range(*index.indices(self._size))]
-        at = index + self._size if index < 0 else index
-        if not 0 <= at < self._size:
-            raise IndexError(f"prompt {index} of a split of {self._size}")
-        return self._make(at)

@@ -1,8 +1,8 @@
-"""Rows of a published data set: from a local copy by pyarrow, else from the Hugging Face hub by `datasets`.
+"""What environments made of a published data set share: its rows, and the text around a question.
 
-A local copy is a folder as the hub has it (`hf download --repo-type dataset …`), a folder that `save_to_disk` wrote, or one
-file; Parquet, JSON lines, JSON arrays, CSV and Arrow streams are read. Refuses to know what a row means, and to run a data
-set's own code.
+Rows come from a local copy by pyarrow, else from the Hugging Face hub by `datasets`. A local copy is a folder as the hub has it
+(`hf download --repo-type dataset …`), a folder that `save_to_disk` wrote, or one file; Parquet, JSON lines, JSON arrays, CSV
+and Arrow streams are read. Refuses to know what a row means, and to run a data set's own code.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import AfterValidator
 
 from telescope.config.models import hub_errors
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
 
 Row = Mapping[str, Any]
 _SUFFIXES = (".parquet", ".jsonl", ".json", ".jsonl.gz", ".csv", ".arrow")
@@ -28,7 +31,7 @@ class NoRows(ValueError):
 
 
 @dataclass(frozen=True)
-class Source:
+class DatasetSource:
     """Where rows come from: `Source("openai/gsm8k", ("main",))`."""
 
     dataset: str
@@ -39,11 +42,11 @@ class Source:
     def rows(self, split: str, columns: Sequence[str]) -> list[Row]:
         """All rows of a split in their own order, the subsets one after another. Raises `NoRows`."""
         if self.data_dir is None:
-            return _from_hub(self, split, columns)
-        return _from_folder(Path(self.data_dir).expanduser(), self.subsets, split, columns)
+            return _read_hub(self, split, columns)
+        return _read_folder(Path(self.data_dir).expanduser(), self.subsets, split, columns)
 
 
-def field(row: Row, path: str) -> Any:
+def get_field(row: Row, path: str) -> Any:
     """The value at a dotted path, e.g. `reward_model.ground_truth`; of a list of messages the last one's text.
 
     None where a part of the path is null. Raises `NoRows` where there is no such part.
@@ -63,7 +66,7 @@ def field(row: Row, path: str) -> Any:
     return value
 
 
-def _from_hub(source: Source, split: str, columns: Sequence[str]) -> list[Row]:
+def _read_hub(source: DatasetSource, split: str, columns: Sequence[str]) -> list[Row]:
     import datasets
 
     rows: list[Row] = []
@@ -76,27 +79,27 @@ def _from_hub(source: Source, split: str, columns: Sequence[str]) -> list[Row]:
                 f"network, fetch it elsewhere (hf download --repo-type dataset {source.dataset} --local-dir FOLDER) and set "
                 "data_dir=FOLDER; for a data set that asks for consent, give it on its page and set HF_TOKEN"
             ) from error
-        wanted = _present(table.column_names, columns, f"dataset={source.dataset!r}")
+        wanted = _check_columns(table.column_names, columns, f"dataset={source.dataset!r}")
         rows += table.select_columns(wanted).to_list()
     return rows
 
 
-def _from_folder(place: Path, subsets: Sequence[str], split: str, columns: Sequence[str]) -> list[Row]:
+def _read_folder(place: Path, subsets: Sequence[str], split: str, columns: Sequence[str]) -> list[Row]:
     if not place.exists():
         raise NoRows(f"data_dir={str(place)!r} is not there: give the folder or the file that holds the data set")
     files = [place] if place.is_file() else sorted(path for path in place.rglob("*") if _is_data(path.relative_to(place)))
     if not files:
         raise NoRows(f"data_dir={str(place)!r} holds no file of {', '.join(_SUFFIXES)}")
     rows: list[Row] = []
-    for file in _of_subsets(_of_split(files, place, split), files, place, subsets):
-        table = _read(file, columns)
+    for file in _select_subsets(_select_split(files, place, split), files, place, subsets):
+        table = _read_file(file, columns)
         if not table.column_names:
             raise NoRows(f"{file} has no rows")
-        chosen = table.select(_present(table.column_names, columns, f"{file}"))
+        chosen = table.select(_check_columns(table.column_names, columns, f"{file}"))
         try:
             rows += chosen.to_pylist()
         except UnicodeDecodeError as error:
-            raise NoRows(f"{file} can't be read: it is no UTF-8: {error}") from error
+            raise NoRows(f"{file} can't be read: it is not UTF-8: {error}") from error
     return rows
 
 
@@ -107,16 +110,16 @@ def _is_data(relative: Path) -> bool:
     return relative.name.endswith(_SUFFIXES) and not hidden and not about
 
 
-def _of_subsets(chosen: list[Path], files: list[Path], place: Path, subsets: Sequence[str]) -> list[Path]:
+def _select_subsets(chosen: list[Path], files: list[Path], place: Path, subsets: Sequence[str]) -> list[Path]:
     """Of the files of a split (`chosen` of `files`) those of the subsets, one subset after another and no file twice.
 
     All of them where no path of the copy names any subset: a copy of one subset alone need not name it. Where some are named,
     a subset without a file is missing, and no other file stands in for it.
     """
-    if not any(_subset(file, place, subsets) for file in files):
+    if not any(_find_subset(file, place, subsets) for file in files):
         return chosen
     found = [
-        (subset, [file for file in chosen if _subset(file, place, subsets) == subset]) for subset in dict.fromkeys(subsets)
+        (subset, [file for file in chosen if _find_subset(file, place, subsets) == subset]) for subset in dict.fromkeys(subsets)
     ]
     missing = [subset for subset, its in found if not its]
     if missing:
@@ -128,29 +131,29 @@ def _of_subsets(chosen: list[Path], files: list[Path], place: Path, subsets: Seq
     return [file for _, its in found for file in its]
 
 
-def _subset(file: Path, place: Path, subsets: Sequence[str]) -> str:
+def _find_subset(file: Path, place: Path, subsets: Sequence[str]) -> str:
     """The longest subset that the path names, "" for none: `intermediate_algebra-train` is not of `algebra`."""
-    words, stem = _words(file, place), file.name.partition(".")[0]
+    words, stem = _split_words(file, place), file.name.partition(".")[0]
     named = [each for each in subsets if each in words or re.search(rf"(?:^|[-_]){re.escape(each)}(?:$|[-_])", stem)]
     return max(named, key=len, default="")
 
 
-def _of_split(files: list[Path], place: Path, split: str) -> list[Path]:
+def _select_split(files: list[Path], place: Path, split: str) -> list[Path]:
     """Files whose path names the split; all of them where no path names any split."""
-    named = [file for file in files if split in _words(file, place)]
-    if named or not any(word in _words(file, place) for file in files for word in _SPLIT_WORDS):
+    named = [file for file in files if split in _split_words(file, place)]
+    if named or not any(word in _split_words(file, place) for file in files for word in _SPLIT_WORDS):
         return named or files
     raise NoRows(f"data_dir={str(place)!r} has no file of the split {split!r} among {[file.name for file in files[:6]]}")
 
 
-def _words(file: Path, place: Path) -> set[str]:
+def _split_words(file: Path, place: Path) -> set[str]:
     """`main/train-00000-of-00001.parquet` says main, train-00000-of-00001, train, 00000, of, 00001."""
     relative = file.relative_to(place) if file != place else Path(file.name)
     parts = [*relative.parts[:-1], relative.name.partition(".")[0]]
     return {*parts, *(word for part in parts for word in re.split(r"[-.]", part)), *re.split(r"[-._]", parts[-1])}
 
 
-def _read(file: Path, columns: Sequence[str]) -> pa.Table:
+def _read_file(file: Path, columns: Sequence[str]) -> pa.Table:
     """Raises `NoRows` for what is not of the kind its name says."""
     import pyarrow as pa
     from pyarrow import csv, ipc, json, parquet
@@ -180,11 +183,11 @@ def _json_array(file: Path) -> list[Any] | None:
     array: list[Any] = orjson.loads(content)
     for at, row in enumerate(array):
         if not isinstance(row, dict):
-            raise ValueError(f"row {at} is no object of columns: {str(row)[:80]}")
+            raise ValueError(f"row {at} is not an object of columns: {str(row)[:80]}")
     return array
 
 
-def _present(have: Sequence[str], columns: Sequence[str], place: str) -> list[str]:
+def _check_columns(have: Sequence[str], columns: Sequence[str], place: str) -> list[str]:
     missing = [column for column in columns if column not in have]
     if missing:
         raise NoRows(f"{place} has no column {missing[0]!r}; it has {', '.join(have)}: set the field's name to one of these")
@@ -194,3 +197,12 @@ def _present(have: Sequence[str], columns: Sequence[str], place: str) -> list[st
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _check_instruction(instruction: str) -> str:
+    if "{question}" not in instruction:
+        raise ValueError(f"instruction={instruction!r} must contain {{question}}")
+    return instruction
+
+
+Instruction = Annotated[str, AfterValidator(_check_instruction)]

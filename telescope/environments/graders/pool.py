@@ -1,12 +1,12 @@
-"""Graders that may hang, in processes of their own: `await graded(function, answer, truth)`.
+"""Graders that may hang, in processes of their own: `await grade(function, answer, truth)`.
 
-    play ─graded─▶ an idle process, or a new one ─▶ value
+    play ─grade─▶ an idle process, or a new one ─▶ value
                         └─ over its limit, dead or cancelled: killed; the next call gets a new one
 
 A thread can be neither stopped nor given a signal.alarm, so a symbolic comparison of what a model wrote belongs here. The
 function lives in a module, its arguments and its value are what JSON can say (a tuple arrives as a list); of the worker's
-environment variables it sees those of passed_on.py and Python's own paths, and no keys. A worker opens
-`grader_processes()` once; its processes start when they are needed. Where none are open, one is made for that call.
+environment variables it sees those of env_allowlist.py and Python's own paths, and no keys. A worker enters
+`open_graders()` once; its processes start when they are needed. Where none are open, one is made for that call.
 Refuses to decide what an answer is worth: a call over its limits raises, and an environment that knows better catches it.
 """
 
@@ -23,9 +23,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+from telescope.environments.env_allowlist import pick_variables
 from telescope.environments.failures import GraderError
-from telescope.environments.grader_process import MAX_FRAME
-from telescope.environments.passed_on import passed_on
+from telescope.environments.graders.process import MAX_FRAME
 
 CLOCK_FACTOR = 10.0
 """On the clock a call may take so many times its processor time: the machine may be busy."""
@@ -43,7 +43,7 @@ class GraderOverrun(GraderError):
     """The call itself used up its processor time or its memory, whatever else the machine did: the arguments are to blame."""
 
 
-class _Died(Exception):
+class GraderDied(Exception):
     """The process ended during a call, with this exit status."""
 
     def __init__(self, status: int | None) -> None:
@@ -51,31 +51,29 @@ class _Died(Exception):
         self.status = status
 
 
-class _MemoryFull(Exception):
+class GraderMemoryFull(Exception):
     """The call ran out of memory in a process that may have been full before it."""
 
 
-async def graded(
-    function: Callable[..., Any], *arguments: Any, limit_s: float = 5.0, clock_limit_s: float | None = None
-) -> Any:
+async def grade(function: Callable[..., Any], *arguments: Any, limit_s: float = 5.0, clock_limit_s: float | None = None) -> Any:
     """The value of a module-level function, run in the main thread of another process within `limit_s` s of processor time.
 
     Raises `GraderOverrun` where the call used up its time or memory, `GraderError` where it raised, where its process died, or
     where `clock_limit_s` (default: `CLOCK_FACTOR` times `limit_s`) went by on the clock; `TypeError` where it can't be handed
     over at all.
     """
-    call = Call.of(function, arguments, limit_s, CLOCK_FACTOR * limit_s if clock_limit_s is None else clock_limit_s)
+    call = GraderCall.of(function, arguments, limit_s, CLOCK_FACTOR * limit_s if clock_limit_s is None else clock_limit_s)
     open_ones = _OPEN.get()
     if open_ones is not None:
         return await open_ones.call(call)
-    async with grader_processes(1) as only:
+    async with open_graders(1) as only:
         return await only.call(call)
 
 
 @contextlib.asynccontextmanager
-async def grader_processes(size: int | None = None, memory_mb: int = MEMORY_MB) -> AsyncIterator[Graders]:
-    """Up to `size` processes (default: a core each, at most 4) for every `graded` below; they end with the block."""
-    graders = Graders(size or min(4, os.cpu_count() or 1), memory_mb)
+async def open_graders(size: int | None = None, memory_mb: int = MEMORY_MB) -> AsyncIterator[GraderPool]:
+    """Up to `size` processes (default: a core each, at most 4) for every `grade` below; they end with the block."""
+    graders = GraderPool(size or min(4, os.cpu_count() or 1), memory_mb)
     token = _OPEN.set(graders)
     try:
         yield graders
@@ -85,7 +83,7 @@ async def grader_processes(size: int | None = None, memory_mb: int = MEMORY_MB) 
 
 
 @dataclass(frozen=True)
-class Call:
+class GraderCall:
     """One call as it travels."""
 
     name: str
@@ -94,7 +92,7 @@ class Call:
     clock_limit_s: float
 
     @classmethod
-    def of(cls, function: Callable[..., Any], arguments: tuple[Any, ...], limit_s: float, clock_limit_s: float) -> Call:
+    def of(cls, function: Callable[..., Any], arguments: tuple[Any, ...], limit_s: float, clock_limit_s: float) -> GraderCall:
         """Raises `TypeError` for what has no name in a module, or no form in JSON."""
         name = f"{function.__module__}.{function.__qualname__}"
         module = sys.modules.get(function.__module__)
@@ -114,14 +112,14 @@ class Call:
         return cls(name, len(text).to_bytes(4, "big") + text, limit_s, clock_limit_s)
 
 
-class Graders:
+class GraderPool:
     """A pool of grader processes on one event loop. Calls wait in order for one of `size` processes."""
 
     def __init__(self, size: int, memory_mb: int = MEMORY_MB) -> None:
         self._memory_mb = memory_mb
         self._free = asyncio.Semaphore(size)
-        self._idle: list[_Process] = []
-        self._all: set[_Process] = set()
+        self._idle: list[GraderProcess] = []
+        self._all: set[GraderProcess] = set()
         self._waiting = 0
         self._closed = False
         self.started = 0
@@ -132,8 +130,8 @@ class Graders:
         """Process ids."""
         return sorted(process.pid for process in self._all if process.alive)
 
-    async def call(self, call: Call) -> Any:
-        """See `graded`."""
+    async def call(self, call: GraderCall) -> Any:
+        """See `grade`."""
         if self._waiting >= MAX_WAITING:
             raise GraderError(f"{call.name}: {MAX_WAITING} calls wait for a grader process already")
         self._waiting += 1
@@ -141,7 +139,9 @@ class Graders:
             async with self._free:
                 try:
                     return await self._call(call)
-                except _MemoryFull:  # once more in a fresh one, so that its forerunners' rubbish is not held against an answer
+                except (
+                    GraderMemoryFull
+                ):  # once more in a fresh one, so that its forerunners' rubbish is not held against an answer
                     return await self._call(call, fresh=True)
         finally:
             self._waiting -= 1
@@ -151,18 +151,18 @@ class Graders:
         self._closed = True
         for process in self._all:
             process.kill()
-        await asyncio.gather(*(process.ended() for process in self._all))
+        await asyncio.gather(*(process.wait_until_ended() for process in self._all))
         self._all.clear()
         self._idle.clear()
 
-    async def _call(self, call: Call, fresh: bool = False) -> Any:
+    async def _call(self, call: GraderCall, fresh: bool = False) -> Any:
         process = await self._take(fresh)
         used_before = process.calls > 0
         usable = False
         try:
             reply = await process.call(call)
             usable = reply.get("overrun") != "memory"
-        except _Died as died:
+        except GraderDied as died:
             if -(died.status or 0) in _CPU_SIGNALS:
                 raise GraderOverrun(f"{call.name}: it used more than {call.limit_s:g} s of processor time") from None
             raise GraderError(f"{call.name}: {died}") from None
@@ -173,25 +173,25 @@ class Graders:
         if "value" in reply:
             return reply["value"]
         if reply["overrun"] == "memory" and used_before:
-            raise _MemoryFull
+            raise GraderMemoryFull
         raise (GraderOverrun if reply["overrun"] else GraderError)(f"{call.name}: {reply['error']}")
 
-    async def _take(self, fresh: bool) -> _Process:
+    async def _take(self, fresh: bool) -> GraderProcess:
         while self._idle and not fresh:
             process = self._idle.pop()
             if process.alive:
                 return process
             self._all.discard(process)
-        process = await _Process.start(self._memory_mb)
+        process = await GraderProcess.start(self._memory_mb)
         self.started += 1
         if self._closed:  # while it started
             process.kill()
-            await process.ended()
+            await process.wait_until_ended()
             raise GraderError("the worker is leaving")
         self._all.add(process)
         return process
 
-    def _give_back(self, process: _Process, usable: bool) -> None:
+    def _give_back(self, process: GraderProcess, usable: bool) -> None:
         if usable and process.calls < CALLS_A_PROCESS:
             self._idle.append(process)
         else:
@@ -199,23 +199,23 @@ class Graders:
         self._all = {known for known in self._all if known.alive or known is process}
 
 
-_OPEN: ContextVar[Graders | None] = ContextVar("grader_processes", default=None)
+_OPEN: ContextVar[GraderPool | None] = ContextVar("open_graders", default=None)
 _CPU_SIGNALS = (signal.SIGVTALRM, signal.SIGXCPU)
 
 
-class _Process:
+class GraderProcess:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
         self.calls = 0
 
     @classmethod
-    async def start(cls, memory_mb: int) -> _Process:
+    async def start(cls, memory_mb: int) -> GraderProcess:
         return cls(
             await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "telescope.environments.grader_process", str(memory_mb)),
+                *(sys.executable, "-m", "telescope.environments.graders.process", str(memory_mb)),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
-                env={**passed_on(*_FOR_PYTHON), "OMP_NUM_THREADS": "1"},  # each thread of a pool would reserve memory
+                env={**pick_variables(*_FOR_PYTHON), "OMP_NUM_THREADS": "1"},  # each thread of a pool would reserve memory
             )
         )
 
@@ -227,8 +227,8 @@ class _Process:
     def alive(self) -> bool:
         return self._process.returncode is None
 
-    async def call(self, call: Call) -> dict[str, Any]:
-        """The reply. Raises `_Died` and `TimeoutError`; after either, and after a cancellation, the process is of no use."""
+    async def call(self, call: GraderCall) -> dict[str, Any]:
+        """The reply. Raises `GraderDied` and `TimeoutError`; after either, and after a cancellation, the process is spent."""
         self.calls += 1
         try:
             assert self._process.stdin is not None
@@ -241,8 +241,8 @@ class _Process:
             async with asyncio.timeout(call.clock_limit_s):
                 return await self._reply()
         except (asyncio.IncompleteReadError, ConnectionError):
-            await self.ended()
-            raise _Died(self._process.returncode) from None
+            await self.wait_until_ended()
+            raise GraderDied(self._process.returncode) from None
 
     async def _reply(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -257,7 +257,7 @@ class _Process:
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
-    async def ended(self) -> None:
+    async def wait_until_ended(self) -> None:
         """Wait until it is gone; it was killed, or closed its pipes and is killed if that is not its end."""
         for _ in range(2):
             try:

@@ -1,4 +1,4 @@
-"""The process that runs graders: `python -m telescope.environments.grader_process MEMORY_MB`, started by graders.py alone.
+"""The process that runs graders: `python -m telescope.environments.graders.process MEMORY_MB`, started by graders.py alone.
 
 Reads calls from its standard input and answers on its standard output, one frame each: four bytes of length (big endian),
 then JSON.
@@ -41,13 +41,13 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the worker's to act on
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _set_soft_limit(resource.RLIMIT_AS, int(arguments[0]) * 2**20)
-    calls, answers = _own_pipes()
+    calls, answers = _take_pipes()
     while (frame := _read(calls)) is not None:
         _answer(json.loads(frame), answers)
     return 0
 
 
-def _own_pipes() -> tuple[BinaryIO, BinaryIO]:
+def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
     """The two pipes out of reach of a grader that reads or prints: what it prints goes where errors go."""
     calls, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -60,9 +60,9 @@ def _own_pipes() -> tuple[BinaryIO, BinaryIO]:
 def _answer(call: dict[str, Any], answers: BinaryIO) -> None:
     overrun = None
     try:
-        function = _function(call["module"], call["file"], call["function"])
+        function = _find_function(call["module"], call["file"], call["function"])
         _write(answers, {"begun": True})
-        with _cpu_limit(call["cpu_s"]):
+        with _limit_cpu(call["cpu_s"]):
             value = function(*call["arguments"])
         _write(answers, {"value": value})
         return
@@ -75,7 +75,7 @@ def _answer(call: dict[str, Any], answers: BinaryIO) -> None:
     _write(answers, {"error": said[:MAX_ERROR_CHARACTERS], "overrun": overrun})
 
 
-def _function(module: str, file: str | None, name: str) -> Callable[..., Any]:
+def _find_function(module: str, file: str | None, name: str) -> Callable[..., Any]:
     """The function, imported as the worker imports it: a user's own file has no package to be found in."""
     found = sys.modules.get(module)
     if found is None:
@@ -98,7 +98,7 @@ def _function(module: str, file: str | None, name: str) -> Callable[..., Any]:
 
 
 @contextmanager
-def _cpu_limit(seconds: float) -> Iterator[None]:
+def _limit_cpu(seconds: float) -> Iterator[None]:
     def over(number: int, frame: FrameType | None) -> None:
         raise _Overrun
 

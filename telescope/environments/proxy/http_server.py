@@ -29,29 +29,29 @@ TOO_LARGE = b'{"error": {"message": "the request is too large", "type": "invalid
 
 
 @dataclass(frozen=True)
-class Request:
+class HttpRequest:
     method: str
     path: str
     body: bytes
 
 
 @dataclass(frozen=True)
-class Response:
+class HttpResponse:
     status: int
     body: bytes
     content_type: str = "application/json"
     headers: tuple[tuple[str, str], ...] = ()
 
 
-Answer = Callable[[Request], Coroutine[None, None, Response]]
+Answer = Callable[[HttpRequest], Coroutine[None, None, HttpResponse]]
 """Raises nothing but cancellation."""
 
 
-class _Gone(Exception):
-    """The client has closed its connection, or says what is no HTTP."""
+class ClientGone(Exception):
+    """The client has closed its connection, or says what is not HTTP."""
 
 
-class _TooLarge(Exception):
+class BodyTooLarge(Exception):
     """A body of more than MAX_BODY_BYTES."""
 
 
@@ -72,7 +72,7 @@ class HttpServer:
             assert task is not None
             connections.add(task)
             try:
-                await _Connection(reader, writer, answer).serve()
+                await HttpConnection(reader, writer, answer).serve()
             except asyncio.CancelledError:  # `close`; asyncio's own callback would complain of it
                 pass
             finally:
@@ -89,7 +89,7 @@ class HttpServer:
         await asyncio.gather(*self._connections, return_exceptions=True)
 
 
-class _Connection:
+class HttpConnection:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answer: Answer) -> None:
         self._reader, self._writer, self._answer = reader, writer, answer
         self._early = b""
@@ -97,57 +97,57 @@ class _Connection:
 
     async def serve(self) -> None:
         try:
-            while await self._one():
+            while await self._serve_one():
                 self._http.start_next_cycle()
-        except (_Gone, ConnectionError, TimeoutError, h11.RemoteProtocolError) as error:
+        except (ClientGone, ConnectionError, TimeoutError, h11.RemoteProtocolError) as error:
             log.debug("a connection of an agent program has ended: %s", error)
 
-    async def _one(self) -> bool:
+    async def _serve_one(self) -> bool:
         """Serve one request. Whether the connection may have another."""
         async with asyncio.timeout(IDLE_S):
-            head = await self._event()
+            head = await self._next_event()
         if not isinstance(head, h11.Request):
             return False
         try:
             async with asyncio.timeout(BODY_S):
-                body = await self._body()
-        except _TooLarge:
-            await self._send(Response(413, TOO_LARGE))
+                body = await self._read_body()
+        except BodyTooLarge:
+            await self._send(HttpResponse(413, TOO_LARGE))
             return False
-        request = Request(head.method.decode(), head.target.decode("ascii", "replace"), body)
-        await self._send(await self._while_connected(self._answer(request)))
+        request = HttpRequest(head.method.decode(), head.target.decode("ascii", "replace"), body)
+        await self._send(await self._answer_while_connected(self._answer(request)))
         return self._http.our_state is h11.DONE and self._http.their_state is h11.DONE
 
-    async def _body(self) -> bytes:
+    async def _read_body(self) -> bytes:
         parts, size = [], 0
         if self._http.they_are_waiting_for_100_continue:
             self._writer.write(self._http.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")
-        while isinstance(event := await self._event(), h11.Data):
+        while isinstance(event := await self._next_event(), h11.Data):
             size += len(event.data)
             if size > MAX_BODY_BYTES:
-                raise _TooLarge
+                raise BodyTooLarge
             parts.append(bytes(event.data))
         return b"".join(parts)
 
-    async def _event(self) -> h11.Event:
+    async def _next_event(self) -> h11.Event:
         while True:
             event = self._http.next_event()
             if isinstance(event, h11.ConnectionClosed | type):  # a type: it says PAUSED, after a switch of protocols
                 if event is not h11.NEED_DATA:
-                    raise _Gone("it was closed")
+                    raise ClientGone("it was closed")
             else:
                 return event
             early, self._early = self._early, b""
             self._http.receive_data(early or await self._reader.read(READ))
 
-    async def _while_connected(self, answering: Coroutine[None, None, Response]) -> Response:
-        """The answer; cancelled, with `_Gone`, where the client leaves before it is there."""
+    async def _answer_while_connected(self, answering: Coroutine[None, None, HttpResponse]) -> HttpResponse:
+        """The answer; cancelled, with `ClientGone`, where the client leaves before it is there."""
         answer = asyncio.create_task(answering)
         watch = asyncio.create_task(self._reader.read(READ))
         try:
             await asyncio.wait((answer, watch), return_when=asyncio.FIRST_COMPLETED)
             if watch.done() and not watch.result() and not answer.done():
-                raise _Gone("the client left before its answer was there")
+                raise ClientGone("the client left before its answer was there")
             return await answer
         finally:
             answer.cancel()
@@ -155,7 +155,7 @@ class _Connection:
             _, seen = await asyncio.gather(answer, watch, return_exceptions=True)
             self._early = seen if isinstance(seen, bytes) else b""  # the next request, come early
 
-    async def _send(self, response: Response) -> None:
+    async def _send(self, response: HttpResponse) -> None:
         headers = [
             ("content-type", response.content_type),
             ("content-length", str(len(response.body))),

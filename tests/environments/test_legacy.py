@@ -13,14 +13,14 @@ from pydantic import ValidationError
 
 from telescope.config import plugins
 from telescope.config.plugins import ENVIRONMENTS, PluginError
-from telescope.environments import compat
+from telescope.environments import legacy
 from telescope.environments.failures import GraderError
 from telescope.environments.template import ChatTemplate
 from tests.environments.playing import played
 
 ADDING = '''
     from __future__ import annotations
-    from telescope.environments.compat import RewardResult, Rubric, Sample, SingleTurnEnvironment
+    from telescope.environments.legacy import RewardResult, Rubric, Sample, SingleTurnEnvironment
 
     class AddingEnvironment(SingleTurnEnvironment):
         """Add two numbers."""
@@ -58,7 +58,7 @@ ADDING = '''
             return await self.rubric.score(completion=completion, sample=sample, extra_sample_tags={"a": sample.metadata["a"]})
 '''
 COUNTING = """
-    from telescope.environments.compat import RewardResult, Sample, SingleTurnEnvironment
+    from telescope.environments.legacy import RewardResult, Sample, SingleTurnEnvironment
 
     class Counting(SingleTurnEnvironment):
         def load_dataset(self, num_samples=-1, **kwargs):
@@ -69,7 +69,7 @@ COUNTING = """
             return RewardResult(float(len(sample.metadata["seen"])))
 """
 GAME = """
-    from telescope.environments.compat import MultiTurnEnvironment, RewardResult, Sample
+    from telescope.environments.legacy import MultiTurnEnvironment, RewardResult, Sample
 
     class HigherLower(MultiTurnEnvironment):
         def __init__(self, max_turns: int = 4, seed: int = 0, **kwargs):
@@ -98,8 +98,8 @@ GAME = """
             )
 """
 SHOP = '''
-    from telescope.environments.compat import RewardResult, Sample
-    from telescope.environments.compat_tools import ToolEnvironment
+    from telescope.environments.legacy import RewardResult, Sample
+    from telescope.environments.legacy import ToolEnvironment
 
     PRICES = {"pear": 3}
 
@@ -238,7 +238,7 @@ def test_required_packages_that_are_missing_give_the_install_line(tmp_path: Path
     (home / "needy.py").write_text(stated)
     with pytest.raises(PluginError, match=r"needs what is not installed: python -m pip install 'no-such-package>=2'"):
         plugins.load(ENVIRONMENTS, "needy", (str(tmp_path),))
-    assert "telescope.environments.compat" in sys.modules
+    assert "telescope.environments.legacy" in sys.modules
 
 
 def test_the_shapes_themselves_are_no_environments() -> None:
@@ -247,17 +247,17 @@ def test_the_shapes_themselves_are_no_environments() -> None:
 
 
 def test_a_name_may_be_a_property_or_an_attribute_of_the_class() -> None:
-    class ByProperty(compat.SingleTurnEnvironment):
+    class ByProperty(legacy.SingleTurnEnvironment):
         @property
         def name(self) -> str:
             return "caps"
 
-    class ByAttribute(compat.SingleTurnEnvironment):
+    class ByAttribute(legacy.SingleTurnEnvironment):
         def __init__(self) -> None:
             super().__init__()
             self.name = "own"
 
-    class Unnamed(compat.MultiTurnEnvironment):
+    class Unnamed(legacy.MultiTurnEnvironment):
         pass
 
     assert (ByProperty().name, ByAttribute().name, Unnamed().name) == ("caps", "own", "Unnamed")
@@ -265,8 +265,8 @@ def test_a_name_may_be_a_property_or_an_attribute_of_the_class() -> None:
 
 def test_what_a_class_of_the_other_design_lacks_is_said() -> None:
     for call, name in (
-        (compat.SingleTurnEnvironment().load_dataset, "load_dataset"),
-        (compat.MultiTurnEnvironment().compute_reward, "compute_reward"),
+        (legacy.SingleTurnEnvironment().load_dataset, "load_dataset"),
+        (legacy.MultiTurnEnvironment().compute_reward, "compute_reward"),
     ):
         with pytest.raises(NotImplementedError, match=f"Environment defines no {name}"):
             call()

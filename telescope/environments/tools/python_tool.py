@@ -73,13 +73,13 @@ class PythonTool(ToolEnvironment):
             raise SandboxError("the environment was not set up: its sandboxes are not there")
         async with self._pool.sandbox() as guest:
             state.uses.append(guest.use)
-            await guest.upload("main.py", plain(code).encode("utf-8", "replace"))
+            await guest.upload("main.py", strip_markdown(code).encode("utf-8", "replace"))
             argv = ["python3", "-I", *([] if self.site_packages else ["-S"]), "main.py"]
-            return told(await guest.exec(argv, timeout_s=self.python_limit_s), self.python_limit_s)
+            return read_outcome(await guest.exec(argv, timeout_s=self.python_limit_s), self.python_limit_s)
 
     tools: ClassVar[tuple[ToolFunction, ...]] = (python,)
 
-    def answering(self, score: Score) -> PythonTool:
+    def with_score(self, score: Score) -> PythonTool:
         """The same settings for the environment whose answers `score` judges."""
         made = self.model_copy()
         made._score, made._pool = score, None
@@ -105,17 +105,17 @@ class PythonTool(ToolEnvironment):
         """Of the final answer, with what the sandboxes cost beside it."""
         assert self._score is not None, "only what `answering` gives is played"
         reward = await self._score(prompt, state.final_answer)
-        cost, rows = summed(state.uses)
+        cost, rows = sum_uses(state.uses)
         return replace(reward, metrics={**cost, **reward.metrics}, info={**reward.info, **rows})
 
 
-def plain(code: str) -> str:
+def strip_markdown(code: str) -> str:
     """Without the Markdown around it: "```python\\nprint(1)\\n```" is `print(1)`."""
     fenced = _FENCED.match(code)
     return fenced[1] if fenced else code
 
 
-def told(outcome: Outcome, limit_s: float) -> str:
+def read_outcome(outcome: Outcome, limit_s: float) -> str:
     """What the policy reads of a program that went well. Raises `ProgramFailed` for any other."""
     printed, complaint = outcome.text, outcome.stderr.decode("utf-8", "replace").strip()[-SHOWN_OF_AN_ERROR:]
     match outcome.ending:
@@ -131,7 +131,7 @@ def told(outcome: Outcome, limit_s: float) -> str:
     return printed if printed.strip() else "(the program printed nothing)"
 
 
-def summed(uses: Sequence[Use]) -> tuple[dict[str, float], dict[str, Any]]:
+def sum_uses(uses: Sequence[Use]) -> tuple[dict[str, float], dict[str, Any]]:
     """Metrics, which are the sums over all calls, and one row for the reader of the rollout; of no call zeros and no row."""
     parts = [use.metrics() for use in (Use(""), *uses)]
     cost = {name: sum(part[name] for part in parts) for name in parts[0]}

@@ -9,6 +9,6 @@ from collections.abc import Mapping
 ALLOWED = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV", "SSL_CERT_FILE", "TMPDIR")
 
 
-def passed_on(*more: str) -> Mapping[str, str]:
+def pick_variables(*more: str) -> Mapping[str, str]:
     """The allowed variables that are set, and `more` of them by name."""
     return {name: os.environ[name] for name in (*ALLOWED, *more) if name in os.environ}
