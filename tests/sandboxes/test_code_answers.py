@@ -377,7 +377,7 @@ async def test_rows_like_mbpps_are_held_out_shown_and_scored_by_share(tmp_path: 
 async def test_without_its_sandboxes_an_answer_is_not_scored_0(tmp_path: Path) -> None:
     environment = mbpp_like(tmp_path)
     with pytest.raises(InfrastructureError, match="was not set up"):
-        await environment.scored(environment.reward, environment.prompts("train")[0], "x = 1")
+        await environment.run_reward(environment.reward, environment.prompts("train")[0], "x = 1")
 
 
 def i3_rows() -> list[dict[str, Any]]:
