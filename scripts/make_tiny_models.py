@@ -30,9 +30,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from telescope.environments.base import Prompt, Reward, SingleTurn
-from telescope.environments.countdown import Countdown
-from telescope.environments.draws import Draws
-from telescope.environments.reverse_letters import ReverseLetters
+from telescope.environments.hashed_random import HashedRandom
+from telescope.environments.tasks.countdown import Countdown
+from telescope.environments.tasks.reverse_letters import ReverseLetters
 
 SPECIALS = ("<pad>", "<eos>", "<bos>", "<|system|>", "<|user|>", "<|assistant|>")
 PAD, EOS = 0, 1
@@ -57,13 +57,13 @@ class Recipe:
     steps: int
     max_new_tokens: int
     task: SingleTurn
-    demonstrate: Callable[[Draws], tuple[str, str]]
+    demonstrate: Callable[[HashedRandom], tuple[str, str]]
     """A user message and an answer to imitate."""
     shown: str
     """What the demonstrations are, for the model card."""
 
 
-def demonstrate_reverse(draws: Draws) -> tuple[str, str]:
+def demonstrate_reverse(draws: HashedRandom) -> tuple[str, str]:
     """25% reversed (wanted), 30% copied, 25% reversed with the last letter lost, 20% rotated by one."""
     word = TASK_REVERSE.word(draws)
     at = draws.below(100)
@@ -78,7 +78,7 @@ def demonstrate_reverse(draws: Draws) -> tuple[str, str]:
     return f"rev {word}", answer
 
 
-def demonstrate_countdown(draws: Draws) -> tuple[str, str]:
+def demonstrate_countdown(draws: HashedRandom) -> tuple[str, str]:
     """35% right (wanted), 25% right with "=value" appended, 20% with one number left out, 20% a random expression."""
     problem = TASK_COUNTDOWN.problem(draws)
     at = draws.below(100)
@@ -167,7 +167,7 @@ def make_model(recipe: Recipe) -> Qwen3ForCausalLM:
 
 def batch_of(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Padded ids [B, T] and labels [B, T] (-100 on prompt and padding) of one training step."""
-    draws = Draws("base", recipe.folder, recipe.seed, step)
+    draws = HashedRandom("base", recipe.folder, recipe.seed, step)
     rows = []
     for _ in range(BATCH):
         question, answer = recipe.demonstrate(draws)

@@ -22,8 +22,8 @@ import make_tiny_models as tiny
 import torch
 from tiny_dialogues import CHECKED, Maker, Policy
 
-from telescope.environments.draws import Draws
-from telescope.environments.look_up import LookUp
+from telescope.environments.hashed_random import HashedRandom
+from telescope.environments.tasks.look_up import LookUp
 
 TASK = LookUp()
 FOLDER, SEED, STEPS, ANSWER_TOKENS = "tiny_tools", 0, 500, 26
@@ -39,7 +39,7 @@ RECIPE = tiny.Recipe(
 )  # fmt: skip
 
 
-def demonstrate(draws: Draws) -> list[tuple[str, str]]:
+def demonstrate(draws: HashedRandom) -> list[tuple[str, str]]:
     """One dialogue of one habit, as (rendered message, answer) pairs."""
     prompt, habit = TASK.prompt(draws), draws.choice(HABITS)
     key, value = str(prompt.facts["key"]), prompt.answer

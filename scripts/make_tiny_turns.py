@@ -22,8 +22,8 @@ import make_tiny_models as tiny
 import torch
 from tiny_dialogues import CHECKED, Maker, Policy
 
-from telescope.environments.draws import Draws
-from telescope.environments.guess_letter import ALPHABET, GuessLetter, Search
+from telescope.environments.hashed_random import HashedRandom
+from telescope.environments.tasks.guess_letter import ALPHABET, GuessLetter, LetterSearch
 
 TASK = GuessLetter()
 FOLDER, SEED, STEPS, ANSWER_TOKENS = "tiny_turns", 0, 500, 3
@@ -38,7 +38,7 @@ RECIPE = tiny.Recipe(
 )  # fmt: skip
 
 
-def demonstrate(draws: Draws) -> list[tuple[str, str]]:
+def demonstrate(draws: HashedRandom) -> list[tuple[str, str]]:
     """One dialogue of one habit, as (rendered message, answer) pairs."""
     prompt, habit = TASK.prompt(draws), draws.choice(HABITS)
     state = TASK.initial_state(prompt)
@@ -62,7 +62,7 @@ def play(answers: Policy, split: str = "train") -> dict[str, float]:
     """Mean reward and metrics over `CHECKED` prompts, all played side by side."""
     torch.manual_seed(1)
     prompts = list(TASK.prompts(split)[:CHECKED])
-    states: list[Search] = [TASK.initial_state(prompt) for prompt in prompts]
+    states: list[LetterSearch] = [TASK.initial_state(prompt) for prompt in prompts]
     texts = [f"<|user|>{prompt.turns[0]['content']}<|assistant|>" for prompt in prompts]
     for _ in range(TASK.max_turns):
         open_ = [at for at, state in enumerate(states) if not TASK.is_done(state)]

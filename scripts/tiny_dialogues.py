@@ -13,7 +13,7 @@ import make_tiny_models as tiny
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from telescope.environments.draws import Draws
+from telescope.environments.hashed_random import HashedRandom
 
 CHECKED = 512
 """Prompts on which a model is measured."""
@@ -33,7 +33,7 @@ class Maker:
     """One model: how it is shown dialogues, how it is measured, and what its card says of both."""
 
     recipe: tiny.Recipe
-    demonstrate: Callable[[Draws], Dialogue]
+    demonstrate: Callable[[HashedRandom], Dialogue]
     play: Callable[[Policy], Figures]
     title: str
     shown: Sequence[str]
@@ -41,7 +41,7 @@ class Maker:
 
     def batch(self, recipe: tiny.Recipe, tokenizer: PreTrainedTokenizerFast, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Padded ids [B, T] and labels [B, T] (-100 on messages and padding) of one training step."""
-        draws = Draws("base", recipe.folder, recipe.seed, step)
+        draws = HashedRandom("base", recipe.folder, recipe.seed, step)
         rows: list[tuple[list[int], list[int]]] = []
         for _ in range(tiny.BATCH):
             ids: list[int] = []

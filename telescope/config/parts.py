@@ -4,18 +4,17 @@ Plug-ins (algorithm, backend, environment) keep their settings in their own file
 it.
 """
 
+
 from __future__ import annotations
-
-from typing import Annotated, Any, Literal, Self
-
 from pydantic import BeforeValidator, Field, field_validator, model_validator
-
 from telescope.config.cluster import ClusterSettings as ClusterSettings
 from telescope.config.secrets import parse_reference
 from telescope.config.words import typed
 from telescope.flow.curriculum import PassRatePool, PassRateRules
 from telescope.maths.support import Support
 from telescope.settings import Settings
+from typing import Annotated, Any, Literal, Self
+
 
 DEFAULT_PORT = 8100
 Dtype = Literal["float32", "float16", "bfloat16"]
@@ -94,7 +93,7 @@ class CurriculumSettings(Settings):
 
 class EnvironmentEntry(Settings):
     name: str
-    """Which environment: a file name in telescope/environments, or in a folder of your own."""
+    """Which environment: a file name in telescope/environments/tasks, or in a folder of your own."""
     weight: float = Field(default=1.0, gt=0)
     """Share of prompts drawn from this entry, relative to the other entries."""
     reward_min: float | None = Field(default=None, allow_inf_nan=False)

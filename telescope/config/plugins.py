@@ -1,6 +1,6 @@
 """Plug-ins by file name: which there are, and the settings class of one.
 
-A plug-in is a Python file (or a folder with `__init__.py`) in the package of its kind (telescope/algorithms, say), or in the
+A plug-in is a Python file (or a folder with `__init__.py`) in a package of its kind (telescope/algorithms, say), or in the
 kind's folder below a user's own plug-in folder (`plugins/algorithms`), or a module that an installed package names as an entry
 point of `telescope.algorithms`. It defines one class derived from the kind's base. The kinds stand below.
 Refuses to import torch: plug-ins import it where they need it. The user's folders are written into the resolved configuration
@@ -23,7 +23,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution, entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 from packaging.requirements import InvalidRequirement, Requirement
 from pydantic import PydanticUserError
@@ -31,13 +31,12 @@ from pydantic import PydanticUserError
 from telescope.algorithms.base import Algorithm
 from telescope.backends.base import BackendSettings
 from telescope.config.words import did_you_mean
-from telescope.environments import compat
 from telescope.environments.base import Environment
 from telescope.environments.sandboxes.base import Provider
 from telescope.settings import Settings
 
 S = TypeVar("S", bound=Settings)
-
+TELESCOPE = Path(__file__).resolve().parent.parent
 
 _UNTYPED = ("model-field-missing-annotation", "model-field-overridden")
 """pydantic's codes for an attribute of a settings class that has no type."""
@@ -61,31 +60,31 @@ class Kind(Generic[S]):
     base: type[S]
     adapt: Callable[[type], type[S] | None] = lambda other: None
     """Makes a class of the kind of one that is none by itself; None for all other classes."""
-    is_helper: Callable[[type[S]], bool] = lambda found: False
-    """Whether a class among our own files is there to be derived from."""
-    inside: str = ""
-    """The package of ours in which the folder lies, below telescope."""
+    within: tuple[str, ...] = ()
+    """Where our own lie, below telescope, e.g. `environments.tasks`; empty: in the package of the folder's name."""
 
     @property
-    def package(self) -> str:
-        return ".".join(filter(None, ("telescope", self.inside, self.folder)))
+    def packages(self) -> tuple[str, ...]:
+        """Those of our own plug-ins, e.g. `telescope.algorithms`."""
+        return tuple(f"telescope.{package}" for package in self.within or (self.folder,))
 
-    @property
-    def home(self) -> Path:
-        return Path(__file__).resolve().parent.parent.joinpath(*self.package.split(".")[1:])
+
+def _adapt_legacy(other: type) -> type[Environment] | None:
+    """The environment of a class of the older API; whoever wrote one has imported the module."""
+    legacy = sys.modules.get("telescope.environments.legacy")
+    return None if legacy is None else cast("type[Environment] | None", legacy.adapt(other))
 
 
 ALGORITHMS: Kind[Algorithm] = Kind("algorithm", "algorithms", Algorithm)
 BACKENDS: Kind[BackendSettings] = Kind("backend", "backends", BackendSettings)
 ENVIRONMENTS: Kind[Environment] = Kind(
-    "environment", "environments", Environment, compat.adapted, lambda found: found.prompts is Environment.prompts
+    "environment", "environments", Environment, _adapt_legacy, ("environments.tasks", "environments.adapters")
 )
 SANDBOXES: Kind[Provider] = Kind(
     "sandbox provider",
     "sandboxes",
     Provider,  # type: ignore[type-abstract]  # it is there to be derived from
-    is_helper=lambda found: inspect.isabstract(found),
-    inside="environments",
+    within=("environments.sandboxes",),
 )
 
 
@@ -119,7 +118,12 @@ def files(kind: Kind[S], plugin_path: Sequence[str] = ()) -> dict[str, PluginFil
 
 
 def _own(kind: Kind[S]) -> dict[str, PluginFile]:
-    return {name: PluginFile(name, file, f"{kind.package}.{name}") for name, file in _python_files(kind.home)}
+    found = [
+        PluginFile(name, file, f"{package}.{name}")
+        for package in kind.packages
+        for name, file in _python_files(TELESCOPE.joinpath(*package.split(".")[1:]))
+    ]
+    return {plugin.name: plugin for plugin in sorted(found, key=lambda plugin: plugin.name)}
 
 
 def _add(found: dict[str, PluginFile], kind: Kind[S], plugin: PluginFile) -> None:
@@ -203,8 +207,8 @@ def _class_of(kind: Kind[S], plugin: PluginFile) -> type[S]:
         and (issubclass(value, kind.base) or kind.adapt(value) is not None)
     ]
     leaves = [value for value in own if not any(value in other.__mro__[1:] for other in own)]
-    if plugin.module.startswith(f"{kind.package}."):
-        leaves = [value for value in leaves if not kind.is_helper(value)]
+    if plugin.module.startswith("telescope."):  # abstract ones among our own are there to be derived from
+        leaves = [value for value in leaves if not inspect.isabstract(value)]
     if not leaves:
         raise NotAPlugin(
             f"{plugin.place} defines no class derived from {kind.base.__name__}, so it is not one of the {kind.folder}"

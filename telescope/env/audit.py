@@ -71,7 +71,7 @@ def choose(kept: Sequence[Mapping[str, Any]], *, step: int | None, rollout: int 
     """The rows to show, branches of a rollout together. Raises `NothingToShow`."""
     if not kept:
         raise NothingToShow(
-            f"{folder} keeps no tokens: it is no run directory, has trained no step yet, or had logging.token_groups=0"
+            f"{folder} keeps no tokens: it is not a run directory, has trained no step yet, or had logging.token_groups=0"
         )
     if step is None and rollout is None:
         latest = max(row["step"] for row in kept)
@@ -80,7 +80,7 @@ def choose(kept: Sequence[Mapping[str, Any]], *, step: int | None, rollout: int 
     if not chosen:
         have = sorted({row["step" if step is not None else "rollout_id"] for row in kept})
         what = f"step {step}" if step is not None else f"rollout {rollout}"
-        raise NothingToShow(f"the tokens of {what} were not kept; there are those of {_listed(have)}")
+        raise NothingToShow(f"the tokens of {what} were not kept; there are those of {_list_numbers(have)}")
     return sorted(chosen, key=lambda row: (row["step"], row["rollout_id"], row["branch"]))
 
 
@@ -124,7 +124,7 @@ def _tokens(row: Mapping[str, Any], decode: Decode, sampled_only: bool, found: n
         else:
             beside = "" if found is None else _beside(math.nan, math.nan)
             numbers = f"{'·':>7} {'·':>10}{beside} {'·':>10}"
-        yield f"{at:>6} {token:>7} {mask:>4} {numbers}  {_shown(decode(token))}"
+        yield f"{at:>6} {token:>7} {mask:>4} {numbers}  {_shorten(decode(token))}"
 
 
 def _beside(logprob: float, other: float) -> str:
@@ -132,12 +132,12 @@ def _beside(logprob: float, other: float) -> str:
     return f" {'·':>11} {'·':>8}" if math.isnan(other) else f" {other:>11.5f} {abs(other - logprob):>8.1e}"
 
 
-def _shown(text: str) -> str:
+def _shorten(text: str) -> str:
     quoted = repr(text)
     return quoted if len(quoted) <= WIDEST else f"{quoted[: WIDEST - 1]}…"
 
 
-def _listed(numbers: Sequence[int]) -> str:
+def _list_numbers(numbers: Sequence[int]) -> str:
     if len(numbers) <= 12:
         return ", ".join(map(str, numbers))
     return f"{', '.join(map(str, numbers[:6]))}, …, {', '.join(map(str, numbers[-3:]))} ({len(numbers)} in all)"

@@ -31,7 +31,7 @@ from telescope.config.plugins import ENVIRONMENTS, PluginError, load
 from telescope.config.run import RunConfig
 from telescope.config.secrets import SecretMissing
 from telescope.config.words import ConfigError
-from telescope.env.policies import GoldenAnswers, LocalModel, Policy, ScriptBroken, Scripted, load_model, read_script
+from telescope.env.policies import CheckPolicy, GoldenAnswers, LocalModel, ScriptBroken, Scripted, load_model, read_script
 from telescope.env.report import Played, Stated, report
 from telescope.environments.chat import Sampled
 from telescope.environments.template import ChatTemplate
@@ -53,20 +53,20 @@ REFUSALS = (ConfigError, EnvironmentBroken, TokenizerError, ModelNotFound, Plugi
 def main(arguments: Sequence[str]) -> int:
     asked = _parser().parse_intermixed_args(list(arguments))
     threads = RewardThreads(THREADS)
-    code = _told(asked, list(arguments), threads)
+    code = _print_result(asked, list(arguments), threads)
     if threads.count_hung(0):  # the interpreter's end would wait for them
         leave(code)
     return code
 
 
-def _told(asked: argparse.Namespace, arguments: list[str], threads: RewardThreads) -> int:
+def _print_result(asked: argparse.Namespace, arguments: list[str], threads: RewardThreads) -> int:
     """Print what is found, or why there is nothing; the exit code."""
     try:
         config = _config(asked)
         if asked.digest:
             sys.stdout.write(load_environments(config)[asked.name].card.digest + "\n")
             return OK
-        lines, fine = asyncio.run(_checked(config, asked, arguments, threads))
+        lines, fine = asyncio.run(_check(config, asked, arguments, threads))
     except UsageError as error:
         sys.stderr.write(f"telescope.env check: {error}\n")
         return USAGE
@@ -105,7 +105,7 @@ def _config(asked: argparse.Namespace) -> RunConfig:
     for override in asked.overrides:
         key, equals, _ = override.partition("=")
         if not equals:
-            raise UsageError(f"{override!r} is no key=value")
+            raise UsageError(f"{override!r} is not key=value")
         is_run = "." in key or "/" in key or (key in GROUPS and key not in kind.model_fields)
         overrides.append(override if is_run else f"environments.{asked.name}.kwargs.{override}")
     (point,) = load_points(overrides, places, os.environ)
@@ -114,7 +114,7 @@ def _config(asked: argparse.Namespace) -> RunConfig:
     return point.config
 
 
-async def _checked(
+async def _check(
     config: RunConfig, asked: argparse.Namespace, arguments: list[str], threads: RewardThreads
 ) -> tuple[list[str], bool]:
     asyncio.get_running_loop().set_default_executor(threads)
@@ -126,7 +126,9 @@ async def _checked(
     played = await _play_all(
         loaded, template, limits, policy, min(asked.prompts, loaded.card.split_sizes["train"]), asked.samples
     )
-    same = None if asked.no_second_process else _same_elsewhere(arguments, whole, config.cluster.placement_timeout_s)
+    same = (
+        None if asked.no_second_process else _compare_with_second_process(arguments, whole, config.cluster.placement_timeout_s)
+    )
     stated = Stated(
         label=asked.name,
         sizes=loaded.card.split_sizes,
@@ -151,7 +153,7 @@ def _policy(
 
 
 async def _play_all(
-    loaded: LoadedEnvironment, template: ChatTemplate, limits: PlayLimits, policy: Policy, prompts: int, samples: int
+    loaded: LoadedEnvironment, template: ChatTemplate, limits: PlayLimits, policy: CheckPolicy, prompts: int, samples: int
 ) -> list[Played]:
     """All rollouts side by side, between the environment's own beginning and end."""
     openings = PromptCache(template)
@@ -171,7 +173,7 @@ async def _play_all(
 
 
 async def _play_one(
-    order: RolloutOrder, loaded: LoadedEnvironment, openings: PromptCache, limits: PlayLimits, policy: Policy
+    order: RolloutOrder, loaded: LoadedEnvironment, openings: PromptCache, limits: PlayLimits, policy: CheckPolicy
 ) -> Played:
     policy_s = 0.0
 
@@ -188,7 +190,7 @@ async def _play_one(
     return Played(order, body, arrays, time.monotonic() - begun, policy_s)
 
 
-def _same_elsewhere(arguments: list[str], here: LoadedEnvironment, limit_s: float) -> bool:
+def _compare_with_second_process(arguments: list[str], here: LoadedEnvironment, limit_s: float) -> bool:
     """Whether another process, in which `hash` gives other numbers, has the same prompts. Raises `EnvironmentBroken`."""
     # The digest reads 256 prompts of a long split; that is what workers compare too.
     seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"

@@ -20,7 +20,7 @@ class ScriptBroken(ValueError):
     """The file of answers can't be used; the message names the line."""
 
 
-class Policy(Protocol):
+class CheckPolicy(Protocol):
     async def answer(self, order: RolloutOrder, turn: int, ids: np.ndarray, sampling: Sampling) -> Sampled:
         """As a server would (workers/play.py, `Ask`)."""
         ...
@@ -37,12 +37,12 @@ class Scripted:
 
     async def answer(self, order: RolloutOrder, turn: int, ids: np.ndarray, sampling: Sampling) -> Sampled:
         texts = self._texts(order)
-        return self.said(texts[min(turn, len(texts) - 1)], sampling)
+        return self.write(texts[min(turn, len(texts) - 1)], sampling)
 
     def _texts(self, order: RolloutOrder) -> Sequence[str]:
         return self._dialogues[order.rollout_id % len(self._dialogues)]
 
-    def said(self, text: str, sampling: Sampling) -> Sampled:
+    def write(self, text: str, sampling: Sampling) -> Sampled:
         """The text as tokens and an end token, cut off at the limit; log-probs of 0 mean nothing."""
         tokens = self._template.continuation(text).tolist()
         if self._template.decode(tokens) != text:
@@ -77,7 +77,7 @@ def read_script(path: Path) -> list[list[str]]:
         try:
             value = json.loads(line)
         except ValueError as error:
-            raise ScriptBroken(f"{path} line {number} is no JSON: {error}") from error
+            raise ScriptBroken(f"{path} line {number} is not JSON: {error}") from error
         texts = [value] if isinstance(value, str) else value
         if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
             raise ScriptBroken(f'{path} line {number} must be a text ("4") or a list of texts (["5", "7"])')

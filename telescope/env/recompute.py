@@ -44,10 +44,10 @@ class Recomputer:
         mine = np.asarray(row["versions"]) == self.version
         found = np.full(len(places), np.nan, np.float32)
         if mine.any():
-            found[mine] = self._scored(row["ids"], places[mine])
+            found[mine] = self._score(row["ids"], places[mine])
         return found
 
-    def _scored(self, ids: Sequence[int], places: np.ndarray) -> np.ndarray:
+    def _score(self, ids: Sequence[int], places: np.ndarray) -> np.ndarray:
         import torch
 
         given, asked = torch.tensor(ids)[None], torch.from_numpy(places)

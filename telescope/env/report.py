@@ -132,7 +132,9 @@ def _warnings(stated: Stated, done: Sequence[Played]) -> Iterator[str]:
             "inference.max_model_len or lower rollout.max_tokens"
         )
     if stated.same_prompts is False:
-        yield "another process makes other prompts: draw with environments/draws.py, not with random, hash() or the clock"
+        yield (
+            "another process makes other prompts: draw with environments/hashed_random.py, not with random, hash() or the clock"
+        )
     for text in list(stated.unwritable)[:3]:
         yield f"the tokenizer can't write the answer {_short(repr(text), 60)}: name the model to be trained (model.name=)"
     yield from _reward_warnings(stated, done)

@@ -10,11 +10,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, overload
 
 from telescope.environments.failures import GraderError, grading
-from telescope.environments.off_loop import TimeLimit, called
-from telescope.environments.written import to_be_given, turns_mistake
+from telescope.environments.threads import TimeLimit, run_function
+from telescope.environments.validate import find_turns_mistake, must_override
 from telescope.settings import Settings
 
 Turn = Mapping[str, Any]  # {"role": "user", "content": "rev hhfje"}, as OpenAI writes messages
@@ -35,13 +35,36 @@ class Prompt:
 
     def __post_init__(self) -> None:
         """Raises `TypeError` in the line that made it: a mistake found later would be a failure of each of its rollouts."""
-        mistake = turns_mistake(self.turns)
+        mistake = find_turns_mistake(self.turns)
         if mistake:
             raise TypeError(f"Prompt: {mistake}")
         if not isinstance(self.answer, str):
             raise TypeError(f"Prompt: answer={self.answer!r} must be text; what else the score needs goes into facts")
         if not isinstance(self.facts, Mapping):
             raise TypeError(f"Prompt: facts={self.facts!r} must be a mapping such as a dict")
+
+
+class LazyPrompts(Sequence[Prompt]):
+    """`size` prompts, each made when asked for: a split of a million costs nothing until it is drawn from."""
+
+    def __init__(self, size: int, make: Callable[[int], Prompt]) -> None:
+        self._size = size
+        self._make = make
+
+    def __len__(self) -> int:
+        return self._size
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Prompt]: ...
+    def __getitem__(self, index: int | slice) -> Prompt | Sequence[Prompt]:
+        if isinstance(index, slice):
+            return [self._make(at) for at in range(*index.indices(self._size))]
+        at = index + self._size if index < 0 else index
+        if not 0 <= at < self._size:
+            raise IndexError(f"prompt {index} of a split of {self._size}")
+        return self._make(at)
 
 
 @dataclass(frozen=True)
@@ -137,27 +160,27 @@ class Environment(Settings):
     async def tear_down(self) -> None:
         """Once when the worker ends, whatever ended it. It has 10 seconds."""
 
-    @to_be_given
+    @must_override
     def prompts(self, split: str) -> Sequence[Prompt]:
         """All prompts of a split, in a fixed order: the same settings give the same prompts anywhere, in any process.
 
-        A sequence may make its prompts lazily (`draws.LazyPrompts`).
+        A sequence may make its prompts lazily (`LazyPrompts`).
         """
         raise NotImplementedError(f"{type(self).__name__} defines no prompts")
 
-    @to_be_given
+    @must_override
     async def play(self, prompt: Prompt, chat: Chat) -> Reward:
-        """One rollout. Runs on the event loop: slow synchronous work belongs in `off_loop.called`."""
+        """One rollout. Runs on the event loop: slow synchronous work belongs in `threads.run_function`."""
         raise NotImplementedError
 
-    async def scored(self, function: Callable[..., Any], *arguments: Any, in_thread: bool = True) -> Reward:
+    async def run_reward(self, function: Callable[..., Any], *arguments: Any, in_thread: bool = True) -> Reward:
         """The Reward that a reward function gives (`def` in a thread, `async def` on the event loop).
 
         Whatever it raises, a `GraderError` comes out, as for anything but a Reward or a call of more than `reward_limit_s`.
         """
         try:
             with grading():
-                result = await called(function, *arguments, limit_s=self.reward_limit_s, in_thread=in_thread)
+                result = await run_function(function, *arguments, limit_s=self.reward_limit_s, in_thread=in_thread)
         except TimeLimit as error:
             raise GraderError(str(error)) from error
         if not isinstance(result, Reward):
@@ -172,7 +195,7 @@ class SingleTurn(Environment):
     reward_in_thread: ClassVar[bool] = True
     """False for a reward of microseconds that cannot hang: handing it to a thread would cost more than it takes."""
 
-    @to_be_given
+    @must_override
     def reward(self, prompt: Prompt, answer: str) -> Reward | Awaitable[Reward]:
         raise NotImplementedError
 
@@ -180,4 +203,4 @@ class SingleTurn(Environment):
         answer = await chat.say(*prompt.turns)
         if self.reward_in_thread or inspect.iscoroutinefunction(self.reward):
             chat.close()
-        return await self.scored(self.reward, prompt, answer, in_thread=self.reward_in_thread)
+        return await self.run_reward(self.reward, prompt, answer, in_thread=self.reward_in_thread)

@@ -20,7 +20,7 @@ class BreakerOpen(InfrastructureError):
     """The provider is not asked at the moment; the message says since when and why."""
 
 
-class State(StrEnum):
+class BreakerState(StrEnum):
     CLOSED = "closed"
     OPEN = "open"
     HALF_OPEN = "half_open"
@@ -56,24 +56,24 @@ class Breaker:
         self._cause = ""
 
     @property
-    def state(self) -> State:
+    def state(self) -> BreakerState:
         if self._opened_at is None:
-            return State.CLOSED
-        return State.HALF_OPEN if self._clock() - self._opened_at >= self._pause_s else State.OPEN
+            return BreakerState.CLOSED
+        return BreakerState.HALF_OPEN if self._clock() - self._opened_at >= self._pause_s else BreakerState.OPEN
 
     def allow(self) -> None:
         """Raises `BreakerOpen` where the provider must not be asked. In the half-open state one caller at a time may."""
         state = self.state
-        if state is State.OPEN or (state is State.HALF_OPEN and self._probing):
+        if state is BreakerState.OPEN or (state is BreakerState.HALF_OPEN and self._probing):
             raise BreakerOpen(
                 f"{self.provider} is not asked for {self._pause_s:g} s after {self._row} failures in a row: {self._cause}"
             )
-        self._probing = state is State.HALF_OPEN
+        self._probing = state is BreakerState.HALF_OPEN
 
-    def succeeded(self) -> None:
+    def record_success(self) -> None:
         self._row, self._opened_at, self._probing, self._pause_s = 0, None, False, self._first_pause_s
 
-    def failed(self, cause: str) -> None:
+    def record_failure(self, cause: str) -> None:
         """One more failure of the provider itself (not of what it was asked to do)."""
         self._row += 1
         self._cause = cause
@@ -83,7 +83,7 @@ class Breaker:
             self._opened_at, self._probing = self._clock(), False
             self.trips += 1
 
-    def released(self) -> None:
+    def release(self) -> None:
         """The call ended without saying anything of the provider (it was cancelled): another may try."""
         self._probing = False
 
@@ -94,12 +94,12 @@ class Breaker:
         try:
             yield
         except InfrastructureError as error:
-            self.failed(str(error))
+            self.record_failure(str(error))
             raise
         except Exception:  # the provider has answered; what it was asked for is another's fault
-            self.succeeded()
+            self.record_success()
             raise
         except BaseException:
-            self.released()
+            self.release()
             raise
-        self.succeeded()
+        self.record_success()

@@ -4,9 +4,9 @@
                               mask 0         mask 1          mask 0                           mask 1
 
 The next turn's prompt is the exact ids so far plus what the template writes behind them. Where the template rewrites what
-was there (it strips thinking, trims an answer), the exact ids are no beginning of its render; then a new branch starts from a
-full render, in which the old answers are prompt. The same happens where the environment cuts its context short (`restart`)
-or talks in several dialogues. So each sampled token is trained exactly once, in the context it was sampled in.
+was there (it strips thinking, trims an answer), the exact ids are not the beginning of its render; then a new branch starts
+from a full render, in which the old answers are prompt. The same happens where the environment cuts its context short
+(`restart`) or talks in several dialogues. So each sampled token is trained exactly once, in the context it was sampled in.
 
 Refuses sockets and clocks beyond time stamps: a `Sampler` is handed in.
 """
@@ -24,10 +24,10 @@ import numpy as np
 from telescope.environments.base import ToolSchema, Turn
 from telescope.environments.failures import ContextFull, InfrastructureError
 from telescope.environments.template import ChatTemplate, TemplateError, Tokenizer
-from telescope.environments.written import message_mistake
+from telescope.environments.validate import find_message_mistake
 from telescope.records import FinishReason, Trajectory
 
-_ABOVE_ZERO = 1e-3  # rounding of a log-softmax in low precision; anything more is no log-prob
+_ABOVE_ZERO = 1e-3  # rounding of a log-softmax in low precision; anything more is not a log-prob
 
 
 class ChatError(InfrastructureError):
@@ -122,7 +122,7 @@ class _Question:
         return np.concatenate([self.branch.ids(), self.added]) if self.branch.runs else self.added
 
 
-class _Record:
+class _ChatRecord:
     """What all dialogues of a rollout write to: one list of branches, one count of answers, one first failure."""
 
     def __init__(
@@ -149,7 +149,7 @@ class _Record:
         self.failure: BaseException | None = None
 
     async def sample(self, prompt: np.ndarray, max_tokens: int | None) -> Sampled:
-        """Raises `PromptTooLong` or `ContextFull`, which are no failures of the rollout, and whatever the sampler raises."""
+        """Raises `PromptTooLong` or `ContextFull`, which are not failures of the rollout, and whatever the sampler raises."""
         turn, room = self.asked, self.room(max_tokens)
         if len(prompt) > room:
             raise (ContextFull if self.answers else PromptTooLong)(
@@ -158,7 +158,7 @@ class _Record:
             )
         self.asked += 1
         sampled = await self.sampler.sample(prompt, turn, max_tokens)
-        _check(sampled)
+        _check_sampled(sampled)
         self.answers += 1
         self.finish_reason = sampled.finish_reason
         self.generated_ns = time.time_ns()
@@ -173,7 +173,7 @@ class _Record:
 class TokenDialogue:
     """One line of messages and answers. A rollout has one, or several side by side that share its reward."""
 
-    def __init__(self, record: _Record, *, forgives_cancelling: bool = False) -> None:
+    def __init__(self, record: _ChatRecord, *, forgives_cancelling: bool = False) -> None:
         self._record = record
         self._forgives_cancelling = forgives_cancelling
         self._history: list[Turn] = []
@@ -301,13 +301,13 @@ class TokenDialogue:
         template, branch = self._record.template, self._branch
         if branch is None:
             opening = template.opening(history, tools)
-            told = "" if not self._record.branches and not self._transcript else _told(turns)
+            told = "" if not self._record.branches and not self._transcript else _describe_turns(turns)
             return _Question(_Branch(opening.text), opening.ids, opening.text, told)
         text = self._text(branch, history, restated, tools)
         if text.startswith(branch.text):
             added = text[len(branch.text) :]
             return _Question(branch, template.continuation(added), text, self._end_text + added)
-        return _Question(_Branch(text), template.encode(text), text, _told(turns))
+        return _Question(_Branch(text), template.encode(text), text, _describe_turns(turns))
 
     def _text(
         self, branch: _Branch, history: Sequence[Turn], restated: Mapping[int, Turn], tools: tuple[ToolSchema, ...]
@@ -365,7 +365,7 @@ class TokenChat(TokenDialogue):
         *,
         max_tokens: int | None = None,
     ) -> None:
-        super().__init__(_Record(template, sampler, max_prompt_tokens, max_tokens, closed))
+        super().__init__(_ChatRecord(template, sampler, max_prompt_tokens, max_tokens, closed))
         self._dialogues: list[TokenDialogue] = [self]
 
     @property
@@ -414,19 +414,19 @@ class TokenChat(TokenDialogue):
 
 
 def _check_turns(turns: Sequence[Turn]) -> None:
-    """Raises `TypeError` for what is no message."""
+    """Raises `TypeError` for what is not a message."""
     for turn in turns:
-        if mistake := message_mistake(turn):
+        if mistake := find_message_mistake(turn):
             several = "; several are given one by one, say(*turns)" if isinstance(turn, list | tuple) else ""
             raise TypeError(f"{mistake}{several}")
 
 
-def _told(turns: Sequence[Turn]) -> str:
+def _describe_turns(turns: Sequence[Turn]) -> str:
     """Messages in a transcript where the template's own text is not to be had."""
     return "".join(f"\n[{turn.get('role', '')}] {turn.get('content', '')}\n" for turn in turns)
 
 
-def _check(sampled: Sampled) -> None:
+def _check_sampled(sampled: Sampled) -> None:
     """Raise unless every sampled token has an id, a log-prob and a version."""
     lengths = (len(sampled.ids), len(sampled.logprobs), len(sampled.versions))
     if sampled.finish_reason == "abort":

@@ -1,30 +1,41 @@
-"""A client of an OpenAI-compatible address: `POST {base_url}/chat/completions` over connections that are kept; h11 speaks HTTP.
+"""A model behind an OpenAI-compatible address: `POST {base_url}/chat/completions`, again where that may help, and not at all
+while it is down.
 
-    chat(messages) ─▶ a free connection, or a new one ─▶ the first choice's text
+    read(messages, what) ─▶ the breaker lets it ─▶ POST ─▶ what(text)
+              ▲                                     │ down, or an answer that `what` can't use
+              └───────── a pause that doubles ◀─────┘
 
-Owns how many connections there are and what an answer means: `EndpointDown` where another try may help (a connection, a time
-limit, 408, 425, 429, 5xx, an answer that is no completion), `EndpointRefused` where it can't. Refuses to try again and to judge
-(judge.py does). The proxy variables of the process's environment are not looked at.
+`ChatEndpoint` owns the connections, the time and size of an answer, and what it means: `EndpointDown` where another try may
+help (a connection, a time limit, 408, 425, 429, 5xx, an answer that is not a completion), `EndpointRefused` where it can't.
+`RetryingEndpoint` owns the tries, their pauses and the circuit breaker. Whose failure it is when the tries end, its users say:
+a judge's is the grader's (judge.py), a simulated customer's the infrastructure's (tasks/tau/users.py). httpx speaks HTTP; the
+proxy variables of the process's environment are not looked at.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import ssl
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
-import h11
 import orjson
+from pydantic import Field, SecretStr, model_validator
 
+from telescope.environments.breaker import Breaker, BreakerOpen
 from telescope.environments.failures import InfrastructureError
+from telescope.settings import Settings
 
+T = TypeVar("T")
 MAX_BODY_BYTES = 4 << 20
 SHOWN = 300
-TRY_AGAIN = frozenset({408, 425, 429})
-READ = 64 * 1024
+RETRIED_STATUSES = frozenset({408, 425, 429})
+LONGEST_PAUSE_S = 60.0
+LEAST_PAUSE_S = 1.0
+"""Between two looks at a breaker that is open."""
 
 Message = Mapping[str, str]
 
@@ -41,164 +52,199 @@ class EndpointRefused(RuntimeError):
     """The server does not take this request (a wrong key, model or address, a text that is too long): nor will it later."""
 
 
-@dataclass
-class _Connection:
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-    http: h11.Connection = field(default_factory=lambda: h11.Connection(h11.CLIENT))
-    used: bool = False
-
-
-@dataclass(frozen=True)
-class _Answer:
-    status: int
-    headers: Mapping[str, str]
-    body: bytes
-
-
-class _Stale(ConnectionError):
-    """A kept connection that was closed before it answered anything: the request goes out again on a new one."""
-
-
 class ChatEndpoint:
     """One server and model, for one event loop. `connections` bounds how many requests are under way at once."""
 
     def __init__(self, base_url: str, model: str, *, api_key: str = "", timeout_s: float = 60.0, connections: int = 32) -> None:
-        self._url = parsed(base_url)
-        self._model, self._api_key, self._timeout_s = model, sendable_key(api_key), timeout_s
-        self._free = asyncio.Semaphore(connections)
-        self._kept: list[_Connection] = []
-        self._tls = ssl.create_default_context() if self._url.scheme == "https" else None
+        import httpx  # takes longer to import than all other modules of environments together
 
-    @property
-    def url(self) -> str:
-        return f"{self._url.geturl().rstrip('/')}/chat/completions"
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # it tells of every request
+        self.url = f"{parse_address(base_url).geturl().rstrip('/')}/chat/completions"
+        self._model, self._timeout_s = model, timeout_s
+        self._slots = asyncio.Semaphore(connections)
+        key = clean_key(api_key)
+        self._http = httpx.AsyncClient(
+            headers={
+                "content-type": "application/json",
+                "accept-encoding": "identity",  # a body counts as it comes: no small one may unpack to a large one
+                **({"authorization": f"Bearer {key}"} if key else {}),
+            },
+            limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections, keepalive_expiry=None),
+            timeout=None,  # of the whole request: see `chat`
+            trust_env=False,
+            verify=ssl.create_default_context(),
+        )
 
     async def chat(self, messages: Sequence[Message], **options: Any) -> str:
         """The text of the model's next message. `options` go into the request, e.g. `temperature=0.0`.
 
         Raises `EndpointDown` and `EndpointRefused`. Waiting for a free connection does not count against the time limit.
         """
-        said = [{key: _sendable(text) for key, text in message.items()} for message in messages]
-        body = orjson.dumps({"model": self._model, "messages": said, **options})
-        async with self._free:
+        import httpx
+
+        said = [{key: _replace_surrogates(text) for key, text in message.items()} for message in messages]
+        request = orjson.dumps({"model": self._model, "messages": said, **options})
+        async with self._slots:
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    answer = await self._post(body)
+                    status, headers, body = await self._post(request)
             except TimeoutError as error:
                 raise EndpointDown(f"{self.url} gave no answer within {self._timeout_s:g} s") from error
-            except (OSError, h11.ProtocolError) as error:
+            except (OSError, httpx.HTTPError) as error:
                 raise EndpointDown(f"{self.url} failed: {type(error).__name__}: {error}") from error
-        return self._text(answer)
+        return self._read_text(status, headers, body)
 
     async def close(self) -> None:
-        """Close the connections that no request holds."""
-        for connection in self._kept:
-            connection.writer.close()
-        self._kept.clear()
+        """Close all connections."""
+        await self._http.aclose()
 
-    async def _post(self, body: bytes) -> _Answer:
-        while self._kept:
+    async def _post(self, request: bytes) -> tuple[int, Mapping[str, str], bytes]:
+        """(status, headers, body). A kept connection that its server has closed costs no try: another takes the request."""
+        import httpx
+
+        while True:
+            is_new = answered = False
+
+            async def see(event: str, _: object) -> None:
+                nonlocal is_new
+                is_new = is_new or event == "connection.connect_tcp.started"
+
             try:
-                return await self._asked(self._kept.pop(), body)
-            except _Stale:
-                continue
-        return await self._asked(await self._connect(), body)
+                async with self._http.stream("POST", self.url, content=request, extensions={"trace": see}) as response:
+                    answered = True
+                    body = bytearray()
+                    async for part in response.aiter_raw():
+                        body += part
+                        if len(body) > MAX_BODY_BYTES:
+                            raise ConnectionError(f"the answer has more than {MAX_BODY_BYTES} bytes")
+                    return response.status_code, response.headers, bytes(body)
+            except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
+                if is_new or answered:
+                    raise
 
-    async def _connect(self) -> _Connection:
-        port = self._url.port or (443 if self._tls else 80)
-        reader, writer = await asyncio.open_connection(self._url.hostname, port, ssl=self._tls, limit=READ)
-        return _Connection(reader, writer)
-
-    async def _asked(self, connection: _Connection, body: bytes) -> _Answer:
-        """Send one request and read its answer whole. The connection is kept where it can serve another."""
-        whole = False
+    def _read_text(self, status: int, headers: Mapping[str, str], body: bytes) -> str:
+        if status in RETRIED_STATUSES or status >= 500:
+            raise EndpointDown(f"{self.url} answered {status}: {_shorten(body)}", _read_retry_after(headers))
+        if status != 200:
+            raise EndpointRefused(f"{self.url} answered {status}: {_shorten(body)}")
         try:
-            await self._send(connection, body)
-            answer = await _read(connection)
-            whole = connection.http.our_state is h11.DONE and connection.http.their_state is h11.DONE
-        finally:
-            if whole:
-                connection.http.start_next_cycle()
-                connection.used = True
-                self._kept.append(connection)
-            else:
-                connection.writer.close()
-        return answer
-
-    async def _send(self, connection: _Connection, body: bytes) -> None:
-        key = [("authorization", f"Bearer {self._api_key}")] if self._api_key else []
-        headers = [
-            ("host", self._url.netloc),
-            ("content-type", "application/json"),
-            ("content-length", str(len(body))),
-            *key,
-        ]
-        target = f"{self._url.path.rstrip('/')}/chat/completions"
-        events = (h11.Request(method="POST", target=target, headers=headers), h11.Data(data=body), h11.EndOfMessage())
-        sent = b"".join(connection.http.send(event) or b"" for event in events)
-        try:
-            connection.writer.write(sent)
-            await connection.writer.drain()
-        except ConnectionError as error:
-            if connection.used:
-                raise _Stale from error
-            raise
-
-    def _text(self, answer: _Answer) -> str:
-        if answer.status in TRY_AGAIN or answer.status >= 500:
-            raise EndpointDown(f"{self.url} answered {answer.status}: {_shown(answer.body)}", _retry_after(answer.headers))
-        if answer.status != 200:
-            raise EndpointRefused(f"{self.url} answered {answer.status}: {_shown(answer.body)}")
-        try:
-            said = orjson.loads(answer.body)["choices"][0]["message"]["content"]
+            said = orjson.loads(body)["choices"][0]["message"]["content"]
         except (orjson.JSONDecodeError, LookupError, TypeError) as error:
-            raise EndpointDown(f"{self.url} gave no chat completion: {_shown(answer.body)}") from error
+            raise EndpointDown(f"{self.url} gave no chat completion: {_shorten(body)}") from error
         if not isinstance(said, str):
             raise EndpointDown(f"{self.url} gave a message without a text")
         return said
 
 
-async def _read(connection: _Connection) -> _Answer:
-    head, parts, size = None, [], 0
-    while True:
-        event = connection.http.next_event()
-        if event is h11.NEED_DATA:
-            await _more(connection, begun=head is not None)
-        elif isinstance(event, h11.Response):
-            head = event
-        elif isinstance(event, h11.Data):
-            parts.append(bytes(event.data))
-            size += len(event.data)
-            if size > MAX_BODY_BYTES:
-                raise ConnectionError(f"the answer has more than {MAX_BODY_BYTES} bytes")
-        elif isinstance(event, h11.EndOfMessage) and head is not None:
-            headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in head.headers}
-            return _Answer(head.status_code, headers, b"".join(parts))
-        elif isinstance(event, h11.ConnectionClosed | type):
-            raise ConnectionError("the connection was closed before the answer was whole")
+class EndpointSettings(Settings):
+    """Where a model is asked, how often and how long: settings of environments that need one beside the policy."""
+
+    base_url: str
+    """OpenAI-compatible address of the model, e.g. `http://localhost:8000/v1`."""
+    model: str = Field(min_length=1)
+    """Its name there."""
+    api_key: SecretStr = SecretStr("")
+    """Its key, as a reference to an environment variable: `'${oc.env:JUDGE_API_KEY}'`; empty: none is sent."""
+    temperature: float | None = Field(default=0.0, ge=0)
+    """How its answers are drawn; null: not said, for models that refuse it."""
+    max_tokens: int = Field(default=1024, ge=1)
+    """Longest answer, thoughts included."""
+    timeout_s: float = Field(default=60.0, gt=0)
+    """Seconds that one request may take."""
+    max_concurrent: int = Field(default=32, ge=1)
+    """Requests of one worker process at once; each has a connection, which is kept."""
+    max_attempts: int = Field(default=4, ge=1)
+    """Requests for one answer that can be used."""
+    retry_backoff_s: float = Field(default=1.0, ge=0)
+    """Pause before the second request; it doubles up to 60 s, and is what the server asks for where that is longer."""
+    patience_s: float = Field(default=300.0, gt=0)
+    """Seconds after which no further request is made for an answer, those included in which the breaker is open."""
+    breaker_failures: int = Field(default=5, ge=1)
+    """Failures in a row, of any samples, after which the model is left alone for a while."""
+    breaker_pause_s: float = Field(default=10.0, gt=0, le=300)
+    """How long at first; then one request tries, and each that fails doubles the pause."""
+
+    @model_validator(mode="after")
+    def _an_address(self) -> EndpointSettings:
+        parse_address(self.base_url)
+        clean_key(self.api_key.get_secret_value())
+        return self
 
 
-async def _more(connection: _Connection, *, begun: bool) -> None:
-    stale = connection.used and not begun
-    try:
-        data = await connection.reader.read(READ)
-    except ConnectionError as error:
-        if stale:
-            raise _Stale from error
-        raise
-    if not data and stale:
-        raise _Stale
-    connection.http.receive_data(data)
+class GaveUp(InfrastructureError):
+    """No answer that can be used came of `requests` requests; `cause` is what was wrong with the last one."""
+
+    def __init__(self, model: str, requests: int, cause: str) -> None:
+        super().__init__(f"{model} gave no answer that can be used in {requests} requests; at last: {cause}")
+        self.requests = requests
+        self.cause = cause
 
 
-def parsed(base_url: str) -> SplitResult:
-    """The parts of an address. Raises `ValueError` for one that is none."""
+class RetryingEndpoint:
+    """One for each worker process and event loop: make it in `set_up`, close it in `tear_down`."""
+
+    def __init__(
+        self,
+        role: str,
+        settings: EndpointSettings,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        """`role` is what the model is to the run, e.g. "the judge"; it begins every message about it."""
+        self._settings, self._clock, self._pause = settings, clock, pause
+        self._called = f"{role} {settings.model} at {settings.base_url}"
+        self._endpoint = ChatEndpoint(
+            settings.base_url,
+            settings.model,
+            api_key=settings.api_key.get_secret_value(),
+            timeout_s=settings.timeout_s,
+            connections=settings.max_concurrent,
+        )
+        self.breaker = Breaker(self._called, failures=settings.breaker_failures, pause_s=settings.breaker_pause_s, clock=clock)
+
+    async def close(self) -> None:
+        await self._endpoint.close()
+
+    async def read(self, messages: Sequence[Message], what: Callable[[str], T]) -> T:
+        """What `what` makes of the model's answer. An answer for which it raises `ValueError` is asked for again.
+
+        Raises `GaveUp`, and `EndpointRefused` at once where the server does not take the request.
+        """
+        settings = self._settings
+        deadline, pause_s = self._clock() + settings.patience_s, settings.retry_backoff_s
+        asked, cause = 0, ""
+        while True:
+            least_s = 0.0
+            try:
+                return what(await self._ask_once(messages))
+            except BreakerOpen as error:  # nobody was asked
+                cause = cause or str(error)
+                least_s = LEAST_PAUSE_S
+            except EndpointDown as error:
+                asked, cause, least_s = asked + 1, str(error), error.retry_after_s
+            except ValueError as error:
+                asked, cause = asked + 1, str(error)
+            wait_s = max(pause_s, least_s)
+            if asked >= settings.max_attempts or self._clock() + wait_s > deadline:
+                raise GaveUp(self._called, asked, cause[:SHOWN])
+            await self._pause(wait_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    async def _ask_once(self, messages: Sequence[Message]) -> str:
+        settings = self._settings
+        drawn = {} if settings.temperature is None else {"temperature": settings.temperature}
+        async with self.breaker.call():
+            return await self._endpoint.chat(messages, max_tokens=settings.max_tokens, **drawn)
+
+
+def parse_address(base_url: str) -> SplitResult:
+    """The parts of an address. Raises `ValueError` for a text that is not one."""
     shown = base_url.partition("?")[0].partition("#")[0]  # some put keys behind it
     try:
         url = urlsplit(base_url)
     except ValueError:
-        raise ValueError("base_url is no address: its host is within [] and no IPv6 one") from None
+        raise ValueError("base_url is not an address: its host is within [] and is not an IPv6 one") from None
     if "@" in url.netloc:  # it would stand in every message about the address
         raise ValueError("base_url must hold no user name and no password: a key is given by itself (api_key)")
     if url.scheme not in ("http", "https") or not url.hostname:
@@ -212,7 +258,7 @@ def parsed(base_url: str) -> SplitResult:
     return url
 
 
-def sendable_key(key: str) -> str:
+def clean_key(key: str) -> str:
     """The key as a header may hold it, without the white space around it that files end with. Raises `ValueError`, and does not
     show the key."""
     key = key.strip()
@@ -221,16 +267,16 @@ def sendable_key(key: str) -> str:
     return key
 
 
-def _sendable(text: str) -> str:
+def _replace_surrogates(text: str) -> str:
     """With ? for halves of surrogate pairs: a policy can write them into JSON, and UTF-8 has none."""
     return text.encode("utf-8", "replace").decode()
 
 
-def _retry_after(headers: Mapping[str, str]) -> float:
+def _read_retry_after(headers: Mapping[str, str]) -> float:
     """Seconds; 0 where the server named none, or a date."""
     said = headers.get("retry-after", "").strip()
     return float(said) if said.isdecimal() and len(said) < 6 else 0.0
 
 
-def _shown(body: bytes) -> str:
+def _shorten(body: bytes) -> str:
     return body[:SHOWN].decode("utf-8", "replace").strip() or "(nothing)"

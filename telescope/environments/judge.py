@@ -4,7 +4,7 @@
 
 A judge that fails is a failure of the grader: the sample leaves its group, and never counts as 0. Asking the policy for another
 answer would choose the answers that suit the judge, so nothing here is an `InfrastructureError`. Owns the form of a verdict
-(the tries, their pauses and the circuit breaker are patient.py's). Refuses to know a task: whoever has one writes the question.
+(tries, pauses and the circuit breaker are endpoint.py's). Refuses to know a task: whoever has one writes the question.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from telescope.environments.breaker import Breaker
-from telescope.environments.endpoint import EndpointRefused, Message
+from telescope.environments.endpoint import SHOWN, EndpointRefused, EndpointSettings, GaveUp, Message, RetryingEndpoint
 from telescope.environments.failures import GraderError
-from telescope.environments.patient import SHOWN, EndpointSettings, GaveUp, PatientEndpoint
 
 T = TypeVar("T")
 _VERDICT = re.compile(r"[\s>*_#`-]*verdict[\s*_`]*:", re.I)
@@ -34,11 +33,11 @@ RULES = (
 
 
 class JudgeSettings(EndpointSettings):
-    """Where a judge is asked and how patiently; a part of the settings of environments that have one."""
+    """Where a judge is asked, how often and how long: settings of environments that have one."""
 
 
 @dataclass(frozen=True)
-class Verdict:
+class JudgeVerdict:
     """What the judge decided, and all that it said."""
 
     choice: str
@@ -56,7 +55,7 @@ class Judge:
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._model = settings.model
-        self._endpoint = PatientEndpoint("the judge", settings, clock=clock, pause=pause)
+        self._endpoint = RetryingEndpoint("the judge", settings, clock=clock, pause=pause)
 
     @property
     def breaker(self) -> Breaker:
@@ -69,7 +68,7 @@ class Judge:
         """The judge's answer to messages of your own. Raises `GraderError`."""
         return await self._read(messages, lambda text: text)
 
-    async def choose(self, question: str, choices: Sequence[str], **texts: str) -> Verdict:
+    async def choose(self, question: str, choices: Sequence[str], **texts: str) -> JudgeVerdict:
         """One of the choices, e.g. `choose("Which is politer?", ("first", "second"), first=…, second=…)`.
 
         `texts` are what is judged, by name, each within tags that it cannot close. Raises `GraderError`.
@@ -78,10 +77,10 @@ class Judge:
         if len(known) < 2:
             raise ValueError(f"choices={tuple(choices)} must be at least two that differ in more than capitals")
 
-        def choice_in(text: str) -> Verdict:
-            return Verdict(known[_said_last(text).casefold()], text)
+        def read_choice(text: str) -> JudgeVerdict:
+            return JudgeVerdict(known[_find_verdict(text).casefold()], text)
 
-        return await self._read(asking(question, f"one of: {', '.join(choices)}", texts), choice_in)
+        return await self._read(write_question(question, f"one of: {', '.join(choices)}", texts), read_choice)
 
     async def yes_or_no(self, question: str, **texts: str) -> bool:
         """`yes_or_no("Does the answer name the capital of Peru?", answer=…)`. Raises `GraderError`."""
@@ -92,26 +91,26 @@ class Judge:
         if lowest >= highest:
             raise ValueError(f"lowest={lowest} must be below highest={highest}")
 
-        def number_in(text: str) -> int:
-            said = _said_last(text).partition("/")[0].strip()
+        def read_number(text: str) -> int:
+            said = _find_verdict(text).partition("/")[0].strip()
             number = int(said) if len(said) < 10 else lowest - 1
             if not lowest <= number <= highest:
                 raise ValueError(said)
             return number
 
-        return await self._read(asking(question, f"a whole number from {lowest} to {highest}", texts), number_in)
+        return await self._read(write_question(question, f"a whole number from {lowest} to {highest}", texts), read_number)
 
     async def _read(self, messages: Sequence[Message], read: Callable[[str], T]) -> T:
-        """Ask until `read` takes the answer, within the settings' patience."""
+        """Ask until `read` takes the answer, within the settings' limits."""
 
-        def verdict(text: str) -> T:
+        def read_or_explain(text: str) -> T:
             try:
                 return read(text)
             except (ValueError, LookupError) as error:
                 raise ValueError(f"its answer holds no verdict of the form it was asked for: {error}") from error
 
         try:
-            return await self._endpoint.read(messages, verdict)
+            return await self._endpoint.read(messages, read_or_explain)
         except GaveUp as error:
             said = f"the judge {self._model} gave no verdict in {error.requests} requests; at last: {error.cause}"
             raise GraderError(said) from error
@@ -119,19 +118,19 @@ class Judge:
             raise GraderError(f"the judge refuses to judge: {error}") from error
 
 
-def asking(question: str, form: str, texts: Mapping[str, str]) -> list[Message]:
+def write_question(question: str, form: str, texts: Mapping[str, str]) -> list[Message]:
     """The two messages of a judgement: the rules, then the question with the texts in tags."""
-    parts = [question, *(tagged(name, text) for name, text in texts.items())]
+    parts = [question, *(wrap_in_tags(name, text) for name, text in texts.items())]
     return [{"role": "system", "content": RULES.format(form=form)}, {"role": "user", "content": "\n\n".join(parts)}]
 
 
-def tagged(name: str, text: str) -> str:
+def wrap_in_tags(name: str, text: str) -> str:
     """The text between tags that carry its own digest: whoever writes a text cannot write its closing tag into it."""
     tag = f"{name}-{hashlib.sha256(text.encode('utf-8', 'replace')).hexdigest()[:16]}"
     return f"<{tag}>\n{text}\n</{tag}>"
 
 
-def _said_last(text: str) -> str:
+def _find_verdict(text: str) -> str:
     """What stands behind the last `Verdict:` at the beginning of a line, or on the line below it. Raises `ValueError`.
 
     Line by line, as a judge may answer with anything: no line is looked at more than a fixed number of times.

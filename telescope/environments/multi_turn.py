@@ -17,8 +17,8 @@ from pydantic import Field
 
 from telescope.environments.base import Chat, Environment, Prompt, Reward, Turn
 from telescope.environments.failures import ContextFull
-from telescope.environments.off_loop import called
-from telescope.environments.written import to_be_given, turns_mistake
+from telescope.environments.threads import run_function
+from telescope.environments.validate import find_turns_mistake, must_override
 
 OUT_OF_TURNS = "out_of_turns"
 OVERLONG = "overlong"
@@ -42,7 +42,7 @@ class MultiTurn(Environment):
         """Answers after which the dialogue is cut off."""
         return self.max_turns
 
-    @to_be_given
+    @must_override
     def initial_state(self, prompt: Prompt) -> Any:
         """Whatever one rollout needs to remember; any object."""
         raise NotImplementedError
@@ -51,17 +51,17 @@ class MultiTurn(Environment):
         """The turns before the first answer: those of the prompt, unless the state adds to them."""
         return prompt.turns
 
-    @to_be_given
+    @must_override
     def reply(self, state: Any, answer: str) -> Sequence[Turn] | Awaitable[Sequence[Turn]]:
         """Take the policy's answer into the state, and give the turns that follow. What it gives at the end is not said."""
         raise NotImplementedError
 
-    @to_be_given
+    @must_override
     def is_done(self, state: Any) -> bool | Awaitable[bool]:
         """Whether the dialogue is over; asked after each reply."""
         raise NotImplementedError
 
-    @to_be_given
+    @must_override
     def reward(self, prompt: Prompt, state: Any) -> Reward | Awaitable[Reward]:
         """The score of the whole dialogue, however it ended."""
         raise NotImplementedError
@@ -76,23 +76,23 @@ class MultiTurn(Environment):
         return await chat.say(*turns)
 
     async def play(self, prompt: Prompt, chat: Chat) -> Reward:
-        state = await self.called(self.initial_state, prompt)
+        state = await self.run_method(self.initial_state, prompt)
         try:
-            tags = await self._dialogue(prompt, state, chat)
+            tags = await self._converse(prompt, state, chat)
             if self.in_threads or inspect.iscoroutinefunction(self.reward):
                 chat.close()
-            reward = await self.scored(self.reward, prompt, state, in_thread=self.in_threads)
+            reward = await self.run_reward(self.reward, prompt, state, in_thread=self.in_threads)
         finally:
             if type(self).end_state is not MultiTurn.end_state:  # else it would wait for a free thread for nothing
                 limit_s = END_STATE_LIMIT_S if self.call_limit_s is None else self.call_limit_s
-                await called(self.end_state, state, limit_s=limit_s, in_thread=self.in_threads)
+                await run_function(self.end_state, state, limit_s=limit_s, in_thread=self.in_threads)
         return replace(reward, tags=(*reward.tags, *tags)) if tags else reward
 
-    async def called(self, function: Any, *arguments: Any) -> Any:
+    async def run_method(self, function: Any, *arguments: Any) -> Any:
         """A method of a subclass, where and for as long as it may run."""
-        return await called(function, *arguments, limit_s=self.call_limit_s, in_thread=self.in_threads)
+        return await run_function(function, *arguments, limit_s=self.call_limit_s, in_thread=self.in_threads)
 
-    async def _dialogue(self, prompt: Prompt, state: Any, chat: Chat) -> tuple[str, ...]:
+    async def _converse(self, prompt: Prompt, state: Any, chat: Chat) -> tuple[str, ...]:
         """Talk until it is over. Gives the tags that say why it was cut off."""
         turns = self.opening(prompt, state)
         for _ in range(self.turn_limit):
@@ -100,21 +100,21 @@ class MultiTurn(Environment):
                 answer = await self.say(chat, state, turns)
             except ContextFull:
                 return (OVERLONG,)
-            turns, done = await self._answered(state, answer)
+            turns, done = await self._reply_and_check(state, answer)
             if done:
                 return ()
-            mistake = turns_mistake(turns)
+            mistake = find_turns_mistake(turns)
             if mistake:
                 raise TypeError(f"{type(self).__name__}.reply: {mistake}")
             if not turns:
                 raise RuntimeError(f"{type(self).__name__}.reply gave no turn though is_done is False: nothing can follow")
         return (OUT_OF_TURNS,)
 
-    async def _answered(self, state: Any, answer: str) -> tuple[Sequence[Turn], bool]:
+    async def _reply_and_check(self, state: Any, answer: str) -> tuple[Sequence[Turn], bool]:
         if inspect.iscoroutinefunction(self.reply) or inspect.iscoroutinefunction(self.is_done):
-            return await self.called(self.reply, state, answer), await self.called(self.is_done, state)
-        turns, done = await self.called(self._answered_now, state, answer)  # one thread for both
+            return await self.run_method(self.reply, state, answer), await self.run_method(self.is_done, state)
+        turns, done = await self.run_method(self._reply_and_check_now, state, answer)  # one thread for both
         return turns, done
 
-    def _answered_now(self, state: Any, answer: str) -> tuple[Any, Any]:
+    def _reply_and_check_now(self, state: Any, answer: str) -> tuple[Any, Any]:
         return self.reply(state, answer), self.is_done(state)

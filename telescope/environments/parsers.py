@@ -17,7 +17,7 @@ _LATEX = re.compile(r"\\boxed[ \t\n]{0,8}\{|\\.|[{}]", re.DOTALL)
 _FENCE = re.compile(r"^[ ]{0,3}(`{3,64})([^`\n]{0,100})$", re.MULTILINE)
 
 
-class Parser(Protocol):
+class AnswerParser(Protocol):
     def parse(self, completion: str) -> str | None:
         """What counts of the answer, without white space around it."""
         ...
@@ -45,7 +45,7 @@ class Whole:
 class ThinkTags:
     """`<think>…</think>` and then an answer, which `inner` reads."""
 
-    inner: Parser = Whole()
+    inner: AnswerParser = Whole()
     tag: str = "think"
     opened: bool = False
     """The chat template writes the opening tag itself, so that answers begin within the thought."""
@@ -80,12 +80,12 @@ class Boxed:
     r"""The last `\boxed{…}` whose braces are balanced, e.g. `\frac{1}{2}` of `so \boxed{\frac{1}{2}}`."""
 
     def parse(self, completion: str) -> str | None:
-        boxes = _boxes(completion)
+        boxes = _find_boxes(completion)
         return completion[slice(*max(boxes))].strip() if boxes else None
 
     def well_formed(self, completion: str) -> float:
         """Exactly one box, and something in it."""
-        boxes = _boxes(completion)
+        boxes = _find_boxes(completion)
         return float(len(boxes) == 1 and bool(completion[slice(*boxes[0])].strip()))
 
     def wrap(self, text: str) -> str:
@@ -102,7 +102,7 @@ class AnswerTags:
         _check_names((self.tag,))
 
     def parse(self, completion: str) -> str | None:
-        inside = _between(completion, f"<{self.tag}>", f"</{self.tag}>")
+        inside = _find_between(completion, f"<{self.tag}>", f"</{self.tag}>")
         return None if inside is None else inside.strip()
 
     def well_formed(self, completion: str) -> float:
@@ -158,7 +158,7 @@ class XMLFields:
 
     def fields(self, completion: str) -> Mapping[str, str]:
         """Those that are there, without white space around them; of one that is there twice, the last."""
-        read = {name: _between(completion, f"<{name}>", f"</{name}>") for name in self.names}
+        read = {name: _find_between(completion, f"<{name}>", f"</{name}>") for name in self.names}
         return {name: text.strip() for name, text in read.items() if text is not None}
 
     def parse(self, completion: str) -> str | None:
@@ -180,14 +180,14 @@ class XMLFields:
         return "\n".join(f"<{name}>\n{fields[name]}\n</{name}>" for name in self.names)
 
 
-def _between(text: str, opening: str, closing: str) -> str | None:
+def _find_between(text: str, opening: str, closing: str) -> str | None:
     """Between the last closing mark that has an opening one before it, and that."""
     before, closed, _ = text.rpartition(closing)
     _, opened, inside = before.rpartition(opening)
     return inside if closed and opened else None
 
 
-def _boxes(text: str) -> list[tuple[int, int]]:
+def _find_boxes(text: str) -> list[tuple[int, int]]:
     r"""(start, end) of what stands in each balanced `\boxed{}`, nested ones too."""
     boxes: list[tuple[int, int]] = []
     open_braces: list[int] = []  # where the inside of a box begins, -1 for another brace

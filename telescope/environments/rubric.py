@@ -19,8 +19,8 @@ from typing import Any
 
 from telescope.environments.base import Prompt, Reward
 from telescope.environments.failures import GraderError, InfrastructureError, PolicyError
-from telescope.environments.off_loop import called
-from telescope.environments.parsers import Parser, Whole
+from telescope.environments.parsers import AnswerParser, Whole
+from telescope.environments.threads import run_function
 
 ARGUMENTS = ("prompt", "completion", "answer", "facts", "state", "parser", "parsed")
 """prompt: the Prompt; completion: the policy's text; answer: the prompt's right answer; facts: the prompt's; state: of a
@@ -28,7 +28,7 @@ dialogue (None elsewhere); parser: the rubric's; parsed: what it makes of the co
 
 
 @dataclass(frozen=True)
-class Part:
+class WeightedReward:
     """One reward function. With weight 0 it is a metric alone."""
 
     name: str
@@ -40,11 +40,11 @@ class Part:
 class Rubric:
     """`extra`: names of arguments beyond `ARGUMENTS` that the caller of `reward` gives."""
 
-    def __init__(self, *, parser: Parser | None = None, extra: Collection[str] = (), in_threads: bool = True) -> None:
+    def __init__(self, *, parser: AnswerParser | None = None, extra: Collection[str] = (), in_threads: bool = True) -> None:
         self._parser = Whole() if parser is None else parser
         self._known = (*ARGUMENTS, *extra)
         self._in_threads = in_threads
-        self._parts: dict[str, Part] = {}
+        self._parts: dict[str, WeightedReward] = {}
 
     def add(
         self, function: Callable[..., Any], weight: float = 1.0, *, name: str = "", ends: tuple[float, float] | None = None
@@ -54,14 +54,14 @@ class Rubric:
         Raises `ValueError` where it asks for an argument that nobody gives, or its name is taken.
         """
         called_as = name or str(getattr(function, "__name__", type(function).__name__)).lstrip("_")
-        strangers = [argument for argument in _named(function) if argument not in self._known]
+        strangers = [argument for argument in _list_required(function) if argument not in self._known]
         if strangers:
             raise ValueError(f"reward function {called_as} asks for {strangers[0]!r}; there are {', '.join(self._known)}")
         if called_as in self._parts:
             raise ValueError(f"two reward functions are called {called_as}: give one another name=")
         if not math.isfinite(weight):
-            raise ValueError(f"the weight of {called_as} is {weight}, no finite number")
-        self._parts[called_as] = Part(called_as, function, weight, ends)
+            raise ValueError(f"the weight of {called_as} is {weight}, not a finite number")
+        self._parts[called_as] = WeightedReward(called_as, function, weight, ends)
         return self
 
     @property
@@ -83,70 +83,70 @@ class Rubric:
             "parsed": self._parser.parse(completion),
             **extra,
         }
-        outcomes = await self._called(given)
+        outcomes = await self._run_all(given)
         values = {name: value for name, (value, _) in outcomes.items()}
         golden = dict.fromkeys(answer for _, answer in outcomes.values() if answer is not None)
         total = math.fsum(self._parts[name].weight * value for name, value in values.items())
         return Reward(total, values, golden_answers=tuple(golden))
 
-    async def _called(self, given: Mapping[str, Any]) -> dict[str, tuple[float, str | None]]:
+    async def _run_all(self, given: Mapping[str, Any]) -> dict[str, tuple[float, str | None]]:
         """All functions' outcomes in the order they were added. Those that are `def` share one thread."""
         plain = [part for part in self._parts.values() if not inspect.iscoroutinefunction(part.function)]
         awaited = [part for part in self._parts.values() if inspect.iscoroutinefunction(part.function)]
-        work = [called(_call_all, plain, given, in_thread=self._in_threads)] if plain else []
+        work = [run_function(_call_all, plain, given, in_thread=self._in_threads)] if plain else []
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(coroutine) for coroutine in (*work, *(_await_one(p, given) for p in awaited))]
         except BaseExceptionGroup as errors:
-            raise _first(errors) from None
+            raise _find_first(errors) from None
         found = {name: outcome for task in tasks for name, outcome in task.result()}
         return {name: found[name] for name in self._parts}
 
 
-def _call_all(parts: list[Part], given: Mapping[str, Any]) -> list[tuple[str, tuple[float, str | None]]]:
+def _call_all(parts: list[WeightedReward], given: Mapping[str, Any]) -> list[tuple[str, tuple[float, str | None]]]:
     outcomes = []
     for part in parts:
         try:
-            outcomes.append((part.name, _outcome(part, part.function(**_arguments(part, given)))))
+            outcomes.append((part.name, _read_outcome(part, part.function(**_pick_arguments(part, given)))))
         except Exception as error:
-            raise _blamed(part, error) from error
+            raise _blame(part, error) from error
     return outcomes
 
 
-async def _await_one(part: Part, given: Mapping[str, Any]) -> list[tuple[str, tuple[float, str | None]]]:
+async def _await_one(part: WeightedReward, given: Mapping[str, Any]) -> list[tuple[str, tuple[float, str | None]]]:
     try:
-        return [(part.name, _outcome(part, await part.function(**_arguments(part, given))))]
+        return [(part.name, _read_outcome(part, await part.function(**_pick_arguments(part, given))))]
     except Exception as error:
-        raise _blamed(part, error) from error
+        raise _blame(part, error) from error
 
 
-def _blamed(part: Part, error: Exception) -> Exception:
+def _blame(part: WeightedReward, error: Exception) -> Exception:
     """What says itself whose failure it is stays what it is."""
     if isinstance(error, GraderError | InfrastructureError | PolicyError):
         return error
     return GraderError(f"reward function {part.name}: {type(error).__name__}: {error}")
 
 
-def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+def _find_first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     first = errors.exceptions[0]
-    return _first(first) if isinstance(first, BaseExceptionGroup) else first
+    return _find_first(first) if isinstance(first, BaseExceptionGroup) else first
 
 
-def _outcome(part: Part, result: Any) -> tuple[float, str | None]:
+def _read_outcome(part: WeightedReward, result: Any) -> tuple[float, str | None]:
     value, golden = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not isinstance(value, Real) or not math.isfinite(value):
-        raise GraderError(f"reward function {part.name} gave {value!r}, no finite number")
+        raise GraderError(f"reward function {part.name} gave {value!r}, not a finite number")
     return float(value), None if golden is None else str(golden)
 
 
-def _named(function: Callable[..., Any]) -> list[str]:
+def _list_required(function: Callable[..., Any]) -> list[str]:
     """Arguments that have to be given: by name, without a default."""
     parameters = inspect.signature(function).parameters.values()
     fixed = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     return [p.name for p in parameters if p.kind not in fixed and p.default is inspect.Parameter.empty]
 
 
-def _arguments(part: Part, given: Mapping[str, Any]) -> dict[str, Any]:
+def _pick_arguments(part: WeightedReward, given: Mapping[str, Any]) -> dict[str, Any]:
     parameters = inspect.signature(part.function).parameters.values()
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         return dict(given)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from telescope.environments.base import ToolSchema, Turn
-from telescope.environments.recent import Recent
+from telescope.environments.lru import LruCache
 
 Ids = np.ndarray  # [T] int32
 
@@ -66,11 +66,11 @@ class ChatTemplate:
         """What each end-of-sequence token looks like in a text."""
         self._anchor = self.end_texts[eos_ids[0]]
         self._anchor_ids = self._encode(self._anchor)
-        self._remembered: Recent[str, Rendered] = Recent(remembered)
+        self._remembered: LruCache[str, Rendered] = LruCache(remembered)
 
     def opening(self, turns: Sequence[Turn], tools: Sequence[ToolSchema] = ()) -> Rendered:
         """A dialogue's first prompt. Remembered, because all samples of a group ask for the same one."""
-        return self._remembered.get(_key(turns, tools), lambda: self.render(turns, tools))
+        return self._remembered.get(_make_key(turns, tools), lambda: self.render(turns, tools))
 
     def render(self, turns: Sequence[Turn], tools: Sequence[ToolSchema] = ()) -> Rendered:
         """Text and tokens of the dialogue with the header of the policy's next answer at its end."""
@@ -79,7 +79,7 @@ class ChatTemplate:
 
     def remember(self, turns: Sequence[Turn], rendered: Rendered) -> None:
         """Take over what `render` made of opening turns in another thread. Call it where `opening` is called."""
-        self._remembered.get(_key(turns, ()), lambda: rendered)
+        self._remembered.get(_make_key(turns, ()), lambda: rendered)
 
     def lengths(self, dialogues: Sequence[Sequence[Turn]]) -> list[int]:
         """Tokens of each dialogue as `render` makes them; many at once, in the tokenizer's own threads where it has some."""
@@ -100,9 +100,9 @@ class ChatTemplate:
         except (ValueError, TypeError, KeyError, LookupError) as error:
             raise TemplateError(f"the tokenizer can't render the dialogue: {error} (model.chat_template gives one)") from error
         except Exception as error:
-            if type(error).__module__.partition(".")[0] != "jinja2":  # templates refuse by raising; jinja2 is no import of ours
+            if type(error).__module__.partition(".")[0] != "jinja2":  # templates refuse by raising; we do not import jinja2
                 raise
-            raise TemplateError(f"the chat template refuses the dialogue of {_roles(turns)}: {error}") from error
+            raise TemplateError(f"the chat template refuses the dialogue of {_list_roles(turns)}: {error}") from error
         # Tokenizers take no half of a surrogate pair, and what an environment says may hold one (the name of a file, say).
         return _SURROGATES.sub("\ufffd", str(text))
 
@@ -139,7 +139,7 @@ class ChatTemplate:
 
     def encode(self, text: str) -> Ids:
         """Tokens of a whole prompt."""
-        return _frozen(self._encode(text))
+        return _freeze(self._encode(text))
 
     def continuation(self, text: str) -> Ids:
         """Tokens of a text that follows other tokens.
@@ -149,7 +149,7 @@ class ChatTemplate:
         """
         ids = self._encode(self._anchor + text)
         at = len(self._anchor_ids)
-        return _frozen(ids[at:] if ids[:at] == self._anchor_ids else self._encode(text))
+        return _freeze(ids[at:] if ids[:at] == self._anchor_ids else self._encode(text))
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of tokens, special ones shown: an answer that holds one must not look as if it did not."""
@@ -159,15 +159,15 @@ class ChatTemplate:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
 
-def _key(turns: Sequence[Turn], tools: Sequence[ToolSchema]) -> str:
+def _make_key(turns: Sequence[Turn], tools: Sequence[ToolSchema]) -> str:
     return json.dumps([list(map(dict, turns)), list(map(dict, tools))], default=repr)
 
 
-def _frozen(ids: list[int]) -> Ids:
+def _freeze(ids: list[int]) -> Ids:
     array = np.array(ids, np.int32)
     array.setflags(write=False)  # shared between the samples of a group
     return array
 
 
-def _roles(turns: Sequence[Turn]) -> str:
+def _list_roles(turns: Sequence[Turn]) -> str:
     return ", ".join(str(turn.get("role", "no role")) for turn in turns)

@@ -1,7 +1,7 @@
 """A dialogue in which the policy calls tools: read the calls, run them, give the results back, count all of it.
 
     answer ─parse_calls─▶ calls ─run, each within its time─▶ results as `tool` turns ─▶ next answer
-                        └ none ─▶ `answered(state, text)`: by default the final answer
+                        └ none ─▶ `reply_to_text(state, text)`: by default the final answer
 
 Owns whose fault a call gone wrong is. A call that cannot be read, a tool that is not there, arguments that don't fit, a tool
 that raises or takes too long: the policy is told and it is counted. An `InfrastructureError` out of a tool fails the rollout, a
@@ -23,13 +23,13 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from telescope.environments.base import Chat, Prompt, Reward, ToolSchema, Turn
 from telescope.environments.failures import GraderError, InfrastructureError, PolicyError
-from telescope.environments.hidden import told
+from telescope.environments.lru import LruCache
 from telescope.environments.multi_turn import MultiTurn
-from telescope.environments.off_loop import TimeLimit, called
-from telescope.environments.recent import Recent
-from telescope.environments.tools.calls import Call, CallFormat, Malformed, Parsed, how_to_call, parse_calls
-from telescope.environments.tools.schema import BadArguments, RolloutState, Tool, ToolFunction, as_text, tool_of
-from telescope.environments.tools.vllm_parsers import VllmParsers, vllm_parsers
+from telescope.environments.threads import TimeLimit, run_function
+from telescope.environments.tools.calls import CallFormat, MalformedCall, ParsedAnswer, ParsedCall, explain_format, parse_calls
+from telescope.environments.tools.redact import redact
+from telescope.environments.tools.schema import BadArguments, HiddenState, Tool, ToolFunction, format_result, make_tool
+from telescope.environments.tools.vllm_parsers import VllmParsers, load_vllm_parsers
 
 REMEMBERED_TOOLS = 1024
 MAX_NAME = 64
@@ -38,7 +38,7 @@ _PER_TOOL = "{}_calls"
 
 
 @dataclass
-class ToolState(RolloutState):
+class ToolState(HiddenState):
     """What one rollout remembers; derive from it (as a dataclass) for the task's own things. Tools get it as `state`."""
 
     final_answer: str = field(default="", kw_only=True)
@@ -70,7 +70,7 @@ class ToolState(RolloutState):
 
 
 @dataclass(frozen=True)
-class Result:
+class CallResult:
     """What becomes of one call. `text` is what the policy reads."""
 
     name: str
@@ -145,23 +145,23 @@ class ToolEnvironment(MultiTurn):
 
     @functools.cached_property
     def _vllm_parsers(self) -> VllmParsers:
-        return vllm_parsers(self.vllm_tool_parser, self.vllm_reasoning_parser)
+        return load_vllm_parsers(self.vllm_tool_parser, self.vllm_reasoning_parser)
 
     async def set_up(self) -> None:
         """Imports vLLM before the first rollout, where its parsers are wanted."""
         if self.vllm_tool_parser:
-            await called(getattr, self, "_vllm_parsers")
+            await run_function(getattr, self, "_vllm_parsers")
 
-    _made: Recent[Any, Tool] = PrivateAttr(default_factory=lambda: Recent(REMEMBERED_TOOLS))
+    _made: LruCache[Any, Tool] = PrivateAttr(default_factory=lambda: LruCache(REMEMBERED_TOOLS))
 
     def initial_state(self, prompt: Prompt) -> Any:
         return ToolState()
 
     def tools_for(self, state: Any) -> Sequence[ToolFunction]:
         """The tools of this rollout: those of the class, unless the state has its own (methods of an object in it, say)."""
-        return [self._bound(function) for function in self.tools]
+        return [self._bind(function) for function in self.tools]
 
-    def answered(self, state: Any, text: str) -> Sequence[Turn] | Awaitable[Sequence[Turn]]:
+    def reply_to_text(self, state: Any, text: str) -> Sequence[Turn] | Awaitable[Sequence[Turn]]:
         """An answer without any call. Here it is the final one; override it where someone answers back."""
         state.final_answer, state.done = text, True
         return ()
@@ -174,7 +174,7 @@ class ToolEnvironment(MultiTurn):
         """Seconds that a call of this tool may take; None for one that holds a limit of its own."""
         return self.tool_timeout_s
 
-    def parse(self, state: Any, answer: str) -> Parsed:
+    def parse(self, state: Any, answer: str) -> ParsedAnswer:
         """What the answer calls; override it for a format of your own."""
         if not self.vllm_tool_parser:
             return parse_calls(answer, self.call_format, self.call_tag)
@@ -187,25 +187,25 @@ class ToolEnvironment(MultiTurn):
     async def reply(self, state: Any, answer: str) -> Sequence[Turn]:
         parsed = self.parse(state, answer)
         if not parsed.calls:
-            turns: Sequence[Turn] = await called(self.answered, state, parsed.text, in_thread=self.in_threads)
+            turns: Sequence[Turn] = await run_function(self.reply_to_text, state, parsed.text, in_thread=self.in_threads)
             return turns
         taken, surplus = parsed.calls[: self.max_calls_per_answer], parsed.calls[self.max_calls_per_answer :]
         tools = self.toolset(state)
         if self.concurrent_calls:
-            results = list(await _all(self._result(tools, state, each) for each in taken))
+            results = list(await _gather(self._answer_call(tools, state, each) for each in taken))
         else:
-            results = [await self._result(tools, state, each) for each in taken]
+            results = [await self._answer_call(tools, state, each) for each in taken]
         if surplus:
-            results.append(self._surplus(state, surplus))
-        ids = [call_id(sum(state.calls.values()) + state.malformed, at) for at in range(len(results))]
-        called_for = [(each, name) for each, name in zip(taken, ids, strict=False) if isinstance(each, Call)]
-        said = restated(parsed.text, called_for)
+            results.append(self._refuse_surplus(state, surplus))
+        ids = [make_call_id(sum(state.calls.values()) + state.malformed, at) for at in range(len(results))]
+        called_for = [(each, name) for each, name in zip(taken, ids, strict=False) if isinstance(each, ParsedCall)]
+        said = restate(parsed.text, called_for)
         return [*said, *(result.turn(name) for result, name in zip(results, ids, strict=True))]
 
     async def say(self, chat: Chat, state: Any, turns: Sequence[Turn]) -> str:
         able = chat if isinstance(chat, KnowsTemplate) else None
         as_tool = (able is None or able.has_tool_role) if self.result_role == "auto" else self.result_role == "tool"
-        turns = _taken(chat, turns) if as_tool else as_user(turns)
+        turns = _choose_form(chat, turns) if as_tool else to_user_turn(turns)
         if state.opened:
             return await chat.say(*turns)
         state.opened, state.tokenizer = True, able.tokenizer if able is not None else None
@@ -215,11 +215,11 @@ class ToolEnvironment(MultiTurn):
         by_template = able is not None and able.shows_tools and (self.call_format == "json" or bool(self.vllm_tool_parser))
         if self.tool_prompt == "template" or (self.tool_prompt == "auto" and by_template):
             return await chat.say(*turns, tools=schemas)
-        return await chat.say(*with_listing(turns, schemas, how_to_call(self.call_format, self.call_tag)))
+        return await chat.say(*add_listing(turns, schemas, explain_format(self.call_format, self.call_tag)))
 
-    async def scored(self, function: Callable[..., Any], *arguments: Any, in_thread: bool = True) -> Reward:
+    async def run_reward(self, function: Callable[..., Any], *arguments: Any, in_thread: bool = True) -> Reward:
         """The reward, with the counts of calls among its metrics (its own of the same name win)."""
-        reward = await super().scored(function, *arguments, in_thread=in_thread)
+        reward = await super().run_reward(function, *arguments, in_thread=in_thread)
         state = arguments[-1] if arguments else None
         if not isinstance(state, ToolState):
             return reward
@@ -242,71 +242,71 @@ class ToolEnvironment(MultiTurn):
     def _tool(self, function: ToolFunction) -> Tool:
         """The schema of a method is made once; which object it is bound to changes from rollout to rollout."""
         plain = getattr(function, "__func__", function)
-        return self._made.get((plain, function is plain), lambda: tool_of(function))
+        return self._made.get((plain, function is plain), lambda: make_tool(function))
 
-    def _bound(self, function: ToolFunction) -> ToolFunction:
+    def _bind(self, function: ToolFunction) -> ToolFunction:
         first = next(iter(inspect.signature(function).parameters), "")
         return function.__get__(self) if first == "self" and inspect.isfunction(function) else function
 
-    async def _result(self, tools: Mapping[str, Tool], state: Any, call: Call | Malformed) -> Result:
-        if isinstance(call, Malformed):
+    async def _answer_call(self, tools: Mapping[str, Tool], state: Any, call: ParsedCall | MalformedCall) -> CallResult:
+        if isinstance(call, MalformedCall):
             state.malformed += 1
-            how = how_to_call(self.call_format, self.call_tag)
-            return self._failed("", f"{call.reason}. To call a tool, {how}. What you wrote: {call.text}")
+            how = explain_format(self.call_format, self.call_tag)
+            return self._make_failure("", f"{call.reason}. To call a tool, {how}. What you wrote: {call.text}")
         name = call.name[:MAX_NAME]
         state.calls[name] += 1
         try:
-            result = Result(name, self._fitted(await self._run(tools, state, call)))
-        except _CallFailed as failed:
+            result = CallResult(name, self._cut(await self._run(tools, state, call)))
+        except _ToolCallFailed as failed:
             state.errors += 1
-            return self._failed(name, str(failed))
+            return self._make_failure(name, str(failed))
         state.successes += 1
         return result
 
-    async def _run(self, tools: Mapping[str, Tool], state: Any, call: Call) -> str:
-        """The tool's result as a text. Raises `_CallFailed` for what the policy is told, and the typed failures."""
+    async def _run(self, tools: Mapping[str, Tool], state: Any, call: ParsedCall) -> str:
+        """The tool's result as a text. Raises `_ToolCallFailed` for what the policy is told, and the typed failures."""
         tool = tools.get(call.name)
         if tool is None:
             known = ", ".join(tools) or "none"
-            raise _CallFailed(f"there is no tool {call.name[:MAX_NAME]!r} (there are: {known})")
+            raise _ToolCallFailed(f"there is no tool {call.name[:MAX_NAME]!r} (there are: {known})")
         if state.calls.total() > self.max_tool_calls:
-            raise _CallFailed(f"no more than {self.max_tool_calls} calls are run in one dialogue")
+            raise _ToolCallFailed(f"no more than {self.max_tool_calls} calls are run in one dialogue")
         try:
             arguments = tool.arguments(call.arguments, textual=call.textual)
             hidden = dict.fromkeys(tool.hidden, state)
             run = functools.partial(tool.function, **arguments, **hidden)
-            return as_text(await called(run, limit_s=self.time_limit_of(tool.name), in_thread=self.in_threads))
+            return format_result(await run_function(run, limit_s=self.time_limit_of(tool.name), in_thread=self.in_threads))
         except TimeLimit as error:
-            raise _CallFailed(f"{tool.name} took longer than {self.time_limit_of(tool.name):g} s") from error
+            raise _ToolCallFailed(f"{tool.name} took longer than {self.time_limit_of(tool.name):g} s") from error
         except (InfrastructureError, PolicyError, GraderError):
             raise
         except BadArguments as error:
-            raise _CallFailed(str(error)) from error
+            raise _ToolCallFailed(str(error)) from error
         except (Exception, SystemExit) as error:
-            raise _CallFailed(str(error) or type(error).__name__) from error
+            raise _ToolCallFailed(str(error) or type(error).__name__) from error
 
-    def _failed(self, name: str, error: str) -> Result:
-        return Result(name, self._fitted(self.format_error(name, told(error))))
+    def _make_failure(self, name: str, error: str) -> CallResult:
+        return CallResult(name, self._cut(self.format_error(name, redact(error))))
 
-    def _surplus(self, state: Any, surplus: Sequence[Call | Malformed]) -> Result:
-        state.malformed += sum(isinstance(each, Malformed) for each in surplus)
-        wrong = [each.name[:MAX_NAME] for each in surplus if isinstance(each, Call)]
+    def _refuse_surplus(self, state: Any, surplus: Sequence[ParsedCall | MalformedCall]) -> CallResult:
+        state.malformed += sum(isinstance(each, MalformedCall) for each in surplus)
+        wrong = [each.name[:MAX_NAME] for each in surplus if isinstance(each, ParsedCall)]
         state.calls.update(wrong)
         state.errors += len(wrong)
         said = f"{len(surplus)} more calls were not run: an answer may have {self.max_calls_per_answer}"
-        return self._failed("", said)
+        return self._make_failure("", said)
 
-    def _fitted(self, text: str) -> str:
+    def _cut(self, text: str) -> str:
         if len(text) <= self.max_result_characters:
             return text
         return f"{text[: self.max_result_characters]}… ({len(text)} characters, cut at {self.max_result_characters})"
 
 
-class _CallFailed(Exception):
+class _ToolCallFailed(Exception):
     """A call whose failure is told to the policy."""
 
 
-async def _all(results: Any) -> Sequence[Result]:
+async def _gather(results: Any) -> Sequence[CallResult]:
     """Side by side; where one raises a typed failure, the others are cancelled and it is raised."""
     try:
         async with asyncio.TaskGroup() as group:
@@ -316,12 +316,12 @@ async def _all(results: Any) -> Sequence[Result]:
     return [task.result() for task in tasks]
 
 
-def call_id(total: int, at: int) -> str:
+def make_call_id(total: int, at: int) -> str:
     """Nine letters and digits, as the strictest templates want them, and no id twice in a dialogue."""
     return f"c{total:05d}{at:03d}"[:9]
 
 
-def restated(text: str, calls: Sequence[tuple[Call, str]]) -> list[Turn]:
+def restate(text: str, calls: Sequence[tuple[ParsedCall, str]]) -> list[Turn]:
     """The answer as a message with those of its calls that could be read, each with its id: for templates that take a result
     behind nothing else (see `Dialogue.say`)."""
     written = [
@@ -331,30 +331,30 @@ def restated(text: str, calls: Sequence[tuple[Call, str]]) -> list[Turn]:
     return [{"role": "assistant", "content": text, "tool_calls": written}] if written else []
 
 
-def _taken(chat: Chat, turns: Sequence[Turn]) -> Sequence[Turn]:
+def _choose_form(chat: Chat, turns: Sequence[Turn]) -> Sequence[Turn]:
     """The first form of the results that the template takes: each a `tool` turn; only those of calls that stand in the answer
     restated, the others' texts in the last of them; one `user` turn."""
-    forms = [as_tools(turns), behind_calls(turns), as_user(turns)]
+    forms = [to_tool_turns(turns), keep_called_results(turns), to_user_turn(turns)]
     if not any(turn.get("role") == "tool" for turn in turns) or not isinstance(chat, TriesTurns):
         return forms[0]
     return next((form for form in forms if form and chat.takes(*form)), forms[-1])
 
 
-def _called_for(turns: Sequence[Turn]) -> set[str]:
+def _find_call_ids(turns: Sequence[Turn]) -> set[str]:
     """Ids of the calls of the answer restated."""
     return {call["id"] for turn in turns for call in turn.get("tool_calls", ())}
 
 
-def as_tools(turns: Sequence[Turn]) -> list[Turn]:
+def to_tool_turns(turns: Sequence[Turn]) -> list[Turn]:
     """A `tool` turn for each result. Where some have no call of their own, the answer stands as the policy wrote it alone."""
-    known = _called_for(turns)
+    known = _find_call_ids(turns)
     whole = all(turn.get("tool_call_id") in known for turn in turns if turn.get("role") == "tool")
     return [turn for turn in turns if whole or "tool_calls" not in turn]
 
 
-def behind_calls(turns: Sequence[Turn]) -> list[Turn]:
+def keep_called_results(turns: Sequence[Turn]) -> list[Turn]:
     """`tool` turns for results of calls alone; what else there is to be said of the answer stands in the last. [] without."""
-    known = _called_for(turns)
+    known = _find_call_ids(turns)
     others = [turn for turn in turns if turn.get("role") == "tool" and turn.get("tool_call_id") not in known]
     kept = [turn for turn in turns if turn not in others]
     last = max((at for at, turn in enumerate(kept) if turn.get("role") == "tool"), default=-1)
@@ -364,7 +364,7 @@ def behind_calls(turns: Sequence[Turn]) -> list[Turn]:
     return kept
 
 
-def with_listing(turns: Sequence[Turn], schemas: Sequence[ToolSchema], how: str) -> list[Turn]:
+def add_listing(turns: Sequence[Turn], schemas: Sequence[ToolSchema], how: str) -> list[Turn]:
     """The opening turns with the tools written into the system turn, which is made where there is none."""
     listed = "\n".join(json.dumps(schema["function"], ensure_ascii=False) for schema in schemas)
     text = f"You have tools. To call one, {how}; several calls may follow each other. The tools, one a line:\n{listed}"
@@ -373,7 +373,7 @@ def with_listing(turns: Sequence[Turn], schemas: Sequence[ToolSchema], how: str)
     return [{"role": "system", "content": text}, *turns]
 
 
-def as_user(turns: Sequence[Turn]) -> list[Turn]:
+def to_user_turn(turns: Sequence[Turn]) -> list[Turn]:
     """Results as one user turn, for templates without a tool role (many demand that user and assistant take turns)."""
     results = [turn for turn in turns if turn.get("role") == "tool"]
     if not results:

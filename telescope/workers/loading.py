@@ -25,7 +25,7 @@ from telescope.config import plugins
 from telescope.config.run import RunConfig
 from telescope.config.secrets import secret_values
 from telescope.environments.base import Environment, Prompt
-from telescope.environments.written import class_mistake, not_awaitable, prompts_mistake, ranges_mistake
+from telescope.environments.validate import describe_not_awaitable, find_class_mistake, find_prompts_mistake, find_ranges_mistake
 from telescope.records import EnvironmentCard
 
 SAMPLE = 256
@@ -66,11 +66,11 @@ def _load(config: RunConfig, label: str) -> LoadedEnvironment:
     place = f"{place} in {inspect.getfile(kind)}"
     try:
         environment = config.environment(label)
-        _refuse(ranges_mistake(environment.metrics_ranges))
+        _refuse(find_ranges_mistake(environment.metrics_ranges))
         prompts = {split: _load_prompts(environment, split) for split in environment.splits}
         if not prompts.get("train"):
             raise ValueError("it has no prompts in its train split")
-        _refuse(class_mistake(kind))
+        _refuse(find_class_mistake(kind))
         secrets = secret_values(os.environ, entry.kwargs)
         card = make_card(label, environment, prompts)
         return LoadedEnvironment(label, environment, prompts, card, secrets, entry.set_up_timeout_s, entry.tear_down_timeout_s)
@@ -84,7 +84,7 @@ def _load(config: RunConfig, label: str) -> LoadedEnvironment:
 
 def _load_prompts(environment: Environment, split: str) -> Sequence[Prompt]:
     prompts = environment.prompts(split)
-    _refuse(prompts_mistake(type(environment), split, prompts))
+    _refuse(find_prompts_mistake(type(environment), split, prompts))
     return prompts
 
 
@@ -190,5 +190,5 @@ async def tear_down(loaded: LoadedEnvironment) -> None:
 async def _call_hook(name: str, hook: Callable[[], Any]) -> None:
     waiting = hook()
     if not inspect.isawaitable(waiting):
-        raise TypeError(not_awaitable(name, waiting))
+        raise TypeError(describe_not_awaitable(name, waiting))
     await waiting

@@ -17,10 +17,10 @@ import numpy as np
 from telescope.config.run import RunConfig
 from telescope.environments.base import Environment, Prompt, Reward
 from telescope.environments.chat import Recording, Sampled, TokenChat
-from telescope.environments.draws import Draws
 from telescope.environments.failures import GraderError, PolicyError
-from telescope.environments.hidden import hiding
-from telescope.environments.written import not_awaitable
+from telescope.environments.hashed_random import HashedRandom
+from telescope.environments.tools.redact import declare_secrets
+from telescope.environments.validate import describe_not_awaitable
 from telescope.maths.support import WHOLE, Support
 from telescope.records import FailureKind, RolloutOrder, Sampling
 from telescope.wire.messages import RolloutError, RolloutResult
@@ -82,7 +82,7 @@ class TurnSampler:
 
 def make_turn_seed(seed: int, turn: int) -> int:
     """The order's seed for its first answer; later answers draw on, so that two turns don't share their noise."""
-    return seed if turn == 0 else Draws("turn", seed, turn).below(2**31)
+    return seed if turn == 0 else HashedRandom("turn", seed, turn).below(2**31)
 
 
 async def play(
@@ -102,7 +102,7 @@ async def play(
     try:
         async with asyncio.timeout(limits.timeout_s) as clock:
             prompt = await prompts.get_prompt(loaded, order.prompt)
-            with hiding(loaded.secrets):
+            with declare_secrets(loaded.secrets):
                 reward = await _score(loaded.environment, prompt, chat)
         recording = chat.recording()
         return make_result(order, prompt, reward, recording, started_ns, loaded.secrets), _join_branches(recording)
@@ -119,7 +119,7 @@ async def _score(environment: Environment, prompt: Prompt, chat: TokenChat) -> R
     try:
         playing = environment.play(prompt, chat)
         if not inspect.isawaitable(playing):
-            raise TypeError(not_awaitable(f"{type(environment).__name__}.play", playing))
+            raise TypeError(describe_not_awaitable(f"{type(environment).__name__}.play", playing))
         return check_reward(await playing)
     except PolicyError as error:
         return check_reward(score_policy_error(error))

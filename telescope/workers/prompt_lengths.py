@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 import msgspec
 import numpy as np
 
-from telescope.environments.base import Prompt
-from telescope.environments.draws import LazyPrompts
+from telescope.environments.base import LazyPrompts, Prompt
 from telescope.environments.template import ChatTemplate
 from telescope.workers.loading import SAMPLE, EnvironmentBroken, LoadedEnvironment, describe, sample_prompts
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from telescope.environments.chat import ChatError, Sampled
-from telescope.environments.graders import grader_processes
+from telescope.environments.graders.pool import open_graders
 from telescope.environments.template import ChatTemplate
 from telescope.records import PromptRef, RolloutOrder, Sampling
 from telescope.wire.direct import Answer, DirectClient, DirectPathLost
@@ -116,7 +116,7 @@ class WorkerService:
 
     async def run(self) -> str:
         """The reason of the Stop. Raises what the link raises, and `WorkerHopeless`."""
-        async with grader_processes():
+        async with open_graders():
             return await self._until_stopped()
 
     async def _until_stopped(self) -> str:

@@ -12,7 +12,7 @@ import pytest
 
 from telescope.config import plugins
 from telescope.config.plugins import ALGORITHMS, BACKENDS, ENVIRONMENTS, PluginError
-from telescope.environments import textworld, verifiers
+from telescope.environments.adapters import textworld, verifiers
 from tests.config.conftest import ALGORITHM, write
 
 ROOT = Path(__file__).parents[2]
@@ -22,10 +22,11 @@ def test_every_shipped_algorithm_is_found_by_its_file_name():
     assert {"grpo", "rloo", "reinforce_pp", "dr_grpo", "cispo", "gspo", "sapo"} <= set(plugins.find(ALGORITHMS))
 
 
-def test_helpers_beside_the_plugins_are_no_options():
+def test_what_lies_among_the_tasks_is_an_environment_and_the_machinery_beside_them_is_none():
     found = plugins.find(ENVIRONMENTS)
-    assert {"countdown", "reverse_letters"} <= set(found)
-    assert not {"base", "draws", "expression", "chat"} & set(found)
+    assert {"countdown", "reverse_letters", "verifiers"} <= set(found)
+    assert set(found) == set(plugins.files(ENVIRONMENTS))
+    assert not {"base", "chat", "multi_turn", "tools", "tasks"} & set(found)
 
 
 def test_a_users_file_is_a_plugin_of_its_name(plugin_path):

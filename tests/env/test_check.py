@@ -129,8 +129,8 @@ def test_long_names_of_metrics_keep_the_columns_in_line(odd: list[str], capsys: 
 HANGS = "        import threading; threading.Event().wait()\n"
 HUNG_SET_UP = f"""
     async def set_up(self):
-        from telescope.environments.off_loop import called
-        await called(self.load)
+        from telescope.environments.threads import run_function
+        await run_function(self.load)
 
     def load(self):
 {HANGS}"""
@@ -162,7 +162,7 @@ def test_what_cannot_be_is_refused_in_words(capsys: pytest.CaptureFixture[str]) 
     assert main(["check", "countdown", "--answers", "nowhere.jsonl"]) == 1
     assert "--answers nowhere.jsonl can't be read" in capsys.readouterr().err
     assert main(["check", "countdown", "nothing"]) == 2
-    assert "'nothing' is no key=value" in capsys.readouterr().err
+    assert "'nothing' is not key=value" in capsys.readouterr().err
     assert main(["chek"]) == 2
     assert "usage: python -m telescope env" in capsys.readouterr().err
 

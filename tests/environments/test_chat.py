@@ -352,7 +352,7 @@ async def test_half_a_surrogate_pair_that_an_environment_says_is_put_to_the_poli
 async def test_what_is_no_message_is_refused_and_the_dialogue_goes_on(tiny: ChatTemplate, turn: Any) -> None:
     chat = TokenChat(tiny, Script(([72, 1], "stop")), 100)
     for put in (chat.say, chat.restart):
-        with pytest.raises(TypeError, match=r"is no message like|has no content"):
+        with pytest.raises(TypeError, match=r"is not a message like|has no content"):
             await put(turn)
     await chat.say(user("a"))
     assert chat.recording().prompt_text == "<|user|>a<|assistant|>"

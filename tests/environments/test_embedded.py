@@ -102,7 +102,7 @@ def test_the_shipped_tokenizers_are_the_script_s(script: Any, tmp_path: Path) ->
 
 
 def test_demonstrations_have_the_stated_shares(script: Any) -> None:
-    draws = script.Draws("shares")
+    draws = script.HashedRandom("shares")
     shown = [script.demonstrate_countdown(draws) for _ in range(2000)]
     assert 0.20 < sum("=" in answer for _, answer in shown) / 2000 < 0.30
     words = [script.demonstrate_reverse(draws) for _ in range(2000)]
@@ -129,7 +129,7 @@ def test_the_base_of_several_turns_half_knows_its_task(turns_script: Any, monkey
 def test_a_dialogue_of_the_wanted_habit_always_finds_the_letter(turns_script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns_script, "HABITS", ("halve",))
     for at in range(200):
-        said = turns_script.demonstrate(turns_script.Draws("test", at))
-        secret = turns_script.TASK.prompt(turns_script.Draws("test", at)).answer
+        said = turns_script.demonstrate(turns_script.HashedRandom("test", at))
+        secret = turns_script.TASK.prompt(turns_script.HashedRandom("test", at)).answer
         assert said[-1][1] == secret
         assert len(said) <= 3

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telescope.environments.expression import Expression, NotAnExpression, parse
+from telescope.environments.graders.expression import Expression, NotAnExpression, parse_expression
 
 
 @pytest.mark.parametrize(
@@ -30,14 +30,14 @@ from telescope.environments.expression import Expression, NotAnExpression, parse
     ],
 )
 def test_values_follow_the_rules_of_school(text: str, value: int, numbers: tuple[int, ...]) -> None:
-    assert parse(text) == Expression(Fraction(value), numbers)
+    assert parse_expression(text) == Expression(Fraction(value), numbers)
 
 
 @pytest.mark.parametrize(
     ("text", "why"),
     [
         ("", "'the end' cannot follow"),
-        ("5+8=13", "'=13' is no number"),
+        ("5+8=13", "'=13' is not a number"),
         ("5+", "'the end' cannot follow '\\+'"),
         ("5 8", "'8' cannot follow '5'"),
         ("5(8)", r"'\(' cannot follow '5'"),
@@ -46,27 +46,27 @@ def test_values_follow_the_rules_of_school(text: str, value: int, numbers: tuple
         ("(5", "never closed"),
         ("5)", "never opened"),
         ("2**9", r"'\*' cannot follow '\*'"),
-        ("2^9", "no number, operator"),
+        ("2^9", "not a number, an operator"),
         ("*5", r"'\*' cannot follow"),
         ("+5", r"'\+' cannot follow"),
         ("5--3", "'-' cannot follow '-'"),
         ("1/0", "division by zero"),
         ("1/(2-2)", "division by zero"),
-        ("1.5", "no number, operator"),
-        ("1e9", "no number, operator"),
-        ("٣+٤", "no number, operator"),
-        ("__import__('os')", "no number, operator"),
+        ("1.5", "not a number, an operator"),
+        ("1e9", "not a number, an operator"),
+        ("٣+٤", "not a number, an operator"),
+        ("__import__('os')", "not a number, an operator"),
         ("1234567890123", "a number of 13 digits"),
     ],
 )
 def test_anything_else_is_refused_with_a_reason(text: str, why: str) -> None:
     with pytest.raises(NotAnExpression, match=why):
-        parse(text)
+        parse_expression(text)
 
 
 def test_operators_that_are_not_allowed_are_refused() -> None:
     with pytest.raises(NotAnExpression, match=r"'\*' is not one of the operators '\+-'"):
-        parse("2*3", "+-")
+        parse_expression("2*3", "+-")
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_no_text_takes_long(text: str) -> None:
     before = time.process_time()
     for _ in range(20):
         try:
-            parse(text)
+            parse_expression(text)
         except NotAnExpression:
             continue
     assert time.process_time() - before < 0.5
@@ -93,7 +93,7 @@ def test_no_text_takes_long(text: str) -> None:
 @given(st.text(alphabet="0123456789+-*/() x", max_size=40))
 def test_python_agrees_wherever_we_find_a_value(text: str) -> None:
     try:
-        found = parse(text)
+        found = parse_expression(text)
     except NotAnExpression:
         return
     spelled = "".join(f"Fraction({part})" if part.isdigit() else part for part in _split(text))

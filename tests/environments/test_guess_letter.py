@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from telescope.environments.chat import TokenChat
-from telescope.environments.guess_letter import GuessLetter
+from telescope.environments.tasks.guess_letter import GuessLetter
 from telescope.environments.template import ChatTemplate
 from tests.environments.conftest import Script
 

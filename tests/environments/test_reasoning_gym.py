@@ -12,9 +12,9 @@ import sys
 import pytest
 from pydantic import ValidationError
 
+from telescope.environments.adapters.reasoning_gym import ReasoningGym, make_problem, score
 from telescope.environments.failures import GraderError
-from telescope.environments.graders import grader_processes
-from telescope.environments.reasoning_gym import ReasoningGym, problem, score
+from telescope.environments.graders.pool import open_graders
 
 # A kind of each family whose problems are quickly made; boxnet, graph_color, propositional_logic, rubiks_cube and rush_hour
 # store no answer of their own, so they prove nothing here.
@@ -28,7 +28,7 @@ TASKS = (
 
 @pytest.mark.parametrize("task", TASKS)
 def test_the_stored_answer_scores_1_and_another_problems_answer_does_not(task: str) -> None:
-    made = [problem(task, "{}", seed) for seed in range(6)]
+    made = [make_problem(task, "{}", seed) for seed in range(6)]
     assert [score(task, "{}", seed, str(each["answer"])) for seed, each in enumerate(made)] == [1.0] * 6
     assert all(score(task, "{}", seed, "no such answer at all") < 1 for seed in range(6))
     others = [score(task, "{}", seed, str(made[seed - 1]["answer"])) for seed in range(6)]
@@ -39,7 +39,7 @@ async def test_a_rollout_is_scored_in_a_grader_process() -> None:
     task = ReasoningGym(task="chain_sum", config={"max_terms": 3})
     prompt = task.prompts("train")[7]
     assert prompt.turns[0]["content"].endswith("Give the final answer between <answer> and </answer>.")
-    async with grader_processes(1):
+    async with open_graders(1):
         answers = (
             f"<answer>{prompt.answer}</answer>",
             "<answer>1e9</answer>",
@@ -67,8 +67,8 @@ def test_train_and_eval_are_made_from_different_seeds() -> None:
 
 def test_problems_are_the_same_in_a_process_with_another_hash_seed() -> None:
     code = (
-        "import hashlib, json, sys; from telescope.environments.reasoning_gym import problem;"
-        "shown = [[problem(t, '{}', s)['question'] for s in range(3)] for t in sys.argv[1:]];"
+        "import hashlib, json, sys; from telescope.environments.adapters.reasoning_gym import make_problem;"
+        "shown = [[make_problem(t, '{}', s)['question'] for s in range(3)] for t in sys.argv[1:]];"
         "print(hashlib.sha256(json.dumps(shown).encode()).hexdigest())"
     )
     said = subprocess.run(
@@ -79,12 +79,12 @@ def test_problems_are_the_same_in_a_process_with_another_hash_seed() -> None:
         timeout=100,
         env={**os.environ, "PYTHONHASHSEED": "77", "PYTHONPATH": "."},
     )
-    shown = [[problem(task, "{}", seed)["question"] for seed in range(3)] for task in TASKS]
+    shown = [[make_problem(task, "{}", seed)["question"] for seed in range(3)] for task in TASKS]
     assert said.stdout.strip() == hashlib.sha256(json.dumps(shown).encode()).hexdigest()
 
 
 def test_unknown_tasks_and_settings_are_refused_with_their_names() -> None:
-    with pytest.raises(ValueError, match=r"task='chain_sums' is no data set of reasoning-gym\. Did you mean chain_sum\?"):
+    with pytest.raises(ValueError, match=r"task='chain_sums' is not a data set of reasoning-gym\. Did you mean chain_sum\?"):
         ReasoningGym(task="chain_sums").prompts("train")
     with pytest.raises(ValueError, match=r"is refused by chain_sum: .*max_termss"):
         ReasoningGym(task="chain_sum", config={"max_termss": 3}).prompts("train")

@@ -10,11 +10,11 @@ import sys
 import pytest
 from pydantic import ValidationError
 
-from telescope.environments.base import Prompt
-from telescope.environments.countdown import Countdown
-from telescope.environments.draws import Draws, LazyPrompts
-from telescope.environments.expression import parse
-from telescope.environments.reverse_letters import ReverseLetters
+from telescope.environments.base import LazyPrompts, Prompt
+from telescope.environments.graders.expression import parse_expression
+from telescope.environments.hashed_random import HashedRandom
+from telescope.environments.tasks.countdown import Countdown
+from telescope.environments.tasks.reverse_letters import ReverseLetters
 
 
 def shown(prompt: Prompt) -> str:
@@ -29,7 +29,7 @@ def test_the_first_prompts_are_these_on_any_machine() -> None:
 
 def test_prompts_are_the_same_in_a_process_with_another_hash_seed() -> None:
     code = (
-        "from telescope.environments.countdown import Countdown as C; import hashlib, json;"
+        "from telescope.environments.tasks.countdown import Countdown as C; import hashlib, json;"
         "turns = [[dict(t) for t in p.turns] for p in C(seed=5).prompts('eval')];"
         "print(hashlib.sha256(json.dumps(turns).encode()).hexdigest())"
     )
@@ -63,7 +63,7 @@ def test_a_million_prompts_cost_nothing_until_drawn_from() -> None:
 
 
 def test_draws_are_even_and_inside_their_bounds() -> None:
-    draws = Draws("test", 0)
+    draws = HashedRandom("test", 0)
     counts = [0] * 6
     for _ in range(6000):
         counts[draws.below(6)] += 1
@@ -77,7 +77,7 @@ def test_every_countdown_problem_has_a_solution_within_the_targets() -> None:
     task = Countdown(num_numbers=4, operators="+-*/", max_number=25, min_target=10, max_target=100)
     for prompt in task.prompts("train")[:300]:
         assert 10 <= prompt.facts["target"] <= 100
-        assert parse(prompt.answer).value == prompt.facts["target"]
+        assert parse_expression(prompt.answer).value == prompt.facts["target"]
         assert task.reward(prompt, prompt.answer).total == 1.0
 
 

@@ -11,16 +11,15 @@ import pytest
 from pydantic import SecretStr, ValidationError
 
 from telescope.environments.base import Prompt, Turn
+from telescope.environments.endpoint import EndpointSettings, RetryingEndpoint
 from telescope.environments.failures import InfrastructureError
-from telescope.environments.patient import EndpointSettings, PatientEndpoint
-from telescope.environments.tau import Tau
-from telescope.environments.tau.airline import AirlineDesk
-from telescope.environments.tau.data import Task
-from telescope.environments.tau.desk import Desk
-from telescope.environments.tau.records import DeskError, Records
-from telescope.environments.tau.retail import RetailDesk
-from telescope.environments.tau.users import AGREES, ScriptedUser, first_person
-from telescope.environments.tools.schema import tool_of
+from telescope.environments.tasks.tau import Tau
+from telescope.environments.tasks.tau.airline import AirlineDesk
+from telescope.environments.tasks.tau.data import Task
+from telescope.environments.tasks.tau.desk import Desk, DeskError, Records
+from telescope.environments.tasks.tau.retail import RetailDesk
+from telescope.environments.tasks.tau.users import AGREES, ScriptedUser, rewrite_in_first_person
+from telescope.environments.tools.schema import make_tool
 from tests.environments.judge_server import Clock, JudgeServer, judging
 from tests.environments.tools.talk import Talk
 
@@ -79,7 +78,7 @@ async def test_nothing_done_earns_0_wherever_something_was_to_be_done_or_said(ta
     counts = {"due": 0, "not due": 0}
     for prompt in all_prompts(tau):
         task = tau.task(prompt)
-        due = "due" if task.outputs or not tau.after(task)[0].records.untouched else "not due"
+        due = "due" if task.outputs or not tau.play_actions(task)[0].records.untouched else "not due"
         totals[due] += (await tau.play(prompt, Talk(lambda turns: "Goodbye"))).total
         counts[due] += 1
     assert counts == {"retail": {"due": 107, "not due": 7}, "airline": {"due": 31, "not due": 19}}[tau.domain]
@@ -107,18 +106,18 @@ def test_prompts_are_the_splits_with_policy_and_wish(tau: Tau):
 def test_a_tool_of_a_desk_is_made_once_for_all_rollouts(retail: Tau, monkeypatch: pytest.MonkeyPatch):
     prompts = all_prompts(retail)
     for prompt in prompts:
-        retail.after(retail.task(prompt))
+        retail.play_actions(retail.task(prompt))
     made: list[str] = []
-    monkeypatch.setattr("telescope.environments.tool_environment.tool_of", lambda function: made.append(function.__name__))
+    monkeypatch.setattr("telescope.environments.tool_environment.make_tool", lambda function: made.append(function.__name__))
     for prompt in prompts:
-        retail.after(retail.task(prompt))
+        retail.play_actions(retail.task(prompt))
     assert made == []
 
 
 def test_every_tool_has_a_description_and_describes_each_of_its_parameters():
     for desk in (RetailDesk, AirlineDesk):
         for name in desk.TOOLS:
-            tool = tool_of(getattr(desk, name).__get__(desk({})))
+            tool = make_tool(getattr(desk, name).__get__(desk({})))
             assert tool.description, name
             assert all("description" in each for each in tool.parameters["properties"].values()), name
     assert (len(RetailDesk.TOOLS), len(AirlineDesk.TOOLS)) == (15, 14)
@@ -178,7 +177,7 @@ def test_items_change_to_available_variants_of_the_same_product_and_once_only(re
     variants = desk.get_product_details(item["product_id"])["variants"]
     new = next(v for v in variants.values() if v["available"] and v["item_id"] != item["item_id"])
     gone = [v["item_id"] for v in variants.values() if not v["available"]]
-    with pytest.raises(DeskError, match="is no variant"):
+    with pytest.raises(DeskError, match="is not a variant"):
         desk.modify_pending_order_items(order["order_id"], [item["item_id"]], ["1"], paid)
     with pytest.raises(DeskError, match="does not have the items"):
         desk.modify_pending_order_items(order["order_id"], ["1"], [new["item_id"]], paid)
@@ -197,7 +196,7 @@ def test_items_change_to_available_variants_of_the_same_product_and_once_only(re
 
 def test_a_booking_has_its_price_and_its_payments_and_certificates_are_used_up(airline: Tau):
     desk = AirlineDesk(airline._tables)
-    book = tool_of(desk.book_reservation)
+    book = make_tool(desk.book_reservation)
     given = {
         "user_id": "mia_li_3668",
         "origin": "PHL",
@@ -230,7 +229,7 @@ def test_flights_that_stay_keep_their_price_and_passengers_their_number(airline:
     desk = AirlineDesk(airline._tables)
     before = desk.get_reservation_details("4WQ150")
     legs = [{"flight_number": leg["flight_number"], "date": leg["date"]} for leg in before["flights"]]
-    update = tool_of(desk.update_reservation_flights)
+    update = make_tool(desk.update_reservation_flights)
     user = desk.get_user_details(before["user_id"])
     card = next(name for name in user["payment_methods"] if not name.startswith("certificate"))
     same = update.function(
@@ -259,7 +258,7 @@ async def test_the_scripted_user_says_what_the_task_says_agrees_and_hangs_up():
     assert await user.answer("Shall I return it?") == AGREES
     assert await user.answer("Done.") == ""
     assert (
-        first_person("If the agent tells you that you're late, yours is yours")
+        rewrite_in_first_person("If the agent tells you that you're late, yours is yours")
         == "If the agent tells me that I'm late, mine is mine"
     )
 
@@ -269,7 +268,7 @@ def phoned_by(server: JudgeServer, clock: Clock | None = None, **settings: Any) 
     user = EndpointSettings.model_validate({"base_url": server.base_url, "model": "m", "api_key": "sesame", **settings})
     tau = Tau(user=user)
     clock = clock or Clock()
-    tau._customer = PatientEndpoint("the customer's model", user, clock=clock, pause=clock.pause)
+    tau._customer = RetryingEndpoint("the customer's model", user, clock=clock, pause=clock.pause)
     return tau
 
 

@@ -6,22 +6,22 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from telescope.environments.adapters.textarena import Textarena
 from telescope.environments.failures import GraderError
-from telescope.environments.graders import Graders, grader_processes
+from telescope.environments.graders.pool import GraderPool, open_graders
 from telescope.environments.template import ChatTemplate
-from telescope.environments.textarena import Textarena
 from tests.environments.playing import played
 from tests.environments.tools.talk import Talk
 
 
 @pytest.fixture
-async def graders() -> AsyncIterator[Graders]:
+async def graders() -> AsyncIterator[GraderPool]:
     """Where a textarena is imported once for all games of a test."""
-    async with grader_processes(1) as opened:
+    async with open_graders(1) as opened:
         yield opened
 
 
-async def test_a_game_goes_its_way_in_the_dialogue_and_earns_the_game_s_own_reward(graders: Graders, tiny: ChatTemplate):
+async def test_a_game_goes_its_way_in_the_dialogue_and_earns_the_game_s_own_reward(graders: GraderPool, tiny: ChatTemplate):
     game = Textarena(options={"min_number": 1, "max_number": 4, "max_turns": 9}, instruction="Be quick.")
     secrets = []
     for index in range(3):  # every seed has a number; four guesses find it
@@ -34,13 +34,13 @@ async def test_a_game_goes_its_way_in_the_dialogue_and_earns_the_game_s_own_rewa
         assert "target number is higher" in answers.prompts[-1] or secrets[-1] == 1
     assert len(set(secrets)) > 1
     # The same seeds in another process, begun anew: the same numbers.
-    async with grader_processes(1):
+    async with open_graders(1):
         again = [(await game.play(game.prompts("train")[index], Talk(["[1]", "[2]", "[3]", "[4]"]))) for index in range(3)]
     assert [int(reward.metrics["moves"]) for reward in again] == secrets
 
 
 async def test_a_game_that_does_not_end_earns_0_an_invalid_end_is_counted_and_others_are_refused(
-    graders: Graders, tiny: ChatTemplate
+    graders: GraderPool, tiny: ChatTemplate
 ):
     lake = Textarena(game="FrozenLake-v0-raw", max_turns=2)
     reward, answers, _ = await played(tiny, lake, "[down]", "[up]")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from telescope.environments.textworld import Textworld, file_of
+from telescope.environments.adapters.textworld import Textworld, locate_game
 
 
 def test_without_the_package_the_install_line_is_given(monkeypatch: pytest.MonkeyPatch):
@@ -29,16 +29,16 @@ def test_without_the_package_the_install_line_is_given(monkeypatch: pytest.Monke
     ],
 )
 def test_a_command_is_read_from_its_tag(answer: str, command: str | None):
-    assert Textworld().command_in(answer) == command
+    assert Textworld().find_command(answer) == command
 
 
 def test_without_a_tag_the_answer_is_the_command():
-    assert Textworld(answer_tag=None).command_in(" Take key\n") == "take key"
+    assert Textworld(answer_tag=None).find_command(" Take key\n") == "take key"
 
 
 def test_a_game_s_file_is_named_by_all_that_it_is_made_from():
     made = [Textworld(rooms=2), Textworld(objects=9), Textworld(quest_length=4), Textworld(theme="basic"), Textworld()]
-    files = {file_of(game._options(seed), "/games") for game in made for seed in (0, 1)}
+    files = {locate_game(game._options(seed), "/games") for game in made for seed in (0, 1)}
     assert len(files) == 10
 
 

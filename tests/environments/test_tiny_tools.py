@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
-from telescope.environments.look_up import LookUp
+from telescope.environments.tasks.look_up import LookUp
 from tests.environments.conftest import EMBEDDED
 from tests.environments.tools.talk import Talk
 
@@ -55,7 +55,7 @@ def test_the_card_says_what_was_measured() -> None:
 
 
 def test_demonstrations_have_the_stated_shares_and_the_wanted_one_is_right(script: Any) -> None:
-    draws = script.Draws("shares")
+    draws = script.HashedRandom("shares")
     shown = [script.demonstrate(draws) for _ in range(2000)]
     called = [each for each in shown if len(each) == 2 and each[1][0] != "<|tool|>?"]
     assert 0.26 < len(called) / 2000 < 0.36  # some words read the same backwards

@@ -18,12 +18,12 @@ import openai
 import psutil
 import pytest
 
+from telescope.environments.adapters.verifiers import PlayerProcess, Verifiers, list_tasks
 from telescope.environments.base import Reward
 from telescope.environments.chat import ChatError, TokenChat
 from telescope.environments.failures import ContextFull, GraderError, InfrastructureError
 from telescope.environments.proxy.sessions import Proxy
 from telescope.environments.template import ChatTemplate
-from telescope.environments.verifiers import Player, Verifiers, listed
 from tests.environments.proxy.conftest import Policy
 
 FAKE = str(Path(__file__).with_name("verifiers_fake"))
@@ -190,13 +190,13 @@ for line in sys.stdin:
 """
 
 
-def player_of(folder: Path, each: str, before: str = "", hung_s: float = 60.0) -> Player:
+def player_of(folder: Path, each: str, before: str = "", hung_s: float = 60.0) -> PlayerProcess:
     """One whose program is another one: what may go wrong before and for each line that it is told."""
     program, python = folder / "program.py", folder / "python"
     program.write_text(ENDS_WITH_ITS_INPUT.format(before=before, each=each))
     python.write_text(f"#!/bin/sh\nexec '{sys.executable}' '{program}'\n")
     python.chmod(0o755)
-    return Player(str(python), {}, (), 100, hung_s)
+    return PlayerProcess(str(python), {}, (), 100, hung_s)
 
 
 async def test_a_player_that_hangs_is_killed_once_it_does_not_say_that_it_has_given_up(tmp_path: Path):
@@ -247,11 +247,11 @@ async def test_a_player_that_says_what_is_no_answer_is_ended_and_quoted(noise: s
     player = player_of(tmp_path, f"print({noise!r}, flush=True)")
     await player.start()
     async with asyncio.timeout(100):
-        with pytest.raises(InfrastructureError, match=r"has ended.*said what is no answer: .*; see what prints to stdout"):
+        with pytest.raises(InfrastructureError, match=r"has ended.*said what is not an answer: .*; see what prints to stdout"):
             await player.play({})
     await player.close()
     early = player_of(tmp_path, "", before=f"print({noise!r}, flush=True)")
-    with pytest.raises(ValueError, match=r"said what is no answer: .*see what prints to stdout as that Python starts"):
+    with pytest.raises(ValueError, match=r"said what is not an answer: .*see what prints to stdout as that Python starts"):
         await early.start()
     await early.close()
 
@@ -260,7 +260,7 @@ def test_the_listing_of_tasks_waits_for_nothing_that_it_has_started_and_ends_it(
     child = "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)'])"
     script = f"{child}\nopen({str(tmp_path / 'child')!r}, 'w').write(str(child.pid))"
     python = player_of(tmp_path, "", before=script)._python
-    assert listed(python, {}, {}, 500) == {"ready": True}
+    assert list_tasks(python, {}, {}, 500) == {"ready": True}
     left = int((tmp_path / "child").read_text())
     with contextlib.suppress(psutil.NoSuchProcess):
         while psutil.Process(left).status() != psutil.STATUS_ZOMBIE:  # and gone where somebody collects it

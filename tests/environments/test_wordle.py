@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from telescope.environments.base import Prompt
-from telescope.environments.wordle import Game, Wordle, colours
+from telescope.environments.tasks.wordle import Wordle, WordleGame, colour_guess
 
 SHORT = {"g": "green", "y": "yellow", "-": "grey"}
 
@@ -28,14 +28,14 @@ SHORT = {"g": "green", "y": "yellow", "-": "grey"}
     ],
 )
 def test_a_letter_is_coloured_as_often_as_the_secret_has_it(secret: str, guess: str, shown: str) -> None:
-    assert colours(secret, guess) == tuple(SHORT[each] for each in shown)
+    assert colour_guess(secret, guess) == tuple(SHORT[each] for each in shown)
 
 
 def test_over_all_pairs_of_words_no_letter_is_coloured_too_often_and_greens_are_the_right_places() -> None:
     words = Wordle().word_list[::9]
     for secret in words:
         for guess in words:
-            shown = colours(secret, guess)
+            shown = colour_guess(secret, guess)
             assert [colour == "green" for colour in shown] == [a == b for a, b in zip(secret, guess, strict=True)]
             coloured = Counter(letter for letter, colour in zip(guess, shown, strict=True) if colour != "grey")
             assert coloured == Counter(secret) & Counter(guess)
@@ -74,7 +74,7 @@ async def test_a_game_is_won_with_the_word_and_each_further_guess_may_cost() -> 
 
 async def test_a_lost_game_earns_a_part_for_its_best_guess_and_rubbish_costs_a_turn() -> None:
     reward, chat = await play(Wordle(max_turns=3), "<guess>reads</guess>", "no idea", "<guess>stony</guess>")
-    assert chat.told[2] == "That was no guess: one word of five letters is asked for."
+    assert chat.told[2] == "That was not a guess: one word of five letters is asked for."
     assert reward.total == pytest.approx(0.2 * 3 / 5)
     assert reward.metrics == {"found": 0.0, "guesses": 2.0, "valid_guesses": pytest.approx(2 / 3), "green": 0.6}
     assert reward.tags == ("out_of_turns",)
@@ -90,7 +90,7 @@ async def test_guesses_outside_the_list_are_refused_where_that_is_asked_for() ->
     "answer", ["<guess>four</guess>", "<guess>näher</guess>", "react", "<guess>react", "<guess>re act</guess>", ""]
 )
 def test_what_is_no_word_of_five_letters_is_no_guess(answer: str) -> None:
-    assert Wordle().guess_in(answer) is None
+    assert Wordle().find_guess(answer) is None
 
 
 def test_words_are_common_ones_a_packages_or_ones_own(tmp_path: Path) -> None:
@@ -119,4 +119,4 @@ def test_a_state_belongs_to_one_game() -> None:
     first, second = (task.initial_state(Prompt((), answer="react")) for _ in range(2))
     task.reply(first, "<guess>react</guess>")
     assert task.is_done(first)
-    assert second == Game("react")
+    assert second == WordleGame("react")

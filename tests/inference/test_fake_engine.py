@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from telescope.config.models import EMBEDDED
-from telescope.environments.countdown import Countdown
-from telescope.environments.reverse_letters import ReverseLetters
+from telescope.environments.tasks.countdown import Countdown
+from telescope.environments.tasks.reverse_letters import ReverseLetters
 from telescope.inference.engine import RequestRefused, WeightsRefused
 from telescope.inference.fake import Characters, FakeEngine
 from telescope.records import Sampling

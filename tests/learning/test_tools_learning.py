@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from telescope.algorithms.grpo import GRPO
-from telescope.environments.look_up import LookUp
+from telescope.environments.tasks.look_up import LookUp
 from tests.learning.loop import Server, Spoil
 from tests.learning.turns import learn_turns, play_all
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from telescope.algorithms.grpo import GRPO
-from telescope.environments.guess_letter import GuessLetter
+from telescope.environments.tasks.guess_letter import GuessLetter
 from tests.learning.loop import Spoil
 from tests.learning.turns import learn_turns
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from telescope.environments.textworld import REQUIREMENT
+from telescope.environments.adapters.textworld import REQUIREMENT
 from tests.environments.own_venv import installed
 
 ROOT = Path(__file__).resolve().parents[2]

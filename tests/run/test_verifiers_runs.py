@@ -9,11 +9,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from telescope.env.__main__ import main as env_command
+from telescope.environments.adapters.verifiers import REQUIREMENT, Verifiers
 from telescope.environments.base import Reward
 from telescope.environments.chat import TokenChat
 from telescope.environments.failures import ContextFull, GraderError, InfrastructureError
 from telescope.environments.template import ChatTemplate
-from telescope.environments.verifiers import REQUIREMENT, Verifiers
 from tests.environments.conftest import EMBEDDED
 from tests.environments.own_venv import installed
 from tests.environments.proxy.conftest import Policy

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from telescope.environments.graders import Graders, grader_processes
-from telescope.environments.textworld import Textworld
+from telescope.environments.adapters.textworld import Textworld
+from telescope.environments.graders.pool import GraderPool, open_graders
 from tests.environments.tools.talk import Talk
 from tests.run.conftest import Start
 
@@ -18,8 +18,8 @@ SOLUTION = ["go east", "take type K keycard", "unlock type K chest with type K k
 
 
 @pytest.fixture
-async def graders() -> AsyncIterator[Graders]:
-    async with grader_processes(1) as opened:
+async def graders() -> AsyncIterator[GraderPool]:
+    async with open_graders(1) as opened:
         yield opened
 
 
@@ -28,7 +28,7 @@ def told(*commands: str) -> Talk:
 
 
 @pytest.mark.timeout(600)
-async def test_a_game_is_told_played_and_scored(graders: Graders, tmp_path: Path):
+async def test_a_game_is_told_played_and_scored(graders: GraderPool, tmp_path: Path):
     world = Textworld(rooms=2, objects=4, games_dir=str(tmp_path / "games"), max_turns=6)
     prompt = world.prompts("train")[3]
     # Two rollouts of a group make and play the same game at once.
@@ -45,13 +45,13 @@ async def test_a_game_is_told_played_and_scored(graders: Graders, tmp_path: Path
     assert "$" not in opening  # no banner
     replies = [str(turns[0]["content"]) for turns in won.said[1:]]
     assert replies[0].startswith("-= Bedroom =-")
-    assert replies[1] == "That was no command."
+    assert replies[1] == "That was not a command."
     assert replies[2].startswith("That's not a verb I recognise.")
     assert replies[3].startswith("You pick up the type K keycard from the ground.")
     assert len(list((tmp_path / "games").glob("*.z8"))) == 1
     # Another process, another folder: the same game.
     other = Textworld(rooms=2, objects=4, games_dir=str(tmp_path / "others"), admissible=False)
-    async with grader_processes(1):
+    async with open_graders(1):
         state = await other.initial_state(prompt)
     assert opening.startswith(str(other.opening(prompt, state)[0]["content"]))
 

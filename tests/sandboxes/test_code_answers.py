@@ -14,14 +14,25 @@ from typing import Any
 import pytest
 
 from telescope.environments.base import Prompt
-from telescope.environments.code_answers import Result, Verdict, behind, code_of, judge
-from telescope.environments.code_generation import CodeGeneration
-from telescope.environments.code_tests import AssertTest, CallTest, StdinTest, printed_alike, read_tests, returned_alike
 from telescope.environments.failures import InfrastructureError
-from telescope.environments.i3_code import PRELUDE, I3Code
-from telescope.environments.questions.rows import NoRows
+from telescope.environments.graders.code import (
+    AssertTest,
+    CallTest,
+    CodeResult,
+    CodeVerdict,
+    StdinTest,
+    compare_printed,
+    compare_returned,
+    extract_code,
+    prepend,
+    read_tests,
+    run_tests,
+)
+from telescope.environments.questions.dataset import NoRows
 from telescope.environments.sandboxes.base import Limits
 from telescope.environments.sandboxes.pool import Guest, Pool, SandboxSettings
+from telescope.environments.tasks.code_generation import CodeGeneration
+from telescope.environments.tasks.i3_code import PRELUDE, I3Code
 
 SETTINGS = SandboxSettings(ready=1, most=2, limits=Limits(memory_mb=256, disk_mb=16, time_s=60.0))
 
@@ -50,11 +61,11 @@ async def guest(pool: Pool) -> AsyncIterator[Guest]:
 
 
 def test_code_is_the_last_closed_python_block_behind_a_thought() -> None:
-    assert code_of("a\n```python\nx = 1\n```\nb\n```py\n  y = 2\n```\n") == "  y = 2\n"
-    assert code_of("x = 1") == "x = 1"
-    assert code_of("```python\nx = 1\n") == ""
-    assert code_of("<think>\n```python\nx = 1\n```\n</think>\n```python\ny = 2\n```") == "y = 2\n"
-    assert code_of("<think>```python\nx = 1\n```") == ""
+    assert extract_code("a\n```python\nx = 1\n```\nb\n```py\n  y = 2\n```\n") == "  y = 2\n"
+    assert extract_code("x = 1") == "x = 1"
+    assert extract_code("```python\nx = 1\n") == ""
+    assert extract_code("<think>\n```python\nx = 1\n```\n</think>\n```python\ny = 2\n```") == "y = 2\n"
+    assert extract_code("<think>```python\nx = 1\n```") == ""
 
 
 def test_tests_are_read_in_the_forms_that_data_sets_have() -> None:
@@ -107,7 +118,7 @@ def test_a_test_that_calls_a_function_is_none_that_reads_and_prints() -> None:
 def test_what_is_printed_is_compared_by_text_or_by_words_and_numbers(
     printed: str, wanted: str, tolerance: float, alike: bool
 ) -> None:
-    assert printed_alike(printed, wanted, tolerance) is alike
+    assert compare_printed(printed, wanted, tolerance) is alike
 
 
 @pytest.mark.parametrize(
@@ -131,14 +142,14 @@ def test_what_is_printed_is_compared_by_text_or_by_words_and_numbers(
     ],
 )
 def test_what_is_returned_is_compared_as_a_value(returned: str, wanted: str, alike: bool) -> None:
-    assert returned_alike(returned, wanted) is alike
+    assert compare_returned(returned, wanted) is alike
 
 
 def test_a_prelude_goes_behind_what_comes_from_the_future() -> None:
     code = "\nfrom __future__ import annotations\nx: List[int] = []\n"
-    assert behind("import os", code) == "from __future__ import annotations\nimport os\n\nx: List[int] = []\n"
-    assert behind("", code) == code
-    compile(behind(PRELUDE, code), "solution.py", "exec")
+    assert prepend("import os", code) == "from __future__ import annotations\nimport os\n\nx: List[int] = []\n"
+    assert prepend("", code) == code
+    compile(prepend(PRELUDE, code), "solution.py", "exec")
 
 
 def test_no_name_of_the_prelude_hides_a_module_that_it_imports() -> None:
@@ -162,17 +173,17 @@ async def test_a_function_is_called_and_its_value_compared_outside(guest: Guest)
         "def huge(x): return 'x' * 100_000\n"
     )
     wanted = {
-        CallTest("twice", "(3,)", "6"): Result.PASSED,
-        CallTest("twice", "(3,)", "7"): Result.WRONG,
-        CallTest("twice", "(3, 4)", "6"): Result.ERROR,
-        CallTest("pair", "(None,)", "[null, [null]]"): Result.PASSED,
-        CallTest("halves", "(0.2,)", "[0.1, 0.1]"): Result.PASSED,
-        CallTest("thing", "(1,)", "1"): Result.ERROR,
-        CallTest("leave", "(1,)", "null"): Result.ERROR,
-        CallTest("missing", "(1,)", "1"): Result.ERROR,
-        CallTest("huge", "(1,)", json.dumps("x" * 100_000)): Result.PASSED,
+        CallTest("twice", "(3,)", "6"): CodeResult.PASSED,
+        CallTest("twice", "(3,)", "7"): CodeResult.WRONG,
+        CallTest("twice", "(3, 4)", "6"): CodeResult.ERROR,
+        CallTest("pair", "(None,)", "[null, [null]]"): CodeResult.PASSED,
+        CallTest("halves", "(0.2,)", "[0.1, 0.1]"): CodeResult.PASSED,
+        CallTest("thing", "(1,)", "1"): CodeResult.ERROR,
+        CallTest("leave", "(1,)", "null"): CodeResult.ERROR,
+        CallTest("missing", "(1,)", "1"): CodeResult.ERROR,
+        CallTest("huge", "(1,)", json.dumps("x" * 100_000)): CodeResult.PASSED,
     }
-    verdict = await judge(guest, code, list(wanted), test_s=60.0)
+    verdict = await run_tests(guest, code, list(wanted), test_s=60.0)
     assert verdict.results == tuple(wanted.values())
 
 
@@ -188,19 +199,19 @@ def f(x):
     os.write(1, (word + '728').encode())
     os._exit(0)
 """
-    verdict = await judge(guest, code, [CallTest("f", "(9,)", "729"), CallTest("f", "(9,)", "728")], test_s=60.0)
-    assert verdict.results == (Result.WRONG, Result.PASSED)
+    verdict = await run_tests(guest, code, [CallTest("f", "(9,)", "729"), CallTest("f", "(9,)", "728")], test_s=60.0)
+    assert verdict.results == (CodeResult.WRONG, CodeResult.PASSED)
 
 
 async def test_each_test_has_its_own_result_and_counts_its_own_share(guest: Guest) -> None:
     code = "import sys\nn = int(sys.stdin.read())\nif n == 3: n //= 0\nprint(n * n if n < 5 else -1)   \n"
     tests = [StdinTest("2", "4"), StdinTest("3", "9"), StdinTest("5", "25"), StdinTest("4", "16\n\n")]
-    verdict = await judge(guest, code, tests, test_s=60.0)
-    assert verdict.results == (Result.PASSED, Result.ERROR, Result.WRONG, Result.PASSED)
+    verdict = await run_tests(guest, code, tests, test_s=60.0)
+    assert verdict.results == (CodeResult.PASSED, CodeResult.ERROR, CodeResult.WRONG, CodeResult.PASSED)
     assert (verdict.passed, verdict.all_passed) == (0.5, False)
     assert verdict.complaint == "ZeroDivisionError: integer division or modulo by zero"
-    first = await judge(guest, code, tests, test_s=60.0, stop_at_failure=True)
-    assert first.results == (Result.PASSED, Result.ERROR, Result.NOT_RUN, Result.NOT_RUN)
+    first = await run_tests(guest, code, tests, test_s=60.0, stop_at_failure=True)
+    assert first.results == (CodeResult.PASSED, CodeResult.ERROR, CodeResult.NOT_RUN, CodeResult.NOT_RUN)
 
 
 CHEATS = {
@@ -238,30 +249,34 @@ def f(x):
 @pytest.mark.parametrize("name", CHEATS)
 async def test_a_program_that_does_not_do_the_work_does_not_pass(name: str, pool: Pool) -> None:
     async with pool.sandbox() as guest:
-        verdict = await judge(guest, CHEATS[name], [AssertTest("assert f(3) == 9")], test_s=60.0)
+        verdict = await run_tests(guest, CHEATS[name], [AssertTest("assert f(3) == 9")], test_s=60.0)
     assert not verdict.all_passed
 
 
 async def test_a_program_that_kills_its_sandbox_loses_the_tests_that_are_left(guest: Guest) -> None:
     tests = [StdinTest("", "1")] * 3
-    assert (await judge(guest, "import os\nos.kill(-1, 9)", tests)).results == (Result.DIED, Result.NOT_RUN, Result.NOT_RUN)
+    assert (await run_tests(guest, "import os\nos.kill(-1, 9)", tests)).results == (
+        CodeResult.DIED,
+        CodeResult.NOT_RUN,
+        CodeResult.NOT_RUN,
+    )
 
 
 async def test_a_program_that_hangs_costs_its_time_and_no_more(guest: Guest) -> None:
     tests = [StdinTest("", "1")] * 3
-    verdict = await judge(guest, "while True: pass", tests, test_s=1.0, total_s=1.5)
-    assert verdict.results[0] is Result.TIMED_OUT
-    assert set(verdict.results) <= {Result.TIMED_OUT, Result.NOT_RUN}
-    assert verdict.results[2] is Result.NOT_RUN
+    verdict = await run_tests(guest, "while True: pass", tests, test_s=1.0, total_s=1.5)
+    assert verdict.results[0] is CodeResult.TIMED_OUT
+    assert set(verdict.results) <= {CodeResult.TIMED_OUT, CodeResult.NOT_RUN}
+    assert verdict.results[2] is CodeResult.NOT_RUN
 
 
-async def judged(pool: Pool, programs: list[tuple[str, dict[str, Any]]], share: int) -> list[Verdict]:
+async def judged(pool: Pool, programs: list[tuple[str, dict[str, Any]]], share: int) -> list[CodeVerdict]:
     """Verdicts in order; `share` programs run one after another in one sandbox, each in its own process."""
 
-    async def some(part: list[tuple[str, dict[str, Any]]]) -> list[Verdict]:
+    async def some(part: list[tuple[str, dict[str, Any]]]) -> list[CodeVerdict]:
         async with pool.sandbox() as guest:
             return [
-                await judge(guest, code, read_tests(row["test"], row["entry_point"]), test_s=60.0, total_s=60.0)
+                await run_tests(guest, code, read_tests(row["test"], row["entry_point"]), test_s=60.0, total_s=60.0)
                 for code, row in part
             ]
 
@@ -361,7 +376,7 @@ async def test_rows_like_mbpps_are_held_out_shown_and_scored_by_share(tmp_path: 
 async def test_without_its_sandboxes_an_answer_is_not_scored_0(tmp_path: Path) -> None:
     environment = mbpp_like(tmp_path)
     with pytest.raises(InfrastructureError, match="was not set up"):
-        await environment.scored(environment.reward, environment.prompts("train")[0], "x = 1")
+        await environment.run_reward(environment.reward, environment.prompts("train")[0], "x = 1")
 
 
 def i3_rows() -> list[dict[str, Any]]:

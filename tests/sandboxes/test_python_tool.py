@@ -12,10 +12,10 @@ import pytest
 from pydantic import ValidationError
 
 from telescope.environments.base import Prompt, Reward
-from telescope.environments.python_tool import PythonTool, plain
 from telescope.environments.questions.maths import MathsQuestions
 from telescope.environments.sandboxes.base import Limits, SandboxError
 from telescope.environments.sandboxes.pool import SandboxSettings
+from telescope.environments.tools.python_tool import PythonTool, strip_markdown
 from tests.environments.tools.talk import Talk
 
 QUESTION = Prompt(({"role": "user", "content": "What is 6 times 7?"},), answer="42")
@@ -92,7 +92,7 @@ async def test_without_tools_it_is_one_question_and_one_answer_and_needs_no_sand
 
 
 async def test_a_sandbox_that_fails_is_no_error_of_the_policy(tmp_path: Path) -> None:
-    tool = PythonTool(sandbox=SMALL).answering(MathsQuestions(dataset="none").reward)
+    tool = PythonTool(sandbox=SMALL).with_score(MathsQuestions(dataset="none").reward)
     with pytest.raises(SandboxError, match="was not set up"):
         await tool.play(QUESTION, Talk([call("print(1)")]))  # type: ignore[arg-type]
 
@@ -107,4 +107,4 @@ def test_a_program_may_not_have_more_time_than_a_command() -> None:
     [("print(1)", "print(1)"), ("```python\nprint(1)\n```", "print(1)"), ("```\na\nb\n```\n", "a\nb"), ("```py\na", "a")],
 )
 def test_markdown_around_a_program_is_taken_off(written: str, run: str) -> None:
-    assert plain(written) == run
+    assert strip_markdown(written) == run

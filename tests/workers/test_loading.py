@@ -13,9 +13,8 @@ import pytest
 
 from telescope.config.parts import EnvironmentEntry, ModelSettings
 from telescope.config.run import RunConfig
-from telescope.environments.base import Prompt, SingleTurn
-from telescope.environments.countdown import Countdown
-from telescope.environments.draws import LazyPrompts
+from telescope.environments.base import LazyPrompts, Prompt, SingleTurn
+from telescope.environments.tasks.countdown import Countdown
 from telescope.environments.template import ChatTemplate
 from telescope.workers.loading import EnvironmentBroken, load_environments, make_card, sample_prompts
 from telescope.workers.prompt_lengths import leave_out_too_long

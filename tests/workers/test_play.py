@@ -16,8 +16,8 @@ import pytest
 
 from telescope.environments.base import Chat, Environment, Prompt, Reward, SingleTurn
 from telescope.environments.chat import ChatError, Sampled
-from telescope.environments.countdown import Countdown
 from telescope.environments.failures import InfrastructureError, PolicyError
+from telescope.environments.tasks.countdown import Countdown
 from telescope.environments.template import ChatTemplate
 from telescope.records import RolloutOrder, Sampling
 from telescope.wire.messages import RolloutError, RolloutResult

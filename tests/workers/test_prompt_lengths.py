@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import pytest
 from pydantic import Field
 
-from telescope.environments.base import Prompt, SingleTurn
-from telescope.environments.draws import LazyPrompts
+from telescope.environments.base import LazyPrompts, Prompt, SingleTurn
 from telescope.environments.template import ChatTemplate
 from telescope.workers.loading import EnvironmentBroken
 from telescope.workers.prompt_lengths import leave_out_too_long

@@ -9,8 +9,8 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from telescope.environments.base import Prompt, Reward, SingleTurn
-from telescope.environments.draws import Draws, LazyPrompts
+from telescope.environments.base import LazyPrompts, Prompt, Reward, SingleTurn
+from telescope.environments.hashed_random import HashedRandom
 
 
 class Letters(SingleTurn):
@@ -27,7 +27,7 @@ class Letters(SingleTurn):
         return LazyPrompts(self.number, lambda index: self._prompt(split, index))
 
     def _prompt(self, split: str, index: int) -> Prompt:
-        draws = Draws("letters", split, index)
+        draws = HashedRandom("letters", split, index)
         letters = "".join(draws.choice(ascii_lowercase) for _ in range(self.length))
         return Prompt(turns=({"role": "user", "content": letters},))
 

@@ -5,8 +5,8 @@ that holds the beginning of it, or begins another.
                                         └ none, or it is answering already ─▶ chat.dialogue(): a new branch
 
 What an agent sends back of an answer is what it was given (text and calls read out of it); what stands in the dialogue is the
-policy's own text. So the next prompt goes on from the exact tokens. Owns one secret address a rollout. Refuses HTTP (http.py)
-and OpenAI's shapes (shapes.py).
+policy's own text. So the next prompt goes on from the exact tokens. Owns one secret address a rollout. Refuses HTTP
+(http_server.py) and OpenAI's shapes (chat_completions.py).
 """
 
 from __future__ import annotations
@@ -26,18 +26,17 @@ import orjson
 from telescope.environments.base import Chat, Dialogue
 from telescope.environments.chat import ChatError, PromptTooLong
 from telescope.environments.failures import ContextFull
-from telescope.environments.proxy import shapes
-from telescope.environments.proxy.http import HttpServer, Request, Response
-from telescope.environments.proxy.shapes import ChatAnswer, ChatRequest, Message, Refused
+from telescope.environments.proxy import chat_completions
+from telescope.environments.proxy.chat_completions import ChatAnswer, ChatRefused, ChatRequest, Message
+from telescope.environments.proxy.http_server import HttpRequest, HttpResponse, HttpServer
 from telescope.environments.template import TemplateError
-from telescope.environments.tools.calls import Call, CallFormat, parse_calls
-from telescope.environments.tools.depth import deeper_than
+from telescope.environments.tools.calls import CallFormat, ParsedCall, is_deeper_than, parse_calls
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
-class _Line:
+class _Conversation:
     """A dialogue with the messages that the agent knows of it, in a form that can be compared."""
 
     dialogue: Dialogue
@@ -55,7 +54,7 @@ class Session:
         self, chat: Chat, *, call_format: CallFormat, max_requests: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._chat, self._call_format, self._max_requests = chat, call_format, max_requests
-        self._lines: list[_Line] = []
+        self._lines: list[_Conversation] = []
         self._own: dict[bytes, str] = {}
         self._answering: dict[asyncio.Task[str], bytes] = {}
         self._given_up: set[bytes] = set()
@@ -86,57 +85,57 @@ class Session:
         await asyncio.gather(*self._answering, return_exceptions=True)
 
     async def complete(self, request: ChatRequest) -> ChatAnswer:
-        """The policy's next message. Raises `Refused`."""
+        """The policy's next message. Raises `ChatRefused`."""
         if self._closed or self.failure is not None:
-            raise Refused(410, f"this rollout is over: {self.failure or 'its time or its program has ended'}")
+            raise ChatRefused(410, f"this rollout is over: {self.failure or 'its time or its program has ended'}")
         if self.requests >= self._max_requests:
-            raise Refused(429, f"max_requests={self._max_requests} of this rollout are spent", code="max_requests")
+            raise ChatRefused(429, f"max_requests={self._max_requests} of this rollout are spent", code="max_requests")
         self.requests += 1
-        line, begun = self._line(request)
-        turns = self._turns(request.messages, begun)
-        asked = orjson.dumps([request.tools, *(_comparable(message).decode() for message in request.messages)])
+        line, begun = self._find_conversation(request)
+        turns = self._list_turns(request.messages, begun)
+        asked = orjson.dumps([request.tools, *(_fingerprint(message).decode() for message in request.messages)])
         task = asyncio.create_task(_say(line, turns, request))
-        self._begun(line, task, asked)
+        self._mark_begun(line, task, asked)
         try:
             text = await task
         except (PromptTooLong, ContextFull) as error:
             self.overlong = True
-            raise Refused(400, str(error), param="messages", code="context_length_exceeded") from error
+            raise ChatRefused(400, str(error), param="messages", code="context_length_exceeded") from error
         except (ChatError, TemplateError) as error:
             self.failure = self.failure or error
             self.failed.set()
-            raise Refused(500, f"the policy could not answer: {error}") from error
+            raise ChatRefused(500, f"the policy could not answer: {error}") from error
         except asyncio.CancelledError:
-            self._left(line, task, asked)
+            self._mark_left(line, task, asked)
             if self._closed:
-                raise Refused(410, "this rollout is over") from None
+                raise ChatRefused(410, "this rollout is over") from None
             raise
         finally:
             if task.done():
-                self._ended(line, task)
+                self._mark_ended(line, task)
         self._given_up.discard(asked)
-        return self._answered(line, request, text)
+        return self._make_answer(line, request, text)
 
-    def _begun(self, line: _Line, task: asyncio.Task[str], asked: bytes) -> None:
+    def _mark_begun(self, line: _Conversation, task: asyncio.Task[str], asked: bytes) -> None:
         if not self._answering:
             self._since = self._clock()
         self._answering[task] = asked
         line.busy = True
 
-    def _left(self, line: _Line, task: asyncio.Task[str], asked: bytes) -> None:
+    def _mark_left(self, line: _Conversation, task: asyncio.Task[str], asked: bytes) -> None:
         """The client has gone. The line is free once its task has ended: a policy that is being cancelled still holds it."""
         self._given_up.add(asked)
         task.cancel()
-        task.add_done_callback(functools.partial(self._ended, line))
+        task.add_done_callback(functools.partial(self._mark_ended, line))
 
-    def _ended(self, line: _Line, task: asyncio.Task[str]) -> None:
+    def _mark_ended(self, line: _Conversation, task: asyncio.Task[str]) -> None:
         line.busy = False
         if self._answering.pop(task, None) is not None and not self._answering:
             self._waited += self._clock() - self._since
 
-    def _line(self, request: ChatRequest) -> tuple[_Line, int]:
+    def _find_conversation(self, request: ChatRequest) -> tuple[_Conversation, int]:
         """Where the conversation goes on, and how many of its messages are there already."""
-        tools, asked = orjson.dumps(request.tools), [_comparable(message) for message in request.messages]
+        tools, asked = orjson.dumps(request.tools), [_fingerprint(message) for message in request.messages]
         begun = [
             line
             for line in self._lines
@@ -149,24 +148,24 @@ class Session:
         if begun:
             best = max(begun, key=lambda line: len(line.known))
             return best, len(best.known)
-        return _Line(self._chat.dialogue(), tools), 0
+        return _Conversation(self._chat.dialogue(), tools), 0
 
-    def _turns(self, messages: Sequence[Message], begun: int) -> list[Mapping[str, Any]]:
+    def _list_turns(self, messages: Sequence[Message], begun: int) -> list[Mapping[str, Any]]:
         """What is to be said. In front the last answer as the agent has it, where that had calls: some templates take a tool's
         result only behind a call that is spelled out. In a new dialogue the policy's earlier answers stand as it wrote them."""
         turns: list[Mapping[str, Any]] = []
         if begun and messages[begun - 1].get("tool_calls"):
-            turns.append(_for_template(messages[begun - 1]))
+            turns.append(_prepare_for_template(messages[begun - 1]))
         for message in messages[begun:]:
-            own = self._own.get(_comparable(message)) if message["role"] == "assistant" else None
-            turns.append({"role": "assistant", "content": own} if own is not None else _for_template(message))
+            own = self._own.get(_fingerprint(message)) if message["role"] == "assistant" else None
+            turns.append({"role": "assistant", "content": own} if own is not None else _prepare_for_template(message))
         return turns
 
-    def _answered(self, line: _Line, request: ChatRequest, text: str) -> ChatAnswer:
+    def _make_answer(self, line: _Conversation, request: ChatRequest, text: str) -> ChatAnswer:
         content, calls = text, tuple[Message, ...]()
         if request.tools:
             parsed = parse_calls(text, self._call_format)
-            found = tuple(_call(call) for call in parsed.calls if isinstance(call, Call))
+            found = tuple(_write_call(call) for call in parsed.calls if isinstance(call, ParsedCall))
             if found and len(found) == len(parsed.calls):  # a call gone wrong stays text: the agent sees what was written
                 content, calls = parsed.text, found
         cut = line.dialogue.truncated
@@ -177,9 +176,9 @@ class Session:
             prompt_tokens=line.dialogue.last_prompt_tokens,
             completion_tokens=line.dialogue.last_answer_tokens,
         )
-        said, line.unseen = _comparable(answer.message()), False
+        said, line.unseen = _fingerprint(answer.message()), False
         self._own[said] = text
-        line.known = [*map(_comparable, request.messages), said]
+        line.known = [*map(_fingerprint, request.messages), said]
         if line not in self._lines:
             self._lines.append(line)
         return answer
@@ -227,55 +226,56 @@ class Proxy:
         self._sessions = {secret: other for secret, other in self._sessions.items() if other is not session}
         await session.close()
 
-    async def _answer(self, request: Request) -> Response:
+    async def _answer(self, request: HttpRequest) -> HttpResponse:
         try:
-            return await self._routed(request)
-        except Refused as refused:
-            return shapes.error(refused)
+            return await self._route(request)
+        except ChatRefused as refused:
+            return chat_completions.write_error(refused)
         except Exception as error:  # the agent gets a sentence, and its connection lives on
             log.exception("a request of an agent program failed")
-            return shapes.error(Refused(500, f"{type(error).__name__}: {error}"))
+            return chat_completions.write_error(ChatRefused(500, f"{type(error).__name__}: {error}"))
 
-    async def _routed(self, request: Request) -> Response:
+    async def _route(self, request: HttpRequest) -> HttpResponse:
         secret, _, route = request.path.partition("?")[0].strip("/").partition("/")
         common = secret == self._common
         if not common and secret not in self._sessions:
-            raise Refused(404, "there is no rollout at this address: it may be over")
+            raise ChatRefused(404, "there is no rollout at this address: it may be over")
         match request.method, route:
             case "POST", "v1/chat/completions":
-                asked = shapes.read_request(request.body)
+                asked = chat_completions.read_request(request.body)
                 session = self._sessions.get(asked.model if common else secret)
                 if session is None:
-                    raise Refused(404, f"there is no rollout of the model {asked.model!r}: it may be over", param="model")
+                    raise ChatRefused(404, f"there is no rollout of the model {asked.model!r}: it may be over", param="model")
                 answer = await session.complete(asked)
                 number = secrets.token_hex(8)
                 if asked.stream:
-                    return shapes.stream(answer, number, include_usage=asked.include_usage)
-                return shapes.completion(answer, number)
+                    return chat_completions.write_stream(answer, number, include_usage=asked.include_usage)
+                return chat_completions.write_completion(answer, number)
             case "GET", "v1/models":
-                return shapes.models()
+                return chat_completions.write_models()
             case _:
-                raise Refused(404, f"{request.method} /{route} is not served: chat/completions and models are")
+                raise ChatRefused(404, f"{request.method} /{route} is not served: chat/completions and models are")
 
 
-async def _say(line: _Line, turns: Sequence[Mapping[str, Any]], request: ChatRequest) -> str:
+async def _say(line: _Conversation, turns: Sequence[Mapping[str, Any]], request: ChatRequest) -> str:
     """Notes that the answer came: a task cancelled in its last step counts as cancelled, though its dialogue has grown."""
     text = await line.dialogue.say(*turns, tools=request.tools, max_tokens=request.max_tokens)
     line.unseen = True
     return text
 
 
-def _comparable(message: Message) -> bytes:
+def _fingerprint(message: Message) -> bytes:
     """What of a message tells it from others: agents send answers back with fields dropped, added and in another order."""
     calls = [
-        (call["id"], call["function"]["name"], _plain(call["function"]["arguments"])) for call in message.get("tool_calls", ())
+        (call["id"], call["function"]["name"], _read_arguments(call["function"]["arguments"]))
+        for call in message.get("tool_calls", ())
     ]
     content = message.get("content") or ""
     said = content.strip() if message["role"] == "assistant" else content
     return orjson.dumps([message["role"], said, message.get("tool_call_id"), calls], option=orjson.OPT_SORT_KEYS)
 
 
-def _plain(arguments: Any) -> Any:
+def _read_arguments(arguments: Any) -> Any:
     """Arguments as values: OpenAI's interface carries them as JSON text."""
     if not isinstance(arguments, str):
         return arguments
@@ -283,18 +283,18 @@ def _plain(arguments: Any) -> Any:
         read = orjson.loads(arguments)
     except orjson.JSONDecodeError:
         return arguments
-    return arguments if deeper_than(read) else read
+    return arguments if is_deeper_than(read) else read
 
 
-def _for_template(message: Message) -> Mapping[str, Any]:
+def _prepare_for_template(message: Message) -> Mapping[str, Any]:
     """Templates write arguments as JSON themselves."""
     calls = [
-        {**call, "function": {**call["function"], "arguments": _plain(call["function"]["arguments"])}}
+        {**call, "function": {**call["function"], "arguments": _read_arguments(call["function"]["arguments"])}}
         for call in message.get("tool_calls", ())
     ]
     return {**message, "tool_calls": calls} if calls else message
 
 
-def _call(call: Call) -> Message:
+def _write_call(call: ParsedCall) -> Message:
     function = {"name": call.name, "arguments": json.dumps(dict(call.arguments), ensure_ascii=False, separators=(",", ":"))}
     return {"id": f"call_{secrets.token_hex(5)[:9]}", "type": "function", "function": function}

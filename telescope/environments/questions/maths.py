@@ -1,7 +1,7 @@
 r"""One shape for all data sets of mathematical questions with a final answer: load, ask, compare.
 
 Each data set is a file of its own beside this folder that says where it lies and what its columns are called. The answer is
-read out of the policy's text (answers.py) and compared by math-verify in a grader process; most need no algebra and are
+read out of the policy's text (graders/maths.py) and compared by math-verify in a grader process; most need no algebra and are
 decided at once.
 """
 
@@ -15,13 +15,18 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from telescope.environments.base import Chat, Prompt, Reward, SingleTurn, Turn
-from telescope.environments.draws import Draws
-from telescope.environments.graders import GraderOverrun, graded
-from telescope.environments.python_tool import PythonTool
-from telescope.environments.questions.answers import Form, final_answer, golden, same, settled
-from telescope.environments.questions.instruction import Instruction
-from telescope.environments.questions.rows import NoRows, Row, Source, field
-from telescope.environments.recent import Recent
+from telescope.environments.graders.maths import (
+    AnswerForm,
+    compare_exactly,
+    compare_symbolically,
+    extract_answer,
+    extract_golden,
+)
+from telescope.environments.graders.pool import GraderOverrun, grade
+from telescope.environments.hashed_random import HashedRandom
+from telescope.environments.lru import LruCache
+from telescope.environments.questions.dataset import DatasetSource, Instruction, NoRows, Row, get_field
+from telescope.environments.tools.python_tool import PythonTool
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +68,7 @@ class MathsQuestions(SingleTurn):
     """The user's message; {question} is filled in."""
     system_prompt: str | None = None
     """A system message before it."""
-    answer_form: Form = "boxed"
+    answer_form: AnswerForm = "boxed"
     """boxed: only a \\boxed{} answer counts; any: also #### 18, <answer> tags, "the answer is 18", or the last number."""
     format_reward: float = Field(default=0.0, ge=0, lt=1)
     """Share of the reward that a boxed answer gets, right or wrong; the rest is for being right."""
@@ -90,7 +95,7 @@ class MathsQuestions(SingleTurn):
 
     @cached_property
     def _dialogue(self) -> PythonTool:
-        return self.with_tools.answering(self.reward)
+        return self.with_tools.with_score(self.reward)
 
     def prompts(self, split: str) -> Sequence[Prompt]:
         prompts = self._train_and_eval[split]
@@ -98,48 +103,49 @@ class MathsQuestions(SingleTurn):
         return prompts if limit is None else prompts[:limit]
 
     async def reward(self, prompt: Prompt, answer: str) -> Reward:
-        given = final_answer(answer, self.answer_form)
+        given = extract_answer(answer, self.answer_form)
         exact, tags = False, tuple[str, ...]()
         if given is not None:
             try:
                 exact = await self._is_right(prompt.answer, given)
             except GraderOverrun:  # the expected answer is easy, so this one is to blame
                 tags = (TOO_HEAVY,)
-        boxed = final_answer(answer, "boxed") is not None
+        boxed = extract_answer(answer, "boxed") is not None
         total = (1 - self.format_reward) * exact + self.format_reward * boxed
         metrics = {"exact": float(exact), "has_answer": float(given is not None), "boxed": float(boxed)}
         return Reward(total, metrics, golden_answers=(prompt.answer,), tags=tags, info={"parsed_answer": given})
 
     async def _is_right(self, wanted: str, given: str) -> bool:
-        known = settled(wanted, given)
+        known = compare_exactly(wanted, given)
         if known is None:
             known = self._verdicts.peek((wanted, given))
         if known is None:
-            known = bool(await graded(same, wanted, given, limit_s=self.grading_limit_s))
+            known = bool(await grade(compare_symbolically, wanted, given, limit_s=self.grading_limit_s))
             self._verdicts.put((wanted, given), known)
         return known
 
     @cached_property
-    def _verdicts(self) -> Recent[tuple[str, str], bool]:
+    def _verdicts(self) -> LruCache[tuple[str, str], bool]:
         """The samples of a group often give one and the same answer."""
-        return Recent(4096)
+        return LruCache(4096)
 
     @cached_property
     def _train_and_eval(self) -> dict[str, tuple[Prompt, ...]]:
-        train = self._prompts_of(self.train_split)
+        train = self._load_prompts(self.train_split)
         if self.eval_split is not None:
-            return {"train": train, "eval": train if self.eval_split == self.train_split else self._prompts_of(self.eval_split)}
+            same = self.eval_split == self.train_split
+            return {"train": train, "eval": train if same else self._load_prompts(self.eval_split)}
         if self.held_out >= len(train):
             raise NoRows(f"held_out={self.held_out} of {len(train)} questions leaves none to train on: lower it")
-        order = Draws("held out", self.seed).shuffled(range(len(train)))
+        order = HashedRandom("held out", self.seed).shuffled(range(len(train)))
         kept_back = set(order[: self.held_out])
         return {
             "train": tuple(prompt for at, prompt in enumerate(train) if at not in kept_back),
             "eval": tuple(prompt for at, prompt in enumerate(train) if at in kept_back),
         }
 
-    def _prompts_of(self, split: str) -> tuple[Prompt, ...]:
-        source = Source(self.dataset, self.subsets, self.revision, self.data_dir)
+    def _load_prompts(self, split: str) -> tuple[Prompt, ...]:
+        source = DatasetSource(self.dataset, self.subsets, self.revision, self.data_dir)
         columns = [self.question_field.partition(".")[0], self.answer_field.partition(".")[0]]
         rows = source.rows(split, columns)
         prompts = tuple(prompt for row in rows if (prompt := self._prompt(row)) is not None)
@@ -154,8 +160,8 @@ class MathsQuestions(SingleTurn):
         return prompts
 
     def _prompt(self, row: Row) -> Prompt | None:
-        answer = golden(str(field(row, self.answer_field) or ""))
-        asked = field(row, self.question_field)
+        answer = extract_golden(str(get_field(row, self.answer_field) or ""))
+        asked = get_field(row, self.question_field)
         if asked is None or not answer:
             return None
         question = self.instruction.replace("{question}", str(asked).strip())

@@ -143,7 +143,7 @@ class Guest(Sandbox):
         try:
             yield
         except SandboxError as error:
-            self._breaker.failed(str(error))
+            self._breaker.record_failure(str(error))
             raise
 
 

@@ -1,8 +1,9 @@
 """Tool calls in the text of an answer.
 
 Owns how a call is written and what is a call gone wrong; refuses to know tools. Answers are hostile input: each reader passes
-over the text a fixed number of times, nothing is evaluated, and nesting is limited. A text that was meant as a call but is none
-comes back as `Malformed`, so that it is never taken for a final answer.
+over the text a fixed number of times, nothing is evaluated (a call written as Python holds literals only), and nesting is
+limited: neither an answer of brackets nor one of minus signs can exhaust the stack. A text that was meant as a call but is not
+one comes back as `MalformedCall`, so that it is never taken for a final answer.
 
     json       <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>      the default (Qwen 2.5 and 3, Hermes)
     function   <tool_call><function=add><parameter=a>1</parameter></function></tool_call>  (Qwen 3 Coder; tags may be missing)
@@ -12,23 +13,33 @@ comes back as `Malformed`, so that it is never taken for a final answer.
 
 from __future__ import annotations
 
+import ast
+import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import orjson
 
-from telescope.environments.tools.depth import MAX_DEPTH, deeper_than
-from telescope.environments.tools.literals import BadLiteral, read_calls
-
 CallFormat = Literal["json", "function", "python", "bare"]
 
+MAX_DEPTH = 64
+"""Of what a policy writes into a call, and of what an agent program sends."""
 MAX_SHOWN = 200
 _BARE_MARKS = ("<|python_tag|>", "[TOOL_CALLS]")
+MAX_LITERAL_DEPTH = 32
+MAX_NUMBER_CHARACTERS = 64
+_SPACE = re.compile(r"[\s;]*")
+_NAME = re.compile(r"[A-Za-z_][\w.]*")
+_NUMBER = re.compile(r"[+-]?(?:\d[\d_]*)?\.?\d[\d_]*(?:[eE][+-]?\d+)?")
+_TEXT = re.compile(r'"(?:[^"\\\n]|\\.)*"|\'(?:[^\'\\\n]|\\.)*\'', re.DOTALL)
+_LONG_TEXT = re.compile(r'"""(?:[^"\\]|\\.|"(?!""))*"""|\'\'\'(?:[^\'\\]|\\.|\'(?!\'\'))*\'\'\'', re.DOTALL)
+_WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
 
 
 @dataclass(frozen=True)
-class Call:
+class ParsedCall:
     """One call as it was written. `textual`: the arguments are plain texts that the tool's parameters give a type."""
 
     name: str
@@ -37,7 +48,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Malformed:
+class MalformedCall:
     """Something that was meant to be a call. `reason` is a sentence for the policy."""
 
     text: str
@@ -45,45 +56,45 @@ class Malformed:
 
 
 @dataclass(frozen=True)
-class Parsed:
+class ParsedAnswer:
     """An answer taken apart: what it says beside its calls, and the calls in their order."""
 
     text: str
-    calls: tuple[Call | Malformed, ...] = ()
+    calls: tuple[ParsedCall | MalformedCall, ...] = ()
 
 
 @dataclass
 class _Found:
     said: list[str] = field(default_factory=list)
-    calls: list[Call | Malformed] = field(default_factory=list)
+    calls: list[ParsedCall | MalformedCall] = field(default_factory=list)
 
-    def parsed(self) -> Parsed:
-        return Parsed("".join(self.said).strip(), tuple(self.calls))
+    def parsed(self) -> ParsedAnswer:
+        return ParsedAnswer("".join(self.said).strip(), tuple(self.calls))
 
 
-def parse_calls(answer: str, form: CallFormat = "json", tag: str = "tool_call") -> Parsed:
+def parse_calls(answer: str, form: CallFormat = "json", tag: str = "tool_call") -> ParsedAnswer:
     """Calls of an answer, with its thought taken off first. Never raises."""
-    text = without_thought(answer)
+    text = strip_thought(answer)
     if form == "bare":
-        return _bare(text)
+        return _read_bare(text)
     found = _Found()
     if form == "python" and text.strip().startswith("[") and text.strip().endswith("]"):
-        found.calls.extend(_python_body(text.strip()))
+        found.calls.extend(_read_python_body(text.strip()))
         return found.parsed()
     if form == "function" and f"<{tag}>" not in text:
-        for kind, piece in _blocks(text, "<function=", "</function>", keep=True):
-            _take(found, kind, piece, _function_body, "<function=name>")
+        for kind, piece in _split_blocks(text, "<function=", "</function>", keep=True):
+            _take(found, kind, piece, _read_function_body, "<function=name>")
         return found.parsed()
-    body = {"json": _json_body, "function": _function_bodies, "python": _python_body}[form]
-    for kind, piece in _blocks(text, f"<{tag}>", f"</{tag}>"):
+    body = {"json": _read_json_body, "function": _read_function_bodies, "python": _read_python_body}[form]
+    for kind, piece in _split_blocks(text, f"<{tag}>", f"</{tag}>"):
         _take(found, kind, piece, body, f"<{tag}>")
     if not found.calls and form == "json" and _looks_like_a_call(text):
-        found.calls.append(Malformed(_shown(text), f"a call must stand between <{tag}> and </{tag}>"))
+        found.calls.append(MalformedCall(_shorten(text), f"a call must stand between <{tag}> and </{tag}>"))
         found.said.clear()
     return found.parsed()
 
 
-def without_thought(answer: str) -> str:
+def strip_thought(answer: str) -> str:
     """The answer behind its thought: `<think>…</think>` at its start, or all up to `</think>` where the prompt opened it.
 
     A thought that never ends is all thought: "".
@@ -95,7 +106,7 @@ def without_thought(answer: str) -> str:
     return "" if opened else answer
 
 
-def how_to_call(form: CallFormat, tag: str = "tool_call") -> str:
+def explain_format(form: CallFormat, tag: str = "tool_call") -> str:
     """The format in words, for a listing of tools in a system text and for error messages."""
     example = {
         "json": f'<{tag}>{{"name": "tool_name", "arguments": {{"parameter": "value"}}}}</{tag}>',
@@ -106,19 +117,21 @@ def how_to_call(form: CallFormat, tag: str = "tool_call") -> str:
     return f"write {example}"
 
 
-def _take(found: _Found, kind: str, piece: str, body: Callable[[str], Iterator[Call | Malformed]], opening: str) -> None:
+def _take(
+    found: _Found, kind: str, piece: str, body: Callable[[str], Iterator[ParsedCall | MalformedCall]], opening: str
+) -> None:
     match kind:
         case "said":
             found.said.append(piece)
         case "inside":
             found.calls.extend(body(piece))
         case "unclosed":
-            found.calls.append(Malformed(_shown(piece), f"{opening} is opened and never closed"))
+            found.calls.append(MalformedCall(_shorten(piece), f"{opening} is opened and never closed"))
         case _:
-            found.calls.append(Malformed(_shown(piece), f"{opening} is closed but was never opened"))
+            found.calls.append(MalformedCall(_shorten(piece), f"{opening} is closed but was never opened"))
 
 
-def _blocks(text: str, opening: str, closing: str, *, keep: bool = False) -> Iterator[tuple[str, str]]:
+def _split_blocks(text: str, opening: str, closing: str, *, keep: bool = False) -> Iterator[tuple[str, str]]:
     """("said" | "inside" | "unclosed" | "stray", piece) in order; one pass. `keep`: the opening belongs to what is inside."""
     at, start, end = 0, -2, -2  # a mark that is not there is looked for once: -1 stays
     while at < len(text):
@@ -141,75 +154,77 @@ def _blocks(text: str, opening: str, closing: str, *, keep: bool = False) -> Ite
         at = end + len(closing)
 
 
-def _json_body(body: str) -> Iterator[Call | Malformed]:
+def _read_json_body(body: str) -> Iterator[ParsedCall | MalformedCall]:
     try:
         read = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        yield Malformed(_shown(body), f"this is no JSON: {error}")
+        yield MalformedCall(_shorten(body), f"this is not JSON: {error}")
         return
-    yield _from_json(read, body)
+    yield _read_call(read, body)
 
 
-def _from_json(read: Any, body: str) -> Call | Malformed:
+def _read_call(read: Any, body: str) -> ParsedCall | MalformedCall:
     if not isinstance(read, dict):
-        return Malformed(_shown(body), "a call is a JSON object with a name and arguments")
+        return MalformedCall(_shorten(body), "a call is a JSON object with a name and arguments")
     name = read.get("name")
     if not isinstance(name, str) or not name:
-        return Malformed(_shown(body), 'a call needs "name", the tool to be called')
+        return MalformedCall(_shorten(body), 'a call needs "name", the tool to be called')
     arguments = read.get("arguments", read.get("parameters", {}))
     if isinstance(arguments, str):  # the OpenAI API sends arguments as a JSON text, and models have seen it
         try:
             arguments = orjson.loads(arguments)
         except orjson.JSONDecodeError:
-            return Malformed(_shown(body), '"arguments" must be a JSON object')
+            return MalformedCall(_shorten(body), '"arguments" must be a JSON object')
     if not isinstance(arguments, dict):
-        return Malformed(_shown(body), '"arguments" must be a JSON object')
-    if deeper_than(arguments):
-        return Malformed(_shown(body), f'"arguments" are nested more than {MAX_DEPTH} deep')
-    return Call(name, arguments)
+        return MalformedCall(_shorten(body), '"arguments" must be a JSON object')
+    if is_deeper_than(arguments):
+        return MalformedCall(_shorten(body), f'"arguments" are nested more than {MAX_DEPTH} deep')
+    return ParsedCall(name, arguments)
 
 
-def _function_bodies(body: str) -> Iterator[Call | Malformed]:
+def _read_function_bodies(body: str) -> Iterator[ParsedCall | MalformedCall]:
     any_call = False
-    for kind, piece in _blocks(body, "<function=", "</function>", keep=True):
+    for kind, piece in _split_blocks(body, "<function=", "</function>", keep=True):
         if kind == "inside":
             any_call = True
-            yield from _function_body(piece)
+            yield from _read_function_body(piece)
         elif kind != "said":
             any_call = True
-            yield Malformed(_shown(piece), "<function=name> and </function> must come in pairs")
+            yield MalformedCall(_shorten(piece), "<function=name> and </function> must come in pairs")
     if not any_call:
-        yield Malformed(_shown(body), "a call is <function=name>, its parameters, </function>")
+        yield MalformedCall(_shorten(body), "a call is <function=name>, its parameters, </function>")
 
 
-def _function_body(body: str) -> Iterator[Call | Malformed]:
+def _read_function_body(body: str) -> Iterator[ParsedCall | MalformedCall]:
     """`<function=name><parameter=x>…</parameter>…`, without the closing tag."""
     name, closed, rest = body.removeprefix("<function=").partition(">")
     if not closed or not name.strip():
-        yield Malformed(_shown(body), "<function=name> needs a name")
+        yield MalformedCall(_shorten(body), "<function=name> needs a name")
         return
     arguments: dict[str, str] = {}
-    for kind, piece in _blocks(rest, "<parameter=", "</parameter>"):
+    for kind, piece in _split_blocks(rest, "<parameter=", "</parameter>"):
         if kind == "said" and not piece.strip():
             continue
         key, ended, value = piece.partition(">")
         if kind != "inside" or not ended or not key.strip():
-            yield Malformed(_shown(body), "between <function=name> and </function> stand <parameter=name>value</parameter>")
+            yield MalformedCall(
+                _shorten(body), "between <function=name> and </function> stand <parameter=name>value</parameter>"
+            )
             return
         arguments[key.strip()] = value.removeprefix("\n").removesuffix("\n")
-    yield Call(name.strip(), arguments, textual=True)
+    yield ParsedCall(name.strip(), arguments, textual=True)
 
 
-def _python_body(body: str) -> Iterator[Call | Malformed]:
+def _read_python_body(body: str) -> Iterator[ParsedCall | MalformedCall]:
     try:
         calls = read_calls(body)
     except BadLiteral as error:
-        yield Malformed(_shown(body), f"this is no call: {error}")
+        yield MalformedCall(_shorten(body), f"this is not a call: {error}")
         return
-    yield from (Call(name, arguments) for name, arguments in calls)
+    yield from (ParsedCall(name, arguments) for name, arguments in calls)
 
 
-def _bare(text: str) -> Parsed:
+def _read_bare(text: str) -> ParsedAnswer:
     """The whole answer is one JSON object, a list of them, or objects divided by semicolons; a mark may come first."""
     body, marked = text.strip(), False
     for mark in _BARE_MARKS:
@@ -218,13 +233,13 @@ def _bare(text: str) -> Parsed:
             marked = True
     body = body.strip()
     if not marked and not _looks_like_a_call(body):
-        return Parsed(text.strip())
+        return ParsedAnswer(text.strip())
     try:
         read = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        return Parsed("", (Malformed(_shown(body), f"this is no JSON: {error}"),))
+        return ParsedAnswer("", (MalformedCall(_shorten(body), f"this is not JSON: {error}"),))
     each = read if isinstance(read, list) and read else [read]
-    return Parsed("", tuple(_from_json(one, body) for one in each))
+    return ParsedAnswer("", tuple(_read_call(one, body) for one in each))
 
 
 def _looks_like_a_call(text: str) -> bool:
@@ -238,5 +253,152 @@ def _looks_like_a_call(text: str) -> bool:
     )
 
 
-def _shown(text: str) -> str:
+def _shorten(text: str) -> str:
     return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "…"
+
+
+def is_deeper_than(value: Any, most: int = MAX_DEPTH) -> bool:
+    """Whether lists and dicts stand in each other more than `most` times; without recursion."""
+    level = [value]
+    for _ in range(most + 1):
+        inner = [each for each in level if isinstance(each, list | tuple | Mapping)]
+        if not inner:
+            return False
+        level = [part for each in inner for part in (each.values() if isinstance(each, Mapping) else each)]
+    return True
+
+
+class BadLiteral(ValueError):
+    """The text is not a call; the message says at which character."""
+
+
+def read_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
+    """(name, arguments) of every call. Raises `BadLiteral`; linear in the length of the text."""
+    reader = CallReader(text)
+    listed = reader.skip("[")
+    calls = []
+    while not (reader.skip("]") if listed else reader.is_at_end()):
+        calls.append(reader.read_call())
+        if not reader.skip(",") and listed and not reader.peek("]"):
+            raise reader.make_error("a comma or ] is missing")
+    if not reader.is_at_end():
+        raise reader.make_error("there is more behind the calls")
+    if not calls:
+        raise BadLiteral("there is no call in it")
+    return calls
+
+
+class CallReader:
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._at = 0
+        self._skip_space()
+
+    def make_error(self, what: str) -> BadLiteral:
+        return BadLiteral(f"{what} at character {self._at}")
+
+    def is_at_end(self) -> bool:
+        return self._at >= len(self._text)
+
+    def peek(self, mark: str) -> bool:
+        return self._text.startswith(mark, self._at)
+
+    def skip(self, mark: str) -> bool:
+        if not self.peek(mark):
+            return False
+        self._at += len(mark)
+        self._skip_space()
+        return True
+
+    def read_call(self) -> tuple[str, dict[str, Any]]:
+        name = self._read_name()
+        if not self.skip("("):
+            raise self.make_error("a ( is missing")
+        arguments: dict[str, Any] = {}
+        while not self.skip(")"):
+            key = self._read_name()
+            if not self.skip("="):
+                raise self.make_error("arguments are written name=value; a = is missing")
+            if key in arguments:
+                raise self.make_error(f"{key} is given twice")
+            arguments[key] = self._read_value(0)
+            if not self.skip(",") and not self.peek(")"):
+                raise self.make_error("a comma or ) is missing")
+        return name, arguments
+
+    def _skip_space(self) -> None:
+        match = _SPACE.match(self._text, self._at)
+        self._at = match.end() if match else self._at
+
+    def _take_token(self, pattern: re.Pattern[str]) -> str:
+        match = pattern.match(self._text, self._at)
+        if match is None:
+            return ""
+        self._at = match.end()
+        self._skip_space()
+        return match[0]
+
+    def _read_name(self) -> str:
+        name = self._take_token(_NAME)
+        if not name:
+            raise self.make_error("a name is missing")
+        return name
+
+    def _read_value(self, depth: int) -> Any:
+        if depth > MAX_LITERAL_DEPTH:
+            raise self.make_error(f"nesting deeper than {MAX_LITERAL_DEPTH}")
+        for opening, closing in (("[", "]"), ("(", ")")):
+            if self.skip(opening):
+                return self._read_items(closing, depth)
+        if self.skip("{"):
+            return self._read_dict(depth)
+        if text := self._take_token(_LONG_TEXT) or self._take_token(_TEXT):
+            return self._read_text(text)
+        if number := self._take_token(_NUMBER):
+            return self._read_number(number)
+        word = self._take_token(_NAME)
+        if word not in _WORDS:
+            raise self.make_error("a value must be a text, number, list, dict, True, False or None: one is missing")
+        return _WORDS[word]
+
+    def _read_items(self, closing: str, depth: int) -> list[Any]:
+        items = []
+        while not self.skip(closing):
+            items.append(self._read_value(depth + 1))
+            if not self.skip(",") and not self.peek(closing):
+                raise self.make_error(f"a comma or {closing} is missing")
+        return items
+
+    def _read_dict(self, depth: int) -> dict[str, Any]:
+        made: dict[str, Any] = {}
+        while not self.skip("}"):
+            key = self._read_value(depth + 1)
+            if not isinstance(key, str) or not self.skip(":"):
+                raise self.make_error("a dict has texts for keys, and a : behind each")
+            made[key] = self._read_value(depth + 1)
+            if not self.skip(",") and not self.peek("}"):
+                raise self.make_error("a comma or } is missing")
+        return made
+
+    def _read_text(self, token: str) -> str:
+        try:
+            text = str(ast.literal_eval(token))  # one string token: no nesting, nothing to evaluate but its escapes
+            text.encode()  # raises for one half of a surrogate pair, which no JSON and no tokenizer takes
+        except (SyntaxError, ValueError) as error:
+            raise self.make_error(f"a text has a broken escape ({error})") from error
+        return text
+
+    def _read_number(self, token: str) -> int | float:
+        if len(token) > MAX_NUMBER_CHARACTERS:
+            raise self.make_error(f"a number has more than {MAX_NUMBER_CHARACTERS} characters")
+        try:
+            return int(token)
+        except ValueError:
+            pass
+        try:
+            number = float(token)
+        except ValueError as error:
+            raise self.make_error(f"{token} is not a number") from error
+        if not math.isfinite(number):
+            raise self.make_error(f"{token} is too large for a number")
+        return number

@@ -32,13 +32,13 @@ class Described:
 
 def read_docstring(docstring: str | None) -> Described:
     """The description (all prose before the first section) and the text of each parameter."""
-    found = _Reader(inspect.cleandoc(docstring).splitlines() if docstring else [])
+    found = DocstringReader(inspect.cleandoc(docstring).splitlines() if docstring else [])
     found.read()
     parameters = {name: " ".join(" ".join(lines).split()) for name, lines in found.parameters.items()}
     return Described("\n".join(found.summary).strip(), {name: text for name, text in parameters.items() if text})
 
 
-class _Reader:
+class DocstringReader:
     def __init__(self, lines: list[str]) -> None:
         self._lines = lines
         self.summary: list[str] = []
@@ -50,7 +50,7 @@ class _Reader:
         indent = 0
         while at < len(self._lines):
             line = self._lines[at]
-            started, used = self._section(at)
+            started, used = self._find_section(at)
             if started:
                 section, names, indent, at = started, [], 0, at + used
                 continue
@@ -61,12 +61,12 @@ class _Reader:
             elif section == "summary":
                 self.summary.append(line)
             elif section in ("google", "numpy") and line.strip():
-                names, indent = self._entry(section, line, names, indent)
+                names, indent = self._read_entry(section, line, names, indent)
             else:
-                self._more(names, line)
+                self._continue_entry(names, line)
             at += 1
 
-    def _section(self, at: int) -> tuple[str, int]:
+    def _find_section(self, at: int) -> tuple[str, int]:
         """The section that begins at this line and the lines of its heading; ("", 0) if none does."""
         line = self._lines[at].rstrip()
         if line.startswith(" "):
@@ -79,7 +79,7 @@ class _Reader:
             return ("numpy" if line.lower() in _NUMPY_PARAMETERS else "other"), 2
         return "", 0
 
-    def _entry(self, section: str, line: str, names: list[str], indent: int) -> tuple[list[str], int]:
+    def _read_entry(self, section: str, line: str, names: list[str], indent: int) -> tuple[list[str], int]:
         """A line of a parameter section: a new parameter at the entries' own indentation, else more of the last one."""
         depth = len(line) - len(line.lstrip())
         if section == "google" and depth == 0:  # prose behind the section
@@ -93,7 +93,7 @@ class _Reader:
             if entry is not None:
                 several = [name.strip() for name in entry[1].split(",")]
                 return self._enter(several, entry[2] if section == "google" else ""), indent
-        self._more(names, line)
+        self._continue_entry(names, line)
         return names, indent
 
     def _enter(self, names: list[str], text: str) -> list[str]:
@@ -101,6 +101,6 @@ class _Reader:
             self.parameters[name] = [text]
         return names
 
-    def _more(self, names: list[str], line: str) -> None:
+    def _continue_entry(self, names: list[str], line: str) -> None:
         for name in names:
             self.parameters[name].append(line.strip())

@@ -31,7 +31,7 @@ MAX_SHOWN = 80
 MAX_ERRORS = 8
 
 
-class RolloutState:
+class HiddenState:
     """Base of states that tools are given: a parameter with such a hint is hidden from the policy."""
 
 
@@ -41,7 +41,7 @@ class BadArguments(ValueError):
 
 @dataclass(frozen=True)
 class Tool:
-    """One function a policy may call. `tool_of` makes it."""
+    """One function a policy may call. `make_tool` makes it."""
 
     name: str
     description: str
@@ -66,17 +66,17 @@ class Tool:
         `textual` values were written as plain text (`<parameter=x>3</parameter>`): each is read as JSON where its parameter
         is not a text. Raises `BadArguments`.
         """
-        values = {name: self._from_text(name, value) for name, value in given.items()} if textual else dict(given)
+        values = {name: self._read_text(name, value) for name, value in given.items()} if textual else dict(given)
         try:
             made = self._model.model_validate(values)
         except ValidationError as error:
-            raise BadArguments(self._sentence(error)) from error
+            raise BadArguments(self._explain(error)) from error
         except RecursionError as error:
             raise BadArguments(f"the arguments of {self.name} are nested too deeply") from error
         fields = type(made).model_fields
         return {str(fields[name].alias): getattr(made, name) for name in fields if name in made.model_fields_set}
 
-    def _from_text(self, name: str, value: Any) -> Any:
+    def _read_text(self, name: str, value: Any) -> Any:
         wanted = self.parameters.get("properties", {}).get(name, {})
         if not isinstance(value, str) or wanted.get("type") == "string":
             return value
@@ -87,7 +87,7 @@ class Tool:
         kinds = {each.get("type") for each in wanted.get("anyOf", ())}
         return value if "string" in kinds and not (read is None and "null" in kinds) else read
 
-    def _sentence(self, error: ValidationError) -> str:
+    def _explain(self, error: ValidationError) -> str:
         problems = []
         for each in error.errors(include_url=False, include_context=False)[:MAX_ERRORS]:
             where = ".".join(str(part) for part in each["loc"]) or "the arguments"
@@ -96,20 +96,20 @@ class Tool:
             elif each["type"] == "extra_forbidden":
                 problems.append(f"there is no parameter `{where}`")
             else:
-                problems.append(f"`{where}`={_shown(each['input'])}: {each['msg'].lower()}")
+                problems.append(f"`{where}`={_shorten(each['input'])}: {each['msg'].lower()}")
         known = ", ".join(self.parameters.get("properties", {})) or "none"
         return f"{self.name}: {'; '.join(problems)} (parameters: {known})"
 
 
-def tool_of(function: ToolFunction, *, name: str = "") -> Tool:
+def make_tool(function: ToolFunction, *, name: str = "") -> Tool:
     """The tool of a function or bound method, `def` or `async def`.
 
     Descriptions come from the docstring, from `Annotated[int, "..."]` or from `Annotated[int, Field(description="...")]`.
-    Raises `ValueError` for a signature that no call by name can serve, and for a hint that is no type.
+    Raises `ValueError` for a signature that no call by name can serve, and for a hint that is not a type.
     """
     called = name or getattr(function, "__name__", type(function).__name__)
     described = read_docstring(inspect.getdoc(function))
-    hints = _hints(function, called)
+    hints = _read_hints(function, called)
     fields: dict[str, Any] = {}
     unseen = []
     for parameter in inspect.signature(function).parameters.values():
@@ -117,10 +117,10 @@ def tool_of(function: ToolFunction, *, name: str = "") -> Tool:
             unseen.append(parameter.name)
             continue
         # Fields are numbered and go by alias: a parameter may be called `schema`, `copy` or `_x`, a field may not.
-        fields[f"p{len(fields)}"] = _field(parameter, hints.get(parameter.name, Any), described.parameters, called)
+        fields[f"p{len(fields)}"] = _make_field(parameter, hints.get(parameter.name, Any), described.parameters, called)
     try:
         model = create_model(called, __config__=ConfigDict(extra="forbid"), **fields)
-        parameters = _written_out(model.model_json_schema(by_alias=True, schema_generator=_Quiet))
+        parameters = _inline_refs(model.model_json_schema(by_alias=True, schema_generator=_QuietJsonSchema))
     except (PydanticUserError, PydanticUndefinedAnnotation) as error:
         raise ValueError(f"the tool {called} has a type hint without a JSON schema: {str(error).splitlines()[0]}") from error
     parameters.pop("description", None)
@@ -129,12 +129,12 @@ def tool_of(function: ToolFunction, *, name: str = "") -> Tool:
     return Tool(called, described.summary, parameters, function, tuple(unseen), model)
 
 
-def as_text(result: object) -> str:
+def format_result(result: object) -> str:
     """What a tool returned, as the policy reads it: a text as it is, all else as JSON."""
     return result if isinstance(result, str) else to_json(result, fallback=str).decode()
 
 
-def _hints(function: ToolFunction, called: str) -> dict[str, Any]:
+def _read_hints(function: ToolFunction, called: str) -> dict[str, Any]:
     plain = function if inspect.isroutine(function) else type(function).__call__
     try:
         return typing.get_type_hints(plain, include_extras=True)
@@ -143,25 +143,25 @@ def _hints(function: ToolFunction, called: str) -> dict[str, Any]:
 
 
 def _is_hidden(parameter: inspect.Parameter, hints: Mapping[str, Any]) -> bool:
-    """A `state` without a type, or any parameter typed as a `RolloutState`. A `state: str` (of an address) is the policy's."""
+    """A `state` without a type, or any parameter typed as a `HiddenState`. A `state: str` (of an address) is the policy's."""
     hint = hints.get(parameter.name)
     if hint is None:
         return parameter.name == HIDDEN
-    return (isinstance(hint, type) and issubclass(hint, RolloutState)) or (parameter.name == HIDDEN and hint is Any)
+    return (isinstance(hint, type) and issubclass(hint, HiddenState)) or (parameter.name == HIDDEN and hint is Any)
 
 
-def _field(parameter: inspect.Parameter, hint: Any, described: Mapping[str, str], called: str) -> Any:
+def _make_field(parameter: inspect.Parameter, hint: Any, described: Mapping[str, str], called: str) -> Any:
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     if parameter.kind not in by_name:
         raise ValueError(f"the tool {called} has the parameter {parameter}: a policy gives every argument by its name")
     default = ... if parameter.default is inspect.Parameter.empty else parameter.default
     if isinstance(default, FieldInfo):
         raise ValueError(f"the tool {called} has a Field as the default of {parameter.name}: put it into Annotated[...]")
-    text = _annotated_text(hint) or described.get(parameter.name)
+    text = _find_description(hint) or described.get(parameter.name)
     return Annotated[hint, Field(alias=parameter.name, description=text)], default
 
 
-def _annotated_text(hint: Any) -> str | None:
+def _find_description(hint: Any) -> str | None:
     """A bare text in `Annotated[...]`, or the description of a Field there."""
     for extra in getattr(hint, "__metadata__", ()):
         if isinstance(extra, str):
@@ -171,17 +171,17 @@ def _annotated_text(hint: Any) -> str | None:
     return None
 
 
-class _Quiet(GenerateJsonSchema):
-    """Leaves out a default that is no JSON without a warning: the function still has it."""
+class _QuietJsonSchema(GenerateJsonSchema):
+    """Leaves out a default that is not JSON without a warning: the function still has it."""
 
     def emit_warning(self, kind: JsonSchemaWarningKind, detail: str) -> None:
         return None
 
 
-def _written_out(schema: dict[str, Any]) -> dict[str, Any]:
+def _inline_refs(schema: dict[str, Any]) -> dict[str, Any]:
     """The schema without titles and with `$ref` replaced by what it names; a type that contains itself keeps its `$ref`."""
     definitions = schema.pop("$defs", {})
-    writer = _Writer(definitions)
+    writer = _RefInliner(definitions)
     made: dict[str, Any] = writer.write(schema, ())
     written: dict[str, Any] = {}
     while left := writer.recursive - set(written):  # writing one out may meet another
@@ -189,7 +189,7 @@ def _written_out(schema: dict[str, Any]) -> dict[str, Any]:
     return made | {"$defs": written} if written else made
 
 
-class _Writer:
+class _RefInliner:
     def __init__(self, definitions: dict[str, Any]) -> None:
         self._definitions = definitions
         self.recursive: set[str] = set()
@@ -201,7 +201,7 @@ class _Writer:
         if not isinstance(part, dict):
             return part
         if "$ref" in part:
-            return self._referred(part, inside)
+            return self._resolve(part, inside)
         made = {}
         for key, value in part.items():
             if key == "properties":  # below it, keys are names given by people: one may well be `title`
@@ -212,7 +212,7 @@ class _Writer:
                 made[key] = self.write(value, inside)
         return made
 
-    def _referred(self, part: dict[str, Any], inside: tuple[str, ...]) -> Any:
+    def _resolve(self, part: dict[str, Any], inside: tuple[str, ...]) -> Any:
         name = part["$ref"].rpartition("/")[2]
         if name in inside:
             self.recursive.add(name)
@@ -224,6 +224,6 @@ class _Writer:
 _AS_THEY_ARE = frozenset({"default", "enum", "const", "examples", "required"})
 
 
-def _shown(value: object) -> str:
+def _shorten(value: object) -> str:
     text = repr(value)
     return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "…"

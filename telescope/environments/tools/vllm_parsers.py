@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from telescope.environments.base import ToolSchema
-from telescope.environments.tools.calls import MAX_SHOWN, Call, Malformed, Parsed, without_thought
+from telescope.environments.tools.calls import MAX_SHOWN, MalformedCall, ParsedAnswer, ParsedCall, strip_thought
 
 
 @dataclass(frozen=True)
@@ -25,25 +25,25 @@ class VllmParsers:
     reasoning_parser: Any
     request: Any
 
-    def parse(self, tokenizer: Any, schemas: Sequence[ToolSchema], answer: str) -> Parsed:
+    def parse(self, tokenizer: Any, schemas: Sequence[ToolSchema], answer: str) -> ParsedAnswer:
         """A fresh parser for each answer: they remember what they have read."""
         request = self.request(model="policy", messages=[], tools=[dict(schema) for schema in schemas])
-        text = self._without_thought(tokenizer, request, answer)
+        text = self._strip_thought(tokenizer, request, answer)
         parser = self.tool_parser(tokenizer, request.tools)
         found = parser.extract_tool_calls(text, request)
-        calls = tuple(_call(each.function.name, each.function.arguments) for each in found.tool_calls)
-        if not calls and (mark := _mark_in(parser, text)):
-            calls = (Malformed(text[:MAX_SHOWN], f"{mark} begins a call that can't be read"),)
-        return Parsed((found.content or "").strip(), calls)
+        calls = tuple(_read_call(each.function.name, each.function.arguments) for each in found.tool_calls)
+        if not calls and (mark := _find_mark(parser, text)):
+            calls = (MalformedCall(text[:MAX_SHOWN], f"{mark} begins a call that can't be read"),)
+        return ParsedAnswer((found.content or "").strip(), calls)
 
-    def _without_thought(self, tokenizer: Any, request: Any, answer: str) -> str:
+    def _strip_thought(self, tokenizer: Any, request: Any, answer: str) -> str:
         if self.reasoning_parser is None:
-            return without_thought(answer)
+            return strip_thought(answer)
         _, content = self.reasoning_parser(tokenizer).extract_reasoning(answer, request)
         return str(content or "")
 
 
-def vllm_parsers(tool_parser: str, reasoning_parser: str = "") -> VllmParsers:
+def load_vllm_parsers(tool_parser: str, reasoning_parser: str = "") -> VllmParsers:
     """The parsers of these names. Imports vLLM; raises `ValueError` with the names there are, or where there is no vLLM."""
     try:
         from vllm.reasoning import ReasoningParserManager
@@ -58,34 +58,34 @@ def vllm_parsers(tool_parser: str, reasoning_parser: str = "") -> VllmParsers:
             f"vllm_tool_parser={tool_parser} needs vLLM in the worker, and it can't be imported ({error}): install it, or "
             "choose a call_format"
         ) from error
-    tool = _known(ToolParserManager, "vllm_tool_parser", tool_parser).get_tool_parser(tool_parser)
+    tool = _check_name(ToolParserManager, "vllm_tool_parser", tool_parser).get_tool_parser(tool_parser)
     reasoning = None
     if reasoning_parser:
-        manager = _known(ReasoningParserManager, "vllm_reasoning_parser", reasoning_parser)
+        manager = _check_name(ReasoningParserManager, "vllm_reasoning_parser", reasoning_parser)
         reasoning = manager.get_reasoning_parser(reasoning_parser)
     return VllmParsers(tool, reasoning, ChatCompletionRequest)
 
 
-def _known(manager: Any, setting: str, name: str) -> Any:
+def _check_name(manager: Any, setting: str, name: str) -> Any:
     names = sorted(manager.list_registered())
     if name not in names:
-        raise ValueError(f"{setting}={name} is no parser of this vLLM, which has {', '.join(names)}")
+        raise ValueError(f"{setting}={name} is not a parser of this vLLM, which has {', '.join(names)}")
     return manager
 
 
-def _call(name: str, arguments: str) -> Call | Malformed:
+def _read_call(name: str, arguments: str) -> ParsedCall | MalformedCall:
     try:
         read = orjson.loads(arguments or "{}")
     except orjson.JSONDecodeError as error:
-        return Malformed(arguments[:MAX_SHOWN], f"the arguments of {name} are no JSON: {error}")
+        return MalformedCall(arguments[:MAX_SHOWN], f"the arguments of {name} are not JSON: {error}")
     return (
-        Call(name, read)
+        ParsedCall(name, read)
         if isinstance(read, dict)
-        else Malformed(arguments[:MAX_SHOWN], f"the arguments of {name} are no object")
+        else MalformedCall(arguments[:MAX_SHOWN], f"the arguments of {name} are not an object")
     )
 
 
-def _mark_in(parser: Any, text: str) -> str:
+def _find_mark(parser: Any, text: str) -> str:
     """The first mark of the parser's own that the text holds, e.g. `<tool_call>` or `[TOOL_CALLS]`; "" if none."""
     names = [name for name in dir(type(parser)) + list(vars(parser)) if "tool" in name or "bot" in name]
     marks = {name: getattr(parser, name, None) for name in names if name.endswith(("start_token", "bot_token", "begin_token"))}

@@ -14,12 +14,11 @@ from typing import Any
 import psutil
 import pytest
 
-from telescope.environments.agent_environment import _blame_the_wait
-from telescope.environments.agent_program import AgentProgram
+from telescope.environments.agent_environment import ProgramOutcome, _blame_the_wait, run_program
 from telescope.environments.base import Prompt
 from telescope.environments.chat import ChatError, TokenChat
 from telescope.environments.failures import InfrastructureError
-from telescope.environments.proxy.program import Outcome, run_program
+from telescope.environments.tasks.agent_program import AgentProgram
 from telescope.environments.template import ChatTemplate
 from telescope.runlog import temporary
 from tests.environments.proxy.conftest import SHOWING, Policy
@@ -158,9 +157,9 @@ async def test_a_program_that_fails_while_the_policy_owes_it_an_answer_is_not_sc
 
 def test_a_program_is_scored_unless_it_failed_and_had_given_up_a_request() -> None:
     for code, given_up in ((0, True), (0, False), (1, False), (None, False)):
-        _blame_the_wait(Outcome(code, "", ""), given_up)
+        _blame_the_wait(ProgramOutcome(code, "", ""), given_up)
     with pytest.raises(InfrastructureError, match="was killed at time_limit_s, and had given up a request"):
-        _blame_the_wait(Outcome(None, "", ""), True)
+        _blame_the_wait(ProgramOutcome(None, "", ""), True)
 
 
 async def test_a_server_that_fails_ends_the_program_and_the_rollout(tmp_path: Path, policy: Policy) -> None:

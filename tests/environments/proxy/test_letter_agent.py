@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from telescope.environments.agent_environment import ProgramOutcome
 from telescope.environments.base import Prompt, Reward
 from telescope.environments.chat import Recording, TokenChat
-from telescope.environments.guess_letter import GuessLetter
-from telescope.environments.letter_agent import LetterAgent
-from telescope.environments.proxy.program import Outcome
+from telescope.environments.tasks.guess_letter import GuessLetter
+from telescope.environments.tasks.letter_agent import LetterAgent
 from telescope.environments.template import ChatTemplate
 from tests.environments.proxy.conftest import Policy
 
@@ -56,7 +56,7 @@ async def test_only_the_last_guess_counts_and_a_program_that_failed_found_nothin
         (1, ["m"], 0.0),
         (None, ["m"], 0.0),
     ):
-        assert (await environment.score(SEARCH, Outcome(code, json.dumps(said) + "\n", ""))).total == total
+        assert (await environment.score(SEARCH, ProgramOutcome(code, json.dumps(said) + "\n", ""))).total == total
 
 
 def test_its_games_are_those_of_guess_letter_and_their_settings_too() -> None:

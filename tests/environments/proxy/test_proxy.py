@@ -11,8 +11,8 @@ from typing import Any
 import openai
 import pytest
 
+from telescope.environments.proxy.chat_completions import ChatRefused, ChatRequest, read_request
 from telescope.environments.proxy.sessions import Session
-from telescope.environments.proxy.shapes import ChatRequest, Refused, read_request
 from telescope.environments.tools.calls import CallFormat
 from tests.environments.proxy.conftest import Rollout
 
@@ -229,7 +229,7 @@ async def test_a_question_is_given_up_until_another_try_of_it_is_answered(rollou
     await asyncio.wait_for(policy.asked.wait(), 60)
     await rollout.proxy.shut(session)
     assert session.given_up
-    with pytest.raises(Refused, match="this rollout is over"):
+    with pytest.raises(ChatRefused, match="this rollout is over"):
         await pending
 
 
@@ -340,7 +340,7 @@ async def test_bytes_that_are_no_http_or_no_json_end_their_connection_alone(roll
     await raw(rollout, b"GET / HTTP/1.1\r\nhost: a\r\n" + b"x: " + b"y" * 100_000)
     path = "/" + rollout.base_url.split("/", 3)[3] + "/chat/completions"
     head = f"POST {path} HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-length: 1\r\n\r\n"
-    assert b"the body is no JSON" in await raw(rollout, head.encode() + b"{")
+    assert b"the body is not JSON" in await raw(rollout, head.encode() + b"{")
     huge = head.replace("content-length: 1", "content-length: 99999999").encode() + b"x" * (33 * 1024 * 1024)
     reader, writer = await asyncio.open_connection("127.0.0.1", int(rollout.base_url.split(":")[2].split("/")[0]))
     writer.write(huge)

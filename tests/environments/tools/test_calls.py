@@ -9,28 +9,36 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from telescope.environments.tools.calls import Call, CallFormat, Malformed, how_to_call, parse_calls, without_thought
-from telescope.environments.tools.literals import BadLiteral, read_calls
+from telescope.environments.tools.calls import (
+    BadLiteral,
+    CallFormat,
+    MalformedCall,
+    ParsedCall,
+    explain_format,
+    parse_calls,
+    read_calls,
+    strip_thought,
+)
 
 DEEP = '{"a":' * 300 + "1" + "}" * 300
 FORMATS: tuple[CallFormat, ...] = ("json", "function", "python", "bare")
 
 
 def reasons(answer: str, form: CallFormat = "json") -> list[str]:
-    return [each.reason for each in parse_calls(answer, form).calls if isinstance(each, Malformed)]
+    return [each.reason for each in parse_calls(answer, form).calls if isinstance(each, MalformedCall)]
 
 
 def test_several_json_calls_in_one_answer_in_their_order():
     parsed = parse_calls(
         'I look.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n<tool_call>{"name": "stop"}</tool_call>'
     )
-    assert parsed.calls == (Call("add", {"a": 1}), Call("stop", {}))
+    assert parsed.calls == (ParsedCall("add", {"a": 1}), ParsedCall("stop", {}))
     assert parsed.text == "I look."
 
 
 def test_arguments_may_be_called_parameters_or_be_a_json_text():
     for inner in ('"parameters": {"a": 1}', '"arguments": "{\\"a\\": 1}"'):
-        assert parse_calls(f'<tool_call>{{"name": "add", {inner}}}</tool_call>').calls == (Call("add", {"a": 1}),)
+        assert parse_calls(f'<tool_call>{{"name": "add", {inner}}}</tool_call>').calls == (ParsedCall("add", {"a": 1}),)
 
 
 def test_an_answer_without_a_call_is_all_text():
@@ -41,13 +49,13 @@ def test_an_answer_without_a_call_is_all_text():
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        ("<tool_call>{oops</tool_call>", "this is no JSON"),
+        ("<tool_call>{oops</tool_call>", "this is not JSON"),
         ('<tool_call>{"name": "add"', "opened and never closed"),
         ("done</tool_call>", "closed but was never opened"),
         ('<tool_call>{"arguments": {}}</tool_call>', 'a call needs "name"'),
         ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', '"arguments" must be a JSON object'),
         ("<tool_call>[1]</tool_call>", "a call is a JSON object"),
-        ("<tool_call></tool_call>", "this is no JSON"),
+        ("<tool_call></tool_call>", "this is not JSON"),
         ('{"name": "add", "arguments": {"a": 1}}', "a call must stand between <tool_call> and </tool_call>"),
         (f'<tool_call>{{"name": "add", "arguments": {DEEP}}}</tool_call>', "are nested more than 64 deep"),
     ],
@@ -59,12 +67,12 @@ def test_a_call_gone_wrong_is_malformed_and_no_final_answer(answer: str, reason:
 
 def test_good_calls_beside_a_bad_one_stay():
     parsed = parse_calls('<tool_call>{"name": "a"}</tool_call><tool_call>?</tool_call><tool_call>{"name": "b"}</tool_call>')
-    assert [type(each) for each in parsed.calls] == [Call, Malformed, Call]
+    assert [type(each) for each in parsed.calls] == [ParsedCall, MalformedCall, ParsedCall]
 
 
 def test_the_function_format_with_and_without_outer_tags():
     inner = "<function=move>\n<parameter=to>\nline one\nline two\n</parameter>\n<parameter=n>3</parameter>\n</function>"
-    wanted = (Call("move", {"to": "line one\nline two", "n": "3"}, textual=True),)
+    wanted = (ParsedCall("move", {"to": "line one\nline two", "n": "3"}, textual=True),)
     assert parse_calls(f"so <tool_call>\n{inner}\n</tool_call>", "function").calls == wanted
     assert parse_calls(f"so {inner}", "function").calls == wanted
     assert reasons("<function=>x</function>", "function") == ["<function=name> needs a name"]
@@ -74,11 +82,11 @@ def test_the_function_format_with_and_without_outer_tags():
 
 def test_the_python_format_in_tags_and_as_a_bare_list():
     body = "add(a=1, b=[-2.5, None, true], c={'k': (1,)}, d=\"it's\\n\")"
-    wanted = (Call("add", {"a": 1, "b": [-2.5, None, True], "c": {"k": [1]}, "d": "it's\n"}),)
+    wanted = (ParsedCall("add", {"a": 1, "b": [-2.5, None, True], "c": {"k": [1]}, "d": "it's\n"}),)
     assert parse_calls(f"<tool_call>{body}</tool_call>", "python").calls == wanted
     assert parse_calls(f"[{body}]", "python").calls == wanted
-    assert parse_calls("[a(), b(x=1)]", "python").calls == (Call("a", {}), Call("b", {"x": 1}))
-    assert parse_calls("<tool_call>a()\nb()</tool_call>", "python").calls == (Call("a", {}), Call("b", {}))
+    assert parse_calls("[a(), b(x=1)]", "python").calls == (ParsedCall("a", {}), ParsedCall("b", {"x": 1}))
+    assert parse_calls("<tool_call>a()\nb()</tool_call>", "python").calls == (ParsedCall("a", {}), ParsedCall("b", {}))
 
 
 @pytest.mark.parametrize(
@@ -102,27 +110,27 @@ def test_python_that_is_no_call_is_refused_without_being_run(text: str, reason: 
 
 
 def test_bare_json_as_llama_and_mistral_write_it():
-    wanted = (Call("add", {"a": 1}),)
+    wanted = (ParsedCall("add", {"a": 1}),)
     assert parse_calls('{"name": "add", "parameters": {"a": 1}}', "bare").calls == wanted
     assert parse_calls('<|python_tag|>{"name": "add", "parameters": {"a": 1}}', "bare").calls == wanted
     assert parse_calls('[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]', "bare").calls == wanted
     assert parse_calls('{"answer": 3}', "bare").calls == ()
-    assert reasons("[TOOL_CALLS] nonsense", "bare")[0].startswith("this is no JSON")
+    assert reasons("[TOOL_CALLS] nonsense", "bare")[0].startswith("this is not JSON")
 
 
 def test_a_thought_holds_no_calls():
     call = '<tool_call>{"name": "a"}</tool_call>'
-    assert parse_calls(f"<think>maybe {call}</think>{call}").calls == (Call("a", {}),)
+    assert parse_calls(f"<think>maybe {call}</think>{call}").calls == (ParsedCall("a", {}),)
     assert parse_calls(f"maybe {call}</think>no").calls == ()
     assert parse_calls(f"<think>{call}").calls == ()
-    assert without_thought("<think>a</think>b") == "b"
-    assert without_thought("a b") == "a b"
+    assert strip_thought("<think>a</think>b") == "b"
+    assert strip_thought("a b") == "a b"
 
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_the_format_in_words_is_one_that_can_be_read(form: CallFormat):
-    (call,) = parse_calls(how_to_call(form).removeprefix("write "), form).calls
-    assert isinstance(call, Call)
+    (call,) = parse_calls(explain_format(form).removeprefix("write "), form).calls
+    assert isinstance(call, ParsedCall)
     assert call.name == "tool_name"
     assert dict(call.arguments) == {"parameter": "value"}
 
@@ -149,7 +157,7 @@ PIECES += ["<think>", "</think>", '{"name":', "a(", "b=", "-", "9", "_", ".", "e
 @given(st.lists(st.sampled_from([*PIECES, *string.ascii_letters[:4]]), max_size=60), st.sampled_from(FORMATS))
 def test_no_text_makes_the_reader_raise(pieces: list[str], form: CallFormat):
     for each in parse_calls("".join(pieces), form).calls:
-        assert isinstance(each, Call | Malformed)
+        assert isinstance(each, ParsedCall | MalformedCall)
 
 
 def _cpu_s(piece: str, wrap: str, form: CallFormat, times: int) -> float:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 from typing_extensions import TypedDict
 
 from telescope.environments.tools.docstrings import read_docstring
-from telescope.environments.tools.schema import BadArguments, RolloutState, as_text, tool_of
+from telescope.environments.tools.schema import BadArguments, HiddenState, format_result, make_tool
 
 
 class Colour(enum.Enum):
@@ -37,7 +37,7 @@ class Titled(TypedDict):
 
 
 def properties(function: Any) -> dict[str, Any]:
-    return dict(tool_of(function).parameters["properties"])
+    return dict(make_tool(function).parameters["properties"])
 
 
 def test_a_function_becomes_the_schema_that_the_openai_api_takes():
@@ -51,7 +51,7 @@ def test_a_function_becomes_the_schema_that_the_openai_api_takes():
         """
         return ""
 
-    assert tool_of(weather).schema == {
+    assert make_tool(weather).schema == {
         "type": "function",
         "function": {
             "name": "weather",
@@ -88,7 +88,7 @@ def test_optional_union_literal_enum_and_containers():
         "g": {"additionalProperties": {"type": "number"}, "type": "object"},
         "h": {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
     }
-    assert tool_of(f).parameters["required"] == ["a", "b", "c", "d", "e", "g"]
+    assert make_tool(f).parameters["required"] == ["a", "b", "c", "d", "e", "g"]
 
 
 def test_nested_models_dataclasses_and_typed_dicts_are_written_out_and_titles_kept_where_they_are_names():
@@ -96,17 +96,17 @@ def test_nested_models_dataclasses_and_typed_dicts_are_written_out_and_titles_ke
 
     assert properties(f)["p"]["properties"] == {"x": {"type": "integer"}, "y": {"type": "number", "default": 0.5}}
     assert properties(f)["t"]["items"]["properties"] == {"title": {"type": "string"}}
-    assert "$defs" not in tool_of(f).parameters
+    assert "$defs" not in make_tool(f).parameters
 
 
 def test_a_type_that_contains_itself_keeps_a_reference():
     def f(n: Node) -> None: ...
 
-    parameters = tool_of(f).parameters
+    parameters = make_tool(f).parameters
     assert parameters["properties"]["n"]["description"] == "A node."
     assert parameters["properties"]["n"]["properties"]["children"]["items"] == {"$ref": "#/$defs/Node"}
     assert parameters["$defs"]["Node"]["properties"]["value"] == {"type": "integer"}
-    made = tool_of(f).arguments({"n": {"value": 1, "children": [{"value": 2}]}})["n"]
+    made = make_tool(f).arguments({"n": {"value": 1, "children": [{"value": 2}]}})["n"]
     assert made.children[0].value == 2
 
 
@@ -122,7 +122,7 @@ def test_descriptions_come_from_annotated_texts_and_fields_before_the_docstring(
         "c": {"type": "integer", "description": "the third", "default": 0},
     }
     with pytest.raises(BadArguments, match="`b`=0: input should be greater than or equal to 1"):
-        tool_of(f).arguments({"a": 1, "b": 0})
+        make_tool(f).arguments({"a": 1, "b": 0})
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_no_docstring_describes_nothing():
 def test_arguments_get_the_types_of_their_hints_and_defaults_stay_the_function_s():
     def f(n: int, c: Colour, p: Point, later: str = "x") -> None: ...
 
-    made = tool_of(f).arguments({"n": "3", "c": "red", "p": {"x": 1}})
+    made = make_tool(f).arguments({"n": "3", "c": "red", "p": {"x": 1}})
     assert made == {"n": 3, "c": Colour.RED, "p": Point(1, 0.5)}
 
 
@@ -154,14 +154,14 @@ def test_texts_of_a_function_call_are_read_by_the_type_of_their_parameter():
     def f(code: str, n: int, xs: list[int], o: str | None = None) -> None: ...
 
     given = {"code": "007", "n": "7", "xs": "[1, 2]", "o": "null"}
-    assert tool_of(f).arguments(given, textual=True) == {"code": "007", "n": 7, "xs": [1, 2], "o": None}
+    assert make_tool(f).arguments(given, textual=True) == {"code": "007", "n": 7, "xs": [1, 2], "o": None}
 
 
 def test_a_wrong_call_is_told_what_is_wrong_and_what_there_is():
     def f(a: int, b: int) -> None: ...
 
     with pytest.raises(BadArguments) as error:
-        tool_of(f).arguments({"a": "z", "c": 1})
+        make_tool(f).arguments({"a": "z", "c": 1})
     said = str(error.value)
     assert "`a`='z': input should be a valid integer" in said
     assert "`b` is missing" in said
@@ -169,13 +169,13 @@ def test_a_wrong_call_is_told_what_is_wrong_and_what_there_is():
     assert said.endswith("(parameters: a, b)")
 
 
-class Remembered(RolloutState): ...
+class Remembered(HiddenState): ...
 
 
 def test_the_hidden_state_is_no_parameter_and_names_of_pydantic_s_own_may_be_used():
     async def f(memory: Remembered, state, schema: str, copy: int = 1, model_config: int = 2) -> None: ...
 
-    tool = tool_of(f)
+    tool = make_tool(f)
     assert list(tool.parameters["properties"]) == ["schema", "copy", "model_config"]
     assert tool.hidden == ("memory", "state")
     assert tool.is_async
@@ -186,7 +186,7 @@ def test_the_state_of_an_address_is_the_policy_s():
     def move(city: str, state: str) -> None: ...
 
     assert list(properties(move)) == ["city", "state"]
-    assert tool_of(move).hidden == ()
+    assert make_tool(move).hidden == ()
 
 
 def test_a_signature_that_no_call_by_name_can_serve_is_refused():
@@ -196,7 +196,7 @@ def test_a_signature_that_no_call_by_name_can_serve_is_refused():
 
     for function in (several, by_place):
         with pytest.raises(ValueError, match="a policy gives every argument by its name"):
-            tool_of(function)
+            make_tool(function)
 
 
 def test_a_hint_without_a_schema_is_refused_with_the_tool_s_name():
@@ -206,11 +206,11 @@ def test_a_hint_without_a_schema_is_refused_with_the_tool_s_name():
 
     f.__annotations__["a"] = Odd
     with pytest.raises(ValueError, match="the tool f has a type hint without a JSON schema"):
-        tool_of(f)
+        make_tool(f)
 
 
 def test_results_are_texts_or_json():
-    assert [as_text(value) for value in ("a", 1, None, {"p": Point(1)}, [Node(value=1)])] == [
+    assert [format_result(value) for value in ("a", 1, None, {"p": Point(1)}, [Node(value=1)])] == [
         "a",
         "1",
         "null",

@@ -18,9 +18,9 @@ from telescope.config.plugins import ENVIRONMENTS, find
 from telescope.environments.base import Prompt, Reward
 from telescope.environments.chat import TokenChat
 from telescope.environments.failures import InfrastructureError, PolicyError
-from telescope.environments.hidden import hiding
 from telescope.environments.template import ChatTemplate
 from telescope.environments.tool_environment import ToolEnvironment, ToolState
+from telescope.environments.tools.redact import declare_secrets
 from tests.environments.conftest import CHATML, EMBEDDED, Script
 from tests.environments.tools.talk import Talk
 
@@ -154,7 +154,7 @@ async def test_what_the_policy_gets_wrong_it_is_told_and_the_dialogue_goes_on():
         "Error: 'k'",
         "Error: 3",
     ]
-    assert talk.results(3)[0].startswith("Error: this is no JSON")
+    assert talk.results(3)[0].startswith("Error: this is not JSON")
     assert "To call a tool, write <tool_call>" in talk.results(3)[0]
     metrics = reward.metrics
     assert (metrics["total_tool_calls"], metrics["tool_error_count"], metrics["malformed_tool_calls"]) == (4, 4, 1)
@@ -181,7 +181,7 @@ async def test_what_a_tool_raises_reaches_the_policy_without_secrets(monkeypatch
     await Leaky().play(QUESTION, talk)
     assert talk.results(1) == ["Error: 401 for a?key=<redacted>&user=other-value"]
     talk = Talk(asked)
-    with hiding({"other-value", "s3cr3t-value"}):  # as a worker says it
+    with declare_secrets({"other-value", "s3cr3t-value"}):  # as a worker says it
         await Leaky().play(QUESTION, talk)
     assert talk.results(1) == ["Error: 401 for a?key=<redacted>&user=<redacted>"]
 
@@ -313,10 +313,10 @@ BROKEN, OPEN = "<tool_call>{</tool_call>", '<tool_call>{"name": "add"'
 @pytest.mark.parametrize(
     ("answer", "told", "counts"),
     [
-        (BROKEN, ["this is no JSON"], (0, 0, 0, 1)),
+        (BROKEN, ["this is not JSON"], (0, 0, 0, 1)),
         (OPEN, ["opened and never closed"], (0, 0, 0, 1)),
-        ("so " + call("later", text="abc") + BROKEN, ["cba", "this is no JSON"], (1, 1, 0, 1)),
-        (BROKEN + call("later", text="abc") + call("add", a=2, b=5), ["this is no JSON", "cba", "7"], (2, 2, 0, 1)),
+        ("so " + call("later", text="abc") + BROKEN, ["cba", "this is not JSON"], (1, 1, 0, 1)),
+        (BROKEN + call("later", text="abc") + call("add", a=2, b=5), ["this is not JSON", "cba", "7"], (2, 2, 0, 1)),
         (call("note", text="a") * 17, ["hello: 1", "hello: 16", "1 more calls were not run"], (17, 16, 1, 0)),
         (call("sub") * 2, ["there is no tool 'sub'"], (2, 0, 2, 0)),
     ],
@@ -343,11 +343,11 @@ async def test_results_keep_the_tool_role_where_the_template_takes_calls_alone_b
     ids = lambda said: [*template.encode(said).tolist(), template.tokenizer.eos_token_id]  # type: ignore[attr-defined] # noqa: E731
     policy = Script((ids(BROKEN + call("later", text="abc") + call("add", a=2, b=5)), "stop"), (ids("5"), "stop"))
     await Desk(tool_prompt="none").play(QUESTION, TokenChat(template, policy, 4000))
-    assert template.decode(policy.prompts[1]).startswith("[U]2 + 3?[A][T]cba[T]7\nError: this is no JSON")
+    assert template.decode(policy.prompts[1]).startswith("[U]2 + 3?[A][T]cba[T]7\nError: this is not JSON")
     policy = Script((ids(BROKEN), "stop"), (ids("5"), "stop"))
     await Desk(tool_prompt="none").play(QUESTION, TokenChat(template, policy, 4000))
     assert f"[A]{BROKEN}" in template.decode(policy.prompts[1])
-    assert "[U]<tool_response>\nError: this is no JSON" in template.decode(policy.prompts[1])
+    assert "[U]<tool_response>\nError: this is not JSON" in template.decode(policy.prompts[1])
 
 
 def test_the_module_is_no_environment_of_its_own():

@@ -8,15 +8,15 @@ import pytest
 from pydantic import ValidationError
 from transformers import AutoTokenizer
 
-from telescope.environments.tools.calls import Call, Malformed
-from telescope.environments.tools.schema import tool_of
-from telescope.environments.tools.vllm_parsers import vllm_parsers
+from telescope.environments.tools.calls import MalformedCall, ParsedCall
+from telescope.environments.tools.schema import make_tool
+from telescope.environments.tools.vllm_parsers import load_vllm_parsers
 from tests.environments.conftest import EMBEDDED
 from tests.environments.real_tokenizers import model
 from tests.environments.tools.talk import Talk
 from tests.environments.tools.test_tool_environment import QUESTION, Desk, add, call
 
-SCHEMAS = [tool_of(add).schema]
+SCHEMAS = [make_tool(add).schema]
 
 
 @pytest.fixture(scope="module")
@@ -26,35 +26,35 @@ def tokenizer() -> Any:
 
 @pytest.mark.slow
 def test_hermes_and_pythonic_calls_thoughts_and_calls_gone_wrong(tokenizer: Any) -> None:
-    hermes = vllm_parsers("hermes")
+    hermes = load_vllm_parsers("hermes")
     parsed = hermes.parse(tokenizer, SCHEMAS, "<think>no</think>so " + call("add", a=1, b=2) + call("add", a=3, b=4))
-    assert parsed.calls == (Call("add", {"a": 1, "b": 2}), Call("add", {"a": 3, "b": 4}))
+    assert parsed.calls == (ParsedCall("add", {"a": 1, "b": 2}), ParsedCall("add", {"a": 3, "b": 4}))
     assert parsed.text == "so"
     assert hermes.parse(tokenizer, SCHEMAS, "5").calls == ()
     (wrong,) = hermes.parse(tokenizer, SCHEMAS, "<tool_call>{oops</tool_call>").calls
-    assert isinstance(wrong, Malformed)
+    assert isinstance(wrong, MalformedCall)
     assert wrong.reason == "<tool_call> begins a call that can't be read"
-    pythonic = vllm_parsers("pythonic")
-    assert pythonic.parse(tokenizer, SCHEMAS, "[add(a=1, b=2)]").calls == (Call("add", {"a": 1, "b": 2}),)
+    pythonic = load_vllm_parsers("pythonic")
+    assert pythonic.parse(tokenizer, SCHEMAS, "[add(a=1, b=2)]").calls == (ParsedCall("add", {"a": 1, "b": 2}),)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("reasoning", "thought"), [("qwen3", "hm"), ("deepseek_r1", "perhaps " + call("add", a=9, b=9))])
 def test_a_reasoning_parser_takes_the_thought_off_before_calls_are_looked_for(reasoning: str, thought: str) -> None:
     """To vLLM's parser of Qwen 3 a call ends a thought; to the other one calls in a thought are none."""
-    both, tokenizer = vllm_parsers("hermes", reasoning), model("qwen3").tokenizer
+    both, tokenizer = load_vllm_parsers("hermes", reasoning), model("qwen3").tokenizer
     parsed = both.parse(tokenizer, SCHEMAS, f"<think>\n{thought}\n</think>\n\nso {call('add', a=1, b=2)}")
-    assert (parsed.text, parsed.calls) == ("so", (Call("add", {"a": 1, "b": 2}),))
+    assert (parsed.text, parsed.calls) == ("so", (ParsedCall("add", {"a": 1, "b": 2}),))
     parsed = both.parse(tokenizer, SCHEMAS, f"<think>\n{thought}\n</think>\n\n5")
     assert (parsed.text, parsed.calls) == ("5", ())
 
 
 @pytest.mark.slow
 def test_an_unknown_parser_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ValueError, match=r"vllm_tool_parser=hermess is no parser of this vLLM, which has .*hermes"):
-        vllm_parsers("hermess")
-    with pytest.raises(ValueError, match=r"vllm_reasoning_parser=x is no parser of this vLLM, which has .*qwen3"):
-        vllm_parsers("hermes", "x")
+    with pytest.raises(ValueError, match=r"vllm_tool_parser=hermess is not a parser of this vLLM, which has .*hermes"):
+        load_vllm_parsers("hermess")
+    with pytest.raises(ValueError, match=r"vllm_reasoning_parser=x is not a parser of this vLLM, which has .*qwen3"):
+        load_vllm_parsers("hermes", "x")
 
 
 @pytest.mark.slow

@@ -1,0 +1,208 @@
+"""What environments made of a published data set share: its rows, and the text around a question.
+
+Rows come from a local copy by pyarrow, else from the Hugging Face hub by `datasets`. A local copy is a folder as the hub has it
+(`hf download --repo-type dataset …`), a folder that `save_to_disk` wrote, or one file; Parquet, JSON lines, JSON arrays, CSV
+and Arrow streams are read. Refuses to know what a row means, and to run a data set's own code.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import AfterValidator
+
+from telescope.config.models import hub_errors
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+Row = Mapping[str, Any]
+_SUFFIXES = (".parquet", ".jsonl", ".json", ".jsonl.gz", ".csv", ".arrow")
+_SPLIT_WORDS = ("train", "test", "validation", "dev", "eval")
+
+
+class NoRows(ValueError):
+    """The data set cannot be had; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class DatasetSource:
+    """Where rows come from: `Source("openai/gsm8k", ("main",))`."""
+
+    dataset: str
+    subsets: tuple[str, ...] = ()
+    revision: str | None = None
+    data_dir: str | None = None
+
+    def rows(self, split: str, columns: Sequence[str]) -> list[Row]:
+        """All rows of a split in their own order, the subsets one after another. Raises `NoRows`."""
+        if self.data_dir is None:
+            return _read_hub(self, split, columns)
+        return _read_folder(Path(self.data_dir).expanduser(), self.subsets, split, columns)
+
+
+def get_field(row: Row, path: str) -> Any:
+    """The value at a dotted path, e.g. `reward_model.ground_truth`; of a list of messages the last one's text.
+
+    None where a part of the path is null. Raises `NoRows` where there is no such part.
+    """
+    value: Any = row
+    for part in path.split("."):
+        if value is None:
+            return None
+        if not isinstance(value, Mapping) or part not in value:
+            have = f"has {', '.join(map(str, value))}" if isinstance(value, Mapping) else f"is {type(value).__name__}"
+            raise NoRows(
+                f"a row has nothing at {path!r}: what should hold {part!r} {have}: set the field's name to what is there"
+            )
+        value = value[part]
+    if isinstance(value, list) and value and isinstance(value[-1], Mapping) and "content" in value[-1]:
+        return value[-1]["content"]
+    return value
+
+
+def _read_hub(source: DatasetSource, split: str, columns: Sequence[str]) -> list[Row]:
+    import datasets
+
+    rows: list[Row] = []
+    for subset in source.subsets or (None,):
+        try:
+            table = datasets.load_dataset(source.dataset, subset, split=split, revision=source.revision)
+        except (*hub_errors(), RuntimeError, datasets.exceptions.DatasetsError) as error:
+            raise NoRows(
+                f"dataset={source.dataset!r} can't be had from the Hugging Face hub: {_first_line(error)}. Where there is no "
+                f"network, fetch it elsewhere (hf download --repo-type dataset {source.dataset} --local-dir FOLDER) and set "
+                "data_dir=FOLDER; for a data set that asks for consent, give it on its page and set HF_TOKEN"
+            ) from error
+        wanted = _check_columns(table.column_names, columns, f"dataset={source.dataset!r}")
+        rows += table.select_columns(wanted).to_list()
+    return rows
+
+
+def _read_folder(place: Path, subsets: Sequence[str], split: str, columns: Sequence[str]) -> list[Row]:
+    if not place.exists():
+        raise NoRows(f"data_dir={str(place)!r} is not there: give the folder or the file that holds the data set")
+    files = [place] if place.is_file() else sorted(path for path in place.rglob("*") if _is_data(path.relative_to(place)))
+    if not files:
+        raise NoRows(f"data_dir={str(place)!r} holds no file of {', '.join(_SUFFIXES)}")
+    rows: list[Row] = []
+    for file in _select_subsets(_select_split(files, place, split), files, place, subsets):
+        table = _read_file(file, columns)
+        if not table.column_names:
+            raise NoRows(f"{file} has no rows")
+        chosen = table.select(_check_columns(table.column_names, columns, f"{file}"))
+        try:
+            rows += chosen.to_pylist()
+        except UnicodeDecodeError as error:
+            raise NoRows(f"{file} can't be read: it is not UTF-8: {error}") from error
+    return rows
+
+
+def _is_data(relative: Path) -> bool:
+    """A hidden folder is a downloader's own; `dataset_info.json` and its like tell of the data."""
+    hidden = any(part.startswith(".") for part in relative.parts)
+    about = relative.name in ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "config.json")
+    return relative.name.endswith(_SUFFIXES) and not hidden and not about
+
+
+def _select_subsets(chosen: list[Path], files: list[Path], place: Path, subsets: Sequence[str]) -> list[Path]:
+    """Of the files of a split (`chosen` of `files`) those of the subsets, one subset after another and no file twice.
+
+    All of them where no path of the copy names any subset: a copy of one subset alone need not name it. Where some are named,
+    a subset without a file is missing, and no other file stands in for it.
+    """
+    if not any(_find_subset(file, place, subsets) for file in files):
+        return chosen
+    found = [
+        (subset, [file for file in chosen if _find_subset(file, place, subsets) == subset]) for subset in dict.fromkeys(subsets)
+    ]
+    missing = [subset for subset, its in found if not its]
+    if missing:
+        there = ", ".join(subset for subset, its in found if its) or "other splits alone"
+        raise NoRows(
+            f"data_dir={str(place)!r} has files of {there}, but none of {', '.join(missing)} among "
+            f"{[file.name for file in chosen[:6]]}: fetch the whole data set, or set subsets to those that are there"
+        )
+    return [file for _, its in found for file in its]
+
+
+def _find_subset(file: Path, place: Path, subsets: Sequence[str]) -> str:
+    """The longest subset that the path names, "" for none: `intermediate_algebra-train` is not of `algebra`."""
+    words, stem = _split_words(file, place), file.name.partition(".")[0]
+    named = [each for each in subsets if each in words or re.search(rf"(?:^|[-_]){re.escape(each)}(?:$|[-_])", stem)]
+    return max(named, key=len, default="")
+
+
+def _select_split(files: list[Path], place: Path, split: str) -> list[Path]:
+    """Files whose path names the split; all of them where no path names any split."""
+    named = [file for file in files if split in _split_words(file, place)]
+    if named or not any(word in _split_words(file, place) for file in files for word in _SPLIT_WORDS):
+        return named or files
+    raise NoRows(f"data_dir={str(place)!r} has no file of the split {split!r} among {[file.name for file in files[:6]]}")
+
+
+def _split_words(file: Path, place: Path) -> set[str]:
+    """`main/train-00000-of-00001.parquet` says main, train-00000-of-00001, train, 00000, of, 00001."""
+    relative = file.relative_to(place) if file != place else Path(file.name)
+    parts = [*relative.parts[:-1], relative.name.partition(".")[0]]
+    return {*parts, *(word for part in parts for word in re.split(r"[-.]", part)), *re.split(r"[-._]", parts[-1])}
+
+
+def _read_file(file: Path, columns: Sequence[str]) -> pa.Table:
+    """Raises `NoRows` for what is not of the kind its name says."""
+    import pyarrow as pa
+    from pyarrow import csv, ipc, json, parquet
+
+    try:
+        if file.name.endswith(".parquet"):
+            return parquet.read_table(file)
+        if file.name.endswith(".csv"):
+            as_written = csv.ConvertOptions(column_types={column: pa.string() for column in columns})
+            return csv.read_csv(file, parse_options=csv.ParseOptions(newlines_in_values=True), convert_options=as_written)
+        if file.name.endswith(".arrow"):
+            with pa.memory_map(str(file)) as mapped:
+                return ipc.open_stream(mapped).read_all()
+        if file.name.endswith(".json") and (array := _json_array(file)) is not None:
+            return pa.Table.from_pylist(array)
+        return json.read_json(file, read_options=json.ReadOptions(block_size=1 << 26))
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise NoRows(f"{file} can't be read: {_first_line(error)}") from error
+
+
+def _json_array(file: Path) -> list[Any] | None:
+    import orjson
+
+    content = file.read_bytes()
+    if not content.lstrip().startswith(b"["):
+        return None
+    array: list[Any] = orjson.loads(content)
+    for at, row in enumerate(array):
+        if not isinstance(row, dict):
+            raise ValueError(f"row {at} is not an object of columns: {str(row)[:80]}")
+    return array
+
+
+def _check_columns(have: Sequence[str], columns: Sequence[str], place: str) -> list[str]:
+    missing = [column for column in columns if column not in have]
+    if missing:
+        raise NoRows(f"{place} has no column {missing[0]!r}; it has {', '.join(have)}: set the field's name to one of these")
+    return list(dict.fromkeys(columns))
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _check_instruction(instruction: str) -> str:
+    if "{question}" not in instruction:
+        raise ValueError(f"instruction={instruction!r} must contain {{question}}")
+    return instruction
+
+
+Instruction = Annotated[str, AfterValidator(_check_instruction)]
