@@ -4,17 +4,18 @@ Plug-ins (algorithm, backend, environment) keep their settings in their own file
 it.
 """
 
-
 from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
 from pydantic import BeforeValidator, Field, field_validator, model_validator
+
 from telescope.config.cluster import ClusterSettings as ClusterSettings
 from telescope.config.secrets import parse_reference
 from telescope.config.words import typed
 from telescope.flow.curriculum import PassRatePool, PassRateRules
 from telescope.maths.support import Support
 from telescope.settings import Settings
-from typing import Annotated, Any, Literal, Self
-
 
 DEFAULT_PORT = 8100
 Dtype = Literal["float32", "float16", "bfloat16"]

@@ -25,7 +25,12 @@ from telescope.config import plugins
 from telescope.config.run import RunConfig
 from telescope.config.secrets import secret_values
 from telescope.environments.base import Environment, Prompt
-from telescope.environments.validate import describe_not_awaitable, find_class_mistake, find_prompts_mistake, find_ranges_mistake
+from telescope.environments.validate import (
+    describe_not_awaitable,
+    find_class_mistake,
+    find_prompts_mistake,
+    find_ranges_mistake,
+)
 from telescope.records import EnvironmentCard
 
 SAMPLE = 256
