@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from telescope.config import masters
+from telescope.config import masters, vllm_arguments
 from telescope.config.models import attention_heads, layers
 from telescope.config.parts import WeightSyncSettings
 from telescope.config.run import RunConfig
@@ -236,6 +236,8 @@ def _inference(config: RunConfig) -> Iterator[Conflict]:
             f"inference.quantization={inference.quantization} quantises a whole version at once, and weight_sync.staging=none "
             "never has one: set weight_sync.staging=full, or host",
         )
+    for name, sentence in vllm_arguments.refusals(inference.vllm):
+        yield Conflict((f"inference.vllm.{name}",), sentence)
     yield from _sleeping(config)
     port, servers = inference.base_port, config.servers
     if config.inference.http and port and port + servers - 1 > 65535:

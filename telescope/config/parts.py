@@ -300,6 +300,9 @@ class InferenceSettings(Settings):
     aborted and their rollouts tried again."""
     enable_prefix_caching: bool = True
     """Keep the KV cache of prompts that begin alike, such as the samples of one group."""
+    vllm: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of vLLM's engine (`AsyncEngineArgs`) by their names, e.g. `inference.vllm.max_num_partial_prefills=2`;
+    those that a setting of Telescope's stands for are refused. Of a mapping, as compilation_config, the keys given count."""
     fake_token_s: float = Field(default=0.0, ge=0, le=1_000)
     """Seconds that the fake engine takes for a token."""
     fake_weights_s: float = Field(default=0.0, ge=0, le=1_000)

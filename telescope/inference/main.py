@@ -17,6 +17,7 @@ import signal
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from telescope.config import vllm_arguments
 from telescope.config.models import ModelNotFound, check_weights, model_folder, weight_files
 from telescope.config.parts import InferenceSettings
 from telescope.config.plugins import PluginError
@@ -254,6 +255,8 @@ def build_engine(
         os.environ["VLLM_RPC_BASE_PATH"] = str(temporary.make())
     if sentence := unknown_parsers(settings):
         raise EngineRefused(sentence)
+    if refused := [sentence for _, sentence in vllm_arguments.refusals(settings.vllm)]:  # the head may have had no vLLM to ask
+        raise EngineRefused("; ".join(refused))
     plan = ServerPlan(config.model, folder, settings, device, lanes(config), config.seed, run, name, transport)
     if config.model.lora is not None:
         from telescope.inference.lora_engine import LoraEngine

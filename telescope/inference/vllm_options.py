@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from telescope.config.parts import InferenceSettings, ModelSettings, WeightSyncSettings
+from telescope.config.vllm_arguments import merged
 from telescope.inference.adapters import vllm_rank
 from telescope.inference.checkpoint import checkpoint_tensors, is_tied, turn_bytes, version_bytes
 
@@ -64,7 +65,9 @@ def vllm_environment(device: Device, given: Mapping[str, str]) -> dict[str, str]
 
 
 def engine_arguments(plan: ServerPlan) -> dict[str, Any]:
-    """Keyword arguments of vLLM's AsyncEngineArgs."""
+    """Keyword arguments of vLLM's AsyncEngineArgs: what follows from settings, then what the user gives to the engine itself.
+
+    Each that is set here is refused there: `telescope.config.vllm_arguments` says which, with the setting to use."""
     settings = plan.inference
     arguments: dict[str, Any] = {
         "model": str(plan.folder),
@@ -101,7 +104,7 @@ def engine_arguments(plan: ServerPlan) -> dict[str, Any]:
         arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
         if settings.sleep_while_training != "off":
             arguments["enable_sleep_mode"] = True
-    return arguments
+    return merged(arguments, settings.vllm)
 
 
 class NoRoom(ValueError):
