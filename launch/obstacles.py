@@ -13,7 +13,8 @@ from telescope._launch.local import compute_capability
 from telescope._launch.plan import Plan, PlanError
 from telescope.config.checks import conflicts
 from telescope.config.precision import unserved
-from telescope.weights.choose import TransportRefused, of_plan
+from telescope.weights.base import TransportRefused
+from telescope.weights.choose import choose, placement_of
 
 if TYPE_CHECKING:
     from telescope.config.run import RunConfig
@@ -52,7 +53,7 @@ def _device(config: RunConfig, plan: Plan) -> Iterator[str]:
 
 def _weights(config: RunConfig, plan: Plan) -> Iterator[str]:
     try:
-        of_plan(config.weight_sync.transport, plan, adapters=config.model.lora is not None)
+        choose(config, placement_of(plan))
     except TransportRefused as error:
         yield str(error)
 

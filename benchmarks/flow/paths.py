@@ -32,7 +32,7 @@ from telescope.orchestrator.complaints import Complaints
 from telescope.orchestrator.relay import Relay
 from telescope.records import Sampling
 from telescope.runlog.layout import RunDirectory
-from telescope.weights.shared_memory import SharedMemoryReader
+from telescope.weights.transports.shared_memory import SharedMemoryReader
 from telescope.wire.hub import Delivery, Hub, PeerJoined
 from telescope.wire.hub_session import HubIdentity
 from telescope.wire.link import Link

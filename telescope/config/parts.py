@@ -327,9 +327,12 @@ class InferenceSettings(Settings):
 
 
 class WeightSyncSettings(Settings):
-    transport: Literal["auto", "nccl", "gloo", "cuda_ipc", "shared_memory", "disk"] = "auto"
-    """How weights travel. auto: nccl between GPUs, cuda_ipc within one, shared_memory on CPUs and where only some GPUs are
-    shared. gloo: nccl's way, on CPUs. disk: files in a folder that all hosts see."""
+    transport: str = "auto"
+    """How weights travel: auto, nccl, gloo, cuda_ipc, shared_memory, disk, or a file of your own. auto: nccl between GPUs,
+    cuda_ipc within one, shared_memory on CPUs and where only some GPUs are shared. gloo: nccl's way, on CPUs. disk: files in a
+    folder that all hosts see."""
+    transport_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Settings of a transport of your own; a typo is refused."""
     mode: Literal["flattened_bucket", "per_tensor"] = "flattened_bucket"
     """Pieces of a broadcast: buckets of many tensors laid out flat, or every tensor for itself."""
     bucket_mb: int = Field(default=256, ge=1, le=100_000)

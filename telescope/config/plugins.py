@@ -35,6 +35,7 @@ from telescope.environments import compat
 from telescope.environments.base import Environment
 from telescope.environments.sandboxes.base import Provider
 from telescope.settings import Settings
+from telescope.weights.base import Transport
 
 S = TypeVar("S", bound=Settings)
 
@@ -86,6 +87,13 @@ SANDBOXES: Kind[Provider] = Kind(
     Provider,  # type: ignore[type-abstract]  # it is there to be derived from
     is_helper=lambda found: inspect.isabstract(found),
     inside="environments",
+)
+TRANSPORTS: Kind[Transport] = Kind(
+    "weight transport",
+    "transports",
+    Transport,  # type: ignore[type-abstract]  # it is there to be derived from
+    is_helper=lambda found: inspect.isabstract(found),
+    inside="weights",
 )
 
 

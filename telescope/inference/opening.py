@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -26,6 +26,9 @@ class Opening(msgspec.Struct, frozen=True):
     deadline_s: float
     init_timeout_s: float
     bell: BellPlace = BellPlace()
+    plugin_path: tuple[str, ...] = ()
+    transport_kwargs: dict[str, Any] = {}
+    """Of a transport of the user's own: where its file lies, and its settings."""
 
 
 class Opened(msgspec.Struct, frozen=True):

@@ -15,6 +15,7 @@ from telescope.config.parts import InferenceSettings, ModelSettings, WeightSyncS
 from telescope.config.vllm_arguments import merged
 from telescope.inference.adapters import vllm_rank
 from telescope.inference.checkpoint import checkpoint_tensors, is_tied, turn_bytes, version_bytes
+from telescope.weights.base import Transport
 
 Device = Literal["cpu", "gpu"]
 
@@ -40,8 +41,10 @@ class ServerPlan:
     """The run's id: names its segments in shared memory."""
     name: str = "server-0"
     """The server's name in the run, which its workers use in weight groups."""
-    transport: str = "auto"
-    """By which versions come, as the run's plan has it; auto: not known."""
+    transport: Transport | None = None
+    """By which versions come, as the run's plan has it; None: not known."""
+    plugin_path: tuple[str, ...] = ()
+    """Where a transport of the user's own lies."""
 
 
 def vllm_environment(device: Device, given: Mapping[str, str]) -> dict[str, str]:
@@ -130,7 +133,8 @@ def share_beside(share: float, card_bytes: int, weights_bytes: int, spare_bytes:
 def spare_bytes(plan: ServerPlan, sync: WeightSyncSettings) -> int:
     """Bytes on each of a server's cards that updates need beside vLLM: the staging buffer, or the two buckets in which a
     broadcast comes that waits elsewhere. 0: what is in the card already, or in host memory, is copied straight to its place."""
-    if sync.staging != "full" and plan.transport != "nccl":
+    buckets_wait = plan.transport is not None and plan.transport.cost.server_buckets
+    if sync.staging != "full" and not buckets_wait:
         return 0
     checkpoint, tied, dtype = checkpoint_tensors(plan.folder), is_tied(plan.folder), served_dtype(plan)
     if sync.staging == "full":
