@@ -18,7 +18,7 @@ from telescope.config.parts import InferenceSettings, ModelSettings, WeightSyncS
 from telescope.inference.vllm.engine import VllmEngine
 from telescope.inference.vllm.options import ServerPlan, vllm_environment
 from telescope.records import Sampling
-from telescope.weights.shared_memory import SharedMemoryPublisher
+from telescope.weights.transports.shared_memory import SharedMemoryPublisher
 
 RUN = "benchmark"
 PROMPT = np.arange(5, 23, dtype=np.int32)

@@ -13,7 +13,8 @@ from telescope._launch.process_plan import LaunchPlan, PlanError
 from telescope._launch.this_host import find_compute_capability
 from telescope.config.checks import conflicts
 from telescope.config.precision import unserved
-from telescope.weights.choose import TransportRefused, of_plan
+from telescope.weights.base import TransportRefused
+from telescope.weights.choose import choose, placement_of
 
 if TYPE_CHECKING:
     from telescope.config.run import RunConfig
@@ -52,7 +53,7 @@ def _check_device(config: RunConfig, plan: LaunchPlan) -> Iterator[str]:
 
 def _check_weights(config: RunConfig, plan: LaunchPlan) -> Iterator[str]:
     try:
-        of_plan(config.weight_sync.transport, plan, adapters=config.model.lora is not None)
+        choose(config, placement_of(plan))
     except TransportRefused as error:
         yield str(error)
 

@@ -38,7 +38,7 @@ from telescope.exit_codes import COMPONENT_FAILED, DONE, ERROR, STOPPED
 from telescope.runlog import temporary
 from telescope.runlog.ending import read_object
 from telescope.runlog.layout import RunDirectory, write_atomically
-from telescope.weights import shared_memory
+from telescope.weights.transports import shared_memory
 from telescope.wire.security import make_keys
 from telescope.wire.supervisor_channel import OrchestratorChannel
 

@@ -34,7 +34,7 @@ from telescope.orchestrator.relay import Relay
 from telescope.orchestrator.rollout_store import RolloutStore
 from telescope.records import Sampling
 from telescope.runlog.layout import RunDirectory
-from telescope.weights.shared_memory import SharedMemoryReader
+from telescope.weights.transports.shared_memory import SharedMemoryReader
 from telescope.wire.direct import DirectClient
 from telescope.wire.hub import Delivery, Hub, PeerJoined
 from telescope.wire.hub_session import HubIdentity

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from dataclasses import replace
 
 import msgspec
 import zmq
@@ -24,7 +25,8 @@ from telescope.config.run import RunConfig, config_hash
 from telescope.exit_codes import COMPONENT_FAILED, ERROR
 from telescope.runlog.identity import read_identity
 from telescope.runlog.layout import RunDirectory
-from telescope.weights.choose import of_plan
+from telescope.weights.base import TransportRefused
+from telescope.weights.choose import choose, placement_of
 from telescope.wire.security import make_keys
 
 SILENT_SHARE = 0.8
@@ -82,7 +84,6 @@ def _describe_bind_error(identity: NodeIdentity, error: zmq.ZMQError) -> str:
 def _send_plan(run: RunDirectory, config: RunConfig, nodes: OtherNodes, plan: LaunchPlan, keyed: bool) -> dict[int, int]:
     """Write the plan and the keys, and give each node what it needs. Its answer is the port that it keeps."""
     write_plan(plan, run.plan_json)
-    transport = of_plan(config.weight_sync.transport, plan, adapters=config.model.lora is not None)
     make_keys(run, plan.names)
     identity = read_identity(run)
 
@@ -97,9 +98,8 @@ def _send_plan(run: RunDirectory, config: RunConfig, nodes: OtherNodes, plan: La
         return {str(path.relative_to(run.path)): path.read_text(encoding="utf-8") for path in paths}
 
     ports = nodes.assign(run, files, identity.run_id)
-    if transport == "disk" and config.weight_sync.dir is None and not nodes.shared:
-        raise PlanError(
-            "weights travel as files in the run directory, which not all hosts see: set weight_sync.dir to a folder "
-            "that they do, or take another weight_sync.transport"
-        )
+    try:
+        choose(config, replace(placement_of(plan), run_dir_on_all=nodes.shared))
+    except TransportRefused as error:
+        raise PlanError(str(error)) from error
     return ports

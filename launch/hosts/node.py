@@ -48,7 +48,7 @@ from telescope.runlog import temporary
 from telescope.runlog.attempts import put_aside
 from telescope.runlog.identity import RunIdentity, read_identity
 from telescope.runlog.layout import RunDirectory, RunDirectoryInUse, write_atomically
-from telescope.weights import shared_memory
+from telescope.weights.transports import shared_memory
 
 GRACE_S = 4.0
 """For this host's processes when the head is lost, or the run is over and one is still there."""

@@ -12,8 +12,7 @@ import numpy as np
 from telescope.maths.support import WHOLE, Support
 from telescope.records import Denominators, TrainItem
 from telescope.settings import Settings
-from telescope.weights.buckets import Bucket
-from telescope.weights.buckets import Tensor as TensorKind
+from telescope.weights.buckets import Bucket, ModelTensor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -162,7 +161,7 @@ class Backend(Protocol):
         ranks run along and yield nothing. Tied tensors once."""
         ...
 
-    def layout(self) -> Sequence[TensorKind]:
+    def layout(self) -> Sequence[ModelTensor]:
         """Names, dtypes and shapes of what `weights` yields, in its order. Not a collective."""
         ...
 

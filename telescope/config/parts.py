@@ -301,6 +301,9 @@ class InferenceSettings(Settings):
     aborted and their rollouts tried again."""
     enable_prefix_caching: bool = True
     """Keep the KV cache of prompts that begin alike, such as the samples of one group."""
+    vllm: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of vLLM's engine (`AsyncEngineArgs`) by their names, e.g. `inference.vllm.max_num_partial_prefills=2`;
+    those that a setting of Telescope's stands for are refused. Of a mapping, as compilation_config, the keys given count."""
     fake_token_s: float = Field(default=0.0, ge=0, le=1_000)
     """Seconds that the fake engine takes for a token."""
     fake_weights_s: float = Field(default=0.0, ge=0, le=1_000)
@@ -325,9 +328,12 @@ class InferenceSettings(Settings):
 
 
 class WeightSyncSettings(Settings):
-    transport: Literal["auto", "nccl", "gloo", "cuda_ipc", "shared_memory", "disk"] = "auto"
-    """How weights travel. auto: nccl between GPUs, cuda_ipc within one, shared_memory on CPUs and where only some GPUs are
-    shared. gloo: nccl's way, on CPUs. disk: files in a folder that all hosts see."""
+    transport: str = "auto"
+    """How weights travel: auto, nccl, gloo, cuda_ipc, shared_memory, disk, or a file of your own. auto: nccl between GPUs,
+    cuda_ipc within one, shared_memory on CPUs and where only some GPUs are shared. gloo: nccl's way, on CPUs. disk: files in a
+    folder that all hosts see."""
+    transport_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Settings of a transport of your own; a typo is refused."""
     mode: Literal["flattened_bucket", "per_tensor"] = "flattened_bucket"
     """Pieces of a broadcast: buckets of many tensors laid out flat, or every tensor for itself."""
     bucket_mb: int = Field(default=256, ge=1, le=100_000)

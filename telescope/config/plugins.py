@@ -34,6 +34,7 @@ from telescope.config.words import did_you_mean
 from telescope.environments.base import Environment
 from telescope.environments.sandboxes.base import Provider
 from telescope.settings import Settings
+from telescope.weights.base import Transport
 
 S = TypeVar("S", bound=Settings)
 TELESCOPE = Path(__file__).resolve().parent.parent
@@ -85,6 +86,12 @@ SANDBOXES: Kind[Provider] = Kind(
     "sandboxes",
     Provider,  # type: ignore[type-abstract]  # it is there to be derived from
     within=("environments.sandboxes",),
+)
+TRANSPORTS: Kind[Transport] = Kind(
+    "weight transport",
+    "transports",
+    Transport,  # type: ignore[type-abstract]  # it is there to be derived from
+    within=("weights.transports",),
 )
 
 

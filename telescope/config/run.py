@@ -75,10 +75,13 @@ def _build(kind: plugins.Kind[S], name: str, fields: Mapping[str, Any], plugin_p
         raise nested([((), error)]) from error
 
 
-def nested(errors: Sequence[tuple[tuple[str, ...], ValidationError | str]]) -> PydanticCustomError:
-    """Errors of inner models, each with its place below the field, in one error that `telescope.config.validate` can unfold."""
+def nested(
+    errors: Sequence[tuple[tuple[str, ...], ValidationError | str]], model: type[Settings] | None = None
+) -> PydanticCustomError:
+    """Errors of inner models, each with its place below the field, in one error that `telescope.config.validate` can unfold.
+    `model`: the class that refused, where it is not the plug-in named there."""
     text = "; ".join(str(error) for _, error in errors)
-    return PydanticCustomError("nested", "{text}", {"text": text, "errors": list(errors)})
+    return PydanticCustomError("nested", "{text}", {"text": text, "errors": list(errors), "model": model})
 
 
 def _algorithm(value: Any, info: ValidationInfo) -> Algorithm:
@@ -136,6 +139,22 @@ class RunConfig(Settings):
         if info.context is not None and info.context.get("resolved"):
             return entries
         return _complete_all(entries, info.data.get("plugin_path", ()))
+
+    @field_validator("weight_sync")
+    @classmethod
+    def _transport_takes_its_settings(cls, sync: WeightSyncSettings, info: ValidationInfo) -> WeightSyncSettings:
+        """The transport exists, and its own settings are checked by its class and completed with its defaults."""
+        if sync.transport == "auto" or (info.context is not None and info.context.get("resolved")):
+            return sync
+        try:
+            kind = plugins.load(plugins.TRANSPORTS, sync.transport, info.data.get("plugin_path", ()))
+        except plugins.PluginError as error:
+            raise nested([(("transport",), str(error))]) from error
+        try:
+            made = kind.model_validate_json(json.dumps(sync.transport_kwargs), strict=True)
+        except ValidationError as error:
+            raise nested([(("transport_kwargs",), error)], kind) from error
+        return sync.model_copy(update={"transport_kwargs": made.model_dump(mode="json")})
 
     def environment(self, name: str) -> Environment:
         """Build the environment of entry `name`. Secrets given as `${oc.env:NAME}` are read here, in the process that needs

@@ -22,8 +22,8 @@ import numpy as np
 from telescope.config.models import end_ids
 from telescope.inference.engine import EngineDead, Generated, LoadReport, RequestRefused, WeightsRefused, WeightState
 from telescope.records import FinishReason, Sampling, WeightGroup, WeightManifest
-from telescope.weights.base import Reader, Receiver, TransferFailed, WeightsCorrupt
-from telescope.weights.shared_memory import TRANSPORT as SHARED_MEMORY
+from telescope.weights.base import Receiver, TransferFailed, WeightReader, WeightsCorrupt
+from telescope.weights.transports.shared_memory import TRANSPORT as SHARED_MEMORY
 
 JUMBLE_TOKENS = 8
 
@@ -113,7 +113,7 @@ class FakeEngine:
     def __init__(
         self,
         folder: Path,
-        reader: Reader,
+        reader: WeightReader,
         *,
         max_model_len: int,
         token_s: float = 0.0,

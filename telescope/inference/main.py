@@ -21,6 +21,7 @@ from pathlib import Path
 
 import psutil
 
+from telescope.config import vllm_arguments
 from telescope.config.models import ModelNotFound, check_weights, model_folder, weight_files
 from telescope.config.parts import InferenceSettings
 from telescope.config.plugins import PluginError
@@ -41,9 +42,9 @@ from telescope.inference.vllm.options import Device, ServerPlan, vllm_environmen
 from telescope.runlog import http_key, temporary
 from telescope.runlog.layout import RunDirectory, write_atomically
 from telescope.runlog.model_files import ModelFilesChanged, check_model_files
-from telescope.weights.base import Receiver
-from telescope.weights.choose import TransportRefused, make_receiver, planned
-from telescope.weights.shared_memory import SharedMemoryReader
+from telescope.weights.base import Receiver, ServerEnd, Transport, TransportRefused
+from telescope.weights.choose import choose, read_placement, transport_named
+from telescope.weights.transports.shared_memory import SharedMemoryReader
 from telescope.wire.hub import BindFailed, Hub
 from telescope.wire.hub_session import HubIdentity
 from telescope.wire.link import Link, LinkLost, WireRefused, WireTimeout
@@ -104,8 +105,7 @@ async def _live(place: ProcessContext, signals: ProcessSignals) -> int:
     deadline = Deadline(place.directory, place.name)
     scratch = place.directory.scratch(place.name)
     device = device_of(config, os.environ)
-    adapters = config.model.lora is not None
-    transport = planned(config.weight_sync.transport, place.directory.plan_json, adapters=adapters)
+    transport = choose(config, read_placement(place.directory.plan_json))
     engine = build_engine(config, place.identity.run_id, device, place.name, scratch, transport)
     if settings.engine != "fake":
         name, folder = config.model.name, model_folder(config.model.name)
@@ -222,10 +222,12 @@ def device_of(config: RunConfig, environ: Mapping[str, str]) -> Device:
     return "gpu" if visible and config.cluster.device != "cpu" else "cpu"
 
 
-def fake_receivers(run: str, name: str, init_timeout_s: float) -> Callable[[str], Receiver]:
+def fake_receivers(config: RunConfig, run: str, name: str) -> Callable[[str], Receiver]:
     """The fake engine's ends of transports, one for the life of the server; a broadcast has it as `server-0/0`."""
+    sync = config.weight_sync
+    end = ServerEnd(run, f"{name}/0", "cpu", sync.init_timeout_s)
     return functools.cache(
-        lambda transport: make_receiver(transport, run=run, member=f"{name}/0", device="cpu", init_timeout_s=init_timeout_s)
+        lambda transport: transport_named(transport, config.plugin_path, sync.transport_kwargs).receiver(end)
     )
 
 
@@ -235,7 +237,7 @@ def build_engine(
     device: Device,
     name: str = "server-0",
     scratch: Path | None = None,
-    transport: str = "auto",
+    transport: Transport | None = None,
 ) -> Engine:
     """The engine that `inference.engine` names, not started. For vLLM this sets the environment, so it goes before its import.
 
@@ -254,7 +256,7 @@ def build_engine(
             token_s=settings.fake_token_s,
             kv_tokens=settings.fake_kv_tokens,
             weights_s=settings.fake_weights_s,
-            receivers=fake_receivers(run, name, config.weight_sync.init_timeout_s),
+            receivers=fake_receivers(config, run, name),
             deadline_s=config.weight_sync.update_timeout_s,
         )
     if sentence := unserved(config, device):
@@ -265,7 +267,11 @@ def build_engine(
         os.environ["VLLM_RPC_BASE_PATH"] = str(temporary.make())
     if sentence := unknown_parsers(settings):
         raise EngineRefused(sentence)
-    plan = ServerPlan(config.model, folder, settings, device, lanes(config), config.seed, run, name, transport)
+    if refused := [sentence for _, sentence in vllm_arguments.refusals(settings.vllm)]:  # the head may have had no vLLM to ask
+        raise EngineRefused("; ".join(refused))
+    plan = ServerPlan(
+        config.model, folder, settings, device, lanes(config), config.seed, run, name, transport, config.plugin_path
+    )
     if config.model.lora is not None:
         from telescope.inference.vllm.lora_engine import LoraEngine
 

@@ -33,13 +33,13 @@ from telescope.orchestrator.recorder import Recorder
 from telescope.orchestrator.saved_state import CannotGoOn, RunStart, start_run
 from telescope.orchestrator.step_metrics import ParityCheck, RewardRanges
 from telescope.orchestrator.weights import UpdateRules
-from telescope.records import COLLECTIVE
 from telescope.runlog.checkpoints import CheckpointUnreadable, claim, make_root, of_another_run, root
 from telescope.runlog.journal import Journal, JournalError
 from telescope.runlog.layout import reserved
 from telescope.runlog.wandb_mirror import mirror_for, share_of
 from telescope.runlog.writer import RunLog, RunLogFailed, RunLogStalled
-from telescope.weights.choose import TransportRefused, planned, planned_device
+from telescope.weights.base import TransportRefused
+from telescope.weights.choose import choose, read_placement
 from telescope.wire.hub import BindFailed, Hub
 from telescope.wire.process import Interrupted, KnownErrors, ProcessContext, ProcessSignals, freeze_heap, run_process, say_why
 from telescope.wire.security import BadKeys
@@ -158,8 +158,8 @@ async def _run(context: ProcessContext, signals: ProcessSignals) -> RunOutcome:
     """The run's life. Whatever happens in it becomes its outcome, and stands in the summary."""
     started = time.monotonic()
     config, run, end = context.config, context.directory, _RunEnding(context.name)
-    transport = planned(config.weight_sync.transport, run.plan_json, adapters=config.model.lora is not None)
-    begun = start_run(run, make_flow_settings(config, trainer_sends=transport in COLLECTIVE))
+    placement = read_placement(run.plan_json)
+    begun = start_run(run, make_flow_settings(config, trainer_sends=choose(config, placement).collective))
     core = begun.core
     run_log = RunLog(run, "orchestrator")
     mirror = mirror_for(
@@ -171,7 +171,7 @@ async def _run(context: ProcessContext, signals: ProcessSignals) -> RunOutcome:
     )
     ranges = {label: ends for label in config.environments if (ends := config.reward_range(label))}
     rewards = RewardRanges(ranges, normalize=config.rollout.normalize_rewards)
-    parity = ParityCheck.from_config(config, planned_device(run.plan_json))
+    parity = ParityCheck.from_config(config, "gpu" if placement.on_gpu else "cpu")
     groups = config.logging.token_groups
     recorder = Recorder(run, run_log, mirror, config.number_of_steps, rewards, token_groups=groups, parity=parity)
     recorder.resume(begun.counters, begun.history, begun.rollouts)

@@ -17,6 +17,7 @@ from telescope.maths.memory import (
     moment_bytes,
 )
 from telescope.planning.latencies import Distribution, EngineTimes, Latencies, constant
+from telescope.weights.base import TransportCost
 
 GIB = 2**30
 
@@ -61,25 +62,6 @@ TRAIN_OVERHEAD_S = 0.2
 """Of a train step: tensors prepared, counts exchanged."""
 
 
-class TransportTimes(msgspec.Struct, frozen=True):
-    """How weights reach the servers: seconds from a trained step to the commit = `fixed_s` + bytes / `bytes_s`."""
-
-    fixed_s: float
-    bytes_s: float
-    pause_s: float
-    """Of it, how long servers stand still."""
-
-
-TRANSPORT_TIMES = {
-    "nccl": TransportTimes(0.014, 290e9, 0.007),
-    "cuda_ipc": TransportTimes(0.042, 105e9, 0.0075),
-    "shared_memory": TransportTimes(0.2, 3e9, 0.05),
-    "disk": TransportTimes(0.2, 1e9, 0.05),
-}
-"""By transport. `nccl`: the straight line through four models of 0.99 to 8.04 GB on two H200 of one host, within 20 %;
-`cuda_ipc`: one model of 6.17 GB on one H200 (benchmarks/results/updates). The others were not measured with GPUs."""
-
-
 class PlannedWork(msgspec.Struct, frozen=True, kw_only=True):
     """What of a configuration the latencies depend on."""
 
@@ -102,7 +84,8 @@ class PlannedWork(msgspec.Struct, frozen=True, kw_only=True):
     epochs: int = 1
     parallel: int = 1
     """Cards a server."""
-    transport: str = "nccl"
+    sending: TransportCost
+    """How weights reach the servers."""
     sent_share: float = 1.0
     """Of the weights' bytes, what an update sends: next to nothing of it for adapters."""
 
@@ -113,7 +96,6 @@ def derive_latencies(card: GpuCard, work: PlannedWork) -> Latencies:
     weights = shape.parameters * work.compute_bytes
     read = card.bandwidth * READ_SHARE * work.parallel
     flops = card.flops * work.parallel
-    way = TRANSPORT_TIMES[work.transport]
     engine = EngineTimes(
         step_s=weights / read + STEP_OVERHEAD_S,
         sequence_s=forward_flops_per_token(shape) / (flops * DECODE_SHARE) + SEQUENCE_S,
@@ -134,8 +116,8 @@ def derive_latencies(card: GpuCard, work: PlannedWork) -> Latencies:
         reward_s=constant(0.02),
         train_step_s=TRAIN_OVERHEAD_S + work.updates * _optimizer_s(card, work),
         train_token_s=work.epochs * (train_token_s + (_collectives_s(card, work) + _bus_s(work)) / work.row_tokens),
-        sync_s=way.fixed_s + work.sent_share * weights / way.bytes_s,
-        pause_s=way.pause_s,
+        sync_s=work.sending.fixed_s + work.sent_share * weights / work.sending.bytes_s,
+        pause_s=work.sending.pause_s,
     )
 
 

@@ -90,7 +90,7 @@ def assume_latencies(config: RunConfig, shape: ModelShape, card: GpuCard, comple
         updates=config.trainer.number_of_minibatches * config.trainer.epochs_per_batch,
         epochs=config.trainer.epochs_per_batch,
         parallel=config.inference.tensor_parallel_size,
-        transport=transport_of(config),
+        sending=transport_of(config).cost,
         sent_share=0.0 if config.model.lora is not None else 1.0,
     )
     return derive_latencies(card, work)

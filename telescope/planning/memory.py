@@ -27,7 +27,8 @@ from telescope.maths.memory import (
     shape_from,
 )
 from telescope.planning.cards import GIB, GpuCard
-from telescope.weights.choose import TransportRefused, choose
+from telescope.weights.base import RunPlacement, Transport, TransportRefused
+from telescope.weights.choose import choose, transport_named
 
 
 def _qwen2(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **other: int | bool) -> ModelShape:
@@ -108,7 +109,9 @@ def max_seqs(config: RunConfig, device: str) -> int:
 
 def shares_a_card(config: RunConfig) -> bool:
     """Whether a server and a rank are on one card, as far as settings say so; `cluster=one_gpu` alone depends on the host."""
-    return config.weight_sync.transport == "cuda_ipc" or config.inference.sleep_while_training != "off"
+    named = _named_transport(config)
+    handed = named is not None and named.cost.trainer_version
+    return handed or config.inference.sleep_while_training != "off"
 
 
 def estimate_server(config: RunConfig, shape: ModelShape, card: GpuCard) -> ServerMemory:
@@ -119,7 +122,7 @@ def estimate_server(config: RunConfig, shape: ModelShape, card: GpuCard) -> Serv
         utilization=config.inference.gpu_memory_utilization,
         bytes_per_value=served_bytes(config, gpu=True),
         staging=config.weight_sync.staging == "full" and config.model.lora is None,
-        bucket_bytes=config.weight_sync.bucket_bytes if transport_of(config) == "nccl" else None,
+        bucket_bytes=config.weight_sync.bucket_bytes if transport_of(config).cost.server_buckets else None,
         batched_tokens=config.inference.max_num_batched_tokens or 8192,
         sequences=max_seqs(config, "gpu"),
         parallel=config.inference.tensor_parallel_size,
@@ -266,19 +269,26 @@ def _fits(config: RunConfig, shape: ModelShape, room: int) -> bool:
     return rank is not None and rank.needed <= room
 
 
-def transport_of(config: RunConfig) -> str:
+def transport_of(config: RunConfig) -> Transport:
     """What `auto` means for servers and ranks with cards of their own; one card for both only where it is asked for. Raises
     `Refused` for a transport that is none of cards."""
-    same = _hands_on_the_card(config)
+    placement = RunPlacement(on_gpu=True, gpus="same" if _hands_on_the_card(config) else "apart")
     try:
-        return choose(config.weight_sync.transport, "cuda", "same" if same else "apart", adapters=config.model.lora is not None)
+        return choose(config, placement)
     except TransportRefused as error:
         raise PlanRefused(str(error)) from error
 
 
 def _hands_on_the_card(config: RunConfig) -> bool:
     """Whether a version lies on the card that server and rank share; false for a run on CPUs, whatever its transport."""
-    return config.weight_sync.transport in ("auto", "cuda_ipc") and shares_a_card(config)
+    named = _named_transport(config)
+    return (named is None or named.cost.trainer_version) and shares_a_card(config)
+
+
+def _named_transport(config: RunConfig) -> Transport | None:
+    """None where `auto` chooses by where processes run."""
+    sync = config.weight_sync
+    return None if sync.transport == "auto" else transport_named(sync.transport, config.plugin_path, sync.transport_kwargs)
 
 
 def room_of(config: RunConfig, shape: ModelShape, card: GpuCard) -> int:

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from telescope.backends.base import Backend, CheckpointUnfit, Job, RankLost, SaveSettings, World
@@ -26,8 +27,8 @@ from telescope.trainer.gpu_share import CudaCard, GpuShare, NoRoomBeside
 from telescope.trainer.kept_batches import Keeper, last_word
 from telescope.trainer.service import OutOfOrder, SenderStuck, TrainerService
 from telescope.trainer.timeline import Timeline
-from telescope.weights.base import NoRoomForWeights, Publisher
-from telescope.weights.choose import Here, TransportRefused, cards, choose, make_publisher, spread, wire_dtype
+from telescope.weights.base import NoRoomForWeights, Publisher, TrainerEnd, TransportRefused
+from telescope.weights.choose import choose, read_placement, wire_dtype
 from telescope.wire import discovery
 from telescope.wire.link import Link, LinkLost, WireRefused, WireTimeout
 from telescope.wire.process import KnownErrors, ProcessContext, ProcessSignals, freeze_heap, run_process
@@ -177,18 +178,22 @@ def timeline(place: ProcessContext, world: World, step: int) -> Timeline:
 def publisher(place: ProcessContext, backend: Backend, world: World) -> Publisher:
     """This rank's end of the transport that the settings name. Raises `TransportRefused`, `NoRoomForWeights`."""
     config = place.config
-    plan = place.directory.plan_json
-    adapters = config.model.lora is not None
-    transport = choose(config.weight_sync.transport, world.device, cards(plan), adapters=adapters, hosts=spread(plan))
-    address = "127.0.0.1"
-    if transport in ("nccl", "gloo"):
-        from telescope.weights.rendezvous import facing
+    placement = replace(read_placement(place.directory.plan_json), on_gpu=world.device.startswith("cuda"))
+    transport = choose(config, placement)
+    end = TrainerEnd(
+        place.identity.run_id,
+        place.directory.path,
+        world.device,
+        config.weight_sync,
+        wire_dtype(config.weight_sync, world.device, config.inference.dtype),
+        world.rank,
+    )
+    if transport.collective:
+        from telescope.weights.broadcast.rendezvous import facing
 
-        address = facing(discovery.find_hub(place.directory, place.identity.attempt, HUB_S).endpoint)
-    here = Here(place.identity.run_id, place.directory.path, world.device, world.rank, address)
-    dtype = wire_dtype(config.weight_sync, world.device, config.inference.dtype)
-    log.info("weights travel by %s as %s", transport, dtype or "they are held")
-    return make_publisher(transport, backend, here, config.weight_sync, dtype)
+        end = replace(end, address=facing(discovery.find_hub(place.directory, place.identity.attempt, HUB_S).endpoint))
+    log.info("weights travel by %s as %s", transport.name, end.dtype or "they are held")
+    return transport.publisher(backend, end)
 
 
 def job(config: RunConfig, world: World, progress: Callable[[str], None], resume: Resume | None = None) -> Job:

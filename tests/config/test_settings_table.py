@@ -55,7 +55,7 @@ def test_a_page_that_is_not_current_is_noticed(script, tmp_path, monkeypatch, na
 def classes() -> list[type[Settings]]:
     sections = [field.annotation for field in RunConfig.model_fields.values()]
     parts = [part for part in sections if isinstance(part, type) and issubclass(part, Settings)]
-    kinds = (plugins.ALGORITHMS, plugins.BACKENDS, plugins.ENVIRONMENTS, plugins.SANDBOXES)
+    kinds = (plugins.ALGORITHMS, plugins.BACKENDS, plugins.ENVIRONMENTS, plugins.SANDBOXES, plugins.TRANSPORTS)
     return [
         RunConfig,
         SandboxSettings,

@@ -23,7 +23,7 @@ from telescope.config.parts import InferenceSettings, ModelSettings, WeightSyncS
 from telescope.inference.vllm.engine import VllmEngine
 from telescope.inference.vllm.options import Device, ServerPlan, vllm_environment
 from telescope.records import Sampling
-from telescope.weights.shared_memory import SharedMemoryPublisher
+from telescope.weights.transports.shared_memory import SharedMemoryPublisher
 from tests.gpu.check_engine import tensors
 from tests.gpu.needed import need_gpus
 from tests.gpu.references import References

@@ -24,7 +24,7 @@ from telescope.config.parts import InferenceSettings, ModelSettings, WeightSyncS
 from telescope.inference.vllm.engine import VllmEngine
 from telescope.inference.vllm.options import ServerPlan, vllm_environment
 from telescope.records import Sampling
-from telescope.weights.shared_memory import SharedMemoryPublisher
+from telescope.weights.transports.shared_memory import SharedMemoryPublisher
 from tests.backends.models import random_experts
 from tests.gpu.needed import need_gpus
 from tests.inference.models import tokenizer

@@ -29,8 +29,8 @@ from telescope.inference.vllm.adapters import (
 from telescope.inference.vllm.lora_engine import LoraEngine
 from telescope.inference.vllm.options import ServerPlan
 from telescope.records import TensorSpec, WeightManifest
-from telescope.weights.buckets import Tensor
-from telescope.weights.disk import DiskPublisher
+from telescope.weights.buckets import ModelTensor
+from telescope.weights.transports.disk import DiskPublisher
 from tests.inference.models import make_model
 
 LORA = LoraSettings(rank=4, alpha=8, target_modules=("q_proj", "down_proj"))
@@ -197,7 +197,7 @@ def published(folder: Path) -> tuple[LoraEngine, WeightManifest]:
     plan = ServerPlan(ModelSettings(name="model", lora=LORA), folder / "model", InferenceSettings(), "cpu", 8, 0, "run")
     engine = LoraEngine(plan, WeightSyncSettings(), folder / "scratch")
     arrays = [(name, np.ones(shape, np.float32)) for name, shape in engine._expected.items()]
-    layout = [Tensor(name, "float32", array.shape) for name, array in arrays]
+    layout = [ModelTensor(name, "float32", array.shape) for name, array in arrays]
     return engine, DiskPublisher(folder / "versions", lambda: layout).publish(1, arrays)
 
 

@@ -18,7 +18,7 @@ from telescope.inference.server import Server
 from telescope.inference.status import Status
 from telescope.records import Sampling, WeightGroup, WeightManifest
 from telescope.weights.base import TransferFailed
-from telescope.weights.shared_memory import SharedMemoryPublisher, SharedMemoryReader
+from telescope.weights.transports.shared_memory import SharedMemoryPublisher, SharedMemoryReader
 from telescope.wire.codec import RawArrays
 from telescope.wire.happenings import Delivery
 from telescope.wire.messages import (

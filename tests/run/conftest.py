@@ -21,7 +21,7 @@ import pytest
 from telescope.runlog.identity import read_identity
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.reader import rows
-from telescope.weights.shared_memory import default_folder, run_prefix
+from telescope.weights.transports.shared_memory import default_folder, run_prefix
 
 ROOT = Path(__file__).resolve().parents[2]
 

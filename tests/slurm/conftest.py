@@ -21,7 +21,7 @@ from telescope.runlog.attempts import Attempt, read_attempts
 from telescope.runlog.ending import read_object
 from telescope.runlog.identity import read_identity
 from telescope.runlog.layout import RunDirectory
-from telescope.weights.shared_memory import default_folder, run_prefix
+from telescope.weights.transports.shared_memory import default_folder, run_prefix
 from tests.run.conftest import kept
 from tests.slurm.real_slurm import POLL_S, Slurm
 

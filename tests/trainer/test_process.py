@@ -29,7 +29,7 @@ from telescope.runlog.layout import RunDirectory
 from telescope.runlog.model_files import ModelFilesChanged, check_model_files
 from telescope.runlog.reader import rows
 from telescope.trainer.main import live
-from telescope.weights.shared_memory import SharedMemoryReader, default_folder, run_prefix
+from telescope.weights.transports.shared_memory import SharedMemoryReader, default_folder, run_prefix
 from telescope.wire.happenings import Delivery, PeerJoined, PeerLeft, PeerLost
 from telescope.wire.hub import Hub
 from telescope.wire.messages import (

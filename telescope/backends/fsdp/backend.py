@@ -29,8 +29,7 @@ from telescope.backends.fsdp.sharding import make_mesh
 from telescope.backends.fsdp.updates import StepUpdates, Updater
 from telescope.maths import flops, packing
 from telescope.records import Denominators
-from telescope.weights.buckets import Bucket
-from telescope.weights.buckets import Tensor as TensorKind
+from telescope.weights.buckets import Bucket, ModelTensor
 
 if TYPE_CHECKING:
     from telescope.backends.fsdp import FSDP
@@ -149,7 +148,7 @@ class FSDPBackend:
             self._policy.free_gathered()
         return found
 
-    def layout(self) -> Sequence[TensorKind]:
+    def layout(self) -> Sequence[ModelTensor]:
         return gather.layout(self._published())
 
     def pack(self, bucket: Bucket, out: Tensor | None) -> None:

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from telescope.records import TensorSpec
-from telescope.weights.buckets import ITEM_BYTES, Bucket, aligned, buckets, lay_out
-from telescope.weights.buckets import Tensor as TensorKind
+from telescope.weights.buckets import ITEM_BYTES, Bucket, ModelTensor, aligned, buckets, lay_out
 
 HOST_BUCKET_BYTES = 256 << 20
 """What is gathered at once on the way to host memory."""
@@ -74,10 +73,10 @@ def _part(published: Tensor | BucketPart) -> BucketPart:
     return published if isinstance(published, BucketPart) else BucketPart(published, tuple(published.shape))
 
 
-def layout(published: Published) -> tuple[TensorKind, ...]:
+def layout(published: Published) -> tuple[ModelTensor, ...]:
     """The whole tensors, though only shards may be here."""
     parts = {name: _part(each) for name, each in published.items()}
-    return tuple(TensorKind(name, dtype_name(part.parameter), part.shape, part.exact) for name, part in parts.items())
+    return tuple(ModelTensor(name, dtype_name(part.parameter), part.shape, part.exact) for name, part in parts.items())
 
 
 @dataclass(frozen=True)

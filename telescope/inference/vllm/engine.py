@@ -136,7 +136,7 @@ class VllmEngine:
         """Ask the workers how they take updates; said once in the log."""
         opening = UpdateSetup(
             self._plan.run, self._plan.name, self._sync.staging, self._sync.update_timeout_s, self._sync.init_timeout_s,
-            self._notices.workers_end,
+            self._notices.workers_end, self._plan.plugin_path, self._sync.transport_kwargs,
         )  # fmt: skip
         answers = await self._rpc("telescope_open", msgspec.json.encode(opening).decode())
         self.opened = tuple(msgspec.json.decode(answer, type=UpdateSupport) for answer in answers)

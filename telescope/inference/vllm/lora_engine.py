@@ -38,9 +38,8 @@ from telescope.inference.vllm.engine_health import answer_within, raise_when_dea
 from telescope.inference.vllm.model_tensors import checkpoint_tensors
 from telescope.inference.vllm.options import ServerPlan, served_dtype
 from telescope.records import Sampling, WeightGroup, WeightManifest
-from telescope.weights.base import Reader, TransferFailed, WeightsCorrupt
-from telescope.weights.disk import DiskReader
-from telescope.weights.shared_memory import SharedMemoryReader
+from telescope.weights.base import TransferFailed, TransportRefused, WeightReader, WeightsCorrupt
+from telescope.weights.choose import transport_named
 
 PROBE_TOKENS, PROBE_WIDTH = 32, 16
 FIRST = -(2**31)
@@ -180,12 +179,15 @@ class LoraEngine(VllmEngine):
         """The version checked and on disk."""
         if found := disagreements(manifest, self._expected):
             raise WeightsRefused(f"weights version {manifest.version} don't fit model.lora: {'; '.join(found)}")
+        try:
+            transport = transport_named(manifest.transport, self._plan.plugin_path, self._sync.transport_kwargs)
+            reader = transport.reader(self._plan.run)
+        except TransportRefused as error:
+            raise WeightsRefused(str(error)) from error
         adapter = self._adapters.new(manifest)
         assert adapter.folder is not None
         called_off = threading.Event()
-        writing = asyncio.ensure_future(
-            asyncio.to_thread(_write, adapter.folder, self._lora, manifest, self._plan.run, called_off)
-        )
+        writing = asyncio.ensure_future(asyncio.to_thread(_write, adapter.folder, self._lora, manifest, reader, called_off))
         try:
             adapter.up = await asyncio.shield(writing)
         except asyncio.CancelledError:  # the thread stops at the next tensor; what it had written is nobody's
@@ -272,8 +274,9 @@ def _asked(adapter: LoraAdapter) -> Any:
     return None if adapter.folder is None else LoRARequest(adapter.name, adapter.number, str(adapter.folder))
 
 
-def _write(folder: Path, lora: LoraSettings, manifest: WeightManifest, run: str, called_off: threading.Event) -> np.ndarray:
-    reader: Reader = DiskReader() if manifest.transport == "disk" else SharedMemoryReader(run)
+def _write(
+    folder: Path, lora: LoraSettings, manifest: WeightManifest, reader: WeightReader, called_off: threading.Event
+) -> np.ndarray:
     tensors = [(spec, memoryview(bytes(data))) for spec, data in reader.read(manifest)]  # small, and free of the transport
     try:
         write(folder, lora, tensors, called_off)

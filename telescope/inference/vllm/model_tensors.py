@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from telescope.records import WeightManifest
-from telescope.weights.buckets import IN_TURN, Tensor, buckets, largest, lay_out
+from telescope.weights.buckets import IN_TURN, ModelTensor, buckets, largest, lay_out
 
 LOADABLE = frozenset({"float64", "float32", "float16", "bfloat16"})
 HEADER_LIMIT = 100 * 1024 * 1024
@@ -42,14 +42,14 @@ def version_bytes(checkpoint: dict[str, tuple[int, ...]], tied: bool, dtype: str
     vectors keep float32 (`Policy.kept`)."""
     vectors = "float32" if dtype in ("bfloat16", "float16") else dtype
     needed = needed_tensors(checkpoint, tied).items()
-    _, nbytes = lay_out(Tensor(name, vectors if len(shape) == 1 else dtype, shape) for name, shape in needed)
+    _, nbytes = lay_out(ModelTensor(name, vectors if len(shape) == 1 else dtype, shape) for name, shape in needed)
     return nbytes
 
 
 def turn_bytes(checkpoint: dict[str, tuple[int, ...]], tied: bool, dtype: str, bucket_bytes: int) -> int:
     """Bytes of the buffers through which a broadcast comes that has no place of its own on the device: two buckets of at most
     `bucket_bytes` (0: of one tensor), or of the largest tensor."""
-    specs, _ = lay_out(Tensor(name, dtype, shape) for name, shape in needed_tensors(checkpoint, tied).items())
+    specs, _ = lay_out(ModelTensor(name, dtype, shape) for name, shape in needed_tensors(checkpoint, tied).items())
     return IN_TURN * largest(buckets(specs, bucket_bytes))
 
 

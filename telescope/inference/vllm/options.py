@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from telescope.config.parts import InferenceSettings, ModelSettings, WeightSyncSettings
+from telescope.config.vllm_arguments import merged
 from telescope.inference.vllm.adapters import vllm_rank
 from telescope.inference.vllm.model_tensors import checkpoint_tensors, is_tied, turn_bytes, version_bytes
+from telescope.weights.base import Transport
 
 Device = Literal["cpu", "gpu"]
 
@@ -39,8 +41,10 @@ class ServerPlan:
     """The run's id: names its segments in shared memory."""
     name: str = "server-0"
     """The server's name in the run, which its workers use in weight groups."""
-    transport: str = "auto"
-    """By which versions come, as the run's plan has it; auto: not known."""
+    transport: Transport | None = None
+    """By which versions come, as the run's plan has it; None: not known."""
+    plugin_path: tuple[str, ...] = ()
+    """Where a transport of the user's own lies."""
 
 
 def vllm_environment(device: Device, given: Mapping[str, str]) -> dict[str, str]:
@@ -64,7 +68,9 @@ def vllm_environment(device: Device, given: Mapping[str, str]) -> dict[str, str]
 
 
 def engine_arguments(plan: ServerPlan) -> dict[str, Any]:
-    """Keyword arguments of vLLM's AsyncEngineArgs."""
+    """Keyword arguments of vLLM's AsyncEngineArgs: what follows from settings, then what the user gives to the engine itself.
+
+    Each that is set here is refused there: `telescope.config.vllm_arguments` says which, with the setting to use."""
     settings = plan.inference
     arguments: dict[str, Any] = {
         "model": str(plan.folder),
@@ -101,7 +107,7 @@ def engine_arguments(plan: ServerPlan) -> dict[str, Any]:
         arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
         if settings.sleep_while_training != "off":
             arguments["enable_sleep_mode"] = True
-    return arguments
+    return merged(arguments, settings.vllm)
 
 
 class NoRoom(ValueError):
@@ -127,7 +133,8 @@ def share_beside(share: float, card_bytes: int, weights_bytes: int, spare_bytes:
 def spare_bytes(plan: ServerPlan, sync: WeightSyncSettings) -> int:
     """Bytes on each of a server's cards that updates need beside vLLM: the staging buffer, or the two buckets in which a
     broadcast comes that waits elsewhere. 0: what is in the card already, or in host memory, is copied straight to its place."""
-    if sync.staging != "full" and plan.transport != "nccl":
+    buckets_wait = plan.transport is not None and plan.transport.cost.server_buckets
+    if sync.staging != "full" and not buckets_wait:
         return 0
     checkpoint, tied, dtype = checkpoint_tensors(plan.folder), is_tied(plan.folder), served_dtype(plan)
     if sync.staging == "full":

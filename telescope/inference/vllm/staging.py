@@ -24,8 +24,8 @@ from telescope.inference.vllm.worker_protocol import StagingPlace
 from telescope.records import TensorSpec, WeightGroup, WeightManifest
 from telescope.weights.base import Receiver, TransferFailed
 from telescope.weights.buckets import Bucket
-from telescope.weights.shared_memory import TRANSPORT as SHARED_MEMORY
-from telescope.weights.shared_memory import SharedMemoryReader
+from telescope.weights.transports.shared_memory import TRANSPORT as SHARED_MEMORY
+from telescope.weights.transports.shared_memory import SharedMemoryReader
 
 Put = Callable[[Callable[[str], torch.Tensor], tuple[TensorSpec, ...]], None]
 """Puts tensors, each given as a row of elements by its name, into the engine's parameters."""

@@ -272,12 +272,11 @@ def receivers(opening: UpdateSetup, rank: int, device: torch.device) -> Callable
     """How a worker gets its receiver of a transport; its name in a weight group is e.g. `server-0/1`."""
 
     def make(transport: str) -> Any:
-        from telescope.weights.choose import make_receiver
+        from telescope.weights.base import ServerEnd
+        from telescope.weights.choose import transport_named
 
-        member = f"{opening.server}/{rank}"
-        return make_receiver(
-            transport, run=opening.run, member=member, device=str(device), init_timeout_s=opening.init_timeout_s
-        )
+        end = ServerEnd(opening.run, f"{opening.server}/{rank}", str(device), opening.init_timeout_s)
+        return transport_named(transport, opening.plugin_path, opening.transport_kwargs).receiver(end)
 
     return make
 

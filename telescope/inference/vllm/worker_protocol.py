@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -30,6 +30,9 @@ class UpdateSetup(msgspec.Struct, frozen=True):
     deadline_s: float
     init_timeout_s: float
     notify: NotifySocket = NotifySocket()
+    plugin_path: tuple[str, ...] = ()
+    transport_kwargs: dict[str, Any] = {}
+    """Of a transport of the user's own: where its file lies, and its settings."""
 
 
 class UpdateSupport(msgspec.Struct, frozen=True):

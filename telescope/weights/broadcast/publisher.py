@@ -14,45 +14,31 @@ import torch
 from torch import Tensor
 
 from telescope.records import WeightGroup, WeightManifest
-from telescope.weights.base import Source, TransferFailed
+from telescope.weights.base import TrainerEnd, TransferFailed, WeightSource
+from telescope.weights.broadcast.communicator import BufferPair, Communicator, Connect, GroupCommunicator, PendingBroadcast
+from telescope.weights.broadcast.rendezvous import Rendezvous
 from telescope.weights.buckets import IN_TURN, Bucket, buckets, largest, lay_out
-from telescope.weights.channel import Channel, Flight
-from telescope.weights.digest import Sample
-from telescope.weights.epochs import Epochs, Turns, new_stream, on_stream, wait_for_device
-from telescope.weights.rendezvous import Meeting
+from telescope.weights.device_streams import new_stream, on_stream, wait_for_device
+from telescope.weights.sampled_digest import SampledDigest
 
 
-class CollectivePublisher:
+class BroadcastPublisher:
     """See `telescope.weights.base.Publisher`. On rank 0 it sends; on the other ranks it helps to gather."""
 
-    def __init__(
-        self,
-        transport: str,
-        source: Source,
-        *,
-        rank: int,
-        device: str,
-        address: str,
-        dtype: str | None,
-        bucket_bytes: int,
-        init_timeout_s: float,
-        update_timeout_s: float,
-        compare_all: bool = False,
-        staging: str | None = None,
-    ) -> None:
-        """`address`: this host's, where the members of a group meet (rank 0). `staging`: `pinned` or `pageable` host memory
-        into which a version is gathered when it is published, and from which it is then sent; None: it is sent from the live
-        parameters."""
-        self._transport, self._source, self._rank = transport, source, rank
-        self._device = torch.device(device)
-        self._specs, self._nbytes = lay_out(source.layout(), dtype)
-        self._bucket_bytes, self._update_timeout_s = bucket_bytes, update_timeout_s
-        self._cut = buckets(self._specs, bucket_bytes)
-        self._staging, self._compare_all = staging, compare_all
+    def __init__(self, transport: str, connect: Connect, source: WeightSource, end: TrainerEnd) -> None:
+        """With `weight_sync.cpu_staging` a version is gathered into host memory when it is published, and sent from there;
+        without, it is sent from the live parameters."""
+        sync = end.sync
+        self._transport, self._source, self._rank = transport, source, end.rank
+        self._device = torch.device(end.device)
+        self._specs, self._nbytes = lay_out(source.layout(), end.dtype)
+        self._bucket_bytes, self._update_timeout_s = sync.bucket_bytes, sync.update_timeout_s
+        self._cut = buckets(self._specs, sync.bucket_bytes)
+        self._staged, self._pinned, self._compare_all = sync.cpu_staging, sync.pin_memory, sync.compare == "all"
         self._host: tuple[int, Tensor] | None = None
-        self._turns = Turns(self._device)
-        self._meeting = Meeting.open(address, init_timeout_s) if rank == 0 else None
-        self._epochs = Epochs(transport, "trainer-0", self._device, init_timeout_s)
+        self._buffers = BufferPair(self._device)
+        self._rendezvous = Rendezvous.open(end.address, sync.init_timeout_s) if end.rank == 0 else None
+        self._group = GroupCommunicator(connect, "trainer-0", self._device, sync.init_timeout_s)
         self._stream = new_stream(self._device)
 
     @property
@@ -60,14 +46,14 @@ class CollectivePublisher:
         return 0
 
     def publish(self, version: int) -> WeightManifest | None:
-        if self._staging is not None:
+        if self._staged:
             self._gather_to_host(version)
-        if self._meeting is None:
+        if self._rendezvous is None:
             return None
         return WeightManifest(
             version=version,
             transport=self._transport,
-            location=self._meeting.location,
+            location=self._rendezvous.location,
             tensors=self._specs,
             nbytes=self._nbytes,
             checksum="",
@@ -76,39 +62,39 @@ class CollectivePublisher:
         )
 
     def send(self, version: int, group: WeightGroup) -> str:
-        with torch.no_grad(), on_stream(self._device, self._stream):
-            if self._meeting is None:
-                if self._staging is None:
+        with on_stream(self._device, self._stream):
+            if self._rendezvous is None:
+                if not self._staged:
                     for bucket in self._cut:
                         self._source.pack(bucket, None)
                 return ""
-            return self._send(version, group, self._meeting)
+            return self._send(version, group, self._rendezvous)
 
     def abort(self, epoch: int) -> None:
-        self._epochs.abort(epoch)
+        self._group.abort(epoch)
 
     def close(self) -> None:
-        self._epochs.close()
+        self._group.close()
 
-    def _send(self, version: int, group: WeightGroup, meeting: Meeting) -> str:
+    def _send(self, version: int, group: WeightGroup, rendezvous: Rendezvous) -> str:
         """Every bucket is packed even when the group has failed: the other ranks wait for this one in each of them."""
-        self._turns.prepare(largest(self._cut))
-        outgoing = _Outgoing(Sample(self._specs, version, everything=self._compare_all, device=self._device))
-        outgoing.attempt(lambda: outgoing.open(self._epochs.channel(group, meeting, self._update_timeout_s)))
+        self._buffers.prepare(largest(self._cut))
+        outgoing = _Outgoing(SampledDigest(self._specs, version, everything=self._compare_all, device=self._device))
+        outgoing.attempt(lambda: outgoing.open(self._group.of_group(group, rendezvous, self._update_timeout_s)))
         for number, bucket in enumerate(self._cut):
-            buffer = self._turns.get(number, bucket.nbytes)
+            buffer = self._buffers.get(number, bucket.nbytes)
             outgoing.attempt(outgoing.make_room)
-            if self._staging is None or outgoing.failed is None:
+            if not self._staged or outgoing.failed is None:
                 self._fill(version, bucket, buffer)
             outgoing.attempt(functools.partial(outgoing.send, bucket, buffer))
         outgoing.attempt(outgoing.finish)
         if outgoing.failed is not None:
-            self._epochs.abort(group.epoch)
+            self._group.abort(group.epoch)
             raise outgoing.failed
         return outgoing.checksum
 
     def _fill(self, version: int, bucket: Bucket, buffer: Tensor) -> None:
-        if self._staging is None:
+        if not self._staged:
             self._source.pack(bucket, buffer)
             return
         if self._host is None or self._host[0] != version:
@@ -117,16 +103,16 @@ class CollectivePublisher:
 
     def _gather_to_host(self, version: int) -> None:
         """The trainer's parameters are free to change when this returns."""
-        with torch.no_grad(), on_stream(self._device, self._stream):
+        with on_stream(self._device, self._stream):
             if self._rank != 0:
                 for bucket in self._cut:
                     self._source.pack(bucket, None)
                 return
-            place = self._host[1] if self._host is not None else _host_memory(self._nbytes, self._staging == "pinned")
+            place = self._host[1] if self._host is not None else _host_memory(self._nbytes, self._pinned)
             self._host = None
-            self._turns.prepare(largest(self._cut))
+            self._buffers.prepare(largest(self._cut))
             for number, bucket in enumerate(self._cut):
-                buffer = self._turns.get(number, bucket.nbytes)
+                buffer = self._buffers.get(number, bucket.nbytes)
                 self._source.pack(bucket, buffer)
                 place[bucket.start : bucket.stop].copy_(buffer, non_blocking=True)
             wait_for_device(self._device)
@@ -136,12 +122,12 @@ class CollectivePublisher:
 class _Outgoing:
     """One version on its way. After its first failure nothing more is tried."""
 
-    def __init__(self, sample: Sample) -> None:
+    def __init__(self, sample: SampledDigest) -> None:
         self.failed: TransferFailed | None = None
         self.checksum = ""
         self._sample = sample
-        self._channel: Channel
-        self._flights: deque[Flight] = deque()
+        self._communicator: Communicator
+        self._pending: deque[PendingBroadcast] = deque()
         self._unseen: tuple[Tensor, int] | None = None
 
     def attempt(self, step: Callable[[], None]) -> None:
@@ -151,16 +137,16 @@ class _Outgoing:
             except TransferFailed as error:
                 self.failed = error
 
-    def open(self, channel: Channel) -> None:
-        self._channel = channel
+    def open(self, communicator: Communicator) -> None:
+        self._communicator = communicator
 
     def make_room(self) -> None:
         """The buffer whose turn it is may be filled again."""
-        while len(self._flights) >= IN_TURN:
-            self._flights.popleft().order()
+        while len(self._pending) >= IN_TURN:
+            self._pending.popleft().wait_on_stream()
 
     def send(self, bucket: Bucket, buffer: Tensor) -> None:
-        self._flights.append(self._channel.broadcast(buffer))
+        self._pending.append(self._communicator.broadcast(buffer))
         self._look()
         self._unseen = buffer, bucket.start
 
@@ -176,9 +162,9 @@ class _Outgoing:
         self._look()
         found = self._sample.sums
         if found.numel():
-            self._flights.append(self._channel.broadcast(found.view(torch.uint8)))
-        for flight in reversed(self._flights):  # where pieces leave in order, one wait is enough for all
-            flight.land()
+            self._pending.append(self._communicator.broadcast(found.view(torch.uint8)))
+        for piece in reversed(self._pending):  # where pieces leave in order, one wait is enough for all
+            piece.wait()
         self.checksum = self._sample.text(found.cpu())
 
 

@@ -23,7 +23,7 @@ POSITION, SPREAD = -7046029254386353131, -4658895280553007687
 """Odd constants (2^64 over the golden ratio; splitmix64's second multiplier), as signed numbers."""
 
 
-class Sample:
+class SampledDigest:
     """What of a version is compared, and what was found of it so far: a side adds bucket by bucket, in order."""
 
     def __init__(self, specs: Sequence[TensorSpec], version: int, *, everything: bool, device: torch.device) -> None:
@@ -97,7 +97,7 @@ def _places(specs: Sequence[TensorSpec], device: torch.device) -> Tensor:
 
 
 def _sums(data: Tensor, specs: Sequence[TensorSpec], places: Tensor, *, whole: bool, start: int) -> Tensor:
-    """See `Sample.sums`. Small tensors one after another are looked at together."""
+    """See `SampledDigest.sums`. Small tensors one after another are looked at together."""
     every = data[: data.numel() // 8 * 8].view(torch.int64)
     found: list[Tensor] = []
     together: list[tuple[Tensor, ...]] = []

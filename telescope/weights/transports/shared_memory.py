@@ -10,10 +10,8 @@ so that `sweep` can tell a dead run's leftovers from a living run's weights.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
-import math
 import mmap
 import os
 import secrets
@@ -21,20 +19,64 @@ import stat
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from telescope.records import TensorSpec, WeightManifest
-from telescope.weights.base import Checksum, NoRoomForWeights, WeightsCorrupt, checksum
+from telescope.weights.base import (
+    NoRoomForWeights,
+    Publisher,
+    Receiver,
+    RunPlacement,
+    ServerEnd,
+    TrainerEnd,
+    Transport,
+    TransportCost,
+    WeightsCorrupt,
+    WeightSource,
+)
 from telescope.weights.buckets import ALIGNMENT, ITEM_BYTES
+from telescope.weights.host_memory import (
+    FULL,
+    Checksum,
+    HostPublisher,
+    HostReceiver,
+    check_bounds,
+    checksum,
+    describe,
+)
+
+if TYPE_CHECKING:
+    from telescope.config.parts import WeightSyncSettings
 
 TRANSPORT = "shared_memory"
 PREFIX = "telescope-weights-"
 VERSIONS_AT_ONCE = 2
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Error numbers that mean: there is no room."""
+
+
+class SharedMemory(Transport):
+    carries_adapters: ClassVar[bool] = True
+    cost: ClassVar[TransportCost] = TransportCost(0.2, 3e9, 0.05)  # not measured with GPUs
+
+    def refusal(self, placement: RunPlacement, sync: WeightSyncSettings, asked: str) -> str:
+        if not placement.other_hosts:
+            return ""
+        return (
+            f"weight_sync.transport={asked} is shared memory here, which servers on other hosts do not see: set "
+            "weight_sync.transport=disk and weight_sync.dir to a folder that all hosts see, or give servers and ranks GPUs of "
+            "their own"
+        )
+
+    def publisher(self, source: WeightSource, end: TrainerEnd) -> Publisher:
+        writer = SharedMemoryPublisher(end.run) if end.rank == 0 else None
+        return HostPublisher(partial(source.weights, end.dtype), writer)
+
+    def receiver(self, end: ServerEnd) -> Receiver:
+        return HostReceiver(self.reader(end.run))
+
+    def reader(self, run: str) -> SharedMemoryReader:
+        return SharedMemoryReader(run)
 
 
 def default_folder() -> Path:
@@ -68,8 +110,8 @@ def sweep(folder: Path | None = None) -> list[str]:
 
 
 @dataclass
-class _Segment:
-    """One written version. `descriptor` is kept open for the lock on it."""
+class _HeldVersion:
+    """One written segment. `descriptor` is kept open for the lock on it."""
 
     path: Path
     descriptor: int
@@ -86,7 +128,7 @@ class SharedMemoryPublisher:
         self._folder = folder or default_folder()
         sweep(self._folder)
         self._stem = f"{run_prefix(run)}{secrets.token_hex(4)}"
-        self._held: dict[int, _Segment] = {}
+        self._held: dict[int, _HeldVersion] = {}
 
     def publish(self, version: int, tensors: Iterable[tuple[str, Any]]) -> WeightManifest:
         """Write a version and describe it. Of the versions before, only the newest is kept: servers serve that one.
@@ -124,16 +166,16 @@ class SharedMemoryPublisher:
         for version in tuple(self._held):
             self.retire(version)
 
-    def _create(self, version: int) -> _Segment:
+    def _create(self, version: int) -> _HeldVersion:
         path = self._folder / f"{self._stem}-{version}"
         while True:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             if os.fstat(descriptor).st_nlink:
-                return _Segment(path, descriptor)
+                return _HeldVersion(path, descriptor)
             os.close(descriptor)  # another run's sweep took it in the instant before it was locked
 
-    def _write(self, segment: _Segment, tensors: Iterable[tuple[str, Any]]) -> tuple[list[TensorSpec], int, str]:
+    def _write(self, segment: _HeldVersion, tensors: Iterable[tuple[str, Any]]) -> tuple[list[TensorSpec], int, str]:
         specs: dict[str, TensorSpec] = {}
         offset = 0
         digest = Checksum()
@@ -157,7 +199,7 @@ class SharedMemoryPublisher:
         self._append(segment, memoryview(rest))
         return list(specs.values()), offset + len(rest), digest.text()
 
-    def _append(self, segment: _Segment, data: memoryview) -> None:
+    def _append(self, segment: _HeldVersion, data: memoryview) -> None:
         """Write all of it. Not through a mapping: there a full file system is a SIGBUS, here it is an error with a name."""
         while data.nbytes:
             try:
@@ -228,29 +270,3 @@ class SharedMemoryReader:
                 f"weights version {manifest.version} at {manifest.location} have {status.st_size} bytes, "
                 f"published were {manifest.nbytes}"
             )
-
-
-def check_bounds(spec: TensorSpec, manifest: WeightManifest) -> None:
-    """Raise `WeightsCorrupt` for a tensor that can't lie where it is said to: slicing a view past its end is silent."""
-    expected = math.prod(spec.shape) * ITEM_BYTES.get(spec.dtype, -1)
-    if spec.nbytes != expected or spec.offset < 0 or spec.offset + spec.nbytes > manifest.nbytes:
-        raise WeightsCorrupt(
-            f"tensor {spec.name} of weights version {manifest.version} is described as {spec.dtype}{list(spec.shape)} in "
-            f"bytes {spec.offset} to {spec.offset + spec.nbytes} of {manifest.nbytes}, which can't be"
-        )
-
-
-def describe(tensor: Any) -> tuple[str, tuple[int, ...], memoryview]:
-    """Dtype by torch's name, shape and bytes of a CPU tensor: numpy's or torch's (bfloat16, which numpy lacks, included)."""
-    if isinstance(tensor, np.ndarray):
-        array = np.ascontiguousarray(tensor)
-        if array.dtype.byteorder == ">":
-            raise ValueError(f"an array of dtype {array.dtype.str} is big-endian; weights are little-endian")
-        return array.dtype.name, tuple(tensor.shape), array.reshape(-1).view(np.uint8).data
-    import torch  # whoever holds a torch tensor has paid for this already
-
-    tensor = tensor.detach()
-    if tensor.device.type != "cpu":
-        raise ValueError(f"a tensor on {tensor.device} can't be shared through host memory; copy it to the CPU first")
-    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), memoryview(flat.numpy())

@@ -11,13 +11,28 @@ import json
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from telescope.records import TensorSpec, WeightManifest
-from telescope.weights.base import Checksum, NoRoomForWeights, WeightsCorrupt
-from telescope.weights.buckets import Tensor, lay_out
-from telescope.weights.shared_memory import FULL, check_bounds, describe
+from telescope.weights.base import (
+    NoRoomForWeights,
+    Publisher,
+    Receiver,
+    RunPlacement,
+    ServerEnd,
+    TrainerEnd,
+    Transport,
+    TransportCost,
+    WeightsCorrupt,
+    WeightSource,
+)
+from telescope.weights.buckets import ModelTensor, lay_out
+from telescope.weights.host_memory import FULL, Checksum, HostPublisher, HostReceiver, check_bounds, describe
+
+if TYPE_CHECKING:
+    from telescope.config.parts import WeightSyncSettings
 
 TRANSPORT = "disk"
 VERSIONS_AT_ONCE = 2
@@ -27,10 +42,39 @@ NAMES = {
 }  # fmt: skip
 
 
+FOLDER = "weights"
+"""Where in the run directory versions lie when `weight_sync.dir` names no folder."""
+
+
+class Disk(Transport):
+    carries_adapters: ClassVar[bool] = True
+    reads: ClassVar[tuple[str, ...]] = ("dir",)
+    cost: ClassVar[TransportCost] = TransportCost(0.2, 1e9, 0.05)  # not measured with GPUs
+
+    def refusal(self, placement: RunPlacement, sync: WeightSyncSettings, asked: str) -> str:
+        if sync.dir is not None or placement.run_dir_on_all:
+            return ""
+        return (
+            "weights travel as files in the run directory, which not all hosts see: set weight_sync.dir to a folder "
+            "that they do, or take another weight_sync.transport"
+        )
+
+    def publisher(self, source: WeightSource, end: TrainerEnd) -> Publisher:
+        folder = Path(end.sync.dir) / end.run if end.sync.dir else end.directory / FOLDER
+        writer = DiskPublisher(folder, source.layout, end.dtype) if end.rank == 0 else None
+        return HostPublisher(partial(source.weights, end.dtype), writer)
+
+    def receiver(self, end: ServerEnd) -> Receiver:
+        return HostReceiver(DiskReader())
+
+    def reader(self, run: str) -> DiskReader:
+        return DiskReader()
+
+
 class DiskPublisher:
     """The writing side, one a run (rank 0 of the trainer). Not thread-safe."""
 
-    def __init__(self, folder: Path, layout: Callable[[], Sequence[Tensor]], dtype: str | None = None) -> None:
+    def __init__(self, folder: Path, layout: Callable[[], Sequence[ModelTensor]], dtype: str | None = None) -> None:
         """`layout`: what the tensors will be, since a file begins with it; floating ones come as `dtype` where one is given."""
         self._folder, self._layout, self._dtype = folder, layout, dtype
         self._held: dict[int, Path] = {}

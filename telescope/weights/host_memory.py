@@ -1,27 +1,34 @@
-"""Weights by way of host memory or files, in the words of every transport: what a publisher and a receiver of them do.
+"""What transports by way of host memory or files share: both ends around one writer and one reader, and the checks of bytes.
 
-Owns the joining of the trainer's ranks with one writer, and of a reader with a place on a device. Torch is imported when bytes
+Owns the joining of the trainer's ranks with a writer, and of a reader with a place on a device. Torch is imported when bytes
 are received, not before: a run without models does without it.
 """
 
 from __future__ import annotations
 
+import errno
+import math
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from telescope.records import WeightGroup, WeightManifest
-from telescope.weights.base import Load, Reader, TransferFailed, WeightsCorrupt
-from telescope.weights.buckets import Bucket, buckets
+import numpy as np
+
+from telescope.records import TensorSpec, WeightGroup, WeightManifest
+from telescope.weights.base import Load, TransferFailed, WeightReader, WeightsCorrupt
+from telescope.weights.buckets import ITEM_BYTES, Bucket, buckets
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 LOAD_BUCKET_BYTES = 64 << 20
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Error numbers that mean: there is no room."""
 
 
-class Writer(Protocol):
+class VersionWriter(Protocol):
     """The place of versions: rank 0's. At most two exist at once: the served and the next."""
 
     def publish(self, version: int, tensors: Iterable[tuple[str, Any]]) -> WeightManifest: ...
@@ -32,7 +39,7 @@ class Writer(Protocol):
 class HostPublisher:
     """See `telescope.weights.base.Publisher`. `tensors` gives a version's tensors; it is a collective of the trainer ranks."""
 
-    def __init__(self, tensors: Callable[[], Iterator[tuple[str, Any]]], writer: Writer | None) -> None:
+    def __init__(self, tensors: Callable[[], Iterator[tuple[str, Any]]], writer: VersionWriter | None) -> None:
         """`writer` is rank 0's; the others have none."""
         self._tensors, self._writer = tensors, writer
 
@@ -61,7 +68,7 @@ class HostPublisher:
 class HostReceiver:
     """See `telescope.weights.base.Receiver`."""
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: WeightReader) -> None:
         self._reader = reader
         self._cancelled = threading.Event()
 
@@ -135,3 +142,53 @@ def _tensor(data: memoryview) -> Tensor:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given buffer is not writable")
         return torch.frombuffer(data, dtype=torch.uint8)
+
+
+class Checksum:
+    """CRC-32 over bytes in order, e.g. `crc32:0d4a1185`. It guards against torn, short and stale data, not against forgers.
+
+    Of what the standard library has it is the fast one that also spreads short inputs: 2.6 GiB/s on one core of the machine
+    it was chosen on, against 0.8 for BLAKE2b; it frees the interpreter's lock while it runs.
+    """
+
+    def __init__(self) -> None:
+        self._crc = 0
+
+    def update(self, data: bytes | memoryview) -> None:
+        self._crc = zlib.crc32(data, self._crc)
+
+    def text(self) -> str:
+        return f"crc32:{self._crc:08x}"
+
+
+def checksum(data: Any) -> str:
+    """The checksum of a whole segment, as it stands in its manifest."""
+    whole = Checksum()
+    whole.update(data)
+    return whole.text()
+
+
+def check_bounds(spec: TensorSpec, manifest: WeightManifest) -> None:
+    """Raise `WeightsCorrupt` for a tensor that can't lie where it is said to: slicing a view past its end is silent."""
+    expected = math.prod(spec.shape) * ITEM_BYTES.get(spec.dtype, -1)
+    if spec.nbytes != expected or spec.offset < 0 or spec.offset + spec.nbytes > manifest.nbytes:
+        raise WeightsCorrupt(
+            f"tensor {spec.name} of weights version {manifest.version} is described as {spec.dtype}{list(spec.shape)} in "
+            f"bytes {spec.offset} to {spec.offset + spec.nbytes} of {manifest.nbytes}, which can't be"
+        )
+
+
+def describe(tensor: Any) -> tuple[str, tuple[int, ...], memoryview]:
+    """Dtype by torch's name, shape and bytes of a CPU tensor: numpy's or torch's (bfloat16, which numpy lacks, included)."""
+    if isinstance(tensor, np.ndarray):
+        array = np.ascontiguousarray(tensor)
+        if array.dtype.byteorder == ">":
+            raise ValueError(f"an array of dtype {array.dtype.str} is big-endian; weights are little-endian")
+        return array.dtype.name, tuple(tensor.shape), array.reshape(-1).view(np.uint8).data
+    import torch  # whoever holds a torch tensor has paid for this already
+
+    tensor = tensor.detach()
+    if tensor.device.type != "cpu":
+        raise ValueError(f"a tensor on {tensor.device} can't be shared through host memory; copy it to the CPU first")
+    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), memoryview(flat.numpy())

@@ -35,7 +35,7 @@ def facing(endpoint: str) -> str:
         return address
 
 
-class Meeting:
+class Rendezvous:
     """One process's end of the store. `location` is what a manifest tells the others: `tcp://host:port/word`."""
 
     def __init__(self, store: Any, location: str) -> None:
@@ -43,7 +43,7 @@ class Meeting:
         self._store = dist.PrefixStore(urlsplit(location).path.strip("/"), store)  # type: ignore[attr-defined]
 
     @classmethod
-    def open(cls, address: str, timeout_s: float) -> Meeting:
+    def open(cls, address: str, timeout_s: float) -> Rendezvous:
         """Rank 0's: listens on a free port of `address` until the object is gone."""
         listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
         port = listener.getsockname()[1]
@@ -59,7 +59,7 @@ class Meeting:
         return cls(store, f"tcp://{host}:{port}/{secrets.token_hex(8)}")
 
     @classmethod
-    def join(cls, location: str, timeout_s: float) -> Meeting:
+    def join(cls, location: str, timeout_s: float) -> Rendezvous:
         """A receiver's. Raises `TransferFailed` where nobody answers within `timeout_s`."""
         target = urlsplit(location)
         if target.scheme != "tcp" or not target.hostname or not target.port:

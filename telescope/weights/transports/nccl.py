@@ -1,4 +1,5 @@
-"""A communicator over NCCL, spoken to directly: non-blocking, so that each wait has a deadline and can be broken off.
+"""Weights between GPUs: trainer rank 0 broadcasts each version over NCCL, spoken to directly: non-blocking, so that each wait
+has a deadline and can be broken off.
 
 torch's own NCCL group ends the whole process when one of its waits fails, and may block inside the library while it connects;
 a trainer and its servers must survive each other. Owns the few functions of libnccl that a broadcast needs, the communicator's
@@ -9,18 +10,33 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import math
 import threading
+import time
 from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from telescope.records import WeightGroup
-from telescope.weights.base import TransferFailed
-from telescope.weights.clock import Clock
-from telescope.weights.rendezvous import fetch
+from telescope.weights.base import (
+    Publisher,
+    Receiver,
+    RunPlacement,
+    ServerEnd,
+    TrainerEnd,
+    TransferFailed,
+    Transport,
+    TransportCost,
+    WeightSource,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from telescope.config.parts import WeightSyncSettings
 
 SUCCESS, IN_PROGRESS = 0, 7
 UINT8 = 1
@@ -31,6 +47,33 @@ LOOKS, LOOK_S = 400, 0.0005
 """Queueing a piece takes the library some 50 µs in a thread of its own: so many looks come at once, the rest with pauses."""
 IN_FLIGHT = 8
 """Pieces queued at once: a stuck group must not fill the device's queue, in which a launch would then block."""
+
+
+class NCCL(Transport):
+    device: ClassVar[Literal["cpu", "gpu"] | None] = "gpu"
+    collective: ClassVar[bool] = True
+    reads: ClassVar[tuple[str, ...]] = ("mode", "bucket_mb", "cpu_staging", "pin_memory", "init_timeout_s")
+    cost: ClassVar[TransportCost] = TransportCost(0.014, 290e9, 0.007, server_buckets=True)
+    """The straight line through four models of 0.99 to 8.04 GB on two H200 of one host, within 20 %
+    (benchmarks/results/updates)."""
+
+    def refusal(self, placement: RunPlacement, sync: WeightSyncSettings, asked: str) -> str:
+        if not placement.on_gpu or placement.gpus == "apart":
+            return super().refusal(placement, sync, asked)
+        return (
+            f"weight_sync.transport={asked} refuses two ranks on a card, and here a server and a trainer rank share one: set "
+            "weight_sync.transport=auto"
+        )
+
+    def publisher(self, source: WeightSource, end: TrainerEnd) -> Publisher:
+        from telescope.weights.broadcast.publisher import BroadcastPublisher
+
+        return BroadcastPublisher(self.name, NcclCommunicator, source, end)
+
+    def receiver(self, end: ServerEnd) -> Receiver:
+        from telescope.weights.broadcast.receiver import BroadcastReceiver
+
+        return BroadcastReceiver(self.name, NcclCommunicator, end)
 
 
 class _UniqueId(ctypes.Structure):
@@ -64,19 +107,21 @@ def library() -> ctypes.CDLL:
         raise
 
 
-class NcclFlight:
-    def __init__(self, channel: NcclChannel, event: torch.cuda.Event) -> None:
-        self._channel, self._event = channel, event
+class PendingNcclBroadcast:
+    def __init__(self, communicator: NcclCommunicator, event: torch.cuda.Event) -> None:
+        self._communicator, self._event = communicator, event
 
-    def order(self) -> None:
-        torch.cuda.current_stream(self._channel.device).wait_event(self._event)
+    def wait_on_stream(self) -> None:
+        import torch
 
-    def land(self) -> None:
-        self._channel.wait_for(self._event)
+        torch.cuda.current_stream(self._communicator.device).wait_event(self._event)
+
+    def wait(self) -> None:
+        self._communicator.wait_for(self._event)
 
 
-class NcclChannel:
-    """See `telescope.weights.channel.Channel`."""
+class NcclCommunicator:
+    """See `telescope.weights.broadcast.communicator.Communicator`."""
 
     own_buffers = False
 
@@ -85,19 +130,23 @@ class NcclChannel:
         store: Any,
         group: WeightGroup,
         rank: int,
+        *,
         device: torch.device,
+        location: str,
         timeout_s: float,
         cancelled: threading.Event,
     ) -> None:
         """Connects to all other members, which are there by now. Raises `TransferFailed` after `timeout_s`."""
+        import torch
+
         self.epoch, self.device = group.epoch, device
         self._lock = threading.Lock()
         self._library = library()
         self._said = ctypes.PyDLL(self._library._name).ncclCommGetAsyncError
         """Asked many times in a row and answered at once: without leaving the interpreter to its other threads in between."""
         self._comm: ctypes.c_void_p | None = ctypes.c_void_p()
-        self._queued: deque[NcclFlight] = deque()
-        self._clock = Clock(self.abort, timeout_s)
+        self._queued: deque[PendingNcclBroadcast] = deque()
+        self._deadline = WaitDeadline(self.abort, timeout_s)
         torch.cuda.set_device(device)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         identity = self._identity(store, rank, timeout_s, cancelled)
@@ -117,11 +166,13 @@ class NcclChannel:
             raise
 
     def limit(self, deadline_s: float) -> None:
-        self._clock.limit(deadline_s)
+        self._deadline.limit(deadline_s)
 
-    def broadcast(self, data: Tensor) -> NcclFlight:
+    def broadcast(self, data: Tensor) -> PendingNcclBroadcast:
+        import torch
+
         while len(self._queued) >= IN_FLIGHT:
-            self._queued.popleft().land()
+            self._queued.popleft().wait()
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         self._call(
             "broadcast",
@@ -138,21 +189,21 @@ class NcclChannel:
         data.record_stream(self._stream)
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(self._stream)
-        flight = NcclFlight(self, event)
-        self._queued.append(flight)
-        return flight
+        pending = PendingNcclBroadcast(self, event)
+        self._queued.append(pending)
+        return pending
 
     def wait_for(self, event: torch.cuda.Event) -> None:
         """Wait on the host. The time's end, like `abort`, makes the library's kernels give up, and so ends the wait itself."""
         if not event.query():  # type: ignore[no-untyped-call]
-            with self._clock.waiting():
+            with self._deadline.waiting():
                 event.synchronize()
         with self._lock:
             self._check_alive()
             self._check(self._async_error(), "broadcast")
 
     def abort(self) -> None:
-        self._clock.stop()
+        self._deadline.stop()
         with self._lock:
             comm, self._comm = self._comm, None
             if comm is not None and comm.value:
@@ -163,6 +214,8 @@ class NcclChannel:
         self.abort()
 
     def _identity(self, store: Any, rank: int, timeout_s: float, cancelled: threading.Event) -> _UniqueId:
+        from telescope.weights.broadcast.rendezvous import fetch
+
         identity = _UniqueId()
         if rank == 0:
             self._check(self._library.ncclGetUniqueId(ctypes.byref(identity)), "get an id")
@@ -181,7 +234,7 @@ class NcclChannel:
             looks += 1
             if looks > LOOKS and pause.wait(LOOK_S):
                 raise TransferFailed(f"the group of epoch {self.epoch} was broken off")
-            if self._clock.is_up:
+            if self._deadline.is_up:
                 self.abort()
                 raise TransferFailed(f"NCCL did not {doing} the group of epoch {self.epoch} in its time")
             with self._lock:
@@ -203,3 +256,67 @@ class NcclChannel:
             self._library.ncclGetErrorString.restype = ctypes.c_char_p
             said = self._library.ncclGetErrorString(code).decode()
             raise TransferFailed(f"NCCL could not {doing} in the group of epoch {self.epoch}: {said}")
+
+
+class WaitDeadline:
+    """The deadline of waits that can't be given one: a thread looks on, and breaks off what is still waited for at its end. One
+    thread a communicator, made at its first wait: a thread for each wait would cost more than most waits take.
+
+    `late` is called where a wait is under way at the end of the time, or begins after it; it is to end the wait. The first
+    such call is the last one from its own thread."""
+
+    def __init__(self, late: Callable[[], None], seconds: float) -> None:
+        self._late = late
+        self._changed = threading.Condition()  # guards all below
+        self._end = time.monotonic() + seconds
+        self._wakes = math.inf
+        """When the thread looks next by itself."""
+        self._waits = 0
+        self._stopped = False
+        self._thread: threading.Thread | None = None
+
+    def limit(self, seconds: float) -> None:
+        """From now on the time ends after so many seconds, for a wait that is under way, too."""
+        with self._changed:
+            self._end = time.monotonic() + seconds
+            if self._end < self._wakes:
+                self._changed.notify_all()
+
+    @property
+    def is_up(self) -> bool:
+        return time.monotonic() >= self._end
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around a wait."""
+        with self._changed:
+            counted = int(not self.is_up)
+            self._waits += counted
+            if self._thread is None and counted and not self._stopped:
+                self._thread = threading.Thread(target=self._look_on, daemon=True, name="nccl-deadline")
+                self._thread.start()
+        try:
+            if not counted:
+                self._late()
+            yield
+        finally:
+            with self._changed:
+                self._waits -= counted
+
+    def stop(self) -> None:
+        """End the thread, which is not waited for."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+    def _look_on(self) -> None:
+        with self._changed:
+            while not self._stopped:
+                left = self._end - time.monotonic()
+                if left <= 0 and self._waits:
+                    break
+                self._wakes = self._end if left > 0 else math.inf  # a wait that begins too late sees to itself
+                self._changed.wait(left if left > 0 else None)
+            else:
+                return
+        self._late()

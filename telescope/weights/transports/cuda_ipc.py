@@ -1,7 +1,7 @@
 """Weights within one card: the trainer keeps a version in a buffer on the GPU that the server's worker opens by its handle.
 
 For servers and trainer on the same GPU, where NCCL refuses two ranks. Owns that memory, its handle and its mapping, through
-the CUDA driver: the memory of torch's allocator has no handle of its own. Imports torch.
+the CUDA driver: the memory of torch's allocator has no handle of its own.
 
 The buffer holds one version, the newest published; servers have copied the one before when the next is published. The handle
 stays the same for the run, so a server opens it once.
@@ -10,21 +10,57 @@ stays the same for the run, so a server opens it once.
 from __future__ import annotations
 
 import ctypes
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from telescope.records import WeightGroup, WeightManifest
-from telescope.weights.base import Load, NoRoomForWeights, Source, TransferFailed, WeightsCorrupt
+from telescope.weights.base import (
+    Load,
+    NoRoomForWeights,
+    Publisher,
+    Receiver,
+    RunPlacement,
+    ServerEnd,
+    TrainerEnd,
+    TransferFailed,
+    Transport,
+    TransportCost,
+    WeightsCorrupt,
+    WeightSource,
+)
 from telescope.weights.buckets import buckets, lay_out
-from telescope.weights.digest import Sample
-from telescope.weights.epochs import new_stream, on_stream, wait_for_device
-from telescope.weights.host import refuse_to_send
+from telescope.weights.device_streams import new_stream, on_stream, wait_for_device
+from telescope.weights.host_memory import refuse_to_send
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from telescope.config.parts import WeightSyncSettings
 
 TRANSPORT = "cuda_ipc"
 HANDLE_BYTES = 64
 LAZY_PEER_ACCESS = 1
+
+
+class CudaIpc(Transport):
+    device: ClassVar[Literal["cpu", "gpu"] | None] = "gpu"
+    reads: ClassVar[tuple[str, ...]] = ("bucket_mb",)
+    cost: ClassVar[TransportCost] = TransportCost(0.042, 105e9, 0.0075, trainer_version=True)
+    """One model of 6.17 GB on one H200 (benchmarks/results/updates)."""
+
+    def refusal(self, placement: RunPlacement, sync: WeightSyncSettings, asked: str) -> str:
+        if not placement.on_gpu or placement.gpus == "same":
+            return super().refusal(placement, sync, asked)
+        return (
+            f"weight_sync.transport={asked} is for servers and trainer on one and the same GPU, and this run has several: set "
+            "weight_sync.transport=auto"
+        )
+
+    def publisher(self, source: WeightSource, end: TrainerEnd) -> Publisher:
+        return CudaIpcPublisher(source, end)
+
+    def receiver(self, end: ServerEnd) -> Receiver:
+        return CudaIpcReceiver(end.device)
 
 
 class _Handle(ctypes.Structure):
@@ -35,10 +71,12 @@ class DriverError(RuntimeError):
     """The CUDA driver refused a call."""
 
 
-class Driver:
+class CudaDriver:
     """The functions of libcuda that memory between processes needs, in the context that torch has made current."""
 
     def __init__(self, device: torch.device) -> None:
+        import torch
+
         self._device = device
         self._library = ctypes.CDLL("libcuda.so.1")
         self._library.cuIpcOpenMemHandle_v2.argtypes = [ctypes.c_void_p, _Handle, ctypes.c_uint]
@@ -69,6 +107,8 @@ class Driver:
 
     def view(self, pointer: int, nbytes: int) -> Tensor:
         """The memory as bytes [nbytes] uint8; it does not own it."""
+        import torch
+
         return torch.as_tensor(_Memory(pointer, nbytes), device=self._device)
 
     def _pointer(self, name: str, call: Any) -> int:
@@ -77,6 +117,8 @@ class Driver:
         return place.value or 0
 
     def _call(self, name: str, function: Any, *arguments: Any) -> None:
+        import torch
+
         torch.cuda.set_device(self._device)
         torch.cuda.current_stream(self._device).query()  # makes torch's context the current one of this thread
         code = function(*arguments)
@@ -101,18 +143,19 @@ class _Memory:
 class CudaIpcPublisher:
     """See `telescope.weights.base.Publisher`. Rank 0 holds the buffer; the other ranks help to gather."""
 
-    def __init__(
-        self, source: Source, *, rank: int, device: str, dtype: str | None, bucket_bytes: int, compare_all: bool = False
-    ) -> None:
+    def __init__(self, source: WeightSource, end: TrainerEnd) -> None:
         """Raises `NoRoomForWeights` where the card is full."""
-        self._source, self._rank, self._device = source, rank, torch.device(device)
-        self._compare_all = compare_all
-        self._specs, self._nbytes = lay_out(source.layout(), dtype)
-        self._bucket_bytes, self._cut = bucket_bytes, buckets(self._specs, bucket_bytes)
+        import torch
+
+        self._source, self._rank, self._device = source, end.rank, torch.device(end.device)
+        self._compare_all = end.sync.compare == "all"
+        self._specs, self._nbytes = lay_out(source.layout(), end.dtype)
+        self._bucket_bytes = end.sync.bucket_bytes
+        self._cut = buckets(self._specs, self._bucket_bytes)
         self._stream = new_stream(self._device)
         self._pointer = 0
-        if rank == 0:
-            self._driver = Driver(self._device)
+        if end.rank == 0:
+            self._driver = CudaDriver(self._device)
             self._pointer = self._allocate()
             self._buffer = self._driver.view(self._pointer, self._nbytes)
             self._buffer.zero_()
@@ -123,12 +166,14 @@ class CudaIpcPublisher:
         return self._nbytes if self._pointer else 0
 
     def publish(self, version: int) -> WeightManifest | None:
-        with torch.no_grad(), on_stream(self._device, self._stream):
+        from telescope.weights.sampled_digest import SampledDigest
+
+        with on_stream(self._device, self._stream):
             for bucket in self._cut:
                 self._source.pack(bucket, self._buffer[bucket.start : bucket.stop] if self._rank == 0 else None)
             if self._rank != 0:
                 return None
-            sample = Sample(self._specs, version, everything=self._compare_all, device=self._device)
+            sample = SampledDigest(self._specs, version, everything=self._compare_all, device=self._device)
             sample.add(self._buffer)
             found = sample.text()
             wait_for_device(self._device)
@@ -149,6 +194,8 @@ class CudaIpcPublisher:
             self._pointer = 0
 
     def _allocate(self) -> int:
+        import torch
+
         try:
             return self._driver.allocate(self._nbytes)
         except DriverError as error:
@@ -163,8 +210,10 @@ class CudaIpcReceiver:
     """See `telescope.weights.base.Receiver`. On the trainer's card, in another process."""
 
     def __init__(self, device: str) -> None:
+        import torch
+
         self._device = torch.device(device)
-        self._driver = Driver(self._device)
+        self._driver = CudaDriver(self._device)
         self._stream = new_stream(self._device)
         self._handle, self._pointer = "", 0
 
@@ -173,19 +222,19 @@ class CudaIpcReceiver:
             raise WeightsCorrupt(
                 f"{manifest.nbytes} bytes of weights version {manifest.version} don't fit into {staging.numel()}"
             )
-        with torch.no_grad(), on_stream(self._device, self._stream):
+        with on_stream(self._device, self._stream):
             staging[: manifest.nbytes].copy_(self._opened(manifest), non_blocking=True)
             wait_for_device(self._device)
             self._compare(manifest, staging)
             return manifest.checksum
 
     def verify(self, manifest: WeightManifest, deadline_s: float) -> None:
-        with torch.no_grad(), on_stream(self._device, self._stream):
+        with on_stream(self._device, self._stream):
             self._compare(manifest, self._opened(manifest))
 
     def receive_buckets(self, manifest: WeightManifest, group: WeightGroup | None, load: Load, deadline_s: float) -> str:
         """Here everything is checked before the first `load`, and nothing is copied but by it."""
-        with torch.no_grad(), on_stream(self._device, self._stream):
+        with on_stream(self._device, self._stream):
             whole = self._opened(manifest)
             self._compare(manifest, whole)
             for bucket in buckets(manifest.tensors, manifest.bucket_bytes):
@@ -216,7 +265,9 @@ class CudaIpcReceiver:
         return self._driver.view(self._pointer, manifest.nbytes)
 
     def _compare(self, manifest: WeightManifest, data: Tensor) -> None:
-        sample = Sample(manifest.tensors, manifest.version, everything=manifest.compare_all, device=self._device)
+        from telescope.weights.sampled_digest import SampledDigest
+
+        sample = SampledDigest(manifest.tensors, manifest.version, everything=manifest.compare_all, device=self._device)
         sample.add(data)
         found = sample.text()
         if found != manifest.checksum:

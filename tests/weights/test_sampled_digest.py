@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from telescope.records import TensorSpec
-from telescope.weights import digest
-from telescope.weights.buckets import Tensor, buckets, lay_out
-from telescope.weights.digest import Sample, digests, drawn, text
+from telescope.weights import sampled_digest
+from telescope.weights.buckets import ModelTensor, buckets, lay_out
+from telescope.weights.sampled_digest import SampledDigest, digests, drawn, text
 
-SPECS, NBYTES = lay_out([Tensor(f"t{i}", "uint8", (100 + i,)) for i in range(40)])
+SPECS, NBYTES = lay_out([ModelTensor(f"t{i}", "uint8", (100 + i,)) for i in range(40)])
 
 
 def some_bytes(seed: int = 0) -> torch.Tensor:
@@ -62,9 +62,9 @@ def test_a_bucket_has_the_digests_of_its_place_in_the_whole():
 
 
 def test_a_large_tensor_is_sampled_evenly_and_counts_whole_where_all_do(monkeypatch):
-    monkeypatch.setattr(digest, "WORDS_AT_ONCE", 4)
+    monkeypatch.setattr(sampled_digest, "WORDS_AT_ONCE", 4)
     data = torch.arange(800, dtype=torch.int64).to(torch.uint8)  # 100 words, of which every 25th is looked at
-    (spec,), _ = lay_out([Tensor("big", "uint8", (800,))])
+    (spec,), _ = lay_out([ModelTensor("big", "uint8", (800,))])
     other = data.clone()
     other[8 * 30] ^= 1
     assert text(digests(data, [spec])) == text(digests(other, [spec]))
@@ -89,8 +89,8 @@ def by_hand(data: bytes, *, whole: bool, at_once: int) -> int:
     placed = [*enumerate(words, 1), *([(0, int.from_bytes(data[len(data) // 8 * 8 :], "little"))] if len(data) % 8 else [])]
     total = len(data)
     for place, word in placed:
-        mixed = (place * (digest.POSITION & mask) ^ word) * (digest.SPREAD & mask) & mask
-        mixed = (mixed ^ signed(mixed) >> 29) * (digest.POSITION & mask) & mask
+        mixed = (place * (sampled_digest.POSITION & mask) ^ word) * (sampled_digest.SPREAD & mask) & mask
+        mixed = (mixed ^ signed(mixed) >> 29) * (sampled_digest.POSITION & mask) & mask
         total += (mixed ^ signed(mixed) >> 32) & mask
     return signed(total & mask)
 
@@ -106,9 +106,9 @@ SIZES = (8, 0, 3, 640, 641, 24, 0, 4096, 5001, 16, 9, 80_000, 80_007, 1, 700, 0)
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize(("together", "at_once"), [(1 << 21, 1 << 22), (600, 1 << 22), (100, 90), (2, 7)])
 def test_tensors_looked_at_together_have_the_digests_of_each_for_itself(monkeypatch, together, at_once, whole):
-    monkeypatch.setattr(digest, "TOGETHER", together)
-    monkeypatch.setattr(digest, "WORDS_AT_ONCE", at_once)
-    specs, nbytes = lay_out([Tensor(f"t{i}", "uint8", (size,)) for i, size in enumerate(SIZES)])
+    monkeypatch.setattr(sampled_digest, "TOGETHER", together)
+    monkeypatch.setattr(sampled_digest, "WORDS_AT_ONCE", at_once)
+    specs, nbytes = lay_out([ModelTensor(f"t{i}", "uint8", (size,)) for i, size in enumerate(SIZES)])
     data = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     given = [data[spec.offset :][: spec.nbytes].numpy().tobytes() for spec in specs]
     wanted = [by_hand(each, whole=whole, at_once=at_once) for each in given]
@@ -119,7 +119,7 @@ def test_tensors_looked_at_together_have_the_digests_of_each_for_itself(monkeypa
 @pytest.mark.parametrize("everything", [False, True])
 def test_a_sample_added_bucket_by_bucket_says_what_the_digests_of_its_tensors_say(everything):
     data = some_bytes()
-    sample = Sample(SPECS, 5, everything=everything, device=torch.device("cpu"))
+    sample = SampledDigest(SPECS, 5, everything=everything, device=torch.device("cpu"))
     for bucket in buckets(SPECS, 700):
         sample.add(data[bucket.start : bucket.stop], bucket.start)
     wanted = text(digests(data, sample.specs, whole=everything), whole=everything)

@@ -1,4 +1,4 @@
-"""A communicator over TCP for tensors on the CPU, by torch's gloo: as NCCL's is for GPUs, so that all else can be tested.
+"""Weights between CPUs: NCCL's way over TCP, by torch's gloo. For servers on other hosts, and so that all else can be tested.
 
 Gloo can't take back what it has queued: an aborted piece may still arrive in its buffer until its time is up. Buffers are
 therefore left to it, and its threads are waited for by a thread of their own.
@@ -9,46 +9,76 @@ from __future__ import annotations
 import threading
 import time
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
-import torch.distributed as dist
-from torch import Tensor
-
 from telescope.records import WeightGroup
-from telescope.weights.base import TransferFailed
-from telescope.weights.rendezvous import facing
+from telescope.weights.base import Publisher, Receiver, ServerEnd, TrainerEnd, TransferFailed, Transport, WeightSource
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
-class GlooFlight:
-    def __init__(self, work: Any, channel: GlooChannel, data: Tensor) -> None:
-        self._work, self._channel, self._data = work, channel, data
+class Gloo(Transport):
+    device: ClassVar[Literal["cpu", "gpu"] | None] = "cpu"
+    collective: ClassVar[bool] = True
+    reads: ClassVar[tuple[str, ...]] = ("mode", "bucket_mb", "cpu_staging", "pin_memory", "init_timeout_s")
+
+    def publisher(self, source: WeightSource, end: TrainerEnd) -> Publisher:
+        from telescope.weights.broadcast.publisher import BroadcastPublisher
+
+        return BroadcastPublisher(self.name, GlooCommunicator, source, end)
+
+    def receiver(self, end: ServerEnd) -> Receiver:
+        from telescope.weights.broadcast.receiver import BroadcastReceiver
+
+        return BroadcastReceiver(self.name, GlooCommunicator, end)
+
+
+class PendingGlooBroadcast:
+    def __init__(self, work: Any, communicator: GlooCommunicator, data: Tensor) -> None:
+        self._work, self._communicator, self._data = work, communicator, data
         self._over = False
         work.get_future().add_done_callback(self._ended)
 
     def _ended(self, _: object) -> None:
         """In a thread of gloo's. The work itself says that it is completed a little later."""
         self._over = True
-        self._channel.wake()
+        self._communicator.wake()
 
-    def order(self) -> None:
-        self.land()
+    def wait_on_stream(self) -> None:
+        self.wait()
 
-    def land(self) -> None:
-        self._channel.wait_for(lambda: self._over)
+    def wait(self) -> None:
+        self._communicator.wait_for(lambda: self._over)
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise TransferFailed(f"a broadcast of epoch {self._channel.epoch} failed: {_said(error)}") from error
+            raise TransferFailed(f"a broadcast of epoch {self._communicator.epoch} failed: {_said(error)}") from error
 
 
-class GlooChannel:
-    """See `telescope.weights.channel.Channel`."""
+class GlooCommunicator:
+    """See `telescope.weights.broadcast.communicator.Communicator`."""
 
     own_buffers = True
 
-    def __init__(self, store: Any, group: WeightGroup, rank: int, location: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        store: Any,
+        group: WeightGroup,
+        rank: int,
+        *,
+        device: torch.device,
+        location: str,
+        timeout_s: float,
+        cancelled: threading.Event,
+    ) -> None:
         """Connects to all other members, which are there by now. Raises `TransferFailed`."""
+        import torch.distributed as dist
+
+        from telescope.weights.broadcast.rendezvous import facing
+
         self.epoch = group.epoch
         self._changed = threading.Condition()
         self._aborted = False
@@ -66,14 +96,16 @@ class GlooChannel:
     def limit(self, deadline_s: float) -> None:
         self._limit_s, self._end = deadline_s, time.monotonic() + deadline_s
 
-    def broadcast(self, data: Tensor) -> GlooFlight:
+    def broadcast(self, data: Tensor) -> PendingGlooBroadcast:
+        import torch.distributed as dist
+
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         options.timeout = timedelta(seconds=max(0.001, self._end - time.monotonic()))
         if self._group is None:
             raise TransferFailed(f"the group of epoch {self.epoch} was broken off")
         try:
-            return GlooFlight(self._group.broadcast([data], options), self, data)
+            return PendingGlooBroadcast(self._group.broadcast([data], options), self, data)
         except RuntimeError as error:
             raise TransferFailed(f"a broadcast of epoch {self.epoch} failed: {_said(error)}") from error
 
