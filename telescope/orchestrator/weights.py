@@ -1,6 +1,6 @@
 """The weight update under way, and what is known of the last one: which messages it costs, and which events it gives.
 
-Owns who serves which version, the numbers of weight orders, and the broadcast groups; updates.py decides.
+Owns who serves which version, the numbers of weight orders, and the broadcast groups; weight_update.py decides.
 """
 
 from __future__ import annotations
