@@ -222,7 +222,7 @@ class GroupLifecycle:
         self._say(do.ForgetRollouts(tuple(forgotten)))
 
     def end_run(self) -> None:
-        """Account for every group still alive, and for what workers hold. Nothing is cancelled one by one: StopRun ends every
+        """Account for every group still alive, and for what workers hold. Nothing is cancelled one by one: EndRun ends every
         process."""
         for group in self._slots.alive.values():
             self._states.move(group, GroupState.CANCELLED, "the run ended")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from telescope.algorithms.base import Algorithm, AlgorithmRaised, named
-from telescope.flow.commands import TrainGroups
+from telescope.flow.commands import TrainOnBatch
 from telescope.flow.prompt_sampler import Permutation, keyed_hash
 from telescope.maths import batching, dealing
 from telescope.orchestrator.rollout_store import Rollout, RolloutStore
@@ -79,7 +79,7 @@ class Shard:
 class TrainBatch:
     """A step's rollouts. Those with an entry in `filters` have an advantage and are not trained."""
 
-    command: TrainGroups
+    command: TrainOnBatch
     rollouts: tuple[Rollout, ...]
     advantages: np.ndarray  # [rollouts] float64
     filters: tuple[tuple[str, ...], ...]  # by rollout: the rules by which it left the loss
@@ -125,7 +125,7 @@ class TrainBatch:
 
 
 def make_batch(
-    command: TrainGroups,
+    command: TrainOnBatch,
     store: RolloutStore,
     recipe: Recipe,
     *,

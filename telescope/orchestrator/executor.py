@@ -79,7 +79,7 @@ class Executor:
                 self._recorder.record_group(command)
             case commands.ForgetRollouts(rollout_ids=rollout_ids):
                 self._store.forget(rollout_ids)
-            case commands.TrainGroups():
+            case commands.TrainOnBatch():
                 return self._train(command)
             case commands.UpdateWeights(version=version):
                 self._doing = "generating"
@@ -87,7 +87,7 @@ class Executor:
             case commands.WarnUser(sentence=sentence):
                 log.warning("%s", sentence)
                 self._recorder.alert("warning", "core", sentence)
-            case commands.IgnoreResult() | commands.StopRun() | commands.TakeCheckpoint():
+            case commands.IgnoreResult() | commands.EndRun() | commands.TakeCheckpoint():
                 pass  # the loop's own
         return ()
 
@@ -208,7 +208,7 @@ class Executor:
 
     # ---- a step, and its checkpoint
 
-    def _train(self, command: commands.TrainGroups) -> Events:
+    def _train(self, command: commands.TrainOnBatch) -> Events:
         ranks = self._peers.ranks
         try:
             batch = make_batch(command, self._store, self._recipe, ranks=len(ranks), attention_length=self._attention_length)

@@ -161,12 +161,12 @@ class Orchestrator:
         for command in ordered:
             if isinstance(command, commands.TakeCheckpoint) and self._core.saved is not None:
                 self.executor.save(self._core.saved, self._lineage)
-            elif isinstance(command, commands.StopRun):
+            elif isinstance(command, commands.EndRun):
                 self.outcome = self._end(command)
             else:
                 self._events.extend(self.executor.execute(command))
 
-    def _end(self, stop: commands.StopRun) -> RunOutcome:
+    def _end(self, stop: commands.EndRun) -> RunOutcome:
         if stop.ok and (lost := self._core.lost_checkpoint):
             remedy = self.checkpoints.describe_remedy(lost, str(self._config.run_dir))
             return RunOutcome(False, f"{stop.reason}. {remedy}", self._exit_code or ERROR, lost)

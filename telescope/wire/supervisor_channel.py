@@ -52,7 +52,7 @@ class ServerEnded(Record, tag=True):
     """E.g. `server-0 was killed by signal 9 (SIGKILL).`"""
 
 
-class StopRun(Record, tag=True):
+class EndRun(Record, tag=True):
     """Why the orchestrator gets the signal that follows, where that is not the user's: a sentence."""
 
     reason: str
@@ -148,7 +148,7 @@ class OrchestratorChannel(_ChannelEnd):
 
     def tell_stop(self, reason: str, *, failed: bool) -> None:
         """Before the signal that asks it to stop."""
-        self._send(StopRun(reason[:MAX_REASON_CHARACTERS], failed))
+        self._send(EndRun(reason[:MAX_REASON_CHARACTERS], failed))
 
 
 class SupervisorChannel(_ChannelEnd):
@@ -156,10 +156,10 @@ class SupervisorChannel(_ChannelEnd):
 
     def __init__(self, end: socket.socket | None = None) -> None:
         """`end`: None where no supervisor has started this process."""
-        super().__init__(end, ServerEnded | StopRun)
+        super().__init__(end, ServerEnded | EndRun)
         self.ends: dict[str, ServerEnded] = {}
         """Of each server that has ended and is started again: how it did so last."""
-        self.stop: StopRun | None = None
+        self.stop: EndRun | None = None
         """The first reason to stop that was told."""
 
     @classmethod
@@ -177,7 +177,7 @@ class SupervisorChannel(_ChannelEnd):
             match message:
                 case ServerEnded(server=server):
                     self.ends[server] = message
-                case StopRun():
+                case EndRun():
                     self.stop = self.stop or message
 
     def tell_underway(self) -> None:

@@ -18,7 +18,7 @@ from telescope.env.__main__ import main
 from telescope.env.audit import NothingToShow, choose
 from telescope.env.policies import load_model
 from telescope.env.recompute import Recomputer
-from telescope.flow.commands import TrainGroups
+from telescope.flow.commands import TrainOnBatch
 from telescope.maths.support import WHOLE, Support
 from telescope.orchestrator import recorder
 from telescope.orchestrator.batch import Recipe, TrainBatch, make_batch
@@ -41,7 +41,7 @@ async def batch() -> TrainBatch:
         store.add(await recorded(rollout_id, reward, answers))
     for rollout_id, reward in ((50, 1.0), (51, 0.0)):
         store.add(make(rollout_id, 5, reward))
-    command = TrainGroups(60, (2, 5), ((20, 21), (50, 51)), baseline_group_ids=(), baseline_rollout_ids=())
+    command = TrainOnBatch(60, (2, 5), ((20, 21), (50, 51)), baseline_group_ids=(), baseline_rollout_ids=())
     return make_batch(command, store, Recipe(RLOO(), group_size=2, max_tokens=10), ranks=1)
 
 

@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from telescope.algorithms.rloo import RLOO
-from telescope.flow.commands import TrainGroups
+from telescope.flow.commands import TrainOnBatch
 from telescope.flow.core import Core
 from telescope.flow.settings import FlowSettings
 from telescope.orchestrator.batch import Recipe, make_batch
@@ -45,7 +45,7 @@ async def test_reward_counts_discarded_rollouts_and_trained_reward_does_not(run:
     given_up = make(4, 2, 0.0)
     given_up.taken = False
     recorder.record_rollout(given_up, safe.set)  # written, not counted
-    command = TrainGroups(
+    command = TrainOnBatch(
         step=6, group_ids=(0,), rollout_ids=((0, 1),), baseline_group_ids=(1,), baseline_rollout_ids=((2, 3),)
     )
     recorder.record_batch(make_batch(command, store, Recipe(RLOO(), group_size=2, max_tokens=10), ranks=1))
@@ -83,7 +83,7 @@ async def test_time_counts_from_when_generation_may_begin(run: RunDirectory, mon
             store.add(make(rollout_id, 0, reward))
         recorder.record_batch(
             make_batch(
-                TrainGroups(step=step, group_ids=(0,), rollout_ids=((0, 1),), baseline_group_ids=(), baseline_rollout_ids=()),
+                TrainOnBatch(step=step, group_ids=(0,), rollout_ids=((0, 1),), baseline_group_ids=(), baseline_rollout_ids=()),
                 store, Recipe(RLOO(), group_size=2, max_tokens=10), ranks=1,
             )
         )  # fmt: skip
@@ -120,7 +120,7 @@ async def test_an_update_that_was_left_out_is_alerted_and_counted(run: RunDirect
     store = RolloutStore()
     for rollout_id, reward in ((0, 1.0), (1, 0.0)):
         store.add(make(rollout_id, 0, reward))
-    command = TrainGroups(step=6, group_ids=(0,), rollout_ids=((0, 1),), baseline_group_ids=(), baseline_rollout_ids=())
+    command = TrainOnBatch(step=6, group_ids=(0,), rollout_ids=((0, 1),), baseline_group_ids=(), baseline_rollout_ids=())
     recorder.record_batch(make_batch(command, store, Recipe(RLOO(), group_size=2, max_tokens=10), ranks=1))
     recorder.record_step(StepReport(step=6, metrics=metrics, timings={}), counts())
     recorder.write_summary(counts(), {})
@@ -206,7 +206,7 @@ async def test_left_out_prompts_and_rewards_out_of_range_stand_in_the_summary(ru
         rollout = make(rollout_id, 0, reward)
         store.add(rollout)
         recorder.record_rollout(rollout, lambda: None)
-    command = TrainGroups(step=6, group_ids=(0,), rollout_ids=((0, 1),), baseline_group_ids=(), baseline_rollout_ids=())
+    command = TrainOnBatch(step=6, group_ids=(0,), rollout_ids=((0, 1),), baseline_group_ids=(), baseline_rollout_ids=())
     recorder.record_batch(make_batch(command, store, Recipe(RLOO(), group_size=2, max_tokens=10), ranks=1))
     metrics = recorder.record_step(StepReport(step=6, metrics={}, timings={}), counts())
     assert (metrics["reward/mean"], metrics["reward/normalized_mean"], metrics["reward/out_of_range"]) == (2.0, 1.0, 1.0)
