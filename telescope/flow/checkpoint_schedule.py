@@ -6,7 +6,7 @@ core's own state are of one step.
 
 from __future__ import annotations
 
-from telescope.flow.commands import StopRun
+from telescope.flow.commands import EndRun
 from telescope.flow.settings import FlowSettings
 
 
@@ -21,7 +21,7 @@ class CheckpointSchedule:
         self.owed = False
         """One is to be made before the trainer gets its next batch."""
         self.under_way: int | None = None
-        self.leaving: StopRun | None = None
+        self.leaving: EndRun | None = None
         """How the run ends, once what it waits for is there."""
         self.lost = 0
         """Step of the checkpoint that a run which has trained all ends without; 0: it ends with it, or has not ended."""
@@ -48,7 +48,7 @@ class CheckpointSchedule:
                 )
         return ""
 
-    def leave(self, stop: StopRun, *, version: int, training: bool, now: float) -> None:
+    def leave(self, stop: EndRun, *, version: int, training: bool, now: float) -> None:
         """The run is to end once its step is trained and saved. One that has trained all waits for its last save as long as for
         any (whoever writes it gives up in time); one that is told to stop, then or before, for `checkpoint_stop_timeout_s`."""
         if not stop.ok:
@@ -71,13 +71,13 @@ class CheckpointSchedule:
             self.last = step
         return True
 
-    def end_if_done(self, *, version: int, training: bool) -> StopRun | None:
+    def end_if_done(self, *, version: int, training: bool) -> EndRun | None:
         """The run's end, if nothing is waited for any more."""
         if self.leaving is None or training or self.owed or self.under_way is not None:
             return None
         return self._make_stop(version)
 
-    def end_if_late(self, now: float, version: int) -> StopRun | None:
+    def end_if_late(self, now: float, version: int) -> EndRun | None:
         """The run's end, if it has waited for long enough."""
         if self.leaving is None or now < self._give_up_at:
             return None
@@ -85,11 +85,11 @@ class CheckpointSchedule:
         self._failure = self._failure or f"{what} was not done within {self._deadline_s:g} s"
         return self._make_stop(version)
 
-    def _make_stop(self, version: int) -> StopRun:
+    def _make_stop(self, version: int) -> EndRun:
         assert self.leaving is not None
         reason = self.leaving.reason
         if self.last == version > 0:
             reason = reason if self.leaving.ok else f"{reason}; the checkpoint of step {version} is complete"
-            return StopRun(reason, self.leaving.ok, checkpoint=version)
+            return EndRun(reason, self.leaving.ok, checkpoint=version)
         self.lost = version if self.leaving.ok else 0
-        return StopRun(f"{reason}; no checkpoint of it: {self._failure}" if self._failure else reason, self.leaving.ok)
+        return EndRun(f"{reason}; no checkpoint of it: {self._failure}" if self._failure else reason, self.leaving.ok)

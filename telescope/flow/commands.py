@@ -62,7 +62,7 @@ class RecordGroupState(CoreCommand, frozen=True, tag="GroupState"):
     """v_start once known, else -1."""
 
 
-class TrainBatch(CoreCommand, frozen=True, tag="Train"):
+class TrainOnBatch(CoreCommand, frozen=True, tag="Train"):
     """Train on the batch. `baseline_group_ids` were discarded for equal rewards since the previous batch closed: they count
     in batch statistics of the advantages, never in the loss."""
 
@@ -106,7 +106,7 @@ class WarnUser(CoreCommand, frozen=True, tag="Warn"):
     sentence: str
 
 
-class StopRun(CoreCommand, frozen=True, tag="Stop"):
+class EndRun(CoreCommand, frozen=True, tag="Stop"):
     """End the run. `ok`: all that it was to train is trained; whether it is saved, `checkpoint` says. No command follows."""
 
     reason: str
@@ -122,11 +122,11 @@ AnyCommand = (
     | PlaceRequest
     | RefuseRequest
     | RecordGroupState
-    | TrainBatch
+    | TrainOnBatch
     | IgnoreResult
     | ForgetRollouts
     | UpdateWeights
     | TakeCheckpoint
     | WarnUser
-    | StopRun
+    | EndRun
 )

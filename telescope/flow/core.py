@@ -2,7 +2,7 @@
 
     WorkerJoined ─▶ draw, admit ─▶ DispatchRollout ─▶ TurnStarted ─▶ PlaceRequest ─▶ TurnDone … RolloutDone
                                                                        batched ◀─ kept ◀─ complete ◀─┘
-    P groups batched, trainer idle ─▶ TrainBatch ─▶ StepDone ─▶ UpdateWeights ─▶ UpdateDone ─▶ commit, free slots, cancel stale
+    P groups, trainer idle ─▶ TrainOnBatch ─▶ StepDone ─▶ UpdateWeights ─▶ UpdateDone ─▶ commit, free slots, retire
 
 Deterministic: the same settings and the same (event, now) pairs give the same commands, on any machine. It holds ids and
 scalars; it refuses clocks, sockets, files and arrays. docs/flow.md tells the story; the law of staleness is rule 5 of
@@ -42,7 +42,7 @@ _PLAY = frozenset({seen.TurnStarted, seen.TurnDone, seen.GenerationOver, seen.Ro
 
 
 class Core:
-    """One run's decisions. After the first `StopRun` it answers every event with nothing."""
+    """One run's decisions. After the first `EndRun` it answers every event with nothing."""
 
     def __init__(self, settings: FlowSettings) -> None:
         self.settings = settings
@@ -53,7 +53,7 @@ class Core:
         self._opened = True
         self._now = 0.0
         self._out: list[do.AnyCommand] = []  # of the event at hand
-        self._ending: do.StopRun | None = None
+        self._ending: do.EndRun | None = None
         self._tally = RunTally()
         self._membership = Membership(settings)
         self._limits = FailureLimits(settings)
@@ -114,7 +114,7 @@ class Core:
 
     @property
     def lost_checkpoint(self) -> int:
-        """After a `StopRun` that is ok: the last step, where its checkpoint could not be written; else 0."""
+        """After a `EndRun` that is ok: the last step, where its checkpoint could not be written; else 0."""
         return self._checkpoints.lost
 
     @property
@@ -177,9 +177,9 @@ class Core:
                 self._checkpoints.finish(step, cause)
             case seen.StopRequested(reason=reason, ok=ok, save=save):
                 if save and self._checkpoints.on and not ok:
-                    self._leave(do.StopRun(reason, ok))
+                    self._leave(do.EndRun(reason, ok))
                 else:
-                    self._stop(do.StopRun(reason, ok))
+                    self._stop(do.EndRun(reason, ok))
 
     def _worker_joined(self, event: seen.WorkerJoined) -> None:
         complaint = self._membership.check(event)
@@ -297,7 +297,7 @@ class Core:
         """The version trained on the batch is served: its slots are free, and what has become too old is retired."""
         self._groups.finish_batch(batch, self.version)
         if self.version == self.settings.number_of_steps:
-            self._leave(do.StopRun(f"all {self.version} steps are trained", ok=True))
+            self._leave(do.EndRun(f"all {self.version} steps are trained", ok=True))
         else:
             self._groups.retire_stale(self.version, self._now)
         if sentence := self._checkpoints.note_commit(self.version):
@@ -310,15 +310,15 @@ class Core:
 
     # ---- the end, and checkpoints that it may wait for
 
-    def _stop(self, stop: do.StopRun) -> None:
+    def _stop(self, stop: do.EndRun) -> None:
         """End the run after this event; the first reason counts."""
         if self._ending is None:
             self._ending = stop
 
     def _fail_run(self, reason: str) -> None:
-        self._stop(do.StopRun(reason, ok=False))
+        self._stop(do.EndRun(reason, ok=False))
 
-    def _leave(self, stop: do.StopRun) -> None:
+    def _leave(self, stop: do.EndRun) -> None:
         """End the run when the step under way is trained and, where checkpoints are on, saved."""
         if self._checkpoints.on:
             self._checkpoints.leave(stop, version=self.version, training=self._versions.batch is not None, now=self._now)
@@ -354,7 +354,7 @@ class Core:
             baseline=save_groups(batches.forming.baseline),
             discarded=save_groups(batches.discards),
             tally=self._tally.save(playing, under_way),
-            patience=self._limits.state,
+            limits=self._limits.state,
         )
 
     def _go_on_from(self, snapshot: Snapshot) -> None:
@@ -373,7 +373,7 @@ class Core:
         self._slots.restore(snapshot.step * settings.prompts_batch_size_for_trainer, _in_order(line + forming.groups))
         self._versions.restore(snapshot.step)
         self._tally.restore(snapshot.tally)
-        self._limits.restore(snapshot.patience)
+        self._limits.restore(snapshot.limits)
         for group in line:
             for rollout in group.rollouts if group.playing else ():
                 self._lanes.queue(rollout)
@@ -408,7 +408,7 @@ class Core:
 
     def _train(self, batch: GroupBatch) -> None:
         self._out.append(
-            do.TrainBatch(
+            do.TrainOnBatch(
                 step=self._versions.train(batch),
                 group_ids=tuple(group.group_id for group in batch.groups),
                 rollout_ids=tuple(group.survivor_ids for group in batch.groups),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from telescope.algorithms.base import Algorithm, AlgorithmRaised, named
-from telescope.flow.commands import TrainBatch
+from telescope.flow.commands import TrainOnBatch
 from telescope.flow.prompt_sampler import Permutation, keyed_hash
 from telescope.maths import batching, dealing
 from telescope.orchestrator.rewards import RewardRanges
@@ -79,7 +79,7 @@ class Shard:
 class Batch:
     """A step's rollouts. Those with an entry in `filters` have an advantage and are not trained."""
 
-    command: TrainBatch
+    command: TrainOnBatch
     rollouts: tuple[Scored, ...]
     advantages: np.ndarray  # [rollouts] float64
     filters: tuple[tuple[str, ...], ...]  # by rollout: the rules by which it left the loss
@@ -125,7 +125,7 @@ class Batch:
 
 
 def cut(
-    command: TrainBatch, shelf: Shelf, recipe: Recipe, *, ranks: int, attention_length: float = batching.ATTENTION_LENGTH
+    command: TrainOnBatch, shelf: Shelf, recipe: Recipe, *, ranks: int, attention_length: float = batching.ATTENTION_LENGTH
 ) -> Batch:
     """Advantages over the batch (discarded groups count in its statistics), then whole groups to minibatches, in an order drawn
     from the seed, and the rollouts of each minibatch to ranks by cost. What the algorithm's filters take out counts in the

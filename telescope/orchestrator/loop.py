@@ -132,12 +132,12 @@ class Orchestrator:
         for command in ordered:
             if isinstance(command, commands.TakeCheckpoint) and self._core.saved is not None:
                 self._performer.save(self._core.saved, self._lineage)
-            elif isinstance(command, commands.StopRun):
+            elif isinstance(command, commands.EndRun):
                 self.outcome = self._ended(command)
             else:
                 self._events.extend(self._performer.perform(command))
 
-    def _ended(self, stop: commands.StopRun) -> Outcome:
+    def _ended(self, stop: commands.EndRun) -> Outcome:
         if stop.ok and (lost := self._core.lost_checkpoint):
             remedy = self._performer.checkpoints.remedy(lost, str(self._config.run_dir))
             return Outcome(False, f"{stop.reason}. {remedy}", self._exit_code or UNSAVED, lost)

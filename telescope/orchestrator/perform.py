@@ -111,7 +111,7 @@ class Performer:
                 self._recorder.group(command)
             case commands.ForgetRollouts(rollout_ids=rollout_ids):
                 self.shelf.forget(rollout_ids)
-            case commands.TrainBatch():
+            case commands.TrainOnBatch():
                 return self._train(command)
             case commands.UpdateWeights(version=version):
                 self._doing = "generating"
@@ -119,7 +119,7 @@ class Performer:
             case commands.WarnUser(sentence=sentence):
                 log.warning("%s", sentence)
                 self._recorder.alert("warning", "core", sentence)
-            case commands.IgnoreResult() | commands.StopRun() | commands.TakeCheckpoint():
+            case commands.IgnoreResult() | commands.EndRun() | commands.TakeCheckpoint():
                 pass  # the loop's own
         return ()
 
@@ -293,7 +293,7 @@ class Performer:
         hello = self._roster.present.get(self._roster.ranks[0])
         return hello.attention_length if hello is not None and hello.attention_length > 0 else ATTENTION_LENGTH
 
-    def _train(self, command: commands.TrainBatch) -> Events:
+    def _train(self, command: commands.TrainOnBatch) -> Events:
         ranks = self._roster.ranks
         try:
             batch = cut(command, self.shelf, self._recipe, ranks=len(ranks), attention_length=self._attention_length)

@@ -1,6 +1,6 @@
 """A run's own times: its journal, requests, weight updates and metrics become `Latencies`. Reads; decides nothing.
 
-    journal        DispatchRollout → first TurnStarted, TurnDone → next TurnStarted or RolloutDone, TrainBatch → StepDone,
+    journal        DispatchRollout → first TurnStarted, TurnDone → next TurnStarted or RolloutDone, TrainOnBatch → StepDone,
                    UpdateWeights → UpdateDone, ends of groups
     turns          what each request took on its server, and how many ran beside it: the times of an engine's steps
     weights        pauses of the servers
@@ -184,7 +184,7 @@ class _JournalFacts:
                 self.runs[order.rollout_id, order.attempt] = now, worker
             case do.PlaceRequest(request_id=request_id):
                 self.placed[request_id] = now
-            case do.TrainBatch(step=step, rollout_ids=groups):
+            case do.TrainOnBatch(step=step, rollout_ids=groups):
                 self.trains[step] = now, sum(self.tokens.get(rollout_id, 0) for group in groups for rollout_id in group)
             case do.UpdateWeights(version=version):
                 self.updates.setdefault(version, now)

@@ -119,7 +119,7 @@ def sum_up(
         sampled_per_s=grown("sampled") / span,
         trainer_training=training,
         trainer_syncing=syncing,
-        trainer_waiting=max(0.0, 1.0 - training - syncing),  # rounding is no negative time
+        trainer_waiting=max(0.0, 1.0 - training - syncing),  # rounding must not make a negative time
         servers_generating=generating,
         servers_paused=paused,
         servers_waiting=max(0.0, 1.0 - generating - paused),
@@ -241,17 +241,17 @@ class _Simulation:
         self._busy_until: dict[str, float] = {}  # workers
         self._steps: list[SimulatedStep] = []
         self._begun: tuple[float, int, int] = (0.0, 0, 0)
-        self._stop: do.StopRun | None = None
+        self._stop: do.EndRun | None = None
         self._perform: dict[type, Callable[[Any], None]] = {
             do.DispatchRollout: self._run,
             do.PlaceRequest: self._place,
             do.RefuseRequest: self._refuse,
             do.CancelAttempt: self._cancel,
-            do.TrainBatch: self._train,
+            do.TrainOnBatch: self._train,
             do.UpdateWeights: self._update,
             do.TakeCheckpoint: self._checkpoint,
             do.ForgetRollouts: self._forget,
-            do.StopRun: self._end_run,
+            do.EndRun: self._end_run,
         }
 
     def run(self) -> SimulatedRun:
@@ -267,7 +267,7 @@ class _Simulation:
                 self._drain()
         return self._sum_up(self._stop)
 
-    def _sum_up(self, stop: do.StopRun) -> SimulatedRun:
+    def _sum_up(self, stop: do.EndRun) -> SimulatedRun:
         return sum_up(
             self._steps,
             ok=stop.ok,
@@ -475,7 +475,7 @@ class _Simulation:
 
     # ---- the trainer
 
-    def _train(self, command: do.TrainBatch) -> None:
+    def _train(self, command: do.TrainOnBatch) -> None:
         latencies = self._load
         tokens = sum(self._prompts[group_id].scored_tokens for group_id in command.group_ids)
         self._begun = (self._now, sum(map(len, command.rollout_ids)), tokens)
@@ -544,6 +544,6 @@ class _Simulation:
         for group_id in {rollout_id // self._settings.group_size for rollout_id in command.rollout_ids}:
             self._prompts.pop(group_id, None)
 
-    def _end_run(self, command: do.StopRun) -> None:
+    def _end_run(self, command: do.EndRun) -> None:
         self._stop = command
         self._pending.clear()

@@ -18,7 +18,7 @@ from telescope.env.__main__ import main
 from telescope.env.audit import NothingToShow, choose
 from telescope.env.policies import load_model
 from telescope.env.recompute import Recomputer
-from telescope.flow.commands import TrainBatch
+from telescope.flow.commands import TrainOnBatch
 from telescope.maths.support import WHOLE, Support
 from telescope.orchestrator import kept_tokens
 from telescope.orchestrator.batch import Batch, Recipe, cut
@@ -41,7 +41,7 @@ async def batch() -> Batch:
         shelf.put(await recorded(rollout_id, reward, answers))
     for rollout_id, reward in ((50, 1.0), (51, 0.0)):
         shelf.put(make(rollout_id, 5, reward))
-    command = TrainBatch(60, (2, 5), ((20, 21), (50, 51)), baseline_group_ids=(), baseline_rollout_ids=())
+    command = TrainOnBatch(60, (2, 5), ((20, 21), (50, 51)), baseline_group_ids=(), baseline_rollout_ids=())
     return cut(command, shelf, Recipe(RLOO(), group_size=2, max_tokens=10), ranks=1)
 
 

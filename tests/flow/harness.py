@@ -138,7 +138,7 @@ class World:
         self.now = 0.0
         self.events = 0
         self.lines: list[bytes] = [encode_opening(self.settings, again)] if self.journal else []
-        self.stop: do.StopRun | None = None
+        self.stop: do.EndRun | None = None
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
         self._plays: dict[tuple[int, int], Play] = {}
@@ -215,14 +215,14 @@ class World:
                 play = self._requests.pop(command.request_id, None)
                 if play is not None:
                     self._answer(play, seen.RolloutFailed(play.order.rollout_id, play.order.attempt, command.cause))
-            case do.TrainBatch():
+            case do.TrainOnBatch():
                 self.after(self.some(self.manners.step_s), lambda: self.tell(seen.StepDone(command.step)))
             case do.UpdateWeights():
                 self._update(command)
             case do.TakeCheckpoint(step=step):
                 saved = Saved(step, msgspec.msgpack.encode(self.core.saved), len(self.said))
                 self.after(self.some(self.manners.save_s), lambda: self._saved(saved))
-            case do.StopRun():
+            case do.EndRun():
                 self.stop = command
 
     def _saved(self, saved: Saved) -> None:

@@ -102,9 +102,9 @@ class Rules:
         self.training: int | None = None
         self.trained_step = 0
         self.travelling: tuple[int, tuple[str, ...]] | None = None
-        self.steps: list[do.TrainBatch] = []
+        self.steps: list[do.TrainOnBatch] = []
         self.ages: list[int] = []
-        self.stop: do.StopRun | None = None
+        self.stop: do.EndRun | None = None
         self.alive_most = 0
         self.warnings: list[str] = []
         if resumed is not None:
@@ -267,7 +267,7 @@ class Rules:
                 self.refused.add(command.request_id)
             case do.RecordGroupState():
                 self._group_state(command)
-            case do.TrainBatch():
+            case do.TrainOnBatch():
                 self._train(command)
             case do.ForgetRollouts():
                 keep(not self.forgotten & set(command.rollout_ids), f"{command} forgets a rollout twice")
@@ -291,7 +291,7 @@ class Rules:
                 self.saving = command.step
             case do.WarnUser():
                 self.warnings.append(command.sentence)
-            case do.StopRun():
+            case do.EndRun():
                 self._stop(command)
 
     def _run(self, command: do.DispatchRollout) -> None:
@@ -379,7 +379,7 @@ class Rules:
             group.holds_slot = False
         group.state = command.state
 
-    def _train(self, command: do.TrainBatch) -> None:
+    def _train(self, command: do.TrainOnBatch) -> None:
         settings = self.settings
         keep(self.training is None, f"{command} while step {self.training} is in training")
         keep(self.opened, f"{command} before any server serves version {self.version}")
@@ -421,7 +421,7 @@ class Rules:
                 tries = group.attempts.get(rollout_id, -1) + 1
                 keep(tries >= self.settings.max_attempts, f"rollout {rollout_id} was given up after {tries} tries")
 
-    def _stop(self, command: do.StopRun) -> None:
+    def _stop(self, command: do.EndRun) -> None:
         self.stop = command
         left = {number: group.state for number, group in self.groups.items() if group.state not in FINAL}
         keep(not left, f"groups were lost at the end: {left}")

@@ -68,10 +68,10 @@ def test_one_group_from_prompt_to_weights():
     desk.tell(seen.TurnDone("r0", 0, 5, "stop"))
     desk.done(0, 1.0)
     trained = desk.done(1, 0.0)
-    assert do.TrainBatch(1, (0,), ((0, 1),), (), ()) in trained
+    assert do.TrainOnBatch(1, (0,), ((0, 1),), (), ()) in trained
     assert desk.tell(seen.StepDone(1)) == [do.UpdateWeights(1)]
     last = desk.tell(seen.UpdateDone(1))
-    assert last[-1] == do.StopRun("all 1 steps are trained", ok=True)
+    assert last[-1] == do.EndRun("all 1 steps are trained", ok=True)
     assert do.ForgetRollouts((0, 1)) in last
     way = ["pending", "queued", "generating", "env", "scoring", "complete", "kept", "batched", "trained"]
     assert desk.rows(0) == way
@@ -89,8 +89,8 @@ def test_a_batch_waits_for_the_trainer_and_its_groups_are_in_order_of_their_ids(
     desk.tell(seen.ServerJoined("server-0", 0, 1000), seen.WorkerJoined("worker-0", 9, CARDS))
     for rollout_id, reward in ((2, 1.0), (3, 0.0), (0, 1.0), (1, 0.0)):
         desk.done(rollout_id, reward)
-    assert desk.of(do.TrainBatch) == []
-    assert desk.tell(seen.TrainerReady(1)) == [do.TrainBatch(1, (0, 1), ((0, 1), (2, 3)), (), ())]
+    assert desk.of(do.TrainOnBatch) == []
+    assert desk.tell(seen.TrainerReady(1)) == [do.TrainOnBatch(1, (0, 1), ((0, 1), (2, 3)), (), ())]
 
 
 def test_equal_rewards_are_discarded_replaced_and_listed_as_baseline():
@@ -99,7 +99,7 @@ def test_equal_rewards_are_discarded_replaced_and_listed_as_baseline():
     desk.done(0, 0.5)
     assert runs(desk.done(1, 0.5)) == [(2, 0), (3, 0)]
     desk.done(2, 1.0)
-    assert do.TrainBatch(1, (1,), ((2, 3),), (0,), ((0, 1),)) in desk.done(3, 0.0)
+    assert do.TrainOnBatch(1, (1,), ((2, 3),), (0,), ((0, 1),)) in desk.done(3, 0.0)
     assert do.ForgetRollouts((2, 3, 0, 1)) in desk.step(1)
     counts = desk.core.counts()
     assert (counts.rollouts_discarded, counts.rollouts_trained, counts.tokens_discarded) == (2, 2, 10)
@@ -110,13 +110,13 @@ def test_equal_rewards_are_kept_where_discarding_is_off():
     desk = Desk(discard_group_zero_advantage=False)
     desk.open()
     desk.done(0, 0.5)
-    assert do.TrainBatch(1, (0,), ((0, 1),), (), ()) in desk.done(1, 0.5)
+    assert do.TrainOnBatch(1, (0,), ((0, 1),), (), ()) in desk.done(1, 0.5)
 
 
 def test_a_group_of_one_is_never_called_equal():
     desk = Desk(group_size=1)
     desk.open()
-    assert do.TrainBatch(1, (0,), ((0,),), (), ()) in desk.done(0, 0.0)
+    assert do.TrainOnBatch(1, (0,), ((0,),), (), ()) in desk.done(0, 0.0)
 
 
 # ---- failures
@@ -131,7 +131,7 @@ def test_a_failed_rollout_is_tried_again_with_its_id_and_seed_and_costs_itself_o
     assert again[0].order.seed == seed
     desk.failed(1, attempt=1)
     desk.done(0, 1.0)
-    assert do.TrainBatch(1, (0,), ((0, 2),), (), ()) in desk.done(2, 0.0)
+    assert do.TrainOnBatch(1, (0,), ((0, 2),), (), ()) in desk.done(2, 0.0)
     desk.step(1)
     counts = desk.core.counts()
     assert (counts.rollouts_trained, counts.rollouts_failed, counts.rollouts_retried) == (2, 1, 1)
@@ -160,9 +160,9 @@ def test_an_environment_that_always_fails_ends_the_run_with_its_error():
     desk.open()
     for group in range(4):
         desk.failed(2 * group)
-    stop = desk.of(do.StopRun)
+    stop = desk.of(do.EndRun)
     sentence = "4 groups of environments.countdown failed in a row and none was completed; the last cause: the sandbox is down"
-    assert stop == [do.StopRun(sentence, ok=False)]
+    assert stop == [do.EndRun(sentence, ok=False)]
     assert desk.said[-1] == stop[0]
 
 
@@ -292,7 +292,7 @@ def test_a_role_that_nobody_fills_ends_the_run():
     desk = Desk(absence_deadline_s=60.0)
     desk.tell(seen.WorkerJoined("worker-0", 9, CARDS), seen.TrainerReady(1), seen.Tick())
     desk.now = 60.0
-    assert desk.tell(seen.Tick())[-1] == do.StopRun(
+    assert desk.tell(seen.Tick())[-1] == do.EndRun(
         "no inference server for 60 s: see the logs of the run for why none is there", False
     )
 
@@ -423,7 +423,7 @@ def test_a_late_server_gets_the_version_at_once_unless_the_trainer_itself_must_s
     desk.done(1, 0.0)
     desk.step(1)
     desk.done(2, 1.0)
-    assert [command.step for command in desk.done(3, 0.0) if isinstance(command, do.TrainBatch)] == [2]
+    assert [command.step for command in desk.done(3, 0.0) if isinstance(command, do.TrainOnBatch)] == [2]
     joined = desk.tell(seen.ServerJoined("server-1", 0, 1000))
     assert [command for command in joined if isinstance(command, do.UpdateWeights)] == (
         [do.UpdateWeights(1)] if while_training else []
@@ -441,8 +441,8 @@ def test_the_trainer_gets_no_step_while_it_sends_to_a_late_server():
     desk.step(1)
     assert do.UpdateWeights(1) in desk.tell(seen.ServerJoined("server-1", 0, 1000))
     desk.done(2, 1.0)
-    assert not [command for command in desk.done(3, 0.0) if isinstance(command, do.TrainBatch)]
-    assert [command.step for command in desk.tell(seen.UpdateDone(1)) if isinstance(command, do.TrainBatch)] == [2]
+    assert not [command for command in desk.done(3, 0.0) if isinstance(command, do.TrainOnBatch)]
+    assert [command.step for command in desk.tell(seen.UpdateDone(1)) if isinstance(command, do.TrainOnBatch)] == [2]
 
 
 def test_a_group_never_goes_to_a_server_older_than_itself():
@@ -487,7 +487,7 @@ def test_a_failed_update_ends_the_run():
     desk.done(0, 1.0)
     desk.done(1, 0.0)
     stop = desk.tell(seen.StepDone(1), seen.UpdateFailed(1, "server-0 answered nothing for 300 s"))[-1]
-    assert stop == do.StopRun("weights of version 1 did not reach the servers: server-0 answered nothing for 300 s", ok=False)
+    assert stop == do.EndRun("weights of version 1 did not reach the servers: server-0 answered nothing for 300 s", ok=False)
 
 
 def test_a_stop_accounts_for_every_group_alive():
@@ -497,7 +497,7 @@ def test_a_stop_accounts_for_every_group_alive():
     assert said == [
         do.RecordGroupState(0, "cancelled", "the run ended", 0),
         do.RecordGroupState(1, "cancelled", "the run ended", 0),
-        do.StopRun("interrupted by SIGINT", ok=False),
+        do.EndRun("interrupted by SIGINT", ok=False),
     ]
     assert desk.core.counts().rollouts_cancelled == 4
 
@@ -530,12 +530,12 @@ def test_the_worked_example_of_the_docs():
     desk.open()
     assert alive() == [0, 1, 2, 3]
     desk.done(1, 1.0)
-    assert desk.done(2, 1.0)[-1] == do.TrainBatch(1, (1, 2), ((1,), (2,)), (), ())
+    assert desk.done(2, 1.0)[-1] == do.TrainOnBatch(1, (1, 2), ((1,), (2,)), (), ())
     assert alive() == [0, 1, 2, 3]
     desk.done(3, 1.0)
     desk.step(1)
     assert alive() == [0, 3, 4, 5]
-    assert desk.done(4, 1.0)[-1] == do.TrainBatch(2, (3, 4), ((3,), (4,)), (), ())
+    assert desk.done(4, 1.0)[-1] == do.TrainOnBatch(2, (3, 4), ((3,), (4,)), (), ())
     assert do.RecordGroupState(0, "cancelled", "off_policy", 0) in desk.step(2)
     assert alive() == [5, 6, 7, 8]
     assert desk.core.counts().ages == {"0": 3, "1": 1}
@@ -603,7 +603,7 @@ def test_a_graders_failure_costs_its_sample_and_no_second_try():
         assert runs(answer) == []
     desk.done(2, 1.0)
     trained = desk.done(3, 0.0)
-    assert do.TrainBatch(1, (0,), ((2, 3),), (), ()) in trained
+    assert do.TrainOnBatch(1, (0,), ((2, 3),), (), ()) in trained
     counts = desk.core.counts()
     assert (counts.rollouts_retried, counts.failures) == (0, {"grader": 2})
     desk.step(1)

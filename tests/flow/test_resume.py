@@ -73,7 +73,7 @@ def prompts(case: Any, commands: list[Any]) -> dict[int, Any]:
 
 
 def assert_nothing_lost_or_twice(case: Any, manners: Manners, commands: list[Any], done: bool) -> None:
-    steps = [command for command in commands if isinstance(command, do.TrainBatch)]
+    steps = [command for command in commands if isinstance(command, do.TrainOnBatch)]
     if done:
         assert [step.step for step in steps] == list(range(1, case.number_of_steps + 1))
     trained = Counter(group for step in steps for group in step.group_ids)
@@ -97,7 +97,7 @@ def assert_nothing_lost_or_twice(case: Any, manners: Manners, commands: list[Any
 
 def assert_discards_count_once(commands: list[Any]) -> None:
     """In the statistics of one batch; not in any yet where they were discarded when the last batch was full."""
-    counted = Counter(group for step in commands if isinstance(step, do.TrainBatch) for group in step.baseline_group_ids)
+    counted = Counter(group for step in commands if isinstance(step, do.TrainOnBatch) for group in step.baseline_group_ids)
     assert all(times == 1 for times in counted.values())
     discarded = [c.group_id for c in commands if isinstance(c, do.RecordGroupState) and c.state == "discarded"]
     assert [group in counted for group in discarded] == [True] * len(counted) + [False] * (len(discarded) - len(counted))
@@ -164,7 +164,7 @@ def test_a_core_that_goes_on_has_all_that_the_snapshot_has():
     assert sum(bool(snapshot.playing) for snapshot in found) > 2
     for snapshot in found:
         impatient = FailureLimitsState({label: 2 for label, _ in snapshot.settings.environments}, 3)
-        full = {"baseline": snapshot.discarded, "discarded": snapshot.baseline, "patience": impatient}
+        full = {"baseline": snapshot.discarded, "discarded": snapshot.baseline, "limits": impatient}
         for one in (snapshot, msgspec.structs.replace(snapshot, **full)):
             core = Core.restore(one.settings, one)
             core._sampler = SimpleNamespace(position=one.position)
@@ -189,7 +189,7 @@ def test_a_synchronous_run_goes_on_with_the_same_prompts_and_batches():
     manners = Manners(reward=sometimes_equal)
     whole = World(case, manners, seed=1).run()
     _, commands = kill_and_resume(case, manners, seed=5, most_kills=5)
-    batches = [[c for c in said if isinstance(c, do.TrainBatch)] for said in (whole.said, commands)]
+    batches = [[c for c in said if isinstance(c, do.TrainOnBatch)] for said in (whole.said, commands)]
     assert batches[0] == batches[1]
     assert prompts(case, whole.said) == prompts(case, commands)
 
@@ -197,14 +197,14 @@ def test_a_synchronous_run_goes_on_with_the_same_prompts_and_batches():
 def test_a_checkpoint_is_made_each_so_many_steps_and_at_the_last():
     world = World(settings(number_of_steps=7, checkpoint_every=3), seed=2).run()
     assert [saved.step for saved in world.checkpoints] == [3, 6, 7]
-    assert world.stop == do.StopRun("all 7 steps are trained", ok=True, checkpoint=7)
+    assert world.stop == do.EndRun("all 7 steps are trained", ok=True, checkpoint=7)
     assert world.core.lost_checkpoint == 0
 
 
 def test_without_checkpoints_there_are_none():
     world = World(settings(number_of_steps=3), seed=2).run()
     assert not world.checkpoints
-    assert world.stop == do.StopRun("all 3 steps are trained", ok=True)
+    assert world.stop == do.EndRun("all 3 steps are trained", ok=True)
 
 
 def test_training_waits_for_a_save_under_way_when_the_next_is_due():
@@ -218,7 +218,7 @@ def test_training_waits_for_a_save_under_way_when_the_next_is_due():
 def test_a_failed_save_lets_the_run_go_on():
     world = World(settings(number_of_steps=4, checkpoint_every=1), Manners(save_failure_share=1.0), seed=3).run()
     assert world.checkpoints == []
-    assert world.stop == do.StopRun("all 4 steps are trained; no checkpoint of it: the disk is full", ok=True)
+    assert world.stop == do.EndRun("all 4 steps are trained; no checkpoint of it: the disk is full", ok=True)
     assert world.core.lost_checkpoint == 4
 
 
@@ -239,11 +239,11 @@ def test_a_stop_in_good_order_trains_its_step_to_the_end_and_saves_it():
     world = told_to_stop(World(settings(number_of_steps=50, checkpoint_every=10), Manners(step_s=20.0), seed=4), 3)
     step = world.stop.checkpoint
     assert step in (3, 4)
-    assert world.stop == do.StopRun(
+    assert world.stop == do.EndRun(
         f"interrupted by SIGTERM; the checkpoint of step {step} is complete", ok=False, checkpoint=step
     )
     assert [saved.step for saved in world.checkpoints] == [step]
-    assert max(command.step for command in world.said if isinstance(command, do.TrainBatch)) == step
+    assert max(command.step for command in world.said if isinstance(command, do.TrainOnBatch)) == step
 
 
 def test_a_stop_in_good_order_does_not_wait_for_ever():
@@ -258,7 +258,7 @@ def test_the_last_checkpoint_of_a_run_that_is_done_has_as_long_as_any():
     case = settings(number_of_steps=3, checkpoint_every=10, checkpoint_stop_timeout_s=20.0)
     world = World(case, Manners(save_s=1e4, tick_s=5.0), seed=6).run()
     assert world.now > 100
-    assert world.stop == do.StopRun("all 3 steps are trained", ok=True, checkpoint=3)
+    assert world.stop == do.EndRun("all 3 steps are trained", ok=True, checkpoint=3)
 
 
 def test_who_is_told_to_stop_at_its_last_save_waits_as_long_as_for_any_stop():
@@ -273,7 +273,7 @@ def test_who_is_told_to_stop_at_its_last_save_waits_as_long_as_for_any_stop():
 def test_a_fault_waits_for_nothing():
     world = World(settings(number_of_steps=50, checkpoint_every=1), Manners(save_s=1e7), seed=4)
     world.after(5.0, lambda: world.tell(seen.StopRequested("trainer-0 was killed", ok=False)))
-    assert world.run().stop == do.StopRun("trainer-0 was killed", ok=False)
+    assert world.run().stop == do.EndRun("trainer-0 was killed", ok=False)
 
 
 def snapshot_of(**changes: Any) -> Snapshot:

@@ -16,7 +16,7 @@ from tests.flow.harness import Manners, World, equal, settings, sometimes_equal
 @pytest.mark.parametrize(("m", "steps"), [(0, 1), (0, 2), (1, 1), (1, 2), (2, 1), (2, 2), (2, 3), (3, 3), (3, 4)])
 def test_a_run_ends_with_exactly_its_steps_and_no_group_too_many(order: str, m: int, steps: int):
     world = World(settings(number_of_steps=steps, max_async_rollout=m, take_order=order), Manners(straggler_share=0.1)).run()
-    assert world.stop == do.StopRun(f"all {steps} steps are trained", ok=True)
+    assert world.stop == do.EndRun(f"all {steps} steps are trained", ok=True)
     assert [train.step for train in world.rules.steps] == list(range(1, steps + 1))
     counts = world.core.counts()
     kept = counts.groups_by_state["trained"]
@@ -171,7 +171,7 @@ def batches(world: World) -> list[list[tuple[int, int, int]]]:
         for command in decode_line(text, number).commands:
             if isinstance(command, do.DispatchRollout):
                 orders[command.order.rollout_id] = command.order
-            elif isinstance(command, do.TrainBatch):
+            elif isinstance(command, do.TrainOnBatch):
                 rollout_ids = [rollout_id for ids in command.rollout_ids for rollout_id in ids]
                 trains.append([(orders[i].prompt.index, orders[i].seed, orders[i].seed % 3) for i in rollout_ids])
     return trains

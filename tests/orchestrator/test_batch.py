@@ -14,7 +14,7 @@ from telescope.algorithms.rloo import RLOO
 from telescope.config.models import EMBEDDED
 from telescope.environments.chat import TokenChat
 from telescope.environments.template import ChatTemplate
-from telescope.flow.commands import TrainBatch
+from telescope.flow.commands import TrainOnBatch
 from telescope.orchestrator.batch import BatchUnusable, Recipe, cut
 from telescope.orchestrator.rewards import RewardRanges
 from telescope.orchestrator.shelf import Scored, Shelf, scored
@@ -22,7 +22,7 @@ from telescope.records import Denominators, Trajectory
 from tests.environments.conftest import Script
 from tests.orchestrator.test_shelf import make
 
-TRAIN = TrainBatch(
+TRAIN = TrainOnBatch(
     step=6,
     group_ids=(2, 5),
     rollout_ids=((20, 21), (50, 51, 52)),
@@ -187,13 +187,13 @@ def test_each_minibatch_is_shared_out_over_the_ranks_by_itself(shelf: Shelf):
         assert sorted({item.minibatch for item in shard.step.items}) == [0, 1]
 
 
-def of_groups(lengths: dict[int, int]) -> tuple[TrainBatch, Shelf]:
+def of_groups(lengths: dict[int, int]) -> tuple[TrainOnBatch, Shelf]:
     """Groups of two rollouts, each with a prompt of two tokens and so many sampled ones."""
     shelf = Shelf()
     for group, sampled in lengths.items():
         for sample in range(2):
             shelf.put(sized(2 * group + sample, group, float(sample), sampled))
-    return TrainBatch(6, tuple(lengths), tuple((2 * group, 2 * group + 1) for group in lengths), (), ()), shelf
+    return TrainOnBatch(6, tuple(lengths), tuple((2 * group, 2 * group + 1) for group in lengths), (), ()), shelf
 
 
 def sized(rollout_id: int, group_id: int, reward: float, sampled: int) -> Scored:
@@ -204,7 +204,7 @@ def sized(rollout_id: int, group_id: int, reward: float, sampled: int) -> Scored
     return replace(rollout, branches=(branch,))
 
 
-def membership(command: TrainBatch, shelf: Shelf, seed: int) -> list[frozenset[int]]:
+def membership(command: TrainOnBatch, shelf: Shelf, seed: int) -> list[frozenset[int]]:
     """Groups of each of two minibatches."""
     batch = cut(command, shelf, replace(recipe(), group_size=2, seed=seed), ranks=3)
     items = [item for shard in batch.shards for item in shard.step.items]
@@ -332,7 +332,7 @@ def test_lengths_cost_reward_before_advantages_are_made_of_it():
     shelf.put(rule.shaped(make(20, 2, 1.0)))
     shelf.put(make(21, 2, 0.0))
     assert (shelf[20].done.reward, shelf[20].length_penalty, shelf[20].reward) == (1.0, -0.5, 0.5)
-    command = TrainBatch(1, (2,), ((20, 21),), (), ())
+    command = TrainOnBatch(1, (2,), ((20, 21),), (), ())
     batch = cut(command, shelf, rule, ranks=1)
     assert batch.advantages.tolist() == [0.5, -0.5]
     assert batch.metrics()["length_penalty_mean"] == -0.25
@@ -347,7 +347,7 @@ def test_an_epoch_takes_every_rollout_once_and_cuts_minibatches_anew():
     for group in groups:
         for sample in range(2):
             shelf.put(make(2 * group + sample, group, float(sample)))
-    command = TrainBatch(6, tuple(groups), tuple((2 * g, 2 * g + 1) for g in groups), (), ())
+    command = TrainOnBatch(6, tuple(groups), tuple((2 * g, 2 * g + 1) for g in groups), (), ())
     rule = Recipe(RLOO(), group_size=2, max_tokens=10, minibatches=3, epochs=4, seed=7)
     batch = cut(command, shelf, rule, ranks=2)
     assert len(batch.denominators) == 12
@@ -423,7 +423,7 @@ async def test_the_outcome_reaches_every_sampled_token_of_every_branch(ranks: in
     shelf = Shelf()
     for rollout_id, reward, answers in ((20, 1.0, 3), (21, 0.0, 1), (22, 0.0, 2)):
         shelf.put(await recorded(rollout_id, reward, answers))
-    command = TrainBatch(60, (2,), ((20, 21, 22),), baseline_group_ids=(), baseline_rollout_ids=())
+    command = TrainOnBatch(60, (2,), ((20, 21, 22),), baseline_group_ids=(), baseline_rollout_ids=())
     batch = cut(command, shelf, Recipe(RLOO(), group_size=3, max_tokens=10), ranks=ranks)
     reached: dict[int, list[tuple[int, float]]] = {20: [], 21: [], 22: []}
     for shard in batch.shards:

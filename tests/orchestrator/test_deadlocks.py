@@ -176,7 +176,7 @@ def trained(lines: list[JournalLine]) -> list[int]:
         group
         for line in lines
         for command in line.commands
-        if isinstance(command, do.TrainBatch)
+        if isinstance(command, do.TrainOnBatch)
         for group in command.group_ids
     ]
 

@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from telescope.algorithms.rloo import RLOO
-from telescope.flow.commands import TrainBatch
+from telescope.flow.commands import TrainOnBatch
 from telescope.flow.core import Core
 from telescope.flow.settings import FlowSettings
 from telescope.orchestrator.batch import Recipe, cut
@@ -42,7 +42,9 @@ async def test_reward_counts_discarded_rollouts_and_trained_reward_does_not(run:
         shelf.put(make(rollout_id, group_id, reward))
         recorder.scored(shelf[rollout_id], "worker-0", safe.set, counts=True)
     recorder.scored(make(4, 2, 0.0), "worker-0", safe.set, counts=False)  # given up meanwhile: written, not counted
-    command = TrainBatch(step=6, group_ids=(0,), rollout_ids=((0, 1),), baseline_group_ids=(1,), baseline_rollout_ids=((2, 3),))
+    command = TrainOnBatch(
+        step=6, group_ids=(0,), rollout_ids=((0, 1),), baseline_group_ids=(1,), baseline_rollout_ids=((2, 3),)
+    )
     recorder.batch(cut(command, shelf, Recipe(RLOO(), group_size=2, max_tokens=10), ranks=1))
     metrics = recorder.step(StepDone(step=6, metrics={"loss": 0.25}, timings={"timing_step_active": 0.5}), counts())
     await asyncio.wait_for(safe.wait(), 60)
@@ -78,7 +80,7 @@ async def test_time_counts_from_when_generation_may_begin(run: RunDirectory, mon
             shelf.put(make(rollout_id, 0, reward))
         recorder.batch(
             cut(
-                TrainBatch(step=step, group_ids=(0,), rollout_ids=((0, 1),), baseline_group_ids=(), baseline_rollout_ids=()),
+                TrainOnBatch(step=step, group_ids=(0,), rollout_ids=((0, 1),), baseline_group_ids=(), baseline_rollout_ids=()),
                 shelf, Recipe(RLOO(), group_size=2, max_tokens=10), ranks=1,
             )
         )  # fmt: skip
@@ -116,7 +118,7 @@ async def test_an_update_that_was_left_out_is_alerted_and_counted(run: RunDirect
     shelf = Shelf()
     for rollout_id, reward in ((0, 1.0), (1, 0.0)):
         shelf.put(make(rollout_id, 0, reward))
-    command = TrainBatch(step=6, group_ids=(0,), rollout_ids=((0, 1),), baseline_group_ids=(), baseline_rollout_ids=())
+    command = TrainOnBatch(step=6, group_ids=(0,), rollout_ids=((0, 1),), baseline_group_ids=(), baseline_rollout_ids=())
     recorder.batch(cut(command, shelf, Recipe(RLOO(), group_size=2, max_tokens=10), ranks=1))
     recorder.step(StepDone(step=6, metrics=metrics, timings={}), counts())
     recorder.finish(counts(), {})
@@ -201,7 +203,7 @@ async def test_left_out_prompts_and_rewards_out_of_range_stand_in_the_summary(ru
     for rollout_id, reward in ((0, 1.0), (1, 3.0)):
         shelf.put(make(rollout_id, 0, reward))
         recorder.scored(shelf[rollout_id], "worker-0", lambda: None, counts=True)
-    command = TrainBatch(step=6, group_ids=(0,), rollout_ids=((0, 1),), baseline_group_ids=(), baseline_rollout_ids=())
+    command = TrainOnBatch(step=6, group_ids=(0,), rollout_ids=((0, 1),), baseline_group_ids=(), baseline_rollout_ids=())
     recorder.batch(cut(command, shelf, Recipe(RLOO(), group_size=2, max_tokens=10), ranks=1))
     metrics = recorder.step(StepDone(step=6, metrics={}, timings={}), counts())
     assert (metrics["reward/mean"], metrics["reward/normalized_mean"], metrics["reward/out_of_range"]) == (2.0, 1.0, 1.0)
