@@ -2,7 +2,7 @@
 
     WorkerJoined ─▶ draw, admit ─▶ DispatchRollout ─▶ TurnStarted ─▶ PlaceRequest ─▶ TurnDone … RolloutDone
                                                                        batched ◀─ kept ◀─ complete ◀─┘
-    P groups batched, trainer idle ─▶ TrainOnBatch ─▶ StepDone ─▶ UpdateWeights ─▶ UpdateDone ─▶ commit, free slots, cancel stale
+    P groups, trainer idle ─▶ TrainOnBatch ─▶ StepDone ─▶ UpdateWeights ─▶ UpdateDone ─▶ commit, free slots, retire
 
 Deterministic: the same settings and the same (event, now) pairs give the same commands, on any machine. It holds ids and
 scalars; it refuses clocks, sockets, files and arrays. docs/flow.md tells the story; the law of staleness is rule 5 of
@@ -23,15 +23,7 @@ from telescope.flow.limits import FailureLimits, Membership
 from telescope.flow.placement import Placement, TokenRequests
 from telescope.flow.prompt_sampler import DataPosition, PromptPrefetch, PromptSampler, sample_seed
 from telescope.flow.settings import FlowSettings
-from telescope.flow.snapshot import (
-    SavedGroup,
-    Snapshot,
-    digests_warning,
-    refusal,
-    restore_groups,
-    save_groups,
-    sizes_refusal,
-)
+from telescope.flow.snapshot import SavedGroup, Snapshot, digests_warning, refusal, restore_groups, save_groups, sizes_refusal
 from telescope.flow.staleness import Slots
 from telescope.flow.weight_versions import WeightVersions
 from telescope.records import RolloutOrder
@@ -354,7 +346,7 @@ class Core:
             baseline=save_groups(batches.forming.baseline),
             discarded=save_groups(batches.discards),
             tally=self._tally.save(playing, under_way),
-            patience=self._limits.state,
+            limits=self._limits.state,
         )
 
     def _go_on_from(self, snapshot: Snapshot) -> None:
@@ -373,7 +365,7 @@ class Core:
         self._slots.restore(snapshot.step * settings.prompts_batch_size_for_trainer, _in_order(line + forming.groups))
         self._versions.restore(snapshot.step)
         self._tally.restore(snapshot.tally)
-        self._limits.restore(snapshot.patience)
+        self._limits.restore(snapshot.limits)
         for group in line:
             for rollout in group.rollouts if group.playing else ():
                 self._lanes.queue(rollout)

@@ -74,7 +74,7 @@ class GenerationOver(Event, frozen=True):
 
 
 class ServerLoad(Event, frozen=True):
-    """What a server's engine says of itself, now and then; may be lost or late. Raises ValueError where it is no measure."""
+    """What a server's engine says of itself, now and then; may be lost or late. Raises ValueError where it can't be one."""
 
     server: str
     kv_used: float

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from telescope.flow import commands as do
 from telescope.flow.batches import BatchBuilder, GroupBatch
 from telescope.flow.counts import RunTally
-from telescope.flow.groups import GroupState, Rollout, RolloutGroup, RolloutStatus, is_further, transition
+from telescope.flow.groups import GroupState, RolloutAttempt, RolloutGroup, RolloutStatus, is_further, transition
 from telescope.flow.lanes import Lanes
 from telescope.flow.limits import FailureLimits
 from telescope.flow.placement import TokenRequests
@@ -96,26 +96,26 @@ class GroupLifecycle:
 
     # ---- one attempt at a rollout
 
-    def cancel(self, rollout: Rollout, reason: str, now: float) -> None:
+    def cancel(self, rollout: RolloutAttempt, reason: str, now: float) -> None:
         """Tell the worker to stop; the rollout keeps its lane and credit until the worker answers."""
         self._lanes.cancel(rollout, now)
         self._say(do.CancelAttempt(rollout.worker, rollout.rollout_id, rollout.attempt, reason))
         self._requests.withdraw(rollout, reason)
 
-    def end_attempt(self, rollout: Rollout, counts: bool, why: str = "its rollout has ended") -> None:
+    def end_attempt(self, rollout: RolloutAttempt, counts: bool, why: str = "its rollout has ended") -> None:
         """Its worker has answered, or is lost."""
         self._requests.withdraw(rollout, why)
         if not counts:
             self._tally.tokens_lost += rollout.tokens
 
-    def finish(self, rollout: Rollout, reward: float, completion_tokens: int) -> None:
+    def finish(self, rollout: RolloutAttempt, reward: float, completion_tokens: int) -> None:
         """The rollout has its reward."""
         rollout.status, rollout.reward, rollout.tokens = RolloutStatus.DONE, reward, completion_tokens
         self._tally.generated += 1
         self._states.reach(rollout.group, GroupState.SCORING)
         self._settle(rollout.group)
 
-    def fail_attempt(self, rollout: Rollout, cause: str, now: float, again: bool = True) -> None:
+    def fail_attempt(self, rollout: RolloutAttempt, cause: str, now: float, again: bool = True) -> None:
         """Try again after a pause, or give the rollout up: its group goes on without it."""
         group, settings = rollout.group, self._settings
         if not group.playing:
@@ -135,7 +135,7 @@ class GroupLifecycle:
         else:
             self._settle(group)
 
-    def _retry(self, rollout: Rollout, now: float) -> None:
+    def _retry(self, rollout: RolloutAttempt, now: float) -> None:
         """At once where nothing is broken, else after a pause that doubles with each failure."""
         following, settings = rollout.group.retry(rollout), self._settings
         pause_s = 0.0

@@ -62,7 +62,7 @@ class RolloutStatus(StrEnum):
     FAILED = "failed"  # given up
 
 
-class Rollout:
+class RolloutAttempt:
     """One of a group's G rollouts, in one attempt: the record of it that grows from the queue to the batch.
 
     A retry is a new record (`RolloutGroup.retry`); the old one stays with its worker until that has answered.
@@ -120,7 +120,7 @@ class RolloutGroup:
         self.state = GroupState.PENDING
         self.v_start = -1
         """Version served when the first rollout was sent to a worker; -1 before."""
-        self.rollouts = [Rollout(self, group_id * group_size + sample) for sample in range(group_size)]
+        self.rollouts = [RolloutAttempt(self, group_id * group_size + sample) for sample in range(group_size)]
         """Each in its present attempt."""
         self.undecided = group_size
         self.failed = 0
@@ -130,9 +130,9 @@ class RolloutGroup:
         self.server: str | None = None
         """Server of its latest request: siblings share its prefix cache."""
 
-    def retry(self, rollout: Rollout) -> Rollout:
+    def retry(self, rollout: RolloutAttempt) -> RolloutAttempt:
         """The rollout's next attempt, in its place."""
-        following = Rollout(self, rollout.rollout_id, rollout.attempt + 1, rollout.failures, rollout.excused)
+        following = RolloutAttempt(self, rollout.rollout_id, rollout.attempt + 1, rollout.failures, rollout.excused)
         self.rollouts[rollout.rollout_id % len(self.rollouts)] = following
         return following
 
@@ -151,7 +151,7 @@ class RolloutGroup:
         return self.state in _FINAL
 
     @property
-    def survivors(self) -> list[Rollout]:
+    def survivors(self) -> list[RolloutAttempt]:
         done = RolloutStatus.DONE  # looked up once
         return [rollout for rollout in self.rollouts if rollout.status is done]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from heapq import heappop, heappush
 
-from telescope.flow.groups import Rollout, RolloutGroup, RolloutStatus
+from telescope.flow.groups import RolloutAttempt, RolloutGroup, RolloutStatus
 from telescope.flow.ranking import Ranking
 from telescope.flow.settings import FlowSettings
 
@@ -30,19 +30,19 @@ class Lanes:
         self._individual = settings.enable_individual_sample_lanes
         self._deadline_s = settings.rollout_deadline_s
         self._cancel_deadline_s = settings.cancel_deadline_s
-        self._fresh: deque[Rollout] = deque()
+        self._fresh: deque[RolloutAttempt] = deque()
         """Never sent out; they come in order of their ids."""
-        self._retried: list[tuple[int, int, Rollout]] = []
-        self._resting: list[tuple[float, int, Rollout]] = []
+        self._retried: list[tuple[int, int, RolloutAttempt]] = []
+        self._resting: list[tuple[float, int, RolloutAttempt]] = []
         self._freest = Ranking()
         self._groups_with_lane = 0
         self._generating = 0
-        self._sent: deque[Rollout] = deque()
+        self._sent: deque[RolloutAttempt] = deque()
         """In order of their dispatch; those that have ended are dropped when they come up."""
-        self._remind_due: deque[tuple[float, Rollout]] = deque()
-        self._answer_due: deque[tuple[float, Rollout]] = deque()
+        self._remind_due: deque[tuple[float, RolloutAttempt]] = deque()
+        self._answer_due: deque[tuple[float, RolloutAttempt]] = deque()
         self.workers: dict[str, WorkerCredits] = {}
-        self.in_flight: dict[tuple[int, int], Rollout] = {}
+        self.in_flight: dict[tuple[int, int], RolloutAttempt] = {}
         """All that workers hold, by rollout id and attempt, in order of their dispatch."""
         self.waiting = 0
 
@@ -52,7 +52,7 @@ class Lanes:
         self.workers[worker] = WorkerCredits(capacity)
         self._freest.put(worker, -capacity)
 
-    def lose(self, worker: str) -> list[Rollout]:
+    def lose(self, worker: str) -> list[RolloutAttempt]:
         """Forget the worker; its rollouts have ended and are returned in order of their dispatch."""
         lost = [rollout for rollout in self.in_flight.values() if rollout.worker == worker]
         for rollout in lost:
@@ -63,12 +63,12 @@ class Lanes:
 
     # ---- the queue
 
-    def queue(self, rollout: Rollout) -> None:
+    def queue(self, rollout: RolloutAttempt) -> None:
         """Wait for a lane: retried rollouts first, then those of the oldest group."""
         self.waiting += 1
         self._line_up(rollout)
 
-    def rest(self, rollout: Rollout, until: float) -> None:
+    def rest(self, rollout: RolloutAttempt, until: float) -> None:
         """Wait for a lane, but not before `until`."""
         self.waiting += 1
         heappush(self._resting, (until, rollout.rollout_id, rollout))
@@ -80,13 +80,13 @@ class Lanes:
             if rollout.status is RolloutStatus.WAITING:  # else its group was retired meanwhile
                 self._line_up(rollout)
 
-    def _line_up(self, rollout: Rollout) -> None:
+    def _line_up(self, rollout: RolloutAttempt) -> None:
         if rollout.attempt:
             heappush(self._retried, (rollout.rollout_id, rollout.attempt, rollout))
         else:
             self._fresh.append(rollout)
 
-    def give_up(self, rollout: Rollout) -> None:
+    def give_up(self, rollout: RolloutAttempt) -> None:
         """One that waits will not be played."""
         rollout.status = RolloutStatus.FAILED
         self.waiting -= 1
@@ -96,7 +96,7 @@ class Lanes:
         """Rollouts that run and hold no lane any more."""
         return len(self.in_flight) - self._generating
 
-    def dispatch(self, lanes: int, version: int, now: float) -> Rollout | None:
+    def dispatch(self, lanes: int, version: int, now: float) -> RolloutAttempt | None:
         """Start the first waiting rollout if one of the `lanes` of all servers and a credit are free."""
         retried, fresh, waiting = self._retried, self._fresh, RolloutStatus.WAITING
         while retried and retried[0][2].status is not waiting:
@@ -127,7 +127,7 @@ class Lanes:
         # without servers nothing starts, whatever lane the group holds
         return lanes > 0 and (group.has_lane or self._groups_with_lane < lanes)
 
-    def _start(self, rollout: Rollout, name: str, version: int, now: float) -> None:
+    def _start(self, rollout: RolloutAttempt, name: str, version: int, now: float) -> None:
         rollout.start(name, version, now)
         self.waiting -= 1
         self.in_flight[rollout.key] = rollout
@@ -144,19 +144,19 @@ class Lanes:
 
     # ---- the end of an attempt
 
-    def end_generation(self, rollout: Rollout) -> None:
+    def end_generation(self, rollout: RolloutAttempt) -> None:
         """It asks for no more tokens: its lane is free now, its worker's credit when that has answered."""
         if not rollout.generated:
             rollout.generated = True
             self._generating -= 1
 
-    def cancel(self, rollout: Rollout, now: float) -> None:
+    def cancel(self, rollout: RolloutAttempt, now: float) -> None:
         """Its worker owes an answer from now on."""
         rollout.cancelled = True
         self._remind_due.append((now + self._cancel_deadline_s / 2, rollout))
         self._answer_due.append((now + self._cancel_deadline_s, rollout))
 
-    def end(self, rollout: Rollout) -> None:
+    def end(self, rollout: RolloutAttempt) -> None:
         """The worker has answered, or is lost: lane and credit are free."""
         rollout.ended = True
         if not rollout.generated:
@@ -178,25 +178,25 @@ class Lanes:
 
     # ---- deadlines
 
-    def take_overdue(self, now: float) -> list[Rollout]:
+    def take_overdue(self, now: float) -> list[RolloutAttempt]:
         """Rollouts past their deadline and not cancelled yet, each returned once."""
-        sent, due = self._sent, list[Rollout]()
+        sent, due = self._sent, list[RolloutAttempt]()
         while sent and (sent[0].ended or sent[0].since + self._deadline_s <= now):
             rollout = sent.popleft()
             if not rollout.ended and not rollout.cancelled:
                 due.append(rollout)
         return due
 
-    def take_unreminded(self, now: float) -> list[Rollout]:
+    def take_unreminded(self, now: float) -> list[RolloutAttempt]:
         """Cancelled rollouts unanswered for half their time, each returned once: a cancel can be lost on the wire."""
         return _take_due(self._remind_due, now)
 
-    def take_unanswered(self, now: float) -> list[Rollout]:
+    def take_unanswered(self, now: float) -> list[RolloutAttempt]:
         """Cancelled rollouts whose worker has not answered in time."""
         return _take_due(self._answer_due, now)
 
 
-def _take_due(line: deque[tuple[float, Rollout]], now: float) -> list[Rollout]:
+def _take_due(line: deque[tuple[float, RolloutAttempt]], now: float) -> list[RolloutAttempt]:
     """Take what is due from a line in order of time; what has ended meanwhile is dropped."""
     due = []
     while line and (line[0][0] <= now or line[0][1].ended):

@@ -20,7 +20,7 @@ from enum import IntEnum
 
 from telescope.flow import commands as do
 from telescope.flow import events as seen
-from telescope.flow.groups import GroupState, Rollout, RolloutGroup
+from telescope.flow.groups import GroupState, RolloutAttempt, RolloutGroup
 from telescope.flow.lanes import Lanes
 from telescope.flow.ranking import Ranking
 from telescope.flow.settings import FlowSettings
@@ -103,7 +103,7 @@ class TokenRequest:
 
     __slots__ = ("charged", "prompt_tokens", "request_id", "rollout", "server", "turn")
 
-    def __init__(self, request_id: str, rollout: Rollout, turn: int, prompt_tokens: int) -> None:
+    def __init__(self, request_id: str, rollout: RolloutAttempt, turn: int, prompt_tokens: int) -> None:
         self.request_id = request_id
         self.rollout = rollout
         self.turn = turn
@@ -314,7 +314,7 @@ class TokenRequests:
         while (request := self._placement.next_waiting()) is not None:
             self._place(request)
 
-    def withdraw(self, rollout: Rollout, why: str) -> None:
+    def withdraw(self, rollout: RolloutAttempt, why: str) -> None:
         """Answer what the rollout still waits for; what a server has is the server's to answer."""
         if not self._placement.waiting:
             return

@@ -247,14 +247,14 @@ REMEMBERED = 4
 class PromptPrefetch:
     """Groups are sent out in order of their ids: the prompts of `size` of them are named beyond the last one sent."""
 
-    def __init__(self, draws: PromptSampler, size: int) -> None:
-        self._draws = draws
+    def __init__(self, sampler: PromptSampler, size: int) -> None:
+        self._sampler = sampler
         self._size = size
-        self._fork = draws.fork()
+        self._fork = sampler.fork()
         self._admitted: dict[int, PromptRef] = {}  # not sent out yet, by group id
         self._foretold: dict[int, PromptRef | None] = {}  # not admitted yet; None: it hangs on results to come
-        self._sent = draws.next_group - 1  # -1 at the start of a run
-        self._next = draws.next_group  # the first group whose prompt was not named
+        self._sent = sampler.next_group - 1  # -1 at the start of a run
+        self._next = sampler.next_group  # the first group whose prompt was not named
         self._named: dict[PromptRef, None] = {}
         self._out: list[PromptRef] = []
 
@@ -268,8 +268,8 @@ class PromptPrefetch:
             return
         self._name(prompt)
         if foretold is not None:
-            self._fork = self._draws.fork()
-            for later in range(self._draws.next_group, self._next):
+            self._fork = self._sampler.fork()
+            for later in range(self._sampler.next_group, self._next):
                 self._foretell(later)
 
     def note_sent(self, group_id: int) -> None:
@@ -279,7 +279,7 @@ class PromptPrefetch:
     def take_hints(self) -> tuple[PromptRef, ...]:
         """Prompts to be made ready that were not named before."""
         while self._next <= self._sent + self._size:
-            if self._next >= self._draws.next_group:
+            if self._next >= self._sampler.next_group:
                 self._foretell(self._next)
             elif self._next > self._sent:
                 self._name(self._admitted[self._next])
@@ -292,7 +292,7 @@ class PromptPrefetch:
 
     def _foretell(self, group_id: int) -> None:
         if self._fork.next_group < group_id:
-            self._fork = self._draws.fork()
+            self._fork = self._sampler.fork()
         prompt = self._fork.foretell()
         if prompt is not None:
             self._name(prompt)

@@ -40,8 +40,8 @@ class SavedGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return tuple(sample.rollout_id for sample in self.survivors)
 
 
-class Snapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A core between two steps."""
+class Snapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename={"limits": "patience"}):
+    """A core between two steps. `limits` has the name that it has had in journals and checkpoints from the first on."""
 
     settings: FlowSettings
     """It was taken under; `refusal` compares them."""
@@ -62,7 +62,7 @@ class Snapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     discarded: tuple[SavedGroup, ...]
     """Discarded ones that count in those of the next batch that fills up."""
     tally: RunTallyState
-    patience: FailureLimitsState
+    limits: FailureLimitsState
 
     @property
     def complete(self) -> tuple[SavedGroup, ...]:

@@ -57,7 +57,7 @@ def constant(value: float) -> Distribution:
 def empirical(values: Sequence[float]) -> Distribution:
     """The quantiles of what was seen. Raises ValueError where nothing was."""
     if not values:
-        raise ValueError("nothing was seen, so there is no distribution")
+        raise ValueError("nothing was seen, so nothing is known of its distribution")
     ordered = sorted(float(value) for value in values)
     last = len(ordered) - 1
     parts = min(QUANTILES, last) or 1

@@ -178,7 +178,7 @@ def read_hosts(text: str, cpus: int) -> tuple[Host, ...]:
     for part in text.split(","):
         found = _KIND.match(part.strip())
         if found is None or not 0 < int(found[1] or 1) + len(hosts) <= MOST_HOSTS:
-            raise BadHosts(f"--hosts {text} is no list of hosts: COUNTxGPUS or COUNTxGPUSxCORES, e.g. 4x8 or 1x0x16,4x8x64")
+            raise BadHosts(f"--hosts {text} is not a list of hosts: COUNTxGPUS or COUNTxGPUSxCORES, e.g. 4x8 or 1x0x16,4x8x64")
         gpus = tuple(str(gpu) for gpu in range(int(found[2])))
         for _ in range(int(found[1] or 1)):
             hosts.append(Host(f"host-{len(hosts)}", int(found[3] or cpus), gpus, f"host-{len(hosts)}", ""))

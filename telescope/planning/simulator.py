@@ -119,7 +119,7 @@ def sum_up(
         sampled_per_s=grown("sampled") / span,
         trainer_training=training,
         trainer_syncing=syncing,
-        trainer_waiting=max(0.0, 1.0 - training - syncing),  # rounding is no negative time
+        trainer_waiting=max(0.0, 1.0 - training - syncing),  # rounding must not make a negative time
         servers_generating=generating,
         servers_paused=paused,
         servers_waiting=max(0.0, 1.0 - generating - paused),

@@ -13,7 +13,7 @@ from telescope.flow import commands as do
 from telescope.flow import events as seen
 from telescope.flow.batches import BatchBuilder, GroupBatch
 from telescope.flow.core import Core
-from telescope.flow.groups import GroupState, Rollout, RolloutGroup
+from telescope.flow.groups import GroupState, RolloutAttempt, RolloutGroup
 from telescope.flow.placement import Placement
 from telescope.flow.settings import FlowSettings
 from telescope.flow.staleness import Slots
@@ -115,7 +115,7 @@ class FreesRoomWithTheRollout(Core):
         super().__init__(settings)
         end_attempt = self._groups.end_attempt
 
-        def end_with_requests(rollout: Rollout, counts: bool, why: str = "its rollout has ended") -> None:
+        def end_with_requests(rollout: RolloutAttempt, counts: bool, why: str = "its rollout has ended") -> None:
             end_attempt(rollout, counts, why)
             for request_id in rollout.requests:
                 self._placement.finish(request_id, 0)

@@ -164,7 +164,7 @@ def test_a_core_that_goes_on_has_all_that_the_snapshot_has():
     assert sum(bool(snapshot.playing) for snapshot in found) > 2
     for snapshot in found:
         impatient = FailureLimitsState({label: 2 for label, _ in snapshot.settings.environments}, 3)
-        full = {"baseline": snapshot.discarded, "discarded": snapshot.baseline, "patience": impatient}
+        full = {"baseline": snapshot.discarded, "discarded": snapshot.baseline, "limits": impatient}
         for one in (snapshot, msgspec.structs.replace(snapshot, **full)):
             core = Core.restore(one.settings, one)
             core._sampler = SimpleNamespace(position=one.position)

@@ -441,4 +441,4 @@ def test_an_impossible_placement_is_refused_with_the_numbers(say: Callable[..., 
         in said
     )
     code, said = say("--placement", "--hosts", "many")
-    assert (code, "--hosts many is no list of hosts" in said) == (2, True)
+    assert (code, "--hosts many is not a list of hosts" in said) == (2, True)
