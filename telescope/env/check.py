@@ -31,8 +31,8 @@ from telescope.config.plugins import ENVIRONMENTS, PluginError, load
 from telescope.config.run import RunConfig
 from telescope.config.secrets import SecretMissing
 from telescope.config.words import ConfigError
-from telescope.env.policies import CheckPolicy, GoldenAnswers, LocalModel, ScriptBroken, Scripted, load_model, read_script
-from telescope.env.report import Played, Stated, report
+from telescope.env.check_policies import CheckPolicy, GoldenAnswers, LocalModel, ScriptBroken, Scripted, load_model, read_script
+from telescope.env.check_report import Played, Stated, write_report
 from telescope.environments.chat import Sampled
 from telescope.environments.template import ChatTemplate
 from telescope.records import PromptRef, RolloutOrder, Sampling
@@ -51,7 +51,7 @@ REFUSALS = (ConfigError, EnvironmentBroken, TokenizerError, ModelNotFound, Plugi
 
 
 def main(arguments: Sequence[str]) -> int:
-    asked = _parser().parse_intermixed_args(list(arguments))
+    asked = _make_parser().parse_intermixed_args(list(arguments))
     threads = RewardThreads(THREADS)
     code = _print_result(asked, list(arguments), threads)
     if threads.count_hung(0):  # the interpreter's end would wait for them
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
 def _print_result(asked: argparse.Namespace, arguments: list[str], threads: RewardThreads) -> int:
     """Print what is found, or why there is nothing; the exit code."""
     try:
-        config = _config(asked)
+        config = _compose(asked)
         if asked.digest:
             sys.stdout.write(load_environments(config)[asked.name].card.digest + "\n")
             return OK
@@ -77,7 +77,7 @@ def _print_result(asked: argparse.Namespace, arguments: list[str], threads: Rewa
     return OK if fine else NOT_FINE
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="telescope.env check",
         description=__doc__,
@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _config(asked: argparse.Namespace) -> RunConfig:
+def _compose(asked: argparse.Namespace) -> RunConfig:
     """The run that would be made. Raises `ConfigError`, `UsageError` or `PluginError`."""
     places = places_for(asked.config_dir)
     kind = load(ENVIRONMENTS, asked.name, places.plugin_path)  # an unknown name is told before anything else
@@ -122,7 +122,7 @@ async def _check(
     whole = load_environments(config)[asked.name]
     limits = PlayLimits.from_config(config)
     loaded = leave_out_too_long(whole, template, limits.max_prompt_tokens, config.cluster.placement_timeout_s)
-    policy = _policy(config, asked, template, loaded)
+    policy = _make_policy(config, asked, template, loaded)
     played = await _play_all(
         loaded, template, limits, policy, min(asked.prompts, loaded.card.split_sizes["train"]), asked.samples
     )
@@ -139,10 +139,10 @@ async def _check(
         same_prompts=same,
         unwritable=sorted(policy.unwritable) if isinstance(policy, Scripted) else (),
     )
-    return report(stated, played, template)
+    return write_report(stated, played, template)
 
 
-def _policy(
+def _make_policy(
     config: RunConfig, asked: argparse.Namespace, template: ChatTemplate, loaded: LoadedEnvironment
 ) -> Scripted | LocalModel:
     if asked.model:

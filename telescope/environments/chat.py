@@ -150,7 +150,7 @@ class _ChatRecord:
 
     async def sample(self, prompt: np.ndarray, max_tokens: int | None) -> Sampled:
         """Raises `PromptTooLong` or `ContextFull`, which are not failures of the rollout, and whatever the sampler raises."""
-        turn, room = self.asked, self.room(max_tokens)
+        turn, room = self.asked, self.measure_room(max_tokens)
         if len(prompt) > room:
             raise (ContextFull if self.answers else PromptTooLong)(
                 f"the prompt of turn {turn} has {len(prompt)} tokens, more than the {room} that "
@@ -164,7 +164,7 @@ class _ChatRecord:
         self.generated_ns = time.time_ns()
         return sampled
 
-    def room(self, max_tokens: int | None) -> int:
+    def measure_room(self, max_tokens: int | None) -> int:
         """The longest prompt that leaves room for an answer."""
         spared = self.max_tokens - max_tokens if max_tokens is not None and self.max_tokens is not None else 0
         return self.max_prompt_tokens + max(spared, 0)
@@ -261,12 +261,12 @@ class TokenDialogue:
 
     def takes(self, *turns: Turn) -> bool:
         """Whether the chat template writes the dialogue with these turns behind it, as `say` would. Nothing is changed."""
-        history, restated, _ = self._with(turns)
+        history, restated, _ = self._append_turns(turns)
         try:
             if self._branch is None:
                 self._record.template.text(history, self._tools)
             else:
-                self._text(self._branch, history, restated, self._tools)
+                self._render(self._branch, history, restated, self._tools)
         except TemplateError:
             return False
         return True
@@ -281,13 +281,13 @@ class TokenDialogue:
         self._history, self._restated, self._branch, self._end_text = list(turns), {}, None, ""
 
     async def _say(self, turns: Sequence[Turn], tools: tuple[ToolSchema, ...], max_tokens: int | None) -> str:
-        history, restated, turns = self._with(turns)
-        question = self._question(history, restated, turns, tools)
+        history, restated, turns = self._append_turns(turns)
+        question = self._make_question(history, restated, turns, tools)
         sampled = await self._record.sample(question.ids(), max_tokens)
         self._history, self._restated, self._tools = history, restated, tools
         return self._commit(question, sampled)
 
-    def _with(self, turns: Sequence[Turn]) -> tuple[list[Turn], dict[int, Turn], Sequence[Turn]]:
+    def _append_turns(self, turns: Sequence[Turn]) -> tuple[list[Turn], dict[int, Turn], Sequence[Turn]]:
         """(messages, those that stand restated, the new ones) with `turns` behind the dialogue."""
         restated = dict(self._restated)
         answered = bool(self._history) and self._history[-1].get("role") == "assistant"
@@ -295,7 +295,7 @@ class TokenDialogue:
             restated[len(self._history) - 1], turns = turns[0], turns[1:]
         return [*self._history, *turns], restated, turns
 
-    def _question(
+    def _make_question(
         self, history: Sequence[Turn], restated: Mapping[int, Turn], turns: Sequence[Turn], tools: tuple[ToolSchema, ...]
     ) -> _Question:
         template, branch = self._record.template, self._branch
@@ -303,13 +303,13 @@ class TokenDialogue:
             opening = template.opening(history, tools)
             told = "" if not self._record.branches and not self._transcript else _describe_turns(turns)
             return _Question(_Branch(opening.text), opening.ids, opening.text, told)
-        text = self._text(branch, history, restated, tools)
+        text = self._render(branch, history, restated, tools)
         if text.startswith(branch.text):
             added = text[len(branch.text) :]
             return _Question(branch, template.continuation(added), text, self._end_text + added)
         return _Question(_Branch(text), template.encode(text), text, _describe_turns(turns))
 
-    def _text(
+    def _render(
         self, branch: _Branch, history: Sequence[Turn], restated: Mapping[int, Turn], tools: tuple[ToolSchema, ...]
     ) -> str:
         """The dialogue as the template writes it: with the answers' own texts, or as they were restated where the template

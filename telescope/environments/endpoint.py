@@ -157,7 +157,7 @@ class EndpointSettings(Settings):
     """Requests for one answer that can be used."""
     retry_backoff_s: float = Field(default=1.0, ge=0)
     """Pause before the second request; it doubles up to 60 s, and is what the server asks for where that is longer."""
-    patience_s: float = Field(default=300.0, gt=0)
+    retry_timeout_s: float = Field(default=300.0, gt=0)
     """Seconds after which no further request is made for an answer, those included in which the breaker is open."""
     breaker_failures: int = Field(default=5, ge=1)
     """Failures in a row, of any samples, after which the model is left alone for a while."""
@@ -212,7 +212,7 @@ class RetryingEndpoint:
         Raises `GaveUp`, and `EndpointRefused` at once where the server does not take the request.
         """
         settings = self._settings
-        deadline, pause_s = self._clock() + settings.patience_s, settings.retry_backoff_s
+        deadline, pause_s = self._clock() + settings.retry_timeout_s, settings.retry_backoff_s
         asked, cause = 0, ""
         while True:
             least_s = 0.0

@@ -273,8 +273,8 @@ class ToolEnvironment(MultiTurn):
             raise _ToolCallFailed(f"no more than {self.max_tool_calls} calls are run in one dialogue")
         try:
             arguments = tool.arguments(call.arguments, textual=call.textual)
-            hidden = dict.fromkeys(tool.hidden, state)
-            run = functools.partial(tool.function, **arguments, **hidden)
+            injected = dict.fromkeys(tool.injected, state)
+            run = functools.partial(tool.function, **arguments, **injected)
             return format_result(await run_function(run, limit_s=self.time_limit_of(tool.name), in_thread=self.in_threads))
         except TimeLimit as error:
             raise _ToolCallFailed(f"{tool.name} took longer than {self.time_limit_of(tool.name):g} s") from error

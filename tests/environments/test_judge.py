@@ -167,7 +167,7 @@ async def test_the_breaker_leaves_a_judge_alone_and_one_request_tries_again():
 async def test_patience_ends_while_the_breaker_is_open():
     clock = Clock()
     async with judging([(500, "overloaded")]) as server:
-        judge = judge_of(server, clock, breaker_failures=1, breaker_pause_s=300.0, patience_s=30.0)
+        judge = judge_of(server, clock, breaker_failures=1, breaker_pause_s=300.0, retry_timeout_s=30.0)
         with pytest.raises(GraderError, match="in 1 requests; at last: "):
             await judge.yes_or_no("?", answer="x")
     assert len(server.requests) == 1

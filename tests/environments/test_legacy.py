@@ -1,4 +1,4 @@
-"""Classes of the other design, as their users wrote them but for the import lines, through the adapter."""
+"""Classes of the older API, as their users wrote them but for the import lines, through the adapter."""
 
 from __future__ import annotations
 

@@ -303,7 +303,7 @@ async def test_a_customer_s_model_that_stumbles_is_asked_again_and_its_silence_i
 async def test_a_customer_s_model_that_is_down_is_no_fault_of_the_policy_and_soon_asked_by_no_rollout():
     clock = Clock()
     async with judging([(500, "out of memory")]) as server:
-        tau = phoned_by(server, clock, max_attempts=2, breaker_failures=2, breaker_pause_s=300.0, patience_s=30.0)
+        tau = phoned_by(server, clock, max_attempts=2, breaker_failures=2, breaker_pause_s=300.0, retry_timeout_s=30.0)
         prompt = tau.prompts("train")[0]
         with pytest.raises(InfrastructureError, match=r"^the customer's model m at http.* in 2 requests; .*out of memory"):
             await tau.play(prompt, Talk(["Done."]))

@@ -99,10 +99,10 @@ def _find_function(module: str, file: str | None, name: str) -> Callable[..., An
 
 @contextmanager
 def _limit_cpu(seconds: float) -> Iterator[None]:
-    def over(number: int, frame: FrameType | None) -> None:
+    def raise_overrun(number: int, frame: FrameType | None) -> None:
         raise _Overrun
 
-    signal.signal(signal.SIGPROF, over)
+    signal.signal(signal.SIGPROF, raise_overrun)
     signal.setitimer(signal.ITIMER_PROF, seconds)
     hard = HARD_FACTOR * seconds + HARD_MARGIN_S
     signal.setitimer(signal.ITIMER_VIRTUAL, hard)  # user time; nobody handles it, so the kernel ends the process

@@ -67,7 +67,7 @@ class HttpServer:
         """Raises OSError where no port can be had."""
         connections: set[asyncio.Task[None]] = set()
 
-        async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async def handle_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             task = asyncio.current_task()
             assert task is not None
             connections.add(task)
@@ -79,7 +79,7 @@ class HttpServer:
                 connections.discard(task)
                 writer.close()
 
-        return HttpServer(await asyncio.start_server(connected, host, 0, limit=READ), connections)
+        return HttpServer(await asyncio.start_server(handle_connection, host, 0, limit=READ), connections)
 
     async def close(self) -> None:
         """Listen no more, and end every connection with what it is doing."""

@@ -11,16 +11,18 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import AfterValidator
 
 from telescope.config.models import hub_errors
+from telescope.environments.hashed_random import HashedRandom
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 
+T = TypeVar("T")
 Row = Mapping[str, Any]
 _SUFFIXES = (".parquet", ".jsonl", ".json", ".jsonl.gz", ".csv", ".arrow")
 _SPLIT_WORDS = ("train", "test", "validation", "dev", "eval")
@@ -44,6 +46,14 @@ class DatasetSource:
         if self.data_dir is None:
             return _read_hub(self, split, columns)
         return _read_folder(Path(self.data_dir).expanduser(), self.subsets, split, columns)
+
+
+def hold_out(items: Sequence[T], count: int, draws: HashedRandom) -> tuple[list[T], list[T]]:
+    """(those to train on, `count` of them kept for evaluation), both in their own order. Raises `NoRows`."""
+    if count >= len(items):
+        raise NoRows(f"held_out={count} of {len(items)} questions leaves none to train on: lower it")
+    chosen = set(draws.shuffled(range(len(items)))[:count])
+    return [item for at, item in enumerate(items) if at not in chosen], [items[at] for at in sorted(chosen)]
 
 
 def get_field(row: Row, path: str) -> Any:

@@ -25,7 +25,7 @@ from telescope.environments.graders.maths import (
 from telescope.environments.graders.pool import GraderOverrun, grade
 from telescope.environments.hashed_random import HashedRandom
 from telescope.environments.lru import LruCache
-from telescope.environments.questions.dataset import DatasetSource, Instruction, NoRows, Row, get_field
+from telescope.environments.questions.dataset import DatasetSource, Instruction, Row, get_field, hold_out
 from telescope.environments.tools.python_tool import PythonTool
 
 log = logging.getLogger(__name__)
@@ -135,14 +135,8 @@ class MathsQuestions(SingleTurn):
         if self.eval_split is not None:
             same = self.eval_split == self.train_split
             return {"train": train, "eval": train if same else self._load_prompts(self.eval_split)}
-        if self.held_out >= len(train):
-            raise NoRows(f"held_out={self.held_out} of {len(train)} questions leaves none to train on: lower it")
-        order = HashedRandom("held out", self.seed).shuffled(range(len(train)))
-        kept_back = set(order[: self.held_out])
-        return {
-            "train": tuple(prompt for at, prompt in enumerate(train) if at not in kept_back),
-            "eval": tuple(prompt for at, prompt in enumerate(train) if at in kept_back),
-        }
+        rest, held_out = hold_out(train, self.held_out, HashedRandom("held out", self.seed))
+        return {"train": tuple(rest), "eval": tuple(held_out)}
 
     def _load_prompts(self, split: str) -> tuple[Prompt, ...]:
         source = DatasetSource(self.dataset, self.subsets, self.revision, self.data_dir)

@@ -23,7 +23,7 @@ from telescope.environments.graders.code import (
     run_tests,
 )
 from telescope.environments.hashed_random import HashedRandom
-from telescope.environments.questions.dataset import DatasetSource, Instruction, NoRows, Row
+from telescope.environments.questions.dataset import DatasetSource, Instruction, NoRows, Row, hold_out
 from telescope.environments.sandboxes.base import SandboxError
 from telescope.environments.sandboxes.pool import Pool, SandboxSettings
 
@@ -145,14 +145,8 @@ class CodeGeneration(SingleTurn):
         if self.eval_split is not None:
             held = train if self.eval_split == self.train_split else source.rows(self.eval_split, columns)
             return {"train": self._make_prompts(train), "eval": self._make_prompts(held)}
-        order = HashedRandom("code_generation", self.seed, "held out").shuffled(range(len(train)))
-        if self.held_out >= len(order):
-            raise ValueError(f"held_out={self.held_out} leaves none of the {len(order)} rows to train on")
-        chosen = set(order[: self.held_out])
-        return {
-            "train": self._make_prompts([row for at, row in enumerate(train) if at not in chosen]),
-            "eval": self._make_prompts([row for at, row in enumerate(train) if at in chosen]),
-        }
+        rest, held_out = hold_out(train, self.held_out, HashedRandom("code_generation", self.seed, "held out"))
+        return {"train": self._make_prompts(rest), "eval": self._make_prompts(held_out)}
 
     def _make_prompts(self, rows: Sequence[Row]) -> list[Prompt]:
         made, left_out = [], []

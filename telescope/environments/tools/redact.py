@@ -30,4 +30,4 @@ def redact(text: str) -> str:
     return scrubbed(text, secret_values(os.environ) if secrets is None else secrets)
 
 
-_SECRETS: ContextVar[Collection[str] | None] = ContextVar("hidden", default=None)
+_SECRETS: ContextVar[Collection[str] | None] = ContextVar("declared_secrets", default=None)

@@ -48,7 +48,8 @@ class Tool:
     parameters: Mapping[str, Any]
     """JSON schema of the arguments, without titles and with its references written out."""
     function: ToolFunction
-    hidden: tuple[str, ...]
+    injected: tuple[str, ...]
+    """Parameters that the environment fills in."""
     _model: type[BaseModel]
 
     @property

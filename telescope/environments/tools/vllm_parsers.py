@@ -28,7 +28,7 @@ class VllmParsers:
     def parse(self, tokenizer: Any, schemas: Sequence[ToolSchema], answer: str) -> ParsedAnswer:
         """A fresh parser for each answer: they remember what they have read."""
         request = self.request(model="policy", messages=[], tools=[dict(schema) for schema in schemas])
-        text = self._strip_thought(tokenizer, request, answer)
+        text = self._drop_thought(tokenizer, request, answer)
         parser = self.tool_parser(tokenizer, request.tools)
         found = parser.extract_tool_calls(text, request)
         calls = tuple(_read_call(each.function.name, each.function.arguments) for each in found.tool_calls)
@@ -36,7 +36,7 @@ class VllmParsers:
             calls = (MalformedCall(text[:MAX_SHOWN], f"{mark} begins a call that can't be read"),)
         return ParsedAnswer((found.content or "").strip(), calls)
 
-    def _strip_thought(self, tokenizer: Any, request: Any, answer: str) -> str:
+    def _drop_thought(self, tokenizer: Any, request: Any, answer: str) -> str:
         if self.reasoning_parser is None:
             return strip_thought(answer)
         _, content = self.reasoning_parser(tokenizer).extract_reasoning(answer, request)

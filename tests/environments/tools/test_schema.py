@@ -177,7 +177,7 @@ def test_the_hidden_state_is_no_parameter_and_names_of_pydantic_s_own_may_be_use
 
     tool = make_tool(f)
     assert list(tool.parameters["properties"]) == ["schema", "copy", "model_config"]
-    assert tool.hidden == ("memory", "state")
+    assert tool.injected == ("memory", "state")
     assert tool.is_async
     assert tool.arguments({"schema": "s", "copy": 3}) == {"schema": "s", "copy": 3}
 
@@ -186,7 +186,7 @@ def test_the_state_of_an_address_is_the_policy_s():
     def move(city: str, state: str) -> None: ...
 
     assert list(properties(move)) == ["city", "state"]
-    assert make_tool(move).hidden == ()
+    assert make_tool(move).injected == ()
 
 
 def test_a_signature_that_no_call_by_name_can_serve_is_refused():

@@ -74,12 +74,12 @@ class Loop(vf.Harness[LoopConfig]):
                 # The answer goes back as it came, so that the conversation goes on in its exact tokens.
                 messages += [
                     {"role": "assistant", "content": said},
-                    {"role": "user", "content": told(said.strip(), data.letter)},
+                    {"role": "user", "content": answer_guess(said.strip(), data.letter)},
                 ]
         return ProgramResult(0, json.dumps(said), "")
 
 
-def told(guess: str, letter: str) -> str:
+def answer_guess(guess: str, letter: str) -> str:
     if len(guess) != 1 or not "a" <= guess <= "z":
         return "one letter"
     return "later" if guess < letter else "earlier"

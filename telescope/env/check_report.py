@@ -43,22 +43,31 @@ class Stated:
     unwritable: Sequence[str] = field(default=())
 
 
-def report(stated: Stated, played: Sequence[Played], template: ChatTemplate) -> tuple[list[str], bool]:
+def write_report(stated: Stated, played: Sequence[Played], template: ChatTemplate) -> tuple[list[str], bool]:
     """The lines, and whether all is well enough to train: no failures, the same prompts everywhere."""
     done = [each for each in played if isinstance(each.body, RolloutResult)]
-    lines = [*_prompts(stated), ""]
+    lines = [*_describe_prompts(stated), ""]
     if done:
-        lines += [*_dialogue(done[0], template), "", *_rollouts(done), "", *_metrics(done, stated), "", *_times(done), ""]
-    failures = list(_failures(played))
+        lines += [
+            *_describe_dialogue(done[0], template),
+            "",
+            *_list_rollouts(done),
+            "",
+            *_list_metrics(done, stated),
+            "",
+            *_describe_times(done),
+            "",
+        ]
+    failures = list(_list_failures(played))
     lines += failures
-    warnings = list(_warnings(stated, done))
+    warnings = list(_list_warnings(stated, done))
     lines += [f"warning: {each}" for each in warnings]
     fine = not failures and stated.same_prompts is not False
     lines.append(f"{len(done)} of {len(played)} rollouts scored, {len(warnings)} warning{'s' * (len(warnings) != 1)}")
     return lines, fine
 
 
-def _prompts(stated: Stated) -> Iterator[str]:
+def _describe_prompts(stated: Stated) -> Iterator[str]:
     sizes = ", ".join(f"{size:,} {split}" for split, size in stated.sizes.items())
     yield f"environments.{stated.label}: {sizes} prompts; the longest may have {stated.longest:,} tokens"
     if stated.same_prompts is not None:
@@ -67,7 +76,7 @@ def _prompts(stated: Stated) -> Iterator[str]:
         yield "stated rewards: {:g} to {:g}".format(*stated.reward_range)
 
 
-def _dialogue(each: Played, template: ChatTemplate) -> Iterator[str]:
+def _describe_dialogue(each: Played, template: ChatTemplate) -> Iterator[str]:
     """The first rollout as training gets it: runs of prompt (untrained) and of sampled tokens."""
     body, (ids, mask, *_) = each.body, each.arrays
     assert isinstance(body, RolloutResult)
@@ -81,27 +90,27 @@ def _dialogue(each: Played, template: ChatTemplate) -> Iterator[str]:
             kind = "sampled" if mask[run[0]] else "prompt "
             tokens = ids[run]
             shown = " ".join(map(str, tokens[:SHOWN_IDS])) + (" …" if len(tokens) > SHOWN_IDS else "")
-            yield f"  {kind} {len(run):>5} tokens  {_short(repr(template.decode(tokens.tolist())))}"
+            yield f"  {kind} {len(run):>5} tokens  {_shorten(repr(template.decode(tokens.tolist())))}"
             yield f"                       {shown}"
         start += length
 
 
-def _rollouts(done: Sequence[Played]) -> Iterator[str]:
+def _list_rollouts(done: Sequence[Played]) -> Iterator[str]:
     yield "rollout  prompt   reward  turns  sampled  end     tags, answer"
     for each in done:
         body = each.body
         assert isinstance(body, RolloutResult)
         golden = " | ".join(body.golden_answers)
-        right = [f"(right: {_short(golden, 30)})"] if golden else []
-        said = " ".join([*(f"[{tag}]" for tag in body.tags), _short(repr(body.completion_text), 60), *right])
+        right = [f"(right: {_shorten(golden, 30)})"] if golden else []
+        said = " ".join([*(f"[{tag}]" for tag in body.tags), _shorten(repr(body.completion_text), 60), *right])
         yield (
             f"{body.rollout_id:>7} {each.order.prompt.index:>7} {body.reward:>8.4g} {body.turns:>6} {body.completion_tokens:>8}"
             f"  {body.finish_reason:<7} {said}"
         )
 
 
-def _metrics(done: Sequence[Played], stated: Stated) -> Iterator[str]:
-    rows = {"reward": _rewards(done), **_by_name(done)}
+def _list_metrics(done: Sequence[Played], stated: Stated) -> Iterator[str]:
+    rows = {"reward": _collect_rewards(done), **_collect_metrics(done)}
     width = max(22, *map(len, rows))
     yield f"{'metric':<{width}}     mean       min       max   stated"
     for name, values in rows.items():
@@ -110,7 +119,7 @@ def _metrics(done: Sequence[Played], stated: Stated) -> Iterator[str]:
         yield f"{name:<{width}} {np.mean(values):>8.4g}  {min(values):>8.4g}  {max(values):>8.4g}   {said}"
 
 
-def _times(done: Sequence[Played]) -> Iterator[str]:
+def _describe_times(done: Sequence[Played]) -> Iterator[str]:
     own = sorted(each.seconds - each.policy_s for each in done)
     yield (
         f"the environment's own time: median {own[len(own) // 2] * 1000:.1f} ms a rollout, longest {own[-1] * 1000:.1f} ms; "
@@ -118,14 +127,14 @@ def _times(done: Sequence[Played]) -> Iterator[str]:
     )
 
 
-def _failures(played: Sequence[Played]) -> Iterator[str]:
+def _list_failures(played: Sequence[Played]) -> Iterator[str]:
     """One line a cause, the commonest first."""
     failed = [each.body for each in played if isinstance(each.body, RolloutError)]
     for (kind, cause), count in Counter((body.kind, body.cause) for body in failed).most_common():
         yield f"failure of the {kind}, {count} times: {cause}"
 
 
-def _warnings(stated: Stated, done: Sequence[Played]) -> Iterator[str]:
+def _list_warnings(stated: Stated, done: Sequence[Played]) -> Iterator[str]:
     if stated.too_long:
         yield (
             f"{stated.too_long:,} train prompts have more than {stated.longest:,} tokens and are left out: raise "
@@ -136,16 +145,16 @@ def _warnings(stated: Stated, done: Sequence[Played]) -> Iterator[str]:
             "another process makes other prompts: draw with environments/hashed_random.py, not with random, hash() or the clock"
         )
     for text in list(stated.unwritable)[:3]:
-        yield f"the tokenizer can't write the answer {_short(repr(text), 60)}: name the model to be trained (model.name=)"
-    yield from _reward_warnings(stated, done)
-    yield from _metric_warnings(stated, done)
+        yield f"the tokenizer can't write the answer {_shorten(repr(text), 60)}: name the model to be trained (model.name=)"
+    yield from _find_reward_warnings(stated, done)
+    yield from _find_metric_warnings(stated, done)
     cut = sum(each.body.finish_reason == "length" for each in done if isinstance(each.body, RolloutResult))
     if cut:
         yield f"{cut} of {len(done)} last answers were cut off at rollout.max_tokens"
 
 
-def _reward_warnings(stated: Stated, done: Sequence[Played]) -> Iterator[str]:
-    rewards = _rewards(done)
+def _find_reward_warnings(stated: Stated, done: Sequence[Played]) -> Iterator[str]:
+    rewards = _collect_rewards(done)
     if len(rewards) > 1 and min(rewards) == max(rewards):
         yield f"all {len(rewards)} rewards are {rewards[0]:g}: nothing can be learnt from that (a script may be the reason)"
     if stated.reward_range is not None:
@@ -154,23 +163,23 @@ def _reward_warnings(stated: Stated, done: Sequence[Played]) -> Iterator[str]:
             yield f"{len(outside)} rewards lie outside what is stated, e.g. {outside[0]:g}"
 
 
-def _metric_warnings(stated: Stated, done: Sequence[Played]) -> Iterator[str]:
-    for name, values in _by_name(done).items():
+def _find_metric_warnings(stated: Stated, done: Sequence[Played]) -> Iterator[str]:
+    for name, values in _collect_metrics(done).items():
         low, high = stated.metrics_ranges.get(name, (-np.inf, np.inf))
         outside = [value for value in values if not low <= value <= high]
         if outside:
             yield f"metric {name} lies outside what is stated, e.g. {outside[0]:g}"
         if len(values) < len(done):
             yield f"metric {name} is there in {len(values)} of {len(done)} rollouts: its mean is over those alone"
-    for name in sorted(set(stated.metrics_ranges) - set(_by_name(done)) if done else ()):
+    for name in sorted(set(stated.metrics_ranges) - set(_collect_metrics(done)) if done else ()):
         yield f"metric {name} has a stated range and never came"
 
 
-def _rewards(done: Sequence[Played]) -> list[float]:
+def _collect_rewards(done: Sequence[Played]) -> list[float]:
     return [each.body.reward for each in done if isinstance(each.body, RolloutResult)]
 
 
-def _by_name(done: Sequence[Played]) -> dict[str, list[float]]:
+def _collect_metrics(done: Sequence[Played]) -> dict[str, list[float]]:
     values: dict[str, list[float]] = defaultdict(list)
     for each in done:
         if isinstance(each.body, RolloutResult):
@@ -179,5 +188,5 @@ def _by_name(done: Sequence[Played]) -> dict[str, list[float]]:
     return dict(values)
 
 
-def _short(text: str, most: int = SHOWN_CHARACTERS) -> str:
+def _shorten(text: str, most: int = SHOWN_CHARACTERS) -> str:
     return text if len(text) <= most else f"{text[:most]}…"
