@@ -38,7 +38,7 @@ FAST: Streams = {
         *("tests/run/test_faults.py", "tests/run/test_recovery.py", "tests/run/test_real_engine.py"),
         *("tests/run/test_flow_runs.py", "tests/run/test_direct_runs.py"),
     ),
-    "environments": ("tests/environments", "tests/env", "tests/sandboxes"),
+    "environments": ("tests/environments", "tests/cli/env", "tests/sandboxes"),
     "config": ("tests/config", "tests/cli", "tests/planning"),
     "backends": ("tests/backends", "tests/trainer", "tests/weights"),
     "inference": ("tests/inference", "tests/doctor", "tests/workers"),

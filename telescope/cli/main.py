@@ -27,7 +27,7 @@ COMMANDS = {
     "plan": CliCommand("telescope.cli.plan", "what a run would be: steps, staleness, processes, memory, times"),
     "runs": CliCommand("telescope.cli.runs", "list runs, follow one's log, stop one, go on with one"),
     "servers": CliCommand("telescope.cli.servers", "where a run's inference servers listen"),
-    "env": CliCommand("telescope.env.__main__", "try an environment; print a trajectory token by token"),
+    "env": CliCommand("telescope.cli.env", "try an environment; print a trajectory token by token"),
     "doctor": CliCommand("telescope.cli.doctor", "compare trainer and server: log-probs, weights"),
     "replay": CliCommand("telescope.cli.replay", "does today's core decide as the run's journal says"),
     "export": CliCommand("telescope.cli.export", "a checkpoint's weights as a model that transformers and vLLM load"),

@@ -9,8 +9,8 @@ import pytest
 from telescope.cli.arguments import above_zero, from_one, from_zero
 
 COMMANDS = [
-    ("telescope.env.check", ["countdown", "--prompts", "0"], "argument --prompts: '0' is no whole number from 1 on"),
-    ("telescope.env.check", ["countdown", "--samples", "-1"], "argument --samples: '-1' is no whole number from 1 on"),
+    ("telescope.cli.env.check", ["countdown", "--prompts", "0"], "argument --prompts: '0' is no whole number from 1 on"),
+    ("telescope.cli.env.check", ["countdown", "--samples", "-1"], "argument --samples: '-1' is no whole number from 1 on"),
     ("telescope.cli.doctor", ["logprobs", "--samples", "0"], "argument --samples: '0' is no whole number from 1 on"),
     ("telescope.cli.bundle", ["out", "--part-mb", "0"], "argument --part-mb: '0' is no whole number from 1 on"),
     ("telescope.cli.replay", ["run", "--step", "0"], "argument --step: '0' is no whole number from 1 on"),

@@ -86,7 +86,7 @@ def test_the_shell_takes_the_script(shell: str):
 
 def test_the_actions_that_are_completed_are_those_that_there_are(capsys):
     from telescope.cli.completion import ACTIONS
-    from telescope.env.__main__ import SUBCOMMANDS
+    from telescope.cli.env import SUBCOMMANDS
 
     assert ACTIONS["env"] == tuple(sorted(SUBCOMMANDS))
     assert ACTIONS["completion"] == tuple(sorted(SCRIPTS))

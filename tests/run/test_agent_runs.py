@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from telescope.env.__main__ import main as audit
+from telescope.cli.env import main as audit
 from tests.run.conftest import Start, WholeRun
 
 QUIET = ("logging.use_wandb=false", "orchestrator.discard_group_zero_advantage=false", "logging.token_groups=100")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from telescope.env.audit import main as audit
+from telescope.cli.env.audit import main as audit
 from tests.run.conftest import Start, WholeRun
 from tests.run.plugins import controls
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from telescope.env.__main__ import main as env_command
+from telescope.cli.env import main as env_command
 from telescope.environments.adapters.verifiers import REQUIREMENT, Verifiers
 from telescope.environments.base import Reward
 from telescope.environments.chat import TokenChat

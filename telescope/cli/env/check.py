@@ -24,6 +24,16 @@ from pathlib import Path
 import numpy as np
 
 from telescope.cli.arguments import from_one
+from telescope.cli.env.check_policies import (
+    CheckPolicy,
+    GoldenAnswers,
+    LocalModel,
+    ScriptBroken,
+    Scripted,
+    load_model,
+    read_script,
+)
+from telescope.cli.env.check_report import Played, Stated, write_report
 from telescope.compose.load import UsageError, load_points, places_for
 from telescope.compose.options import GROUPS
 from telescope.config.models import ModelNotFound, model_folder
@@ -31,8 +41,6 @@ from telescope.config.plugins import ENVIRONMENTS, PluginError, load
 from telescope.config.run import RunConfig
 from telescope.config.secrets import SecretMissing
 from telescope.config.words import ConfigError
-from telescope.env.check_policies import CheckPolicy, GoldenAnswers, LocalModel, ScriptBroken, Scripted, load_model, read_script
-from telescope.env.check_report import Played, Stated, write_report
 from telescope.environments.chat import Sampled
 from telescope.environments.template import ChatTemplate
 from telescope.records import PromptRef, RolloutOrder, Sampling
@@ -68,7 +76,7 @@ def _print_result(asked: argparse.Namespace, arguments: list[str], threads: Rewa
             return OK
         lines, fine = asyncio.run(_check(config, asked, arguments, threads))
     except UsageError as error:
-        sys.stderr.write(f"telescope.env check: {error}\n")
+        sys.stderr.write(f"telescope env check: {error}\n")
         return USAGE
     except (*REFUSALS, OSError) as error:
         sys.stderr.write(f"{error}\n")
@@ -79,7 +87,7 @@ def _print_result(asked: argparse.Namespace, arguments: list[str], threads: Rewa
 
 def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="telescope.env check",
+        prog="telescope env check",
         description=__doc__,
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -1,4 +1,6 @@
-"""The subcommands by name; each is a module with `main(arguments) -> exit code`, imported when it is asked for."""
+"""`telescope env SUBCOMMAND`: look at environments and at what they have played. No run is started.
+
+The subcommands by name; each is a module with `main(arguments) -> exit code`, imported when it is asked for."""
 
 from __future__ import annotations
 
@@ -6,11 +8,12 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from telescope._launch import terminal
-
 SUBCOMMANDS = {
-    "check": ("telescope.env.check", "play samples of an environment and print what training would see"),
-    "audit": ("telescope.env.audit", "print trajectories of a run token by token: text, mask, version, log-prob, advantage"),
+    "check": ("telescope.cli.env.check", "play samples of an environment and print what training would see"),
+    "audit": (
+        "telescope.cli.env.audit",
+        "print trajectories of a run token by token: text, mask, version, log-prob, advantage",
+    ),
 }
 OK, USAGE = 0, 2
 
@@ -27,8 +30,3 @@ def main(arguments: Sequence[str]) -> int:
         return OK
     sys.stderr.write(usage)
     return USAGE
-
-
-if __name__ == "__main__":
-    terminal.prepare()
-    sys.exit(main(sys.argv[1:]))

@@ -11,12 +11,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from telescope.algorithms.rloo import RLOO
+from telescope.cli.env import main
+from telescope.cli.env.audit import NothingToShow, Recomputer, choose
+from telescope.cli.env.check_policies import load_model
 from telescope.compose.load import load_points, places_for
 from telescope.config.models import EMBEDDED
 from telescope.config.run import dump_run, load_run
-from telescope.env.__main__ import main
-from telescope.env.audit import NothingToShow, Recomputer, choose
-from telescope.env.check_policies import load_model
 from telescope.flow.commands import TrainOnBatch
 from telescope.maths.support import WHOLE, Support
 from telescope.orchestrator import recorder

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from telescope.env.__main__ import main
+from telescope.cli.env import main
 
 ODD = '''
 import os
