@@ -30,7 +30,7 @@ from telescope.flow.core import Core
 from telescope.orchestrator.batch import Recipe
 from telescope.orchestrator.loop import Orchestrator
 from telescope.orchestrator.main import make_flow_settings
-from telescope.orchestrator.peers import Peers, ServerRestarts
+from telescope.orchestrator.peers import FencedServers, Peers
 from telescope.orchestrator.recorder import Recorder
 from telescope.orchestrator.relay import Relay
 from telescope.orchestrator.weights import UpdateRules
@@ -185,7 +185,7 @@ async def orchestrate(folder: Path, given: argparse.Namespace) -> list[dict[str,
     recipe = Recipe(settings.algorithm, GROUP, given.tokens, seq_len=settings.trainer.seq_len)
     orchestrator = Orchestrator(
         settings, hub=hub, core=Core(make_flow_settings(settings)), peers=peers,
-        servers=ServerRestarts(SupervisorChannel(), hub, peers, 0), journal=journal, recorder=recorder,
+        servers=FencedServers(SupervisorChannel(), hub, peers, 0), journal=journal, recorder=recorder,
         recipe=recipe, updates=UpdateRules(DEADLINE_S, 1),
     )  # fmt: skip
     watch = Watch(orchestrator.relay)

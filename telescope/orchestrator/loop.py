@@ -25,7 +25,7 @@ from telescope.orchestrator.batch import Recipe
 from telescope.orchestrator.checkpoints import CheckpointCoordinator, SaveRules
 from telescope.orchestrator.cpu_time import CpuTime
 from telescope.orchestrator.executor import Executor
-from telescope.orchestrator.peers import NAMED, Peers, ProtocolViolations, ServerRestarts, name_few
+from telescope.orchestrator.peers import NAMED, FencedServers, Peers, ProtocolViolations, name_few
 from telescope.orchestrator.recorder import Recorder
 from telescope.orchestrator.relay import Relay
 from telescope.orchestrator.rollout_store import Rollout, RolloutStore
@@ -67,7 +67,7 @@ class Orchestrator:
         hub: Hub,
         core: Core,
         peers: Peers,
-        servers: ServerRestarts,
+        servers: FencedServers,
         journal: Journal,
         recorder: Recorder,
         recipe: Recipe,

@@ -28,7 +28,7 @@ from telescope.flow.settings import FlowSettings
 from telescope.orchestrator.batch import Recipe
 from telescope.orchestrator.checkpoints import SaveRules
 from telescope.orchestrator.loop import Orchestrator, RunOutcome
-from telescope.orchestrator.peers import Peers, ServerRestarts
+from telescope.orchestrator.peers import FencedServers, Peers
 from telescope.orchestrator.recorder import Recorder
 from telescope.orchestrator.saved_state import CannotGoOn, RunStart, start_run
 from telescope.orchestrator.step_metrics import ParityCheck, RewardRanges
@@ -228,7 +228,7 @@ async def _train(
         hub=hub,
         core=core,
         peers=peers,
-        servers=ServerRestarts(supervisor, hub, peers, config.cluster.max_server_restarts),
+        servers=FencedServers(supervisor, hub, peers, config.cluster.max_server_restarts),
         journal=journal,
         recorder=recorder,
         recipe=_make_recipe(config, recorder.rewards),

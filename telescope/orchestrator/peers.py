@@ -95,7 +95,7 @@ def _find_difference(some: tuple[EnvironmentCard, ...], others: tuple[Environmen
     return next((card.name for card in others if digests.get(card.name) != card.digest), "")
 
 
-class ServerRestarts:
+class FencedServers:
     """`limit`: restarts that the supervisor has for each (`cluster.max_server_restarts`); with 0 none comes back."""
 
     def __init__(self, supervisor: SupervisorChannel, hub: Hub, peers: Peers, limit: int) -> None:

@@ -29,7 +29,7 @@ class RunUnderway(Record, tag=True):
     """All parts are there: from now on a server that dies is worth another start."""
 
 
-class RunEnding(Record, tag=True):
+class EndingNotice(Record, tag=True):
     """Whatever dies now stays dead."""
 
 
@@ -52,7 +52,7 @@ class ServerEnded(Record, tag=True):
     """E.g. `server-0 was killed by signal 9 (SIGKILL).`"""
 
 
-class EndRun(Record, tag=True):
+class StopNotice(Record, tag=True):
     """Why the orchestrator gets the signal that follows, where that is not the user's: a sentence."""
 
     reason: str
@@ -113,7 +113,7 @@ class OrchestratorChannel(_ChannelEnd):
 
     def __init__(self) -> None:
         ours, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        super().__init__(ours, RunUnderway | RunEnding | FenceServer)
+        super().__init__(ours, RunUnderway | EndingNotice | FenceServer)
         self.descriptor = ours.fileno()
         """Readable when there is something to read."""
         self.passed = self._theirs.fileno()
@@ -138,7 +138,7 @@ class OrchestratorChannel(_ChannelEnd):
             match message:
                 case RunUnderway():
                     self.underway = True
-                case RunEnding():
+                case EndingNotice():
                     self.underway = False
                 case FenceServer(server=server):
                     self.fences[server] = message
@@ -148,7 +148,7 @@ class OrchestratorChannel(_ChannelEnd):
 
     def tell_stop(self, reason: str, *, failed: bool) -> None:
         """Before the signal that asks it to stop."""
-        self._send(EndRun(reason[:MAX_REASON_CHARACTERS], failed))
+        self._send(StopNotice(reason[:MAX_REASON_CHARACTERS], failed))
 
 
 class SupervisorChannel(_ChannelEnd):
@@ -156,10 +156,10 @@ class SupervisorChannel(_ChannelEnd):
 
     def __init__(self, end: socket.socket | None = None) -> None:
         """`end`: None where no supervisor has started this process."""
-        super().__init__(end, ServerEnded | EndRun)
+        super().__init__(end, ServerEnded | StopNotice)
         self.ends: dict[str, ServerEnded] = {}
         """Of each server that has ended and is started again: how it did so last."""
-        self.stop: EndRun | None = None
+        self.stop: StopNotice | None = None
         """The first reason to stop that was told."""
 
     @classmethod
@@ -177,14 +177,14 @@ class SupervisorChannel(_ChannelEnd):
             match message:
                 case ServerEnded(server=server):
                     self.ends[server] = message
-                case EndRun():
+                case StopNotice():
                     self.stop = self.stop or message
 
     def tell_underway(self) -> None:
         self._send(RunUnderway())
 
     def tell_ending(self) -> None:
-        self._send(RunEnding())
+        self._send(EndingNotice())
 
     def ask_to_fence(self, server: str, pid: int, reason: str) -> None:
         self._send(FenceServer(server, pid, reason[:MAX_REASON_CHARACTERS]))

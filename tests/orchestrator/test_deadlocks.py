@@ -21,7 +21,7 @@ from telescope.flow.replay import JournalLine, decode_line, encode_opening, repl
 from telescope.orchestrator.batch import Recipe
 from telescope.orchestrator.loop import Orchestrator, RunOutcome
 from telescope.orchestrator.main import make_flow_settings
-from telescope.orchestrator.peers import Peers, ServerRestarts
+from telescope.orchestrator.peers import FencedServers, Peers
 from telescope.orchestrator.recorder import Recorder
 from telescope.orchestrator.weights import UpdateRules
 from telescope.records import RolloutOrder
@@ -136,7 +136,7 @@ async def play(
         hub=hub,
         core=core,
         peers=peers,
-        servers=ServerRestarts(SupervisorChannel(), hub, peers, 0),
+        servers=FencedServers(SupervisorChannel(), hub, peers, 0),
         journal=journal,
         recorder=recorder,
         recipe=recipe,

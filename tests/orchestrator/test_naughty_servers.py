@@ -19,7 +19,7 @@ from telescope.flow.core import Core
 from telescope.orchestrator.batch import Recipe
 from telescope.orchestrator.loop import Orchestrator, RunOutcome
 from telescope.orchestrator.main import make_flow_settings
-from telescope.orchestrator.peers import Peers, ServerRestarts
+from telescope.orchestrator.peers import FencedServers, Peers
 from telescope.orchestrator.recorder import Recorder
 from telescope.orchestrator.weights import UpdateRules
 from telescope.records import WeightGroup, WeightManifest
@@ -266,7 +266,7 @@ async def play(folder: Path, transport: str, manners: dict[str, Any]) -> tuple[R
         hub=hub,
         core=Core(make_flow_settings(settings, trainer_sends=transport == "gloo")),
         peers=peers,
-        servers=ServerRestarts(fleet.channel, hub, peers, 3),
+        servers=FencedServers(fleet.channel, hub, peers, 3),
         journal=journal,
         recorder=recorder,
         recipe=recipe,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from telescope.orchestrator.peers import Peers, ProtocolViolations, ServerRestarts
+from telescope.orchestrator.peers import FencedServers, Peers, ProtocolViolations
 from telescope.orchestrator.sleep import SleepCoordinator
 from telescope.wire.happenings import Delivery
 from telescope.wire.hub import NoCredit
@@ -124,7 +124,7 @@ def test_a_server_given_up_is_dying_until_the_supervisor_has_seen_the_end_of_tha
     supervisor = OrchestratorChannel()
     channel = SupervisorChannel.take_over({DESCRIPTOR: str(os.dup(supervisor.passed))})
     roster = Peers((), ("server-0",), (), {"server-0": hello(pid=17)})
-    servers = ServerRestarts(channel, Hub(), roster, 3)  # type: ignore[arg-type]
+    servers = FencedServers(channel, Hub(), roster, 3)  # type: ignore[arg-type]
     assert servers.find_dying() == ()
     servers.give_up("server-0", "it hangs")
     supervisor.tell_end("server-0", 1, 16, "an earlier incarnation")

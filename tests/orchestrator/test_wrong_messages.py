@@ -22,7 +22,7 @@ from telescope.flow.core import Core
 from telescope.orchestrator.batch import Recipe
 from telescope.orchestrator.loop import Orchestrator, RunOutcome
 from telescope.orchestrator.main import make_flow_settings
-from telescope.orchestrator.peers import Peers, ServerRestarts
+from telescope.orchestrator.peers import FencedServers, Peers
 from telescope.orchestrator.recorder import Recorder
 from telescope.orchestrator.weights import UpdateRules
 from telescope.records import EnvironmentCard, RolloutOrder, Sampling, WeightManifest
@@ -204,7 +204,7 @@ async def orchestrating(folder: Path) -> AsyncIterator[tuple[Orchestrator, RunDi
         hub=hub,
         core=Core(make_flow_settings(settings)),
         peers=peers,
-        servers=ServerRestarts(SupervisorChannel(), hub, peers, 0),
+        servers=FencedServers(SupervisorChannel(), hub, peers, 0),
         journal=journal,
         recorder=recorder,
         recipe=recipe,

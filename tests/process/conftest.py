@@ -18,7 +18,7 @@ import pytest
 
 from telescope._launch.process_plan import LaunchPlan, ProcessPlan, ProcessRole, write_plan
 from telescope.runlog.layout import RunDirectory
-from telescope.wire.supervisor_channel import FenceServer, RunEnding, RunUnderway
+from telescope.wire.supervisor_channel import EndingNotice, FenceServer, RunUnderway
 
 STAND_IN = str(Path(__file__).with_name("stand_in.py"))
 START = (
@@ -92,7 +92,7 @@ def until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.02)
 
 
-def tell_supervisor(run: RunDirectory, message: RunUnderway | RunEnding | FenceServer) -> None:
+def tell_supervisor(run: RunDirectory, message: RunUnderway | EndingNotice | FenceServer) -> None:
     """As the orchestrator, which is a stand-in that relays; what happens next comes after it."""
     line, said = msgspec.json.encode(message) + b"\n", run.path / "said"
     with (run.path / "say").open("ab") as pipe:

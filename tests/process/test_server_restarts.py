@@ -11,7 +11,7 @@ import psutil
 from conftest import Launch, Launched, stand_in, tell_supervisor, until
 
 from telescope._launch.server_restarts import WINDOW_S, RestartBudget
-from telescope.wire.supervisor_channel import FenceServer, RunEnding, RunUnderway, ServerEnded
+from telescope.wire.supervisor_channel import EndingNotice, FenceServer, RunUnderway, ServerEnded
 
 ORCHESTRATOR, WORKER = stand_in("orchestrator", "relays"), stand_in("worker-0", "obey")
 
@@ -164,7 +164,7 @@ def test_a_budget_waits_half_a_minute_at_the_most():
 
 def test_once_the_run_ends_a_death_starts_nothing(launch: Launch) -> None:
     launched = under_way(launch(ORCHESTRATOR, stand_in("server-0", "obey"), WORKER, restarts=3, grace_s=0.5))
-    tell_supervisor(launched.run, RunEnding())
+    tell_supervisor(launched.run, EndingNotice())
     tell_supervisor(launched.run, FenceServer("server-0", launched.pids("server-0")[0], "too late"))
     os.kill(launched.pids("server-0")[0], signal.SIGKILL)
     code, _, err = launched.end()

@@ -24,7 +24,7 @@ from telescope.config.slurm import SlurmSettings
 from telescope.runlog import attempts
 from telescope.runlog.identity import new_identity, read_identity, write_identity
 from telescope.runlog.layout import RunDirectory
-from telescope.wire.supervisor_channel import EndRun
+from telescope.wire.supervisor_channel import StopNotice
 
 STAND_IN = str(Path(__file__).parents[1] / "process" / "stand_in.py")
 LIMIT_S = 60.0
@@ -251,8 +251,8 @@ def test_the_warning_before_the_walltime_is_a_stop_with_a_reason_of_its_own(run:
         supervisor.send_signal(signal.SIGUSR2)
     said, _ = supervisor.communicate(timeout=LIMIT_S)
     assert said.splitlines()[-1] == "SupervisedRunEnd(code=75, warned=True, interrupted=None, carrier_lost='')"
-    heard = [msgspec.json.decode(line, type=EndRun) for line in (run.path / "heard").read_bytes().splitlines()]
-    assert heard == [EndRun("walltime", failed=False)]
+    heard = [msgspec.json.decode(line, type=StopNotice) for line in (run.path / "heard").read_bytes().splitlines()]
+    assert heard == [StopNotice("walltime", failed=False)]
 
 
 def until_gone(process: LocalProcess) -> None:

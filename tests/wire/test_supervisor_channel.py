@@ -8,10 +8,10 @@ import socket
 from telescope.wire.supervisor_channel import (
     DESCRIPTOR,
     MAX_REASON_CHARACTERS,
-    EndRun,
     FenceServer,
     OrchestratorChannel,
     ServerEnded,
+    StopNotice,
     SupervisorChannel,
 )
 
@@ -38,7 +38,7 @@ def test_each_end_hears_what_the_other_has_said():
     ours.tell_stop("trainer-0 was killed", failed=True)
     theirs.read()
     assert theirs.ends == {"server-0": ServerEnded("server-0", 1, 17, "server-0 was fenced: it hangs.")}
-    assert theirs.stop == EndRun("walltime", failed=False)
+    assert theirs.stop == StopNotice("walltime", failed=False)
     theirs.tell_ending()
     ours.read()
     assert ours.underway is False
