@@ -30,7 +30,7 @@ MUTANTS = (
     ),
     Mutant(
         "batches: discards of a batch are counted again in the next",
-        where="Batches.enter",
+        where="BatchBuilder.enter",
         old="self._discarded, []",
         new="self._discarded, list(self._discarded)",
         nearest=("tests/flow/test_runs.py",),
@@ -121,7 +121,7 @@ MUTANTS = (
     ),
     Mutant(
         "batches: groups are dealt to minibatches unshuffled",
-        where="_order",
+        where="_shuffle_groups",
         old="recipe.minibatches == 1",
         new="recipe.minibatches >= 1",
         nearest=("tests/orchestrator/test_batch.py",),
