@@ -156,6 +156,6 @@ class ParityCheck:
         return (
             f"step {step}: the servers' log-probs of tokens that they sampled from the very weights in training are "
             f"{apart:.3g} nats from the trainer's (mean of |difference|; {self._limit:g} is expected at most), so they may "
-            "compute another model than the trainer: compare them with `python -m telescope.doctor logprobs` and this run's "
+            "compute another model than the trainer: compare them with `python -m telescope doctor logprobs` and this run's "
             "overrides"
         )

@@ -209,11 +209,11 @@ async def test_half_an_adapter_leaves_a_full_disk_as_it_was(tmp_path: Path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (512, hard))
     try:
         with pytest.raises(WeightsRefused, match=r"the adapter of version 1 can't be written: .*File too large"):
-            await engine._written(version)
+            await engine._write_adapter(version)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert list((tmp_path / "scratch").iterdir()) == []
-    assert (await engine._written(version)).folder is not None
+    assert (await engine._write_adapter(version)).folder is not None
 
 
 @pytest.mark.asyncio
@@ -222,7 +222,7 @@ async def test_an_adapter_that_was_broken_off_while_it_was_read_goes_when_it_is_
     engine, version = published(tmp_path)
     content, pipe = Path(version.location).read_bytes(), tmp_path / "pipe"
     os.mkfifo(pipe)
-    writing = asyncio.create_task(engine._written(msgspec.structs.replace(version, location=str(pipe))))
+    writing = asyncio.create_task(engine._write_adapter(msgspec.structs.replace(version, location=str(pipe))))
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.1):
             await writing
@@ -276,7 +276,7 @@ async def test_an_adapter_whose_writing_is_broken_off_is_gone_before_the_rest_is
         write_adapter(folder, lora, tensors, Held(called_off))  # type: ignore[arg-type]
 
     monkeypatch.setattr("telescope.inference.vllm.lora_engine.write", held_up)
-    writing = asyncio.create_task(engine._written(version))
+    writing = asyncio.create_task(engine._write_adapter(version))
     assert await asyncio.to_thread(begun.wait, 30)
     assert len(list((tmp_path / "scratch").iterdir())) == 1
     writing.cancel()

@@ -165,7 +165,7 @@ async def test_who_is_missed_by_the_engines_worker_is_told_when_the_broadcast_is
     group = WeightGroup(manifest.version, ("trainer-0", "server-0/0", "server-1/0"))
     sending = asyncio.create_task(asyncio.to_thread(sender.publisher.send, manifest.version, group))
     preparing = asyncio.create_task(served.engine.prepare(manifest, group))
-    here = sender.publisher._meeting.below(group)
+    here = sender.publisher._rendezvous.below(group)
     async with asyncio.timeout(30):
         while not here.check([f"here/{member}" for member in group.members[:2]]):
             await asyncio.sleep(0.01)

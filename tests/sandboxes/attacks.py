@@ -71,7 +71,7 @@ ATTACKS = (
     # Files
     Attack("write_to_the_system", "print(tried(lambda: write('/usr/bin/python3')), tried(lambda: write('/usr/lib/x')))",
            ("EROFS EROFS", "EACCES EACCES", "ETXTBSY EROFS", "EROFS EACCES", "EACCES EROFS")),
-    Attack("write_to_the_root", "print(tried(lambda: write('/x')), tried(lambda: os.mkdir('/home')))",
+    Attack("write_to_the_root", "print(tried(lambda: write('/x')), tried(lambda: os.mkdir('/new')))",
            ("EROFS EROFS", "EACCES EACCES", "EACCES EROFS", "EROFS EACCES")),
     Attack("write_to_dev", "print(tried(lambda: write('/dev/x')))", ("EROFS", "EACCES")),
     Attack("read_root_and_passwords", "print(*(os.path.exists(p) for p in ('/root', '/etc/passwd', '/etc/shadow', '/home', 'SECRET')))",
