@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from telescope.records import PromptRef, RolloutOrder
@@ -116,17 +118,9 @@ class EndRun(CoreCommand, frozen=True, tag="Stop"):
 
 
 AnyCommand = (
-    DispatchRollout
-    | CancelAttempt
-    | AnnouncePrompts
-    | PlaceRequest
-    | RefuseRequest
-    | RecordGroupState
-    | TrainOnBatch
-    | IgnoreResult
-    | ForgetRollouts
-    | UpdateWeights
-    | TakeCheckpoint
-    | WarnUser
-    | EndRun
-)
+    DispatchRollout | CancelAttempt | AnnouncePrompts | PlaceRequest | RefuseRequest | RecordGroupState | TrainOnBatch
+    | IgnoreResult | ForgetRollouts | UpdateWeights | TakeCheckpoint | WarnUser | EndRun
+)  # fmt: skip
+
+Say = Callable[[AnyCommand], None]
+"""Takes a command, in the order in which they are to be done."""

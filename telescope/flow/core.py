@@ -9,10 +9,9 @@ scalars; it refuses clocks, sockets, files and arrays. docs/flow.md tells the st
 docs/architecture.md.
 """
 
-from __future__ import annotations
 
-from telescope.flow import commands as do
-from telescope.flow import events as seen
+from __future__ import annotations
+from telescope.flow import commands as do, events as seen
 from telescope.flow.batches import BatchBuilder, GroupBatch
 from telescope.flow.checkpoint_schedule import CheckpointSchedule
 from telescope.flow.counts import Counts, RunTally
@@ -23,10 +22,11 @@ from telescope.flow.limits import FailureLimits, Membership
 from telescope.flow.placement import Placement, TokenRequests
 from telescope.flow.prompt_sampler import DataPosition, PromptPrefetch, PromptSampler, sample_seed
 from telescope.flow.settings import FlowSettings
-from telescope.flow.snapshot import SavedGroup, Snapshot, digests_warning, refusal, restore_groups, save_groups, sizes_refusal
+from telescope.flow.snapshot import Snapshot, compare_digests, compare_sizes, find_refusal, restore_groups, save_groups
 from telescope.flow.staleness import Slots
 from telescope.flow.weight_versions import WeightVersions
 from telescope.records import RolloutOrder
+
 
 GRADER = "grader"
 _PLAY = frozenset({seen.TurnStarted, seen.TurnDone, seen.GenerationOver, seen.RolloutDone})
@@ -76,7 +76,7 @@ class Core:
     def restore(cls, settings: FlowSettings, snapshot: Snapshot) -> Core:
         """A core that goes on from a snapshot. It trains, admits and sends nothing before the servers serve the snapshot's
         version. Raises ValueError with a sentence where the settings can't go on from it."""
-        if complaint := refusal(snapshot, settings):
+        if complaint := find_refusal(snapshot, settings):
             raise ValueError(complaint)
         core = cls(settings)
         core._go_on_from(snapshot)
@@ -136,30 +136,30 @@ class Core:
             case seen.TurnDone():
                 self._requests.finish(event, self._versions.travelling is not None, self._versions.version)
             case seen.RolloutDone():
-                self._rollout_done(event)
+                self._take_result(event)
             case seen.GenerationOver():
-                self._generation_over(event)
+                self._end_generation(event)
             case seen.ServerLoad():
                 self._placement.hear(event, self._now)
             case seen.RolloutFailed():
-                self._rollout_failed(event)
+                self._take_failure(event)
             case seen.Tick():
-                self._tick()
+                self._check_deadlines()
             case seen.StepDone(step=step):
                 if self._versions.finish_step(step):
                     self._send_weights()
             case seen.UpdateDone(version=version):
-                self._update_done(version)
+                self._finish_update(version)
             case seen.UpdateFailed(version=version, cause=cause):
                 self._fail_run(f"weights of version {version} did not reach the servers: {cause}")
             case seen.WorkerJoined():
-                self._worker_joined(event)
+                self._add_worker(event)
             case seen.WorkerLost(worker=worker, cause=cause):
-                self._worker_lost(worker, cause)
+                self._lose_worker(worker, cause)
             case seen.ServerJoined():
-                self._server_joined(event)
+                self._add_server(event)
             case seen.ServerLost(server=server, cause=cause):
-                self._server_lost(server, cause)
+                self._lose_server(server, cause)
             case seen.TrainerReady():
                 self._versions.ready = True
                 self._send_weights()
@@ -173,12 +173,12 @@ class Core:
                 else:
                     self._stop(do.EndRun(reason, ok))
 
-    def _worker_joined(self, event: seen.WorkerJoined) -> None:
+    def _add_worker(self, event: seen.WorkerJoined) -> None:
         complaint = self._membership.check(event)
         if complaint:
             self._fail_run(complaint)
             return
-        self._worker_lost(event.worker, "it was started again")
+        self._lose_worker(event.worker, "it was started again")
         self._lanes.join(event.worker, event.capacity)
         if self._sampler is None:
             self._open_the_data()
@@ -187,10 +187,10 @@ class Core:
         settings, members, resumed = self.settings, self._membership, self._resumed
         sampler = PromptSampler(settings.seed, settings.environments, settings.split, members.split_sizes, settings.curricula)
         if resumed is not None:
-            if complaint := sizes_refusal(resumed, members.split_sizes):
+            if complaint := compare_sizes(resumed, members.split_sizes):
                 self._fail_run(complaint)
                 return
-            if warning := digests_warning(resumed, members.digests):
+            if warning := compare_digests(resumed, members.digests):
                 self._out.append(do.WarnUser(warning))
             sampler.restore(resumed.position)
             for group in resumed.playing:
@@ -199,7 +199,7 @@ class Core:
         ahead = settings.prompt_prefetch_buffer_size
         self._prefetch = PromptPrefetch(sampler, ahead) if ahead else None
 
-    def _worker_lost(self, worker: str, cause: str) -> None:
+    def _lose_worker(self, worker: str, cause: str) -> None:
         if worker not in self._lanes.workers:
             return
         for rollout in self._lanes.lose(worker):
@@ -207,24 +207,24 @@ class Core:
             if not rollout.cancelled:
                 self._groups.fail_attempt(rollout, f"{worker} was lost: {cause}", self._now)
 
-    def _server_joined(self, event: seen.ServerJoined) -> None:
-        self._server_lost(event.server, "it was started again")
+    def _add_server(self, event: seen.ServerJoined) -> None:
+        self._lose_server(event.server, "it was started again")
         self._placement.join(event.server, event.version, event.capacity)
         self._send_weights()
         self._requests.place_waiting()
 
-    def _server_lost(self, server: str, cause: str) -> None:
+    def _lose_server(self, server: str, cause: str) -> None:
         if server not in self._placement.servers:
             return
         self._versions.forget_server(server)
         self._requests.lose_server(server, f"{server} was lost: {cause}")
 
-    def _generation_over(self, event: seen.GenerationOver) -> None:
+    def _end_generation(self, event: seen.GenerationOver) -> None:
         rollout = self._lanes.in_flight.get((event.rollout_id, event.attempt))
         if rollout is not None and self.settings.free_lane_after_generation:
             self._lanes.end_generation(rollout)
 
-    def _rollout_done(self, event: seen.RolloutDone) -> None:
+    def _take_result(self, event: seen.RolloutDone) -> None:
         rollout = self._lanes.in_flight.get((event.rollout_id, event.attempt))
         if rollout is None or rollout.cancelled:
             self._tally.ignored += 1
@@ -237,7 +237,7 @@ class Core:
         self._groups.end_attempt(rollout, counts=True)
         self._groups.finish(rollout, event.reward, event.completion_tokens)
 
-    def _rollout_failed(self, event: seen.RolloutFailed) -> None:
+    def _take_failure(self, event: seen.RolloutFailed) -> None:
         rollout = self._lanes.in_flight.get((event.rollout_id, event.attempt))
         if rollout is None:
             return
@@ -247,7 +247,7 @@ class Core:
             self._tally.count_failure(event.kind)
             self._groups.fail_attempt(rollout, event.cause, self._now, again=event.kind != GRADER)
 
-    def _update_done(self, version: int) -> None:
+    def _finish_update(self, version: int) -> None:
         versions = self._versions
         if not versions.finish_update(version):
             return
@@ -260,7 +260,7 @@ class Core:
         self._send_weights()
         self._requests.place_waiting()
 
-    def _tick(self) -> None:
+    def _check_deadlines(self) -> None:
         now, settings = self._now, self.settings
         for rollout in self._lanes.take_overdue(now):
             if rollout.cancelled:
@@ -352,22 +352,19 @@ class Core:
     def _go_on_from(self, snapshot: Snapshot) -> None:
         """Into the parts of a core that has seen no event. Groups that were begun wait for a lane, as when they were admitted;
         where drawing was is put back when a worker has come."""
-        settings = self.settings
-
-        def restored(groups: tuple[SavedGroup, ...], state: GroupState) -> list[RolloutGroup]:
-            return list(restore_groups(groups, state, settings.group_size))
-
+        settings, size = self.settings, self.settings.group_size
         forming = GroupBatch()
-        forming.groups = restored(snapshot.forming, GroupState.BATCHED)
-        forming.baseline = restored(snapshot.baseline, GroupState.DISCARDED)
-        line = _in_order(restored(snapshot.playing, GroupState.PENDING) + restored(snapshot.kept, GroupState.KEPT))
-        self._batches.restore(line, forming, restored(snapshot.discarded, GroupState.DISCARDED))
+        forming.groups = restore_groups(snapshot.forming, GroupState.BATCHED, size)
+        forming.baseline = restore_groups(snapshot.baseline, GroupState.DISCARDED, size)
+        playing = restore_groups(snapshot.playing, GroupState.PENDING, size)
+        line = _in_order(playing + restore_groups(snapshot.kept, GroupState.KEPT, size))
+        self._batches.restore(line, forming, restore_groups(snapshot.discarded, GroupState.DISCARDED, size))
         self._slots.restore(snapshot.step * settings.prompts_batch_size_for_trainer, _in_order(line + forming.groups))
         self._versions.restore(snapshot.step)
         self._tally.restore(snapshot.tally)
         self._limits.restore(snapshot.limits)
-        for group in line:
-            for rollout in group.rollouts if group.playing else ():
+        for group in _in_order(playing):
+            for rollout in group.rollouts:
                 self._lanes.queue(rollout)
         self._checkpoints = CheckpointSchedule(settings, snapshot.step)
         self._resumed = self.saved = snapshot

@@ -25,13 +25,11 @@ from telescope.flow.staleness import Slots, is_stale
 OFF_POLICY = "off_policy"
 ZERO_ADVANTAGE = "zero_advantage"
 
-Say = Callable[[do.AnyCommand], None]
-
 
 class GroupStates:
     """Each move of a group is allowed, counted and said."""
 
-    def __init__(self, tally: RunTally, say: Say) -> None:
+    def __init__(self, tally: RunTally, say: do.Say) -> None:
         self._tally = tally
         self._say = say
         self.moved = False
@@ -68,7 +66,7 @@ class GroupLifecycle:
         requests: TokenRequests,
         limits: FailureLimits,
         tally: RunTally,
-        say: Say,
+        say: do.Say,
         stop: Callable[[str], None],
     ) -> None:
         self._settings = settings

@@ -69,7 +69,7 @@ class RolloutAttempt:
     """
 
     __slots__ = (
-        "aborted", "attempt", "cancelled", "ended", "excused", "failures", "generated", "group", "key", "requests", "reward",
+        "aborted", "attempt", "cancelled", "ended", "excused", "failures", "generated", "group", "requests", "reward",
         "rollout_id", "since", "status", "tokens", "version", "worker",
     )  # fmt: skip
 
@@ -77,7 +77,6 @@ class RolloutAttempt:
         self.group = group
         self.rollout_id = rollout_id
         self.attempt = attempt
-        self.key = rollout_id, attempt
         self.failures = failures
         """Attempts charged to `max_attempts`."""
         self.excused = excused

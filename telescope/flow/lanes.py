@@ -130,7 +130,7 @@ class Lanes:
     def _start(self, rollout: RolloutAttempt, name: str, version: int, now: float) -> None:
         rollout.start(name, version, now)
         self.waiting -= 1
-        self.in_flight[rollout.key] = rollout
+        self.in_flight[rollout.rollout_id, rollout.attempt] = rollout
         self._generating += 1
         worker = self.workers[name]
         worker.taken += 1
@@ -161,7 +161,7 @@ class Lanes:
         rollout.ended = True
         if not rollout.generated:
             self.end_generation(rollout)
-        del self.in_flight[rollout.key]
+        del self.in_flight[rollout.rollout_id, rollout.attempt]
         worker = self.workers[rollout.worker]
         worker.taken -= 1
         self._freest.put(rollout.worker, worker.taken - worker.capacity)

@@ -257,14 +257,13 @@ class Placement:
         server.counted = lanes
 
 
-Say = Callable[[do.AnyCommand], None]
 Reach = Callable[[RolloutGroup, GroupState], None]
 
 
 class TokenRequests:
     """What is said to whoever asks for tokens. `say` takes a command, `reach` learns how far a group has come."""
 
-    def __init__(self, lanes: Lanes, placement: Placement, say: Say, reach: Reach) -> None:
+    def __init__(self, lanes: Lanes, placement: Placement, say: do.Say, reach: Reach) -> None:
         self._lanes = lanes
         self._placement = placement
         self._say = say

@@ -28,19 +28,19 @@ _ROUNDS = 8
 
 def keyed_hash(purpose: str, *numbers: int) -> int:
     """64 bits from a purpose and integers: blake2b-8 over `purpose/n1/n2/…` in decimal, big-endian."""
-    return _hashed("/".join([purpose, *map(str, numbers)]))
+    return _hash("/".join([purpose, *map(str, numbers)]))
 
 
-def _hashed(text: str) -> int:
+def _hash(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
 def sample_seed(run_seed: int, group_id: int, sample: int) -> int:
     """Sampling seed of one rollout, in [0, 2^48): exact in every reader's numbers. Retries keep it."""
-    return _hashed(f"sample/{run_seed}/{group_id}/{sample}") >> 16  # one a rollout: spelled out, for speed
+    return _hash(f"sample/{run_seed}/{group_id}/{sample}") >> 16  # one a rollout: spelled out, for speed
 
 
-def _unit(word: int) -> float:
+def _to_unit(word: int) -> float:
     """64 bits as a number in [0, 1): the upper 53 make one exactly."""
     return (word >> 11) / (1 << 53)
 
@@ -214,7 +214,7 @@ class PromptSampler:
             self._curricula[prompt.environment].resume(prompt.index)
 
     def _by_curriculum(self, label: str, group_id: int) -> int:
-        point = _unit(keyed_hash(f"pool of {label}", self._seed, group_id))
+        point = _to_unit(keyed_hash(f"pool of {label}", self._seed, group_id))
         return self._curricula[label].draw(point, lambda: self._unseen(label))
 
     def _unseen(self, label: str) -> int | None:
@@ -229,7 +229,7 @@ class PromptSampler:
     def _label_of(self, group_id: int) -> str:
         if len(self._labels) == 1:
             return self._labels[0]
-        point = _unit(keyed_hash("environment", self._seed, group_id)) * self._edges[-1]
+        point = _to_unit(keyed_hash("environment", self._seed, group_id)) * self._edges[-1]
         return self._labels[min(bisect_right(self._edges, point), len(self._labels) - 1)]
 
     def _order_of(self, label: str, epoch: int) -> Permutation:

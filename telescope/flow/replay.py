@@ -51,7 +51,7 @@ class Disagreement(msgspec.Struct, frozen=True):
     replayed: list[AnyCommand]
 
     def __str__(self) -> str:
-        said = f"  the journal says {_words(self.journalled)}\n  this core says   {_words(self.replayed)}"
+        said = f"  the journal says {_describe(self.journalled)}\n  this core says   {_describe(self.replayed)}"
         return f"line {self.line}: {self.event}\n{said}"
 
 
@@ -83,11 +83,11 @@ def encode_line(now: float, event: AnyEvent, commands: list[AnyCommand]) -> byte
 
 
 def decode_opening(line: bytes) -> FlowSettings:
-    """The settings of the first line; see `opening`."""
-    return opening(line).settings
+    """The settings of the first line; see `read_opening`."""
+    return read_opening(line).settings
 
 
-def opening(line: bytes) -> JournalOpening:
+def read_opening(line: bytes) -> JournalOpening:
     """Raises JournalDamaged where the line does not open a journal of this format."""
     try:
         found = _openings.decode(line)
@@ -120,7 +120,7 @@ def replay(lines: Iterable[bytes]) -> Replay:
     first = next(rest, None)
     if first is None:
         raise JournalDamaged("the journal is empty: the run ended before it decided anything")
-    core = opening(first).core()
+    core = read_opening(first).core()
     for number, text in enumerate(rest, start=2):
         line = decode_line(text, number)
         answer = core.handle(line.event, line.now)
@@ -131,5 +131,5 @@ def replay(lines: Iterable[bytes]) -> Replay:
     return Replay(events, commands, None)
 
 
-def _words(commands: list[AnyCommand]) -> str:
+def _describe(commands: list[AnyCommand]) -> str:
     return ", ".join(map(str, commands)) or "nothing"

@@ -7,7 +7,7 @@ shape of the data and the comparison with the settings that go on; core.py fills
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -44,7 +44,7 @@ class Snapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """A core between two steps. `limits` has the name that it has had in journals and checkpoints from the first on."""
 
     settings: FlowSettings
-    """It was taken under; `refusal` compares them."""
+    """It was taken under; `find_refusal` compares them."""
     step: int
     """Steps trained, which is the version served."""
     split_sizes: dict[str, int]
@@ -82,7 +82,7 @@ DECIDES = (
 """Settings by which waiting groups were made: under other ones they would be too many, too old, or somebody else's."""
 
 
-def refusal(snapshot: Snapshot, settings: FlowSettings) -> str:
+def find_refusal(snapshot: Snapshot, settings: FlowSettings) -> str:
     """Why a run with these settings cannot go on from the snapshot; empty if it can."""
     old = snapshot.settings
     for name in DECIDES:
@@ -105,7 +105,7 @@ def refusal(snapshot: Snapshot, settings: FlowSettings) -> str:
     return ""
 
 
-def sizes_refusal(snapshot: Snapshot, sizes: Mapping[str, int]) -> str:
+def compare_sizes(snapshot: Snapshot, sizes: Mapping[str, int]) -> str:
     """Why the workers' prompts are not those of the snapshot; empty where they can be."""
     for label, size in snapshot.split_sizes.items():
         if sizes.get(label) != size:
@@ -116,7 +116,7 @@ def sizes_refusal(snapshot: Snapshot, sizes: Mapping[str, int]) -> str:
     return ""
 
 
-def digests_warning(snapshot: Snapshot, digests: Mapping[str, str]) -> str:
+def compare_digests(snapshot: Snapshot, digests: Mapping[str, str]) -> str:
     """Which environments are not those of the snapshot, though they have as many prompts; empty where all are."""
     changed = [f"environments.{label}" for label, digest in digests.items() if snapshot.digests.get(label) != digest]
     return f"{', '.join(changed)}: prompts or settings are not those of the checkpoint" if changed else ""
@@ -133,8 +133,9 @@ def _save(group: RolloutGroup) -> SavedGroup:
     return SavedGroup(group.group_id, group.prompt, group.returned, group.v_start, survivors)
 
 
-def restore_groups(saved: Iterable[SavedGroup], state: GroupState, group_size: int) -> Iterator[RolloutGroup]:
+def restore_groups(saved: Iterable[SavedGroup], state: GroupState, group_size: int) -> list[RolloutGroup]:
     """The groups as they were. A rollout of a complete group that has no reward was given up."""
+    groups = []
     for one in saved:
         group = RolloutGroup(one.group_id, one.prompt, one.returned, group_size)
         if state is not GroupState.PENDING:
@@ -146,4 +147,5 @@ def restore_groups(saved: Iterable[SavedGroup], state: GroupState, group_size: i
                 if known is not None:
                     rollout.reward, rollout.tokens = known.reward, known.tokens
             group.failed = group_size - len(scored)
-        yield group
+        groups.append(group)
+    return groups

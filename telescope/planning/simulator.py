@@ -205,7 +205,7 @@ def simulate(
 ) -> SimulatedRun:
     """Play the run to its end. Raises ValueError where it can't end.
 
-    Without the collector of cycles: none are made for a rollout, and it would look through millions of living objects again and
+    Without the collector of cycles: none are left of a rollout, and it would look through millions of living objects again and
     again to find that out.
     """
     collects = gc.isenabled()

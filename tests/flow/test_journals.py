@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from telescope.flow.core import Core
-from telescope.flow.replay import decode_line, decode_opening, encode_opening, opening, replay
+from telescope.flow.replay import decode_line, decode_opening, encode_opening, read_opening, replay
 from telescope.runlog.journal import journal_lines
 from tests.flow.rules import Rules
 
@@ -70,5 +70,5 @@ def test_journals_that_an_earlier_version_wrote_replay(name: str):
     found = replay(lines)
     assert found.disagreement is None, str(found.disagreement)
     assert found.events == len(lines) - 1
-    first = opening(lines[0])
+    first = read_opening(lines[0])
     assert encode_opening(first.settings, first.snapshot) == lines[0]

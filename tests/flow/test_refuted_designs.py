@@ -160,7 +160,7 @@ def with_placement(placement: type[Placement]) -> type[Core]:
 class FreesLanesUnasked(Core):
     """A lane is free when the tokens are there, though the settings say that it is not."""
 
-    def _generation_over(self, event: seen.GenerationOver) -> None:
+    def _end_generation(self, event: seen.GenerationOver) -> None:
         rollout = self._lanes.in_flight.get((event.rollout_id, event.attempt))
         if rollout is not None:
             self._lanes.end_generation(rollout)

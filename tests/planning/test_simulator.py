@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from telescope.flow.groups import RolloutAttempt
 from telescope.flow.settings import FlowSettings
 from telescope.flow.staleness import age_bound
 from telescope.planning.latencies import EngineTimes, Latencies, constant, empirical, lognormal
@@ -147,6 +148,19 @@ def test_the_collector_rests_while_a_run_is_simulated_and_not_after() -> None:
     simulate(flow(number_of_steps=1), cluster(), load(), lambda *_: during.append(gc.isenabled()))
     assert not any(during)
     assert gc.isenabled()
+
+
+def test_rollouts_that_are_forgotten_leave_nothing_to_the_collector_of_cycles() -> None:
+    """Groups and their rollouts name each other, and a simulation does without the collector."""
+    case = flow(number_of_steps=12)
+    gc.collect()
+    gc.disable()
+    try:
+        simulate(case, cluster(), load())
+        left = sum(type(each) is RolloutAttempt for each in gc.get_objects())
+    finally:
+        gc.enable()
+    assert left <= case.slots * case.group_size < 12 * case.prompts_batch_size_for_trainer * case.group_size
 
 
 def test_a_server_that_loses_speed_while_the_trainer_works_takes_longer() -> None:
