@@ -15,10 +15,10 @@ import numpy as np
 
 from telescope.config.models import model_folder
 from telescope.config.parts import InferenceSettings, ModelSettings, WeightSyncSettings
-from telescope.inference.vllm_engine import VllmEngine
-from telescope.inference.vllm_options import ServerPlan, vllm_environment
+from telescope.inference.vllm.engine import VllmEngine
+from telescope.inference.vllm.options import ServerPlan, vllm_environment
 from telescope.records import Sampling
-from telescope.weights.shared_memory import SharedMemoryPublisher
+from telescope.weights.transports.shared_memory import SharedMemoryPublisher
 
 RUN = "benchmark"
 PROMPT = np.arange(5, 23, dtype=np.int32)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from telescope.maths.memory import ModelShape
-from telescope.planning.shapes import shape_of
+from telescope.planning.memory import shape_of
 
 SHAPES: dict[str, ModelShape] = {
     "tiny": ModelShape(

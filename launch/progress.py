@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO, TypeGuard
 
-from telescope._launch.causes import tail_text
+from telescope._launch.causes import read_tail_text
 from telescope.runlog.ending import read_object
 from telescope.runlog.layout import RunDirectory
 
 PLAIN_EVERY_S = 1.0
-"""A stream that is no terminal gets a line a step, at most this often."""
+"""A stream that is not a terminal gets a line a step, at most this often."""
 START_EVERY_S, SAME_EVERY_S = 10.0, 60.0
 """The same until all processes are ready, which takes minutes with hundreds of them or a large model; and where the line would
 be the same again."""
@@ -68,7 +68,7 @@ class Console:
             return  # the terminal is gone; the run is not
 
 
-class Progress:
+class ProgressDisplay:
     """Shows `status.json`: one live line on a terminal, a line a step elsewhere. Before there is one, and until all processes
     are ready: how many are, and what one that is not says in its log. `quoting`: false where all logs are shown anyway."""
 
@@ -103,12 +103,12 @@ class Progress:
             return
         self._alert(status)
         if self._console.tty:
-            self._console.live(status_line(status))
+            self._console.live(format_status(status))
             return
         told = (status.get("step"), status.get("state"), status.get("message"))
         now = time.monotonic()
         if told != self._shown and now - self._shown_at >= PLAIN_EVERY_S:
-            self._console.say(status_line(status))
+            self._console.say(format_status(status))
             self._shown, self._shown_at = told, now
 
     def _alert(self, status: Mapping[str, Any]) -> None:
@@ -125,9 +125,11 @@ class Progress:
         now = time.monotonic()
         if not self._console.tty and now - self._shown_at < START_EVERY_S:
             return
-        said = last_words(self._run.log(name)) if self._quoting and name else ""
+        said = read_last_line(self._run.log(name)) if self._quoting and name else ""
         told = (line, said)
-        text = " · ".join(part for part in (duration(now - self._began), line, f"{name}: {said}" if said else "") if part)
+        text = " · ".join(
+            part for part in (format_duration(now - self._began), line, f"{name}: {said}" if said else "") if part
+        )
         if self._console.tty:
             self._console.live(text)
         elif told != self._shown or now - self._shown_at >= SAME_EVERY_S:
@@ -167,26 +169,26 @@ class LogCopy:
         return whole
 
 
-def status_line(status: Mapping[str, Any]) -> str:
+def format_status(status: Mapping[str, Any]) -> str:
     """`step 12/60 · reward 0.412 · exact 38% · 5.1k tok/s · lag 1.2 · queue 14 · ETA 1:05 · in flight 96 · train step 12`."""
     parts = [
-        _step(status),
-        _number(status, "reward", "reward {:.3f}"),
-        _number(status, "exact", "exact {:.0%}"),
-        _tokens_per_s(status),
-        _number(status, "lag", "lag {:.1f}"),
-        _number(status, "queue", "queue {:.0f}"),
-        f"ETA {duration(status['eta_s'])}" if _is_number(status.get("eta_s")) else "",
-        _number(status, "in_flight", "in flight {:.0f}"),
+        _format_step(status),
+        _format_number(status, "reward", "reward {:.3f}"),
+        _format_number(status, "exact", "exact {:.0%}"),
+        _format_tokens_per_s(status),
+        _format_number(status, "lag", "lag {:.1f}"),
+        _format_number(status, "queue", "queue {:.0f}"),
+        f"ETA {format_duration(status['eta_s'])}" if _is_number(status.get("eta_s")) else "",
+        _format_number(status, "in_flight", "in flight {:.0f}"),
         str(status.get("message") or status.get("doing") or ""),
     ]
     return " · ".join(part for part in parts if part)
 
 
-def last_words(log: Path) -> str:
+def read_last_line(log: Path) -> str:
     """The last whole line of a log, as far as a terminal can show it; empty where there is none."""
     try:
-        text = tail_text(log)
+        text = read_tail_text(log)
     except OSError:  # the display ends no run
         return ""
     plain = (_COLOURS.sub("", line) for line in reversed(text.splitlines()))
@@ -194,35 +196,37 @@ def last_words(log: Path) -> str:
     return next((line[:SAID_CHARACTERS] for line in lines if line), "")
 
 
-def summary_table(summary: Mapping[str, Any]) -> str:
+def format_summary(summary: Mapping[str, Any]) -> str:
     """The summary, a line a fact; a nested object is written as `a 1, b 2`."""
-    rows = [(str(name).replace("_", " "), _value(value)) for name, value in summary.items() if value not in (None, {}, [])]
+    rows = [
+        (str(name).replace("_", " "), _format_value(value)) for name, value in summary.items() if value not in (None, {}, [])
+    ]
     width = max((len(name) for name, _ in rows), default=0)
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """`1:05`, `2:03:04`."""
     minutes, second = divmod(max(0, round(seconds)), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
 
 
-def _step(status: Mapping[str, Any]) -> str:
+def _format_step(status: Mapping[str, Any]) -> str:
     step, steps = status.get("step"), status.get("steps")
     if step is None:
         return str(status.get("state", ""))
     return f"step {step}/{steps}" if steps is not None else f"step {step}"
 
 
-def _tokens_per_s(status: Mapping[str, Any]) -> str:
+def _format_tokens_per_s(status: Mapping[str, Any]) -> str:
     rate = status.get("tokens_per_s")
     if not _is_number(rate):
         return ""
     return f"{rate / 1000:.1f}k tok/s" if rate >= 1000 else f"{rate:.0f} tok/s"
 
 
-def _number(status: Mapping[str, Any], name: str, form: str) -> str:
+def _format_number(status: Mapping[str, Any], name: str, form: str) -> str:
     value = status.get(name)
     return form.format(value) if _is_number(value) else ""
 
@@ -231,9 +235,9 @@ def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _value(value: object) -> str:
+def _format_value(value: object) -> str:
     if isinstance(value, Mapping):
-        return ", ".join(f"{name} {_value(part)}" for name, part in value.items())
+        return ", ".join(f"{name} {_format_value(part)}" for name, part in value.items())
     if isinstance(value, list | tuple):
-        return ", ".join(_value(part) for part in value)
+        return ", ".join(_format_value(part) for part in value)
     return f"{value:.4g}" if isinstance(value, float) else str(value)

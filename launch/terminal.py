@@ -1,4 +1,4 @@
-"""What the launcher makes of its terminal before anything else: a Ctrl-C is one line, a closed stream is no error.
+"""What the launcher makes of its terminal before anything else: a Ctrl-C is one line, a closed stream is not an error.
 
 Imports next to nothing: `telescope.run` calls it before its own imports, which take a moment in which people change their
 minds.

@@ -39,12 +39,13 @@ programs() {
     local missing=()
     command -v bwrap > /dev/null || missing+=(bubblewrap)
     command -v runsc > /dev/null || missing+=(runsc)
+    command -v podman > /dev/null || missing+=(podman runc)
     [ ${#missing[@]} -gt 0 ] || return 0
     if [ "$(id -u)" = 0 ] && command -v apt-get > /dev/null; then
         say "Installing ${missing[*]} ..."
         if { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}"; } >&2; then return 0; fi
     fi
-    say "The tests of sandboxes need ${missing[*]}, and it could not be installed here: install it as root (on Debian: apt-get install ${missing[*]}). They will fail without it."
+    say "The tests of sandboxes need ${missing[*]}, and it could not be installed here: install it as root (on Debian: apt-get install ${missing[*]}). Those that need it are skipped, or fail."
 }
 
 # What one command asks, the other may have brought: a `test` environment serves a run.

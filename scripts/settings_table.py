@@ -1,4 +1,4 @@
-"""Writes the tables of docs/configuration.md from the settings classes; `--check` only says whether they are current."""
+"""Writes the pages of docs/settings/ from the settings classes; `--check` only says whether they are current."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import json
 import sys
 import textwrap
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,48 +21,86 @@ from pydantic.fields import FieldInfo
 
 from telescope.compose.options import MISSING, PLUGIN_GROUPS, defaults_of
 from telescope.config import plugins
-from telescope.config.explain import in_words
 from telescope.config.parts import EnvironmentEntry
 from telescope.config.run import RunConfig
 from telescope.config.slurm import SlurmGroup, SlurmSettings
+from telescope.config.words import in_words
+from telescope.environments.sandboxes.pool import SandboxSettings
 from telescope.settings import Settings
 
-PAGE = ROOT / "docs" / "configuration.md"
-BEGIN, END = "<!-- settings: written by scripts/settings_table.py -->", "<!-- settings: end -->"
+FOLDER = ROOT / "docs" / "settings"
+MARK = "<!-- by scripts/settings_table.py -->"
 SIGNS = {Ge: ("≥", "ge"), Gt: (">", "gt"), Le: ("≤", "le"), Lt: ("<", "lt")}
+ABOUT = {
+    "run": "Name, folder, length and seed of a run: the settings that belong to no section.",
+    "model": "Which model is trained, and whether all of it or a LoRA adapter.",
+    "orchestrator": "How many prompts are in flight, how old a sample may be, and what a batch is made of.",
+    "rollout": "How an answer is sampled, how long it may take, and how often a failed one is tried again.",
+    "trainer": "The optimiser, its schedule, minibatches and packing.",
+    "algorithm": "How rewards become advantages, and what the loss is. `algorithm=NAME` chooses.",
+    "backend": "How a step is computed, on which kernels, and what lies in GPU memory. `backend=NAME` chooses.",
+    "inference": "The inference servers. `inference=vllm` (the default) or `inference=fake` chooses the engine.",
+    "weight_sync": "How new weights travel from the trainer to the servers.",
+    "checkpoint": "What is saved, how often, and where.",
+    "wire": "How requests get from the environment workers to the servers.",
+    "cluster": "How many processes run, and on which hosts. `cluster=NAME` chooses.",
+    "logging": "What is kept and shown, and Weights & Biases.",
+    "environments": "What is trained on. `env=[NAME, …]` makes an entry `environments.NAME`; `kwargs` are its own settings.",
+    "sandbox": "Where programs run that a model wrote: `sandbox` among the settings of an environment that runs some.",
+}
+"""What each page says first, in the order of the tree."""
 
 
-def tables() -> str:
-    """All tables, one a section, in the order of the tree."""
-    return "\n\n".join(["", *_sections(), ""])
+def pages() -> dict[str, str]:
+    """Each page's text by its file name: one a section, and `README.md`, which lists them."""
+    sections = {f"{name}.md": _page(name, tables) for name, tables in _sections().items()}
+    return {"README.md": _index(), **sections}
 
 
-def page(text: str) -> str:
-    """The page with its tables replaced by current ones."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}{tables()}{END}{after}"
+def stale() -> list[str]:
+    """Files of the folder that are not what they should be, that are missing, or that belong to no section."""
+    wanted = pages()
+    there = {file.name: file.read_text(encoding="utf-8") for file in FOLDER.glob("*.md")}
+    return sorted(name for name in {*wanted, *there} if wanted.get(name) != there.get(name))
 
 
-def _sections() -> Iterator[str]:
+def _page(name: str, tables: list[str]) -> str:
+    back = "All sections: [settings](README.md). How to set them: [configuration](../configuration.md)."
+    return "\n\n".join([f"# Settings: {name}", ABOUT[name], back, MARK, *tables]) + "\n"
+
+
+def _index() -> str:
+    intro = (
+        "Every setting with its default, what it takes, and its meaning. How to set them: [configuration](../configuration.md)."
+    )
+    rows = [f"| [{name}]({name}.md) | {said} |" for name, said in ABOUT.items()]
+    return "\n".join(["# Settings", "", intro, "", MARK, "", "| section | about |", "|---|---|", *rows, ""])
+
+
+def _sections() -> dict[str, list[str]]:
+    """The tables of each page."""
     sections = {name: field.annotation for name, field in RunConfig.model_fields.items()}
     parts = {name: part for name, part in sections.items() if isinstance(part, type) and issubclass(part, Settings)}
-    yield _table("Top level", RunConfig, "", without=(*parts, "environments"))
+    found = {"run": [_table("Top level", RunConfig, "", without=(*parts, "environments"))]}
     for name, part in parts.items():
         if name in PLUGIN_GROUPS:
-            yield from _plugin_sections(name, name)
+            found[name] = [*_plugin_tables(name, PLUGIN_GROUPS[name], name)]
         else:
-            yield _table(name, part, f"{name}.")
-            if name == "cluster":
-                yield _table("cluster.slurm", SlurmSettings, "cluster.slurm.")
-                yield _table("cluster.slurm.inference", SlurmGroup, "cluster.slurm.inference.")
-    yield _table("environments.&lt;name&gt;", EnvironmentEntry, "environments.<name>.")
-    yield from _plugin_sections("env", "environments.<name>.kwargs")
+            found[name] = [_table(name, part, f"{name}.")]
+    found["cluster"] += [
+        _table("cluster.slurm", SlurmSettings, "cluster.slurm."),
+        _table("cluster.slurm.inference", SlurmGroup, "cluster.slurm.inference."),
+    ]
+    entry = _table("environments.&lt;name&gt;", EnvironmentEntry, "environments.<name>.")
+    found["environments"] = [entry, *_plugin_tables("env", PLUGIN_GROUPS["env"], "environments.<name>.kwargs")]
+    shared = _table("sandbox", SandboxSettings, "sandbox.")
+    found["sandbox"] = [shared, *_plugin_tables("sandbox.provider", plugins.SANDBOXES, "sandbox")]
+    return found
 
 
-def _plugin_sections(group: str, prefix: str) -> Iterator[str]:
-    """What a group's plug-ins share in one table, then what each has of its own."""
-    found = {name: cls for name, cls in plugins.find(PLUGIN_GROUPS[group]).items() if isinstance(cls, type)}
+def _plugin_tables(group: str, kind: plugins.Kind[Any], prefix: str) -> Iterator[str]:
+    """What a kind's plug-ins share in one table, then what each has of its own."""
+    found = {name: cls for name, cls in plugins.find(kind).items() if isinstance(cls, type)}
     shared = [row for row in _rows(next(iter(found.values())), f"{prefix}.") if _everywhere(row, found, prefix)]
     if shared and len(found) > 1:
         yield _lines(f"{group}: every option", shared)
@@ -80,7 +119,7 @@ def _table(title: str, settings: type[Settings], prefix: str, without: tuple[str
 
 
 def _lines(title: str, rows: list[str]) -> str:
-    return "\n".join([f"### {title}", "", "| setting | default | takes | meaning |", "|---|---|---|---|", *rows])
+    return "\n".join([f"## {title}", "", "| setting | default | takes | meaning |", "|---|---|---|---|", *rows])
 
 
 def _rows(settings: type[Settings], prefix: str, without: tuple[str, ...] = ()) -> list[str]:
@@ -101,6 +140,7 @@ def meanings(settings: type[Settings]) -> dict[str, str]:
     return found
 
 
+@cache
 def _docstrings(cls: type[Settings]) -> dict[str, str]:
     (defined,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(defined, ast.ClassDef)
@@ -126,12 +166,16 @@ def _row(path: str, default: Any, field: FieldInfo, said: str) -> str:
 
 
 def main() -> int:
-    text = PAGE.read_text(encoding="utf-8")
-    current = page(text)
+    old = stale()
     if "--check" in sys.argv[1:]:
-        print("current" if text == current else f"{PAGE.name} is not current: run python scripts/settings_table.py")
-        return int(text != current)
-    PAGE.write_text(current, encoding="utf-8")
+        print(f"not current: {', '.join(old)}; run python scripts/settings_table.py" if old else "current")
+        return int(bool(old))
+    wanted = pages()
+    for name in old:
+        if name in wanted:
+            (FOLDER / name).write_text(wanted[name], encoding="utf-8")
+        else:
+            (FOLDER / name).unlink()
     return 0
 
 

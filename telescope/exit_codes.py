@@ -6,11 +6,10 @@ import signal
 
 DONE = 0
 ERROR = 1
-"""The configuration is wrong, or the orchestrator ended with an error of its own (a full disk, say)."""
+"""The configuration is wrong, or the orchestrator ended with an error of its own: a full disk, say, or all steps are trained
+and the last checkpoint could not be written. A person has to mend it: nothing starts such a run again by itself."""
 COMPONENT_FAILED = 70
 """A part of the run failed for good (EX_SOFTWARE of sysexits.h)."""
-UNSAVED = 74
-"""All steps are trained, and the last checkpoint could not be written (EX_IOERR)."""
 STOPPED = 75
 """Stopped in good order before it was done, with the time nearly up or all in a checkpoint: run it again (EX_TEMPFAIL)."""
 BY_SIGNAL = tuple(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM))

@@ -123,10 +123,6 @@ class TensorSpec(Record):
     nbytes: int
 
 
-COLLECTIVE = ("nccl", "gloo")
-"""Transports in which the trainer sends; from all others servers fetch what is in place."""
-
-
 class WeightGroup(Record):
     """Who takes part in one broadcast group of a collective transport: the sender first, then one entry a server's worker.
 
@@ -158,4 +154,4 @@ class WeightManifest(Record):
     @property
     def collective(self) -> bool:
         """Whether the bytes come by a broadcast of a `WeightGroup`; else they are in place once the manifest is there."""
-        return self.transport in COLLECTIVE
+        return not self.checksum

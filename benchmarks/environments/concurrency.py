@@ -32,10 +32,10 @@ from telescope.environments.multi_turn import MultiTurn
 from telescope.environments.template import ChatTemplate
 from telescope.records import PromptRef, RolloutOrder
 from telescope.wire.codec import RawArrays, encode
-from telescope.wire.messages import Completion, Generate, RolloutDone, RolloutFailed, RunRollout, Stop
-from telescope.workers.load import Loaded, make_card
-from telescope.workers.play import Limits
-from telescope.workers.service import Service
+from telescope.wire.messages import Completion, Generate, RolloutError, RolloutResult, RunRollout, Stop
+from telescope.workers.loading import LoadedEnvironment, make_card
+from telescope.workers.play import PlayLimits
+from telescope.workers.service import WorkerService
 from telescope.workers.tokenizer import load_template
 
 TIMER_S = 0.01
@@ -115,8 +115,8 @@ class InstantPolicy:
         encode(body, raw=RawArrays.of(arrays))
         if isinstance(body, Generate):
             self.deliver(Completion(body.request_id, "stop", len(self._answer[0]), 0, 0.0, 0.0), *self._answer)
-        elif isinstance(body, RolloutDone | RolloutFailed):
-            self.failed += isinstance(body, RolloutFailed)
+        elif isinstance(body, RolloutResult | RolloutError):
+            self.failed += isinstance(body, RolloutError)
             self._left -= 1
             if not self._left:
                 self.done.set()
@@ -141,9 +141,9 @@ async def run(environment: Environment, rollouts: int) -> tuple[float, Lags, flo
     """(seconds, lags, CPU seconds) of that many rollouts, all ordered at once."""
     template = load_template(ModelSettings(), EMBEDDED / "tiny")
     prompts = {split: environment.prompts(split) for split in environment.splits}
-    loaded = Loaded("task", environment, prompts, make_card("task", environment, prompts))
+    loaded = LoadedEnvironment("task", environment, prompts, make_card("task", environment, prompts))
     link = InstantPolicy(template, rollouts)
-    service = Service(link, "worker-0", {"task": loaded}, template, Limits(1.0, 16, 200, 600.0))
+    service = WorkerService(link, "worker-0", {"task": loaded}, template, PlayLimits(1.0, 16, 200, 600.0))
     lags: Lags = []
     feeling = asyncio.create_task(feel(lags, link.done))
     running = asyncio.create_task(service.run())

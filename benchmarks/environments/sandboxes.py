@@ -14,7 +14,7 @@ import statistics
 import time
 
 from telescope.environments.sandboxes.base import Limits, Provider
-from telescope.environments.sandboxes.settings import SandboxSettings, make_provider
+from telescope.environments.sandboxes.pool import SandboxSettings
 
 COMMAND = ["python3", "-I", "-S", "-c", "pass"]
 
@@ -55,7 +55,7 @@ async def main(arguments: argparse.Namespace) -> None:
         "| provider | workers | sandboxes/s | start p50 / p99 ms | first command | second command |\n|---|---|---|---|---|---|"
     )
     for name in arguments.providers.split(","):
-        provider = make_provider(SandboxSettings.model_validate({"provider": name}))
+        provider = SandboxSettings.model_validate({"provider": name}).make_provider()
         await provider.start(limits)
         try:
             for workers in (1, 4):

@@ -30,7 +30,7 @@ from telescope.runlog.identity import new_identity, read_identity, write_identit
 from telescope.runlog.layout import RunDirectory
 from telescope.wire.happenings import Delivery, PeerJoined, PeerLeft
 from telescope.wire.hub import Hub
-from telescope.wire.messages import Completion, Generate, GenerationOver, RolloutDone, RolloutFailed, RunRollout
+from telescope.wire.messages import Completion, Generate, GenerationEnded, RolloutError, RolloutResult, RunRollout
 from telescope.wire.security import make_keys
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -100,12 +100,12 @@ async def serve(hub: Hub, seen: Seen) -> None:
         body, now = happening.body, time.perf_counter()
         if isinstance(body, Generate):
             hub.send(WORKER, Completion(body.request_id, "stop", len(ids), 0, 0.0, 0.0), arrays, answers=happening)
-        elif isinstance(body, GenerationOver):
+        elif isinstance(body, GenerationEnded):
             seen.waiting[body.rollout_id] = now
-        elif isinstance(body, RolloutDone):
+        elif isinstance(body, RolloutResult):
             hub.acknowledge(happening)
             seen.done[body.rollout_id] = now
-        elif isinstance(body, RolloutFailed):
+        elif isinstance(body, RolloutError):
             raise SystemExit(f"a rollout failed: {body.cause}")
         async with seen.changed:
             seen.changed.notify_all()

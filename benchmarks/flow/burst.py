@@ -29,11 +29,10 @@ from telescope.config.run import RunConfig
 from telescope.flow.core import Core
 from telescope.orchestrator.batch import Recipe
 from telescope.orchestrator.loop import Orchestrator
-from telescope.orchestrator.main import flow_settings
-from telescope.orchestrator.perform import Performer
-from telescope.orchestrator.record import Recorder
-from telescope.orchestrator.roster import Roster
-from telescope.orchestrator.servers import Servers
+from telescope.orchestrator.main import make_flow_settings
+from telescope.orchestrator.peers import Peers, ServerRestarts
+from telescope.orchestrator.recorder import Recorder
+from telescope.orchestrator.relay import Relay
 from telescope.orchestrator.weights import UpdateRules
 from telescope.records import EnvironmentCard, Sampling, WeightManifest
 from telescope.runlog.journal import Journal
@@ -43,6 +42,7 @@ from telescope.wire import messages as m
 from telescope.wire.hub import Hub
 from telescope.wire.link import Link
 from telescope.wire.security import make_keys
+from telescope.wire.supervisor_channel import SupervisorChannel
 
 NAMES = ("worker-0", "server-0", "trainer-0")
 GROUP = 8
@@ -95,9 +95,9 @@ async def work(link: Link, tokens: int) -> None:
                 link.send(*done(order, prompt, delivery.arrays), answers=asked)
 
 
-def done(order: Any, prompt: np.ndarray, sampled: Any) -> tuple[m.RolloutDone, tuple[np.ndarray, ...]]:
+def done(order: Any, prompt: np.ndarray, sampled: Any) -> tuple[m.RolloutResult, tuple[np.ndarray, ...]]:
     before, length = len(prompt), len(prompt) + len(sampled[0])
-    body = m.RolloutDone(
+    body = m.RolloutResult(
         rollout_id=order.rollout_id, attempt=order.attempt, reward=float(order.sample % 2), metrics={"exact": 1.0},
         branch_lengths=(length,), prompt_tokens=before, completion_tokens=len(sampled[0]), turns=1, finish_reason="length",
         prompt_text="p" * before, completion_text="a" * len(sampled[0]), golden_answers=("a",),
@@ -142,7 +142,7 @@ async def train(link: Link) -> None:
     while not isinstance((delivery := await link.received()).body, m.Stop):
         match delivery.body:
             case m.TrainStep(step=step):
-                link.send(m.StepDone(step=step, metrics={"loss": 0.0}, timings={}), answers=delivery)
+                link.send(m.StepReport(step=step, metrics={"loss": 0.0}, timings={}), answers=delivery)
             case m.PublishWeights(version=version):
                 manifest = WeightManifest(version, "shared_memory", "nowhere", (), 0, f"crc32:{version}")
                 link.send(m.WeightsPublished(version, manifest, 0.0), answers=delivery)
@@ -154,10 +154,10 @@ async def train(link: Link) -> None:
 class Watch:
     """The thread's processor time at the first answer and at the last placing of each wave."""
 
-    def __init__(self, performer: Performer) -> None:
+    def __init__(self, relay: Relay) -> None:
         self.waves: list[dict[str, float]] = []
-        self._place, self._answer = performer.relay.place, performer.relay.answer
-        performer.relay.place, performer.relay.answer = self.place, self.answer  # type: ignore[method-assign, assignment]
+        self._place, self._answer = relay.place, relay.answer
+        relay.place, relay.answer = self.place, self.answer  # type: ignore[method-assign, assignment]
         self._at = 0.0
 
     def answer(self, *given: Any) -> Any:
@@ -180,15 +180,15 @@ async def orchestrate(folder: Path, given: argparse.Namespace) -> list[dict[str,
     settings, run = config(given.requests, given.waves), RunDirectory.create(folder / "run")
     make_keys(run, ("orchestrator", *NAMES))
     log, journal = RunLog(run, "orchestrator"), Journal(run.journal)
-    recorder, roster = Recorder(run, log, None, given.waves), Roster.of(settings.cluster)
+    recorder, peers = Recorder(run, log, None, given.waves), Peers.from_config(settings.cluster)
     hub = await Hub.open(run, run=RUN, attempt=ATTEMPT, config_hash=CONFIG)
     recipe = Recipe(settings.algorithm, GROUP, given.tokens, seq_len=settings.trainer.seq_len)
-    performer = Performer(hub, roster=roster, recorder=recorder, recipe=recipe, updates=UpdateRules(DEADLINE_S, 1))
-    watch = Watch(performer)
     orchestrator = Orchestrator(
-        settings, hub=hub, core=Core(flow_settings(settings)), performer=performer, roster=roster,
-        servers=Servers(run, hub, roster, 0), journal=journal, recorder=recorder,
+        settings, hub=hub, core=Core(make_flow_settings(settings)), peers=peers,
+        servers=ServerRestarts(SupervisorChannel(), hub, peers, 0), journal=journal, recorder=recorder,
+        recipe=recipe, updates=UpdateRules(DEADLINE_S, 1),
     )  # fmt: skip
+    watch = Watch(orchestrator.relay)
     child = multiprocessing.get_context("spawn").Process(target=others, args=(str(run.path), given.requests, given.tokens))
     child.start()
     try:

@@ -26,8 +26,8 @@ import numpy as np
 
 from telescope.config.models import model_folder
 from telescope.config.parts import InferenceSettings, ModelSettings, WeightSyncSettings
-from telescope.inference.vllm_engine import VllmEngine
-from telescope.inference.vllm_options import ServerPlan, vllm_environment
+from telescope.inference.vllm.engine import VllmEngine
+from telescope.inference.vllm.options import ServerPlan, vllm_environment
 from telescope.records import Sampling
 from tests.inference.models import make_model
 

@@ -23,8 +23,10 @@ from tests.flow.harness import Manners, World, sometimes_equal
 def shapes(events: int) -> dict[str, tuple[FlowSettings, Manners]]:
     """Runs of about so many events: a small cluster with single turns, a large one with several, a troubled one."""
     environments = (("countdown", 1.0), ("math", 2.0))
-    small = FlowSettings(number_of_steps=max(1, events // 2500), groups_per_batch=32, environments=environments, group_size=8)
-    large = structs.replace(small, number_of_steps=max(1, events // 20000), groups_per_batch=128)
+    small = FlowSettings(
+        number_of_steps=max(1, events // 2500), prompts_batch_size_for_trainer=32, environments=environments, group_size=8
+    )
+    large = structs.replace(small, number_of_steps=max(1, events // 20000), prompts_batch_size_for_trainer=128)
     return {
         "2 servers, 1 worker, 1 turn": (small, Manners(workers=1, capacity=1024, most_turns=1, reward=sometimes_equal)),
         "64 servers, 32 workers, 4 turns": (large, Manners(workers=32, capacity=512, servers=64, most_turns=4)),

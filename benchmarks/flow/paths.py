@@ -1,8 +1,8 @@
-"""The relay against placement tickets: round trips a second and the orchestrator's processor time, W workers and S servers.
+"""The relay against the direct path: round trips a second and the orchestrator's processor time, W workers and S servers.
 
     python -m benchmarks.flow.paths [--trips 4000] [--window 64] [--tokens 3333] [--rounds 3] [--shapes 1x1 2x4]
 
-Every process on its own, and the real parts: hub, relay, links, servers with their doors, workers' ways to them. Only what
+Every process on its own, and the real parts: hub, relay, links, servers with their own ports, workers' links to them. Only what
 decides and what generates is put aside: requests go to the servers in turn, and an engine answers at once with arrays of
 `tokens` (12 bytes a token: 40 kB by default; the prompt has as many bytes). `window`: requests under way in each worker. Prints
 one JSON line a measurement.
@@ -17,8 +17,9 @@ import json
 import multiprocessing
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from msgspec import structs
@@ -28,17 +29,18 @@ from telescope.config.models import EMBEDDED
 from telescope.inference.engine import Generated
 from telescope.inference.fake import FakeEngine
 from telescope.inference.server import Server
-from telescope.orchestrator.complaints import Complaints
+from telescope.orchestrator.peers import ProtocolViolations
 from telescope.orchestrator.relay import Relay
+from telescope.orchestrator.rollout_store import RolloutStore
 from telescope.records import Sampling
 from telescope.runlog.layout import RunDirectory
-from telescope.weights.shared_memory import SharedMemoryReader
+from telescope.weights.transports.shared_memory import SharedMemoryReader
+from telescope.wire.direct import DirectClient
 from telescope.wire.hub import Delivery, Hub, PeerJoined
 from telescope.wire.hub_session import HubIdentity
 from telescope.wire.link import Link
-from telescope.wire.messages import AskPlace, Completion, Generate, GenerateFailed, Served, Stop, Ticket
+from telescope.wire.messages import Completion, Generate, GenerateFailed, Grant, RequestGrant, Served, Stop
 from telescope.wire.security import make_keys
-from telescope.workers.direct import Doors
 
 Reports: TypeAlias = "multiprocessing.SimpleQueue[dict[str, float]]"
 
@@ -61,12 +63,12 @@ def server(folder: str, name: str, direct: bool, capacity: int, tokens: int) -> 
 
 async def _serve(run: RunDirectory, name: str, direct: bool, capacity: int, tokens: int) -> None:
     identity = HubIdentity(RUN, ATTEMPT, CONFIG)
-    door = await Hub.open_door(run, name, identity, silent_s=15.0) if direct else None
-    greeting = structs.replace(hello(name, capacity), door=door.address if door else None)
+    port = await Hub.open_direct(run, name, identity, silent_s=15.0) if direct else None
+    greeting = structs.replace(hello(name, capacity), direct_address=port.address if port else None)
     async with await asyncio.to_thread(Link.connect, run, greeting, DEADLINE_S) as link:
-        await Server(link, Instant(tokens), door).run()
-    if door is not None:
-        await door.close("measured", timeout_s=0.5)
+        await Server(link, Instant(tokens), port).run()
+    if port is not None:
+        await port.close("measured", timeout_s=0.5)
 
 
 def worker(folder: str, name: str, direct: bool, trips: int, window: int, tokens: int, reports: Reports) -> None:
@@ -76,21 +78,19 @@ def worker(folder: str, name: str, direct: bool, trips: int, window: int, tokens
 async def _work(run: RunDirectory, name: str, direct: bool, trips: int, window: int, tokens: int, reports: Reports) -> None:
     """Ask `trips` times, `window` at once; report when the first was asked and the last answered."""
     ids = np.zeros(3 * tokens, np.int32)
-    waiting: dict[str, asyncio.Future[Ticket | Completion]] = {}
+    waiting: dict[str, asyncio.Future[Completion]] = {}
     numbers = iter(range(trips))
     async with await asyncio.to_thread(Link.connect, run, hello(name, 1), DEADLINE_S) as link:
-        doors = Doors(run, lambda: hello(name, 0)) if direct else None
+        client = DirectClient(link, run, lambda: hello(name, 0)) if direct else None
 
         async def one(number: int) -> None:
             request = Generate(f"{name}/{number}", 0, 0, 0, Sampling(1.0, tokens, 0))
+            if client is not None:
+                await client.generate(request, ids)
+                return
             answer = waiting[request.request_id] = asyncio.get_running_loop().create_future()
-            if doors is None:
-                link.send(request, (ids,))
-                await answer
-            else:
-                link.send(AskPlace(request.request_id, 0, 0, 0, len(ids)))
-                ticket = await answer
-                await doors.bring(ticket, structs.replace(request, ticket=ticket.secret), ids)
+            link.send(request, (ids,))
+            await answer
 
         async def many() -> None:
             for number in numbers:
@@ -101,7 +101,10 @@ async def _work(run: RunDirectory, name: str, direct: bool, trips: int, window: 
                 body = delivery.body
                 if isinstance(body, GenerateFailed):
                     raise RuntimeError(body.cause)
-                assert isinstance(body, Ticket | Completion), body
+                if isinstance(body, Grant) and client is not None:
+                    client.hear(body)
+                    continue
+                assert isinstance(body, Completion), body
                 waiting.pop(body.request_id).set_result(body)
 
         hearing = asyncio.create_task(hear())
@@ -109,11 +112,15 @@ async def _work(run: RunDirectory, name: str, direct: bool, trips: int, window: 
         await asyncio.gather(*(many() for _ in range(window)))
         reports.put({"started": started, "ended": time.time(), "cpu": time.process_time() - cpu})
         await hearing
-        if doors is not None:
-            await doors.close()
+        if client is not None:
+            await client.close()
 
 
-class Nobody:
+class Unread:
+    """In the recorder's place."""
+
+    def record_turn(self, row: Mapping[str, Any]) -> None: ...
+
     def alert(self, level: str, source: str, message: str) -> None:
         raise RuntimeError(f"{source}: {message}")
 
@@ -125,7 +132,7 @@ async def orchestrate(run: RunDirectory, direct: bool, shape: tuple[int, int], o
     workers = [f"worker-{index}" for index in range(shape[0])]
     servers = [f"server-{index}" for index in range(shape[1])]
     make_keys(run, ("orchestrator", *workers, *servers))
-    capacity = 100 * options.window * shape[0]  # with a ticket, the worker has its answer and may ask on before we hear of it
+    capacity = 100 * options.window * shape[0]  # with a grant, the worker has its answer and may ask on before we hear of it
     folder, tokens = str(run.path), options.tokens
     hub = await Hub.open(run, run=RUN, attempt=ATTEMPT, config_hash=CONFIG)
     children = [context.Process(target=server, args=(folder, name, direct, capacity, tokens), daemon=True) for name in servers]
@@ -150,13 +157,15 @@ async def orchestrate(run: RunDirectory, direct: bool, shape: tuple[int, int], o
 
 async def _pass_on(hub: Hub, servers: list[str], trips: int) -> float:
     """Be the orchestrator for so many requests. Gives its processor seconds."""
-    relay, joined, early, done, cpu = Relay(hub, Complaints(Nobody())), set[str](), list[Delivery](), 0, 0.0
+    recorder = Unread()
+    relay = Relay(hub, RolloutStore(), recorder, ProtocolViolations(recorder))
+    joined, early, done, cpu = set[str](), list[Delivery](), 0, 0.0
     turn = itertools.cycle(servers)
     while done < trips:
         match await hub.next(DEADLINE_S):
             case PeerJoined(peer=peer):
                 joined.add(peer)
-            case Delivery(body=Generate() | AskPlace()) as asked:
+            case Delivery(body=Generate() | RequestGrant()) as asked:
                 early.append(asked)
             case Delivery(body=Completion() | Served() as body) as answer:
                 relay.answer(answer, body)
@@ -172,7 +181,7 @@ async def _pass_on(hub: Hub, servers: list[str], trips: int) -> float:
 
 
 def _place(relay: Relay, asked: Delivery, server_name: str) -> None:
-    assert isinstance(asked.body, Generate | AskPlace), asked.body
+    assert isinstance(asked.body, Generate | RequestGrant), asked.body
     relay.ask(asked, asked.body)
     relay.place(asked.body.request_id, server_name, 0)
 

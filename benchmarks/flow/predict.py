@@ -19,10 +19,9 @@ from pathlib import Path
 from statistics import fmean, median
 
 from telescope.config.run import load_run
-from telescope.planning.calibrate import Calibration, calibrate
-from telescope.planning.costs import measured_step_s
-from telescope.planning.forecast import fitted_load, forecast, processor_step_s
-from telescope.planning.shapes import shape_of
+from telescope.planning.calibration import Calibration, calibrate, measure_processor_step_s
+from telescope.planning.forecast import adapt_latencies, forecast
+from telescope.planning.memory import shape_of
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.reader import rows
 
@@ -79,12 +78,12 @@ def step_s(run: RunDirectory) -> float:
 
 def predicted_s(calibration: Calibration, run: RunDirectory) -> float:
     config = load_run(run.config_json)
-    return forecast(config, fitted_load(calibration, config, shape_of(config.model.name), None)).step_s
+    return forecast(config, adapt_latencies(calibration, config, shape_of(config.model.name), None)).step_s
 
 
 def processor_s(run: RunDirectory) -> float:
     """Median of the processor seconds of its steps."""
-    found = measured_step_s([row["metrics"] for row in rows(run, "step_metrics")])
+    found = measure_processor_step_s([row["metrics"] for row in rows(run, "step_metrics")])
     if found is None:
         raise ValueError(f"{run.path} does not say its processor time")
     return found
@@ -92,10 +91,10 @@ def processor_s(run: RunDirectory) -> float:
 
 def predicted_processor_s(calibration: Calibration, run: RunDirectory) -> float:
     config = load_run(run.config_json)
-    if calibration.costs is None:
+    if calibration.host_costs is None:
         raise ValueError("the calibrated run does not say its processor time")
-    outcome = forecast(config, fitted_load(calibration, config, shape_of(config.model.name), None))
-    return processor_step_s(config, calibration.costs, outcome)
+    outcome = forecast(config, adapt_latencies(calibration, config, shape_of(config.model.name), None))
+    return calibration.host_costs.estimate_step_s(outcome.steps)
 
 
 def off(told_by: Sequence[Calibration], run: RunDirectory) -> float:

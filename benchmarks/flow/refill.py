@@ -44,10 +44,10 @@ def overrides(given: argparse.Namespace, folder: Path, model: Path) -> list[str]
 
 def start(arguments: list[str]) -> int:
     """`python -m telescope.run` whose servers are this benchmark's."""
-    from telescope import run
-    from telescope._launch import plan
+    from telescope._launch import process_plan
+    from telescope.cli import run
 
-    plan.MODULES["server"] = "benchmarks.flow.waves"
+    process_plan.MODULES["server"] = "benchmarks.flow.waves"
     return run.main(arguments)
 
 

@@ -10,16 +10,16 @@ import argparse
 import resource
 import time
 
-from telescope.flow.latency import EngineTimes, Load, constant, lognormal
 from telescope.flow.settings import FlowSettings
-from telescope.flow.simulate import Cluster, simulate
+from telescope.planning.latencies import EngineTimes, Latencies, constant, lognormal
+from telescope.planning.simulator import SimulatedCluster, simulate
 
 GROUP, LANES = 8, 256
 
 
-def load() -> Load:
+def load() -> Latencies:
     """About one H100 a server and a 3B model."""
-    return Load(
+    return Latencies(
         prompt_tokens=lognormal(300, 0.5, 4096),
         completion_tokens=lognormal(2000, 0.8, 8192),
         engine=EngineTimes(
@@ -43,15 +43,17 @@ def main() -> None:
     groups = given.servers * LANES // GROUP // (given.max_async + 1)
     settings = FlowSettings(
         number_of_steps=given.steps,
-        groups_per_batch=groups,
+        prompts_batch_size_for_trainer=groups,
         group_size=GROUP,
-        max_async=given.max_async,
-        prompts_per_server=LANES // GROUP,
+        max_async_rollout=given.max_async,
+        max_concurrent_prompts_per_server=LANES // GROUP,
         environments=(("task", 1.0),),
         rollout_deadline_s=1e6,
     )
     workers = -(-given.servers * LANES // 1024)
-    cluster = Cluster(servers=given.servers, ranks=given.servers // 2, server_capacity=LANES, workers=workers, max_tokens=8192)
+    cluster = SimulatedCluster(
+        servers=given.servers, ranks=given.servers // 2, server_capacity=LANES, workers=workers, max_tokens=8192
+    )
     started, wall = time.process_time(), time.perf_counter()
     outcome = simulate(settings, cluster, load())
     seconds, wall = time.process_time() - started, time.perf_counter() - wall

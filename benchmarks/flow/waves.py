@@ -23,7 +23,7 @@ from telescope.inference import main as serving
 from telescope.inference.engine import Engine, Generated
 from telescope.inference.fake import FakeEngine
 from telescope.records import Sampling
-from telescope.weights.shared_memory import SharedMemoryReader
+from telescope.weights.transports.shared_memory import SharedMemoryReader
 from telescope.wire.process import leave
 
 

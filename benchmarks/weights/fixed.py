@@ -24,6 +24,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,15 +34,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.shapes import SHAPES, model_config, random_tensors
 from benchmarks.weights.movers import Model
 from telescope.backends.fsdp import gather
+from telescope.config.parts import WeightSyncSettings
 from telescope.maths.memory import ModelShape
 from telescope.records import WeightGroup, WeightManifest
-from telescope.weights import digest
+from telescope.weights import sampled_digest
+from telescope.weights.base import ServerEnd, TrainerEnd
 from telescope.weights.buckets import buckets
-from telescope.weights.collect import CollectiveReceiver
-from telescope.weights.collective import CollectivePublisher
+from telescope.weights.choose import transport_named
 
 NARROWER, WARM_UP = 32, 3
-FULL = {"WORDS_AT_ONCE": digest.WORDS_AT_ONCE, "TOGETHER": digest.TOGETHER}
+FULL = {"WORDS_AT_ONCE": sampled_digest.WORDS_AT_ONCE, "TOGETHER": sampled_digest.TOGETHER}
 MIB = 1 << 20
 
 
@@ -85,23 +87,25 @@ def dict_source(shape: ModelShape) -> Model:
     return model
 
 
+class Pieces(WeightSyncSettings):
+    """Of so many bytes, where settings count in MB."""
+
+    most_bytes: int
+
+    @property
+    def bucket_bytes(self) -> int:
+        return self.most_bytes
+
+
 class Ends:
     """A sender and a receiver over gloo."""
 
     def __init__(self, source: Model, bucket_bytes: int) -> None:
         self.source = source
-        self.sender = CollectivePublisher(
-            "gloo",
-            source,
-            rank=0,
-            device="cpu",
-            address="127.0.0.1",
-            dtype="bfloat16",
-            bucket_bytes=bucket_bytes,
-            init_timeout_s=60.0,
-            update_timeout_s=60.0,
-        )
-        self.receiver = CollectiveReceiver("gloo", "server-0/0", device="cpu", init_timeout_s=60.0)
+        sync = Pieces(most_bytes=bucket_bytes, init_timeout_s=60.0, update_timeout_s=60.0)
+        gloo = transport_named("gloo")
+        self.sender = gloo.publisher(source, TrainerEnd("run", Path("."), "cpu", sync, "bfloat16"))
+        self.receiver = gloo.receiver(ServerEnd("run", "server-0/0", "cpu", 60.0))
         self.version = 0
         self.staging = torch.zeros(0, dtype=torch.uint8)
 
@@ -186,7 +190,7 @@ def profile(ends: Ends, wanted: str, given: argparse.Namespace) -> None:
 def as_at_full_width(shape: ModelShape, narrowed: ModelShape) -> None:
     """Let digests take a narrow tensor for as large as the real one is: how many operators see to it depends on that."""
     for name, words in FULL.items():
-        setattr(digest, name, words * narrowed.parameters // shape.parameters)
+        setattr(sampled_digest, name, words * narrowed.parameters // shape.parameters)
 
 
 def bucket_bytes_of(shape: ModelShape, narrowed: ModelShape, mib: int) -> int:

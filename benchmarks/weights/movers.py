@@ -1,6 +1,6 @@
 """The processes of the wire benchmark: `python -m benchmarks.weights.movers sender|receiver JSON`; orders come as lines.
 
-Both ends are those of a run (`make_publisher`, `make_receiver`); the model is random tensors, the engine a place in memory.
+Both ends are those of a run (`Transport.publisher` and `receiver`); the model is random tensors, the engine a place in memory.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from benchmarks.shapes import SHAPES, random_tensors
 from telescope.backends.fsdp import gather
 from telescope.config.parts import WeightSyncSettings
 from telescope.records import TensorSpec, WeightGroup, WeightManifest
-from telescope.weights.buckets import Bucket, aligned, lay_out
-from telescope.weights.buckets import Tensor as TensorKind
-from telescope.weights.choose import Here, make_publisher, make_receiver
-from telescope.weights.digest import digests, text
+from telescope.weights.base import ServerEnd, TrainerEnd
+from telescope.weights.buckets import Bucket, ModelTensor, aligned, lay_out
+from telescope.weights.choose import transport_named
+from telescope.weights.sampled_digest import digests, text
 
 RUN = "wire-benchmark"
 MIB = 1 << 20
@@ -69,7 +69,7 @@ class Model:
         self.parameters: dict[str, Tensor] = random_tensors(SHAPES[shape], device, dtype, seed=0)
         self._packer = gather.Packer(lambda: self.parameters, 0, 1)
 
-    def layout(self) -> tuple[TensorKind, ...]:
+    def layout(self) -> tuple[ModelTensor, ...]:
         return gather.layout(self.parameters)
 
     def pack(self, bucket: Bucket, out: Tensor | None) -> None:
@@ -106,7 +106,8 @@ def sender(asked: dict[str, Any]) -> None:
             if publisher is not None:
                 publisher.close()
             settings = WeightSyncSettings.model_validate(order["setup"])
-            publisher = make_publisher(order["transport"], model, Here(RUN, Path(asked["folder"]), device), settings, dtype)
+            end = TrainerEnd(RUN, Path(asked["folder"]), device, settings, dtype)
+            publisher = transport_named(order["transport"]).publisher(model, end)
             say(ready=True)
         elif "publish" in order:
             model.change()
@@ -141,9 +142,7 @@ def receiver(asked: dict[str, Any]) -> None:
             say(everything=text(digests(staging, manifest.tensors, whole=True), whole=True))
             continue
         if manifest.transport not in receivers:
-            receivers[manifest.transport] = make_receiver(
-                manifest.transport, run=RUN, member=name, device=device, init_timeout_s=60.0
-            )
+            receivers[manifest.transport] = transport_named(manifest.transport).receiver(ServerEnd(RUN, name, device, 60.0))
         group = None if order["group"] is None else msgspec.convert(order["group"], WeightGroup)
         settle(device)
         started = time.perf_counter()

@@ -40,7 +40,7 @@ from benchmarks.shapes import SHAPES
 from benchmarks.weights.children import Child, start_server, start_trainer
 from benchmarks.weights.server import AFTER_S, STREAMS
 from telescope.config.parts import WeightSyncSettings
-from telescope.inference.vllm_options import vllm_environment
+from telescope.inference.vllm.options import vllm_environment
 from telescope.records import WeightGroup
 
 RUN = "pause-benchmark"

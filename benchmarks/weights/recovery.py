@@ -29,7 +29,7 @@ import psutil
 
 from telescope.flow import commands as do
 from telescope.flow import events as seen
-from telescope.flow.replay import Line, decode_line
+from telescope.flow.replay import JournalLine, decode_line
 from telescope.runlog.layout import RunDirectory
 
 VICTIM = "server-0"
@@ -114,7 +114,7 @@ class Death:
     """When the servers that were left had it."""
 
 
-def deaths(lines: list[Line], kills: list[float]) -> list[Death]:
+def deaths(lines: list[JournalLine], kills: list[float]) -> list[Death]:
     """Follow servers, placements and versions through the journal."""
     found = [Death(at) for at in kills]
     at_server: dict[str, str] = {}
@@ -145,9 +145,9 @@ def deaths(lines: list[Line], kills: list[float]) -> list[Death]:
                 if death is not None and death.travelling == done:
                     death.arrived_s = line.now - death.at
         for command in line.commands:
-            if isinstance(command, do.Update):
+            if isinstance(command, do.UpdateWeights):
                 travelling, ordered = tuple(served), command.version
-            if isinstance(command, do.Place):
+            if isinstance(command, do.PlaceRequest):
                 at_server[command.request_id] = command.server
                 if death is not None and command.request_id in death.requests:
                     death.placed_s.setdefault(command.request_id, line.now - death.at)
@@ -156,7 +156,7 @@ def deaths(lines: list[Line], kills: list[float]) -> list[Death]:
     return found
 
 
-def samples(lines: list[Line], requests: set[str]) -> tuple[int, int, int, int]:
+def samples(lines: list[JournalLine], requests: set[str]) -> tuple[int, int, int, int]:
     """Of the requests' rollouts: how many there are, how many failed for good, how many were still under way when the run was
     over (or stopped), and the tokens of their earlier turns."""
     rollout_of: dict[str, int] = {}
@@ -181,7 +181,7 @@ def samples(lines: list[Line], requests: set[str]) -> tuple[int, int, int, int]:
     return len(rollouts), len(left & failed), len(left - failed), sum(earlier)
 
 
-def report(lines: list[Line], death: Death, when: str) -> dict[str, Any]:
+def report(lines: list[JournalLine], death: Death, when: str) -> dict[str, Any]:
     placed = sorted(death.placed_s.values())
     count, lost, waiting, kept = samples(lines, death.requests)
     return {

@@ -25,10 +25,10 @@ import numpy as np
 
 from benchmarks.weights.children import LONGEST_LINE
 from telescope.config.parts import InferenceSettings, ModelSettings, WeightSyncSettings
-from telescope.inference.vllm_engine import VllmEngine
-from telescope.inference.vllm_options import Device, ServerPlan
+from telescope.inference.vllm.engine import VllmEngine
+from telescope.inference.vllm.options import Device, ServerPlan
 from telescope.records import Sampling, WeightGroup, WeightManifest
-from telescope.wire.heap import freeze_heap
+from telescope.wire.process import freeze_heap
 
 AFTER_S = 0.2
 STREAMS = 4

@@ -20,9 +20,9 @@ import torch
 from benchmarks.shapes import SHAPES, random_tensors, write_folder
 from telescope.config.parts import WeightSyncSettings
 from telescope.records import WeightGroup
-from telescope.weights.buckets import Bucket
-from telescope.weights.buckets import Tensor as Kind
-from telescope.weights.choose import Here, make_publisher
+from telescope.weights.base import TrainerEnd
+from telescope.weights.buckets import Bucket, ModelTensor
+from telescope.weights.choose import transport_named
 
 
 class Model:
@@ -31,8 +31,8 @@ class Model:
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self.tensors = tensors
 
-    def layout(self) -> Sequence[Kind]:
-        return [Kind(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in self.tensors.items()]
+    def layout(self) -> Sequence[ModelTensor]:
+        return [ModelTensor(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in self.tensors.items()]
 
     def pack(self, bucket: Bucket, out: torch.Tensor | None) -> None:
         if out is None:
@@ -58,8 +58,8 @@ def main() -> int:
     model = Model(random_tensors(SHAPES[asked["shape"]], device, dtype, seed=0))
     write_folder(Path(asked["folder"]), SHAPES[asked["shape"]], model.tensors)
     sync = WeightSyncSettings.model_validate(asked["weight_sync"])
-    here = Here(run=asked["run"], directory=Path(asked["directory"]), device=device)
-    publisher = make_publisher(asked["transport"], model, here, sync, None)
+    end = TrainerEnd(asked["run"], Path(asked["directory"]), device, sync)
+    publisher = transport_named(asked["transport"]).publisher(model, end)
     say({"ready": True, "parameters": sum(t.numel() for t in model.tensors.values())})
     for line in sys.stdin:
         order = json.loads(line)

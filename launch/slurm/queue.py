@@ -1,6 +1,6 @@
 """What Slurm is asked and told: squeue, scontrol, scancel, each with a deadline. Needs no accounting database.
 
-A controller that does not answer is no error of the run: what is not known is said to be unknown.
+A controller that does not answer is not an error of the run: what is not known is said to be unknown.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from telescope._launch.slurm.verdict import JobFacts
+from telescope._launch.slurm.requeueing import JobFacts
 from telescope.runlog.attempts import read_attempts, read_submission
 from telescope.runlog.layout import RunDirectory
 
@@ -42,7 +42,7 @@ def ask(*command: str, timeout_s: float = CLIENT_S) -> str:
     return done.stdout
 
 
-def states(job_ids: Iterable[str]) -> dict[str, str]:
+def query_states(job_ids: Iterable[str]) -> dict[str, str]:
     """The state of each job that Slurm still knows, e.g. `{"12": "RUNNING", "13_0": "PENDING"}`. Raises `SlurmSilent`."""
     wanted = sorted(set(job_ids))
     if not wanted:
@@ -52,7 +52,7 @@ def states(job_ids: Iterable[str]) -> dict[str, str]:
     return {job: state for job in wanted if (state := known.get(job) or known.get(f"{job}+0"))}
 
 
-def state_of(run: RunDirectory, known: dict[str, str]) -> str:
+def describe_state(run: RunDirectory, known: dict[str, str]) -> str:
     """How a submitted run stands in a word: Slurm's own while it has one, else what the run wrote down last.
 
     `known` is what `states` found. Empty for a run that was not submitted; `not submitted` after a dry run; `unknown` where a
@@ -69,7 +69,7 @@ def state_of(run: RunDirectory, known: dict[str, str]) -> str:
     return state.lower() or "unknown"
 
 
-def stage_of(run: RunDirectory, state: str) -> Literal["waiting", "running", "over", "unknown"]:
+def find_stage(run: RunDirectory, state: str) -> Literal["waiting", "running", "over", "unknown"]:
     """How the job of a submitted run stands as a whole; `state` is Slurm's, empty where it has none or does not say.
 
     Between two attempts `exit.json` is the last one's, and the run is not over: what Slurm says goes first."""
@@ -84,7 +84,7 @@ def stage_of(run: RunDirectory, state: str) -> Literal["waiting", "running", "ov
     return "over" if last is not None and ended and not last.requeued else "unknown"
 
 
-def facts(job_id: str, nodes: Sequence[str], restarts: int, said: Iterable[str], within_s: float = CLIENT_S) -> JobFacts:
+def query_job(job_id: str, nodes: Sequence[str], restarts: int, said: Iterable[str], within_s: float = CLIENT_S) -> JobFacts:
     """The job at this moment. `restarts`: as this attempt knows them; `said`: what its step daemons had to say; `within_s`: for
     all questions together, as many as the job has nodes or not.
 
@@ -98,7 +98,7 @@ def facts(job_id: str, nodes: Sequence[str], restarts: int, said: Iterable[str],
         state=state,
         preempted=state.startswith("PREEMPTED") or "PREEMPTION" in causes or job.get("PreemptTime", "") not in NO_TIME,
         requeued=int(job.get("Restarts", "0")) > restarts,
-        nodes_down=_down(nodes, max(1.0, until - time.monotonic())),
+        nodes_down=_query_down(nodes, max(1.0, until - time.monotonic())),
     )
 
 
@@ -112,13 +112,13 @@ def cancel(*job_ids: str) -> None:
     ask("scancel", *job_ids)
 
 
-def addresses(nodes: Sequence[str]) -> dict[str, str]:
+def query_addresses(nodes: Sequence[str]) -> dict[str, str]:
     """Where each node is reached, as Slurm has it; the node's name where it does not say."""
     known = {words["NodeName"]: words for words in _show("node", ",".join(nodes), CLIENT_S) if "NodeName" in words}
     return {node: known.get(node, {}).get("NodeAddr", node) for node in nodes}
 
 
-def _down(nodes: Sequence[str], within_s: float) -> tuple[str, ...]:
+def _query_down(nodes: Sequence[str], within_s: float) -> tuple[str, ...]:
     shown = _show("node", ",".join(nodes), within_s)
     states = {words["NodeName"]: words.get("State", "") for words in shown if "NodeName" in words}
     return tuple(node for node in nodes if _is_down(states.get(node, "")))

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from telescope._launch.environ import python_path
-from telescope._launch.slurm import batch, hold, queue
-from telescope._launch.slurm.sbatch import parameters
+from telescope._launch.process_environment import find_python_path
+from telescope._launch.slurm import batch_job, hold, queue
+from telescope._launch.slurm.batch_file import make_parameters
 from telescope.config.slurm import SlurmSettings
 from telescope.runlog.attempts import write_submission
 from telescope.runlog.layout import RunDirectory, write_atomically
@@ -33,7 +33,7 @@ class SubmitRefused(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Submitted:
+class SubmittedRun:
     """One run on its way."""
 
     directory: RunDirectory
@@ -46,24 +46,24 @@ class Submitted:
 
 def submit(
     runs: Sequence[RunDirectory], settings: SlurmSettings, *, name: str, folder: Path, dry_run: bool = False
-) -> list[Submitted]:
+) -> list[SubmittedRun]:
     """Submit `runs`, whose directories are written, and note each one's job there. Several become one array, with at most
     `settings.array_parallelism` of them running at once.
 
     `folder`: submitit's own, seen by all nodes; made 0700. A job that could not be noted stays queued, and says so. Raises
     `SubmitRefused`; then no job is left queued, or the text names it."""
-    refuse(settings, len(runs), dry_run=dry_run)
+    refuse_submission(settings, len(runs), dry_run=dry_run)
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder.chmod(0o700)
-        executor = _executor(settings, name, folder, dry_run)
-        submitted = _on_paper(executor, runs, folder) if dry_run else _for_real(executor, runs, folder)
+        executor = _make_executor(settings, name, folder, dry_run)
+        submitted = _write_script(executor, runs, folder) if dry_run else _submit_jobs(executor, runs, folder)
     except OSError as error:
         raise SubmitRefused(f"{folder} can't be written: {error.strerror or error}") from error
-    return [_noted(one) for one in submitted]
+    return [_note_job(one) for one in submitted]
 
 
-def _noted(one: Submitted) -> Submitted:
+def _note_job(one: SubmittedRun) -> SubmittedRun:
     """The job itself notes it again when it begins, if it can."""
     try:
         write_submission(one.directory, one.job_id, one.script)
@@ -72,7 +72,7 @@ def _noted(one: Submitted) -> Submitted:
     return one
 
 
-def refuse(settings: SlurmSettings, points: int, *, dry_run: bool) -> None:
+def refuse_submission(settings: SlurmSettings, points: int, *, dry_run: bool) -> None:
     """What can be known before any directory is made. Raises `SubmitRefused`."""
     if points > 1 and settings.hetjob:
         raise SubmitRefused(
@@ -88,31 +88,31 @@ def refuse(settings: SlurmSettings, points: int, *, dry_run: bool) -> None:
         )
 
 
-def script_text(settings: SlurmSettings, *, name: str, folder: Path, points: int = 1) -> str:
+def render_script(settings: SlurmSettings, *, name: str, folder: Path, points: int = 1) -> str:
     """The batch file that `submit` would write for so many points."""
-    return _text(_executor(settings, name, folder, dry_run=True), points)
+    return _render(_make_executor(settings, name, folder, dry_run=True), points)
 
 
-def _for_real(executor: SlurmExecutor, runs: Sequence[RunDirectory], folder: Path) -> list[Submitted]:
+def _submit_jobs(executor: SlurmExecutor, runs: Sequence[RunDirectory], folder: Path) -> list[SubmittedRun]:
     from submitit.core.utils import FailedJobError, FailedSubmissionError
 
-    before = _accepted(executor)
+    before = _list_accepted(executor)
     try:
-        jobs = executor.map_array(batch.run, [str(run.path) for run in runs])
+        jobs = executor.map_array(batch_job.run, [str(run.path) for run in runs])
     except (FailedJobError, FailedSubmissionError) as error:
         raise SubmitRefused(f"sbatch refused the job: {error}") from error
     except OSError as error:
-        raise _half_submitted(sorted(_accepted(executor) - before), error) from error
+        raise _cancel_half_submitted(sorted(_list_accepted(executor) - before), error) from error
     script = folder / f"{jobs[0].job_id.partition('_')[0]}_submission.sh"
-    return [Submitted(run, job.job_id, script) for run, job in zip(runs, jobs, strict=True)]
+    return [SubmittedRun(run, job.job_id, script) for run, job in zip(runs, jobs, strict=True)]
 
 
-def _accepted(executor: SlurmExecutor) -> set[str]:
+def _list_accepted(executor: SlurmExecutor) -> set[str]:
     """Jobs that sbatch has given a number in this process, those included whose files could then not be put in place."""
     return set(executor.job_class.watcher._registered)
 
 
-def _half_submitted(jobs: Sequence[str], error: OSError) -> SubmitRefused:
+def _cancel_half_submitted(jobs: Sequence[str], error: OSError) -> SubmitRefused:
     """A job without its files would wait for them and fail: it is taken back."""
     if not jobs:
         return SubmitRefused(f"sbatch could not be called: {error}")
@@ -124,20 +124,20 @@ def _half_submitted(jobs: Sequence[str], error: OSError) -> SubmitRefused:
     return SubmitRefused(f"{accepted}: it was cancelled")
 
 
-def _on_paper(executor: SlurmExecutor, runs: Sequence[RunDirectory], folder: Path) -> list[Submitted]:
+def _write_script(executor: SlurmExecutor, runs: Sequence[RunDirectory], folder: Path) -> list[SubmittedRun]:
     script = folder / DRY_RUN_SCRIPT
-    write_atomically(script, _text(executor, len(runs)), mode=0o700)
-    return [Submitted(run, "", script) for run in runs]
+    write_atomically(script, _render(executor, len(runs)), mode=0o700)
+    return [SubmittedRun(run, "", script) for run in runs]
 
 
-def _text(executor: SlurmExecutor, points: int) -> str:
+def _render(executor: SlurmExecutor, points: int) -> str:
     if points > 1:
         executor.parameters["map_count"] = points
     text: str = executor._make_submission_file_text(executor._submitit_command_str, "dry-run")
     return text
 
 
-def _executor(settings: SlurmSettings, name: str, folder: Path, dry_run: bool) -> SlurmExecutor:
+def _make_executor(settings: SlurmSettings, name: str, folder: Path, dry_run: bool) -> SlurmExecutor:
     from submitit import SlurmExecutor
 
     class OnPaper(SlurmExecutor):
@@ -147,8 +147,8 @@ def _executor(settings: SlurmSettings, name: str, folder: Path, dry_run: bool) -
         def affinity(cls) -> int:
             return 1
 
-    path = python_path()
+    path = find_python_path()
     kind = OnPaper if dry_run else SlurmExecutor
     executor = kind(folder=folder, python=f"exec {shlex.join([sys.executable, '-I', '-S', hold.__file__])}")
-    executor.update_parameters(**parameters(settings, name, {"PYTHONPATH": path} if path else {}))
+    executor.update_parameters(**make_parameters(settings, name, {"PYTHONPATH": path} if path else {}))
     return executor

@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
-from telescope.backends.probe import Probe
 from telescope.maths.support import WHOLE, Support
 from telescope.records import Denominators, TrainItem
 from telescope.settings import Settings
-from telescope.weights.buckets import Bucket
-from telescope.weights.buckets import Tensor as TensorKind
+from telescope.weights.buckets import Bucket, ModelTensor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -125,8 +123,8 @@ class Job:
     """Tokens that the sampler can take; log-probs are normalised over them."""
     progress: Callable[[str], None] = unwatched
     """To be called with what was done, after each micro-batch: a long step is then no stuck one."""
-    probe: Probe | None = None
-    """To be told where a gradient is no finite number: only where a recorded step is run again."""
+    recorded_loss_scale: float | None = None
+    """Where a recorded step is run again in float16: what it multiplied its loss by."""
     resume: Path | None = None
     """The trainer's folder of the checkpoint to begin with; None: the model as it is."""
     saving: SaveSettings = SaveSettings()
@@ -163,7 +161,7 @@ class Backend(Protocol):
         ranks run along and yield nothing. Tied tensors once."""
         ...
 
-    def layout(self) -> Sequence[TensorKind]:
+    def layout(self) -> Sequence[ModelTensor]:
         """Names, dtypes and shapes of what `weights` yields, in its order. Not a collective."""
         ...
 
@@ -200,7 +198,7 @@ class BackendSettings(Settings):
         the model: at the command line where its config.json lies here, in planning, else at a rank's start."""
         yield from ()
 
-    def obstacles(
+    def find_obstacles(
         self, *, on_gpu: bool, capability: Callable[[], int | None], model_dtype: str, elsewhere: bool
     ) -> Iterator[str]:
         """What of these settings `build` would refuse where the ranks are to run: sentences with the remedy, without torch.

@@ -32,8 +32,7 @@ from telescope.maths import metrics, packing
 from telescope.maths.batching import ATTENTION_LENGTH
 from telescope.maths.schedules import learning_rate_factor
 from telescope.runlog.layout import write_atomically
-from telescope.weights.buckets import Bucket
-from telescope.weights.buckets import Tensor as TensorKind
+from telescope.weights.buckets import Bucket, ModelTensor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,8 +85,8 @@ class FakeBackend:
             yield "fake.embedding", random.standard_normal((4, 8), np.float32)
             yield "fake.version", np.array([self._version, self._job.seed], np.float32)
 
-    def layout(self) -> tuple[TensorKind, ...]:
-        return TensorKind("fake.embedding", "float32", (4, 8)), TensorKind("fake.version", "float32", (2,))
+    def layout(self) -> tuple[ModelTensor, ...]:
+        return ModelTensor("fake.embedding", "float32", (4, 8)), ModelTensor("fake.version", "float32", (2,))
 
     def pack(self, bucket: Bucket, out: Tensor | None) -> None:
         """Whoever gives `out` has imported torch."""

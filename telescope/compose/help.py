@@ -1,4 +1,4 @@
-"""The text of `--help`: what can be chosen, how to change a setting, where to read on. Composes nothing."""
+"""The texts of `--help` and `--hydra-help`: what can be chosen, how to change a setting, where to read on. Composes nothing."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ Examples:
 
 Options:
     -h, --help          this text
-    --cfg job           print the configuration and start nothing (--resolve: with interpolations followed)
+    --cfg job           print the configuration and start nothing (--resolve: with interpolations followed;
+                        --package NAME: this part alone). --info: how it comes about; --hydra-help says more
     --config-dir DIR    a folder of your own: presets in DIR/<group>/*.yaml,
                         Python files in DIR/plugins/{{algorithms,backends,environments}}/*.py
     -m, --multirun      run every combination of values given as a,b,c, one after another (cluster=slurm: as an
                         array); all are checked before the first starts. hydra/sweeper=… chooses points itself
     --objective NAME    the number of summary.json that a sweep is about (default: reward_mean_last)
+    --version           of Telescope and of Hydra
     --new-key FILE      make the key that hosts without a shared folder know each other by (cluster.key_file)
 
 Every setting with its default and meaning: docs/configuration.md. Top level and sections:
 {sections}.
-Exit codes: 0 done · 1 wrong configuration or failed run · 2 wrong usage · 70 a part failed for good ·
-    74 all is trained, and the last checkpoint is lost · 75 stopped before its walltime, run it again ·
-    129, 130, 143 interrupted
+Exit codes: 0 done · 1 wrong configuration, or an error that you have to mend · 2 wrong usage ·
+    70 a part failed for good · 75 stopped before its walltime, run it again · 129, 130, 143 interrupted
 """
 _DEFAULTS = {
     "algorithm": "grpo",
@@ -46,6 +47,51 @@ _DEFAULTS = {
     "model": "tiny",
     "logging": "default",
 }
+
+
+INSTEAD = {
+    "hydra.launcher": "Telescope launches its runs itself: leave it out, and type cluster=slurm to submit one to Slurm "
+    "(cluster.slurm.partition=… and so on; with -m an array)",
+    "hydra.sweeper": "a sweeper chooses the points of a sweep: add -m (and hydra/sweeper=…)",
+    "hydra.run": "run_dir=… names the run's directory",
+    "hydra.sweep": "run_dir=… names the sweep's directory",
+    "hydra.searchpath": "use --config-dir to add a folder of your own",
+    "hydra.job.name": "name=… names the run",
+    "hydra.verbose": "debug=true logs in more detail",
+}
+"""What to type in place of settings of Hydra's own."""
+OTHER_SETTINGS = "Hydra only composes here, so its own settings act on nothing, but for hydra/sweeper with -m; leave it out"
+_HYDRA_TEXT = """\
+Telescope composes its configuration with Hydra {version}, from the files in {conf}.
+
+Options of Hydra that work here:
+    --cfg job|hydra|all         -c   print the run's configuration, Hydra's own, or both, and start nothing
+    --package NAME              -p   with --cfg: this part alone, e.g. --package trainer
+    --resolve                        with --cfg job: with interpolations followed
+    --info [TOPIC]              -i   how the configuration comes about; TOPIC is all, config, defaults, defaults-tree,
+                                     plugins or searchpath
+    --config-dir DIR            -cd  a folder of your own
+    --multirun                  -m   a run for every combination of values; hydra/sweeper=… chooses points itself
+    --hydra-help, --version, --help
+
+In place of what else you may know:
+{instead}
+    --config-name, --config-path     experiment=…, a file of your own below --config-dir
+    --experimental-rerun             telescope runs resume RUN_DIR
+    --shell-completion               telescope completion bash|zsh|fish
+
+More: docs/hydra.md.
+"""
+
+
+def hydra_help_text(places: Places, version: str) -> str:
+    """What of Hydra works here, and what to type in place of the rest."""
+    instead = "\n".join(
+        line
+        for name, said in INSTEAD.items()
+        for line in textwrap.wrap(f"{name:<32} {said}", 110, initial_indent="    ", subsequent_indent=" " * 37)
+    )
+    return _HYDRA_TEXT.format(version=version, conf=places.conf.resolve(), instead=instead)
 
 
 def help_text(places: Places) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 import hydra
 import yaml
-from hydra import compose, initialize_config_module
+from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
@@ -24,15 +24,17 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from telescope.compose.options import GROUPS, HIDDEN_GROUPS, NOT_COMPOSED, Places, registered
-from telescope.compose.presets import preset_problems, unreadable_presets
+from telescope.compose.help import INSTEAD, OTHER_SETTINGS
+from telescope.compose.options import GROUPS, HIDDEN_GROUPS, NOT_COMPOSED, Places
+from telescope.compose.presets import search_path
+from telescope.compose.problems import experiments_without_package, explain_failure, preset_problems
 from telescope.compose.resolve import resolve
 from telescope.config import checks
-from telescope.config.judge import judge
 from telescope.config.models import embedded_models, model_path, model_problem
 from telescope.config.plugins import PluginError
 from telescope.config.run import RunConfig
-from telescope.config.words import Problem, did_you_mean, nearest
+from telescope.config.validate import validate
+from telescope.config.words import ConfigProblem, did_you_mean, nearest
 
 _DEFAULTS_SINCE = (1, 4)
 """From this version on Hydra warns where it is told whose defaults to take; before, where it is not."""
@@ -52,16 +54,18 @@ class Point:
 
     overrides: tuple[str, ...]
     config: RunConfig | None
-    problems: tuple[Problem, ...]
+    problems: tuple[ConfigProblem, ...]
     warnings: tuple[str, ...]
     composed: DictConfig
+    given: tuple[str, ...] = ()
+    """The overrides as Hydra got them."""
 
 
 def load_points(overrides: Sequence[str], places: Places, environ: Mapping[str, str], sweep: bool = False) -> list[Point]:
     """Every point of the command line, judged. Raises `UsageError` where Hydra's grammar does not take the overrides."""
     _refuse_no_place()
     parsed = parse(overrides)
-    _refuse_hydra_settings(parsed)
+    refuse_hydra_settings(parsed)
     swept = [override.key_or_group for override in parsed if override.is_sweep_override()]
     if swept and not sweep:
         raise UsageError(
@@ -69,7 +73,7 @@ def load_points(overrides: Sequence[str], places: Places, environ: Mapping[str, 
             f"with a comma, '{swept[0]}=\"a,b\"'"
         )
     with composing(places):
-        return [judged_point(point, places, environ) for point in _product(parsed)]
+        return [compose_point(point, places, environ) for point in _product(parsed)]
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:
@@ -85,11 +89,11 @@ def _parse_one(parser: OverridesParser, override: str) -> Override:
         return parser.parse_override(override)
     except HydraException as error:
         reason = str(error).strip().partition("\n")[0]
-        hint = _quoted(parser, override)
+        hint = _hint_at_quotes(parser, override)
         raise UsageError(f"can't read '{override}': {reason}; an override reads name=value{hint}") from error
 
 
-def _quoted(parser: OverridesParser, override: str) -> str:
+def _hint_at_quotes(parser: OverridesParser, override: str) -> str:
     """How to write a value that Hydra's grammar takes only in quotes; empty where quotes would not help."""
     name, equals, value = override.partition("=")
     if not equals or not value or value[0] in "[{(\"'" or name in GROUPS:
@@ -109,13 +113,14 @@ def _refuse_no_place() -> None:
         raise UsageError("the folder in which this command was given is not there any more: change into another") from error
 
 
-def _refuse_hydra_settings(parsed: Sequence[Override]) -> None:
+def refuse_hydra_settings(parsed: Sequence[Override]) -> None:
+    """Raises `UsageError` for a setting of Hydra's own, with what to type instead."""
     for override in parsed:
-        key = override.key_or_group
-        if key == "hydra.searchpath":
-            raise UsageError("hydra.searchpath: use --config-dir to add a folder of your own")
-        if key == "hydra" or key.startswith(("hydra.", "hydra/")):
-            raise UsageError(f"{key}: Hydra only composes here, so its own settings act on nothing; leave it out")
+        key = override.key_or_group.replace("/", ".")
+        if key == "hydra" or key.startswith("hydra."):
+            known = [said for name, said in INSTEAD.items() if f"{key}.".startswith(f"{name}.")]
+            instead = known[0] if known else OTHER_SETTINGS
+            raise UsageError(f"{override.input_line}: {instead}")
 
 
 def _product(parsed: Sequence[Override]) -> Iterator[tuple[str, ...]]:
@@ -134,13 +139,13 @@ def composing(places: Places) -> Iterator[None]:
     """Within, Hydra composes our configuration; not to be nested."""
     GlobalHydra.instance().clear()
     try:
-        with _quietly(), registered(places), initialize_config_module("telescope._conf", **base(hydra.__version__)):
+        with _quietly(), initialize_config_dir(str(places.conf), **version_base_for(hydra.__version__)):
             yield
     finally:
         GlobalHydra.instance().clear()
 
 
-def base(version: str) -> dict[str, str]:
+def version_base_for(version: str) -> dict[str, str]:
     """What a Hydra of this version has to be told of the defaults it takes: `1.3.8` to take its own, `1.4.0rc3` nothing."""
     release = tuple(int(part) for part in version.split(".")[:2])
     return {} if release >= _DEFAULTS_SINCE else {"version_base": "1.3"}
@@ -155,77 +160,80 @@ def _quietly() -> Iterator[None]:
         yield
 
 
-def forced_for_hydra(parsed: Sequence[Override], places: Places) -> list[str]:
+def force_sweep(parsed: Sequence[Override], places: Places) -> list[str]:
     """The overrides of a whole sweep as Hydra gets them, those with several values as they are: what they choose is judged
     point by point."""
-    single, _ = _forced([override for override in parsed if not override.is_sweep_override()], places)
+    single, _ = _force([override for override in parsed if not override.is_sweep_override()], places)
     return [*single, *(str(override.input_line) for override in parsed if override.is_sweep_override())]
 
 
-def judged_point(overrides: Sequence[str], places: Places, environ: Mapping[str, str]) -> Point:
+def compose_point(overrides: Sequence[str], places: Places, environ: Mapping[str, str]) -> Point:
     """One point of a command line, composed and judged. Call it within `composing`."""
     overrides = tuple(overrides)
-    problems = list(_hidden_presets(places))
-    forced, choices = _forced(parse(overrides), places)
+    problems = list(_find_hidden_presets(places))
+    parsed = parse(overrides)
+    forced, choices = _force(parsed, places)
     problems += choices
+    given = (search_path(places), *forced)
     try:
-        composed = compose("run", [*_search_path(places), *forced])
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
-        unreadable = unreadable_presets(places) if isinstance(error, UnicodeDecodeError) else []
-        said = unreadable or [Problem("", _in_words(error))]
-        return Point(overrides, None, tuple(dict.fromkeys([*problems, *said])), (), OmegaConf.create())
+        composed = compose("run", list(given))
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
+        said = [*problems, *explain_failure(error, parsed, places)]
+        return Point(overrides, None, tuple(dict.fromkeys(said)), (), OmegaConf.create(), given)
     container, unresolved = resolve(composed, environ)
     container["plugin_path"] = list(places.plugin_path)
-    config, judged = judge(_with_model_folder(container))
-    said = [*choices, *unresolved]
-    problems += [*unresolved, *_not_said_yet([*judged, *_model_problems(container)], said)]
+    config, judged = validate(_with_model_folder(container))
+    said = [*unresolved, *experiments_without_package(places, container)]
+    problems += [*said, *_drop_repeated([*judged, *_model_problems(container)], [*choices, *said])]
     if problems or config is None:
-        return Point(overrides, None, tuple(problems), (), composed)
-    return Point(overrides, config, (), tuple(checks.warnings(config)), composed)
+        return Point(overrides, None, tuple(problems), (), composed, given)
+    return Point(overrides, config, (), tuple(checks.warnings(config)), composed, given)
 
 
-def _forced(parsed: Sequence[Override], places: Places) -> tuple[list[str], list[Problem]]:
+def _force(parsed: Sequence[Override], places: Places) -> tuple[list[str], list[ConfigProblem]]:
     """Overrides as Hydra gets them: values forced, options that don't exist replaced by the nearest, with a problem each."""
     forced: list[str] = []
-    problems: list[Problem] = []
+    problems: list[ConfigProblem] = []
     for override in parsed:
         group, line = override.key_or_group, str(override.input_line)
         if group in GROUPS or group in HIDDEN_GROUPS:
-            chosen, wrong = _chosen(override, places)
+            chosen, wrong = _choose(override, places)
             problems += wrong
             forced += chosen
         elif group == "environments" and not override.is_delete() and not override.value():
             problems.append(
-                Problem(group, f"{line} takes nothing away: choose with env=[…], or drop one with ~environments.<name>")
+                ConfigProblem(group, f"{line} takes nothing away: choose with env=[…], or drop one with ~environments.<name>")
             )
         elif group in NOT_COMPOSED:
-            problems.append(Problem(group, f"{group} follows from --config-dir: put plug-ins into <config-dir>/plugins"))
+            problems.append(ConfigProblem(group, f"{group} follows from --config-dir: put plug-ins into <config-dir>/plugins"))
         else:
-            forced.append(f"++{line}" if override.type == OverrideType.CHANGE else _plus_plus(line))
+            forced.append(f"++{line}" if override.type == OverrideType.CHANGE else _force_line(line))
     return forced, problems
 
 
-def _plus_plus(line: str) -> str:
+def _force_line(line: str) -> str:
     return f"+{line}" if line.startswith("+") and not line.startswith("++") else line
 
 
-def _chosen(override: Override, places: Places) -> tuple[list[str], list[Problem]]:
+def _choose(override: Override, places: Places) -> tuple[list[str], list[ConfigProblem]]:
     group, value = override.key_or_group, override.value()
     options = places.options(group)
     if override.is_delete():
-        return [], [Problem(group, f"{override.input_line}: a group can't be taken away; choose {' | '.join(options)}")]
+        return [], [ConfigProblem(group, f"{override.input_line}: a group can't be taken away; choose {' | '.join(options)}")]
     if value is None:
         if group == "experiment":  # as if it had not been given
             return [], []
-        return [], [Problem(group, f"{group} needs a choice: {' | '.join(options)}")]
-    if wrong_form := _no_choice(override, value):
-        return [], [Problem(group, wrong_form)]
+        return [], [ConfigProblem(group, f"{group} needs a choice: {' | '.join(options)}")]
+    if wrong_form := _wrong_form(override, value):
+        return [], [ConfigProblem(group, wrong_form)]
     names = value if isinstance(value, list) else [value]
     if not names:
-        return [], [Problem(group, f"{override.input_line} chooses nothing: choose one at least of {' | '.join(options)}")]
+        return [], [
+            ConfigProblem(group, f"{override.input_line} chooses nothing: choose one at least of {' | '.join(options)}")
+        ]
     twice = [str(name) for name in dict.fromkeys(names) if names.count(name) > 1]
     if twice:
-        return [], [Problem(group, f"{override.input_line} has {', '.join(twice)} more than once: name each once")]
+        return [], [ConfigProblem(group, f"{override.input_line} has {', '.join(twice)} more than once: name each once")]
     unusable = [
         problem
         for name in names
@@ -234,14 +242,16 @@ def _chosen(override: Override, places: Places) -> tuple[list[str], list[Problem
     ]
     if unusable:
         return [], unusable
-    wrong = [str(name) for name in names if str(name).removeprefix("_") not in options]
+    wrong = [str(name) for name in names if not places.offers(group, str(name).removeprefix("_"))]
     if not wrong:
         return [str(override.input_line)], []
     guesses = [nearest(str(name), options) if str(name) in wrong else str(name) for name in names]
     unguessed = None in guesses  # then what is said below the group's section makes no sense either
     more = " For a model that has no preset: model=any model.name=<id or folder>." if group == "model" else ""
     problems = [
-        Problem(group if unguessed else "", f"{group}={name}: there is no such option.{did_you_mean(name, options)}{more}")
+        ConfigProblem(
+            group if unguessed else "", f"{group}={name}: there is no such option.{did_you_mean(name, options)}{more}"
+        )
         for name in wrong
     ]
     if unguessed:
@@ -250,10 +260,13 @@ def _chosen(override: Override, places: Places) -> tuple[list[str], list[Problem
     return [f"{override.get_key_element()}={stand_in}"], problems
 
 
-def _no_choice(override: Override, value: Any) -> str:
-    """Why a value names no option of its group, or more than the group takes: Hydra would put one over the other, so that only
-    the last of two algorithms would act. Empty where it is a choice."""
+def _wrong_form(override: Override, value: Any) -> str:
+    """Why an override is not a choice of its group, or is more than the group takes: Hydra would put one over the other, so
+    that only the last of two algorithms would act. Empty where it is a choice."""
     group, line = override.key_or_group, override.input_line
+    added = "" if override.package is not None else str(line)[: str(line).index(group)]
+    if added == "++" or (added and group != "env"):
+        return f"{line}: {group} is in the defaults list already, so leave out the {added}"
     if isinstance(value, list) and group not in SEVERAL:
         points = f"; one run for each is -m {group}={','.join(map(str, value))}" if len(value) > 1 else ""
         return f"{line} is a list, and {group} takes one choice, e.g. {group}={value[0] if value else 'NAME'}{points}"
@@ -263,21 +276,17 @@ def _no_choice(override: Override, value: Any) -> str:
     return ""
 
 
-def _not_said_yet(judged: Sequence[Problem], said: Sequence[Problem]) -> list[Problem]:
+def _drop_repeated(judged: Sequence[ConfigProblem], said: Sequence[ConfigProblem]) -> list[ConfigProblem]:
     """The judge's problems, less those that follow from a value that was left out or from a wrong choice."""
     paths = {problem.path for problem in said}
     return [problem for problem in judged if problem.path not in paths and problem.path.partition(".")[0] not in paths]
 
 
-def _hidden_presets(places: Places) -> Iterator[Problem]:
+def _find_hidden_presets(places: Places) -> Iterator[ConfigProblem]:
     for group in GROUPS:
         for name, found in places.presets(group).items():
             if len(found) > 1:
-                yield Problem(group, f"{found[1]} has the name of Telescope's own preset {group}={name}: rename it")
-
-
-def _search_path(places: Places) -> list[str]:
-    return [] if places.user is None else [f"hydra.searchpath=['file://{places.user.resolve()}']"]
+                yield ConfigProblem(group, f"{found[1]} has the name of Telescope's own preset {group}={name}: rename it")
 
 
 def _model_name(container: Mapping[str, Any]) -> str | None:
@@ -286,7 +295,7 @@ def _model_name(container: Mapping[str, Any]) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def _model_problems(container: Mapping[str, Any]) -> list[Problem]:
+def _model_problems(container: Mapping[str, Any]) -> list[ConfigProblem]:
     name = _model_name(container)
     problem = None if name is None else model_problem(name)
     return [] if problem is None else [problem]
@@ -297,12 +306,6 @@ def _with_model_folder(container: dict[str, Any]) -> dict[str, Any]:
     name = _model_name(container)
     path = None if name is None or name in embedded_models() else model_path(name)
     return container if path is None else {**container, "model": {**container["model"], "name": str(path)}}
-
-
-def _in_words(error: Exception) -> str:
-    """Hydra's own sentence, without the search path and the chain of causes below it."""
-    text = str(error) or str(error.__cause__ or type(error).__name__)
-    return " ".join(line.strip() for line in text.split("\n\n")[0].splitlines() if line.strip())
 
 
 def places_for(config_dir: str | None) -> Places:
@@ -320,8 +323,3 @@ def places_for(config_dir: str | None) -> Places:
     except PluginError as error:
         raise UsageError(str(error)) from error
     return places
-
-
-def as_yaml(point: Point) -> str:
-    """The composed configuration as Hydra has it, interpolations unresolved."""
-    return str(OmegaConf.to_yaml(point.composed))

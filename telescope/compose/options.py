@@ -1,18 +1,15 @@
-"""What Hydra may choose from: class defaults of every plug-in and part, stored as options, beside the presets in YAML.
+"""What may be chosen in each group: our presets in conf/, those of the user's folder, and Python files that are not ours.
 
-Owns the names of options: `<group>/_<name>` from Python, `<group>/<name>` from YAML, or from Python without such a YAML.
-Never runs a plug-in: its defaults are read from its fields.
+Owns where options lie and what a class's defaults are as plain values; presets.py hands them to Hydra.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra.core.config_store import ConfigStore
 from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
@@ -74,35 +71,22 @@ class Places:
         return found
 
     def options(self, group: str) -> list[str]:
-        """All names a user may choose in a group."""
+        """All names a user may choose in a group. Our own have a preset each; of others' Python files each is an option."""
         kind = PLUGIN_GROUPS.get(group)
-        from_python = plugins.find(kind, self.plugin_path) if kind is not None else {}
+        from_python = plugins.find_others(kind, self.plugin_path) if kind is not None else {}
         return sorted({*from_python, *self.presets(group)})
 
-
-@dataclass(frozen=True)
-class Option:
-    """One entry of Hydra's store, e.g. `Option("algorithm", "_grpo", {"name": "grpo", …}, "algorithm")`."""
-
-    group: str | None
-    name: str
-    node: dict[str, Any]
-    package: str | None = None
-
-
-@contextmanager
-def registered(places: Places) -> Iterator[None]:
-    """Hydra's store, which is one for the whole process, holds our options inside the block and not after it."""
-    store = ConfigStore.instance()
-    options = list(python_options(places))
-    for option in options:
-        store.store(group=option.group, name=option.name, node=option.node, package=option.package)
-    try:
-        yield
-    finally:
-        for option in options:
-            names = store.repo if option.group is None else store.repo[option.group]
-            del names[f"{option.name}.yaml"]
+    def offers(self, group: str, name: str) -> bool:
+        """Whether this may be chosen: one of the options, or a Python file of ours whose preset was not written yet."""
+        kind = PLUGIN_GROUPS.get(group)
+        if kind is None or name in self.options(group):
+            return name in self.options(group)
+        try:
+            return name in plugins.files(kind) and bool(plugins.load(kind, name))
+        except plugins.NotAPlugin:
+            return False
+        except plugins.PluginError:
+            return True
 
 
 def defaults_of(settings: type[Settings], without: Sequence[str] = ()) -> dict[str, Any]:
@@ -119,21 +103,17 @@ def _default(field: FieldInfo) -> Any:
     return to_jsonable_python(field.get_default(call_default_factory=True))
 
 
-def python_options(places: Places) -> Iterator[Option]:
-    """The class defaults of every part and plug-in."""
-    chosen = (*PLUGIN_GROUPS, *CHOSEN_PARTS, "environments", *NOT_COMPOSED)
-    yield Option(None, "_run", defaults_of(RunConfig, without=chosen))
-    for group, part in CHOSEN_PARTS.items():
-        yield Option(group, "_default", {**defaults_of(part), **_NAMED_BY_PRESETS.get(group, {})}, group)
-    for group, kind in PLUGIN_GROUPS.items():
-        presets = places.presets(group)
-        for name, found in plugins.find(kind, places.plugin_path).items():
-            fields = {} if isinstance(found, plugins.PluginError) else defaults_of(found)
-            node = _environment_node(name, fields) if group == "env" else {"name": name, **fields}
-            package = f"environments.{name}" if group == "env" else group
-            for option in (f"_{name}",) if name in presets else (f"_{name}", name):
-                yield Option(group, option, node, package)
+def run_defaults() -> dict[str, Any]:
+    """What conf/run.yaml holds: all settings that no group brings."""
+    return defaults_of(RunConfig, without=(*PLUGIN_GROUPS, *CHOSEN_PARTS, "environments", *NOT_COMPOSED))
 
 
-def _environment_node(name: str, fields: dict[str, Any]) -> dict[str, Any]:
-    return {**defaults_of(EnvironmentEntry), "name": name, "kwargs": fields}
+def part_defaults(group: str) -> dict[str, Any]:
+    """The option `<group>/_default` of a group that is one class, for presets to begin with."""
+    return {**defaults_of(CHOSEN_PARTS[group]), **_NAMED_BY_PRESETS.get(group, {})}
+
+
+def plugin_defaults(group: str, name: str, found: type[Settings] | plugins.PluginError) -> dict[str, Any]:
+    """What choosing a plug-in brings, e.g. `{"name": "cispo", "clip_low": 1.0, …}`; its name alone where it is broken."""
+    fields = {} if isinstance(found, plugins.PluginError) else defaults_of(found)
+    return {**defaults_of(EnvironmentEntry), "name": name, "kwargs": fields} if group == "env" else {"name": name, **fields}

@@ -9,16 +9,16 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from telescope.config.explain import must_be_given
-from telescope.config.secrets import is_secret_name, referenced
-from telescope.config.words import Problem
+from telescope.config.secrets import is_secret_name, parse_reference
+from telescope.config.validate import must_be_given
+from telescope.config.words import ConfigProblem
 
 MISSING = "???"
 _LEFT_OUT = object()
 _ENV = re.compile(r"\$\{oc\.env:\s*([A-Za-z_][A-Za-z0-9_]*)")
 
 
-def resolve(config: DictConfig, environ: Mapping[str, str]) -> tuple[dict[str, Any], list[Problem]]:
+def resolve(config: DictConfig, environ: Mapping[str, str]) -> tuple[dict[str, Any], list[ConfigProblem]]:
     """The values of a composed configuration and what is wrong with them; wrong ones are left out of the values."""
     raw = OmegaConf.to_container(config, resolve=False)
     walk = _Walk(environ)
@@ -31,7 +31,7 @@ class _Walk:
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.environ = environ
-        self.problems: list[Problem] = []
+        self.problems: list[ConfigProblem] = []
 
     def mapping(self, node: Any, raw: Any, path: str) -> dict[str, Any]:
         values = {str(key): self.value(node, key, raw[key], f"{path}.{key}" if path else str(key)) for key in raw}
@@ -64,7 +64,7 @@ class _Walk:
 
     def secret(self, raw: str, path: str) -> Any:
         """A secret stays a reference: its value is read by the process that needs it and written nowhere."""
-        variable = referenced(raw)
+        variable = parse_reference(raw)
         if variable is None:
             wanted = path.rpartition(".")[2].upper()
             return self.refuse(
@@ -81,17 +81,17 @@ class _Walk:
         return f"{path}='{raw}' can't be resolved: {_first_line(error)}"
 
     def refuse(self, path: str, sentence: str) -> Any:
-        self.problems.append(Problem(path, sentence))
+        self.problems.append(ConfigProblem(path, sentence))
         return _LEFT_OUT
 
 
-def _leaks(container: Mapping[str, Any], environ: Mapping[str, str]) -> Iterator[Problem]:
+def _leaks(container: Mapping[str, Any], environ: Mapping[str, str]) -> Iterator[ConfigProblem]:
     """Settings that hold the value of a secret environment variable, however it got there."""
     secrets = {value: name for name, value in environ.items() if is_secret_name(name) and len(value) >= 8}
     for path, text in _texts(container, ""):
         for value, name in secrets.items():
             if value in text:
-                yield Problem(
+                yield ConfigProblem(
                     path, f"{path} holds the value of the environment variable {name}: refer to it, ${{oc.env:{name}}}"
                 )
 

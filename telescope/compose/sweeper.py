@@ -25,8 +25,9 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from telescope.compose.load import Point, UsageError, composing, forced_for_hydra, judged_point, parse
+from telescope.compose.load import Point, UsageError, compose_point, composing, force_sweep, parse, refuse_hydra_settings
 from telescope.compose.options import Places
+from telescope.compose.presets import search_path
 
 SWEEPER = "hydra/sweeper"
 _PACKAGE, _MODULE = "hydra_plugins", "hydra_plugins.telescope"
@@ -34,10 +35,10 @@ _PACKAGE, _MODULE = "hydra_plugins", "hydra_plugins.telescope"
 programs that use Hydra in the same environment would load it too."""
 
 Batch = Callable[[Sequence[Point]], Sequence[float | None]]
-"""Run these points, all of which are valid; gives each one's objective, None where it came to none. Raises `Stopped`."""
+"""Run these points, all of which are valid; gives each one's objective, None where it came to none. Raises `SweepStopped`."""
 
 
-class Refused(ValueError):
+class InvalidPoints(ValueError):
     """Points of a batch are invalid; none of it was started."""
 
     def __init__(self, points: Sequence[Point]) -> None:
@@ -45,7 +46,7 @@ class Refused(ValueError):
         self.points = points
 
 
-class Stopped(RuntimeError):
+class SweepStopped(RuntimeError):
     """The sweep ends here, e.g. after a Ctrl-C."""
 
 
@@ -53,25 +54,25 @@ class PointFailed(RuntimeError):
     """A point of the sweep came to no result; what a sweeper is told of it."""
 
 
-def wants_sweeper(overrides: Sequence[str]) -> bool:
+def has_sweeper(overrides: Sequence[str]) -> bool:
     return any(override.startswith((f"{SWEEPER}=", f"+{SWEEPER}=")) for override in overrides)
 
 
 def search(overrides: Sequence[str], places: Places, environ: Mapping[str, str], folder: Path, launch: Batch) -> None:
     """Let the sweeper of the command line choose points until it has enough. `folder` is for what it writes itself.
 
-    Raises `UsageError` for what Hydra refuses, `Refused` for invalid points, and what `launch` raises.
+    Raises `UsageError` for what Hydra refuses, `InvalidPoints` for invalid points, and what `launch` raises.
     """
-    task, sweepers = _divided(parse(overrides))
+    task, sweepers = _divide(parse(overrides))
     with composing(places):
 
         def judge_and_launch(batch: Sequence[Sequence[str]]) -> Sequence[float | None]:
-            points = [judged_point(_as_typed(overrides), places, environ) for overrides in batch]
+            points = [compose_point(_unforce(overrides), places, environ) for overrides in batch]
             if any(point.problems for point in points):
-                raise Refused(points)
+                raise InvalidPoints(points)
             return launch(points)
 
-        given = [*forced_for_hydra(task, places), *sweepers, "hydra/launcher=telescope", *_quiet(folder)]
+        given = [search_path(places), *force_sweep(task, places), *sweepers, "hydra/launcher=telescope", *_quiet(folder)]
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None  # `composing` has made it
         try:
@@ -81,22 +82,15 @@ def search(overrides: Sequence[str], places: Places, environ: Mapping[str, str],
             raise UsageError(f"hydra/sweeper: {str(error).strip().partition(chr(10))[0]}") from error
 
 
-def _divided(parsed: Sequence[Override]) -> tuple[list[Override], list[str]]:
+def _divide(parsed: Sequence[Override]) -> tuple[list[Override], list[str]]:
     """The run's own overrides, and those that are about the sweeper. Raises `UsageError` for any other of Hydra's."""
-    task: list[Override] = []
-    sweepers: list[str] = []
-    for override in parsed:
-        key, line = override.key_or_group, str(override.input_line)
-        if key == SWEEPER or key.startswith("hydra.sweeper."):
-            sweepers.append(line)
-        elif key == "hydra" or key.startswith(("hydra.", "hydra/")):
-            raise UsageError(f"{key}: of Hydra's own settings only {SWEEPER} and hydra.sweeper.* act here; leave it out")
-        else:
-            task.append(override)
-    return task, sweepers
+    about_sweeper = [one for one in parsed if one.key_or_group == SWEEPER or one.key_or_group.startswith("hydra.sweeper.")]
+    task = [override for override in parsed if override not in about_sweeper]
+    refuse_hydra_settings(task)
+    return task, [str(override.input_line) for override in about_sweeper]
 
 
-def _as_typed(overrides: Sequence[str]) -> list[str]:
+def _unforce(overrides: Sequence[str]) -> list[str]:
     """Without the `++` that Hydra needed."""
     return [override.removeprefix("++") for override in overrides]
 
@@ -120,7 +114,7 @@ def _launcher(launch: Callable[[Sequence[Sequence[str]]], Sequence[float | None]
 
         def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
             values = launch([tuple(overrides) for overrides in job_overrides])
-            return [_returned(overrides, value) for overrides, value in zip(job_overrides, values, strict=True)]
+            return [_make_return(overrides, value) for overrides, value in zip(job_overrides, values, strict=True)]
 
     name = TelescopeLauncher.__name__
     TelescopeLauncher.__module__, TelescopeLauncher.__qualname__ = _MODULE, name
@@ -140,7 +134,7 @@ def _launcher(launch: Callable[[Sequence[Sequence[str]]], Sequence[float | None]
             del sys.modules[found]
 
 
-def _returned(overrides: Sequence[str], value: float | None) -> JobReturn:
+def _make_return(overrides: Sequence[str], value: float | None) -> JobReturn:
     answer = JobReturn(overrides=list(overrides))
     answer.status = JobStatus.FAILED if value is None else JobStatus.COMPLETED
     answer.return_value = PointFailed(f"{' '.join(overrides)} came to no result") if value is None else value

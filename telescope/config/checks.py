@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from telescope.config import masters
+from telescope.config import plugins, vllm_arguments
 from telescope.config.models import attention_heads, layers
 from telescope.config.parts import WeightSyncSettings
+from telescope.config.precision import refuse_training_dtype, warn_of_training_dtype
 from telescope.config.run import RunConfig
+from telescope.weights.base import Transport
 
 MOST_LANES = 1_000_000
 """Requests that one server may have in flight: the largest capacity that a hello on the wire can offer."""
@@ -39,7 +41,7 @@ def conflicts(config: RunConfig) -> list[Conflict]:
         *_hosts(config),
         *_without_effect(config),
         *_weights(config),
-        *_masters(config),
+        *_training_dtype(config),
         *_backend(config),
         *_shared_rows(config),
         *_checkpoints(config),
@@ -236,6 +238,8 @@ def _inference(config: RunConfig) -> Iterator[Conflict]:
             f"inference.quantization={inference.quantization} quantises a whole version at once, and weight_sync.staging=none "
             "never has one: set weight_sync.staging=full, or host",
         )
+    for name, sentence in vllm_arguments.refusals(inference.vllm):
+        yield Conflict((f"inference.vllm.{name}",), sentence)
     yield from _sleeping(config)
     port, servers = inference.base_port, config.servers
     if config.inference.http and port and port + servers - 1 > 65535:
@@ -276,31 +280,39 @@ def _sleeping(config: RunConfig) -> Iterator[Conflict]:
         )
 
 
-ACTS_WITH = {
-    "dir": ("disk",),
-    "mode": ("nccl", "gloo"),
-    "bucket_mb": ("nccl", "gloo", "cuda_ipc"),
-    "cpu_staging": ("nccl", "gloo"),
-    "pin_memory": ("nccl", "gloo"),
-    "init_timeout_s": ("nccl", "gloo"),
-}
-"""The transports that each of these settings means something to. auto may be any of them, disk only for adapters."""
+OF_SOME_TRANSPORTS = {
+    "dir": "disk", "mode": "nccl", "bucket_mb": "nccl", "cpu_staging": "nccl", "pin_memory": "nccl", "init_timeout_s": "nccl",
+}  # fmt: skip
+"""Settings that mean nothing to a transport that does not read them, each with one that does. auto may be any of them, disk
+only for adapters."""
+
+
+def _transport(config: RunConfig) -> type[Transport] | None:
+    """The class of the one that is named; None where `auto` chooses by where processes run."""
+    asked = config.weight_sync.transport
+    return None if asked == "auto" else plugins.load(plugins.TRANSPORTS, asked, config.plugin_path)
 
 
 def _without_effect(config: RunConfig) -> Iterator[Conflict]:
-    sync = config.weight_sync
+    sync, transport = config.weight_sync, _transport(config)
     given = {
         name: value
-        for name, value in sync.model_dump(include=set(ACTS_WITH)).items()
+        for name, value in sync.model_dump(include=set(OF_SOME_TRANSPORTS)).items()
         if value != WeightSyncSettings.model_fields[name].default
     }
+    if transport is None and sync.transport_kwargs:
+        yield Conflict(
+            ("weight_sync.transport_kwargs", "weight_sync.transport"),
+            "weight_sync.transport_kwargs are settings of one transport, and weight_sync.transport=auto: name the transport, "
+            "or leave them out",
+        )
     for name, value in given.items():
-        anything = () if name == "dir" and config.model.lora is None else ("auto",)
-        if sync.transport not in (*anything, *ACTS_WITH[name]):
+        unread = name == "dir" and config.model.lora is None if transport is None else name not in transport.reads
+        if unread:
             yield Conflict(
                 (f"weight_sync.{name}", "weight_sync.transport"),
                 f"weight_sync.{name}={_typed(value)} does nothing with weight_sync.transport={sync.transport}: leave it out, "
-                f"or set weight_sync.transport={ACTS_WITH[name][0]}",
+                f"or set weight_sync.transport={OF_SOME_TRANSPORTS[name]}",
             )
     if "pin_memory" in given and not sync.cpu_staging:
         yield Conflict(
@@ -317,7 +329,7 @@ def _without_effect(config: RunConfig) -> Iterator[Conflict]:
 
 
 def _weights(config: RunConfig) -> Iterator[Conflict]:
-    sync = config.weight_sync
+    sync, transport = config.weight_sync, _transport(config)
     if config.model.lora is not None and not config.backend.trains_adapters:
         yield Conflict(
             ("model.lora", "backend"),
@@ -329,7 +341,7 @@ def _weights(config: RunConfig) -> Iterator[Conflict]:
             "weight_sync.in_flight=recompute is not possible with model.lora: running requests keep the adapter that they "
             "began with; set weight_sync.in_flight=continue, or abort",
         )
-    if config.model.lora is not None and sync.transport in ("nccl", "gloo", "cuda_ipc"):
+    if config.model.lora is not None and transport is not None and not transport.carries_adapters:
         yield Conflict(
             ("weight_sync.transport", "model.lora"),
             f"weight_sync.transport={sync.transport} fills the model's own parameters, and model.lora pushes adapters, which a "
@@ -342,20 +354,21 @@ def _weights(config: RunConfig) -> Iterator[Conflict]:
             "weight_sync.reset_prefix_cache=false lets them find these again: set weight_sync.reset_prefix_cache=true, or "
             "weight_sync.in_flight=continue",
         )
-    if sync.transport in ("nccl", "cuda_ipc") and config.cluster.device == "cpu":
+    only_on = None if transport is None else transport.device
+    if only_on == "gpu" and config.cluster.device == "cpu":
         yield Conflict(
             ("weight_sync.transport", "cluster.device"),
             f"weight_sync.transport={sync.transport} needs GPUs, and cluster.device=cpu: set weight_sync.transport=auto",
         )
-    if sync.transport == "gloo" and config.cluster.device == "gpu":
+    if only_on == "cpu" and config.cluster.device == "gpu":
         yield Conflict(
             ("weight_sync.transport", "cluster.device"),
-            "weight_sync.transport=gloo is for CPUs, and cluster.device=gpu: set weight_sync.transport=auto",
+            f"weight_sync.transport={sync.transport} is for CPUs, and cluster.device=gpu: set weight_sync.transport=auto",
         )
 
 
-def _masters(config: RunConfig) -> Iterator[Conflict]:
-    if sentence := masters.refusal(config):
+def _training_dtype(config: RunConfig) -> Iterator[Conflict]:
+    if sentence := refuse_training_dtype(config):
         yield Conflict(("model.dtype", "model.lora"), sentence)
 
 
@@ -426,7 +439,7 @@ def warnings(config: RunConfig) -> list[str]:
     found = config.algorithm.warnings(asynchronous=asynchronous, updates=config.trainer.updates_per_step)
     if config.trainer.learning_rate == 0:
         found = [*found, "trainer.learning_rate=0: the weights will not change"]
-    if sentence := masters.warning(config):
+    if sentence := warn_of_training_dtype(config):
         found = [*found, sentence]
     if config.inference.quantization is not None and not getattr(config.algorithm, "all_corrections", ()):
         found = [

@@ -22,7 +22,9 @@ def split_address(text: str) -> tuple[str, int]:
     found = _ADDRESS.match(text)
     port = int(found[3]) if found else 0
     if found is None or not 0 < port <= 65535:
-        raise ValueError(f"cluster.head={text} is no address of a host and a port, such as 10.0.0.1:29400 or [fd00::1]:29400")
+        raise ValueError(
+            f"cluster.head={text} is not an address of a host and a port, such as 10.0.0.1:29400 or [fd00::1]:29400"
+        )
     return found[1] or found[2], port
 
 

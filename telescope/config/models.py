@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from telescope.config.words import Problem, did_you_mean
+from telescope.config.words import ConfigProblem, did_you_mean
 
 EMBEDDED = Path(__file__).resolve().parent.parent / "embedded"
 JSON_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
@@ -49,25 +49,25 @@ def model_source(name: str) -> str:
     return name if path is None else str(path)
 
 
-def model_problem(name: str) -> Problem | None:
+def model_problem(name: str) -> ConfigProblem | None:
     """Why no model can be found under this name, before any process starts. A hub id is taken on trust."""
     if model_path(name) is not None:
         return None
     folder = Path(name).expanduser()
     if folder.is_dir():
-        return Problem("model.name", f"model.name='{name}' is a folder without config.json, so it holds no model")
+        return ConfigProblem("model.name", f"model.name='{name}' is a folder without config.json, so it holds no model")
     if name.startswith(("/", "./", "../", "~")):
-        return Problem("model.name", f"model.name='{name}': there is no such folder")
+        return ConfigProblem("model.name", f"model.name='{name}': there is no such folder")
     if _HUB_ID.match(name):
         return None
-    return Problem(
+    return ConfigProblem(
         "model.name",
         f"model.name='{name}' is neither an embedded model, nor a local folder, nor a Hugging Face id (owner/name)."
         + did_you_mean(name, embedded_models()),
     )
 
 
-def hub_problem(name: str) -> Problem | None:
+def hub_problem(name: str) -> ConfigProblem | None:
     """Why the hub has no model of this id for us, asked before any process starts; None also for embedded and local ones, for
     what is in the cache, and where the hub is too busy to say. Takes `HUB_TIMEOUT_S` at most."""
     if model_path(name) is not None or not _HUB_ID.match(name):
@@ -76,7 +76,7 @@ def hub_problem(name: str) -> Problem | None:
 
     if isinstance(try_to_load_from_cache(name, "config.json"), str):
         return None
-    answer: Future[Problem | None] = Future()
+    answer: Future[ConfigProblem | None] = Future()
 
     def ask() -> None:
         try:
@@ -88,10 +88,10 @@ def hub_problem(name: str) -> Problem | None:
     try:
         return answer.result(HUB_TIMEOUT_S)
     except TimeoutError:
-        return Problem("model.name", _not_on_hub(name, f"no answer within {HUB_TIMEOUT_S:g} s"))
+        return ConfigProblem("model.name", _not_on_hub(name, f"no answer within {HUB_TIMEOUT_S:g} s"))
 
 
-def _asked_of_hub(name: str) -> Problem | None:
+def _asked_of_hub(name: str) -> ConfigProblem | None:
     """Only the head of its config.json is asked for, which costs a private or gated model the same refusal."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import HfHubHTTPError
@@ -102,13 +102,13 @@ def _asked_of_hub(name: str) -> Problem | None:
             head = get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_TIMEOUT_S)
         except HfHubHTTPError as error:
             busy = getattr(error.response, "status_code", None) in HUB_IS_BUSY
-            return None if busy else Problem("model.name", _not_on_hub(name, _said(error)))
+            return None if busy else ConfigProblem("model.name", _not_on_hub(name, _said(error)))
         except hub_errors() as error:
             why = _said(error)
         else:
-            why = "" if head.commit_hash else "what answers is no hub"
+            why = "" if head.commit_hash else "what answers is not a hub"
             break
-    return Problem("model.name", _not_on_hub(name, why)) if why else None
+    return ConfigProblem("model.name", _not_on_hub(name, why)) if why else None
 
 
 def hub_errors() -> tuple[type[Exception], ...]:

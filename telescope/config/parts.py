@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from telescope.config.cluster import ClusterSettings as ClusterSettings
-from telescope.config.secrets import referenced
+from telescope.config.secrets import parse_reference
 from telescope.config.words import typed
-from telescope.flow.curriculum import Pool, Pools
+from telescope.flow.curriculum import PassRatePool, PassRateRules
 from telescope.maths.support import Support
 from telescope.settings import Settings
 
@@ -53,8 +53,9 @@ class ModelSettings(Settings):
     def _template_is_jinja(cls, chat_template: str | None) -> str | None:
         if chat_template is not None and "{{" not in chat_template and "{%" not in chat_template:
             raise ValueError(
-                f"model.chat_template={typed(chat_template)} is no Jinja template, and every prompt would be this text: give "
-                "the template itself, not a file's path (in a preset of your own as `chat_template: |` with the text below)"
+                f"model.chat_template={typed(chat_template)} is not a Jinja template, and every prompt would be this text: "
+                "give the template itself, not a file's path (in a preset of your own as `chat_template: |` with the text "
+                "below)"
             )
         return chat_template
 
@@ -87,7 +88,7 @@ class CurriculumSettings(Settings):
     @field_validator("pools")
     @classmethod
     def _pools_cover_every_rate(cls, pools: tuple[CurriculumPool, ...]) -> tuple[CurriculumPool, ...]:
-        Pools(tuple(Pool(pool.name, pool.up_to, pool.share) for pool in pools))
+        PassRateRules(tuple(PassRatePool(pool.name, pool.up_to, pool.share) for pool in pools))
         return pools
 
 
@@ -300,6 +301,9 @@ class InferenceSettings(Settings):
     aborted and their rollouts tried again."""
     enable_prefix_caching: bool = True
     """Keep the KV cache of prompts that begin alike, such as the samples of one group."""
+    vllm: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of vLLM's engine (`AsyncEngineArgs`) by their names, e.g. `inference.vllm.max_num_partial_prefills=2`;
+    those that a setting of Telescope's stands for are refused. Of a mapping, as compilation_config, the keys given count."""
     fake_token_s: float = Field(default=0.0, ge=0, le=1_000)
     """Seconds that the fake engine takes for a token."""
     fake_weights_s: float = Field(default=0.0, ge=0, le=1_000)
@@ -315,7 +319,7 @@ class InferenceSettings(Settings):
     @field_validator("api_key")
     @classmethod
     def _key_is_a_reference(cls, api_key: str | None) -> str | None:
-        if api_key is not None and referenced(api_key) is None:
+        if api_key is not None and parse_reference(api_key) is None:
             raise ValueError(
                 "inference.api_key must not stand in a configuration: put it into an environment variable and give "
                 "inference.api_key='${oc.env:VLLM_API_KEY}'"
@@ -324,9 +328,12 @@ class InferenceSettings(Settings):
 
 
 class WeightSyncSettings(Settings):
-    transport: Literal["auto", "nccl", "gloo", "cuda_ipc", "shared_memory", "disk"] = "auto"
-    """How weights travel. auto: nccl between GPUs, cuda_ipc within one, shared_memory on CPUs and where only some GPUs are
-    shared. gloo: nccl's way, on CPUs. disk: files in a folder that all hosts see."""
+    transport: str = "auto"
+    """How weights travel: auto, nccl, gloo, cuda_ipc, shared_memory, disk, or a file of your own. auto: nccl between GPUs,
+    cuda_ipc within one, shared_memory on CPUs and where only some GPUs are shared. gloo: nccl's way, on CPUs. disk: files in a
+    folder that all hosts see."""
+    transport_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Settings of a transport of your own; a typo is refused."""
     mode: Literal["flattened_bucket", "per_tensor"] = "flattened_bucket"
     """Pieces of a broadcast: buckets of many tensors laid out flat, or every tensor for itself."""
     bucket_mb: int = Field(default=256, ge=1, le=100_000)
@@ -416,7 +423,7 @@ class CheckpointSettings(Settings):
 
 class WireSettings(Settings):
     direct: bool = False
-    """Workers bring their requests straight to the servers, with a ticket of the orchestrator, instead of through it."""
+    """Workers bring their requests straight to the servers, with a grant of the orchestrator, instead of through it."""
 
 
 class LoggingSettings(Settings):
@@ -441,4 +448,4 @@ class LoggingSettings(Settings):
     progress: bool = True
     """Show the progress line on the launcher's terminal."""
     token_groups: int = Field(default=1, ge=0)
-    """Groups of each step whose exact tokens are kept in the run directory, for `python -m telescope.env audit`; 0: none."""
+    """Groups of each step whose exact tokens are kept in the run directory, for `python -m telescope env audit`; 0: none."""

@@ -1,9 +1,8 @@
-"""Algorithms, backends and environments by file name: which there are, and the settings class of one.
+"""Plug-ins by file name: which there are, and the settings class of one.
 
-A plug-in is a Python file (or a folder with `__init__.py`) in telescope/algorithms, telescope/backends,
-telescope/environments/tasks or telescope/environments/adapters, or in `algorithms`, `backends` or `environments` below a user's
-own plug-in folder, or a module that an installed package names as an entry point of `telescope.algorithms` (and so on). It
-defines one class derived from the kind's base.
+A plug-in is a Python file (or a folder with `__init__.py`) in a package of its kind (telescope/algorithms, say), or in the
+kind's folder below a user's own plug-in folder (`plugins/algorithms`), or a module that an installed package names as an entry
+point of `telescope.algorithms`. It defines one class derived from the kind's base. The kinds stand below.
 Refuses to import torch: plug-ins import it where they need it. The user's folders are written into the resolved configuration
 (`plugin_path`), so that every process of a run finds the same files.
 """
@@ -15,6 +14,7 @@ import contextlib
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,7 +32,9 @@ from telescope.algorithms.base import Algorithm
 from telescope.backends.base import BackendSettings
 from telescope.config.words import did_you_mean
 from telescope.environments.base import Environment
+from telescope.environments.sandboxes.base import Provider
 from telescope.settings import Settings
+from telescope.weights.base import Transport
 
 S = TypeVar("S", bound=Settings)
 TELESCOPE = Path(__file__).resolve().parent.parent
@@ -55,16 +57,17 @@ class Kind(Generic[S]):
 
     word: str
     folder: str
+    """Of the user's own, and behind `telescope.` the name of entry points."""
     base: type[S]
     adapt: Callable[[type], type[S] | None] = lambda other: None
     """Makes a class of the kind of one that is none by itself; None for all other classes."""
     within: tuple[str, ...] = ()
-    """Folders of `folder` that hold our own; empty: it holds them itself."""
+    """Where our own lie, below telescope, e.g. `environments.tasks`; empty: in the package of the folder's name."""
 
     @property
     def packages(self) -> tuple[str, ...]:
         """Those of our own plug-ins, e.g. `telescope.algorithms`."""
-        return tuple(f"telescope.{self.folder}.{inner}" for inner in self.within) or (f"telescope.{self.folder}",)
+        return tuple(f"telescope.{package}" for package in self.within or (self.folder,))
 
 
 def _adapt_legacy(other: type) -> type[Environment] | None:
@@ -75,7 +78,21 @@ def _adapt_legacy(other: type) -> type[Environment] | None:
 
 ALGORITHMS: Kind[Algorithm] = Kind("algorithm", "algorithms", Algorithm)
 BACKENDS: Kind[BackendSettings] = Kind("backend", "backends", BackendSettings)
-ENVIRONMENTS: Kind[Environment] = Kind("environment", "environments", Environment, _adapt_legacy, ("tasks", "adapters"))
+ENVIRONMENTS: Kind[Environment] = Kind(
+    "environment", "environments", Environment, _adapt_legacy, ("environments.tasks", "environments.adapters")
+)
+SANDBOXES: Kind[Provider] = Kind(
+    "sandbox provider",
+    "sandboxes",
+    Provider,  # type: ignore[type-abstract]  # it is there to be derived from
+    within=("environments.sandboxes",),
+)
+TRANSPORTS: Kind[Transport] = Kind(
+    "weight transport",
+    "transports",
+    Transport,  # type: ignore[type-abstract]  # it is there to be derived from
+    within=("weights.transports",),
+)
 
 
 @dataclass(frozen=True)
@@ -131,8 +148,18 @@ def _installed(group: str) -> tuple[tuple[str, str], ...]:
 
 def find(kind: Kind[S], plugin_path: Sequence[str] = ()) -> dict[str, type[S] | PluginError]:
     """The class of every plug-in by name; a broken file stands there with its error, helpers are left out."""
+    return _classes(kind, files(kind, plugin_path))
+
+
+def find_others(kind: Kind[S], plugin_path: Sequence[str] = ()) -> dict[str, type[S] | PluginError]:
+    """The same of the user's folders and of installed packages alone; imports none of ours."""
+    own = _own(kind)
+    return _classes(kind, {name: plugin for name, plugin in files(kind, plugin_path).items() if name not in own})
+
+
+def _classes(kind: Kind[S], candidates: Mapping[str, PluginFile]) -> dict[str, type[S] | PluginError]:
     found: dict[str, type[S] | PluginError] = {}
-    for name, plugin in files(kind, plugin_path).items():
+    for name, plugin in candidates.items():
         try:
             found[name] = _class_of(kind, plugin)
         except NotAPlugin:
@@ -187,8 +214,12 @@ def _class_of(kind: Kind[S], plugin: PluginFile) -> type[S]:
         and (issubclass(value, kind.base) or kind.adapt(value) is not None)
     ]
     leaves = [value for value in own if not any(value in other.__mro__[1:] for other in own)]
+    if plugin.module.startswith("telescope."):  # abstract ones among our own are there to be derived from
+        leaves = [value for value in leaves if not inspect.isabstract(value)]
     if not leaves:
-        raise NotAPlugin(f"{plugin.place} defines no class derived from {kind.base.__name__}, so it is no {kind.word}")
+        raise NotAPlugin(
+            f"{plugin.place} defines no class derived from {kind.base.__name__}, so it is not one of the {kind.folder}"
+        )
     if len(leaves) > 1:
         names = ", ".join(leaf.__name__ for leaf in leaves)
         raise PluginError(f"{plugin.place} defines several {kind.base.__name__} classes ({names}): keep one a file")
@@ -215,7 +246,7 @@ def lacking(requires: Sequence[str], place: str) -> dict[str, str]:
             requirement = Requirement(text)
         except InvalidRequirement as error:
             why = str(error).partition("\n")[0]
-            raise PluginError(f"{place} requires {text!r}, which is no requirement that pip takes: {why}") from error
+            raise PluginError(f"{place} requires {text!r}, which is not a requirement that pip takes: {why}") from error
         if requirement.marker is not None and not requirement.marker.evaluate():
             continue
         there = _installed_version(requirement.name)

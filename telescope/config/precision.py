@@ -1,4 +1,7 @@
-"""How far the log-probs of trainer and server may be apart where both are right. Owns the limits; looks at no device itself."""
+"""Which precisions a run may train and serve with, and how far two right implementations' log-probs may be apart.
+
+Looks at no device itself.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ from telescope.config.run import RunConfig
 LIMITS_NATS = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05, "fp8": 0.3}
 """Mean |trainer - server| of sampled tokens. Two right implementations were 5e-7 apart in float32, 0.007 to 0.04 in bfloat16
 (0.1 with experts, whose router may choose otherwise), 0.015 in fp8 (0.23 with drawn weights)."""
+BFLOAT16_KEEPS = 512
+"""A number of bfloat16, which has 8 bits, stays what it is where less than its 512th part is added."""
 
 
 def served_precision(config: RunConfig, device: str) -> str:
@@ -30,3 +35,26 @@ def parity_limit(config: RunConfig, device: str) -> float:
     """In nats, by the coarser of what is served and what is computed with in training."""
     trained = getattr(config.backend, "mixed_precision_dtype", None) or config.model.dtype
     return max(LIMITS_NATS[served_precision(config, device)], LIMITS_NATS[trained])
+
+
+def refuse_training_dtype(config: RunConfig) -> str | None:
+    """Why `model.dtype` can't be; None where it can."""
+    if config.model.dtype != "float16" or config.model.lora is not None:
+        return None
+    return (
+        "model.dtype=float16 would keep the weights in training, their gradients and the optimiser's moments in float16, in "
+        "which squares of small gradients are 0 and AdamW's steps far too large: set model.dtype=float32; "
+        "backend.mixed_precision_dtype=float16 computes in half precision"
+    )
+
+
+def warn_of_training_dtype(config: RunConfig) -> str | None:
+    """What `model.dtype` costs; None where it costs nothing."""
+    rate = config.trainer.learning_rate
+    if config.model.dtype != "bfloat16" or config.model.lora is not None or not rate:
+        return None
+    return (
+        f"model.dtype=bfloat16 keeps the weights in training in 8 bits: at trainer.learning_rate={rate:g} a step of AdamW's "
+        f"leaves those above {BFLOAT16_KEEPS * rate:.2g} as they are; set model.dtype=float32 "
+        "(backend.mixed_precision_dtype=bfloat16 computes in half precision)"
+    )

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+import yaml
 from pydantic import (
     BaseModel,
     Field,
@@ -74,10 +75,13 @@ def _build(kind: plugins.Kind[S], name: str, fields: Mapping[str, Any], plugin_p
         raise nested([((), error)]) from error
 
 
-def nested(errors: Sequence[tuple[tuple[str, ...], ValidationError | str]]) -> PydanticCustomError:
-    """Errors of inner models, each with its place below the field, in one error that `telescope.config.judge` can unfold."""
+def nested(
+    errors: Sequence[tuple[tuple[str, ...], ValidationError | str]], model: type[Settings] | None = None
+) -> PydanticCustomError:
+    """Errors of inner models, each with its place below the field, in one error that `telescope.config.validate` can unfold.
+    `model`: the class that refused, where it is not the plug-in named there."""
     text = "; ".join(str(error) for _, error in errors)
-    return PydanticCustomError("nested", "{text}", {"text": text, "errors": list(errors)})
+    return PydanticCustomError("nested", "{text}", {"text": text, "errors": list(errors), "model": model})
 
 
 def _algorithm(value: Any, info: ValidationInfo) -> Algorithm:
@@ -136,12 +140,29 @@ class RunConfig(Settings):
             return entries
         return _complete_all(entries, info.data.get("plugin_path", ()))
 
+    @field_validator("weight_sync")
+    @classmethod
+    def _transport_takes_its_settings(cls, sync: WeightSyncSettings, info: ValidationInfo) -> WeightSyncSettings:
+        """The transport exists, and its own settings are checked by its class and completed with its defaults."""
+        if sync.transport == "auto" or (info.context is not None and info.context.get("resolved")):
+            return sync
+        try:
+            kind = plugins.load(plugins.TRANSPORTS, sync.transport, info.data.get("plugin_path", ()))
+        except plugins.PluginError as error:
+            raise nested([(("transport",), str(error))]) from error
+        try:
+            made = kind.model_validate_json(json.dumps(sync.transport_kwargs), strict=True)
+        except ValidationError as error:
+            raise nested([(("transport_kwargs",), error)], kind) from error
+        return sync.model_copy(update={"transport_kwargs": made.model_dump(mode="json")})
+
     def environment(self, name: str) -> Environment:
         """Build the environment of entry `name`. Secrets given as `${oc.env:NAME}` are read here, in the process that needs
         them. Raises `KeyError` for an unknown entry, `SecretMissing` or pydantic's ValidationError."""
         entry = self.environments[name]
         kwargs = json.dumps(reveal_all(entry.kwargs))
-        return plugins.load(plugins.ENVIRONMENTS, entry.name, self.plugin_path).model_validate_json(kwargs, strict=True)
+        environment = plugins.load(plugins.ENVIRONMENTS, entry.name, self.plugin_path)
+        return environment.model_validate_json(kwargs, strict=True, context={"plugin_path": self.plugin_path})
 
     def reward_range(self, name: str) -> tuple[float, float] | None:
         """Both ends of the rewards expected of entry `name`: its own, else those its environment states; None unless both are
@@ -184,7 +205,7 @@ def _complete_all(entries: Mapping[str, EnvironmentEntry], plugin_path: Sequence
 def _complete(entry: EnvironmentEntry, plugin_path: Sequence[str]) -> EnvironmentEntry:
     """The entry with the defaults of its environment filled in; a `SecretStr` keeps what was given, a reference."""
     environment = plugins.load(plugins.ENVIRONMENTS, entry.name, plugin_path)
-    made = environment.model_validate_json(json.dumps(entry.kwargs), strict=True)
+    made = environment.model_validate_json(json.dumps(entry.kwargs), strict=True, context={"plugin_path": plugin_path})
     return entry.model_copy(update={"kwargs": _with_references(made.model_dump(mode="json"), made)})
 
 
@@ -224,6 +245,12 @@ def _hash_of(settings: Mapping[str, Any]) -> str:
 def dump_run(config: RunConfig) -> str:
     """The text of a run's config.json: its hash, then every setting."""
     return json.dumps({"format": FORMAT, "config_hash": config_hash(config), **as_json(config)}, indent=2) + "\n"
+
+
+def as_yaml(config: RunConfig) -> str:
+    """The same for people: its hash in a comment, then every setting."""
+    text: str = yaml.safe_dump(as_json(config), sort_keys=False, allow_unicode=True)
+    return f"# hash {config_hash(config)}\n{text}"
 
 
 def load_run(path: Path) -> RunConfig:

@@ -26,7 +26,7 @@ def is_secret_name(name: str) -> bool:
     return _SECRET_NAME.search(name) is not None
 
 
-def referenced(value: Any) -> str | None:
+def parse_reference(value: Any) -> str | None:
     """The variable's name in `${oc.env:NAME}`, None for anything else."""
     match = _REFERENCE.match(value) if isinstance(value, str) else None
     return match.group(1) if match else None
@@ -34,7 +34,7 @@ def referenced(value: Any) -> str | None:
 
 def reveal(value: Any, environ: Mapping[str, str] = os.environ) -> Any:
     """The value a setting stands for. Raises `SecretMissing` with the variable's name."""
-    name = referenced(value)
+    name = parse_reference(value)
     if name is None:
         return value
     if name not in environ:
@@ -62,17 +62,17 @@ SHORTEST_SCRUBBED = 8
 def secret_values(environ: Mapping[str, str], settings: Any = ()) -> frozenset[str]:
     """The values that must not be written down: of environment variables with a secret's name, and of those that the settings
     refer to; also without the white space around them, as they are sent and quoted."""
-    named = {value for name, value in environ.items() if is_secret_name(name)} | set(_referred(settings, environ))
+    named = {value for name, value in environ.items() if is_secret_name(name)} | set(_find_references(settings, environ))
     return frozenset(value for value in named | {value.strip() for value in named} if len(value) >= SHORTEST_SCRUBBED)
 
 
-def _referred(settings: Any, environ: Mapping[str, str]) -> Iterator[str]:
+def _find_references(settings: Any, environ: Mapping[str, str]) -> Iterator[str]:
     if isinstance(settings, Mapping):
         settings = list(settings.values())
     if isinstance(settings, list | tuple):
         for value in settings:
-            yield from _referred(value, environ)
-    elif (name := referenced(settings)) is not None:
+            yield from _find_references(value, environ)
+    elif (name := parse_reference(settings)) is not None:
         yield environ.get(name, "")
 
 
@@ -89,4 +89,4 @@ def redacted(settings: Any, name: str = "") -> Any:
         return {key: redacted(value, str(key)) for key, value in settings.items()}
     if isinstance(settings, list | tuple):
         return [redacted(value, name) for value in settings]
-    return REDACTED if isinstance(settings, str) and is_secret_name(name) and referenced(settings) is None else settings
+    return REDACTED if isinstance(settings, str) and is_secret_name(name) and parse_reference(settings) is None else settings

@@ -115,7 +115,7 @@ class SlurmSettings(Settings):
     @classmethod
     def _options_are_options(cls, options: tuple[str, ...]) -> tuple[str, ...]:
         if wrong := [option for option in options if not option.startswith("-") or "\n" in option]:
-            raise ValueError(f"{wrong[0]!r} is no option: it must begin with a dash and be one line, e.g. --mail-type=END")
+            raise ValueError(f"{wrong[0]!r} is not an option: it must begin with a dash and be one line, e.g. --mail-type=END")
         return options
 
     @field_validator("sbatch")
@@ -188,5 +188,5 @@ def minutes_of(time: str) -> int:
     else:
         seconds = first * 60 + second
     if not seconds:
-        raise ValueError(f"time={time!r} is no time at all")
+        raise ValueError(f"time={time!r} is not a time")
     return -(-seconds // 60)

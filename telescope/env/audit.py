@@ -1,4 +1,4 @@
-"""`python -m telescope.env audit RUN_DIR [--step N | --rollout ID]`: a trajectory token by token, as it was trained.
+"""`python -m telescope env audit RUN_DIR [--step N | --rollout ID]`: a trajectory token by token, as it was trained.
 
 For each token its id and text, whether the policy sampled it, and if so the weight version and log-prob of whoever did, with
 the advantage of its rollout; with `--recompute` beside it the log-prob that transformers finds for the same token on this
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from telescope.arguments import from_one
+from telescope.cli.arguments import from_one
 from telescope.config.models import ModelNotFound, model_folder
 from telescope.config.run import RunConfig, load_run
 from telescope.maths.support import Support, left_out
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m telescope.env audit", description="Print trajectories token by token.")
+    parser = argparse.ArgumentParser(prog="python -m telescope env audit", description="Print trajectories token by token.")
     parser.add_argument("run_directory", metavar="RUN_DIR")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--step", type=from_one, help="the kept rollouts of this step (default: one of the latest step)")

@@ -1,4 +1,4 @@
-"""`python -m telescope.env check NAME [setting=value …] [run.override=value …]`: what training would see of an environment.
+"""`python -m telescope env check NAME [setting=value …] [run.override=value …]`: what training would see of an environment.
 
 Composes a run as `telescope.run` would, loads its environment and tokenizer as a worker does, plays some prompts through the
 worker's own code, and prints openings, tokens and masks, rewards, metrics, failures, times and warnings. A word without a dot
@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from telescope.arguments import from_one
+from telescope.cli.arguments import from_one
 from telescope.compose.load import UsageError, load_points, places_for
 from telescope.compose.options import GROUPS
 from telescope.config.models import ModelNotFound, model_folder
@@ -37,12 +37,11 @@ from telescope.environments.chat import Sampled
 from telescope.environments.template import ChatTemplate
 from telescope.records import PromptRef, RolloutOrder, Sampling
 from telescope.wire.process import leave
-from telescope.workers.hooks import set_up, tear_down
-from telescope.workers.lengths import leave_out_too_long
-from telescope.workers.load import EnvironmentBroken, Loaded, load_environments
-from telescope.workers.play import Limits, play
-from telescope.workers.prefetch import Openings
-from telescope.workers.threads import RewardThreads
+from telescope.workers.loading import EnvironmentBroken, LoadedEnvironment, load_environments, set_up, tear_down
+from telescope.workers.play import PlayLimits, play
+from telescope.workers.prompt_cache import PromptCache
+from telescope.workers.prompt_lengths import leave_out_too_long
+from telescope.workers.reward_threads import RewardThreads
 from telescope.workers.tokenizer import TokenizerError, load_template
 
 OK, NOT_FINE, USAGE = 0, 1, 2
@@ -55,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     asked = _make_parser().parse_intermixed_args(list(arguments))
     threads = RewardThreads(THREADS)
     code = _print_result(asked, list(arguments), threads)
-    if threads.hung(0):  # the interpreter's end would wait for them
+    if threads.count_hung(0):  # the interpreter's end would wait for them
         leave(code)
     return code
 
@@ -121,7 +120,7 @@ async def _check(
     asyncio.get_running_loop().set_default_executor(threads)
     template = load_template(config.model, model_folder(config.model.name))
     whole = load_environments(config)[asked.name]
-    limits = Limits.of(config)
+    limits = PlayLimits.from_config(config)
     loaded = leave_out_too_long(whole, template, limits.max_prompt_tokens, config.cluster.placement_timeout_s)
     policy = _make_policy(config, asked, template, loaded)
     played = await _play_all(
@@ -143,7 +142,9 @@ async def _check(
     return write_report(stated, played, template)
 
 
-def _make_policy(config: RunConfig, asked: argparse.Namespace, template: ChatTemplate, loaded: Loaded) -> Scripted | LocalModel:
+def _make_policy(
+    config: RunConfig, asked: argparse.Namespace, template: ChatTemplate, loaded: LoadedEnvironment
+) -> Scripted | LocalModel:
     if asked.model:
         return load_model(model_folder(config.model.name), tuple(template.end_texts))
     if asked.answers:
@@ -152,10 +153,10 @@ def _make_policy(config: RunConfig, asked: argparse.Namespace, template: ChatTem
 
 
 async def _play_all(
-    loaded: Loaded, template: ChatTemplate, limits: Limits, policy: CheckPolicy, prompts: int, samples: int
+    loaded: LoadedEnvironment, template: ChatTemplate, limits: PlayLimits, policy: CheckPolicy, prompts: int, samples: int
 ) -> list[Played]:
     """All rollouts side by side, between the environment's own beginning and end."""
-    openings = Openings(template)
+    openings = PromptCache(template)
     orders = [
         RolloutOrder(
             index * samples + sample, index, sample, 0, PromptRef(loaded.label, "train", index), index * samples + sample
@@ -171,7 +172,9 @@ async def _play_all(
         await tear_down(loaded)
 
 
-async def _play_one(order: RolloutOrder, loaded: Loaded, openings: Openings, limits: Limits, policy: CheckPolicy) -> Played:
+async def _play_one(
+    order: RolloutOrder, loaded: LoadedEnvironment, openings: PromptCache, limits: PlayLimits, policy: CheckPolicy
+) -> Played:
     policy_s = 0.0
 
     async def ask(order: RolloutOrder, turn: int, ids: np.ndarray, sampling: Sampling) -> Sampled:
@@ -187,11 +190,11 @@ async def _play_one(order: RolloutOrder, loaded: Loaded, openings: Openings, lim
     return Played(order, body, arrays, time.monotonic() - begun, policy_s)
 
 
-def _compare_with_second_process(arguments: list[str], here: Loaded, limit_s: float) -> bool:
+def _compare_with_second_process(arguments: list[str], here: LoadedEnvironment, limit_s: float) -> bool:
     """Whether another process, in which `hash` gives other numbers, has the same prompts. Raises `EnvironmentBroken`."""
     # The digest reads 256 prompts of a long split; that is what workers compare too.
     seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
-    command = [sys.executable, "-m", "telescope.env", "check", *arguments, "--digest"]
+    command = [sys.executable, "-m", "telescope", "env", "check", *arguments, "--digest"]
     try:
         said = subprocess.run(
             command, env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, timeout=limit_s, check=False

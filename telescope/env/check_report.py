@@ -10,7 +10,7 @@ import numpy as np
 
 from telescope.environments.template import ChatTemplate
 from telescope.records import RolloutOrder
-from telescope.wire.messages import RolloutDone, RolloutFailed
+from telescope.wire.messages import RolloutError, RolloutResult
 
 SHOWN_CHARACTERS = 600
 SHOWN_IDS = 12
@@ -21,7 +21,7 @@ class Played:
     """One rollout. `policy_s` is the share of `seconds` in which the policy answered."""
 
     order: RolloutOrder
-    body: RolloutDone | RolloutFailed
+    body: RolloutResult | RolloutError
     arrays: tuple[np.ndarray, ...]
     seconds: float
     policy_s: float
@@ -45,7 +45,7 @@ class Stated:
 
 def write_report(stated: Stated, played: Sequence[Played], template: ChatTemplate) -> tuple[list[str], bool]:
     """The lines, and whether all is well enough to train: no failures, the same prompts everywhere."""
-    done = [each for each in played if isinstance(each.body, RolloutDone)]
+    done = [each for each in played if isinstance(each.body, RolloutResult)]
     lines = [*_describe_prompts(stated), ""]
     if done:
         lines += [
@@ -79,7 +79,7 @@ def _describe_prompts(stated: Stated) -> Iterator[str]:
 def _describe_dialogue(each: Played, template: ChatTemplate) -> Iterator[str]:
     """The first rollout as training gets it: runs of prompt (untrained) and of sampled tokens."""
     body, (ids, mask, *_) = each.body, each.arrays
-    assert isinstance(body, RolloutDone)
+    assert isinstance(body, RolloutResult)
     yield f"rollout {body.rollout_id}, prompt {each.order.prompt.index}, as training gets it:"
     start = 0
     for branch, length in enumerate(body.branch_lengths):
@@ -99,7 +99,7 @@ def _list_rollouts(done: Sequence[Played]) -> Iterator[str]:
     yield "rollout  prompt   reward  turns  sampled  end     tags, answer"
     for each in done:
         body = each.body
-        assert isinstance(body, RolloutDone)
+        assert isinstance(body, RolloutResult)
         golden = " | ".join(body.golden_answers)
         right = [f"(right: {_shorten(golden, 30)})"] if golden else []
         said = " ".join([*(f"[{tag}]" for tag in body.tags), _shorten(repr(body.completion_text), 60), *right])
@@ -129,7 +129,7 @@ def _describe_times(done: Sequence[Played]) -> Iterator[str]:
 
 def _list_failures(played: Sequence[Played]) -> Iterator[str]:
     """One line a cause, the commonest first."""
-    failed = [each.body for each in played if isinstance(each.body, RolloutFailed)]
+    failed = [each.body for each in played if isinstance(each.body, RolloutError)]
     for (kind, cause), count in Counter((body.kind, body.cause) for body in failed).most_common():
         yield f"failure of the {kind}, {count} times: {cause}"
 
@@ -148,7 +148,7 @@ def _list_warnings(stated: Stated, done: Sequence[Played]) -> Iterator[str]:
         yield f"the tokenizer can't write the answer {_shorten(repr(text), 60)}: name the model to be trained (model.name=)"
     yield from _find_reward_warnings(stated, done)
     yield from _find_metric_warnings(stated, done)
-    cut = sum(each.body.finish_reason == "length" for each in done if isinstance(each.body, RolloutDone))
+    cut = sum(each.body.finish_reason == "length" for each in done if isinstance(each.body, RolloutResult))
     if cut:
         yield f"{cut} of {len(done)} last answers were cut off at rollout.max_tokens"
 
@@ -176,13 +176,13 @@ def _find_metric_warnings(stated: Stated, done: Sequence[Played]) -> Iterator[st
 
 
 def _collect_rewards(done: Sequence[Played]) -> list[float]:
-    return [each.body.reward for each in done if isinstance(each.body, RolloutDone)]
+    return [each.body.reward for each in done if isinstance(each.body, RolloutResult)]
 
 
 def _collect_metrics(done: Sequence[Played]) -> dict[str, list[float]]:
     values: dict[str, list[float]] = defaultdict(list)
     for each in done:
-        if isinstance(each.body, RolloutDone):
+        if isinstance(each.body, RolloutResult):
             for name, value in each.body.metrics.items():
                 values[name].append(value)
     return dict(values)

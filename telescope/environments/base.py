@@ -150,7 +150,7 @@ class Environment(Settings):
     reward_max: ClassVar[float | None] = None
     """Upper end of its rewards, likewise."""
     metrics_ranges: ClassVar[Mapping[str, tuple[float, float]]] = {}
-    """Both ends of metrics, e.g. `{"exact": (0.0, 1.0)}`; `python -m telescope.env check` says where one lies outside."""
+    """Both ends of metrics, e.g. `{"exact": (0.0, 1.0)}`; `python -m telescope env check` says where one lies outside."""
     reward_limit_s: ClassVar[float | None] = None
     """Seconds that one call of a reward function may take, from its beginning; None: `rollout.timeout_s` alone counts."""
 

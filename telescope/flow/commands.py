@@ -7,19 +7,19 @@ import msgspec
 from telescope.records import PromptRef, RolloutOrder
 
 
-class Command(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Base of all commands; the tag is the class name."""
+class CoreCommand(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of all commands. A command's tag is its name in journals, which stays though the class is renamed."""
 
 
-class Run(Command, frozen=True):
+class DispatchRollout(CoreCommand, frozen=True, tag="Run"):
     """Send the rollout to the worker (the core has counted the worker's credit)."""
 
     worker: str
     order: RolloutOrder
 
 
-class Cancel(Command, frozen=True):
-    """Stop a running rollout: tell its worker, abort its requests on the servers. No RolloutDone of this attempt counts any
+class CancelAttempt(CoreCommand, frozen=True, tag="Cancel"):
+    """Stop a running attempt: tell its worker, abort its requests on the servers. No RolloutDone of this attempt counts any
     more. The worker still owes its order an answer (RolloutFailed, or a late RolloutDone): only that frees lane and credit.
     Repeated once if no answer comes, since a cancel can be lost on the wire."""
 
@@ -29,7 +29,7 @@ class Cancel(Command, frozen=True):
     reason: str
 
 
-class Place(Command, frozen=True):
+class PlaceRequest(CoreCommand, frozen=True, tag="Place"):
     """Send the waiting request to the server, from the start where a server that had it was lost. A smaller `priority` goes
     first."""
 
@@ -38,7 +38,7 @@ class Place(Command, frozen=True):
     priority: int
 
 
-class Refuse(Command, frozen=True):
+class RefuseRequest(CoreCommand, frozen=True, tag="Refuse"):
     """Answer the request with GenerateFailed: its rollout no longer counts or has ended, or its server is lost. Never said of
     a request that a living server holds: that one answers."""
 
@@ -46,13 +46,13 @@ class Refuse(Command, frozen=True):
     cause: str
 
 
-class Prefetch(Command, frozen=True):
+class AnnouncePrompts(CoreCommand, frozen=True, tag="Prefetch"):
     """Tell all workers that these prompts are likely to be sent out next. A hint, which may be lost."""
 
     prompts: tuple[PromptRef, ...]
 
 
-class GroupState(Command, frozen=True):
+class RecordGroupState(CoreCommand, frozen=True, tag="GroupState"):
     """A group has passed into a new state: one row of the run directory's groups stream."""
 
     group_id: int
@@ -62,7 +62,7 @@ class GroupState(Command, frozen=True):
     """v_start once known, else -1."""
 
 
-class Train(Command, frozen=True):
+class TrainGroups(CoreCommand, frozen=True, tag="Train"):
     """Train on the batch. `baseline_group_ids` were discarded for equal rewards since the previous batch closed: they count
     in batch statistics of the advantages, never in the loss."""
 
@@ -74,39 +74,39 @@ class Train(Command, frozen=True):
     baseline_rollout_ids: tuple[tuple[int, ...], ...]
 
 
-class Ignore(Command, frozen=True):
+class IgnoreResult(CoreCommand, frozen=True, tag="Ignore"):
     """The RolloutDone just reported does not count (cancelled, superseded, seen before): its arrays do not go to the shelf."""
 
     rollout_id: int
     attempt: int
 
 
-class Forget(Command, frozen=True):
+class ForgetRollouts(CoreCommand, frozen=True, tag="Forget"):
     """These rollouts will never be asked for again: the shelf drops their arrays."""
 
     rollout_ids: tuple[int, ...]
 
 
-class Update(Command, frozen=True):
+class UpdateWeights(CoreCommand, frozen=True, tag="Update"):
     """Bring all servers to the version. It may be the one already served, for a server that joined since."""
 
     version: int
 
 
-class Checkpoint(Command, frozen=True):
+class TakeCheckpoint(CoreCommand, frozen=True, tag="Checkpoint"):
     """Save the step: the trainer's state (it has no batch), and the core's own, which `Core.saved` holds. Answered by
     CheckpointDone or CheckpointFailed; no other comes before that."""
 
     step: int
 
 
-class Warn(Command, frozen=True):
+class WarnUser(CoreCommand, frozen=True, tag="Warn"):
     """Something the user should see now; the run goes on."""
 
     sentence: str
 
 
-class Stop(Command, frozen=True):
+class StopRun(CoreCommand, frozen=True, tag="Stop"):
     """End the run. `ok`: all that it was to train is trained; whether it is saved, `checkpoint` says. No command follows."""
 
     reason: str
@@ -115,4 +115,18 @@ class Stop(Command, frozen=True):
     """Step of the complete checkpoint that holds all that was trained; 0: there is none."""
 
 
-AnyCommand = Run | Cancel | Prefetch | Place | Refuse | GroupState | Train | Ignore | Forget | Update | Checkpoint | Warn | Stop
+AnyCommand = (
+    DispatchRollout
+    | CancelAttempt
+    | AnnouncePrompts
+    | PlaceRequest
+    | RefuseRequest
+    | RecordGroupState
+    | TrainGroups
+    | IgnoreResult
+    | ForgetRollouts
+    | UpdateWeights
+    | TakeCheckpoint
+    | WarnUser
+    | StopRun
+)

@@ -1,7 +1,8 @@
 """Every decision of a run. `Core.handle(event, now)` takes what has happened and answers with what is to be done.
 
-    WorkerJoined ─▶ draw, admit ─▶ Run ─▶ TurnStarted ─▶ Place ─▶ TurnDone … RolloutDone ─▶ complete ─▶ kept ─▶ batched
-    commit, free slots, cancel stale ◀─ UpdateDone ◀─ Update ◀─ StepDone ◀─ Train ◀─ P groups batched, trainer idle
+    WorkerJoined ─▶ draw, admit ─▶ DispatchRollout ─▶ TurnStarted ─▶ PlaceRequest ─▶ TurnDone … RolloutDone
+                                                                       batched ◀─ kept ◀─ complete ◀─┘
+    P groups batched, trainer idle ─▶ TrainGroups ─▶ StepDone ─▶ UpdateWeights ─▶ UpdateDone ─▶ commit, free slots, cancel stale
 
 Deterministic: the same settings and the same (event, now) pairs give the same commands, on any machine. It holds ids and
 scalars; it refuses clocks, sockets, files and arrays. docs/flow.md tells the story; the law of staleness is rule 5 of
@@ -12,18 +13,27 @@ from __future__ import annotations
 
 from telescope.flow import commands as do
 from telescope.flow import events as seen
-from telescope.flow.ahead import Ahead
-from telescope.flow.batches import Batch
-from telescope.flow.counts import Counts
-from telescope.flow.draws import DataPosition, Draws, sample_seed
-from telescope.flow.fates import Fates
-from telescope.flow.groups import Fate, Group, State
-from telescope.flow.presence import Presence
-from telescope.flow.resuming import Parts, draw_on, put_back, take
-from telescope.flow.saving import Saving
+from telescope.flow.batches import BatchBuilder, GroupBatch
+from telescope.flow.checkpoint_schedule import CheckpointSchedule
+from telescope.flow.counts import Counts, RunTally
+from telescope.flow.group_lifecycle import GroupLifecycle, GroupStates
+from telescope.flow.groups import GroupState, RolloutGroup
+from telescope.flow.lanes import Lanes
+from telescope.flow.limits import FailureLimits, Membership
+from telescope.flow.placement import Placement, TokenRequests
+from telescope.flow.prompt_sampler import DataPosition, PromptPrefetch, PromptSampler, sample_seed
 from telescope.flow.settings import FlowSettings
-from telescope.flow.snapshot import Snapshot, digests_warning, refusal, sizes_refusal
-from telescope.flow.updates import Updates
+from telescope.flow.snapshot import (
+    SavedGroup,
+    Snapshot,
+    digests_warning,
+    refusal,
+    restore_groups,
+    save_groups,
+    sizes_refusal,
+)
+from telescope.flow.staleness import Slots
+from telescope.flow.weight_versions import WeightVersions
 from telescope.records import RolloutOrder
 
 GRADER = "grader"
@@ -31,20 +41,44 @@ _PLAY = frozenset({seen.TurnStarted, seen.TurnDone, seen.GenerationOver, seen.Ro
 """Nearly all events of a run. Unless a group moves by one of them, there is nothing to take and nothing to admit after it."""
 
 
-class Core(Fates):
-    """One run's decisions. After the first `Stop` it answers every event with nothing."""
+class Core:
+    """One run's decisions. After the first `StopRun` it answers every event with nothing."""
 
     def __init__(self, settings: FlowSettings) -> None:
-        super().__init__(settings)
+        self.settings = settings
         self.ended = False
-        self._updates = Updates(while_training=settings.weights_while_training)
-        self._presence = Presence(settings)
-        self._saving = Saving(settings)
         self.saved: Snapshot | None = None
-        """The core at the latest `Checkpoint`, or where this one went on from."""
+        """The core at the latest `TakeCheckpoint`, or where this one went on from."""
         self._resumed: Snapshot | None = None
         self._opened = True
-        self._ahead: Ahead | None = None
+        self._now = 0.0
+        self._out: list[do.AnyCommand] = []  # of the event at hand
+        self._ending: do.StopRun | None = None
+        self._tally = RunTally()
+        self._membership = Membership(settings)
+        self._limits = FailureLimits(settings)
+        self._sampler: PromptSampler | None = None
+        self._prefetch: PromptPrefetch | None = None
+        self._slots = Slots(settings)
+        self._batches = BatchBuilder(settings)
+        self._lanes = Lanes(settings)
+        self._placement = Placement(settings)
+        self._versions = WeightVersions(while_training=settings.weights_while_training)
+        self._checkpoints = CheckpointSchedule(settings)
+        self._states = GroupStates(self._tally, self._out.append)
+        self._requests = TokenRequests(self._lanes, self._placement, self._out.append, self._states.reach)
+        self._groups = GroupLifecycle(
+            settings,
+            states=self._states,
+            slots=self._slots,
+            batches=self._batches,
+            lanes=self._lanes,
+            requests=self._requests,
+            limits=self._limits,
+            tally=self._tally,
+            say=self._out.append,
+            stop=self._fail_run,
+        )
 
     @classmethod
     def restore(cls, settings: FlowSettings, snapshot: Snapshot) -> Core:
@@ -61,31 +95,32 @@ class Core(Fates):
         if self.ended:
             return []
         self._now = now
-        self._out = []
+        self._out.clear()
         self._absorb(event)
-        if self._ending is None and self._saving.waits:
+        if self._ending is None and self._checkpoints.waits:
             self._save_or_leave()
         if self._ending is None:
             self._advance(type(event) not in _PLAY)
         if self._ending is not None:
-            self._end_run(self._ending)
+            self._groups.end_run()
+            self._out.append(self._ending)
             self.ended = True
-        return self._out
+        return self._out.copy()
 
     @property
     def version(self) -> int:
         """The weight version committed last."""
-        return self._updates.version
+        return self._versions.version
 
     @property
     def lost_checkpoint(self) -> int:
-        """After a `Stop` that is ok: the last step, where its checkpoint could not be written; else 0."""
-        return self._saving.lost
+        """After a `StopRun` that is ok: the last step, where its checkpoint could not be written; else 0."""
+        return self._checkpoints.lost
 
     @property
     def data_position(self) -> DataPosition | None:
         """The state of drawing; None before the first worker has reported the environments' sizes."""
-        return self._draws.position if self._draws else None
+        return self._sampler.position if self._sampler else None
 
     def counts(self) -> Counts:
         placement = self._placement
@@ -93,7 +128,7 @@ class Core(Fates):
             version=self.version,
             groups_alive=len(self._slots.alive),
             rollouts_waiting=self._lanes.waiting,
-            rollouts_running=len(self._lanes.flights),
+            rollouts_running=len(self._lanes.in_flight),
             rollouts_scoring=self._lanes.scoring,
             lanes=placement.lanes,
             requests_waiting=len(placement.waiting),
@@ -105,9 +140,9 @@ class Core(Fates):
     def _absorb(self, event: seen.AnyEvent) -> None:
         match event:
             case seen.TurnStarted():
-                self._turns.started(event)
+                self._requests.start(event)
             case seen.TurnDone():
-                self._turns.done(event, self._updates.travelling is not None, self._updates.version)
+                self._requests.finish(event, self._versions.travelling is not None, self._versions.version)
             case seen.RolloutDone():
                 self._rollout_done(event)
             case seen.GenerationOver():
@@ -119,12 +154,12 @@ class Core(Fates):
             case seen.Tick():
                 self._tick()
             case seen.StepDone(step=step):
-                if self._updates.trained(step):
+                if self._versions.finish_step(step):
                     self._send_weights()
             case seen.UpdateDone(version=version):
                 self._update_done(version)
             case seen.UpdateFailed(version=version, cause=cause):
-                self._stop(f"weights of version {version} did not reach the servers: {cause}", ok=False)
+                self._fail_run(f"weights of version {version} did not reach the servers: {cause}")
             case seen.WorkerJoined():
                 self._worker_joined(event)
             case seen.WorkerLost(worker=worker, cause=cause):
@@ -134,186 +169,215 @@ class Core(Fates):
             case seen.ServerLost(server=server, cause=cause):
                 self._server_lost(server, cause)
             case seen.TrainerReady():
-                self._updates.ready = True
+                self._versions.ready = True
                 self._send_weights()
             case seen.CheckpointDone(step=step):
-                self._saving.ended(step)
+                self._checkpoints.finish(step)
             case seen.CheckpointFailed(step=step, cause=cause):
-                self._saving.ended(step, cause)
+                self._checkpoints.finish(step, cause)
             case seen.StopRequested(reason=reason, ok=ok, save=save):
-                if save and self._saving.on and not ok:
-                    self._leave(do.Stop(reason, ok))
+                if save and self._checkpoints.on and not ok:
+                    self._leave(do.StopRun(reason, ok))
                 else:
-                    self._stop(reason, ok)
+                    self._stop(do.StopRun(reason, ok))
 
     def _worker_joined(self, event: seen.WorkerJoined) -> None:
-        complaint = self._presence.complaint(event)
+        complaint = self._membership.check(event)
         if complaint:
-            self._stop(complaint, ok=False)
+            self._fail_run(complaint)
             return
         self._worker_lost(event.worker, "it was started again")
         self._lanes.join(event.worker, event.capacity)
-        if self._draws is None:
+        if self._sampler is None:
             self._open_the_data()
 
     def _open_the_data(self) -> None:
-        settings, presence, resumed = self.settings, self._presence, self._resumed
-        draws = Draws(settings.seed, settings.environments, settings.split, presence.split_sizes, settings.curricula)
+        settings, members, resumed = self.settings, self._membership, self._resumed
+        sampler = PromptSampler(settings.seed, settings.environments, settings.split, members.split_sizes, settings.curricula)
         if resumed is not None:
-            if complaint := sizes_refusal(resumed, presence.split_sizes):
-                self._stop(complaint, ok=False)
+            if complaint := sizes_refusal(resumed, members.split_sizes):
+                self._fail_run(complaint)
                 return
-            if warning := digests_warning(resumed, presence.digests):
-                self._out.append(do.Warn(warning))
-            draw_on(draws, resumed)
-        self._draws = draws
-        self._ahead = Ahead(draws, settings.prefetch) if settings.prefetch else None
+            if warning := digests_warning(resumed, members.digests):
+                self._out.append(do.WarnUser(warning))
+            sampler.restore(resumed.position)
+            for group in resumed.playing:
+                sampler.resume(group.prompt)
+        self._sampler = self._groups.sampler = sampler
+        ahead = settings.prompt_prefetch_buffer_size
+        self._prefetch = PromptPrefetch(sampler, ahead) if ahead else None
 
     def _worker_lost(self, worker: str, cause: str) -> None:
         if worker not in self._lanes.workers:
             return
-        for flight in self._lanes.lose(worker):
-            self._flight_ended(flight, counted=False, why=f"{worker} was lost")
-            if not flight.stopping:
-                self._attempt_failed(flight, f"{worker} was lost: {cause}")
+        for rollout in self._lanes.lose(worker):
+            self._groups.end_attempt(rollout, counts=False, why=f"{worker} was lost")
+            if not rollout.cancelled:
+                self._groups.fail_attempt(rollout, f"{worker} was lost: {cause}", self._now)
 
     def _server_joined(self, event: seen.ServerJoined) -> None:
         self._server_lost(event.server, "it was started again")
         self._placement.join(event.server, event.version, event.capacity)
         self._send_weights()
-        self._turns.place_waiting()
+        self._requests.place_waiting()
 
     def _server_lost(self, server: str, cause: str) -> None:
         if server not in self._placement.servers:
             return
-        self._updates.forget(server)
-        self._turns.server_lost(server, f"{server} was lost: {cause}")
+        self._versions.forget_server(server)
+        self._requests.lose_server(server, f"{server} was lost: {cause}")
 
     def _generation_over(self, event: seen.GenerationOver) -> None:
-        flight = self._lanes.flights.get((event.rollout_id, event.attempt))
-        if flight is not None and self.settings.free_lane:
-            self._lanes.generation_over(flight)
+        rollout = self._lanes.in_flight.get((event.rollout_id, event.attempt))
+        if rollout is not None and self.settings.free_lane_after_generation:
+            self._lanes.end_generation(rollout)
 
     def _rollout_done(self, event: seen.RolloutDone) -> None:
-        flight = self._lanes.flights.get((event.rollout_id, event.attempt))
-        if flight is None or flight.stopping:
+        rollout = self._lanes.in_flight.get((event.rollout_id, event.attempt))
+        if rollout is None or rollout.cancelled:
             self._tally.ignored += 1
-            self._out.append(do.Ignore(event.rollout_id, event.attempt))
-            if flight is not None:
-                self._lanes.end(flight)
-                self._flight_ended(flight, counted=False)
+            self._out.append(do.IgnoreResult(event.rollout_id, event.attempt))
+            if rollout is not None:
+                self._lanes.end(rollout)
+                self._groups.end_attempt(rollout, counts=False)
             return
-        self._lanes.end(flight)
-        self._flight_ended(flight, counted=True)
-        group, sample = flight.group, flight.sample
-        sample.fate, sample.reward, sample.tokens = Fate.DONE, event.reward, event.completion_tokens
-        self._tally.generated += 1
-        self._reach(group, State.SCORING)
-        self._decided(group)
+        self._lanes.end(rollout)
+        self._groups.end_attempt(rollout, counts=True)
+        self._groups.finish(rollout, event.reward, event.completion_tokens)
 
     def _rollout_failed(self, event: seen.RolloutFailed) -> None:
-        flight = self._lanes.flights.get((event.rollout_id, event.attempt))
-        if flight is None:
+        rollout = self._lanes.in_flight.get((event.rollout_id, event.attempt))
+        if rollout is None:
             return
-        self._lanes.end(flight)
-        self._flight_ended(flight, counted=False)
-        if not flight.stopping:
-            self._tally.failed_attempt(event.kind)
-            self._attempt_failed(flight, event.cause, again=event.kind != GRADER)
+        self._lanes.end(rollout)
+        self._groups.end_attempt(rollout, counts=False)
+        if not rollout.cancelled:
+            self._tally.count_failure(event.kind)
+            self._groups.fail_attempt(rollout, event.cause, self._now, again=event.kind != GRADER)
 
     def _update_done(self, version: int) -> None:
-        updates = self._updates
-        if not updates.arrived(version):
+        versions = self._versions
+        if not versions.finish_update(version):
             return
-        for server in updates.reached:
+        for server in versions.reached:
             self._placement.serve(server, version)
-        batch = updates.commit(version)
+        batch = versions.commit(version)
         self._opened = True
         if batch is not None:
             self._commit(batch)
         self._send_weights()
-        self._turns.place_waiting()
+        self._requests.place_waiting()
 
     def _tick(self) -> None:
-        for flight in self._lanes.overdue(self._now):
-            if flight.stopping:
-                continue  # cancelled with its group a moment ago
-            cause = f"no answer from {flight.worker} within {self.settings.rollout_deadline_s:g} s"
-            self._cancel(flight, cause)
-            self._attempt_failed(flight, cause)
-        for flight in self._lanes.to_remind(self._now):
-            self._out.append(do.Cancel(flight.worker, flight.sample.rollout_id, flight.attempt, "asked again"))
-        for flight in self._lanes.unanswered(self._now):
-            self._stop(
-                f"{flight.worker} did not answer the cancel of rollout {flight.sample.rollout_id} within "
-                f"{self.settings.cancel_deadline_s:g} s: it hangs, or a server that generates for it does; see their logs",
-                ok=False,
+        now, settings = self._now, self.settings
+        for rollout in self._lanes.take_overdue(now):
+            if rollout.cancelled:
+                continue  # with its group a moment ago
+            cause = f"no answer from {rollout.worker} within {settings.rollout_deadline_s:g} s"
+            self._groups.cancel(rollout, cause, now)
+            self._groups.fail_attempt(rollout, cause, now)
+        for rollout in self._lanes.take_unreminded(now):
+            self._out.append(do.CancelAttempt(rollout.worker, rollout.rollout_id, rollout.attempt, "asked again"))
+        for rollout in self._lanes.take_unanswered(now):
+            self._fail_run(
+                f"{rollout.worker} did not answer the cancel of rollout {rollout.rollout_id} within "
+                f"{settings.cancel_deadline_s:g} s: it hangs, or a server that generates for it does; see their logs"
             )
-        complaint = self._presence.absent(
-            self._now, workers=len(self._lanes.workers), servers=len(self._placement.servers), trainer=self._updates.ready
+        complaint = self._membership.find_absent(
+            now, workers=len(self._lanes.workers), servers=len(self._placement.servers), trainer=self._versions.ready
         )
         if complaint:
-            self._stop(complaint, ok=False)
-        if late := self._saving.overdue(self._now, self.version):
-            self._ending = self._ending or late
+            self._fail_run(complaint)
+        if late := self._checkpoints.end_if_late(now, self.version):
+            self._stop(late)
 
     # ---- batches and versions
 
-    def _commit(self, batch: Batch) -> None:
+    def _commit(self, batch: GroupBatch) -> None:
         """The version trained on the batch is served: its slots are free, and what has become too old is retired."""
-        forgotten: list[int] = []
-        for group in batch.groups:
-            self._move(group, State.TRAINED, f"step {self.version}")
-            self._tally.group_trained(group, age=self.version - 1 - group.v_start)
-            self._slots.release(group, trained=True)
-        for group in (*batch.groups, *batch.baseline):
-            forgotten.extend(group.survivor_ids)
-        self._out.append(do.Forget(tuple(forgotten)))
+        self._groups.finish_batch(batch, self.version)
         if self.version == self.settings.number_of_steps:
-            self._leave(do.Stop(f"all {self.version} steps are trained", ok=True))
+            self._leave(do.StopRun(f"all {self.version} steps are trained", ok=True))
         else:
-            self._retire_stale(self.version)
-        if sentence := self._saving.committed(self.version):
-            self._out.append(do.Warn(sentence))
+            self._groups.retire_stale(self.version, self._now)
+        if sentence := self._checkpoints.note_commit(self.version):
+            self._out.append(do.WarnUser(sentence))
 
     def _send_weights(self) -> None:
-        version = self._updates.set_out({name: server.version for name, server in self._placement.servers.items()})
+        version = self._versions.start_update({name: server.version for name, server in self._placement.servers.items()})
         if version is not None:
-            self._out.append(do.Update(version))
+            self._out.append(do.UpdateWeights(version))
 
-    # ---- checkpoints, and ends that wait for one
+    # ---- the end, and checkpoints that it may wait for
 
-    def _save_or_leave(self) -> None:
-        saving, training = self._saving, self._updates.batch is not None
-        if saving.owed and saving.under_way is None and not training:
-            saving.begin(self.version)
-            self.saved = self.snapshot()
-            self._out.append(do.Checkpoint(self.version))
-        if stop := saving.gone(version=self.version, training=training):
+    def _stop(self, stop: do.StopRun) -> None:
+        """End the run after this event; the first reason counts."""
+        if self._ending is None:
             self._ending = stop
 
-    def _leave(self, stop: do.Stop) -> None:
+    def _fail_run(self, reason: str) -> None:
+        self._stop(do.StopRun(reason, ok=False))
+
+    def _leave(self, stop: do.StopRun) -> None:
         """End the run when the step under way is trained and, where checkpoints are on, saved."""
-        if self._saving.on:
-            self._saving.leave(stop, version=self.version, training=self._updates.batch is not None, now=self._now)
+        if self._checkpoints.on:
+            self._checkpoints.leave(stop, version=self.version, training=self._versions.batch is not None, now=self._now)
         else:
-            self._stop(stop.reason, stop.ok)
+            self._stop(stop)
+
+    def _save_or_leave(self) -> None:
+        checkpoints, training = self._checkpoints, self._versions.batch is not None
+        if checkpoints.owed and checkpoints.under_way is None and not training:
+            checkpoints.begin(self.version)
+            self.saved = self.snapshot()
+            self._out.append(do.TakeCheckpoint(self.version))
+        if stop := checkpoints.end_if_done(version=self.version, training=training):
+            self._stop(stop)
 
     def snapshot(self) -> Snapshot:
-        """This core, to go on from. Raises ValueError while a batch is in training, and before a worker has come."""
-        if self._updates.batch is not None or self._draws is None:
+        """This core, to go on from, without what belongs to processes. Raises ValueError while a batch is in training, and
+        before a worker has come."""
+        if self._versions.batch is not None or self._sampler is None:
             raise ValueError("a core can be saved between two steps, once it knows its prompts")
-        return take(self._parts, self._draws, self.version)
-
-    @property
-    def _parts(self) -> Parts:
-        return Parts(
-            self.settings, self._slots, self._batches, self._lanes, self._updates, self._presence, self._tally, self._patience
+        batches, members = self._batches, self._membership
+        playing = [group for group in self._slots.alive.values() if group.playing]
+        under_way = sum(rollout.tokens for rollout in self._lanes.in_flight.values() if rollout.group.playing)
+        return Snapshot(
+            settings=self.settings,
+            step=self.version,
+            split_sizes=members.split_sizes,
+            digests=members.digests,
+            position=self._sampler.position,
+            playing=save_groups(playing),
+            kept=save_groups(batches.waiting),
+            forming=save_groups(batches.forming.groups),
+            baseline=save_groups(batches.forming.baseline),
+            discarded=save_groups(batches.discards),
+            tally=self._tally.save(playing, under_way),
+            patience=self._limits.state,
         )
 
     def _go_on_from(self, snapshot: Snapshot) -> None:
-        put_back(self._parts, snapshot)
-        self._saving = Saving(self.settings, snapshot.step)
+        """Into the parts of a core that has seen no event. Groups that were begun wait for a lane, as when they were admitted;
+        where drawing was is put back when a worker has come."""
+        settings = self.settings
+
+        def restored(groups: tuple[SavedGroup, ...], state: GroupState) -> list[RolloutGroup]:
+            return list(restore_groups(groups, state, settings.group_size))
+
+        forming = GroupBatch()
+        forming.groups = restored(snapshot.forming, GroupState.BATCHED)
+        forming.baseline = restored(snapshot.baseline, GroupState.DISCARDED)
+        line = _in_order(restored(snapshot.playing, GroupState.PENDING) + restored(snapshot.kept, GroupState.KEPT))
+        self._batches.restore(line, forming, restored(snapshot.discarded, GroupState.DISCARDED))
+        self._slots.restore(snapshot.step * settings.prompts_batch_size_for_trainer, _in_order(line + forming.groups))
+        self._versions.restore(snapshot.step)
+        self._tally.restore(snapshot.tally)
+        self._limits.restore(snapshot.patience)
+        for group in line:
+            for rollout in group.rollouts if group.playing else ():
+                self._lanes.queue(rollout)
+        self._checkpoints = CheckpointSchedule(settings, snapshot.step)
         self._resumed = self.saved = snapshot
         self._opened = False
 
@@ -322,30 +386,30 @@ class Core(Fates):
     def _advance(self, more_than_play: bool) -> None:
         """What there was to take and to admit was taken and admitted after the event before, so that there can only be more
         where a group has moved, or where the event was about more than a rollout's play."""
-        if self._saving.leaving is not None or not self._opened:
+        if self._checkpoints.leaving is not None or not self._opened:
             return  # it ends when its step is saved; or the servers have yet to get the weights that it goes on from
-        if more_than_play or self._groups_moved:
+        if more_than_play or self._states.moved:
             self._take()
             self._admit()
         if self._lanes.waiting:
             self._dispatch()
-        self._groups_moved = False
-        if self._ahead is not None and (prompts := self._ahead.hints()):
-            self._out.append(do.Prefetch(prompts))
+        self._states.moved = False
+        if self._prefetch is not None and (prompts := self._prefetch.take_hints()):
+            self._out.append(do.AnnouncePrompts(prompts))
 
     def _take(self) -> None:
-        batches, updates = self._batches, self._updates
+        batches, versions = self._batches, self._versions
         while True:
             while (group := batches.enter()) is not None:
-                self._move(group, State.BATCHED, f"step {updates.step + (updates.batch is not None)}")
-            if self._saving.owed or not (batches.is_full and updates.idle):
+                self._states.move(group, GroupState.BATCHED, f"step {versions.step + (versions.batch is not None)}")
+            if self._checkpoints.owed or not (batches.is_full and versions.idle):
                 return
             self._train(batches.close())
 
-    def _train(self, batch: Batch) -> None:
+    def _train(self, batch: GroupBatch) -> None:
         self._out.append(
-            do.Train(
-                step=self._updates.train(batch),
+            do.TrainGroups(
+                step=self._versions.train(batch),
                 group_ids=tuple(group.group_id for group in batch.groups),
                 rollout_ids=tuple(group.survivor_ids for group in batch.groups),
                 baseline_group_ids=tuple(group.group_id for group in batch.baseline),
@@ -354,32 +418,29 @@ class Core(Fates):
         )
 
     def _admit(self) -> None:
-        if self._draws is None:
+        if self._sampler is None:
             return
         while self._slots.has_room:
-            drawn = self._draws.draw()
-            if self._ahead is not None:
-                self._ahead.admitted(drawn.group_id, drawn.prompt)
-            group = Group(drawn.group_id, drawn.prompt, drawn.returned, self.settings.group_size)
-            self._slots.hold(group)
-            self._batches.admitted(group)
-            self._tally.admitted += 1
-            self._tally.moved(None, group.state)
-            self._out.append(do.GroupState(group.group_id, str(group.state), "", group.v_start))
-            for sample in group.samples:
-                self._lanes.queue(group, sample)
+            drawn = self._sampler.draw()
+            if self._prefetch is not None:
+                self._prefetch.note_admitted(drawn.group_id, drawn.prompt)
+            self._groups.admit(drawn)
 
     def _dispatch(self) -> None:
-        settings, lanes, version = self.settings, self._placement.lanes, self._updates.version
+        settings, lanes, version = self.settings, self._placement.lanes, self._versions.version
         self._lanes.wake(self._now)
-        while (flight := self._lanes.dispatch(lanes, version, self._now)) is not None:
-            group, sample = flight.group, flight.sample
+        while (rollout := self._lanes.dispatch(lanes, version, self._now)) is not None:
+            group = rollout.group
             if group.v_start < 0:
                 group.v_start = version
-                self._reach(group, State.QUEUED)
-                if self._ahead is not None:
-                    self._ahead.sent(group.group_id)
-            place = sample.rollout_id % settings.group_size
-            seed = sample_seed(settings.seed, group.group_id, place)
-            order = RolloutOrder(sample.rollout_id, group.group_id, place, flight.attempt, group.prompt, seed)
-            self._out.append(do.Run(flight.worker, order))
+                self._states.reach(group, GroupState.QUEUED)
+                if self._prefetch is not None:
+                    self._prefetch.note_sent(group.group_id)
+            sample = rollout.rollout_id % settings.group_size
+            seed = sample_seed(settings.seed, group.group_id, sample)
+            order = RolloutOrder(rollout.rollout_id, group.group_id, sample, rollout.attempt, group.prompt, seed)
+            self._out.append(do.DispatchRollout(rollout.worker, order))
+
+
+def _in_order(groups: list[RolloutGroup]) -> list[RolloutGroup]:
+    return sorted(groups, key=lambda group: group.group_id)

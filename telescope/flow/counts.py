@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from telescope.flow.groups import Group, State
+from telescope.flow.groups import GroupState, RolloutGroup
 
 
 class Counts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -58,7 +58,7 @@ class Counts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 REASONS_KEPT = 100
 
 
-class TallyState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class RunTallyState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """All of a tally, for a checkpoint."""
 
     admitted: int
@@ -78,7 +78,7 @@ class TallyState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     failures: dict[str, int]
 
 
-class Tally:
+class RunTally:
     """The counters that are not derived from other state."""
 
     def __init__(self) -> None:
@@ -98,57 +98,57 @@ class Tally:
         self.ages: dict[int, int] = {}
         self.failures: dict[str, int] = {}
 
-    def state(self, playing: Sequence[Group], tokens_under_way: int) -> TallyState:
+    def save(self, playing: Sequence[RolloutGroup], tokens_under_way: int) -> RunTallyState:
         """As of a run that goes on from here: groups that play start anew, and what they have sampled is lost."""
         states = dict(self.states)
         for group in playing:
             states[group.state] -= 1
-            states[State.PENDING] = states.get(State.PENDING, 0) + 1
-        lost = tokens_under_way + sum(sample.tokens for group in playing for sample in group.survivors)
-        fields: dict[str, Any] = {name: getattr(self, name) for name in TallyState.__struct_fields__}
+            states[GroupState.PENDING] = states.get(GroupState.PENDING, 0) + 1
+        lost = tokens_under_way + sum(rollout.tokens for group in playing for rollout in group.survivors)
+        fields: dict[str, Any] = {name: getattr(self, name) for name in RunTallyState.__struct_fields__}
         fields |= {"states": {str(state): number for state, number in states.items()}, "ages": dict(self.ages)}
         fields |= {"reasons": dict(self.reasons), "failures": dict(self.failures), "tokens_lost": self.tokens_lost + lost}
-        return TallyState(**fields)
+        return RunTallyState(**fields)
 
-    def restore(self, state: TallyState) -> None:
-        for name in TallyState.__struct_fields__:
+    def restore(self, state: RunTallyState) -> None:
+        for name in RunTallyState.__struct_fields__:
             value = getattr(state, name)
             setattr(self, name, dict(value) if isinstance(value, dict) else value)
 
-    def failed_attempt(self, kind: str) -> None:
+    def count_failure(self, kind: str) -> None:
         self.failures[kind] = self.failures.get(kind, 0) + 1
 
-    def moved(self, old: str | None, new: str) -> None:
+    def count_move(self, old: str | None, new: str) -> None:
         if old is not None:
             self.states[old] -= 1
         self.states[new] = self.states.get(new, 0) + 1
 
-    def retired(self, state: str, reason: str) -> None:
+    def _count_reason(self, state: str, reason: str) -> None:
         key = f"{state}: {reason}"
         if key not in self.reasons and len(self.reasons) >= REASONS_KEPT:
             key = f"{state}: other"
         self.reasons[key] = self.reasons.get(key, 0) + 1
 
-    def group_trained(self, group: Group, age: int) -> None:
+    def count_trained(self, group: RolloutGroup, age: int) -> None:
         survivors = group.survivors
         self.trained += len(survivors)
         self.failed += group.failed
-        self.tokens_trained += sum(sample.tokens for sample in survivors)
+        self.tokens_trained += sum(rollout.tokens for rollout in survivors)
         self.ages[age] = self.ages.get(age, 0) + 1
 
-    def group_discarded(self, group: Group, reason: str) -> None:
+    def count_discarded(self, group: RolloutGroup, reason: str) -> None:
         survivors = group.survivors
-        self.retired(State.DISCARDED, reason)
+        self._count_reason(GroupState.DISCARDED, reason)
         self.discarded += len(survivors)
         self.failed += group.failed
-        self.tokens_discarded += sum(sample.tokens for sample in survivors)
+        self.tokens_discarded += sum(rollout.tokens for rollout in survivors)
 
-    def group_retired(self, group: Group, state: State, reason: str) -> None:
-        """Failed or cancelled, before its waiting samples are given up."""
-        self.retired(state, reason)
-        self.cancelled += len(group.samples) - group.failed
+    def count_retired(self, group: RolloutGroup, state: GroupState, reason: str) -> None:
+        """Failed or cancelled, before its waiting rollouts are given up."""
+        self._count_reason(state, reason)
+        self.cancelled += len(group.rollouts) - group.failed
         self.failed += group.failed
-        self.tokens_lost += sum(sample.tokens for sample in group.survivors)
+        self.tokens_lost += sum(rollout.tokens for rollout in group.survivors)
 
     @property
     def age_mean(self) -> float:

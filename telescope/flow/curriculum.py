@@ -19,7 +19,7 @@ NEW = "new"
 """Name of the pool of prompts that were never played."""
 
 
-class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PassRatePool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Prompts whose pass rate is at most `up_to` and above that of the pool before. `share` of the draws, among pools that have
     a prompt."""
 
@@ -28,10 +28,10 @@ class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     share: float
 
 
-class Pools(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PassRateRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Settings of one environment's curriculum. Raises ValueError with a sentence."""
 
-    pools: tuple[Pool, ...]
+    pools: tuple[PassRatePool, ...]
     """In order of `up_to`; the last one's is 1."""
     new_share: float = 1.0
     """Share of draws that go to prompts never played, while there are any."""
@@ -57,7 +57,7 @@ class Pools(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"window={self.window} must be at least 1 group")
 
 
-class Record(msgspec.Struct, frozen=True, array_like=True):
+class PassRecord(msgspec.Struct, frozen=True, array_like=True):
     """What is known of a prompt: samples that passed, and samples, of each of its last groups."""
 
     passed: tuple[int, ...] = ()
@@ -76,7 +76,7 @@ class CurriculumState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Prompts of each pool, the next one first."""
     again: tuple[int, ...]
     """Never played to an end, though drawn."""
-    records: dict[int, Record]
+    records: dict[int, PassRecord]
 
 
 class Curriculum(Protocol):
@@ -86,15 +86,15 @@ class Curriculum(Protocol):
         """The next prompt's index, by `point` in [0, 1). `fresh` gives one that was never drawn, or None after the last."""
         ...
 
-    def played(self, index: int, rewards: Sequence[float]) -> None:
+    def record(self, index: int, rewards: Sequence[float]) -> None:
         """A group of the prompt is complete, whether it is trained on or not."""
         ...
 
-    def came_back(self, index: int) -> None:
+    def give_back(self, index: int) -> None:
         """A group of the prompt ended without a result."""
         ...
 
-    def resumed(self, index: int) -> None:
+    def resume(self, index: int) -> None:
         """A group of the prompt was in play when the state was saved, and is again. In order of their draws."""
         ...
 
@@ -102,16 +102,16 @@ class Curriculum(Protocol):
     def state(self) -> CurriculumState: ...
 
 
-class PassRatePools:
+class PassRateCurriculum:
     """The shipped curriculum. Within a pool prompts take turns: who was played longest ago is next."""
 
-    def __init__(self, settings: Pools, state: CurriculumState | None = None) -> None:
+    def __init__(self, settings: PassRateRules, state: CurriculumState | None = None) -> None:
         """Raises ValueError where the state has another number of pools."""
         self._settings = settings
         self._limits = [pool.up_to for pool in settings.pools]
         self._pools: list[dict[int, None]] = [{} for _ in settings.pools]
         self._again: dict[int, None] = {}
-        self._records: dict[int, Record] = {}
+        self._records: dict[int, PassRecord] = {}
         self._in_play: dict[int, int] = {}  # times, by index, in order of their draws
         self._exhausted = False
         if state is not None:
@@ -135,25 +135,25 @@ class PassRatePools:
         return {NEW: len(self._again)} | {name: len(pool) for name, pool in zip(names, self._pools, strict=True)}
 
     def draw(self, point: float, fresh: Callable[[], int | None]) -> int:
-        index = self._drawn(point, fresh)
+        index = self._pick(point, fresh)
         self._in_play[index] = self._in_play.pop(index, 0) + 1
         return index
 
-    def played(self, index: int, rewards: Sequence[float]) -> None:
-        old, window = self._records.get(index, Record()), self._settings.window
+    def record(self, index: int, rewards: Sequence[float]) -> None:
+        old, window = self._records.get(index, PassRecord()), self._settings.window
         passed = sum(reward > self._settings.pass_above for reward in rewards)
-        self._records[index] = Record((*old.passed, passed)[-window:], (*old.samples, len(rewards))[-window:])
+        self._records[index] = PassRecord((*old.passed, passed)[-window:], (*old.samples, len(rewards))[-window:])
         self._leave_play(index)
 
-    def came_back(self, index: int) -> None:
+    def give_back(self, index: int) -> None:
         self._leave_play(index)
 
-    def resumed(self, index: int) -> None:
+    def resume(self, index: int) -> None:
         for pool in (self._again, *self._pools):
             pool.pop(index, None)
         self._in_play[index] = self._in_play.get(index, 0) + 1
 
-    def _drawn(self, point: float, fresh: Callable[[], int | None]) -> int:
+    def _pick(self, point: float, fresh: Callable[[], int | None]) -> int:
         shares = [self._settings.new_share, *(pool.share for pool in self._settings.pools)]
         has = [not self._exhausted or bool(self._again), *map(bool, self._pools)]
         while any(has):

@@ -47,7 +47,7 @@ class TrainerReady(Event, frozen=True):
 
 
 class TurnStarted(Event, frozen=True):
-    """A worker asks for tokens. Answered by Place or Refuse."""
+    """A worker asks for tokens. Answered by PlaceRequest or RefuseRequest."""
 
     request_id: str
     rollout_id: int
@@ -121,7 +121,7 @@ class StepDone(Event, frozen=True):
 
 
 class UpdateDone(Event, frozen=True):
-    """All servers that were there at the Update and still live have committed the version."""
+    """All servers that were there at the UpdateWeights and still live have committed the version."""
 
     version: int
 

@@ -1,6 +1,6 @@
-"""A group: G samples of one prompt, and the states it passes through. No scheduling, no counts.
+"""A group: G rollouts of one prompt, and the states it passes through. No scheduling, no counts.
 
-While its samples play, a group's state is the furthest point that any of them has reached, so a group passes each state at
+While its rollouts play, a group's state is the furthest point that any of them has reached, so a group passes each state at
 most once and the run directory gets one row a transition.
 """
 
@@ -11,49 +11,50 @@ from enum import StrEnum
 from telescope.records import PromptRef
 
 
-class State(StrEnum):
-    PENDING = "pending"  # admitted: it has an index, a prompt and a slot; no sample is dispatched yet
-    QUEUED = "queued"  # a sample is with a worker: v_start is fixed
+class GroupState(StrEnum):
+    PENDING = "pending"  # admitted: it has an index, a prompt and a slot; no rollout is dispatched yet
+    QUEUED = "queued"  # a rollout is with a worker: v_start is fixed
     GENERATING = "generating"  # a request is placed on a server
     ENV = "env"  # tokens have come back: the environment is at work, more turns may follow
-    SCORING = "scoring"  # a sample has its reward; siblings still play
-    COMPLETE = "complete"  # every sample has its reward or was given up
+    SCORING = "scoring"  # a rollout has its reward; siblings still play
+    COMPLETE = "complete"  # every rollout has its reward or was given up
     KEPT = "kept"  # worth training on; waits for a place in the forming batch
     BATCHED = "batched"  # in the forming batch or in training
     TRAINED = "trained"  # the version trained on it is committed
     DISCARDED = "discarded"  # complete, but its rewards say nothing
     CANCELLED = "cancelled"  # retired unfinished, on purpose
-    FAILED = "failed"  # too few samples survived the infrastructure
+    FAILED = "failed"  # too few rollouts survived the infrastructure
 
 
-_PLAYING = (State.PENDING, State.QUEUED, State.GENERATING, State.ENV, State.SCORING)
-_FINAL = frozenset({State.TRAINED, State.DISCARDED, State.CANCELLED, State.FAILED})
-_NEXT: dict[State, frozenset[State]] = {
-    **{s: frozenset((*_PLAYING[i + 1 :], State.COMPLETE, State.CANCELLED, State.FAILED)) for i, s in enumerate(_PLAYING)},
-    State.COMPLETE: frozenset({State.KEPT, State.DISCARDED}),
+_PLAYING = (GroupState.PENDING, GroupState.QUEUED, GroupState.GENERATING, GroupState.ENV, GroupState.SCORING)
+_ENDS_OF_PLAY = (GroupState.COMPLETE, GroupState.CANCELLED, GroupState.FAILED)
+_FINAL = frozenset({GroupState.TRAINED, GroupState.DISCARDED, GroupState.CANCELLED, GroupState.FAILED})
+_NEXT: dict[GroupState, frozenset[GroupState]] = {
+    **{s: frozenset((*_PLAYING[i + 1 :], *_ENDS_OF_PLAY)) for i, s in enumerate(_PLAYING)},
+    GroupState.COMPLETE: frozenset({GroupState.KEPT, GroupState.DISCARDED}),
     # Complete groups are never cancelled for age; only the end of the run does it.
-    State.KEPT: frozenset({State.BATCHED, State.CANCELLED}),
-    State.BATCHED: frozenset({State.TRAINED, State.CANCELLED}),
+    GroupState.KEPT: frozenset({GroupState.BATCHED, GroupState.CANCELLED}),
+    GroupState.BATCHED: frozenset({GroupState.TRAINED, GroupState.CANCELLED}),
     **{s: frozenset() for s in _FINAL},
 }
-_RANK = {state: rank for rank, state in enumerate(State)}
-_COMPLETE = _RANK[State.COMPLETE]
+_RANK = {state: rank for rank, state in enumerate(GroupState)}
+_COMPLETE = _RANK[GroupState.COMPLETE]
 
 
-def transition(old: State, new: State) -> State:
+def transition(old: GroupState, new: GroupState) -> GroupState:
     """The new state, if a group may pass into it from the old one. Raises ValueError otherwise."""
     if new not in _NEXT[old]:
         raise ValueError(f"a group cannot pass from {old} to {new}")
     return new
 
 
-def is_further(new: State, old: State) -> bool:
+def is_further(new: GroupState, old: GroupState) -> bool:
     """Whether `new` lies behind `old` on the way of a playing group."""
     return _RANK[new] > _RANK[old]
 
 
-class Fate(StrEnum):
-    """Where one sample of a group stands."""
+class RolloutStatus(StrEnum):
+    """Where a rollout stands."""
 
     WAITING = "waiting"  # for a lane
     RUNNING = "running"
@@ -61,27 +62,53 @@ class Fate(StrEnum):
     FAILED = "failed"  # given up
 
 
-class Sample:
-    """One of a group's G rollouts. `attempt` names the try that counts; `failures` are those charged to `max_attempts`."""
+class Rollout:
+    """One of a group's G rollouts, in one attempt: the record of it that grows from the queue to the batch.
 
-    __slots__ = ("attempt", "excused", "failures", "fate", "reward", "rollout_id", "tokens")
+    A retry is a new record (`RolloutGroup.retry`); the old one stays with its worker until that has answered.
+    """
 
-    def __init__(self, rollout_id: int) -> None:
+    __slots__ = (
+        "aborted", "attempt", "cancelled", "ended", "excused", "failures", "generated", "group", "key", "requests", "reward",
+        "rollout_id", "since", "status", "tokens", "version", "worker",
+    )  # fmt: skip
+
+    def __init__(self, group: RolloutGroup, rollout_id: int, attempt: int = 0, failures: int = 0, excused: int = 0) -> None:
+        self.group = group
         self.rollout_id = rollout_id
-        self.attempt = 0
-        self.failures = 0
-        self.excused = 0
-        """Tries cut short by weight updates and lost servers."""
-        self.fate = Fate.WAITING
-        self.reward = 0.0
+        self.attempt = attempt
+        self.key = rollout_id, attempt
+        self.failures = failures
+        """Attempts charged to `max_attempts`."""
+        self.excused = excused
+        """Attempts cut short by weight updates and lost servers."""
+        self.status = RolloutStatus.WAITING
+        self.worker, self.version, self.since = "", -1, 0.0
         self.tokens = 0
+        """Sampled so far."""
+        self.requests: tuple[str, ...] = ()
+        """Ids of all requests for tokens that the attempt ever made."""
+        self.aborted = False
+        """A weight update or a lost server cut a request short: a failure now is not the rollout's."""
+        self.generated = False
+        """It asks for no more tokens: its lane is free, its worker's credit is not."""
+        self.cancelled = False
+        """Its worker owes an answer that will not count."""
+        self.ended = False
+        """Its worker has answered, or is lost."""
+        self.reward = 0.0
+
+    def start(self, worker: str, version: int, now: float) -> None:
+        """It goes to the worker at `now`, while `version` is served."""
+        self.status = RolloutStatus.RUNNING
+        self.worker, self.version, self.since = worker, version, now
 
 
-class Group:
+class RolloutGroup:
     """A group alive. Rollout ids are `group_id · G + sample`: they do not depend on the order of dispatch."""
 
     __slots__ = (
-        "cause", "failed", "flights", "group_id", "has_lane", "prompt", "returned", "samples", "server", "state", "undecided",
+        "failed", "group_id", "has_lane", "in_flight", "prompt", "returned", "rollouts", "server", "state", "undecided",
         "v_start",
     )  # fmt: skip
 
@@ -90,18 +117,29 @@ class Group:
         self.prompt = prompt
         self.returned = returned
         """The prompt comes from an off-policy cancel; it does not return to the pool a second time."""
-        self.state = State.PENDING
+        self.state = GroupState.PENDING
         self.v_start = -1
-        """Version served when the first sample was sent to a worker; -1 before."""
-        self.samples = [Sample(group_id * group_size + sample) for sample in range(group_size)]
+        """Version served when the first rollout was sent to a worker; -1 before."""
+        self.rollouts = [Rollout(self, group_id * group_size + sample) for sample in range(group_size)]
+        """Each in its present attempt."""
         self.undecided = group_size
         self.failed = 0
-        self.flights = 0
-        """Orders of this group that workers still hold, cancelled ones included."""
+        self.in_flight = 0
+        """Attempts of this group that workers still hold, cancelled ones included."""
         self.has_lane = False
         self.server: str | None = None
         """Server of its latest request: siblings share its prefix cache."""
-        self.cause = ""
+
+    def retry(self, rollout: Rollout) -> Rollout:
+        """The rollout's next attempt, in its place."""
+        following = Rollout(self, rollout.rollout_id, rollout.attempt + 1, rollout.failures, rollout.excused)
+        self.rollouts[rollout.rollout_id % len(self.rollouts)] = following
+        return following
+
+    def close(self) -> None:
+        """Its rollouts are forgotten. They name their group: so nothing is left for the collector of cycles, which a simulation
+        does without."""
+        self.rollouts = []
 
     @property
     def playing(self) -> bool:
@@ -113,17 +151,17 @@ class Group:
         return self.state in _FINAL
 
     @property
-    def survivors(self) -> list[Sample]:
-        done = Fate.DONE  # looked up once
-        return [sample for sample in self.samples if sample.fate is done]
+    def survivors(self) -> list[Rollout]:
+        done = RolloutStatus.DONE  # looked up once
+        return [rollout for rollout in self.rollouts if rollout.status is done]
 
     @property
     def survivor_ids(self) -> tuple[int, ...]:
-        return tuple([sample.rollout_id for sample in self.survivors])
+        return tuple([rollout.rollout_id for rollout in self.survivors])
 
     @property
     def rewards_are_equal(self) -> bool:
-        """Whether two or more survivors got one and the same reward: no sample beats another. A group of one compares with
+        """Whether two or more survivors got one and the same reward: no rollout beats another. A group of one compares with
         nothing and is never called equal."""
-        rewards = [sample.reward for sample in self.survivors]
+        rewards = [rollout.reward for rollout in self.survivors]
         return len(rewards) > 1 and max(rewards) == min(rewards)

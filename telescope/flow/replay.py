@@ -20,7 +20,7 @@ READABLE = (2, 3)
 """2 knew no snapshot: each of its journals is of a run that began at step 1."""
 
 
-class Opening(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class JournalOpening(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The first line."""
 
     journal: int
@@ -34,7 +34,7 @@ class Opening(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Core(self.settings) if self.snapshot is None else Core.restore(self.settings, self.snapshot)
 
 
-class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class JournalLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One handled event. `now` is in seconds since the run's start."""
 
     now: float
@@ -68,18 +68,18 @@ class JournalDamaged(ValueError):
 
 
 _encoder = msgspec.json.Encoder()
-_openings = msgspec.json.Decoder(Opening)
-_lines = msgspec.json.Decoder(Line)
+_openings = msgspec.json.Decoder(JournalOpening)
+_lines = msgspec.json.Decoder(JournalLine)
 
 
 def encode_opening(settings: FlowSettings, snapshot: Snapshot | None = None) -> bytes:
     """The first line, without its newline."""
-    return _encoder.encode(Opening(FORMAT, settings, snapshot))
+    return _encoder.encode(JournalOpening(FORMAT, settings, snapshot))
 
 
 def encode_line(now: float, event: AnyEvent, commands: list[AnyCommand]) -> bytes:
     """One event's line, without its newline."""
-    return _encoder.encode(Line(now, event, commands))
+    return _encoder.encode(JournalLine(now, event, commands))
 
 
 def decode_opening(line: bytes) -> FlowSettings:
@@ -87,7 +87,7 @@ def decode_opening(line: bytes) -> FlowSettings:
     return opening(line).settings
 
 
-def opening(line: bytes) -> Opening:
+def opening(line: bytes) -> JournalOpening:
     """Raises JournalDamaged where the line does not open a journal of this format."""
     try:
         found = _openings.decode(line)
@@ -101,7 +101,7 @@ def opening(line: bytes) -> Opening:
     return found
 
 
-def decode_line(line: bytes, number: int) -> Line:
+def decode_line(line: bytes, number: int) -> JournalLine:
     """Raises JournalDamaged, with the line's number."""
     try:
         return _lines.decode(line)

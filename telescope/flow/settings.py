@@ -1,6 +1,7 @@
 """What the core is told about a run. Small and serialisable: it is the first line of the journal.
 
-Owns the numbers that decide scheduling; refuses to know the configuration they come from.
+Owns the numbers that decide scheduling, each by the name that it has in the configuration (`orchestrator.…`, `rollout.…`);
+refuses to know the rest of it. What is computed from settings (deadlines, weights of environments) has a name of its own.
 """
 
 from __future__ import annotations
@@ -9,27 +10,39 @@ from typing import Literal
 
 import msgspec
 
-from telescope.flow.curriculum import Pools
+from telescope.flow.curriculum import PassRateRules
 
 TakeOrder = Literal["completion", "admission"]
 LONGEST_BACKOFF_S = 60.0
+JOURNAL_NAMES = {
+    "prompts_batch_size_for_trainer": "groups_per_batch",
+    "max_async_rollout": "max_async",
+    "discard_group_zero_advantage": "discard_zero_advantage",
+    "enable_individual_sample_lanes": "individual_lanes",
+    "free_lane_after_generation": "free_lane",
+    "max_concurrent_prompts_per_server": "prompts_per_server",
+    "adaptive_concurrency": "adaptive",
+    "prompt_prefetch_buffer_size": "prefetch",
+    "checkpoint_stop_timeout_s": "stop_deadline_s",
+}
+"""Names that journals and checkpoints have given them from the first on, and keep: so that any version reads any of these."""
 
 
-class FlowSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class FlowSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, rename=JOURNAL_NAMES):
     """Settings of one core. Raises ValueError with a whole sentence where a value makes no sense."""
 
     number_of_steps: int
     """Training batches of the run; step s produces weight version s."""
-    groups_per_batch: int = 16
+    prompts_batch_size_for_trainer: int = 16
     """P."""
     group_size: int = 8
     """G, samples of one prompt."""
-    max_async: int = 2
+    max_async_rollout: int = 2
     """M, steps that generation may run ahead of training; 0 = synchronous."""
     take_order: TakeOrder = "completion"
     max_off_policy_steps: int = 8
     """D: at a commit, an incomplete group whose first dispatch is this many versions old is retired."""
-    discard_zero_advantage: bool = True
+    discard_group_zero_advantage: bool = True
     """Drop groups of two or more samples whose rewards are all equal."""
     min_group_size: int = 2
     """Scored survivors below which a group fails."""
@@ -37,26 +50,26 @@ class FlowSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Tries of one rollout that fails for infrastructure reasons."""
     retry_backoff_s: float = 0.0
     """Pause before the second try; doubled before each further one, up to `LONGEST_BACKOFF_S`."""
-    individual_lanes: bool = True
+    enable_individual_sample_lanes: bool = True
     """A concurrency slot is a sample; false: a group."""
-    free_lane: bool = False
+    free_lane_after_generation: bool = False
     """A sample's lane is free once its last generation is over, before its reward; needs individual lanes."""
-    prompts_per_server: int = 32
+    max_concurrent_prompts_per_server: int = 32
     """Group lanes of one server, or that many times `group_size` sample lanes."""
     kv_soft: float = 0.85
-    """Share of a server's KV cache in use from which groups avoid it, and (adaptive) no new rollout starts on its share."""
+    """Share of a server's KV cache in use from which groups avoid it, and (adaptive) no new rollout starts for it."""
     kv_hard: float = 0.95
     """Share from which (adaptive) its lanes shrink."""
-    adaptive: bool = False
+    adaptive_concurrency: bool = False
     """Lanes follow what the servers' engines report; false: their number is fixed."""
     environments: tuple[tuple[str, float], ...]
     """(label, weight) of each environment; labels are the names on the workers' environment cards."""
     split: str = "train"
     """The split prompts are drawn from."""
-    curricula: dict[str, Pools] = {}
+    curricula: dict[str, PassRateRules] = {}
     """By label, of the environments that have one."""
-    prefetch: int = 0
-    """Prompts that workers are told of before they are sent out."""
+    prompt_prefetch_buffer_size: int = 0
+    """Prompts that workers are told of before they are sent out; 0: none (`enable_prompt_prefetch` is off)."""
     seed: int = 0
     rollout_deadline_s: float = 660.0
     """A rollout its worker has not answered for this long is cancelled and tried again: the worker's own time limit plus a
@@ -74,33 +87,35 @@ class FlowSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """This many batches' worth of groups discarded for equal rewards in a row, none kept between, ends the run."""
     checkpoint_every: int = 0
     """A checkpoint each so many steps, at the last one, and before a stop that leaves time for it; 0: none."""
-    stop_deadline_s: float = 120.0
+    checkpoint_stop_timeout_s: float = 120.0
     """A run that is told to stop waits no longer than this for its step and its checkpoint."""
 
     def __post_init__(self) -> None:
-        for name in ("number_of_steps", "groups_per_batch", "group_size", "max_off_policy_steps", "min_group_size",
-                     "max_attempts", "prompts_per_server", "failed_batches_limit", "discarded_batches_limit"):  # fmt: skip
+        for name in ("number_of_steps", "prompts_batch_size_for_trainer", "group_size", "max_off_policy_steps",
+                     "min_group_size", "max_attempts", "max_concurrent_prompts_per_server", "failed_batches_limit",
+                     "discarded_batches_limit"):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("rollout_deadline_s", "cancel_deadline_s", "absence_deadline_s", "stop_deadline_s"):
+        for name in ("rollout_deadline_s", "cancel_deadline_s", "absence_deadline_s", "checkpoint_stop_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0")
         if not 0 <= self.retry_backoff_s < float("inf"):
             raise ValueError(f"retry_backoff_s={self.retry_backoff_s} must be 0 (at once) or more")
         if self.checkpoint_every < 0:
             raise ValueError(f"checkpoint_every={self.checkpoint_every} must be 0 (off) or more")
-        if self.prefetch < 0:
-            raise ValueError(f"prefetch={self.prefetch} must be 0 (off) or more")
-        if self.max_async < 0:
-            raise ValueError(f"max_async={self.max_async} must be 0 (synchronous) or more")
+        if self.prompt_prefetch_buffer_size < 0:
+            raise ValueError(f"prompt_prefetch_buffer_size={self.prompt_prefetch_buffer_size} must be 0 (off) or more")
+        if self.max_async_rollout < 0:
+            raise ValueError(f"max_async_rollout={self.max_async_rollout} must be 0 (synchronous) or more")
         if self.group_size > 1 and self.min_group_size > self.group_size:
             raise ValueError(
                 f"min_group_size={self.min_group_size} is above group_size={self.group_size}: every group would fail; lower it"
             )
-        for name, needs in (("free_lane", "a group's lane is free when all its samples are through"),
-                            ("adaptive", "it counts the requests on a server, not groups")):  # fmt: skip
-            if getattr(self, name) and not self.individual_lanes:
-                raise ValueError(f"{name} needs individual_lanes: {needs}; switch {name} off, or individual_lanes on")
+        lanes = "enable_individual_sample_lanes"
+        for name, needs in (("free_lane_after_generation", "a group's lane is free when all its samples are through"),
+                            ("adaptive_concurrency", "it counts the requests on a server, not groups")):  # fmt: skip
+            if getattr(self, name) and not getattr(self, lanes):
+                raise ValueError(f"{name} needs {lanes}: {needs}; switch {name} off, or {lanes} on")
         if not 0 < self.kv_soft <= self.kv_hard <= 1:
             raise ValueError(f"kv_soft={self.kv_soft} and kv_hard={self.kv_hard} must be in order: 0 < soft <= hard <= 1")
         if not self.environments:
@@ -118,7 +133,7 @@ class FlowSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     @property
     def slots(self) -> int:
         """B = (M + 1)·P: groups that may be alive at once."""
-        return (self.max_async + 1) * self.groups_per_batch
+        return (self.max_async_rollout + 1) * self.prompts_batch_size_for_trainer
 
     @property
     def survivors_needed(self) -> int:
@@ -134,4 +149,4 @@ class FlowSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     @property
     def lanes_per_server(self) -> int:
-        return self.prompts_per_server * (self.group_size if self.individual_lanes else 1)
+        return self.max_concurrent_prompts_per_server * (self.group_size if self.enable_individual_sample_lanes else 1)

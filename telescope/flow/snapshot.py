@@ -11,16 +11,16 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 
-from telescope.flow.counts import TallyState
-from telescope.flow.draws import DataPosition
-from telescope.flow.groups import Fate, Group, State
-from telescope.flow.patience import PatienceState
+from telescope.flow.counts import RunTallyState
+from telescope.flow.groups import GroupState, RolloutGroup, RolloutStatus
+from telescope.flow.limits import FailureLimitsState
+from telescope.flow.prompt_sampler import DataPosition
 from telescope.flow.settings import FlowSettings
 from telescope.records import PromptRef
 
 
 class SavedSample(msgspec.Struct, frozen=True, array_like=True):
-    """A sample that has its reward."""
+    """A rollout that has its reward."""
 
     rollout_id: int
     reward: float
@@ -61,8 +61,8 @@ class Snapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Discarded ones that count in the statistics of the forming batch, once it is full."""
     discarded: tuple[SavedGroup, ...]
     """Discarded ones that count in those of the next batch that fills up."""
-    tally: TallyState
-    patience: PatienceState
+    tally: RunTallyState
+    patience: FailureLimitsState
 
     @property
     def complete(self) -> tuple[SavedGroup, ...]:
@@ -76,7 +76,8 @@ class Snapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 DECIDES = (
-    "groups_per_batch", "group_size", "max_async", "take_order", "max_off_policy_steps", "seed", "split", "curricula",
+    "prompts_batch_size_for_trainer", "group_size", "max_async_rollout", "take_order", "max_off_policy_steps", "seed", "split",
+    "curricula",
 )  # fmt: skip
 """Settings by which waiting groups were made: under other ones they would be too many, too old, or somebody else's."""
 
@@ -121,28 +122,28 @@ def digests_warning(snapshot: Snapshot, digests: Mapping[str, str]) -> str:
     return f"{', '.join(changed)}: prompts or settings are not those of the checkpoint" if changed else ""
 
 
-def saved(group: Group) -> SavedGroup:
+def save_groups(groups: Iterable[RolloutGroup]) -> tuple[SavedGroup, ...]:
+    return tuple(map(_save, groups))
+
+
+def _save(group: RolloutGroup) -> SavedGroup:
     if group.playing:
         return SavedGroup(group.group_id, group.prompt, group.returned)
-    survivors = tuple(SavedSample(sample.rollout_id, sample.reward, sample.tokens) for sample in group.survivors)
+    survivors = tuple(SavedSample(rollout.rollout_id, rollout.reward, rollout.tokens) for rollout in group.survivors)
     return SavedGroup(group.group_id, group.prompt, group.returned, group.v_start, survivors)
 
 
-def all_saved(groups: Iterable[Group]) -> tuple[SavedGroup, ...]:
-    return tuple(map(saved, groups))
-
-
-def restored(saved_groups: Iterable[SavedGroup], state: State, group_size: int) -> Iterator[Group]:
-    """The groups as they were. A sample of a complete group that has no reward was given up."""
-    for one in saved_groups:
-        group = Group(one.group_id, one.prompt, one.returned, group_size)
-        if state is not State.PENDING:
+def restore_groups(saved: Iterable[SavedGroup], state: GroupState, group_size: int) -> Iterator[RolloutGroup]:
+    """The groups as they were. A rollout of a complete group that has no reward was given up."""
+    for one in saved:
+        group = RolloutGroup(one.group_id, one.prompt, one.returned, group_size)
+        if state is not GroupState.PENDING:
             group.state, group.v_start, group.undecided = state, one.v_start, 0
             scored = {sample.rollout_id: sample for sample in one.survivors}
-            for sample in group.samples:
-                known = scored.get(sample.rollout_id)
-                sample.fate = Fate.FAILED if known is None else Fate.DONE
+            for rollout in group.rollouts:
+                known = scored.get(rollout.rollout_id)
+                rollout.status = RolloutStatus.FAILED if known is None else RolloutStatus.DONE
                 if known is not None:
-                    sample.reward, sample.tokens = known.reward, known.tokens
+                    rollout.reward, rollout.tokens = known.reward, known.tokens
             group.failed = group_size - len(scored)
         yield group

@@ -40,7 +40,7 @@ class WeightState:
 
 
 @dataclass(frozen=True)
-class Load:
+class LoadReport:
     """How much an engine has to do. `kv_used` is a share, `preemptions` counts since its start."""
 
     kv_used: float = 0.0
@@ -76,7 +76,7 @@ class Engine(Protocol):
         ...
 
     @property
-    def load(self) -> Load:
+    def load(self) -> LoadReport:
         """As of its latest step."""
         ...
 

@@ -20,10 +20,10 @@ import msgspec
 import numpy as np
 
 from telescope.config.models import end_ids
-from telescope.inference.engine import EngineDead, Generated, Load, RequestRefused, WeightsRefused, WeightState
+from telescope.inference.engine import EngineDead, Generated, LoadReport, RequestRefused, WeightsRefused, WeightState
 from telescope.records import FinishReason, Sampling, WeightGroup, WeightManifest
-from telescope.weights.base import Reader, Receiver, TransferFailed, WeightsCorrupt
-from telescope.weights.shared_memory import TRANSPORT as SHARED_MEMORY
+from telescope.weights.base import Receiver, TransferFailed, WeightReader, WeightsCorrupt
+from telescope.weights.transports.shared_memory import TRANSPORT as SHARED_MEMORY
 
 JUMBLE_TOKENS = 8
 
@@ -113,7 +113,7 @@ class FakeEngine:
     def __init__(
         self,
         folder: Path,
-        reader: Reader,
+        reader: WeightReader,
         *,
         max_model_len: int,
         token_s: float = 0.0,
@@ -150,9 +150,9 @@ class FakeEngine:
         self._stepped = stepped
 
     @property
-    def load(self) -> Load:
+    def load(self) -> LoadReport:
         used = min(1.0, self._held / self._kv_tokens) if self._kv_tokens else 0.0
-        return Load(kv_used=used, running=len(self._aborts), waiting=0, preemptions=0)
+        return LoadReport(kv_used=used, running=len(self._aborts), waiting=0, preemptions=0)
 
     async def start(self) -> None: ...
 

@@ -14,9 +14,14 @@ import logging
 import os
 import re
 import signal
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
+
+from telescope.config import vllm_arguments
 from telescope.config.models import ModelNotFound, check_weights, model_folder, weight_files
 from telescope.config.parts import InferenceSettings
 from telescope.config.plugins import PluginError
@@ -25,38 +30,45 @@ from telescope.config.run import RunConfig, config_hash
 from telescope.config.secrets import SecretMissing, reveal
 from telescope.config.words import ConfigError
 from telescope.exit_codes import COMPONENT_FAILED
-from telescope.inference.card_room import card_bytes, free_on_cards, room_made
-from telescope.inference.checkpoint import CheckpointUnreadable
-from telescope.inference.deadline import Deadline
 from telescope.inference.engine import Engine, EngineDead, EngineRefused
 from telescope.inference.fake import FakeEngine
-from telescope.inference.http import PortTaken, bind, http_beside
 from telescope.inference.server import Server, first_of
 from telescope.inference.status import Status
-from telescope.inference.vllm_http import unknown_parsers
-from telescope.inference.vllm_options import Device, ServerPlan, vllm_environment
+from telescope.inference.vllm.engine_health import kill_tree
+from telescope.inference.vllm.gpu_memory import card_bytes, free_on_cards, room_made
+from telescope.inference.vllm.http import PortTaken, bind, http_beside, unknown_parsers
+from telescope.inference.vllm.model_tensors import ModelFilesUnreadable
+from telescope.inference.vllm.options import Device, ServerPlan, vllm_environment
 from telescope.runlog import http_key, temporary
 from telescope.runlog.layout import RunDirectory, write_atomically
 from telescope.runlog.model_files import ModelFilesChanged, check_model_files
-from telescope.weights.base import Receiver
-from telescope.weights.choose import TransportRefused, make_receiver, planned
-from telescope.weights.shared_memory import SharedMemoryReader
-from telescope.wire.heap import freeze_heap
+from telescope.weights.base import Receiver, ServerEnd, Transport, TransportRefused
+from telescope.weights.choose import choose, read_placement, transport_named
+from telescope.weights.transports.shared_memory import SharedMemoryReader
 from telescope.wire.hub import BindFailed, Hub
 from telescope.wire.hub_session import HubIdentity
 from telescope.wire.link import Link, LinkLost, WireRefused, WireTimeout
-from telescope.wire.process import Interrupted, Known, Place, Signals, run_process
+from telescope.wire.process import (
+    Interrupted,
+    KnownErrors,
+    ProcessContext,
+    ProcessSignals,
+    freeze_heap,
+    leave,
+    run_process,
+    say_why,
+)
 from telescope.wire.security import BadKeys
 
 log = logging.getLogger(__name__)
 
-KNOWN = Known(
+KNOWN = KnownErrors(
     errors=(
         *(
             PortTaken,
             ModelNotFound,
             ModelFilesChanged,
-            CheckpointUnreadable,
+            ModelFilesUnreadable,
             EngineRefused,
             ConfigError,
             PluginError,
@@ -66,7 +78,7 @@ KNOWN = Known(
     ),
     gone=(EngineDead, LinkLost),
 )
-DOOR_CLOSE_S = 0.5
+DIRECT_CLOSE_S = 0.5
 """For the workers' goodbyes at a server's own port."""
 ROOM_SHARE = 0.9
 """Of the time for the start: an engine still waits for room then, and says so before the start's own deadline speaks."""
@@ -79,11 +91,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_process(live, prog="python -m telescope.inference", known=KNOWN, arguments=arguments)
 
 
-def live(place: Place, signals: Signals) -> int:
+def live(place: ProcessContext, signals: ProcessSignals) -> int:
     return asyncio.run(_live(place, signals))
 
 
-async def _live(place: Place, signals: Signals) -> int:
+async def _live(place: ProcessContext, signals: ProcessSignals) -> int:
     """0 after the orchestrator's Stop, 128 + n after a signal n."""
     config = place.config
     settings = config.inference
@@ -93,8 +105,7 @@ async def _live(place: Place, signals: Signals) -> int:
     deadline = Deadline(place.directory, place.name)
     scratch = place.directory.scratch(place.name)
     device = device_of(config, os.environ)
-    adapters = config.model.lora is not None
-    transport = planned(config.weight_sync.transport, place.directory.plan_json, adapters=adapters)
+    transport = choose(config, read_placement(place.directory.plan_json))
     engine = build_engine(config, place.identity.run_id, device, place.name, scratch, transport)
     if settings.engine != "fake":
         name, folder = config.model.name, model_folder(config.model.name)
@@ -108,12 +119,12 @@ async def _live(place: Place, signals: Signals) -> int:
         status = Status(place.name)
         async with (
             http_beside(engine.client, listener, config.model, settings, key, status) as url,
-            _door(place) as door,
+            _open_direct(place) as direct,
         ):
             freeze_heap()
             with _told(place, url):
-                async with await asyncio.to_thread(_connect, place, door) as link:
-                    code = await _until_stopped(Server(link, engine, door, status), signalled)
+                async with await asyncio.to_thread(_connect, place, direct) as link:
+                    code = await _until_stopped(Server(link, engine, direct, status), signalled)
     except Interrupted as interrupted:
         code = 128 + interrupted.number
         raise
@@ -147,22 +158,22 @@ def http_api_key(settings: InferenceSettings, run: RunDirectory) -> str | None:
 
 
 @contextlib.asynccontextmanager
-async def _door(place: Place) -> AsyncIterator[Hub | None]:
+async def _open_direct(place: ProcessContext) -> AsyncIterator[Hub | None]:
     """The server's own port where `wire.direct=true`. Workers are told to stop when it closes; nobody waits for them long."""
     if not place.config.wire.direct:
         yield None
         return
     identity = HubIdentity(place.identity.run_id, place.identity.attempt, config_hash(place.config))
     silent_s = place.config.orchestrator.silent_s
-    door = await Hub.open_door(place.directory, place.name, identity, interface=place.address, silent_s=silent_s)
+    direct = await Hub.open_direct(place.directory, place.name, identity, interface=place.address, silent_s=silent_s)
     try:
-        yield door
+        yield direct
     finally:
-        await door.close(f"{place.name} ends", timeout_s=DOOR_CLOSE_S)
+        await direct.close(f"{place.name} ends", timeout_s=DIRECT_CLOSE_S)
 
 
 @contextlib.contextmanager
-def _told(place: Place, url: str) -> Iterator[None]:
+def _told(place: ProcessContext, url: str) -> Iterator[None]:
     """While the block runs, the run directory says where this server's HTTP is."""
     file = place.directory.server(place.name)
     if url:
@@ -174,9 +185,9 @@ def _told(place: Place, url: str) -> Iterator[None]:
         file.unlink(missing_ok=True)
 
 
-def _connect(place: Place, door: Hub | None) -> Link:
-    address = door.address if door is not None else None
-    hello = place.hello("server", capacity=lanes(place.config), version=0, door=address)
+def _connect(place: ProcessContext, direct: Hub | None) -> Link:
+    address = direct.address if direct is not None else None
+    hello = place.make_hello("server", capacity=lanes(place.config), version=0, direct_address=address)
     return Link.connect(place.directory, hello, deadline_s=place.config.cluster.placement_timeout_s)
 
 
@@ -211,10 +222,12 @@ def device_of(config: RunConfig, environ: Mapping[str, str]) -> Device:
     return "gpu" if visible and config.cluster.device != "cpu" else "cpu"
 
 
-def fake_receivers(run: str, name: str, init_timeout_s: float) -> Callable[[str], Receiver]:
+def fake_receivers(config: RunConfig, run: str, name: str) -> Callable[[str], Receiver]:
     """The fake engine's ends of transports, one for the life of the server; a broadcast has it as `server-0/0`."""
+    sync = config.weight_sync
+    end = ServerEnd(run, f"{name}/0", "cpu", sync.init_timeout_s)
     return functools.cache(
-        lambda transport: make_receiver(transport, run=run, member=f"{name}/0", device="cpu", init_timeout_s=init_timeout_s)
+        lambda transport: transport_named(transport, config.plugin_path, sync.transport_kwargs).receiver(end)
     )
 
 
@@ -224,7 +237,7 @@ def build_engine(
     device: Device,
     name: str = "server-0",
     scratch: Path | None = None,
-    transport: str = "auto",
+    transport: Transport | None = None,
 ) -> Engine:
     """The engine that `inference.engine` names, not started. For vLLM this sets the environment, so it goes before its import.
 
@@ -243,7 +256,7 @@ def build_engine(
             token_s=settings.fake_token_s,
             kv_tokens=settings.fake_kv_tokens,
             weights_s=settings.fake_weights_s,
-            receivers=fake_receivers(run, name, config.weight_sync.init_timeout_s),
+            receivers=fake_receivers(config, run, name),
             deadline_s=config.weight_sync.update_timeout_s,
         )
     if sentence := unserved(config, device):
@@ -254,11 +267,47 @@ def build_engine(
         os.environ["VLLM_RPC_BASE_PATH"] = str(temporary.make())
     if sentence := unknown_parsers(settings):
         raise EngineRefused(sentence)
-    plan = ServerPlan(config.model, folder, settings, device, lanes(config), config.seed, run, name, transport)
+    if refused := [sentence for _, sentence in vllm_arguments.refusals(settings.vllm)]:  # the head may have had no vLLM to ask
+        raise EngineRefused("; ".join(refused))
+    plan = ServerPlan(
+        config.model, folder, settings, device, lanes(config), config.seed, run, name, transport, config.plugin_path
+    )
     if config.model.lora is not None:
-        from telescope.inference.lora_engine import LoraEngine
+        from telescope.inference.vllm.lora_engine import LoraEngine
 
         return LoraEngine(plan, config.weight_sync, scratch)
-    from telescope.inference.vllm_engine import VllmEngine
+    from telescope.inference.vllm.engine import VllmEngine
 
     return VllmEngine(plan, config.weight_sync)
+
+
+class Deadline:
+    """The last resort of a process whose library may hang: say why, end all children, leave, from a thread of its own.
+
+    `with deadline(900, "its engine did not start within …"): …` ends the process where the block takes longer.
+
+    With `code=70` the sentence is the process's failure; with another (done, interrupted) it is a warning in the log.
+    """
+
+    def __init__(self, directory: RunDirectory, name: str) -> None:
+        self._directory = directory
+        self._name = name
+
+    @contextmanager
+    def __call__(self, limit_s: float, sentence: str, code: int = COMPONENT_FAILED) -> Iterator[None]:
+        timer = threading.Timer(limit_s, self._end, (f"{self._name}: {sentence}={limit_s:g} s", code))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _end(self, sentence: str, code: int) -> None:
+        for child in psutil.Process().children():
+            kill_tree(child.pid)
+        if code == COMPONENT_FAILED:
+            say_why(self._directory, self._name, sentence, code)
+        else:
+            log.warning("%s", sentence)
+        leave(code)

@@ -15,18 +15,20 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from telescope.inference.door import Door, Port, completion
-from telescope.inference.engine import Engine, EngineDead, Generated, Load, RequestRefused, WeightsRefused, WeightState
+from telescope.inference.engine import Engine, EngineDead, Generated, LoadReport, RequestRefused, WeightsRefused, WeightState
 from telescope.inference.status import Status
+from telescope.wire.direct import DirectEndpoint
 from telescope.wire.happenings import Delivery
+from telescope.wire.hub import Hub
 from telescope.wire.messages import (
     Abort,
     AbortWeights,
     Asleep,
     Body,
     CommitWeights,
+    Completion,
     EngineLoad,
-    Expect,
+    ExpectRequest,
     Generate,
     GenerateFailed,
     PrepareWeights,
@@ -66,28 +68,23 @@ class Wire(Protocol):
 class Asked(Protocol):
     """Whoever asked for a completion: where its one answer goes."""
 
-    def completed(self, done: Generated) -> None: ...
-
-    def failed(self, cause: str) -> None: ...
+    def answer(self, body: Completion | GenerateFailed, arrays: Sequence[np.ndarray] = ()) -> None: ...
 
 
-class Relayed:
+class RelayedRequest:
     """A request that came through the orchestrator, and is answered there."""
 
-    def __init__(self, link: Wire, order: Generate, delivery: Delivery) -> None:
-        self._link, self._order, self._delivery = link, order, delivery
+    def __init__(self, link: Wire, delivery: Delivery) -> None:
+        self._link, self._delivery = link, delivery
 
-    def completed(self, done: Generated) -> None:
-        self._link.send(completion(self._order.request_id, done), done.arrays, answers=self._delivery)
-
-    def failed(self, cause: str) -> None:
-        self._link.send(GenerateFailed(request_id=self._order.request_id, cause=cause), answers=self._delivery)
+    def answer(self, body: Completion | GenerateFailed, arrays: Sequence[np.ndarray] = ()) -> None:
+        self._link.send(body, arrays, answers=self._delivery)
 
 
 class Server:
-    """Serves one link, and its own door where it has one (`port`), with one engine until Stop."""
+    """Serves one link, and its own port where it has one (`port`, for the direct path), with one engine until Stop."""
 
-    def __init__(self, link: Wire, engine: Engine, port: Port | None = None, status: Status | None = None) -> None:
+    def __init__(self, link: Wire, engine: Engine, port: Hub | None = None, status: Status | None = None) -> None:
         self._link = link
         self._engine = engine
         self._requests: dict[str, asyncio.Task[None]] = {}
@@ -96,10 +93,10 @@ class Server:
         """The last order to prepare a version, answered or not."""
         self._others: set[asyncio.Task[None]] = set()
         self._failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
-        self._told = Load()
+        self._told = LoadReport()
         self._telling: asyncio.TimerHandle | None = None
         self._status = status or Status("server-0")
-        self._door = Door(port, link, self._begin, self._abort) if port is not None else None
+        self._direct = DirectEndpoint(port, link, self._begin, self._abort) if port is not None else None
         engine.on_step(self._stepped)
 
     async def run(self) -> str:
@@ -107,8 +104,8 @@ class Server:
         self._link.progress("waiting for orders")
         receiving = asyncio.create_task(self._receive())
         dying = asyncio.create_task(self._engine.dead())
-        if self._door is not None:
-            self._start(self._door.run())
+        if self._direct is not None:
+            self._start(self._direct.run())
         try:
             await first_of(receiving, dying, self._failed)
             if dying.done():  # what else failed, failed for that
@@ -128,13 +125,13 @@ class Server:
             delivery = await self._link.received()
             match delivery.body:
                 case Generate() as order:
-                    self._begin(order, delivery.arrays[0], Relayed(self._link, order, delivery))
-                case Expect() as order if self._door is not None:
-                    self._door.expect(order, delivery)
-                case Abort() as order if self._door is None or not self._door.abort(order.request_id):
+                    self._begin(order, delivery.arrays[0], RelayedRequest(self._link, delivery))
+                case ExpectRequest() as order if self._direct is not None:
+                    self._direct.expect(order, delivery)
+                case Abort() as order if self._direct is None or not self._direct.abort(order.request_id):
                     self._abort(order.request_id)
                 case Abort():
-                    pass  # it had not come yet, and the door has said so
+                    pass  # it had not come yet, and the endpoint has said so
                 case PrepareWeights() as order:
                     self._preparing = order.manifest.version, self._start(self._change_weights(order, delivery))
                 case CommitWeights() | AbortWeights() as order:
@@ -167,7 +164,7 @@ class Server:
         if self._telling is None and self._load() != self._told:
             self._tell_load()
 
-    def _load(self) -> Load:
+    def _load(self) -> LoadReport:
         load = self._engine.load
         return replace(load, kv_used=round(load.kv_used, KV_DIGITS))
 
@@ -192,9 +189,9 @@ class Server:
             prompt_ids = np.array(ids, dtype=np.int32)
             done = await self._engine.generate(order.request_id, prompt_ids, order.sampling, order.priority)
         except RequestRefused as error:
-            asked.failed(str(error))
+            asked.answer(GenerateFailed(order.request_id, str(error)))
         else:
-            asked.completed(done)
+            asked.answer(make_completion(order.request_id, done), done.arrays)
         self._status.answered += 1
         self._moved(ended=1)
 
@@ -274,3 +271,14 @@ class Server:
                 return await self._engine.commit(order.version)
             case AbortWeights():
                 return await self._engine.discard(order.version)
+
+
+def make_completion(request_id: str, done: Generated) -> Completion:
+    return Completion(
+        request_id=request_id,
+        finish_reason=done.finish_reason,
+        tokens=len(done.ids),
+        cached_tokens=done.cached_tokens,
+        queued_s=done.queued_s,
+        generated_s=done.generated_s,
+    )

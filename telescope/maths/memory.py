@@ -99,7 +99,7 @@ def shape_from(config: Mapping[str, Any]) -> ModelShape:
 # ---- training
 
 
-class Adapters(msgspec.Struct, frozen=True, kw_only=True):
+class AdapterShape(msgspec.Struct, frozen=True, kw_only=True):
     """LoRA: float32 matrices A and B beside those of each layer that are named; the model is frozen."""
 
     rank: int
@@ -154,7 +154,7 @@ class TrainerMemory(msgspec.Struct, frozen=True, kw_only=True):
     """A step has several rows on this rank: the gradients of those before stand while the next one is at work."""
 
     @property
-    def standing(self) -> int:
+    def resident(self) -> int:
         return self.weights + self.moments + self.gathered + self.reference + self.handed
 
     @property
@@ -166,18 +166,18 @@ class TrainerMemory(msgspec.Struct, frozen=True, kw_only=True):
     def at_the_head(self) -> int:
         """The forward pass is over, and the log-probs' gradient is computed."""
         gradients = self.gradients if self.accumulates else 0
-        return self.standing + gradients + self.waiting + self.kept + self.logits
+        return self.resident + gradients + self.waiting + self.kept + self.logits
 
     @property
     def at_the_last_layer(self) -> int:
         """It is computed again, where it was not kept, while all others' activations still wait: the peak of long rows."""
         gradients = self.gradients if self.accumulates else 0
-        return self.standing + gradients + self.head_gradient + self.layer_waiting + self.kept - self.tail + self.again
+        return self.resident + gradients + self.head_gradient + self.layer_waiting + self.kept - self.tail + self.again
 
     @property
     def at_the_first_layer(self) -> int:
         """The end of the backward pass: all gradients are there."""
-        return self.standing + self.gradients + self.layer_waiting + self.at_work
+        return self.resident + self.gradients + self.layer_waiting + self.at_work
 
     @property
     def at_the_update(self) -> int:
@@ -206,7 +206,7 @@ def trainer_memory(
     checkpointing: Checkpointing = True, checkpointed_layers: int | None = None, reshard: bool | int = True,
     optimizer: Optimizer = "adamw", offload: Offload = "none", reference: bool = False, handed_bytes: int = 0,
     rows: int = 2, compiled: bool = False, pointwise_again: bool = False, joined: bool = False,
-    adapters: Adapters | None = None,
+    adapters: AdapterShape | None = None,
 ) -> TrainerMemory:  # fmt: skip
     """One of `ranks` that share a model under FSDP2, with rows of `row_tokens` tokens and logits of `chunk` tokens at once.
 
@@ -363,7 +363,7 @@ def _layer_kept(shape: ModelShape, compute_bytes: int, checkpointing: Checkpoint
     return compute_bytes * shape.hidden
 
 
-def _layer_own(shape: ModelShape, compute_bytes: int, compiled: bool, joined: bool, adapters: Adapters | None) -> int:
+def _layer_own(shape: ModelShape, compute_bytes: int, compiled: bool, joined: bool, adapters: AdapterShape | None) -> int:
     """All that one layer keeps. Attention in parts keeps their results, and what follows keeps them joined: of compiled layers
     it is counted; the estimate of the others is met within 5 % with and without it."""
     own = (compiled_activation_bytes if compiled else layer_activation_bytes)(shape, compute_bytes)
@@ -372,7 +372,7 @@ def _layer_own(shape: ModelShape, compute_bytes: int, compiled: bool, joined: bo
 
 
 def _layer_at_work(
-    shape: ModelShape, compute_bytes: int, compiled: bool, joined: bool, adapters: Adapters | None
+    shape: ModelShape, compute_bytes: int, compiled: bool, joined: bool, adapters: AdapterShape | None
 ) -> tuple[int, int]:
     """What one layer keeps, and its gradients: as large as what its widest part keeps; of a compiled one, which frees and
     fuses, the one that comes in and one as wide as the MLP. Adapters' products lie beside those of the matrices, forward and

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from telescope.algorithms.base import Algorithm, AlgorithmRaised, named
-from telescope.flow.commands import Train
-from telescope.flow.draws import Permutation, keyed_hash
+from telescope.flow.commands import TrainGroups
+from telescope.flow.prompt_sampler import Permutation, keyed_hash
 from telescope.maths import batching, dealing
-from telescope.orchestrator.rewards import RewardRanges
-from telescope.orchestrator.shelf import Scored, Shelf
+from telescope.orchestrator.rollout_store import Rollout, RolloutStore
+from telescope.orchestrator.step_metrics import RewardRanges
 from telescope.records import Denominators, TrainItem
 from telescope.wire.codec import MAX_FRAME_BYTES
 from telescope.wire.messages import TrainStep
@@ -39,8 +39,9 @@ class Recipe:
     """Neighbouring trainer ranks that train the same trajectories together."""
     rewards: RewardRanges = field(default_factory=RewardRanges)
 
-    def fitted(self, rollout: Scored) -> Scored:
-        """With branches of at most `seq_len` tokens. Raises `BatchUnusable` where they are longer and may not be cut."""
+    def fit_to_row(self, rollout: Rollout) -> Rollout:
+        """With branches of at most `seq_len` tokens: itself, or a shortened copy. Raises `BatchUnusable` where they are longer
+        and may not be cut."""
         longest = max(len(branch.ids) for branch in rollout.branches)
         if longest <= self.seq_len:
             return rollout
@@ -51,14 +52,13 @@ class Recipe:
             )
         return replace(rollout, branches=tuple(branch.first(self.seq_len) for branch in rollout.branches))
 
-    def shaped(self, rollout: Scored) -> Scored:
-        """With its reward for training and what its length costs."""
+    def shape_reward(self, rollout: Rollout) -> None:
+        """Note its reward for training and what its length costs."""
         with named(self.algorithm, "length_penalty", f"rollout {rollout.order.rollout_id}"):
-            penalty = self.algorithm.length_penalty(rollout.trained_tokens, max_tokens=self.max_tokens)
-        normalised = self.rewards.trained(rollout.order.prompt.environment, rollout.done.reward)
-        return replace(rollout, normalised=normalised, length_penalty=penalty)
+            rollout.length_penalty = self.algorithm.length_penalty(rollout.trained_tokens, max_tokens=self.max_tokens)
+        rollout.normalised = self.rewards.choose(rollout.order.prompt.environment, rollout.result.reward)
 
-    def filters(self, rollouts: Sequence[Scored], step: int) -> tuple[tuple[str, ...], ...]:
+    def find_filters(self, rollouts: Sequence[Rollout], step: int) -> tuple[tuple[str, ...], ...]:
         """Of each rollout the rules by which it leaves the loss."""
         try:
             with named(self.algorithm, "filters_out", f"step {step}"):
@@ -76,11 +76,11 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Batch:
+class TrainBatch:
     """A step's rollouts. Those with an entry in `filters` have an advantage and are not trained."""
 
-    command: Train
-    rollouts: tuple[Scored, ...]
+    command: TrainGroups
+    rollouts: tuple[Rollout, ...]
     advantages: np.ndarray  # [rollouts] float64
     filters: tuple[tuple[str, ...], ...]  # by rollout: the rules by which it left the loss
     denominators: tuple[Denominators, ...]  # one an update: the minibatches of each epoch, one epoch after another
@@ -89,7 +89,7 @@ class Batch:
     """By rollout id: how many tokens each of its branches lost beyond trainer.seq_len, where one did."""
 
     @property
-    def trained(self) -> tuple[Scored, ...]:
+    def trained(self) -> tuple[Rollout, ...]:
         """The rollouts in the loss."""
         return tuple(rollout for rollout, why in zip(self.rollouts, self.filters, strict=True) if not why)
 
@@ -101,11 +101,11 @@ class Batch:
     @property
     def lags(self) -> np.ndarray:
         """Versions between each sampled token and the weights it trains [trained tokens]."""
-        sampled_by = [rollout.versions() for rollout in self.trained]
+        sampled_by = [rollout.versions for rollout in self.trained]
         lags: np.ndarray = self.command.step - 1 - np.concatenate([np.zeros(0, np.int32), *sampled_by])
         return lags
 
-    def metrics(self) -> dict[str, float]:
+    def compute_metrics(self) -> dict[str, float]:
         """Shares of the batch's rollouts that were cut off and that left the loss, by rule, and what lengths cost."""
         count = len(self.rollouts)
         rules = {rule: sum(rule in why for why in self.filters) for rule in ("overlong", "repetition")}
@@ -118,15 +118,20 @@ class Batch:
             "length_penalty_mean": float(np.mean([rollout.length_penalty for rollout in self.rollouts])),
         }
 
-    def lag_of(self, rollout: Scored) -> int | None:
+    def find_lag(self, rollout: Rollout) -> int | None:
         """Versions between the rollout's oldest sampled token and the weights it trains; None without such a token."""
-        versions = rollout.versions()
+        versions = rollout.versions
         return self.command.step - 1 - int(versions.min()) if len(versions) else None
 
 
-def cut(
-    command: Train, shelf: Shelf, recipe: Recipe, *, ranks: int, attention_length: float = batching.ATTENTION_LENGTH
-) -> Batch:
+def make_batch(
+    command: TrainGroups,
+    store: RolloutStore,
+    recipe: Recipe,
+    *,
+    ranks: int,
+    attention_length: float = batching.ATTENTION_LENGTH,
+) -> TrainBatch:
     """Advantages over the batch (discarded groups count in its statistics), then whole groups to minibatches, in an order drawn
     from the seed, and the rollouts of each minibatch to ranks by cost. What the algorithm's filters take out counts in the
     statistics alone; of what is longer than a row the beginning is trained, where the recipe says so.
@@ -134,24 +139,26 @@ def cut(
     Raises `BatchUnusable` where rollouts have not one finite advantage each, a method of the algorithm raises, a trajectory is
     too long, or a rank's part is more than may travel.
     """
-    groups = tuple(tuple(shelf[rollout] for rollout in rollouts) for rollouts in command.rollout_ids)
+    groups = tuple(store.take(rollout_ids) for rollout_ids in command.rollout_ids)
     whole = tuple(rollout for group in groups for rollout in group)
-    kept = tuple(recipe.fitted(rollout) for rollout in whole)
-    baseline = tuple(shelf[rollout] for rollouts in command.baseline_rollout_ids for rollout in rollouts)
+    kept = tuple(recipe.fit_to_row(rollout) for rollout in whole)
+    baseline = tuple(rollout for rollout_ids in command.baseline_rollout_ids for rollout in store.take(rollout_ids))
     rewards = np.array([rollout.reward for rollout in kept + baseline], dtype=np.float64)
     numbers = np.array([rollout.order.group_id for rollout in kept + baseline], dtype=np.int64)
-    advantages = _advantages(recipe, rewards, numbers, command.step)[: len(kept)]
-    filters = recipe.filters(whole, command.step)
+    advantages = _compute_advantages(recipe, rewards, numbers, command.step)[: len(kept)]
+    filters = recipe.find_filters(whole, command.step)
     places = np.split(np.arange(len(kept)), np.cumsum([len(group) for group in groups])[:-1])
     parts = [
         [place for group in part for place in group.tolist() if not filters[place]]
         for epoch in range(recipe.epochs)
-        for part in batching.cut(_order(places, recipe, command.step, epoch), recipe.minibatches)
+        for part in batching.cut(_shuffle_groups(places, recipe, command.step, epoch), recipe.minibatches)
     ]
-    counts = tuple(_denominators([kept[place] for place in part]) for part in parts)
+    counts = tuple(_count_denominators([kept[place] for place in part]) for part in parts)
     different = ranks // recipe.ranks_a_shard
-    shares = [_shares(kept, part, different, recipe.seq_len, attention_length) for part in parts]
-    dealt = [_shard(command.step, kept, advantages, counts, [share[place] for share in shares]) for place in range(different)]
+    shares = [_deal(kept, part, different, recipe.seq_len, attention_length) for part in parts]
+    dealt = [
+        _make_shard(command.step, kept, advantages, counts, [share[rank] for share in shares]) for rank in range(different)
+    ]
     shards = tuple(shard for shard in dealt for _ in range(recipe.ranks_a_shard))
     largest = max(array.nbytes for shard in shards for array in shard.arrays)
     if largest > MAX_FRAME_BYTES:
@@ -160,10 +167,10 @@ def cut(
             "that may travel: lower orchestrator.prompts_batch_size_for_trainer or "
             f"trainer.epochs_per_batch={recipe.epochs} (each epoch is sent), or raise cluster.trainer_num_workers"
         )
-    return Batch(command, kept, advantages, filters, counts, shards, _truncated(whole, kept))
+    return TrainBatch(command, kept, advantages, filters, counts, shards, _count_truncated(whole, kept))
 
 
-def _advantages(recipe: Recipe, rewards: np.ndarray, groups: np.ndarray, step: int) -> np.ndarray:
+def _compute_advantages(recipe: Recipe, rewards: np.ndarray, groups: np.ndarray, step: int) -> np.ndarray:
     """[N] float64, by the algorithm, which may be the user's own. Raises `BatchUnusable`."""
     whose = f"{type(recipe.algorithm).__name__}.advantages"
     try:
@@ -179,12 +186,12 @@ def _advantages(recipe: Recipe, rewards: np.ndarray, groups: np.ndarray, step: i
     if not np.isfinite(given).all():
         raise BatchUnusable(
             f"step {step}: the rewards of its batch, from {rewards.min():g} to {rewards.max():g}, give advantages "
-            f"that are no finite numbers: keep rewards within a few thousand, or mend {whose}"
+            f"that are not finite numbers: keep rewards within a few thousand, or mend {whose}"
         )
     return given.astype(np.float64, copy=False)
 
 
-def _order(groups: Sequence[np.ndarray], recipe: Recipe, step: int, epoch: int) -> Sequence[np.ndarray]:
+def _shuffle_groups(groups: Sequence[np.ndarray], recipe: Recipe, step: int, epoch: int) -> Sequence[np.ndarray]:
     """The groups as an epoch takes them, shuffled. In order of their ids those begun long ago, which took long because
     they are long, would all come into the first minibatch. Lengths play no part in it."""
     if recipe.minibatches == 1:
@@ -193,7 +200,7 @@ def _order(groups: Sequence[np.ndarray], recipe: Recipe, step: int, epoch: int) 
     return [groups[shuffled[place]] for place in range(len(groups))]
 
 
-def _truncated(whole: Sequence[Scored], fitted: Sequence[Scored]) -> dict[int, tuple[int, ...]]:
+def _count_truncated(whole: Sequence[Rollout], fitted: Sequence[Rollout]) -> dict[int, tuple[int, ...]]:
     return {
         before.order.rollout_id: tuple(
             len(long.ids) - len(short.ids) for long, short in zip(before.branches, after.branches, strict=True)
@@ -203,14 +210,14 @@ def _truncated(whole: Sequence[Scored], fitted: Sequence[Scored]) -> dict[int, t
     }
 
 
-def _denominators(rollouts: Sequence[Scored]) -> Denominators:
+def _count_denominators(rollouts: Sequence[Rollout]) -> Denominators:
     return batching.denominators(
         [rollout.trained_tokens for rollout in rollouts], [rollout.order.group_id for rollout in rollouts]
     )
 
 
-def _shares(
-    rollouts: Sequence[Scored], part: Sequence[int], ranks: int, seq_len: int, attention_length: float
+def _deal(
+    rollouts: Sequence[Rollout], part: Sequence[int], ranks: int, seq_len: int, attention_length: float
 ) -> list[list[int]]:
     """The rollouts of one minibatch that each rank gets."""
     lengths = [[len(branch.ids) for branch in rollouts[place].branches] for place in part]
@@ -218,9 +225,9 @@ def _shares(
     return [[part[index] for index in share] for share in shares]
 
 
-def _shard(
+def _make_shard(
     step: int,
-    rollouts: Sequence[Scored],
+    rollouts: Sequence[Rollout],
     advantages: np.ndarray,
     counts: tuple[Denominators, ...],
     shares: Sequence[Sequence[int]],
@@ -243,9 +250,9 @@ def _shard(
                 )
             )
             pieces.append((branch.ids, branch.mask, branch.logprobs, branch.versions))
-    arrays = tuple(np.concatenate(column) for column in zip(*pieces, strict=True)) if pieces else _nothing()
+    arrays = tuple(np.concatenate(column) for column in zip(*pieces, strict=True)) if pieces else _make_empty_arrays()
     return Shard(TrainStep(step=step, items=tuple(items), denominators=counts), arrays)
 
 
-def _nothing() -> tuple[np.ndarray, ...]:
+def _make_empty_arrays() -> tuple[np.ndarray, ...]:
     return tuple(np.zeros(0, dtype) for dtype in (np.int32, np.uint8, np.float32, np.int32))

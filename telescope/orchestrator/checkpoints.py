@@ -1,7 +1,7 @@
 """The checkpoint under way: every rank writes its part, a thread writes the orchestrator's, and one rename makes them whole.
 
 Owns who has yet to write and the deadline of the whole. Refuses to decide when one is due (flow/saving.py) and what is in it
-(saved.py, the backends). A save that fails is told once and costs the run nothing but the checkpoint.
+(saved_state.py, the backends). A save that fails is told once and costs the run nothing but the checkpoint.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from telescope.flow import events
-from telescope.orchestrator import saved
-from telescope.orchestrator.complaints import Complaints
-from telescope.orchestrator.record import Recorder
+from telescope.orchestrator.peers import ProtocolViolations
+from telescope.orchestrator.recorder import Recorder
+from telescope.orchestrator.saved_state import OrchestratorState, write_state
 from telescope.runlog import checkpoints
 from telescope.wire.happenings import Delivery
 from telescope.wire.hub import Hub
-from telescope.wire.messages import CheckpointFailed, CheckpointStaged, CheckpointWritten, SaveCheckpoint
+from telescope.wire.messages import CheckpointError, CheckpointStaged, CheckpointWritten, SaveCheckpoint
 
 log = logging.getLogger(__name__)
 
-Answer = CheckpointStaged | CheckpointWritten | CheckpointFailed
+SaveAnswer = CheckpointStaged | CheckpointWritten | CheckpointError
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,13 @@ class _Save:
     failure: str = ""
 
 
-class CheckpointDesk:
+class CheckpointCoordinator:
     """Drives one save at a time; `take_events` gives its end to the loop. Each `begin` has one, within twice the deadline."""
 
     def __init__(
-        self, hub: Hub, recorder: Recorder, complaints: Complaints, ranks: tuple[str, ...], rules: SaveRules | None
+        self, hub: Hub, recorder: Recorder, violations: ProtocolViolations, ranks: tuple[str, ...], rules: SaveRules | None
     ) -> None:
-        self._hub, self._recorder, self._complaints = hub, recorder, complaints
+        self._hub, self._recorder, self._violations = hub, recorder, violations
         self._ranks, self._rules = ranks, rules
         self._save: _Save | None = None
         self._events: list[events.AnyEvent] = []
@@ -83,28 +83,28 @@ class CheckpointDesk:
         """Ranks that copy their state off, and hear nothing meanwhile. A save that is given up excuses nobody."""
         return frozenset(self._save.stalled) if self._save is not None else frozenset()
 
-    def begin(self, step: int, part: saved.Part, now: float) -> None:
-        """Order the ranks to write, and write `part` from a thread. `now`: monotonic seconds."""
+    def begin(self, step: int, state: OrchestratorState, now: float) -> None:
+        """Order the ranks to write, and write `state` from a thread. `now`: monotonic seconds."""
         rules = self._rules
         assert rules is not None  # the core orders none where the configuration asks for none
         try:
             folder = checkpoints.begin(rules.directory, step, rules.attempt)
         except OSError as error:
-            self._failed(step, f"{rules.directory}: {error.strerror or error}")
+            self._report_failure(step, f"{rules.directory}: {error.strerror or error}")
             return
         save = self._save = _Save(step, folder, now + rules.timeout_s, set(self._ranks), set(self._ranks))
         for rank in self._ranks:
             save.numbers[rank] = self._hub.send(rank, SaveCheckpoint(step=step, folder=str(folder)))
         if rules.training_state:
-            save.own = self._writer.submit(saved.write, folder, part)
+            save.own = self._writer.submit(write_state, folder, state)
 
-    def answer(self, delivery: Delivery, body: Answer) -> None:
+    def hear(self, delivery: Delivery, body: SaveAnswer) -> None:
         save = self._save
         expected = save is not None and delivery.peer in save.waiting
         # a rank may answer a save that was given up when that of the same step is made once more
         late = save is not None and delivery.answers not in (0, save.numbers.get(delivery.peer))
         if save is None or body.step != save.step or late or not expected:
-            self._complaints.note(
+            self._violations.note(
                 delivery.peer, f"its {type(body).__name__} of step {body.step} is of no save under way; ignored"
             )
             return
@@ -112,11 +112,11 @@ class CheckpointDesk:
         match body:
             case CheckpointStaged(stall_s=stall_s):
                 save.stall_s = max(save.stall_s, stall_s)
-                self._recorder.next_step({"checkpoint/stall_s": save.stall_s})
+                self._recorder.add_to_next_step({"checkpoint/stall_s": save.stall_s})
                 return
             case CheckpointWritten(nbytes=nbytes):
                 save.nbytes += nbytes
-            case CheckpointFailed(cause=cause):
+            case CheckpointError(cause=cause):
                 save.failure = save.failure or f"{delivery.peer} could not write its part: {cause}"
         save.waiting.discard(delivery.peer)
 
@@ -128,7 +128,7 @@ class CheckpointDesk:
         if save.completing is None:
             self._collect(save, now)
         elif save.completing.done():
-            self._completed(save, save.completing)
+            self._finish(save, save.completing)
         elif now > save.deadline:  # it may yet become whole, and is then as good as any
             self._give_up(save, "it was not forced to the disk within the time that checkpoint.timeout_s gives")
 
@@ -136,7 +136,7 @@ class CheckpointDesk:
         happened, self._events = self._events, []
         return happened
 
-    def remedy(self, lost: int, run_dir: str) -> str:
+    def describe_remedy(self, lost: int, run_dir: str) -> str:
         """What a user does about the checkpoint of step `lost`, the last, which could not be written: by what is on the disk
         now. The processes that hold the weights are about to leave."""
         rules = self._rules
@@ -150,8 +150,8 @@ class CheckpointDesk:
             return f"{mend}. {later}: now none can be looked for ({error})"
         if before and rules.training_state:
             return (
-                f"{mend}, then {resume} goes on from the checkpoint of step {before}, trains {_steps(before + 1, lost)} again "
-                "and saves"
+                f"{mend}, then {resume} goes on from the checkpoint of step {before}, trains {_name_steps(before + 1, lost)} "
+                "again and saves"
             )
         there = (
             f"the checkpoint of step {before} can be exported, but has weights alone (checkpoint.save_training_state=false)"
@@ -173,7 +173,7 @@ class CheckpointDesk:
                 late = ", ".join(sorted(save.waiting)) or "the orchestrator"
                 self._give_up(save, f"{late} did not write within the time that checkpoint.timeout_s gives")
             return
-        if save.own is not None and (error := _error(save.own)):
+        if save.own is not None and (error := _find_error(save.own)):
             save.failure = save.failure or f"the orchestrator could not write its part: {error}"
         if save.failure:
             checkpoints.discard(save.folder)
@@ -202,40 +202,40 @@ class CheckpointDesk:
             written=checkpoints.now(),
         )
         checkpoints.finish(save.folder, facts)
-        for step in _kept_out(lambda: checkpoints.retain(rules.directory, rules.keep_last, rules.keep_every)):
+        for step in _delete_old(lambda: checkpoints.retain(rules.directory, rules.keep_last, rules.keep_every)):
             log.info("the checkpoint of step %d is deleted (checkpoint.keep_last)", step)
 
-    def _completed(self, save: _Save, done: Future[None]) -> None:
-        if error := _error(done):
+    def _finish(self, save: _Save, done: Future[None]) -> None:
+        if error := _find_error(done):
             checkpoints.discard(save.folder)
             self._give_up(save, f"it could not be completed: {error}")
             return
         self._save = None
         seconds = time.monotonic() - save.began
         log.info("checkpoint of step %d: %.1f MB in %.2f s", save.step, save.nbytes / 1e6, seconds)
-        self._recorder.next_step({"checkpoint/seconds": seconds, "checkpoint/bytes": float(save.nbytes)})
-        self._recorder.checkpoint(save.step, "complete", nbytes=save.nbytes, seconds=seconds, stall_s=save.stall_s)
+        self._recorder.add_to_next_step({"checkpoint/seconds": seconds, "checkpoint/bytes": float(save.nbytes)})
+        self._recorder.record_checkpoint(save.step, "complete", nbytes=save.nbytes, seconds=seconds, stall_s=save.stall_s)
         self._events.append(events.CheckpointDone(step=save.step))
 
     def _give_up(self, save: _Save, cause: str) -> None:
         self._save = None
-        self._failed(save.step, cause, stall_s=save.stall_s)
+        self._report_failure(save.step, cause, stall_s=save.stall_s)
 
-    def _failed(self, step: int, cause: str, stall_s: float = 0.0) -> None:
+    def _report_failure(self, step: int, cause: str, stall_s: float = 0.0) -> None:
         is_last = self._rules is not None and step == self._rules.last_step
         how = ", the last, failed" if is_last else " failed, and the run goes on"
         sentence = f"the checkpoint of step {step}{how}: {cause}"
         log.error("%s", sentence)
         self._recorder.alert("error", "checkpoint", sentence, shown=not is_last)
-        self._recorder.checkpoint(step, "failed", stall_s=stall_s, cause=cause)
+        self._recorder.record_checkpoint(step, "failed", stall_s=stall_s, cause=cause)
         self._events.append(events.CheckpointFailed(step=step, cause=cause))
 
 
-def _steps(first: int, last: int) -> str:
+def _name_steps(first: int, last: int) -> str:
     return f"step {last}" if first == last else f"steps {first} to {last}"
 
 
-def _error(done: Future[int] | Future[None]) -> str:
+def _find_error(done: Future[int] | Future[None]) -> str:
     error = done.exception()
     if error is None:
         return ""
@@ -244,7 +244,7 @@ def _error(done: Future[int] | Future[None]) -> str:
     return str(error) or type(error).__name__
 
 
-def _kept_out(delete: Callable[[], list[int]]) -> list[int]:
+def _delete_old(delete: Callable[[], list[int]]) -> list[int]:
     """A checkpoint that can't be deleted makes the new one no worse."""
     try:
         return delete()

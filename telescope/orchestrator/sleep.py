@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable
 
-from telescope.orchestrator.complaints import Complaints
+from telescope.orchestrator.peers import ProtocolViolations
 from telescope.wire.happenings import Delivery
 from telescope.wire.hub import Hub, NoCredit
 from telescope.wire.messages import Asleep, Sleep
@@ -21,12 +21,15 @@ END_S = 60.0
 """Beyond the time to fall asleep: for a killed server to end. A supervisor that has not said so by then never will."""
 
 
-class SleepDesk:
+class SleepCoordinator:
     """One step at a time. A server that does not fall asleep within `timeout_s` is fenced: its end frees the memory too.
-    `dying` gives the servers that were given up and whose processes have not ended yet."""
+    `dying` gives the servers that were given up and whose processes have not ended yet; None: no server sleeps in this run."""
 
-    def __init__(self, hub: Hub, complaints: Complaints, timeout_s: float, dying: Callable[[], Collection[str]]) -> None:
-        self._hub, self._complaints, self._timeout_s, self._dying = hub, complaints, timeout_s, dying
+    def __init__(
+        self, hub: Hub, violations: ProtocolViolations, timeout_s: float, dying: Callable[[], Collection[str]] | None
+    ) -> None:
+        self._hub, self._violations, self._timeout_s = hub, violations, timeout_s
+        self._sleeps, self._dying = dying is not None, dying or tuple
         self._asked: dict[tuple[str, int], int] = {}
         """The step, by server and number of its order."""
         self._then: Callable[[], None] | None = None
@@ -43,9 +46,9 @@ class SleepDesk:
         return f"waiting for the end of {', '.join(sorted(self._dying()))}"
 
     def begin(self, step: int, servers: Iterable[str], then: Callable[[], None], now: float) -> None:
-        """Send the servers to sleep and call `then` when none holds its memory."""
+        """Send the servers to sleep, where they do, and call `then` when none holds its memory."""
         self._then, self._deadline = then, now + self._timeout_s
-        for server in servers:
+        for server in servers if self._sleeps else ():
             try:
                 number = self._hub.send(server, Sleep(step=step))
             except NoCredit:
@@ -55,15 +58,15 @@ class SleepDesk:
                 self._asked[server, number] = step
         self._go_on()
 
-    def answer(self, delivery: Delivery, body: Asleep) -> None:
+    def hear(self, delivery: Delivery, body: Asleep) -> None:
         step = self._asked.pop((delivery.peer, delivery.answers), None)
         if step != body.step:
-            self._complaints.note(delivery.peer, f"its Asleep of step {body.step} answers no order to sleep; ignored")
+            self._violations.note(delivery.peer, f"its Asleep of step {body.step} answers no order to sleep; ignored")
         if step is not None:
             log.info("%s sleeps for step %d after %.3f s", delivery.peer, step, body.seconds)
         self._go_on()
 
-    def lost(self, server: str) -> None:
+    def lose(self, server: str) -> None:
         """The server is gone; its memory is when its process has ended."""
         self._asked = {key: step for key, step in self._asked.items() if key[0] != server}
         self._fenced = [(name, why) for name, why in self._fenced if name != server]
@@ -80,7 +83,7 @@ class SleepDesk:
         self._go_on()
 
     def take_fenced(self) -> list[tuple[str, str]]:
-        """Servers that must not run on, and why; whoever takes them says that they are `lost`."""
+        """Servers that must not run on, and why; whoever takes them calls `lose` for them."""
         fenced, self._fenced = self._fenced, []
         return fenced
 

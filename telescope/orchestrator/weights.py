@@ -10,9 +10,9 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from telescope.flow import events
-from telescope.orchestrator.complaints import Complaints
-from telescope.orchestrator.record import Recorder
-from telescope.orchestrator.updates import Answer, Epochs, Order, Phase, WeightUpdate
+from telescope.orchestrator.peers import ProtocolViolations
+from telescope.orchestrator.recorder import Recorder
+from telescope.orchestrator.weight_update import GroupEpochs, UpdatePhase, WeightAnswer, WeightOrder, WeightUpdate
 from telescope.records import WeightGroup, WeightManifest
 from telescope.wire.happenings import Delivery
 from telescope.wire.hub import Hub, NoCredit
@@ -31,27 +31,27 @@ class UpdateRules:
     """Processes of one server that take part in a broadcast, each as a member of its own."""
 
 
-class WeightDesk:
+class WeightCoordinator:
     """Drives one update at a time. `fenced` and `events` are for the loop, which empties them, `fenced` first."""
 
     def __init__(
         self,
         hub: Hub,
         recorder: Recorder,
-        complaints: Complaints,
+        violations: ProtocolViolations,
         ranks: tuple[str, ...],
         rules: UpdateRules,
         saving: Callable[[], Collection[str]] = tuple,
     ) -> None:
         """`saving`: see `WeightUpdate`."""
-        self._hub, self._recorder, self._complaints = hub, recorder, complaints
+        self._hub, self._recorder, self._violations = hub, recorder, violations
         self._ranks, self._rules, self._saving = ranks, rules, saving
         self._served: dict[str, int] = {}
         self._update: WeightUpdate | None = None
-        self._orders: dict[tuple[str, int], Order] = {}
+        self._orders: dict[tuple[str, int], WeightOrder] = {}
         self._manifest: WeightManifest | None = None
-        self._epochs = Epochs()
-        self._reported = Phase.PUBLISH
+        self._epochs = GroupEpochs()
+        self._reported = UpdatePhase.PUBLISH
         self._events: list[events.AnyEvent] = []
         self._fenced: list[tuple[str, str]] = []
         self.newest = 0
@@ -63,16 +63,16 @@ class WeightDesk:
         update = self._update
         return f"weights of version {update.version}: being {update.phase.value}" if update is not None else ""
 
-    def joined(self, server: str, version: int) -> None:
+    def join(self, server: str, version: int) -> None:
         self._served[server] = version
 
-    def lost(self, server: str, now: float) -> None:
+    def lose(self, server: str, now: float) -> None:
         """The server is gone, with what it was asked."""
         self._served.pop(server, None)
-        self._epochs.broken(server)
+        self._epochs.break_up(server)
         self._orders = {key: order for key, order in self._orders.items() if key[0] != server}
         if self._update is not None:
-            self._update.lost(server, now)
+            self._update.lose(server, now)
             self._follow()
 
     def begin(self, version: int, now: float) -> None:
@@ -86,13 +86,13 @@ class WeightDesk:
             timeout_s=self._rules.timeout_s,
             max_retries=self._rules.max_retries,
             now=now,
-            members=self._group,
-            broken=self._epochs.broken,
+            make_group=self._make_group,
+            break_up=self._epochs.break_up,
             saving=self._saving,
             manifest=self._manifest if known else None,
             served_elsewhere=version in self._served.values(),
         )
-        self._reported = Phase.PREPARE if known else Phase.PUBLISH
+        self._reported = UpdatePhase.PREPARE if known else UpdatePhase.PUBLISH
         self._follow()
 
     def tick(self, now: float) -> None:
@@ -100,12 +100,12 @@ class WeightDesk:
             self._update.tick(now)
             self._follow()
 
-    def answer(self, delivery: Delivery, body: Answer, now: float) -> None:
+    def hear(self, delivery: Delivery, body: WeightAnswer, now: float) -> None:
         """A peer's answer to a weight order. What counts is which order it answers."""
         order = self._orders.pop((delivery.peer, delivery.answers), None)
         update = self._update
         if order is None:
-            self._complaints.note(delivery.peer, f"its {type(body).__name__} answers no weight order; ignored")
+            self._violations.note(delivery.peer, f"its {type(body).__name__} answers no weight order; ignored")
             return
         if isinstance(body, WeightsReady) and order.peer in self._served:
             self._served[order.peer] = body.version
@@ -114,7 +114,7 @@ class WeightDesk:
         current = order.phase is update.phase and order.round == update.round
         if current:
             self._record(update, order, body)
-        update.answered(order, body, now)
+        update.hear(order, body, now)
         self._follow()
 
     def take_fenced(self) -> list[tuple[str, str]]:
@@ -139,7 +139,7 @@ class WeightDesk:
         if update.over:
             self._end(update)
 
-    def _send(self, order: Order) -> None:
+    def _send(self, order: WeightOrder) -> None:
         try:
             number = self._hub.send(order.peer, order.body)
         except NoCredit:
@@ -154,32 +154,32 @@ class WeightDesk:
         """One row for a version that is published, and one for each round that came to nothing."""
         if update.phase is self._reported:
             return
-        if self._reported is Phase.PUBLISH and update.manifest is not None:
-            self._recorder.weights(update, "published")
-        if update.phase is Phase.ABORT:
+        if self._reported is UpdatePhase.PUBLISH and update.manifest is not None:
+            self._recorder.record_weights(update, "published")
+        if update.phase is UpdatePhase.ABORT:
             log.warning("weights of version %d, round %d: %s", update.version, update.round, update.cause)
-            self._recorder.weights(update, "broken off")
+            self._recorder.record_weights(update, "broken off")
             self._recorder.alert("warning", "weights", f"round {update.round} of version {update.version}: {update.cause}")
         self._reported = update.phase
 
     def _end(self, update: WeightUpdate) -> None:
         self._update = None
         self._manifest = update.manifest
-        if update.phase is Phase.DONE:
+        if update.phase is UpdatePhase.DONE:
             self._events.append(events.UpdateDone(version=update.version))
             return
-        self._recorder.weights(update, "failed")
+        self._recorder.record_weights(update, "failed")
         self._events.append(events.UpdateFailed(version=update.version, cause=update.cause))
 
-    def _record(self, update: WeightUpdate, order: Order, body: Answer) -> None:
+    def _record(self, update: WeightUpdate, order: WeightOrder, body: WeightAnswer) -> None:
         if isinstance(body, WeightsFailed):
-            self._recorder.weights(update, "refused", order.peer, cause=body.cause)
+            self._recorder.record_weights(update, "refused", order.peer, cause=body.cause)
         elif isinstance(body, WeightsSent):
-            self._recorder.weights(update, "sent", order.peer)
-        elif isinstance(body, WeightsReady) and update.phase in (Phase.PREPARE, Phase.COMMIT):
-            self._recorder.weights(update, update.phase.value, order.peer, body.pause_s)
+            self._recorder.record_weights(update, "sent", order.peer)
+        elif isinstance(body, WeightsReady) and update.phase in (UpdatePhase.PREPARE, UpdatePhase.COMMIT):
+            self._recorder.record_weights(update, update.phase.value, order.peer, body.pause_s)
 
-    def _group(self, servers: tuple[str, ...]) -> WeightGroup:
+    def _make_group(self, servers: tuple[str, ...]) -> WeightGroup:
         """Rank 0 sends; each process of each server receives."""
         each = range(self._rules.workers_per_server)
-        return self._epochs.group((self._ranks[0], *(f"{server}/{index}" for server in servers for index in each)))
+        return self._epochs.find_group((self._ranks[0], *(f"{server}/{index}" for server in servers for index in each)))

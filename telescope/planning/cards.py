@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import msgspec
 
-from telescope.flow.latency import EngineTimes, Load, Spread, constant
 from telescope.maths.flops import forward_flops_per_token, train_flops_per_token
 from telescope.maths.memory import (
     Checkpointing,
@@ -17,11 +16,13 @@ from telescope.maths.memory import (
     Optimizer,
     moment_bytes,
 )
+from telescope.planning.latencies import Distribution, EngineTimes, Latencies, constant
+from telescope.weights.base import TransportCost
 
 GIB = 2**30
 
 
-class Card(msgspec.Struct, frozen=True, kw_only=True):
+class GpuCard(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     memory: int
     """Bytes that a process can have."""
@@ -34,8 +35,8 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
 
 
 CARDS = {
-    "h100": Card(name="H100", memory=79 * GIB, flops=989e12, bandwidth=3.35e12, link=450e9),
-    "h200": Card(name="H200", memory=140 * GIB, flops=989e12, bandwidth=4.8e12, link=450e9),
+    "h100": GpuCard(name="H100", memory=79 * GIB, flops=989e12, bandwidth=3.35e12, link=450e9),
+    "h200": GpuCard(name="H200", memory=140 * GIB, flops=989e12, bandwidth=4.8e12, link=450e9),
 }
 
 READ_SHARE = 0.9
@@ -61,31 +62,12 @@ TRAIN_OVERHEAD_S = 0.2
 """Of a train step: tensors prepared, counts exchanged."""
 
 
-class Way(msgspec.Struct, frozen=True):
-    """How weights reach the servers: seconds from a trained step to the commit = `fixed_s` + bytes / `bytes_s`."""
-
-    fixed_s: float
-    bytes_s: float
-    pause_s: float
-    """Of it, how long servers stand still."""
-
-
-WAYS = {
-    "nccl": Way(0.014, 290e9, 0.007),
-    "cuda_ipc": Way(0.042, 105e9, 0.0075),
-    "shared_memory": Way(0.2, 3e9, 0.05),
-    "disk": Way(0.2, 1e9, 0.05),
-}
-"""By transport. `nccl`: the straight line through four models of 0.99 to 8.04 GB on two H200 of one host, within 20 %;
-`cuda_ipc`: one model of 6.17 GB on one H200 (benchmarks/results/updates). The others were not measured with GPUs."""
-
-
-class Work(msgspec.Struct, frozen=True, kw_only=True):
+class PlannedWork(msgspec.Struct, frozen=True, kw_only=True):
     """What of a configuration the latencies depend on."""
 
     shape: ModelShape
-    completion_tokens: Spread
-    prompt_tokens: Spread
+    completion_tokens: Distribution
+    prompt_tokens: Distribution
     row_tokens: int
     ranks: int
     kv_tokens: float
@@ -102,18 +84,18 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     epochs: int = 1
     parallel: int = 1
     """Cards a server."""
-    transport: str = "nccl"
+    sending: TransportCost
+    """How weights reach the servers."""
     sent_share: float = 1.0
     """Of the weights' bytes, what an update sends: next to nothing of it for adapters."""
 
 
-def latencies(card: Card, work: Work) -> Load:
+def derive_latencies(card: GpuCard, work: PlannedWork) -> Latencies:
     """Uncalibrated times of one server and one rank on this card."""
     shape, length = work.shape, work.prompt_tokens.mean + work.completion_tokens.mean
     weights = shape.parameters * work.compute_bytes
     read = card.bandwidth * READ_SHARE * work.parallel
     flops = card.flops * work.parallel
-    way = WAYS[work.transport]
     engine = EngineTimes(
         step_s=weights / read + STEP_OVERHEAD_S,
         sequence_s=forward_flops_per_token(shape) / (flops * DECODE_SHARE) + SEQUENCE_S,
@@ -126,7 +108,7 @@ def latencies(card: Card, work: Work) -> Load:
         shape, length, checkpointing=work.checkpointing, checkpointed_layers=work.checkpointed_layers
     )  # fmt: skip
     train_token_s = trained / (card.flops * TRAIN_SHARE)
-    return Load(
+    return Latencies(
         prompt_tokens=work.prompt_tokens,
         completion_tokens=work.completion_tokens,
         engine=engine,
@@ -134,12 +116,12 @@ def latencies(card: Card, work: Work) -> Load:
         reward_s=constant(0.02),
         train_step_s=TRAIN_OVERHEAD_S + work.updates * _optimizer_s(card, work),
         train_token_s=work.epochs * (train_token_s + (_collectives_s(card, work) + _bus_s(work)) / work.row_tokens),
-        sync_s=way.fixed_s + work.sent_share * weights / way.bytes_s,
-        pause_s=way.pause_s,
+        sync_s=work.sending.fixed_s + work.sent_share * weights / work.sending.bytes_s,
+        pause_s=work.sending.pause_s,
     )
 
 
-def _optimizer_s(card: Card, work: Work) -> float:
+def _optimizer_s(card: GpuCard, work: PlannedWork) -> float:
     """The optimiser reads weight, gradient and moments of each parameter of the share, and writes weight and moments. Moments
     that come from host memory cross the bus twice besides; where everything is there, the host's processors do it."""
     share = _share(work)
@@ -154,16 +136,16 @@ def _optimizer_s(card: Card, work: Work) -> float:
             return touched / HOST_S
 
 
-def _bus_s(work: Work) -> float:
+def _bus_s(work: PlannedWork) -> float:
     """Of one row, with weights in host memory: its shares come for forward and for backward, and the gradients go back."""
     return 3 * work.weight_bytes * _share(work) / BUS_S if work.offload == "parameters" else 0.0
 
 
-def _share(work: Work) -> float:
+def _share(work: PlannedWork) -> float:
     return work.shape.parameters * work.replicas / work.ranks
 
 
-def _collectives_s(card: Card, work: Work) -> float:
+def _collectives_s(card: GpuCard, work: PlannedWork) -> float:
     """Of one row: weights gathered for forward and again for backward, gradients summed in float32. Nothing on one rank; of
     replicas each rank's share of the gradients is summed over them besides."""
     if work.ranks == 1:

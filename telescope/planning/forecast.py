@@ -1,6 +1,6 @@
 """From a run's configuration to what the simulator needs, and to the best split of GPUs.
 
-Owns which setting becomes which number of it; bytes are room.py's. Refuses to print (report.py does) and to read files.
+Owns which setting becomes which number of it; bytes are memory.py's. Refuses to print (report.py does) and to read files.
 """
 
 from __future__ import annotations
@@ -13,28 +13,26 @@ from telescope.backends.fsdp import FSDP
 from telescope.backends.fsdp.sizing import BYTES, too_short
 from telescope.config.cluster import MOST_WORKERS
 from telescope.config.run import RunConfig
-from telescope.flow.latency import Load, lognormal
-from telescope.flow.outcome import Outcome
-from telescope.flow.simulate import Cluster, simulate
 from telescope.inference.main import lanes
 from telescope.maths.batching import assign
 from telescope.maths.memory import ModelShape
 from telescope.maths.packing import rows_needed
 from telescope.maths.short_rows import MEAN_SHARE, PROMPT_TOKENS, ShortRows
-from telescope.orchestrator.main import flow_settings
-from telescope.planning.calibrate import Calibration
-from telescope.planning.cards import Card, Work, latencies
-from telescope.planning.costs import Costs
-from telescope.planning.room import (
-    Refused,
-    divided_as,
+from telescope.orchestrator.main import make_flow_settings
+from telescope.planning.calibration import Calibration
+from telescope.planning.cards import GpuCard, PlannedWork, derive_latencies
+from telescope.planning.latencies import Latencies, lognormal
+from telescope.planning.memory import (
+    PlanRefused,
+    divide,
+    estimate_rank,
+    estimate_server,
     max_seqs,
     room_of,
     served_bytes,
-    serving,
-    training,
     transport_of,
 )
+from telescope.planning.simulator import SimulatedCluster, SimulatedRun, simulate
 
 SIGMA = 0.8
 """Of the logarithm of a completion's length, where none is known."""
@@ -43,9 +41,9 @@ FEWEST_STEPS = 12
 MOST_SPLITS = 24
 
 
-def cluster_of(config: RunConfig) -> Cluster:
+def cluster_of(config: RunConfig) -> SimulatedCluster:
     """Who plays, as the simulator sees it."""
-    return Cluster(
+    return SimulatedCluster(
         servers=max(1, config.cluster.inference_num_workers // config.inference.tensor_parallel_size),
         ranks=config.cluster.trainer_num_workers,
         server_capacity=lanes(config),
@@ -59,22 +57,22 @@ def cluster_of(config: RunConfig) -> Cluster:
     )
 
 
-def kv_tokens(config: RunConfig, shape: ModelShape | None, card: Card | None) -> float:
+def kv_tokens(config: RunConfig, shape: ModelShape | None, card: GpuCard | None) -> float:
     """Tokens that one server's KV cache holds; infinite where nothing is known of it."""
     if shape is None or config.inference.engine == "fake":
         return float("inf")
     if card is not None:
-        return float(max(1, serving(config, shape, card).kv_tokens))
+        return float(max(1, estimate_server(config, shape, card).kv_tokens))
     return config.inference.cpu_kv_cache_mb * 2**20 / shape.kv_bytes_per_token(served_bytes(config, gpu=False))
 
 
-def assumed_load(config: RunConfig, shape: ModelShape, card: Card, completion_tokens: float | None = None) -> Load:
+def assume_latencies(config: RunConfig, shape: ModelShape, card: GpuCard, completion_tokens: float | None = None) -> Latencies:
     """Uncalibrated latencies on this card, for log-normal completions of this mean (default: 0.4 of max_tokens)."""
     most = config.rollout.max_tokens
     mean = completion_tokens or MEAN_SHARE * most
     backend = config.backend
     fsdp = backend if isinstance(backend, FSDP) else FSDP()
-    work = Work(
+    work = PlannedWork(
         shape=shape,
         completion_tokens=lognormal(mean, SIGMA, most),
         prompt_tokens=lognormal(min(PROMPT_TOKENS, config.inference.max_model_len / 4), 0.3, config.inference.max_model_len),
@@ -92,23 +90,23 @@ def assumed_load(config: RunConfig, shape: ModelShape, card: Card, completion_to
         updates=config.trainer.number_of_minibatches * config.trainer.epochs_per_batch,
         epochs=config.trainer.epochs_per_batch,
         parallel=config.inference.tensor_parallel_size,
-        transport=transport_of(config),
+        sending=transport_of(config).cost,
         sent_share=0.0 if config.model.lora is not None else 1.0,
     )
-    return latencies(card, work)
+    return derive_latencies(card, work)
 
 
-def fitted_load(calibration: Calibration, config: RunConfig, shape: ModelShape | None, card: Card | None) -> Load:
+def adapt_latencies(calibration: Calibration, config: RunConfig, shape: ModelShape | None, card: GpuCard | None) -> Latencies:
     """The calibrated load with the room that this configuration's servers have, as often over the batch as it says, and as many
     groups of equal rewards as come in groups of its size."""
-    load = calibration.load
+    latencies = calibration.latencies
     engine = msgspec.structs.replace(
-        load.engine, kv_tokens=kv_tokens(config, shape, card), max_seqs=max_seqs(config, "cpu" if card is None else "gpu")
+        latencies.engine, kv_tokens=kv_tokens(config, shape, card), max_seqs=max_seqs(config, "cpu" if card is None else "gpu")
     )
     return msgspec.structs.replace(
-        load,
+        latencies,
         engine=engine,
-        train_token_s=load.train_token_s * config.trainer.epochs_per_batch,
+        train_token_s=latencies.train_token_s * config.trainer.epochs_per_batch,
         equal_share=_equal_share(calibration, config.rollout.group_size),
     )
 
@@ -116,29 +114,24 @@ def fitted_load(calibration: Calibration, config: RunConfig, shape: ModelShape |
 def _equal_share(calibration: Calibration, group_size: int) -> float:
     shares = calibration.equal_shares
     if group_size == calibration.settings.group_size or not shares or group_size < 2:
-        return calibration.load.equal_share
+        return calibration.latencies.equal_share
     return shares[min(group_size - 2, len(shares) - 1)]
 
 
-def forecast(config: RunConfig, load: Load) -> Outcome:
+def forecast(config: RunConfig, latencies: Latencies) -> SimulatedRun:
     """Simulate the run, or as many of its steps as settle."""
-    settings = flow_settings(config)
-    steps = min(settings.number_of_steps, max(FEWEST_STEPS, 4 * (settings.max_async + 1)))
-    return simulate(msgspec.structs.replace(settings, number_of_steps=steps), cluster_of(config), load)
+    settings = make_flow_settings(config)
+    steps = min(settings.number_of_steps, max(FEWEST_STEPS, 4 * (settings.max_async_rollout + 1)))
+    return simulate(msgspec.structs.replace(settings, number_of_steps=steps), cluster_of(config), latencies)
 
 
-def processor_step_s(config: RunConfig, costs: Costs, outcome: Outcome) -> float:
-    """Median of the processor seconds that a step of the simulated run takes of all processes together."""
-    return costs.step_s(outcome.steps, config.trainer.epochs_per_batch)
-
-
-def rows_a_rank(config: RunConfig, load: Load) -> int:
+def rows_a_rank(config: RunConfig, latencies: Latencies) -> int:
     """Packed rows of the fullest rank for a batch of lengths drawn evenly from the load; ranks that share rows are one."""
     count = config.orchestrator.prompts_batch_size_for_trainer * config.rollout.group_size
     most = config.trainer.seq_len
     shown = min(count, 2048)
     lengths = [
-        min(most, max(1, round(load.prompt_tokens.mean + load.completion_tokens.at((place + 0.5) / shown))))
+        min(most, max(1, round(latencies.prompt_tokens.mean + latencies.completion_tokens.at((place + 0.5) / shown))))
         for place in range(shown)
     ]
     ranks = config.cluster.trainer_num_workers // config.backend.ranks_a_shard
@@ -148,17 +141,20 @@ def rows_a_rank(config: RunConfig, load: Load) -> int:
     return max(rows_needed([lengths[item] for item in share], seq_len=most) if share else 1 for share in shares)
 
 
-def waiting_cards(config: RunConfig, load: Load, shape: ModelShape, card: Card) -> ShortRows | None:
+def find_short_rows(config: RunConfig, latencies: Latencies, shape: ModelShape, card: GpuCard) -> ShortRows | None:
     """Where rows are so short that cards of this kind would wait for their host."""
     if not isinstance(config.backend, FSDP):
         return None
-    length = load.prompt_tokens.mean + load.turns.mean * load.completion_tokens.clipped(config.rollout.max_tokens).mean
+    length = (
+        latencies.prompt_tokens.mean
+        + latencies.turns.mean * latencies.completion_tokens.clipped(config.rollout.max_tokens).mean
+    )
     rollouts = config.orchestrator.prompts_batch_size_for_trainer * config.rollout.group_size
 
     room = room_of(config, shape, card)
 
     def fits(row: int) -> bool:
-        rank = training(config, shape, seq_len=row)
+        rank = estimate_rank(config, shape, seq_len=row)
         return rank is not None and rank.needed <= room
 
     return too_short(
@@ -179,16 +175,16 @@ class Split(msgspec.Struct, frozen=True):
 
     servers: int
     ranks: int
-    outcome: Outcome | None
+    outcome: SimulatedRun | None
     problem: str = ""
 
 
-def splits(config: RunConfig, gpus: int, load_of: Callable[[RunConfig], Load]) -> Iterator[Split]:
+def try_splits(config: RunConfig, gpus: int, load_of: Callable[[RunConfig], Latencies]) -> Iterator[Split]:
     """Every division of `gpus` that a run may have (or an even choice of them), simulated. Raises `Refused`: there is none."""
     if gpus < 2:
-        raise Refused(f"gpus={gpus} can't be divided: inference and training need one each, so at least 2")
+        raise PlanRefused(f"gpus={gpus} can't be divided: inference and training need one each, so at least 2")
     if gpus > 2 * MOST_WORKERS:
-        raise Refused(f"gpus={gpus} are more than a run may have: {MOST_WORKERS} for servers and as many for ranks")
+        raise PlanRefused(f"gpus={gpus} are more than a run may have: {MOST_WORKERS} for servers and as many for ranks")
     cards = config.inference.tensor_parallel_size
     possible = [
         servers
@@ -196,19 +192,19 @@ def splits(config: RunConfig, gpus: int, load_of: Callable[[RunConfig], Load]) -
         if max(servers, gpus - servers) <= MOST_WORKERS and _can_train(config, gpus - servers)
     ]
     if not possible:
-        raise Refused(
+        raise PlanRefused(
             f"gpus={gpus} can't be divided: no number of servers of inference.tensor_parallel_size={cards} leaves as many "
             f"ranks as the settings of backend={config.backend_name} allow: give another --gpus"
         )
-    for servers in evenly(possible, MOST_SPLITS):
-        divided = divided_as(config, servers, gpus - servers)
+    for servers in pick_evenly(possible, MOST_SPLITS):
+        divided = divide(config, servers, gpus - servers)
         try:
             yield Split(servers, gpus - servers, forecast(divided, load_of(divided)))
-        except Refused as error:
+        except PlanRefused as error:
             yield Split(servers, gpus - servers, None, str(error))
 
 
-def evenly(values: Sequence[int], most: int) -> list[int]:
+def pick_evenly(values: Sequence[int], most: int) -> list[int]:
     """At most so many of them, the first and the last among these: `evenly(range(1, 10), 3) == [1, 5, 9]`."""
     if len(values) <= most:
         return list(values)
@@ -223,7 +219,7 @@ def _can_train(config: RunConfig, ranks: int) -> bool:
     )
 
 
-def best(divisions: list[Split]) -> Split | None:
+def choose_split(divisions: list[Split]) -> Split | None:
     """That of most trained tokens a second."""
     possible = [split for split in divisions if split.outcome is not None and split.outcome.ok]
     return max(possible, key=lambda split: split.outcome.tokens_per_s if split.outcome else 0.0, default=None)

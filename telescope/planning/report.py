@@ -1,24 +1,34 @@
-"""The sentences of `python -m telescope.plan`: memory, simulated times, splits. Numbers come in, lines go out."""
+"""The sentences of `python -m telescope plan`: memory, simulated times, splits, and which process would be where. Numbers and
+plans come in, lines go out; hosts to plan for are read from `--hosts` or from the settings of a Slurm job. Starts nothing."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 
+from telescope._launch.process_plan import Host, LaunchPlan, ProcessPlan
+from telescope._launch.slurm.allocation import list_nominal_nodes
+from telescope._launch.slurm.allocation import make_hosts as slurm_hosts
+from telescope.config.parts import DEFAULT_PORT
 from telescope.config.run import RunConfig
-from telescope.flow.latency import Load
-from telescope.flow.outcome import Outcome
+from telescope.config.slurm import SlurmSettings
 from telescope.maths.memory import ModelShape, ServerMemory, TrainerMemory
-from telescope.planning.calibrate import Calibration
-from telescope.planning.cards import GIB, Card
+from telescope.planning.calibration import Calibration
+from telescope.planning.cards import GIB, GpuCard
 from telescope.planning.forecast import Split
-from telescope.planning.room import Spare, typed
+from telescope.planning.latencies import Latencies
+from telescope.planning.memory import SpareMemory, write_settings
+from telescope.planning.simulator import SimulatedRun
 
 
-def describe_rows(config: RunConfig, load: Load, rows: int) -> str:
+def describe_rows(config: RunConfig, latencies: Latencies, rows: int) -> str:
     """How a batch of expected lengths is cut up."""
     updates, seq_len = config.trainer.number_of_minibatches * config.trainer.epochs_per_batch, config.trainer.seq_len
     rollouts = config.orchestrator.prompts_batch_size_for_trainer * config.rollout.group_size
-    tokens = load.prompt_tokens.mean + load.turns.mean * load.completion_tokens.clipped(config.rollout.max_tokens).mean
+    tokens = (
+        latencies.prompt_tokens.mean
+        + latencies.turns.mean * latencies.completion_tokens.clipped(config.rollout.max_tokens).mean
+    )
     return (
         f"With lengths of {tokens:,.0f} tokens on average a step trains about {rollouts * tokens:,.0f}, in {rows} row"
         f"{'s' * (rows != 1)} of {seq_len:,} on the fullest rank and {updates} optimiser update{'s' * (updates != 1)}."
@@ -51,16 +61,16 @@ def describe_trainer_memory(memory: TrainerMemory, ranks: int) -> str:
     return f"A trainer rank of {ranks} needs about {_gib(memory.total)} at its peak; not all at once: {said}.{host}"
 
 
-def describe_spare(spare: Spare, card: Card) -> str:
+def describe_spare(spare: SpareMemory, card: GpuCard) -> str:
     """Where memory would do instead of time."""
     return (
         f"A trainer rank leaves room: it needs about {_gib(spare.needed)} of {_gib(spare.room)} on an {card.name}. "
-        f"{typed(spare.settings)} fits as well, by the estimate of memory, and of the {spare.layers} layers "
+        f"{write_settings(spare.settings)} fits as well, by the estimate of memory, and of the {spare.layers} layers "
         f"{spare.fewest} compute again, not {spare.again}."
     )
 
 
-def describe_server_memory(memory: ServerMemory, max_model_len: int, card: Card) -> str:
+def describe_server_memory(memory: ServerMemory, max_model_len: int, card: GpuCard) -> str:
     staging = f", staging buffer {_gib(memory.staging)}" if memory.staging else ""
     return (
         f"A server on an {card.name} ({_gib(card.memory)}): weights {_gib(memory.weights)}{staging}, steps and runtime "
@@ -70,24 +80,24 @@ def describe_server_memory(memory: ServerMemory, max_model_len: int, card: Card)
 
 
 def describe_calibration(calibration: Calibration, folder: str) -> str:
-    engine = calibration.load.engine
+    latencies, engine = calibration.latencies, calibration.latencies.engine
     return (
         f"Calibrated on {folder}: {calibration.steps} steps of {_s(calibration.step_s)} (median) and {calibration.turns:,} "
         f"requests; a decode step takes {_s(engine.step_s)} + {_s(engine.sequence_s)} a sequence, a train step "
-        f"{_s(calibration.load.train_step_s)} + {_s(calibration.load.train_token_s * 1000)} a thousand tokens of a rank, "
-        f"weights {_s(calibration.load.sync_s)}; requests are met within {calibration.error:.0%}."
+        f"{_s(latencies.train_step_s)} + {_s(latencies.train_token_s * 1000)} a thousand tokens of a rank, "
+        f"weights {_s(latencies.sync_s)}; requests are met within {calibration.error:.0%}."
     )
 
 
-def describe_assumed(load: Load, card: Card) -> str:
+def describe_assumed(latencies: Latencies, card: GpuCard) -> str:
     return (
         f"Uncalibrated: times derived from the data sheet of an {card.name} for completions of "
-        f"{load.completion_tokens.mean:,.0f} tokens on average (--completion-tokens). They can be wrong by a factor of two; "
-        "--calibrate RUN_DIR takes those of a run."
+        f"{latencies.completion_tokens.mean:,.0f} tokens on average (--completion-tokens). They can be wrong by a factor of "
+        "two; --calibrate RUN_DIR takes those of a run."
     )
 
 
-def describe_outcome(outcome: Outcome) -> Iterator[str]:
+def describe_outcome(outcome: SimulatedRun) -> Iterator[str]:
     steps = len(outcome.steps)
     yield (
         f"Simulated ({steps} steps): a step takes {_s(outcome.step_s)} (median; {_s(outcome.mean_step_s)} in the mean of the "
@@ -149,3 +159,77 @@ def _s(seconds: float) -> str:
         if seconds * factor >= 1 or seconds == 0:
             return f"{seconds * factor:.3g} {unit}"
     return f"{seconds * 1e6:.3g} µs"
+
+
+_KIND = re.compile(r"^(?:(\d+)x)?(\d+)(?:x(\d+))?$")
+MOST_HOSTS = 10_000
+
+
+class BadHosts(ValueError):
+    """What --hosts says can't be read."""
+
+
+def read_hosts(text: str, cpus: int) -> tuple[Host, ...]:
+    """Hosts to plan for: `4x8` is four of 8 GPUs, `1x0x16,4x8x64` one of 16 cores without and four of 64 cores with 8 GPUs.
+
+    `cpus`: cores of a host where none are given. Raises `BadHosts`.
+    """
+    hosts: list[Host] = []
+    for part in text.split(","):
+        found = _KIND.match(part.strip())
+        if found is None or not 0 < int(found[1] or 1) + len(hosts) <= MOST_HOSTS:
+            raise BadHosts(f"--hosts {text} is no list of hosts: COUNTxGPUS or COUNTxGPUSxCORES, e.g. 4x8 or 1x0x16,4x8x64")
+        gpus = tuple(str(gpu) for gpu in range(int(found[2])))
+        for _ in range(int(found[1] or 1)):
+            hosts.append(Host(f"host-{len(hosts)}", int(found[3] or cpus), gpus, f"host-{len(hosts)}", ""))
+    return tuple(hosts)
+
+
+def plan_nodes(settings: SlurmSettings) -> tuple[Host, ...]:
+    """Those of a Slurm job as it asks for them. Several have addresses that only Slurm will know."""
+    nodes = list_nominal_nodes(settings)
+    return slurm_hosts(nodes, {node.name: (node.name, "") for node in nodes} if len(nodes) > 1 else {})
+
+
+def describe_placement(config: RunConfig, plan: LaunchPlan) -> Iterator[str]:
+    """Host by host: processes with their GPUs and threads, then ports and interfaces."""
+    hosts = plan.hosts
+    cluster = config.cluster
+    yield (
+        f"{len(hosts)} host{'s' * (len(hosts) != 1)}, on {plan.device}; servers {cluster.inference_placement}, trainer ranks "
+        f"{cluster.trainer_placement}:"
+    )
+    for node, host in enumerate(hosts):
+        processes = [process for process in plan.processes if process.node == node]
+        yield f"node-{node}: {_describe_host(host)}"
+        yield from (f"  {process.name:<14}{_describe_share(process)}" for process in processes)
+        taken = {gpu for process in processes for gpu in process.gpus}
+        if free := [gpu for gpu in host.gpus if gpu not in taken]:
+            yield f"  {'free':<14}GPU {', '.join(free)}"
+    yield from _describe_sockets(config, plan)
+
+
+def _describe_host(host: Host) -> str:
+    gpus = f"{len(host.gpus)} GPU{'s' * (len(host.gpus) != 1)}" if host.gpus else "no GPU"
+    at = f", {host.address}{f' ({host.interface})' if host.interface else ''}" if host.address != host.name else ""
+    side = "" if host.kept_for == "both" else f", for {'servers' if host.kept_for == 'inference' else 'trainer ranks'} alone"
+    return f"{host.name}{at}, {host.cpus} core{'s' * (host.cpus != 1)}, {gpus}{side}"
+
+
+def _describe_share(process: ProcessPlan) -> str:
+    threads = f"{process.threads} thread{'s' * (process.threads != 1)}"
+    return f"GPU {', '.join(process.gpus)}, {threads}" if process.gpus else threads
+
+
+def _describe_sockets(config: RunConfig, plan: LaunchPlan) -> Iterator[str]:
+    where = "loopback" if len(plan.hosts) == 1 else "each host's own address"
+    direct = " and servers for workers" if config.wire.direct else ""
+    yield f"Sockets bind to {where}, on free ports: the hub{direct} (CURVE); trainer ranks and weights (not encrypted)."
+    if not config.inference.http or config.inference.engine != "vllm":
+        return
+    base = config.inference.base_port
+    wish = {0: "any free port", DEFAULT_PORT: f"ports from {base} on, the next free ones where those are taken"}
+    port = wish.get(base, f"port {base} + the server's number")
+    host = config.inference.host or "loopback"
+    made = "; requests need the key in http.key of the run directory" if config.inference.makes_http_key else ""
+    yield f"HTTP of servers: {host}, {port}{'; requests need the API key' if config.inference.api_key else made}."

@@ -22,7 +22,7 @@ PIECE_BYTES = 8 << 20
 THREADS = 8
 
 
-class Tally:
+class FileDigests:
     """Of bytes in the order in which they are written, e.g. `crc32:0d4a1185`."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ def of_files(folder: Path, names: list[str]) -> dict[str, str]:
 
 def of_file(path: Path) -> str:
     """Of what is on the disk. Raises OSError."""
-    tally, piece = Tally(), memoryview(bytearray(PIECE_BYTES))
+    tally, piece = FileDigests(), memoryview(bytearray(PIECE_BYTES))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(piece):
             tally.add(piece[:count])

@@ -22,6 +22,6 @@ def read_object(path: Path) -> Mapping[str, Any]:
 def reason(run: RunDirectory) -> str:
     """The supervisor's verdict where there is one (it names the process that failed), else what the summary says."""
     try:
-        return run.verdict.read_text(encoding="utf-8").strip()
+        return run.run_failure.read_text(encoding="utf-8").strip()
     except OSError:
         return str(read_object(run.summary_json).get("exit_reason", ""))

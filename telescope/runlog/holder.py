@@ -13,9 +13,9 @@ import msgspec
 
 from telescope.runlog.layout import RunDirectory, write_atomically
 
-Life = Literal["alive", "gone", "elsewhere"]
-Stopped = Literal["ended", "late", "gone"]
-"""It ended after it was asked; it had not yet when time was up; it was no more."""
+HolderState = Literal["alive", "gone", "elsewhere"]
+StopResult = Literal["ended", "late", "gone"]
+"""It ended after it was asked; it had not yet when time was up; it was not there any more."""
 
 
 class Holder(msgspec.Struct, frozen=True):
@@ -28,7 +28,7 @@ class Holder(msgspec.Struct, frozen=True):
 
 def hold(run: RunDirectory) -> None:
     """Write down that this process watches the run."""
-    holder = Holder(socket.gethostname(), os.getpid(), _started(os.getpid()) or 0)
+    holder = Holder(socket.gethostname(), os.getpid(), _start_ticks(os.getpid()) or 0)
     write_atomically(run.holder_json, msgspec.json.encode(holder).decode() + "\n", mode=0o600)
 
 
@@ -40,21 +40,21 @@ def read_holder(run: RunDirectory) -> Holder | None:
         return None
 
 
-def life(holder: Holder) -> Life:
+def find_state(holder: Holder) -> HolderState:
     """`elsewhere`: on another host, of which nothing is known here."""
     if holder.host != socket.gethostname():
         return "elsewhere"
-    return "alive" if _started(holder.pid) == holder.started else "gone"
+    return "alive" if _start_ticks(holder.pid) == holder.started else "gone"
 
 
-def stop(holder: Holder, seconds: float) -> Stopped:
+def stop(holder: Holder, seconds: float) -> StopResult:
     """Ask as Ctrl-C does, and wait for its end. Call it on the holder's own host."""
     try:
         descriptor = os.pidfd_open(holder.pid)
     except ProcessLookupError:
         return "gone"
     try:
-        if _started(holder.pid) != holder.started:  # the descriptor holds the number: it can't be another's from here on
+        if _start_ticks(holder.pid) != holder.started:  # the descriptor holds the number: it can't be another's from here on
             return "gone"
         signal.pidfd_send_signal(descriptor, signal.SIGINT)
         return "ended" if select.select([descriptor], [], [], seconds)[0] else "late"
@@ -64,7 +64,7 @@ def stop(holder: Holder, seconds: float) -> Stopped:
         os.close(descriptor)
 
 
-def _started(pid: int) -> int | None:
+def _start_ticks(pid: int) -> int | None:
     """Field 22 of /proc/<pid>/stat (proc(5)); the name before it may hold spaces and brackets."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")

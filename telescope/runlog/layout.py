@@ -39,7 +39,7 @@ class RunDirectory:
 
     def make_folders(self) -> None:
         """Those that an attempt finds empty."""
-        for folder in ("journal", "live", "blocks", "logs", "failures", "wire", "control"):
+        for folder in ("journal", "live", "blocks", "logs", "failures", "wire"):
             (self.path / folder).mkdir(mode=0o700)
 
     # resolved once, by telescope.run
@@ -143,27 +143,6 @@ class RunDirectory:
         """The same of a life that was followed by another: `server-0.1.txt`."""
         return self.path / "failures" / f"{process}.{life}.txt"
 
-    # what orchestrator and supervisor tell each other about servers (runlog/control.py)
-    @property
-    def control(self) -> Path:
-        return self.path / "control"
-
-    @property
-    def underway(self) -> Path:
-        """There while the run would rather start a server again than end."""
-        return self.path / "control" / "underway"
-
-    def fence(self, process: str) -> Path:
-        return self.path / "control" / f"fence-{process}.json"
-
-    def ended(self, process: str) -> Path:
-        return self.path / "control" / f"ended-{process}.json"
-
-    @property
-    def farewell(self) -> Path:
-        """Why the run is told to stop, where that is no fault of its own; the supervisor writes it before it asks."""
-        return self.path / "control" / "farewell"
-
     # a run in Slurm (runlog/attempts.py)
     @property
     def slurm_json(self) -> Path:
@@ -190,7 +169,7 @@ class RunDirectory:
         return RunDirectory(self.path.parent.parent) if self.path.parent.name == "attempts" else self
 
     @property
-    def verdict(self) -> Path:
+    def run_failure(self) -> Path:
         """Why the run ends, in one sentence; written by the supervisor before it tells the rest to leave."""
         return self.failure("supervisor")
 
@@ -204,7 +183,7 @@ class RunDirectory:
         return self.path / "tokens" / f"step={step:06d}"
 
     def kept(self, step: int) -> Path:
-        """A train step's batch, kept to be run again (runlog/kept.py)."""
+        """A train step's batch, kept to be run again (runlog/kept_steps.py)."""
         return self.path / "kept" / f"step_{step:08d}"
 
     @property
@@ -214,7 +193,7 @@ class RunDirectory:
 
     @property
     def lineage_json(self) -> Path:
-        """Which rows of earlier attempts count (runlog/lineage.py)."""
+        """Which rows of earlier attempts count (runlog/attempts.py)."""
         return self.path / "lineage.json"
 
     @property

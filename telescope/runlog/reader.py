@@ -8,8 +8,8 @@ from typing import Any
 
 import orjson
 
+from telescope.runlog.attempts import read_lineage
 from telescope.runlog.layout import RunDirectory
-from telescope.runlog.lineage import read_lineage
 from telescope.runlog.schema import COMMON, STREAMS
 from telescope.runlog.sealing import segment_rows
 

@@ -49,7 +49,7 @@ class RunLogFailed(RuntimeError):
 
 
 @dataclass
-class Counters:
+class RowCounters:
     rows: int = 0
     dropped: int = 0
     unlogged: int = 0
@@ -57,7 +57,7 @@ class Counters:
 
 
 @dataclass
-class _Segment:
+class _LiveSegment:
     number: int
     descriptor: int
     opened: float
@@ -83,11 +83,11 @@ class RunLog:
     seals_at_end: bool = True
     """False: what is unsealed when it is closed stays as it is; readers read it as well, and a process of a short run need not
     load the library that seals."""
-    counters: Counters = field(default_factory=Counters)
+    counters: RowCounters = field(default_factory=RowCounters)
 
     def __post_init__(self) -> None:
         self._queue: queue.Queue[_Entry | None] = queue.Queue(maxsize=QUEUE_ROWS)
-        self._segments: dict[str, _Segment] = {}
+        self._segments: dict[str, _LiveSegment] = {}
         self._numbers: dict[str, int] = {}
         self._seq = 0
         self._disk_is_full = False
@@ -232,15 +232,15 @@ class RunLog:
         self._disk_is_full = False
         return True
 
-    def _open(self, stream: str) -> _Segment:
+    def _open(self, stream: str) -> _LiveSegment:
         number = self._numbers.get(stream, 0)
         path = self.run.live(self.writer, stream, number)
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
-        self._segments[stream] = _Segment(number, descriptor, time.monotonic())
+        self._segments[stream] = _LiveSegment(number, descriptor, time.monotonic())
         return self._segments[stream]
 
-    def _is_due(self, segment: _Segment) -> bool:
+    def _is_due(self, segment: _LiveSegment) -> bool:
         old = time.monotonic() - segment.opened > self.seconds_per_block and segment.rows > 0
         return old or segment.rows >= self.rows_per_block
 

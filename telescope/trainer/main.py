@@ -1,7 +1,7 @@
 """A trainer rank's process: `python -m telescope.trainer --run-dir DIR --name trainer-0`.
 
-Builds the backend (all ranks together), says hello when it can train, serves orders until told to stop. Exit codes: 0 done,
-1 error, 2 usage, 130 and 143 interrupted.
+Reads once, from the launcher's environment variables, which rank of how many it is. Builds the backend (all ranks together),
+says hello when it can train, serves orders until told to stop. Exit codes: 0 done, 1 error, 2 usage, 130 and 143 interrupted.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from telescope.backends.base import Backend, CheckpointUnfit, Job, RankLost, SaveSettings, World
 from telescope.config.models import ModelNotFound, check_weights, model_folder, weight_files
+from telescope.config.parts import ClusterSettings
 from telescope.config.plugins import PluginError
 from telescope.config.run import RunConfig, config_hash
 from telescope.config.secrets import SecretMissing
@@ -21,22 +23,59 @@ from telescope.config.words import ConfigError
 from telescope.runlog.checkpoints import CheckpointUnreadable, Resume, read_resume, trainer_part
 from telescope.runlog.model_files import ModelFilesChanged, check_model_files
 from telescope.runlog.writer import RunLog
-from telescope.trainer.keeping import Keeper, last_word
-from telescope.trainer.placement import Misplaced, placement
-from telescope.trainer.room import CudaCard, NoRoomBeside, Room
-from telescope.trainer.service import OutOfOrder, SenderStuck, Service
+from telescope.trainer.gpu_share import CudaCard, GpuShare, NoRoomBeside
+from telescope.trainer.kept_batches import Keeper, last_word
+from telescope.trainer.service import OutOfOrder, SenderStuck, TrainerService
 from telescope.trainer.timeline import Timeline
-from telescope.weights.base import NoRoomForWeights, Publisher
-from telescope.weights.choose import Here, TransportRefused, cards, choose, make_publisher, spread, wire_dtype
-from telescope.wire import meeting
-from telescope.wire.heap import freeze_heap
+from telescope.weights.base import NoRoomForWeights, Publisher, TrainerEnd, TransportRefused
+from telescope.weights.choose import choose, read_placement, wire_dtype
+from telescope.wire import discovery
 from telescope.wire.link import Link, LinkLost, WireRefused, WireTimeout
-from telescope.wire.process import Known, Place, Signals, run_process
+from telescope.wire.process import KnownErrors, ProcessContext, ProcessSignals, freeze_heap, run_process
 from telescope.wire.security import BadKeys
+
+
+class Misplaced(ValueError):
+    """The environment variables and the configuration disagree."""
+
+
+def placement(environ: Mapping[str, str], cluster: ClusterSettings) -> World:
+    """RANK, WORLD_SIZE, LOCAL_RANK and CUDA_VISIBLE_DEVICES, e.g. `World(rank=1, size=2, device="cuda:0")`.
+
+    The launcher shows each rank its own GPU, and none where the run is on CPUs. Raises `Misplaced`.
+    """
+    size = _number(environ, "WORLD_SIZE", default=1)
+    rank = _number(environ, "RANK", default=0 if size == 1 else None)
+    if size != cluster.trainer_num_workers or not 0 <= rank < size:
+        raise Misplaced(
+            f"this is rank {rank} of {size} by RANK and WORLD_SIZE, but cluster.trainer_num_workers="
+            f"{cluster.trainer_num_workers}: let the launcher start the ranks, or set the variables to agree"
+        )
+    share = float(environ.get("TELESCOPE_GPU_SHARE", "1"))
+    return World(rank=rank, size=size, device=_device(environ, cluster, rank), memory_share=share)
+
+
+def _device(environ: Mapping[str, str], cluster: ClusterSettings, rank: int) -> str:
+    visible = [gpu for gpu in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu.strip()]
+    if cluster.device == "cpu" or (cluster.device == "auto" and not visible):
+        return "cpu"
+    if not visible:
+        raise Misplaced("cluster.device=gpu, but CUDA_VISIBLE_DEVICES shows this trainer rank no GPU")
+    return f"cuda:{_number(environ, 'LOCAL_RANK', default=rank) % len(visible)}"
+
+
+def _number(environ: Mapping[str, str], name: str, default: int | None) -> int:
+    value = environ.get(name)
+    if value is None and default is not None:
+        return default
+    if value is None or not value.isdigit():
+        raise Misplaced(f"the environment variable {name} is {value!r} and must be a count: the launcher sets it")
+    return int(value)
+
 
 log = logging.getLogger(__name__)
 
-KNOWN = Known(
+KNOWN = KnownErrors(
     errors=(
         *(OutOfOrder, Misplaced, NoRoomBeside, NoRoomForWeights),
         *(TransportRefused, ModelNotFound, ModelFilesChanged, ConfigError, PluginError, SecretMissing),
@@ -56,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_process(live, prog="python -m telescope.trainer", known=KNOWN, arguments=arguments)
 
 
-def live(place: Place, signals: Signals) -> int:
+def live(place: ProcessContext, signals: ProcessSignals) -> int:
     """0 after the orchestrator's Stop. The hello comes after the build, so that it means: ready to train."""
     config = place.config
     world = placement(os.environ, config.cluster)
@@ -73,16 +112,16 @@ def live(place: Place, signals: Signals) -> int:
         check_model_files(place.directory, place.name, name, folder, weight_files(name, folder))
     backend = config.backend.build(job(config, world, progress, resume))
     freeze_heap()
-    hello = place.hello("trainer", capacity=CREDITS, rank=world.rank, attention_length=backend.attention_length)
+    hello = place.make_hello("trainer", capacity=CREDITS, rank=world.rank, attention_length=backend.attention_length)
     with Link.connect(place.directory, hello, deadline_s=config.cluster.placement_timeout_s) as connected:
         link = connected
         with (
             contextlib.closing(publisher(place, backend, world)) as weights,
             contextlib.closing(timeline(place, world, 0 if resume is None else resume.step)) as lines,
             last_word(keeps := keeper(place, world)),
-            signals.held(),
+            signals.hold(),
         ):
-            service = Service(
+            service = TrainerService(
                 connected,
                 backend,
                 weights,
@@ -98,17 +137,17 @@ def live(place: Place, signals: Signals) -> int:
     return 0
 
 
-def room(config: RunConfig, world: World, weights: Publisher) -> Room | None:
+def room(config: RunConfig, world: World, weights: Publisher) -> GpuShare | None:
     """What this rank may take of the GPU that it shares; None where it has none, or one of its own. Raises `NoRoomBeside`."""
     if world.memory_share == 1:
         return None
     in_turns = config.inference.sleep_while_training != "off"
-    found = Room(CudaCard(world.device), world.memory_share, weights.card_bytes, in_turns)
+    found = GpuShare(CudaCard(world.device), world.memory_share, weights.card_bytes, in_turns)
     found.settle()
     return found
 
 
-def keeper(place: Place, world: World) -> Keeper:
+def keeper(place: ProcessContext, world: World) -> Keeper:
     """What keeps the batches of steps that go wrong."""
     trainer = place.config.trainer
     return Keeper(
@@ -121,7 +160,7 @@ def keeper(place: Place, world: World) -> Keeper:
     )
 
 
-def timeline(place: Place, world: World, step: int) -> Timeline:
+def timeline(place: ProcessContext, world: World, step: int) -> Timeline:
     """What stores this rank's spans and memory, as far as the settings want them."""
     settings = place.config.logging
     wanted = settings.track_gpu_events or settings.torch_memory_sample_interval_seconds > 0
@@ -136,21 +175,25 @@ def timeline(place: Place, world: World, step: int) -> Timeline:
     )
 
 
-def publisher(place: Place, backend: Backend, world: World) -> Publisher:
+def publisher(place: ProcessContext, backend: Backend, world: World) -> Publisher:
     """This rank's end of the transport that the settings name. Raises `TransportRefused`, `NoRoomForWeights`."""
     config = place.config
-    plan = place.directory.plan_json
-    adapters = config.model.lora is not None
-    transport = choose(config.weight_sync.transport, world.device, cards(plan), adapters=adapters, hosts=spread(plan))
-    address = "127.0.0.1"
-    if transport in ("nccl", "gloo"):
-        from telescope.weights.rendezvous import facing
+    placement = replace(read_placement(place.directory.plan_json), on_gpu=world.device.startswith("cuda"))
+    transport = choose(config, placement)
+    end = TrainerEnd(
+        place.identity.run_id,
+        place.directory.path,
+        world.device,
+        config.weight_sync,
+        wire_dtype(config.weight_sync, world.device, config.inference.dtype),
+        world.rank,
+    )
+    if transport.collective:
+        from telescope.weights.broadcast.rendezvous import facing
 
-        address = facing(meeting.find(place.directory, place.identity.attempt, HUB_S).endpoint)
-    here = Here(place.identity.run_id, place.directory.path, world.device, world.rank, address)
-    dtype = wire_dtype(config.weight_sync, world.device, config.inference.dtype)
-    log.info("weights travel by %s as %s", transport, dtype or "they are held")
-    return make_publisher(transport, backend, here, config.weight_sync, dtype)
+        end = replace(end, address=facing(discovery.find_hub(place.directory, place.identity.attempt, HUB_S).endpoint))
+    log.info("weights travel by %s as %s", transport.name, end.dtype or "they are held")
+    return transport.publisher(backend, end)
 
 
 def job(config: RunConfig, world: World, progress: Callable[[str], None], resume: Resume | None = None) -> Job:

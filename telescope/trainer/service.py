@@ -19,21 +19,21 @@ import numpy as np
 
 from telescope.backends.base import Backend, NotSaved, Outcome, RankLost, Saved, TrainShard
 from telescope.runlog.checkpoints import trainer_part
-from telescope.trainer.keeping import Keeper
-from telescope.trainer.room import Room
+from telescope.trainer.gpu_share import GpuShare
+from telescope.trainer.kept_batches import Keeper
 from telescope.trainer.timeline import Timeline
 from telescope.weights.base import Publisher, TransferFailed
 from telescope.wire.happenings import Delivery
 from telescope.wire.messages import (
     AbortWeights,
     Body,
-    CheckpointFailed,
+    CheckpointError,
     CheckpointStaged,
     CheckpointWritten,
     PublishWeights,
     SaveCheckpoint,
     SendWeights,
-    StepDone,
+    StepReport,
     Stop,
     TrainStep,
     WeightsFailed,
@@ -61,7 +61,7 @@ class SenderStuck(RuntimeError):
     """The thread that sends weights can be waited for no longer; the process must end."""
 
 
-class Wire(Protocol):
+class TrainerLink(Protocol):
     """The part of `telescope.wire.link.Link` that a rank uses."""
 
     def receive(self, timeout_s: float) -> Delivery | None: ...
@@ -71,12 +71,12 @@ class Wire(Protocol):
     def progress(self, doing: str) -> None: ...
 
 
-class Service:
+class TrainerService:
     """Serves one link until Stop."""
 
     def __init__(
         self,
-        link: Wire,
+        link: TrainerLink,
         backend: Backend,
         publisher: Publisher,
         check: Callable[[], None],
@@ -85,7 +85,7 @@ class Service:
         *,
         keeper: Keeper | None = None,
         timeline: Timeline | None = None,
-        room: Room | None = None,
+        room: GpuShare | None = None,
     ) -> None:
         """`check` is called between orders; it raises to end the process. `update_s`: the deadline of one `send`. `step`: the
         last one trained, of the checkpoint that the backend began with. `keeper` keeps batches of steps that go wrong,
@@ -177,7 +177,7 @@ class Service:
             self._sending.join(patience_s)
         return self._sending is None or not self._sending.is_alive()
 
-    def _train(self, order: TrainStep, arrays: Sequence[np.ndarray]) -> StepDone:
+    def _train(self, order: TrainStep, arrays: Sequence[np.ndarray]) -> StepReport:
         if order.step != self._step + 1:
             raise OutOfOrder(
                 f"told to train step {order.step} when step {self._step} was the last: a step was lost or repeated"
@@ -198,13 +198,13 @@ class Service:
         log.info("step %d: %d trajectories in %.3f s", order.step, len(order.items), result.timings["timing_step_active"])
         stall, self._stall_s = self._stall_s, 0.0
         waited = {"timing_checkpoint_stall": stall} if stall else {}
-        return StepDone(order.step, result.metrics, result.timings | waited)
+        return StepReport(order.step, result.metrics, result.timings | waited)
 
     def _save(self, order: SaveCheckpoint, delivery: Delivery) -> None:
         """Holds training up until the state is copied off; the answer comes when it is written, from another thread."""
         if order.step != self._step:
             raise OutOfOrder(f"told to save step {order.step}, but the weights here are those of step {self._step}")
-        saving, started = _Saving(self._link, order.step, delivery), time.perf_counter()
+        saving, started = _SaveUnderWay(self._link, order.step, delivery), time.perf_counter()
         self._backend.save(order.step, trainer_part(Path(order.folder)), saving.ended)
         stall = time.perf_counter() - started
         self._stall_s += stall
@@ -245,10 +245,10 @@ def _shard(order: TrainStep, arrays: Sequence[np.ndarray]) -> TrainShard:
     return TrainShard(order.step, order.items, ids, mask, logprobs, versions, order.denominators)
 
 
-class _Saving:
+class _SaveUnderWay:
     """What is told of one save, in order: that training goes on, then what became of it, which may be known first."""
 
-    def __init__(self, link: Wire, step: int, delivery: Delivery) -> None:
+    def __init__(self, link: TrainerLink, step: int, delivery: Delivery) -> None:
         self._link, self._step, self._delivery = link, step, delivery
         self._lock = threading.Lock()
         self._staged = False
@@ -269,7 +269,7 @@ class _Saving:
                 answer: Body = CheckpointWritten(self._step, nbytes, seconds)
             case NotSaved(cause):
                 log.warning("step %d is not saved: %s", self._step, cause)
-                answer = CheckpointFailed(self._step, cause)
+                answer = CheckpointError(self._step, cause)
         with self._lock:
             if not self._staged:
                 self._answer = answer

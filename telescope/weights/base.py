@@ -1,30 +1,35 @@
 """How one version of the weights gets from the trainer to the servers: publish or send on one side, receive on the other.
 
-Owns the interfaces, the errors and the checksum of host memory; a transport is one file beside this one.
+Owns the interfaces and the errors. A transport is a plug-in: one file with one class derived from `Transport`, which says what
+it reads of the settings, where it fits and what it costs, and makes both ends. Ours are in transports/.
 """
 
 from __future__ import annotations
 
-import zlib
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from telescope.records import TensorSpec, WeightGroup, WeightManifest
-from telescope.weights.buckets import Bucket
-from telescope.weights.buckets import Tensor as TensorKind
+from telescope.settings import Settings
+from telescope.weights.buckets import Bucket, ModelTensor
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from telescope.config.parts import WeightSyncSettings
 
 Load = Callable[[Bucket, "Tensor"], None]
 """What is done with a bucket that has arrived: its bytes `[bucket.nbytes]` uint8 are valid during the call only. On a GPU the
 work may be queued on the current stream: the bucket's buffer is not overwritten before it."""
 
 
-class Source(Protocol):
+class WeightSource(Protocol):
     """A model in training, as transports see it. Every method is called on all trainer ranks alike."""
 
-    def layout(self) -> Sequence[TensorKind]:
+    def layout(self) -> Sequence[ModelTensor]:
         """Names, dtypes and shapes of the full tensors, by Hugging Face name, tied ones once. Not a collective."""
         ...
 
@@ -33,6 +38,11 @@ class Source(Protocol):
 
         A collective of all ranks; only rank 0 gives `out`, the others None. On a GPU the work is queued on the current stream.
         """
+        ...
+
+    def weights(self, dtype: str | None = None) -> Iterator[tuple[str, Any]]:
+        """Whole tensors in host memory by name, in the order of `layout`; floating ones as `dtype` where one is given. A
+        collective of all ranks."""
         ...
 
 
@@ -45,8 +55,8 @@ class Publisher(Protocol):
         ...
 
     def publish(self, version: int) -> WeightManifest | None:
-        """Put a version in place (pull transports) or name its layout and meeting place (collective ones). A collective of the
-        trainer ranks; rank 0 gives the manifest, the others None. Raises `NoRoomForWeights`."""
+        """Put a version in place (pull transports) or name its layout and meeting place, without a checksum (collective ones).
+        A collective of the trainer ranks; rank 0 gives the manifest, the others None. Raises `NoRoomForWeights`."""
         ...
 
     def send(self, version: int, group: WeightGroup) -> str:
@@ -93,7 +103,7 @@ class Receiver(Protocol):
     def close(self) -> None: ...
 
 
-class Reader(Protocol):
+class WeightReader(Protocol):
     """A server's side of weights in host memory, where there is no torch. Raises `WeightsCorrupt`."""
 
     def read(self, manifest: WeightManifest) -> Iterator[tuple[TensorSpec, memoryview]]: ...
@@ -120,25 +130,107 @@ class NoRoomForWeights(RuntimeError):
     """The place where a version is to be published can't hold it; the message says how much is missing, and where."""
 
 
-class Checksum:
-    """CRC-32 over bytes in order, e.g. `crc32:0d4a1185`. It guards against torn, short and stale data, not against forgers.
+class TransportRefused(ValueError):
+    """The transport of the settings does not fit where processes run; the text has the remedy."""
 
-    Of what the standard library has it is the fast one that also spreads short inputs: 2.6 GiB/s on one core of the machine
-    it was chosen on, against 0.8 for BLAKE2b; it frees the interpreter's lock while it runs.
+
+SharedGpus = Literal["apart", "same", "mixed"]
+"""Servers and trainer ranks on GPUs of their own; all on one and the same GPU; some GPUs shared."""
+
+
+@dataclass(frozen=True)
+class RunPlacement:
+    """Where servers and trainer ranks are, as far as a transport depends on it."""
+
+    on_gpu: bool
+    gpus: SharedGpus = "apart"
+    other_hosts: bool = False
+    """Whether a server is on another host than rank 0 of the trainer, which writes what servers read."""
+    run_dir_on_all: bool = True
+    """Whether all hosts see the run directory."""
+
+
+@dataclass(frozen=True)
+class TransportCost:
+    """Seconds from a trained step to the commit = `fixed_s` + bytes / `bytes_s`, and what lies on a GPU meanwhile."""
+
+    fixed_s: float = 0.2
+    bytes_s: float = 1e9
+    pause_s: float = 0.05
+    """Of it, how long servers stand still."""
+    server_buckets: bool = False
+    """Two buckets wait on each of a server's GPUs, unless a whole version does (`weight_sync.staging=full`)."""
+    trainer_version: bool = False
+    """A whole version lies on the GPU of trainer rank 0, which a server shares."""
+
+
+@dataclass(frozen=True)
+class TrainerEnd:
+    """Where the publisher of one trainer rank stands, and what the settings ask of it. `device`: `cpu` or `cuda:<index>`."""
+
+    run: str
+    """The run's id."""
+    directory: Path
+    device: str
+    sync: WeightSyncSettings
+    dtype: str | None = None
+    """What floating weights travel as; None: as the trainer holds them."""
+    rank: int = 0
+    address: str = "127.0.0.1"
+    """Of this host on the network that reaches the run's hub; where a broadcast group meets."""
+
+
+@dataclass(frozen=True)
+class ServerEnd:
+    """Where the receiver of one server worker stands. `device`: `cpu` or `cuda:<index>`."""
+
+    run: str
+    member: str
+    """The worker's name in weight groups, e.g. `server-0/1`."""
+    device: str
+    init_timeout_s: float
+
+
+class Transport(Settings):
+    """One way for weights to travel. Fields are settings of its own, given as `weight_sync.transport_kwargs`.
+
+    Imported wherever a run is planned: torch only within methods.
     """
 
-    def __init__(self) -> None:
-        self._crc = 0
+    device: ClassVar[Literal["cpu", "gpu"] | None] = None
+    """Where it works alone; None: anywhere."""
+    collective: ClassVar[bool] = False
+    """Whether the trainer sends to a group of servers, which take part at the same time; else servers fetch what is in
+    place."""
+    carries_adapters: ClassVar[bool] = False
+    """Whether it carries LoRA adapters, which a server reads as a few tensors in host memory (`reader`)."""
+    reads: ClassVar[tuple[str, ...]] = ()
+    """Settings of `weight_sync` that mean something to it, beside those that mean something to all."""
+    cost: ClassVar[TransportCost] = TransportCost()
 
-    def update(self, data: bytes | memoryview) -> None:
-        self._crc = zlib.crc32(data, self._crc)
+    @property
+    def name(self) -> str:
+        """What users type as `weight_sync.transport`: the name of the file."""
+        return type(self).__module__.rpartition(".")[2]
 
-    def text(self) -> str:
-        return f"crc32:{self._crc:08x}"
+    def refusal(self, placement: RunPlacement, sync: WeightSyncSettings, asked: str) -> str:
+        """Why it can't work there, in a sentence with the remedy; else empty. `asked`: what the settings say, perhaps auto."""
+        if self.device == "gpu" and not placement.on_gpu:
+            return f"weight_sync.transport={asked} needs GPUs, and this run is on CPUs: set weight_sync.transport=auto"
+        if self.device == "cpu" and placement.on_gpu:
+            return f"weight_sync.transport={asked} is for CPUs; on GPUs set weight_sync.transport=auto"
+        return ""
 
+    @abstractmethod
+    def publisher(self, source: WeightSource, end: TrainerEnd) -> Publisher:
+        """The trainer's end on one rank. A collective of the ranks. Raises `NoRoomForWeights`."""
 
-def checksum(data: Any) -> str:
-    """The checksum of a whole segment, as it stands in its manifest."""
-    whole = Checksum()
-    whole.update(data)
-    return whole.text()
+    @abstractmethod
+    def receiver(self, end: ServerEnd) -> Receiver:
+        """A server worker's end, for manifests of this transport."""
+
+    def reader(self, run: str) -> WeightReader:
+        """A server's end for adapters. Raises `TransportRefused` where it carries none."""
+        raise TransportRefused(
+            f"weight_sync.transport={self.name} carries no adapters, which model.lora pushes: set weight_sync.transport=auto"
+        )

@@ -22,9 +22,9 @@ FLOATING = frozenset({"float64", "float32", "float16", "bfloat16"})
 
 
 @dataclass(frozen=True)
-class Tensor:
-    """A tensor as its model names it, e.g. `Tensor("model.norm.weight", "float32", (2048,))`. `exact`: it keeps its dtype on
-    the way."""
+class ModelTensor:
+    """A tensor as its model names it, e.g. `ModelTensor("model.norm.weight", "float32", (2048,))`. `exact`: it keeps its dtype
+    on the way."""
 
     name: str
     dtype: str
@@ -59,7 +59,7 @@ def aligned(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
-def lay_out(tensors: Iterable[Tensor], dtype: str | None = None) -> tuple[tuple[TensorSpec, ...], int]:
+def lay_out(tensors: Iterable[ModelTensor], dtype: str | None = None) -> tuple[tuple[TensorSpec, ...], int]:
     """Where each tensor lies, and the bytes in all (a multiple of `ALIGNMENT`). `dtype`: what floating ones are cast to.
 
     Raises `ValueError` for a name given twice and for a dtype that no receiver knows.

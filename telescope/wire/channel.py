@@ -8,9 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from telescope.wire.codec import NO_ARRAYS, Malformed, RawArrays, encode
-from telescope.wire.messages import Body, Envelope
-from telescope.wire.rules import (
+from telescope.wire.codec import NO_ARRAYS, MalformedMessage, RawArrays, encode
+from telescope.wire.messages import (
     ACKNOWLEDGED,
     ANSWERED_BY,
     ANSWERS,
@@ -19,6 +18,8 @@ from telescope.wire.rules import (
     SAFE_BY_APPLICATION,
     WEIGHT_ORDERS,
     WORK,
+    Body,
+    Envelope,
     Kind,
 )
 
@@ -44,9 +45,9 @@ class Seen:
         return seq <= self.floor or seq in self.ahead
 
     def add(self, seq: int) -> None:
-        """Raises `Malformed` if the number runs too far ahead; it is then not seen and may come again later."""
+        """Raises `MalformedMessage` if the number runs too far ahead; it is then not seen and may come again later."""
         if seq > self.floor + MAX_AHEAD:
-            raise Malformed("seq", f"{seq} is more than {MAX_AHEAD} ahead of {self.floor}")
+            raise MalformedMessage("seq", f"{seq} is more than {MAX_AHEAD} ahead of {self.floor}")
         self.ahead.add(seq)
         while self.floor + 1 in self.ahead:
             self.floor += 1
@@ -59,7 +60,7 @@ class Kept:
     frames: list[Buffer]
 
 
-class Channel:
+class MessageChannel:
     """`capacity`: work orders that the other side takes at once; None where this side gives no orders (a peer's end)."""
 
     def __init__(self, capacity: int | None) -> None:
@@ -118,7 +119,7 @@ class Channel:
         if question is None:
             raise ValueError(f"{kind.__name__} answers message {answers}, which is answered already or never came")
         if kind not in ANSWERED_BY[question]:
-            raise ValueError(f"{kind.__name__} is no answer to {question.__name__}")
+            raise ValueError(f"{kind.__name__} is not an answer to {question.__name__}")
 
     def _check_credit(self, kind: Kind) -> None:
         if self.capacity is None:
@@ -139,12 +140,12 @@ class Channel:
     # ---- receiving ---------------------------------------------------------------------------------------------------
 
     def accept(self, envelope: Envelope) -> bool:
-        """Whether the message is new and goes to the application. Raises `Malformed` if it breaks the rules."""
+        """Whether the message is new and goes to the application. Raises `MalformedMessage` if it breaks the rules."""
         kind = type(envelope.body)
         if (kind in KEPT) != (envelope.seq > 0):
-            raise Malformed("seq", f"{kind.__name__} came with seq={envelope.seq}")
+            raise MalformedMessage("seq", f"{kind.__name__} came with seq={envelope.seq}")
         if (kind in ANSWERS) != (envelope.answers > 0):
-            raise Malformed("answers", f"{kind.__name__} came with answers={envelope.answers}")
+            raise MalformedMessage("answers", f"{kind.__name__} came with answers={envelope.answers}")
         if not envelope.seq:
             return True
         if envelope.seq in self.seen:
@@ -155,7 +156,7 @@ class Channel:
         self.seen.add(envelope.seq)
         if not self._settle(envelope.answers):
             self.acks.append(envelope.seq)
-            raise Malformed("answers", f"{kind.__name__} answers {envelope.answers}, which is settled")
+            raise MalformedMessage("answers", f"{kind.__name__} answers {envelope.answers}, which is settled")
         if kind in ANSWERED_BY:
             self.questions[envelope.seq] = kind
         self._owe_ack(kind, envelope.seq)
@@ -174,10 +175,10 @@ class Channel:
 
     def _check_answer(self, kind: Kind, answers: int) -> None:
         if answers > self.last_seq:
-            raise Malformed("answers", f"{kind.__name__} answers {answers}, which was never sent")
+            raise MalformedMessage("answers", f"{kind.__name__} answers {answers}, which was never sent")
         question = self.kept.get(answers)
         if question is not None and kind not in ANSWERED_BY.get(question.kind, ()):
-            raise Malformed("answers", f"{kind.__name__} is no answer to {question.kind.__name__}")
+            raise MalformedMessage("answers", f"{kind.__name__} is not an answer to {question.kind.__name__}")
 
     def _settle(self, answers: int) -> bool:
         """Forget the answered message and take its credit back. False if it was settled before."""
@@ -191,14 +192,14 @@ class Channel:
 
     # ---- acknowledgements --------------------------------------------------------------------------------------------
 
-    def acknowledged(self, seqs: tuple[int, ...]) -> None:
+    def forget(self, seqs: tuple[int, ...]) -> None:
         """The other side calls these safe. Numbers unknown or awaiting an answer rather than an Ack are passed over."""
         for seq in seqs:
             kept = self.kept.get(seq)
             if kept is not None and kept.kind in ACKNOWLEDGED:
                 del self.kept[seq]
 
-    def safe(self, seq: int) -> None:
+    def mark_safe(self, seq: int) -> None:
         """The application has made the delivered message safe: the other side may forget it."""
         if seq in self.unsafe:
             self.unsafe.discard(seq)

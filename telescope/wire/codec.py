@@ -1,7 +1,7 @@
 """Frames on the socket: `["telescope/1", msgpack header, raw little-endian array]*`, behind the routing id.
 
 Owns the bounds: sizes, counts, dtypes, and which arrays belong to which message. Whatever arrives, `decode` gives a whole
-`Packet` or raises `Malformed`, nothing else. Arrays stay raw buffers until someone asks for their views, so that a relay
+`Packet` or raises `MalformedMessage`, nothing else. Arrays stay raw buffers until someone asks for their views, so that a relay
 passes them on untouched. Refuses sockets, retries and the question whether a message is allowed now (session.py).
 """
 
@@ -22,7 +22,7 @@ from telescope.wire.messages import (
     Envelope,
     Generate,
     Message,
-    RolloutDone,
+    RolloutResult,
     TrainStep,
 )
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     Buffer = bytes | zmq.Frame
 
 MAX_HEADER_BYTES = 16 * 2**20
-"""A RolloutDone of a million characters and a TrainStep of 50,000 items both fit."""
+"""A RolloutResult of a million characters and a TrainStep of 50,000 items both fit."""
 MAX_FRAME_BYTES = 256 * 2**20
 """One array: 64 million int32 tokens. Also the socket's MAXMSGSIZE, so that nothing larger is even allocated."""
 MAX_ARRAYS = 4
@@ -47,14 +47,14 @@ TRAJECTORY = (("ids", "<i4"), ("mask", "|u1"), ("logprobs", "<f4"), ("versions",
 LAYOUTS: dict[type[Message], tuple[tuple[str, str], ...]] = {
     Generate: (("ids", "<i4"),),
     Completion: (("ids", "<i4"), ("logprobs", "<f4"), ("versions", "<i4")),
-    RolloutDone: TRAJECTORY,
+    RolloutResult: TRAJECTORY,
     TrainStep: TRAJECTORY,
 }
 """Arrays of each message, in order; all have one axis of one common length. A message not named here carries none."""
 DTYPES = {kind: tuple(dtype for _, dtype in layout) for kind, layout in LAYOUTS.items()}
 
 
-class Malformed(ValueError):
+class MalformedMessage(ValueError):
     """A message breaks the protocol. `reason` is one of a small fixed set of words (it is counted by); the text says more."""
 
     def __init__(self, reason: str, detail: str) -> None:
@@ -107,13 +107,13 @@ def encode(body: Body, seq: int = 0, answers: int = 0, raw: RawArrays = NO_ARRAY
     _check_layout(body, raw.specs)
     header = msgspec.msgpack.encode(Envelope(body, seq, answers, raw.specs))
     if len(header) > MAX_HEADER_BYTES:
-        raise Malformed(
+        raise MalformedMessage(
             "header size",
             f"the header of a {type(body).__name__} has {len(header)} bytes, at most {MAX_HEADER_BYTES} may travel",
         )
     for buffer in raw.buffers:
         if len(buffer) > MAX_FRAME_BYTES:
-            raise Malformed(
+            raise MalformedMessage(
                 "frame size", f"an array of {type(body).__name__} has {len(buffer)} bytes, at most {MAX_FRAME_BYTES} may travel"
             )
     return [PROTOCOL, header, *raw.buffers]
@@ -123,15 +123,15 @@ _DECODER = msgspec.msgpack.Decoder(Envelope, strict=True)
 
 
 def decode(frames: Sequence[Buffer]) -> Packet:
-    """The message in these frames (routing id taken off). Raises `Malformed` and nothing else, whatever the bytes are."""
+    """The message in these frames (routing id taken off). Raises `MalformedMessage`, and nothing else for any bytes."""
     if not 2 <= len(frames) <= MAX_FRAMES:
-        raise Malformed("frame count", f"{len(frames)} frames, expected 2 to {MAX_FRAMES}")
+        raise MalformedMessage("frame count", f"{len(frames)} frames, expected 2 to {MAX_FRAMES}")
     if frames[0] != PROTOCOL:
         check_protocol(frames[0])
     envelope = _decode_header(frames[1])
     buffers = tuple(frames[2:])
     if len(envelope.arrays) != len(buffers):
-        raise Malformed("frame count", f"the header names {len(envelope.arrays)} arrays, {len(buffers)} came")
+        raise MalformedMessage("frame count", f"the header names {len(envelope.arrays)} arrays, {len(buffers)} came")
     for spec, buffer in zip(envelope.arrays, buffers, strict=True):
         _check_frame(spec, buffer)
     _check_layout(envelope.body, envelope.arrays)
@@ -139,32 +139,32 @@ def decode(frames: Sequence[Buffer]) -> Packet:
 
 
 def check_protocol(frame: Buffer) -> None:
-    """Raises `Malformed` unless the first frame is our protocol; its text says what the other side speaks, if readable."""
+    """Raises `MalformedMessage` unless the first frame is our protocol; its text says what the other side speaks."""
     theirs = bytes(memory(frame)[:MAX_PROTOCOL_BYTES])
     if theirs != PROTOCOL:
-        raise Malformed("protocol", f"the first frame is {theirs!r}, this side speaks {PROTOCOL.decode()}")
+        raise MalformedMessage("protocol", f"the first frame is {theirs!r}, this side speaks {PROTOCOL.decode()}")
 
 
 def _decode_header(header: Buffer) -> Envelope:
     if len(header) > MAX_HEADER_BYTES:
-        raise Malformed("header size", f"{len(header)} bytes, at most {MAX_HEADER_BYTES}")
+        raise MalformedMessage("header size", f"{len(header)} bytes, at most {MAX_HEADER_BYTES}")
     try:
         envelope = _DECODER.decode(memory(header))
     except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
-        raise Malformed("header", str(error)[:200]) from error
+        raise MalformedMessage("header", str(error)[:200]) from error
     if not (0 <= envelope.seq <= MAX_SEQ and 0 <= envelope.answers <= MAX_SEQ):
-        raise Malformed("header", f"seq={envelope.seq} and answers={envelope.answers} must be 0 to {MAX_SEQ}")
+        raise MalformedMessage("header", f"seq={envelope.seq} and answers={envelope.answers} must be 0 to {MAX_SEQ}")
     return envelope
 
 
 def _check_frame(spec: ArraySpec, buffer: Buffer) -> None:
     item = ITEM_BYTES.get(spec.dtype)
     if item is None:
-        raise Malformed("dtype", f"{spec.dtype[:16]!r} is none of {', '.join(ITEM_BYTES)}")
+        raise MalformedMessage("dtype", f"{spec.dtype[:16]!r} is none of {', '.join(ITEM_BYTES)}")
     if len(spec.shape) != 1 or not 0 <= spec.shape[0] <= MAX_FRAME_BYTES:
-        raise Malformed("shape", f"expected one axis of at most {MAX_FRAME_BYTES} elements, got {str(spec.shape)[:64]}")
+        raise MalformedMessage("shape", f"expected one axis of at most {MAX_FRAME_BYTES} elements, got {str(spec.shape)[:64]}")
     if spec.shape[0] * item != len(buffer):
-        raise Malformed(
+        raise MalformedMessage(
             "frame size", f"shape {spec.shape} of {spec.dtype} needs {spec.shape[0] * item} bytes, {len(buffer)} came"
         )
 
@@ -177,10 +177,10 @@ def _check_layout(body: Body, specs: Sequence[ArraySpec]) -> None:
         return
     if tuple([spec.dtype for spec in specs]) != dtypes:
         expected = ", ".join(f"{name} {dtype}" for name, dtype in LAYOUTS.get(kind, ())) or "no arrays"
-        raise Malformed("layout", f"{kind.__name__} carries {expected}; got {[spec.dtype[:16] for spec in specs]}")
+        raise MalformedMessage("layout", f"{kind.__name__} carries {expected}; got {[spec.dtype[:16] for spec in specs]}")
     shape = specs[0].shape
     if len(shape) != 1 or len({spec.shape for spec in specs}) != 1:
-        raise Malformed("layout", f"{kind.__name__}: one axis of one length each, got {[spec.shape for spec in specs]}")
+        raise MalformedMessage("layout", f"{kind.__name__}: one axis of one length each, got {[spec.shape for spec in specs]}")
     _check_total(body, shape[0])
 
 
@@ -190,13 +190,13 @@ def _check_total(body: Body, tokens: int) -> None:
         return
     if isinstance(body, Completion):
         lengths: Sequence[int] = (body.tokens,)
-    elif isinstance(body, RolloutDone):
+    elif isinstance(body, RolloutResult):
         lengths = body.branch_lengths
     else:
         assert isinstance(body, TrainStep)
         lengths = [item.length for item in body.items]
     if sum(lengths) != tokens or (lengths and min(lengths) < 0):
-        raise Malformed("layout", f"{kind.__name__} names {sum(lengths)} tokens, its arrays have {tokens}")
+        raise MalformedMessage("layout", f"{kind.__name__} names {sum(lengths)} tokens, its arrays have {tokens}")
 
 
 def _view(spec: ArraySpec, buffer: Buffer) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The orchestrator's socket, and a server's door: one ROUTER, read and written from its asyncio loop. What to do is
+"""The orchestrator's socket, and a server's own port: one ROUTER, read and written from its asyncio loop. What to do is
 hub_session.py's.
 
 Owns sockets, the clock and the log of malformed messages. The plain socket is watched by its file descriptor rather than
@@ -19,13 +19,12 @@ import numpy as np
 import zmq
 
 from telescope.runlog.layout import RunDirectory
-from telescope.wire import meeting, security
+from telescope.wire import discovery, security
 from telescope.wire.channel import NoCredit
 from telescope.wire.codec import MAX_FRAME_BYTES, MAX_FRAMES, NO_ARRAYS, RawArrays
 from telescope.wire.happenings import HUB, Delivery, Happening, PeerJoined, PeerLeft, PeerLost, PeerStuck
 from telescope.wire.hub_session import UNKNOWN_PEER, HubIdentity, HubSession, Timing, UnknownPeer
-from telescope.wire.messages import Body, DoorAddress, Hello
-from telescope.wire.rules import ACK_DELAY_S, DOOR_PORT
+from telescope.wire.messages import ACK_DELAY_S, DIRECT_PORT, Body, DirectAddress, Hello
 
 __all__ = [
     "BindFailed",
@@ -48,8 +47,6 @@ MESSAGES_A_TURN = 64
 """Read at most this many before other tasks of the loop get their turn."""
 MESSAGES_A_TICK = 4096
 """And this many before peers are judged: more than all of them send in a beat."""
-ZMTP_BEAT_MS, ZMTP_DEAD_MS = 5_000, 15_000
-HANDSHAKE_MS = 10_000
 LOG_EVERY_S = 10.0
 
 
@@ -102,8 +99,10 @@ class Hub:
         hub = cls(session, security.allow_list(run_directory, HUB))
         try:
             hub._bind(interface, keys)
-            address = meeting.HubAddress(attempt, hub.endpoint, keys.public.decode(), system_socket.gethostname(), os.getpid())
-            meeting.publish(run_directory, address)
+            address = discovery.HubAddress(
+                attempt, hub.endpoint, keys.public.decode(), system_socket.gethostname(), os.getpid()
+            )
+            discovery.publish_address(run_directory, address)
         except BaseException:
             hub._tear_down(linger_ms=0)
             raise
@@ -111,45 +110,40 @@ class Hub:
         return hub
 
     @classmethod
-    async def open_door(
+    async def open_direct(
         cls, run_directory: RunDirectory, name: str, identity: HubIdentity, *, interface: str = "127.0.0.1", silent_s: float
     ) -> Hub:
         """A server's own port, where workers bring their requests directly. Only their keys are let in; nothing is written:
         its `address` travels in the server's hello. Raises `BindFailed` or `BadKeys`."""
         session = HubSession(
-            identity, Timing(silent_s / 5, silent_s, float("inf")), asyncio.get_running_loop().time(), DOOR_PORT
+            identity, Timing(silent_s / 5, silent_s, float("inf")), asyncio.get_running_loop().time(), DIRECT_PORT
         )
         keys = security.load_keys(run_directory, name)
-        door = cls(session, security.door_list(run_directory))
+        port = cls(session, security.list_direct_keys(run_directory))
         try:
-            door._bind(interface, keys)
+            port._bind(interface, keys)
         except BaseException:
-            door._tear_down(linger_ms=0)
+            port._tear_down(linger_ms=0)
             raise
-        door._watch()
-        return door
+        port._watch()
+        return port
 
     @property
-    def address(self) -> DoorAddress:
+    def address(self) -> DirectAddress:
         """Of an open port: where it is and the key that it holds."""
-        return DoorAddress(self.endpoint, self._public_key)
+        return DirectAddress(self.endpoint, self._public_key)
 
     def _bind(self, interface: str, keys: security.Keys) -> None:
         if interface in ("*", "0.0.0.0", "::", "[::]"):
             raise BindFailed(
                 f"interface={interface} means all of them, and peers need one address: name one, e.g. eth0 or 10.0.0.7"
             )
-        self._zap.linger = 0
-        self._zap.bind("inproc://zeromq.zap.01")  # before the ROUTER: without it anyone with the public key would be let in
         router = self._router
         self._public_key = keys.public.decode()
-        router.curve_server, router.curve_publickey, router.curve_secretkey = True, keys.public, keys.secret
+        security.protect_server(router, self._zap, keys)
         router.ipv6 = ":" in interface
-        router.router_mandatory = True
         router.maxmsgsize = MAX_FRAME_BYTES
         router.sndhwm = 0  # credits bound what waits here, not a mark at which sends would fail
-        router.heartbeat_ivl, router.heartbeat_timeout, router.heartbeat_ttl = ZMTP_BEAT_MS, ZMTP_DEAD_MS, ZMTP_DEAD_MS
-        router.handshake_ivl = HANDSHAKE_MS
         host = f"[{interface}]" if ":" in interface and not interface.startswith("[") else interface
         try:
             router.bind(f"tcp://{host}:*")
@@ -216,13 +210,13 @@ class Hub:
         self._flush()
 
     def acknowledge(self, delivery: Delivery) -> None:
-        """The delivered RolloutDone is safe on disk: its worker may forget it."""
+        """The delivered RolloutResult is safe on disk: its worker may forget it."""
         self._session.acknowledge(delivery)
         self._schedule_acks()
 
-    def elsewhere(self, delivery: Delivery, waits: bool) -> None:
-        """See `HubSession.elsewhere`."""
-        self._session.elsewhere(delivery, waits, self._loop.time())
+    def mark_elsewhere(self, delivery: Delivery, waits: bool) -> None:
+        """See `HubSession.mark_elsewhere`."""
+        self._session.mark_elsewhere(delivery, waits, self._loop.time())
 
     def credits(self, peer: str) -> int:
         """Work orders that the peer would still take; 0 if it is not here."""

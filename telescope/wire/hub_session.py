@@ -11,11 +11,10 @@ from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from telescope.wire.channel import Channel
-from telescope.wire.codec import NO_ARRAYS, Malformed, Packet, RawArrays, decode, encode
+from telescope.wire.channel import MessageChannel
+from telescope.wire.codec import NO_ARRAYS, MalformedMessage, Packet, RawArrays, decode, encode
 from telescope.wire.happenings import Delivery, Happening, PeerJoined, PeerLeft, PeerLost, PeerStuck
-from telescope.wire.messages import Ack, Body, Goodbye, Heartbeat, Hello, Reject, Stop, Welcome
-from telescope.wire.rules import HUB_PORT, SESSION_OF_PEER, Port
+from telescope.wire.messages import HUB_PORT, SESSION_OF_PEER, Ack, Body, Goodbye, Heartbeat, Hello, Port, Reject, Stop, Welcome
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,7 +53,7 @@ class Peer:
 
     hello: Hello
     route: bytes
-    channel: Channel
+    channel: MessageChannel
     heard: float
     moved: float
     """When it last made progress, or got something to do while it had nothing."""
@@ -138,10 +137,10 @@ class HubSession:
         """What was delivered is safe (on disk): its sender may forget it."""
         peer = self.peers.get(delivery.peer)
         if peer is not None and peer.hello.incarnation == delivery.incarnation:
-            peer.channel.safe(delivery.seq)
+            peer.channel.mark_safe(delivery.seq)
             self._owing[delivery.peer] = peer
 
-    def elsewhere(self, delivery: Delivery, waits: bool, now: float) -> None:
+    def mark_elsewhere(self, delivery: Delivery, waits: bool, now: float) -> None:
         """The sender of the delivered question has its answer from here, and now waits (or waits no longer) for another
         process: meanwhile it is not at fault for its stillness."""
         peer = self.peers.get(delivery.peer)
@@ -173,29 +172,29 @@ class HubSession:
         try:
             packet = decode(frames)
             if isinstance(packet.envelope.body, Hello):
-                self._hello(route, user, packet.envelope.body, now)
+                self._take_hello(route, user, packet.envelope.body, now)
             elif peer is None:
-                raise Malformed("no hello", f"{type(packet.envelope.body).__name__} before a hello")
+                raise MalformedMessage("no hello", f"{type(packet.envelope.body).__name__} before a hello")
             else:
                 self._take(peer, packet, now)
-        except Malformed as error:
+        except MalformedMessage as error:
             self._count(peer.hello.name if peer else user, error)
             if error.reason == "protocol" and peer is None:
                 self._reject(route, f"{error}; start all processes of a run from one version of Telescope")
 
-    def _count(self, name: str, error: Malformed) -> None:
+    def _count(self, name: str, error: MalformedMessage) -> None:
         self.malformed[(name or UNKNOWN_PEER, error.reason)] += 1
         self.last_malformed = str(error)
 
-    def _hello(self, route: bytes, user: str, hello: Hello, now: float) -> None:
-        refusal = self._refusal(user, hello)
+    def _take_hello(self, route: bytes, user: str, hello: Hello, now: float) -> None:
+        refusal = self._find_refusal(user, hello)
         if refusal:
-            self._count(user, Malformed("refused hello", refusal))
+            self._count(user, MalformedMessage("refused hello", refusal))
             self._reject(route, refusal)
             return
         known = self.peers.get(hello.name)
         if known is not None and _comes_late(known, route, hello):
-            raise Malformed("late hello", f"connection {hello.connection} of {hello.incarnation} ({hello.name}) is over")
+            raise MalformedMessage("late hello", f"connection {hello.connection} of {hello.incarnation} ({hello.name}) is over")
         if known is not None and known.hello.incarnation != hello.incarnation:
             self._retire(known, "was replaced: a new process said hello under its name")
             self.happenings.append(PeerLost(hello.name, f"{hello.name} was replaced by a new process of its name"))
@@ -210,7 +209,7 @@ class HubSession:
         self.outbox.extend((route, kept.frames) for kept in known.channel.kept.values())
 
     def _admit(self, route: bytes, hello: Hello, now: float) -> Peer:
-        peer = Peer(hello, route, Channel(hello.capacity), heard=now, moved=now)
+        peer = Peer(hello, route, MessageChannel(hello.capacity), heard=now, moved=now)
         self.peers[hello.name] = peer
         if hello.name in self._names:
             self._unheard.add(hello.name)
@@ -218,7 +217,7 @@ class HubSession:
         self.happenings.append(PeerJoined(hello.name, hello))
         return peer
 
-    def _refusal(self, user: str, hello: Hello) -> str:
+    def _find_refusal(self, user: str, hello: Hello) -> str:
         """Why this hello is not welcome, as a whole sentence; empty if it is."""
         ours, name = self.identity, hello.name
         if user != name:
@@ -252,7 +251,7 @@ class HubSession:
             return
         name = peer.hello.name
         if type(body) not in self._port.from_peer[peer.hello.role]:
-            raise Malformed("direction", f"{type(body).__name__} does not come from a {peer.hello.role}")
+            raise MalformedMessage("direction", f"{type(body).__name__} does not come from a {peer.hello.role}")
         peer.heard = now
         try:
             fresh = peer.channel.accept(envelope)
@@ -260,7 +259,7 @@ class HubSession:
             if peer.channel.acks:
                 self._owing[name] = peer
         if fresh:
-            _moved(peer, now)
+            _note_progress(peer, now)
             self.happenings.append(Delivery(name, envelope.seq, body, packet.raw, envelope.answers, peer.hello.incarnation))
 
     def _take_session(self, peer: Peer, body: Body, now: float) -> None:
@@ -269,9 +268,9 @@ class HubSession:
                 peer.doing = doing[:200]
                 if progress != peer.progress:
                     peer.progress = progress
-                    _moved(peer, now)
+                    _note_progress(peer, now)
             case Ack(seqs=seqs):
-                peer.channel.acknowledged(seqs)
+                peer.channel.forget(seqs)
             case Goodbye(error=error):
                 name, orders = peer.hello.name, peer.channel.orders
                 self.outbox.append((peer.route, encode(Goodbye())))
@@ -341,6 +340,6 @@ def _comes_late(peer: Peer, route: bytes, hello: Hello) -> bool:
     return route != peer.route and hello.connection <= peer.connection
 
 
-def _moved(peer: Peer, now: float) -> None:
+def _note_progress(peer: Peer, now: float) -> None:
     peer.moved = now
     peer.told_stuck = False

@@ -2,7 +2,7 @@
 
 Owns the thread, the socket, the wake-up and the clock; what to say and when is session.py's. `send`, `progress`, `receive` and
 `close` may be called from any thread, `received` from any event loop. A signal handler that raises in the middle of them would
-leave a lock held: note the signal and look at it afterwards (`process.Signals.held`).
+leave a lock held: note the signal and look at it afterwards (`process.ProcessSignals.hold`).
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from msgspec import structs
 from zmq.utils.monitor import parse_monitor_message
 
 from telescope.runlog.layout import RunDirectory
-from telescope.wire import meeting, security
+from telescope.wire import discovery, security
 from telescope.wire.codec import MAX_FRAME_BYTES, MAX_FRAMES, NO_ARRAYS, RawArrays
 from telescope.wire.happenings import HUB, Delivery
-from telescope.wire.messages import Body, DoorAddress, Hello
-from telescope.wire.rules import DOOR_PORT
+from telescope.wire.messages import DIRECT_PORT, Body, DirectAddress, Hello
 from telescope.wire.session import PeerSession
 
 __all__ = ["Delivery", "Link", "LinkLost", "WireRefused", "WireTimeout"]
@@ -35,7 +34,6 @@ log = logging.getLogger(__name__)
 
 NOBLOCK, POLLIN, EVENTS = int(zmq.NOBLOCK), int(zmq.POLLIN), int(zmq.EVENTS)  # plain ints: enums cost a microsecond each
 MESSAGES_A_TURN = 64
-ZMTP_BEAT_MS, ZMTP_DEAD_MS = 5_000, 15_000
 RECONNECT_MS, RECONNECT_MAX_MS = 100, 2_000
 FLUSH_S = 2.0
 """How long `close` waits for what was sent to be safe on the other side."""
@@ -45,7 +43,7 @@ WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HAN
 
 
 class WireRefused(ConnectionError):
-    """The hub does not want this process: wrong key, run, attempt or config, or given up earlier. Trying again is no use."""
+    """The hub does not want this process: wrong key, run, attempt or config, or given up earlier. Trying again is of no use."""
 
 
 class WireTimeout(TimeoutError):
@@ -59,7 +57,7 @@ class LinkLost(ConnectionError):
 class Link:
     """Made by `Link.connect`. A context manager: leaving its block says Goodbye."""
 
-    def __init__(self, session: PeerSession, address: meeting.HubAddress | DoorAddress, keys: security.Keys) -> None:
+    def __init__(self, session: PeerSession, address: discovery.HubAddress | DirectAddress, keys: security.Keys) -> None:
         self._session = session
         self._endpoint = address.endpoint
         self._changed = threading.Condition()  # guards the session and all below
@@ -87,17 +85,19 @@ class Link:
         end = time.monotonic() + deadline_s
         keys = security.load_keys(run_directory, hello.name)
         try:
-            address = meeting.find(run_directory, hello.attempt, deadline_s)
-        except meeting.HubNotFound as error:
+            address = discovery.find_hub(run_directory, hello.attempt, deadline_s)
+        except discovery.HubNotFound as error:
             raise WireTimeout(f"{hello.name}: {error}") from error
         link = cls(PeerSession(structs.replace(hello, started_ns=time.time_ns()), time.monotonic()), address, keys)
         return link._opened(end, deadline_s)
 
     @classmethod
-    def reach(cls, run_directory: RunDirectory, hello: Hello, server: str, door: DoorAddress, deadline_s: float) -> Link:
-        """Connect to a server's door and wait for its welcome. Raises as `connect`."""
-        session = PeerSession(structs.replace(hello, started_ns=time.time_ns()), time.monotonic(), DOOR_PORT, server)
-        link = cls(session, door, security.load_keys(run_directory, hello.name))
+    def connect_direct(
+        cls, run_directory: RunDirectory, hello: Hello, server: str, address: DirectAddress, deadline_s: float
+    ) -> Link:
+        """Connect to a server's own port and wait for its welcome. Raises as `connect`."""
+        session = PeerSession(structs.replace(hello, started_ns=time.time_ns()), time.monotonic(), DIRECT_PORT, server)
+        link = cls(session, address, security.load_keys(run_directory, hello.name))
         return link._opened(time.monotonic() + deadline_s, deadline_s)
 
     def _opened(self, end: float, deadline_s: float) -> Link:
@@ -340,23 +340,21 @@ def _set(waiter: asyncio.Future[None]) -> None:
 
 
 def _dealer(
-    context: zmq.Context[zmq.Socket[bytes]], address: meeting.HubAddress | DoorAddress, keys: security.Keys
+    context: zmq.Context[zmq.Socket[bytes]], address: discovery.HubAddress | DirectAddress, keys: security.Keys
 ) -> zmq.Socket[bytes]:
     socket = context.socket(zmq.DEALER)
-    socket.curve_serverkey = address.public_key.encode()
-    socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
+    security.protect_client(socket, keys, address.public_key.encode())
     socket.ipv6 = "[" in address.endpoint
     socket.immediate = True  # nothing is queued for a connection that does not stand: the session knows what to repeat
     socket.sndhwm = 0
     socket.maxmsgsize = MAX_FRAME_BYTES
     socket.reconnect_ivl, socket.reconnect_ivl_max = RECONNECT_MS, RECONNECT_MAX_MS
-    socket.heartbeat_ivl, socket.heartbeat_timeout, socket.heartbeat_ttl = ZMTP_BEAT_MS, ZMTP_DEAD_MS, ZMTP_DEAD_MS
     return socket
 
 
 def _reason(error: BaseException) -> str:
-    """As the process itself tells it (`process.Known`): what is neither ours nor comes with a sentence is named by its type, as
-    `'step'` of a KeyError and `0` of a SystemExit say nothing."""
+    """As the process itself tells it (`process.KnownErrors`): what is neither ours nor comes with a sentence is named by its
+    type, as `'step'` of a KeyError and `0` of a SystemExit say nothing."""
     said, kind = str(error), type(error)
     if said and (kind.__module__.startswith("telescope.") or isinstance(error, ValueError | OSError)):
         return said

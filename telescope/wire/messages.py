@@ -1,11 +1,14 @@
-"""What a field on the socket means. docs/protocol.md is the prose of this file; golden bytes pin every message.
+"""The protocol as data: what a field on the socket means, who may say what, and what answers what.
 
-A header is one `Envelope`: delivery facts plus one tagged body. Arrays travel as raw little-endian frames behind it, in the
-order of `Envelope.arrays`. Owns names and types; refuses sockets, clocks and retries (session.py decides those).
+docs/protocol.md is the prose of this file; golden bytes pin every message. A header is one `Envelope`: delivery facts plus one
+tagged body. Arrays travel as raw little-endian frames behind it, in the order of `Envelope.arrays`. Refuses state (channel.py),
+frames (codec.py), sockets, clocks and retries (session.py decides those).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import dataclass_transform
 
 import msgspec
@@ -39,7 +42,7 @@ class ArraySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_l
     shape: tuple[int, ...]
 
 
-class DoorAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class DirectAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where a server takes requests from workers directly: `tcp://10.0.0.7:41874`, and the key (Z85) that it must hold."""
 
     endpoint: str
@@ -71,7 +74,7 @@ class Hello(Message):
     """Wall clock at the link's start; set by the link. Of two processes of one name the later one counts."""
     connection: int = 0
     """Counts this incarnation's connections; set by the link. A hello of an earlier one that comes late is passed over."""
-    door: DoorAddress | None = None
+    direct_address: DirectAddress | None = None
     """Of a server where `wire.direct=true`."""
     attention_length: float = 0.0
     """Of a trainer: tokens of a sample whose attention costs as much as all the rest of its model. 0: not told."""
@@ -108,7 +111,7 @@ class Stop(Message):
 
 
 class Goodbye(Message):
-    """A peer leaves on purpose; its silence from now on is no fault. A non-empty `error` is the reason of a failure."""
+    """A peer leaves on purpose; its silence from now on is not a fault. A non-empty `error` is the reason of a failure."""
 
     error: str = ""
 
@@ -132,7 +135,7 @@ class PrefetchPrompts(Message):
     prompts: tuple[PromptRef, ...]
 
 
-class RolloutDone(Message):
+class RolloutResult(Message):
     """Frames: ids [T] int32, mask [T] uint8, logprobs [T] float32, versions [T] int32, all branches one after another."""
 
     rollout_id: int
@@ -155,7 +158,7 @@ class RolloutDone(Message):
     """A JSON object; empty for none."""
 
 
-class RolloutFailed(Message):
+class RolloutError(Message):
     """No score (environment, grader, server, time limit), never a reward of 0."""
 
     rollout_id: int
@@ -164,7 +167,7 @@ class RolloutFailed(Message):
     kind: FailureKind = "infrastructure"
 
 
-class GenerationOver(Message):
+class GenerationEnded(Message):
     """The rollout will ask for no more tokens; what follows is its reward."""
 
     rollout_id: int
@@ -183,8 +186,8 @@ class Generate(Message):
     turn: int
     sampling: Sampling
     priority: int = 0
-    ticket: str = ""
-    """The ticket's secret where the request goes to a server's door; empty on the way through the hub."""
+    grant: str = ""
+    """The grant's secret where the request goes straight to a server's port; empty on the way through the hub."""
 
 
 class Abort(Message):
@@ -218,10 +221,10 @@ class EngineLoad(Message):
     """Since the engine's start."""
 
 
-# ---- generation without the relay (`wire.direct=true`): the core places as ever, the arrays go straight to the server's door
+# ---- the direct path (`wire.direct=true`): the core places as ever, the arrays go straight to the server's own port
 
 
-class AskPlace(Message):
+class RequestGrant(Message):
     """A worker's Generate without its arrays. `prompt_tokens`: how many ids it will bring."""
 
     request_id: str
@@ -231,18 +234,18 @@ class AskPlace(Message):
     prompt_tokens: int
 
 
-class Ticket(Message):
-    """Where the request is placed. Good for one Generate at that door, for `lifetime_s` from now."""
+class Grant(Message):
+    """Where the request is placed. Good for one Generate at that port, for `lifetime_s` from now."""
 
     request_id: str
     server: str
-    door: DoorAddress
+    address: DirectAddress
     secret: str
     lifetime_s: float
 
 
-class Expect(Message):
-    """A worker will come with this ticket. An order: its credit is taken now and comes back with Served."""
+class ExpectRequest(Message):
+    """A worker will come with this grant. An order: its credit is taken now and comes back with Served."""
 
     request_id: str
     worker: str
@@ -264,8 +267,8 @@ class Served(Message):
     cause: str = ""
 
 
-class Revoke(Message):
-    """The ticket is worth nothing any more, and what was asked with it will not be answered: its server is lost."""
+class RevokeGrant(Message):
+    """The grant is worth nothing any more, and what was asked with it will not be answered: its server is lost."""
 
     request_id: str
     cause: str
@@ -286,7 +289,7 @@ class TrainStep(Message):
     """One a minibatch, each over all ranks."""
 
 
-class StepDone(Message):
+class StepReport(Message):
     """Metrics of one rank. Rank 0's are already reduced over all ranks; `timings` are this rank's own seconds."""
 
     step: int
@@ -402,7 +405,7 @@ class CheckpointWritten(Message):
     """Of the writing alone, after the state was copied off."""
 
 
-class CheckpointFailed(Message):
+class CheckpointError(Message):
     """The rank's part can't be written; the rank goes on training."""
 
     step: int
@@ -411,12 +414,12 @@ class CheckpointFailed(Message):
 
 Body = (
     Hello | Welcome | Reject | Heartbeat | Ack | Stop | Goodbye
-    | RunRollout | CancelRollout | PrefetchPrompts | GenerationOver | RolloutDone | RolloutFailed
+    | RunRollout | CancelRollout | PrefetchPrompts | GenerationEnded | RolloutResult | RolloutError
     | Generate | Abort | Completion | GenerateFailed | EngineLoad
-    | AskPlace | Ticket | Expect | Served | Revoke
-    | TrainStep | StepDone | PublishWeights | WeightsPublished | SendWeights | WeightsSent
+    | RequestGrant | Grant | ExpectRequest | Served | RevokeGrant
+    | TrainStep | StepReport | PublishWeights | WeightsPublished | SendWeights | WeightsSent
     | PrepareWeights | CommitWeights | AbortWeights | WeightsReady | WeightsFailed | Sleep | Asleep
-    | SaveCheckpoint | CheckpointStaged | CheckpointWritten | CheckpointFailed
+    | SaveCheckpoint | CheckpointStaged | CheckpointWritten | CheckpointError
 )  # fmt: skip
 
 
@@ -429,3 +432,77 @@ class Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     answers: int = 0
     """`seq` of the other side's message that this one settles; it returns that message's credit."""
     arrays: tuple[ArraySpec, ...] = ()
+
+
+Kind = type[Message]
+
+SESSION_OF_PEER: frozenset[Kind] = frozenset({Hello, Heartbeat, Ack, Goodbye})
+SESSION_OF_HUB: frozenset[Kind] = frozenset({Welcome, Reject, Heartbeat, Ack, Goodbye})
+"""Handled by the session itself, never delivered to the application."""
+
+FROM_PEER: dict[Role, frozenset[Kind]] = {
+    "worker": frozenset({Generate, RequestGrant, Abort, GenerationEnded, RolloutResult, RolloutError}),
+    "server": frozenset({Completion, GenerateFailed, Served, EngineLoad, WeightsReady, WeightsFailed, Asleep}),
+    "trainer": frozenset(
+        {
+            *(StepReport, WeightsPublished, WeightsSent, WeightsReady, WeightsFailed),
+            *(CheckpointStaged, CheckpointWritten, CheckpointError),
+        }
+    ),
+}
+FROM_HUB: dict[Role, frozenset[Kind]] = {
+    "worker": frozenset({RunRollout, CancelRollout, PrefetchPrompts, Completion, GenerateFailed, Grant, RevokeGrant, Stop}),
+    "server": frozenset({Generate, ExpectRequest, Abort, PrepareWeights, CommitWeights, AbortWeights, Sleep, Stop}),
+    "trainer": frozenset({TrainStep, PublishWeights, SendWeights, AbortWeights, SaveCheckpoint, Stop}),
+}
+
+
+@dataclass(frozen=True)
+class Port:
+    """What may be said at a ROUTER: who comes there, with what, and what they are told."""
+
+    from_peer: Mapping[Role, frozenset[Kind]]
+    from_hub: Mapping[Role, frozenset[Kind]]
+
+
+HUB_PORT = Port(FROM_PEER, FROM_HUB)
+DIRECT_PORT = Port({"worker": frozenset({Generate})}, {"worker": frozenset({Completion, GenerateFailed, Stop})})
+"""A server's own: workers come with their grants, and nobody else."""
+GRANT_LIFETIME_S = 30.0
+"""From the order ExpectRequest to the worker's Generate. A worker on its feet needs milliseconds."""
+
+ANSWERED_BY: dict[Kind, frozenset[Kind]] = {
+    RunRollout: frozenset({RolloutResult, RolloutError}),
+    Generate: frozenset({Completion, GenerateFailed}),
+    RequestGrant: frozenset({Grant, GenerateFailed}),
+    ExpectRequest: frozenset({Served}),
+    TrainStep: frozenset({StepReport}),
+    PublishWeights: frozenset({WeightsPublished, WeightsFailed}),
+    SendWeights: frozenset({WeightsSent, WeightsFailed}),
+    PrepareWeights: frozenset({WeightsReady, WeightsFailed}),
+    CommitWeights: frozenset({WeightsReady, WeightsFailed}),
+    AbortWeights: frozenset({WeightsReady, WeightsFailed}),
+    Sleep: frozenset({Asleep}),
+    SaveCheckpoint: frozenset({CheckpointWritten, CheckpointError}),
+}
+"""Kept until one of these comes back with its number in `answers`."""
+ANSWERS: frozenset[Kind] = frozenset().union(*ANSWERED_BY.values())
+
+ACKNOWLEDGED: frozenset[Kind] = ANSWERS | {Stop, RevokeGrant, CheckpointStaged}
+"""Kept until an Ack names them."""
+SAFE_BY_APPLICATION: frozenset[Kind] = frozenset({RolloutResult})
+"""Acknowledged when the application says so (it is on disk); the others when they have arrived."""
+KEPT: frozenset[Kind] = ACKNOWLEDGED | frozenset(ANSWERED_BY)
+
+WORK: frozenset[Kind] = frozenset({RunRollout, Generate, ExpectRequest, TrainStep})
+"""Orders that cost one of the peer's `capacity` credits."""
+WEIGHT_ORDERS: frozenset[Kind] = frozenset({PublishWeights, SendWeights, PrepareWeights, CommitWeights, AbortWeights, Sleep})
+"""Orders with a small budget of their own: a server full of generations must still be able to take new weights."""
+MAX_WEIGHT_ORDERS = 4
+
+ACK_DELAY_S = 0.1
+"""Acks wait this long for company: one message tells many."""
+ACK_BATCH = 64
+
+NOTED_OF_A_PEER = 100
+"""Violations of one peer that are logged; more are only counted: a peer that says nothing else must not fill the disk."""

@@ -18,6 +18,9 @@ from telescope.runlog.layout import RunDirectory
 
 Z85_KEY_CHARACTERS = 40
 """A key of 32 bytes."""
+ZAP = "inproc://zeromq.zap.01"
+ZMTP_BEAT_MS, ZMTP_DEAD_MS = 5_000, 15_000
+HANDSHAKE_MS = 10_000
 
 
 class BadKeys(OSError):
@@ -64,9 +67,31 @@ def allow_list(run_directory: RunDirectory, hub: str) -> dict[bytes, str]:
     return {z85.decode(_read_key(path)): path.stem for path in paths if path.stem != hub}
 
 
-def door_list(run_directory: RunDirectory) -> dict[bytes, str]:
+def list_direct_keys(run_directory: RunDirectory) -> dict[bytes, str]:
     """The same of those who may come to a server's own port: the run's environment workers."""
     return {key: name for key, name in allow_list(run_directory, "").items() if name.startswith("worker-")}
+
+
+def protect_server(router: zmq.Socket[bytes], zap: zmq.Socket[bytes], keys: Keys) -> None:
+    """Before the bind. Only those come in whom the reader of `zap` answers with 200 (`answer_zap`), each known by name; a
+    handshake has its time, and a dead connection is noticed."""
+    zap.linger = 0
+    zap.bind(ZAP)  # before the ROUTER: without it anyone with the public key would be let in
+    router.curve_server, router.curve_publickey, router.curve_secretkey = True, keys.public, keys.secret
+    router.router_mandatory = True
+    router.handshake_ivl = HANDSHAKE_MS
+    _watch_connections(router)
+
+
+def protect_client(dealer: zmq.Socket[bytes], keys: Keys, server_key: bytes) -> None:
+    """Before the connect. It talks to nobody but who has the secret to `server_key` (Z85)."""
+    dealer.curve_serverkey = server_key
+    dealer.curve_publickey, dealer.curve_secretkey = keys.public, keys.secret
+    _watch_connections(dealer)
+
+
+def _watch_connections(socket: zmq.Socket[bytes]) -> None:
+    socket.heartbeat_ivl, socket.heartbeat_timeout, socket.heartbeat_ttl = ZMTP_BEAT_MS, ZMTP_DEAD_MS, ZMTP_DEAD_MS
 
 
 def answer_zap(request: Sequence[bytes], allowed: Mapping[bytes, str]) -> list[bytes]:

@@ -12,11 +12,24 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from telescope.wire.channel import Channel
-from telescope.wire.codec import NO_ARRAYS, Malformed, Packet, RawArrays, decode, encode
+from telescope.wire.channel import MessageChannel
+from telescope.wire.codec import NO_ARRAYS, MalformedMessage, Packet, RawArrays, decode, encode
 from telescope.wire.happenings import HUB, Delivery
-from telescope.wire.messages import Ack, Body, Goodbye, Heartbeat, Hello, Reject, Stop, Welcome
-from telescope.wire.rules import ACK_BATCH, ACK_DELAY_S, HUB_PORT, SESSION_OF_HUB, Port
+from telescope.wire.messages import (
+    ACK_BATCH,
+    ACK_DELAY_S,
+    HUB_PORT,
+    SESSION_OF_HUB,
+    Ack,
+    Body,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Port,
+    Reject,
+    Stop,
+    Welcome,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,14 +40,14 @@ if TYPE_CHECKING:
 class PeerSession:
     """One peer's view. `lost` and `refused` are sentences once the session is over; nothing is sent after that.
 
-    `hub`: the process at the other end, the orchestrator or (at its door) a server.
+    `hub`: the process at the other end, the orchestrator or (at its own port) a server.
     """
 
     def __init__(self, hello: Hello, now: float, port: Port = HUB_PORT, hub: str = HUB) -> None:
         self.hello = hello
         self.hub = hub
         self._says, self._hears = port.from_peer[hello.role], port.from_hub[hello.role]
-        self.channel = Channel(None)
+        self.channel = MessageChannel(None)
         self.outbox: deque[list[Buffer]] = deque()
         self.malformed: Counter[str] = Counter()
         self.welcomed = False
@@ -98,7 +111,7 @@ class PeerSession:
             return None
         try:
             return self._take(decode(frames), now)
-        except Malformed as error:
+        except MalformedMessage as error:
             self.malformed[error.reason] += 1
             return None
 
@@ -109,7 +122,7 @@ class PeerSession:
             self._take_session(body, now)
             return None
         if type(body) not in self._hears:
-            raise Malformed("direction", f"{type(body).__name__} is not for a {self.hello.role}")
+            raise MalformedMessage("direction", f"{type(body).__name__} is not for a {self.hello.role}")
         self._heard = now
         fresh = self.channel.accept(envelope)
         self._schedule_acks(now)
@@ -129,7 +142,7 @@ class PeerSession:
             case Reject(reason=reason):
                 self.refused = reason
             case Ack(seqs=seqs):
-                self.channel.acknowledged(seqs)
+                self.channel.forget(seqs)
             case Goodbye():
                 self.parted = True
             case _:

@@ -15,20 +15,19 @@ from telescope.config.models import ModelNotFound, model_folder
 from telescope.config.plugins import PluginError
 from telescope.config.secrets import SecretMissing
 from telescope.config.words import ConfigError
-from telescope.wire.heap import freeze_heap
+from telescope.wire.direct import DirectClient
 from telescope.wire.link import Link, LinkLost, WireRefused, WireTimeout
-from telescope.wire.process import Interrupted, Known, Place, Signals, run_process
+from telescope.wire.process import Interrupted, KnownErrors, ProcessContext, ProcessSignals, freeze_heap, run_process
 from telescope.wire.security import BadKeys
-from telescope.workers.direct import Doors
-from telescope.workers.lengths import leave_out_too_long
-from telescope.workers.load import EnvironmentBroken, load_environments
-from telescope.workers.play import Limits
-from telescope.workers.service import Service, WorkerHopeless
+from telescope.workers.loading import EnvironmentBroken, load_environments
+from telescope.workers.play import PlayLimits
+from telescope.workers.prompt_lengths import leave_out_too_long
+from telescope.workers.service import WorkerHopeless, WorkerService
 from telescope.workers.tokenizer import TokenizerError, load_template
 
 log = logging.getLogger(__name__)
 
-KNOWN = Known(
+KNOWN = KnownErrors(
     errors=(
         *(EnvironmentBroken, TokenizerError, ModelNotFound, WorkerHopeless, ConfigError, PluginError, SecretMissing),
         *(WireRefused, WireTimeout, BadKeys),
@@ -39,32 +38,31 @@ KNOWN = Known(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The process. Gives its exit code."""
-    return run_process(live, prog="python -m telescope.workers", known=KNOWN, arguments=arguments)
+    return run_process(run_worker, prog="python -m telescope.workers", known=KNOWN, arguments=arguments)
 
 
-def live(place: Place, signals: Signals) -> int:
+def run_worker(context: ProcessContext, signals: ProcessSignals) -> int:
     """Load, say hello, play, say goodbye."""
-    config = place.config
-    limits = Limits.of(config)
+    config = context.config
+    limits = PlayLimits.from_config(config)
     template = load_template(config.model, model_folder(config.model.name))
     deadline_s = config.cluster.placement_timeout_s / 2
     environments = {
         label: leave_out_too_long(loaded, template, limits.max_prompt_tokens, deadline_s)
         for label, loaded in load_environments(config).items()
     }
-    hello = place.hello(
+    hello = context.make_hello(
         "worker",
         capacity=config.cluster.rollouts_per_env_worker,
         environments=tuple(loaded.card for loaded in environments.values()),
     )
     freeze_heap()
-    with Link.connect(place.directory, hello, deadline_s=config.cluster.placement_timeout_s) as link:
-        return run_through(_until_stopped(Service(link, place.name, environments, template, limits, _doors(place)), signals))
-
-
-def _doors(place: Place) -> Doors | None:
-    """The way straight to the servers, where `wire.direct=true`."""
-    return Doors(place.directory, lambda: place.hello("worker", capacity=0)) if place.config.wire.direct else None
+    with Link.connect(context.directory, hello, deadline_s=config.cluster.placement_timeout_s) as link:
+        direct = None
+        if config.wire.direct:
+            direct = DirectClient(link, context.directory, lambda: context.make_hello("worker", capacity=0))
+        service = WorkerService(link, context.name, environments, template, limits, direct)
+        return run_through(_until_stopped(service, signals))
 
 
 def run_through(life: Coroutine[Any, Any, int]) -> int:
@@ -81,7 +79,7 @@ def run_through(life: Coroutine[Any, Any, int]) -> int:
                 log.warning("an environment's own task raised %s; the worker goes on", type(error).__name__)
 
 
-async def _until_stopped(service: Service, signals: Signals) -> int:
+async def _until_stopped(service: WorkerService, signals: ProcessSignals) -> int:
     """0 after the orchestrator's Stop, 128 + n after a signal n."""
     signalled = signals.watch_on_loop()
     running = asyncio.ensure_future(service.run())

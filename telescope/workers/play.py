@@ -1,7 +1,7 @@
-"""One rollout from its order to its answer: RolloutDone with token arrays, or RolloutFailed with a cause.
+"""One rollout from its order to its answer: RolloutResult with token arrays, or RolloutError with a cause.
 
 Owns the line between a score and a failure: whatever goes wrong (the environment raises, time runs out, a reward is not a
-finite number, the server fails) is a RolloutFailed of its kind, never a reward of 0; what the policy does wrong is a score.
+finite number, the server fails) is a RolloutError of its kind, never a reward of 0; what the policy does wrong is a score.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from telescope.environments.tools.redact import declare_secrets
 from telescope.environments.validate import describe_not_awaitable
 from telescope.maths.support import WHOLE, Support
 from telescope.records import FailureKind, RolloutOrder, Sampling
-from telescope.wire.messages import RolloutDone, RolloutFailed
+from telescope.wire.messages import RolloutError, RolloutResult
 from telescope.wire.process import Interrupted
-from telescope.workers.load import Loaded, describe
-from telescope.workers.prefetch import Openings
-from telescope.workers.report import blamed, check_reward, done, failed
+from telescope.workers.loading import LoadedEnvironment, describe
+from telescope.workers.prompt_cache import PromptCache
+from telescope.workers.report import check_reward, make_error, make_result, score_policy_error
 
 Arrays = tuple[np.ndarray, ...]
 Ask = Callable[[RolloutOrder, int, np.ndarray, Sampling], Awaitable[Sampled]]
@@ -35,7 +35,7 @@ Ask = Callable[[RolloutOrder, int, np.ndarray, Sampling], Awaitable[Sampled]]
 
 
 @dataclass(frozen=True)
-class Limits:
+class PlayLimits:
     temperature: float
     max_tokens: int
     max_prompt_tokens: int
@@ -46,7 +46,7 @@ class Limits:
     stop: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, config: RunConfig) -> Limits:
+    def from_config(cls, config: RunConfig) -> PlayLimits:
         """How every rollout of the run is sampled: the trainer's log-probs are those of the same distribution."""
         return cls(
             temperature=config.rollout.temperature,
@@ -59,10 +59,10 @@ class Limits:
         )
 
 
-class Turns:
+class TurnSampler:
     """The `Sampler` of one rollout: same order, next turn, its own seed."""
 
-    def __init__(self, order: RolloutOrder, limits: Limits, ask: Ask) -> None:
+    def __init__(self, order: RolloutOrder, limits: PlayLimits, ask: Ask) -> None:
         self._order = order
         self._limits = limits
         self._ask = ask
@@ -71,7 +71,7 @@ class Turns:
 
     async def sample(self, ids: np.ndarray, turn: int, max_tokens: int | None) -> Sampled:
         limits = self._limits
-        seed, kept = turn_seed(self._order.seed, turn), limits.support
+        seed, kept = make_turn_seed(self._order.seed, turn), limits.support
         most = limits.max_tokens if max_tokens is None else min(max_tokens, limits.max_tokens)
         sampling = Sampling(limits.temperature, most, seed, kept.top_k, kept.top_p, kept.min_p, limits.stop)
         self.waiting += 1
@@ -80,41 +80,41 @@ class Turns:
         return sampled
 
 
-def turn_seed(seed: int, turn: int) -> int:
+def make_turn_seed(seed: int, turn: int) -> int:
     """The order's seed for its first answer; later answers draw on, so that two turns don't share their noise."""
     return seed if turn == 0 else HashedRandom("turn", seed, turn).below(2**31)
 
 
 async def play(
     order: RolloutOrder,
-    loaded: Loaded,
-    openings: Openings,
-    limits: Limits,
+    loaded: LoadedEnvironment,
+    prompts: PromptCache,
+    limits: PlayLimits,
     ask: Ask,
     generated: Callable[[RolloutOrder], None] = lambda order: None,
-) -> tuple[RolloutDone | RolloutFailed, Arrays]:
+) -> tuple[RolloutResult | RolloutError, Arrays]:
     """Play the order; `generated` hears when it asks for no more tokens.
 
-    Raises nothing but cancellation: every failure becomes a RolloutFailed."""
+    Raises nothing but cancellation: every failure becomes a RolloutError."""
     started_ns = time.time_ns()
-    turns = Turns(order, limits, ask)
-    chat = TokenChat(openings.template, turns, limits.max_prompt_tokens, lambda: generated(order), max_tokens=limits.max_tokens)
+    turns = TurnSampler(order, limits, ask)
+    chat = TokenChat(prompts.template, turns, limits.max_prompt_tokens, lambda: generated(order), max_tokens=limits.max_tokens)
     try:
         async with asyncio.timeout(limits.timeout_s) as clock:
-            prompt = await openings.prompt(loaded, order.prompt)
+            prompt = await prompts.get_prompt(loaded, order.prompt)
             with declare_secrets(loaded.secrets):
-                reward = await _scored(loaded.environment, prompt, chat)
+                reward = await _score(loaded.environment, prompt, chat)
         recording = chat.recording()
-        return done(order, prompt, reward, recording, started_ns, loaded.secrets), _arrays(recording)
+        return make_result(order, prompt, reward, recording, started_ns, loaded.secrets), _join_branches(recording)
     except (asyncio.CancelledError, Interrupted):
         raise
     except BaseException as error:  # noqa: BLE001 - user code may raise anything, SystemExit too; it is counted by its cause
         if clock.expired():
-            return failed(order, _timed_out(turns, limits)), ()
-        return failed(order, _cause(loaded.label, error, chat), _kind(error, chat), loaded.secrets), ()
+            return make_error(order, _describe_timeout(turns, limits)), ()
+        return make_error(order, _find_cause(loaded.label, error, chat), _find_kind(error, chat), loaded.secrets), ()
 
 
-async def _scored(environment: Environment, prompt: Prompt, chat: TokenChat) -> Reward:
+async def _score(environment: Environment, prompt: Prompt, chat: TokenChat) -> Reward:
     """The environment's score, or the one that the policy's own fault earns."""
     try:
         playing = environment.play(prompt, chat)
@@ -122,26 +122,26 @@ async def _scored(environment: Environment, prompt: Prompt, chat: TokenChat) -> 
             raise TypeError(describe_not_awaitable(f"{type(environment).__name__}.play", playing))
         return check_reward(await playing)
     except PolicyError as error:
-        return check_reward(blamed(error))
+        return check_reward(score_policy_error(error))
 
 
-def _timed_out(turns: Turns, limits: Limits) -> str:
+def _describe_timeout(turns: TurnSampler, limits: PlayLimits) -> str:
     where = "waiting for the policy's answer" if turns.waiting else "in the environment's own code"
     return f"rollout.timeout_s={limits.timeout_s:g} ran out {where}"
 
 
-def _cause(label: str, error: BaseException, chat: TokenChat) -> str:
+def _find_cause(label: str, error: BaseException, chat: TokenChat) -> str:
     if chat.failure is not None:  # the turn's failure comes first, whatever the environment made of it
         return f"environments.{label}: {chat.failure}" if str(chat.failure) else describe(chat.failure)
     told = error.__cause__ if isinstance(error, GraderError) and error.__cause__ is not None else error
     return f"environments.{label}: {describe(told)}"
 
 
-def _kind(error: BaseException, chat: TokenChat) -> FailureKind:
+def _find_kind(error: BaseException, chat: TokenChat) -> FailureKind:
     return "grader" if chat.failure is None and isinstance(error, GraderError) else "infrastructure"
 
 
-def _arrays(recording: Recording) -> Arrays:
+def _join_branches(recording: Recording) -> Arrays:
     """ids, mask, logprobs, versions: all branches one after another."""
     branches = recording.branches
     if len(branches) == 1:

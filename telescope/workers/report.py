@@ -1,6 +1,7 @@
 """What a worker says of a rollout: its score in a form that travels, or its failure with a kind and a cause.
 
-Owns the limits of what an environment may write into a run directory, and that no secret gets there.
+Owns the limits of what an environment may write into a run directory (valid Unicode, no longer than anyone would read), and
+that no secret gets there.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import time
 from collections.abc import Collection, Iterator, Mapping
 from numbers import Real
@@ -18,10 +20,11 @@ from telescope.environments.base import Prompt, Reward
 from telescope.environments.chat import Recording
 from telescope.environments.failures import GraderError, PolicyError
 from telescope.records import FailureKind, RolloutOrder
-from telescope.wire.messages import RolloutDone, RolloutFailed
-from telescope.workers.load import describe
-from telescope.workers.texts import MAX_CAUSE_CHARACTERS, MAX_CHARACTERS, fit
+from telescope.wire.messages import RolloutError, RolloutResult
+from telescope.workers.loading import describe
 
+MAX_CHARACTERS = 200_000
+MAX_CAUSE_CHARACTERS = 4_000
 MAX_NAME_CHARACTERS = 200
 MAX_GOLDEN_ANSWERS = 64
 MAX_TAGS = 32
@@ -29,10 +32,11 @@ MAX_INFO_CHARACTERS = 50_000
 MAX_INFO_DEPTH = 64
 REWARD_LIMIT = 1e6
 """Larger totals are mistakes, and their squares and differences would overflow the advantages."""
+_SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 class BadReward(GraderError):
-    """What the environment returned is no usable reward."""
+    """What the environment returned is not a usable reward."""
 
 
 def check_reward(reward: Reward) -> Reward:
@@ -40,8 +44,8 @@ def check_reward(reward: Reward) -> Reward:
     if not isinstance(reward, Reward):
         raise BadReward(f"play returned {type(reward).__name__}, not a Reward")
     if not isinstance(reward.metrics, Mapping):
-        raise BadReward(f"the reward's metrics are {_kind(reward.metrics)}, not a dict of numbers")
-    with _no_form_is_bad("numbers"):
+        raise BadReward(f"the reward's metrics are {_name_type(reward.metrics)}, not a dict of numbers")
+    with _refuse_formless("numbers"):
         for name, value in (("total", reward.total), *reward.metrics.items()):
             if not isinstance(value, Real) or not math.isfinite(value):
                 raise BadReward(f"the reward's {name} is {value!r}, not a finite number")
@@ -50,24 +54,24 @@ def check_reward(reward: Reward) -> Reward:
     return reward
 
 
-def blamed(error: PolicyError) -> Reward:
+def score_policy_error(error: PolicyError) -> Reward:
     """The score of a rollout that the policy itself has ended."""
     return Reward(error.total, error.metrics, tags=(error.tag,), info={"policy_error": str(error)})
 
 
-def done(
+def make_result(
     order: RolloutOrder, prompt: Prompt, reward: Reward, recording: Recording, started_ns: int, secrets: Collection[str]
-) -> RolloutDone:
+) -> RolloutResult:
     """The score as it travels. Raises `BadReward` where a part of the reward has no form that does."""
-    with _no_form_is_bad("metrics"):
+    with _refuse_formless("metrics"):
         metrics = {_clean(name, secrets, MAX_NAME_CHARACTERS): float(value) for name, value in reward.metrics.items()}
-    with _no_form_is_bad("golden_answers"):
-        golden_answers = _golden_answers(reward, prompt, secrets)
-    with _no_form_is_bad("tags"):
-        tags = _tags(reward, secrets)
-    with _no_form_is_bad("info"):
-        info = info_text(reward.info, secrets)
-    return RolloutDone(
+    with _refuse_formless("golden_answers"):
+        golden_answers = _clean_answers(reward, prompt, secrets)
+    with _refuse_formless("tags"):
+        tags = _clean_tags(reward, secrets)
+    with _refuse_formless("info"):
+        info = encode_info(reward.info, secrets)
+    return RolloutResult(
         rollout_id=order.rollout_id,
         attempt=order.attempt,
         reward=float(reward.total),
@@ -89,7 +93,7 @@ def done(
 
 
 @contextlib.contextmanager
-def _no_form_is_bad(part: str) -> Iterator[None]:
+def _refuse_formless(part: str) -> Iterator[None]:
     """Whatever a user's object raises on its way into a row (its `__str__` may raise anything) is a `BadReward`."""
     try:
         yield
@@ -100,31 +104,31 @@ def _no_form_is_bad(part: str) -> Iterator[None]:
 
 
 def _clean(text: object, secrets: Collection[str], most: int = MAX_CHARACTERS) -> str:
-    return fit(scrubbed(str(text), secrets), most)
+    return clip_text(scrubbed(str(text), secrets), most)
 
 
-def _texts(given: Any, part: str) -> tuple[Any, ...]:
-    """One text counts as a tuple of one. Raises `BadReward` for what has no order, or is no sequence at all."""
+def _read_texts(given: Any, part: str) -> tuple[Any, ...]:
+    """One text counts as a tuple of one. Raises `BadReward` for what has no order, or is not a sequence."""
     if isinstance(given, str):
         return (given,)
     if not isinstance(given, list | tuple):
-        raise BadReward(f"the reward's {part} are {_kind(given)}, not a tuple of texts")
+        raise BadReward(f"the reward's {part} are {_name_type(given)}, not a tuple of texts")
     return tuple(given)
 
 
-def _kind(value: Any) -> str:
+def _name_type(value: Any) -> str:
     return "None" if value is None else f"of type {type(value).__name__}"
 
 
-def failed(
+def make_error(
     order: RolloutOrder, cause: str, kind: FailureKind = "infrastructure", secrets: Collection[str] = ()
-) -> RolloutFailed:
-    return RolloutFailed(order.rollout_id, order.attempt, fit(scrubbed(cause, secrets), MAX_CAUSE_CHARACTERS), kind)
+) -> RolloutError:
+    return RolloutError(order.rollout_id, order.attempt, clip_text(scrubbed(cause, secrets), MAX_CAUSE_CHARACTERS), kind)
 
 
-def _golden_answers(reward: Reward, prompt: Prompt, secrets: Collection[str]) -> tuple[str, ...]:
+def _clean_answers(reward: Reward, prompt: Prompt, secrets: Collection[str]) -> tuple[str, ...]:
     """At most `MAX_GOLDEN_ANSWERS`, together no longer than one text may be."""
-    given = _texts(reward.golden_answers, "golden_answers") or ((prompt.answer,) if prompt.answer else ())
+    given = _read_texts(reward.golden_answers, "golden_answers") or ((prompt.answer,) if prompt.answer else ())
     answers, left = [], MAX_CHARACTERS
     for answer in given[:MAX_GOLDEN_ANSWERS]:
         if left <= 0:
@@ -134,32 +138,36 @@ def _golden_answers(reward: Reward, prompt: Prompt, secrets: Collection[str]) ->
     return tuple(answers)
 
 
-def _tags(reward: Reward, secrets: Collection[str]) -> tuple[str, ...]:
-    tags = dict.fromkeys(_clean(tag, secrets, MAX_NAME_CHARACTERS) for tag in _texts(reward.tags, "tags"))
+def _clean_tags(reward: Reward, secrets: Collection[str]) -> tuple[str, ...]:
+    tags = dict.fromkeys(_clean(tag, secrets, MAX_NAME_CHARACTERS) for tag in _read_texts(reward.tags, "tags"))
     return tuple(tags)[:MAX_TAGS]
 
 
-def info_text(info: Mapping[str, Any], secrets: Collection[str]) -> str:
+def encode_info(info: Mapping[str, Any], secrets: Collection[str]) -> str:
     """The info as JSON of at most `MAX_INFO_CHARACTERS` (cut, it is a text under "cut"), texts under secret names and secret
     values redacted; what JSON has no form for counts by its text."""
     if not isinstance(info, Mapping):
-        raise BadReward(f"the reward's info is {_kind(info)}, not a dict")
+        raise BadReward(f"the reward's info is {_name_type(info)}, not a dict")
     if not info:
         return ""
-    text = json.dumps(redacted(_plain(info)), ensure_ascii=False, allow_nan=True)
-    text = fit(scrubbed(text, secrets), len(text))
-    return text if len(text) <= MAX_INFO_CHARACTERS else json.dumps({"cut": fit(text, MAX_INFO_CHARACTERS)}, ensure_ascii=False)
+    text = json.dumps(redacted(_make_plain(info)), ensure_ascii=False, allow_nan=True)
+    text = clip_text(scrubbed(text, secrets), len(text))
+    return (
+        text
+        if len(text) <= MAX_INFO_CHARACTERS
+        else json.dumps({"cut": clip_text(text, MAX_INFO_CHARACTERS)}, ensure_ascii=False)
+    )
 
 
-def _plain(value: Any, left: int = MAX_INFO_DEPTH) -> Any:
+def _make_plain(value: Any, left: int = MAX_INFO_DEPTH) -> Any:
     """JSON's own kinds: other keys and objects as text, numbers that are not finite too. Raises `BadReward` for what is nested
     deeper than `left`, which what contains itself is."""
     if isinstance(value, Mapping | list | tuple | set | frozenset) and left == 0:
         raise BadReward(f"the reward's info is nested more than {MAX_INFO_DEPTH} deep, or contains itself")
     if isinstance(value, Mapping):
-        return {str(key): _plain(item, left - 1) for key, item in value.items()}
+        return {str(key): _make_plain(item, left - 1) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(item, left - 1) for item in value]
+        return [_make_plain(item, left - 1) for item in value]
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int):
@@ -167,3 +175,12 @@ def _plain(value: Any, left: int = MAX_INFO_DEPTH) -> Any:
     if isinstance(value, Real) and math.isfinite(value):
         return float(value)
     return str(value)
+
+
+def clip_text(text: object, most: int = MAX_CHARACTERS) -> str:
+    """The text with a replacement character for each lone surrogate, which UTF-8 cannot hold, and cut off after `most`
+    characters with a mark that says how many are missing."""
+    whole = text if isinstance(text, str) else str(text)
+    if len(whole) > most:
+        whole = f"{whole[:most]} […cut: {len(whole) - most} more characters]"
+    return _SURROGATES.sub("\ufffd", whole)

@@ -1,8 +1,8 @@
 """The worker's one event loop: orders in, rollouts played side by side, answers out.
 
-    RunRollout ─▶ task: play ─▶ RolloutDone | RolloutFailed (answers the order: its credit goes back)
+    RunRollout ─▶ task: play ─▶ RolloutResult | RolloutError (answers the order: its credit goes back)
                      │  ▲
-             Generate ▼  │ Completion | GenerateFailed           (or, with doors, by a ticket: direct.py)
+             Generate ▼  │ Completion | GenerateFailed           (through the hub, or straight to a server: wire/direct.py)
 
 Every order is answered exactly once, a cancelled one too. Refuses to know what a task is (environments) or how bytes travel
 (wire).
@@ -13,38 +13,37 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-import msgspec
 import numpy as np
 
 from telescope.environments.chat import ChatError, Sampled
 from telescope.environments.graders.pool import open_graders
 from telescope.environments.template import ChatTemplate
 from telescope.records import PromptRef, RolloutOrder, Sampling
+from telescope.wire.direct import Answer, DirectClient, DirectPathLost
+from telescope.wire.happenings import Delivery
 from telescope.wire.messages import (
     Abort,
-    AskPlace,
     CancelRollout,
     Completion,
     Generate,
     GenerateFailed,
-    GenerationOver,
+    GenerationEnded,
+    Grant,
     PrefetchPrompts,
-    Revoke,
-    RolloutDone,
-    RolloutFailed,
+    RevokeGrant,
+    RolloutError,
+    RolloutResult,
     RunRollout,
     Stop,
-    Ticket,
 )
-from telescope.workers.direct import DoorLost, Doors
-from telescope.workers.hooks import set_up, tear_down
-from telescope.workers.load import Loaded
-from telescope.workers.play import Limits, play
-from telescope.workers.prefetch import Openings
-from telescope.workers.report import failed
-from telescope.workers.threads import RewardThreads
+from telescope.workers.loading import LoadedEnvironment, set_up, tear_down
+from telescope.workers.play import PlayLimits, play
+from telescope.workers.prompt_cache import PromptCache
+from telescope.workers.report import make_error
+from telescope.workers.reward_threads import RewardThreads
 
 log = logging.getLogger(__name__)
 
@@ -63,22 +62,13 @@ class WorkerHopeless(RuntimeError):
     """This worker can score nothing any more; the message says why."""
 
 
-def sampled(body: Completion | GenerateFailed, arrays: Sequence[np.ndarray]) -> Sampled:
+def read_completion(body: Completion | GenerateFailed, arrays: Sequence[np.ndarray]) -> Sampled:
     """What a server has answered. Raises `GenerationFailed`."""
     if isinstance(body, GenerateFailed):
         raise GenerationFailed(f"generation failed: {body.cause}")
     if len(arrays) != 3:
         raise GenerationFailed(f"a completion came with {len(arrays)} arrays, not ids, log-probs, versions")
     return Sampled(arrays[0], arrays[1], arrays[2], body.finish_reason)
-
-
-class Delivered(Protocol):
-    """What a link delivers (`telescope.wire.link.Delivery`)."""
-
-    @property
-    def body(self) -> Any: ...
-    @property
-    def arrays(self) -> Sequence[np.ndarray]: ...
 
 
 class WorkerLink(Protocol):
@@ -89,32 +79,38 @@ class WorkerLink(Protocol):
     def progress(self, doing: str) -> None: ...
 
 
-class Service:
+@dataclass(eq=False)
+class _PlayedRollout:
+    """An order that is being played, or cancelled for the orchestrator's `reason`."""
+
+    task: asyncio.Task[None]
+    cancelled: str | None = None
+
+
+class WorkerService:
     """Plays every order that the link delivers until the orchestrator says Stop."""
 
     def __init__(
         self,
         link: WorkerLink,
         name: str,
-        environments: Mapping[str, Loaded],
+        environments: Mapping[str, LoadedEnvironment],
         template: ChatTemplate,
-        limits: Limits,
-        doors: Doors | None = None,
+        limits: PlayLimits,
+        direct: DirectClient | None = None,
         threads: int = REWARD_THREADS,
     ) -> None:
         self._link = link
-        self._doors = doors
+        self._direct = direct
         self._name = name
         self._environments = environments
         self._labels = ", ".join(f"environments.{label}" for label in environments)
-        self._openings = Openings(template)
+        self._prompts = PromptCache(template)
         self._limits = limits
         self._threads = RewardThreads(threads)
-        self._rollouts: dict[tuple[int, int], asyncio.Task[None]] = {}
-        self._cancelled: dict[tuple[int, int], str] = {}
-        self._answers: dict[str, asyncio.Future[Sampled]] = {}
-        self._tickets: dict[str, asyncio.Future[Ticket]] = {}
-        self._brought: dict[str, str] = {}  # request -> the server whose door it was brought to
+        self._rollouts: dict[tuple[int, int], _PlayedRollout] = {}
+        self._answers: dict[str, asyncio.Future[Answer]] = {}
+        """Of requests on the relayed path, by id."""
         self._hopeless: asyncio.Future[None] | None = None
         self._leaving = False
 
@@ -136,13 +132,13 @@ class Service:
         finally:
             self._hopeless.cancel()
             self._leaving = True
-            self._openings.close()
-            await self._cancelled_all({receiving, watching, *self._rollouts.values()})
-            if self._doors is not None:
-                await self._doors.close()
+            self._prompts.close()
+            await self._cancel_all({receiving, watching, *(rollout.task for rollout in self._rollouts.values())})
+            if self._direct is not None:
+                await self._direct.close()
             await self._tear_down()
 
-    async def _cancelled_all(self, tasks: set[asyncio.Future[Any]]) -> None:
+    async def _cancel_all(self, tasks: set[asyncio.Future[Any]]) -> None:
         """Cancel, wait, and once more: what a rollout still does in its `finally` may wait for a thread that never comes."""
         for _ in range(2):
             for task in tasks:
@@ -158,15 +154,14 @@ class Service:
         return await self._receive()
 
     async def _set_up(self) -> None:
-        """The environments' own beginnings, side by side. Raises `EnvironmentBroken`; orders wait meanwhile."""
-
-        telling = asyncio.ensure_future(self._tell_of_set_up())
+        """The environments' own, side by side. Raises `EnvironmentBroken`; orders wait meanwhile."""
+        telling = asyncio.ensure_future(self._report_set_up())
         try:
             await asyncio.gather(*(set_up(loaded) for loaded in self._environments.values()))
         finally:
             telling.cancel()
 
-    async def _tell_of_set_up(self) -> None:
+    async def _report_set_up(self) -> None:
         """It has its own deadline: a worker that is still in it is not stuck."""
         while True:
             self._link.progress(f"setting up {self._labels}")
@@ -187,12 +182,10 @@ class Service:
                     self._cancel(body)
                 case PrefetchPrompts(prompts=prompts):
                     self._prefetch(prompts)
+                case Grant() | RevokeGrant() | GenerateFailed() if self._direct is not None:
+                    self._direct.hear(body)
                 case Completion() | GenerateFailed():
-                    self._answered(body, delivery.arrays)
-                case Ticket():
-                    self._placed(body)
-                case Revoke():
-                    self._revoked(body)
+                    self._take_answer(body, delivery.arrays)
                 case Stop():
                     return body.reason
                 case _:
@@ -202,74 +195,79 @@ class Service:
         for prompt in prompts:
             loaded = self._environments.get(prompt.environment)
             if loaded is not None:
-                self._openings.prefetch(loaded, (prompt,))
+                self._prompts.prefetch(loaded, (prompt,))
 
-    def _start(self, delivery: Delivered, order: RolloutOrder) -> None:
+    def _start(self, delivery: Delivery, order: RolloutOrder) -> None:
         key = (order.rollout_id, order.attempt)
         task = asyncio.create_task(self._play(delivery, order), name=f"rollout {order.rollout_id}.{order.attempt}")
-        self._rollouts[key] = task
-        self._link.progress(f"playing {len(self._rollouts)} rollouts of {self._labels}")
-        task.add_done_callback(lambda done: self._ended(key, done))
+        self._rollouts[key] = _PlayedRollout(task)
+        self._report_progress()
+        task.add_done_callback(lambda done: self._finish(key, done))
 
-    async def _play(self, delivery: Delivered, order: RolloutOrder) -> None:
+    async def _play(self, delivery: Delivery, order: RolloutOrder) -> None:
         loaded = self._environments.get(order.prompt.environment)
-        body: RolloutDone | RolloutFailed
+        body: RolloutResult | RolloutError
         arrays: Sequence[np.ndarray] = ()
         try:
             if loaded is None:
-                body = failed(order, f"this worker has no environment {order.prompt.environment!r}")
+                body = make_error(order, f"this worker has no environment {order.prompt.environment!r}")
             else:
-                body, arrays = await play(order, loaded, self._openings, self._limits, self._ask, self._generated)
+                body, arrays = await play(order, loaded, self._prompts, self._limits, self._generate, self._end_generation)
         except asyncio.CancelledError:
-            reason = self._cancelled.get((order.rollout_id, order.attempt))
+            reason = self._rollouts[order.rollout_id, order.attempt].cancelled
             if reason is None and self._leaving:  # the link's Goodbye answers for all
                 raise
             label = order.prompt.environment
-            body = failed(
+            body = make_error(
                 order, f"environments.{label}: it raised CancelledError" if reason is None else f"cancelled: {reason}"
             )
         self._answer(delivery, order, body, arrays)
-        self._link.progress(f"playing {len(self._rollouts) - 1} rollouts of {self._labels}")
+        self._report_progress(ended=1)
         self._look_for_hung_threads()
 
     def _answer(
-        self, delivery: Delivered, order: RolloutOrder, body: RolloutDone | RolloutFailed, arrays: Sequence[np.ndarray]
+        self, delivery: Delivery, order: RolloutOrder, body: RolloutResult | RolloutError, arrays: Sequence[np.ndarray]
     ) -> None:
         """Answer the order; where the wire does not take the score, with the reason why."""
-        if isinstance(body, RolloutDone):
+        if isinstance(body, RolloutResult):
             try:
                 self._link.send(body, arrays, answers=delivery)
                 return
             except (ValueError, TypeError) as error:  # nothing was sent
-                body = failed(order, f"environments.{order.prompt.environment}: its rollout cannot be sent: {error}")
+                body = make_error(order, f"environments.{order.prompt.environment}: its rollout cannot be sent: {error}")
         log.info("rollout %d attempt %d: %s", body.rollout_id, body.attempt, body.cause)
         self._link.send(body, answers=delivery)
 
-    def _ended(self, key: tuple[int, int], task: asyncio.Task[None]) -> None:
-        self._rollouts.pop(key, None)
-        self._cancelled.pop(key, None)
+    def _finish(self, key: tuple[int, int], task: asyncio.Task[None]) -> None:
+        rollout = self._rollouts.get(key)
+        if rollout is not None and rollout.task is task:
+            del self._rollouts[key]
         if not task.cancelled() and task.exception() is not None:
             self._give_up(task.exception())
 
     def _cancel(self, order: CancelRollout) -> None:
-        key = (order.rollout_id, order.attempt)
-        task = self._rollouts.get(key)
-        if task is not None:  # else its answer is on the way already
-            self._cancelled[key] = order.reason
-            task.cancel()
+        rollout = self._rollouts.get((order.rollout_id, order.attempt))
+        if rollout is not None:  # else its answer is on the way already
+            rollout.cancelled = order.reason
+            rollout.task.cancel()
 
-    async def _ask(self, order: RolloutOrder, turn: int, ids: np.ndarray, sampling: Sampling) -> Sampled:
+    async def _generate(self, order: RolloutOrder, turn: int, ids: np.ndarray, sampling: Sampling) -> Sampled:
+        """Ask a server for one turn's tokens, by the orchestrator's relay or directly. Raises `GenerationFailed`."""
         request_id = f"{self._name}/{order.rollout_id}.{order.attempt}.{turn}"
         request = Generate(request_id, order.rollout_id, order.attempt, turn, sampling)
         try:
-            return await (self._through_hub(request, ids) if self._doors is None else self._through_door(request, ids))
+            body, arrays = await (self._ask_hub if self._direct is None else self._direct.generate)(request, ids)
+        except DirectPathLost as error:
+            raise GenerationFailed(f"generation failed: {error}") from error
         except asyncio.CancelledError:
-            if (order.rollout_id, order.attempt) not in self._cancelled:  # who cancels aborts the request as well
+            if self._rollouts[order.rollout_id, order.attempt].cancelled is None:  # who cancels aborts the request as well
                 self._link.send(Abort(request_id))
             raise
+        self._report_progress()
+        return read_completion(body, arrays)
 
-    async def _through_hub(self, request: Generate, ids: np.ndarray) -> Sampled:
-        answer: asyncio.Future[Sampled] = asyncio.get_running_loop().create_future()
+    async def _ask_hub(self, request: Generate, ids: np.ndarray) -> Answer:
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._answers[request.request_id] = answer
         try:
             self._link.send(request, (ids,))
@@ -277,50 +275,18 @@ class Service:
         finally:
             del self._answers[request.request_id]
 
-    async def _through_door(self, request: Generate, ids: np.ndarray) -> Sampled:
-        """Ask for a place, and bring the request there."""
-        assert self._doors is not None
-        request_id = request.request_id
-        placed: asyncio.Future[Ticket] = asyncio.get_running_loop().create_future()
-        self._tickets[request_id] = placed
-        try:
-            ask = AskPlace(request_id, request.rollout_id, request.attempt, request.turn, len(ids))
-            self._link.send(ask)
-            ticket = await placed
-            body, arrays = await self._doors.bring(ticket, msgspec.structs.replace(request, ticket=ticket.secret), ids)
-            self._link.progress(f"playing {len(self._rollouts)} rollouts of {self._labels}")
-            return sampled(body, arrays)
-        except DoorLost as error:
-            self._link.send(Abort(request_id))  # the server may hold its place still
-            raise GenerationFailed(f"generation failed: {error}") from error
-        finally:
-            del self._tickets[request_id]
-            self._brought.pop(request_id, None)
+    def _take_answer(self, body: Completion | GenerateFailed, arrays: Sequence[np.ndarray]) -> None:
+        answer = self._answers.get(body.request_id)
+        if answer is not None and not answer.done():  # else its rollout was cancelled or ran out of time
+            answer.set_result((body, arrays))
 
-    def _placed(self, ticket: Ticket) -> None:
-        placed = self._tickets.get(ticket.request_id)
-        if placed is not None and not placed.done():  # else its rollout has ended, and the request was aborted
-            self._brought[ticket.request_id] = ticket.server
-            placed.set_result(ticket)
-
-    def _revoked(self, order: Revoke) -> None:
-        server = self._brought.get(order.request_id)
-        if server is not None and self._doors is not None:
-            self._doors.revoke(server, order.cause)
-
-    def _generated(self, order: RolloutOrder) -> None:
+    def _end_generation(self, order: RolloutOrder) -> None:
         if self._limits.free_lane:
-            self._link.send(GenerationOver(order.rollout_id, order.attempt))
+            self._link.send(GenerationEnded(order.rollout_id, order.attempt))
 
-    def _answered(self, body: Completion | GenerateFailed, arrays: Sequence[np.ndarray]) -> None:
-        answer: asyncio.Future[Any] | None = self._answers.get(body.request_id) or self._tickets.get(body.request_id)
-        if answer is None or answer.done():
-            return  # its rollout was cancelled or ran out of time
-        try:
-            answer.set_result(sampled(body, arrays))
-        except GenerationFailed as error:
-            answer.set_exception(error)
-        self._link.progress(f"playing {len(self._rollouts)} rollouts of {self._labels}")
+    def _report_progress(self, ended: int = 0) -> None:
+        """`ended`: rollouts that are answered and not yet forgotten."""
+        self._link.progress(f"playing {len(self._rollouts) - ended} rollouts of {self._labels}")
 
     async def _watch_threads(self) -> None:
         """Looks on a timer too: where every rollout waits for a thread, none ends."""
@@ -329,7 +295,7 @@ class Service:
             self._look_for_hung_threads()
 
     def _look_for_hung_threads(self) -> None:
-        if self._threads.hung(self._limits.timeout_s) >= self._threads.size:
+        if self._threads.count_hung(self._limits.timeout_s) >= self._threads.size:
             self._give_up(
                 WorkerHopeless(
                     f"all {self._threads.size} threads for reward functions hang since rollout.timeout_s="

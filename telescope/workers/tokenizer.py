@@ -34,7 +34,7 @@ def load_template(model: ModelSettings, folder: Path) -> ChatTemplate:
     try:
         tokenizer: Any = _load(folder, model.trust_remote_code)
     except Exception as error:  # the tokenizers library raises plain Exception
-        raise TokenizerError(f"model.name={model.name}: its tokenizer can't be loaded: {first_line(error)}") from error
+        raise TokenizerError(f"model.name={model.name}: its tokenizer can't be loaded: {take_first_line(error)}") from error
     if len(tokenizer.get_vocab()) <= len(tokenizer.all_special_ids):  # transformers makes an empty one where there are no files
         raise TokenizerError(f"model.name={model.name}: {folder} has no tokenizer files (tokenizer.json or the like)")
     if model.chat_template is None and not tokenizer.chat_template:
@@ -45,7 +45,7 @@ def load_template(model: ModelSettings, folder: Path) -> ChatTemplate:
         raise TokenizerError(f"model.name={model.name}: its tokenizer names no end-of-sequence token")
     template = ChatTemplate(
         tokenizer,
-        _eos_ids(tokenizer.eos_token_id, folder),
+        _find_eos_ids(tokenizer.eos_token_id, folder),
         chat_template=model.chat_template,
         enable_thinking=model.enable_thinking,
     )
@@ -61,11 +61,11 @@ def load_template(model: ModelSettings, folder: Path) -> ChatTemplate:
 def _load(folder: Path, trust_remote_code: bool) -> Any:
     import transformers
 
-    kind: Any = getattr(transformers, known_class(folder) or "AutoTokenizer")
+    kind: Any = getattr(transformers, find_known_class(folder) or "AutoTokenizer")
     return kind.from_pretrained(folder, trust_remote_code=trust_remote_code)
 
 
-def known_class(folder: Path) -> str | None:
+def find_known_class(folder: Path) -> str | None:
     """The class of transformers that the folder's files name beyond doubt, e.g. `Qwen2Tokenizer`; None where they don't."""
     if not (folder / "tokenizer.json").is_file() or (folder / "tekken.json").exists():
         return None
@@ -78,18 +78,18 @@ def known_class(folder: Path) -> str | None:
     return KNOWN.get((str(config.get("model_type")), str(own.get("tokenizer_class"))))
 
 
-def _eos_ids(own: int, folder: Path) -> list[int]:
+def _find_eos_ids(own: int, folder: Path) -> list[int]:
     """The tokenizer's end token first, then those of the generation config, which vLLM stops at as well."""
     try:
         listed = json.loads((folder / "generation_config.json").read_text(encoding="utf-8")).get("eos_token_id")
     except FileNotFoundError:  # many models have none
         listed = None
     except ValueError as error:
-        raise TokenizerError(f"{folder / 'generation_config.json'} is no JSON ({error}): mend or remove it") from error
+        raise TokenizerError(f"{folder / 'generation_config.json'} is not JSON ({error}): mend or remove it") from error
     more = [listed] if isinstance(listed, int) else list(listed or [])
     return list(dict.fromkeys([own, *more]))
 
 
-def first_line(error: BaseException) -> str:
+def take_first_line(error: BaseException) -> str:
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__

@@ -17,8 +17,8 @@ from torch.distributed.fsdp import fully_shard
 
 from telescope.backends.base import World
 from telescope.backends.fsdp import optimizers
-from telescope.backends.fsdp.mesh import spread
 from telescope.backends.fsdp.offload import HostedStates
+from telescope.backends.fsdp.sharding import make_mesh
 from tests.backends.four_ranks import SHARES, forked, meet
 from tests.backends.shards import make_job, make_shard, part
 from tests.backends.test_optimizers import TRAINER, Small, give_gradients, trained
@@ -99,7 +99,7 @@ def steps_of_optimizers(world: World) -> None:
         expected, _ = trained(kind)
         for replicas, hosted in ((1, False), (2, True)):
             module = Small()
-            fully_shard(module, mesh=spread(world, replicas).mesh)
+            fully_shard(module, mesh=make_mesh(world, replicas).mesh)
             optimizer = optimizers.make(kind, module, TRAINER)
             stepper = HostedStates(optimizer, "cpu") if hosted else optimizer
             for step in range(3):

@@ -19,7 +19,7 @@ import torch
 
 from telescope.backends.base import Saved, SaveSettings
 from telescope.backends.common import saving
-from telescope.backends.common.saving import Reader, Saver
+from telescope.backends.common.saving import Saver, ShardReader
 from telescope.runlog import checkpoints
 from telescope.runlog.checkpoints import Complete
 
@@ -59,7 +59,7 @@ def look(directory: Path) -> None:
     for step in checkpoints.steps(directory):
         folder = checkpoints.find(directory, step)
         assert checkpoints.read(folder).step == step
-        reader = Reader(checkpoints.trainer_part(folder))
+        reader = ShardReader(checkpoints.trainer_part(folder))
         found = {name: torch.full(shape, torch.nan) for name, shape in SHAPES.items()}
         reader.read_into(found)
         expected = tensors(step)

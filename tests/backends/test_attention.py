@@ -28,7 +28,7 @@ from transformers.masking_utils import (
 )
 
 from telescope.backends.common import attention, kernels
-from telescope.backends.common.choosing import Machine, choose
+from telescope.backends.common.attention_choice import KernelHost, choose
 from telescope.backends.common.masks import Look
 from telescope.backends.fsdp import policy
 from telescope.backends.fsdp.policy import UnfitModel
@@ -400,8 +400,8 @@ def test_a_rule_that_looks_up_the_rows_own_tokens_is_not_asked_about_others():
 # ---- the choice ------------------------------------------------------------------------------------------------------
 
 
-def gpu(capability: int, *packages: str, dtype: str = "bfloat16") -> Machine:
-    return Machine("cuda:0", dtype, capability, frozenset(packages))
+def gpu(capability: int, *packages: str, dtype: str = "bfloat16") -> KernelHost:
+    return KernelHost("cuda:0", dtype, capability, frozenset(packages))
 
 
 BOTH = ("flash_attn_interface", "flash_attn")
@@ -418,11 +418,11 @@ BOTH = ("flash_attn_interface", "flash_attn")
         (replace(gpu(9), cudnn=False), "varlen"),
         (gpu(7), "flex"),
         (gpu(9, *BOTH, dtype="float32"), "flex"),
-        (Machine("cpu", "float32"), "sdpa"),
-        (Machine("cpu", "bfloat16", packages=frozenset(BOTH)), "sdpa"),
+        (KernelHost("cpu", "float32"), "sdpa"),
+        (KernelHost("cpu", "bfloat16", packages=frozenset(BOTH)), "sdpa"),
     ],
 )
-def test_auto_takes_the_first_kernel_that_works(here: Machine, kind: str):
+def test_auto_takes_the_first_kernel_that_works(here: KernelHost, kind: str):
     assert choose("auto", here) == kind
     assert choose("sdpa", here) == "sdpa"
 
@@ -462,7 +462,7 @@ def test_flash_is_the_first_of_the_three_flash_kernels():
             "backend.attention=cudnn needs a GPU of compute capability at least 9, and this one has 8: use varlen, or auto",
         ),
         ("flash", gpu(9, dtype="float32"), "computes in bfloat16 or float16 on a GPU, not float32 on cuda:0: use flex"),
-        ("flex", Machine("cpu", "float32"), "backend.attention=flex trains on a GPU only, not on cpu: use sdpa, or auto"),
+        ("flex", KernelHost("cpu", "float32"), "backend.attention=flex trains on a GPU only, not on cpu: use sdpa, or auto"),
     ],
 )
 def test_a_kernel_that_cannot_work_is_refused_with_the_reason_and_the_one_that_can(setting, here, sentence):

@@ -16,7 +16,6 @@ import torch
 from telescope.backends.base import CheckpointUnfit, NotSaved, Saved, SaveSettings
 from telescope.backends.common import randomness, saving
 from telescope.backends.common.staging import HostCopies
-from telescope.backends.probe import Probe
 from telescope.config.parts import LoraSettings, ModelSettings
 from tests.backends.models import random_experts, random_model
 from tests.backends.options import flat
@@ -103,7 +102,7 @@ def test_another_optimisers_state_is_refused(build, tmp_path, before, after):
 
 def test_what_is_written_are_the_weights_of_the_step_though_training_goes_on(build, tmp_path, monkeypatch):
     """The writing thread waits until the next step is trained."""
-    trained, write = threading.Event(), saving._written
+    trained, write = threading.Event(), saving._write_files
 
     def later(*arguments):
         assert trained.wait(PATIENCE_S)
@@ -178,9 +177,9 @@ def test_a_step_that_is_run_again_has_its_own_loss_scale_and_not_the_checkpoints
     backend = build(make_job(), mixed_precision_dtype="float16")
     backend._updater._scale.scale = 1024.0
     save(backend, 1, tmp_path)
-    recorded = replace(make_job(), resume=tmp_path, probe=Probe(loss_scale=256.0))
+    recorded = replace(make_job(), resume=tmp_path, recorded_loss_scale=256.0)
     assert build(recorded, mixed_precision_dtype="float16")._updater.loss_scale == 256.0
-    unknown = replace(recorded, probe=Probe())
+    unknown = replace(recorded, recorded_loss_scale=None)
     assert build(unknown, mixed_precision_dtype="float16")._updater.loss_scale == 1024.0
 
 
@@ -257,7 +256,7 @@ def test_memory_is_reserved_once_where_a_gpus_saves_will_come(tmp_path):
     assert not saver.wants_memory
     saver.save({"a": torch.ones(3)}, tmp_path / "saved", outcomes.put)
     assert isinstance(outcomes.get(timeout=PATIENCE_S), Saved)
-    assert saving.Reader(tmp_path / "saved").read("a", torch.float32).tolist() == [1.0] * 3
+    assert saving.ShardReader(tmp_path / "saved").read("a", torch.float32).tolist() == [1.0] * 3
 
 
 def test_a_save_whose_memory_is_not_there_in_time_fails_alone(tmp_path):
@@ -305,7 +304,7 @@ def test_two_ranks_resume_as_one_and_as_two_and_one_as_two(build, tmp_path, move
     expected, ends = train(backend, 2, 3), flat(weights(backend))
     for code, output in run_ranks("resume", tmp_path, model, model, model, how=how):
         assert code == 0, output
-    names = saving.Reader(tmp_path / "by-two").shapes
+    names = saving.ShardReader(tmp_path / "by-two").shapes
     assert any("exp_avg_codes" in name for name in names) == ("a byte" in move and lora is None)
     assert any("momentum_buffer" in name for name in names) == ("muon" in move)
     runs = {}

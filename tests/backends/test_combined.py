@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from telescope.backends.base import World
-from telescope.backends.common.saving import Reader
+from telescope.backends.common.saving import ShardReader
 from tests.backends.combined import COMBINATIONS, Combination, job_of, step
 from tests.backends.four_ranks import found_by
 from tests.backends.options import flat
@@ -53,7 +53,7 @@ def test_one_rank_goes_on_from_what_four_have_saved(found: Path, build, name: st
 
 
 def test_moments_of_a_byte_are_codes_in_the_checkpoint_of_four(found: Path):
-    names = Reader(found / "shared rows, moments of a byte on the host" / "trainer").shapes
+    names = ShardReader(found / "shared rows, moments of a byte on the host" / "trainer").shapes
     assert names["optimizer.model.layers.0.mlp.down_proj.weight.exp_avg_codes"] == (25, 300)
     assert names["optimizer.model.layers.0.mlp.down_proj.weight.exp_avg_sq_scales"] == (25, 2)
 

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from telescope.backends.base import World
 from telescope.backends.fsdp import loading
-from telescope.backends.fsdp.mesh import spread
 from telescope.backends.fsdp.policy import Policy, UnfitModel
+from telescope.backends.fsdp.sharding import make_mesh
 from telescope.config.parts import LoraSettings, ModelSettings
 from tests.backends.counting import Counting
 from tests.backends.models import random_model, random_other
@@ -41,7 +41,7 @@ def shards_of(rank: int, model: ModelSettings, replicas: int = 1, size: int = 2)
     """One rank of a world that is not there: what it loads needs no other one."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
-        place = spread(World(rank, size, "cpu"), replicas)
+        place = make_mesh(World(rank, size, "cpu"), replicas)
         with Counting(peaks=True) as counting:
             lm, checkpoint = loading.outline(model, "sdpa", torch.float32)
             assert checkpoint is not None

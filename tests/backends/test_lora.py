@@ -13,8 +13,8 @@ from telescope.backends.base import Job
 from telescope.backends.fsdp.policy import UnfitModel
 from telescope.config.models import model_folder, model_source
 from telescope.config.parts import LoraSettings
-from telescope.inference.adapters import expected_tensors
-from telescope.inference.checkpoint import checkpoint_tensors
+from telescope.inference.vllm.adapters import expected_tensors
+from telescope.inference.vllm.model_tensors import checkpoint_tensors
 from tests.backends.models import random_model
 from tests.backends.shards import make_job, make_shard
 from tests.backends.test_fsdp import draw, logprobs_of, row_of

@@ -11,7 +11,6 @@ from telescope.backends.base import Job, World
 from telescope.backends.common import attention
 from telescope.backends.fsdp import FSDP, sizing
 from telescope.backends.fsdp.sizing import remark
-from telescope.backends.probe import Probe
 from telescope.config.parts import LoraSettings, ModelSettings
 from tests.backends.shards import make_job
 
@@ -65,11 +64,10 @@ def test_of_two_ranks_each_has_half_of_an_updates_tokens() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        {"rollouts": 0},
+        {"rollouts": 0},  # as of a step that is run again
         {"rollouts": 2},  # one row has them
         {"world": World(rank=1, size=2, device="cuda:1")},
         {"world": World(rank=0, size=1, device="cpu")},
-        {"probe": Probe()},  # a step that is run again
     ],
 )
 def test_nobody_else_says_it(other: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from telescope.algorithms.grpo import GRPO
-from telescope.backends.common.work import peak_flops, training_work
+from telescope.backends.common.model_work import peak_flops, training_work
 from tests.backends.models import random_model, random_other
 from tests.backends.shards import LENGTHS, in_minibatches, make_job, make_shard
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from telescope.backends.common import tensor_files
-from telescope.backends.common.tensor_files import TYPES, Part, write
+from telescope.backends.common import saving
+from telescope.backends.common.saving import TYPES, TensorFile, write
 from telescope.runlog.digests import of_file
 
 
@@ -26,7 +26,7 @@ def test_every_type_comes_back_to_the_bit_from_a_place_that_is_a_multiple_of_its
     tensors = {f"{number}.{name}": drawn(dtype, 3, 5) for number, (dtype, name) in enumerate(reversed(TYPES.items()))}
     tensors |= {"empty": torch.empty(0, 4), "across": drawn(torch.float32, 4, 6).T, "alone": torch.ones(1)}
     path = tmp_path / "a.safetensors"
-    digests = write({path: {name: Part(tensor, (7,) * tensor.ndim) for name, tensor in tensors.items()}})
+    digests = write({path: {name: TensorFile(tensor, (7,) * tensor.ndim) for name, tensor in tensors.items()}})
     assert digests == {"a.safetensors": of_file(path)}
     with safe_open(path, framework="pt") as file:
         assert set(file.keys()) == set(tensors)
@@ -47,11 +47,11 @@ def test_a_tensor_longer_than_a_piece_and_writes_that_take_a_part_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a signal or a full quota cuts them short."""
-    monkeypatch.setattr(tensor_files, "PIECE_BYTES", 1000)
-    write_all = tensor_files.os.write
-    monkeypatch.setattr(tensor_files.os, "write", lambda file, piece: write_all(file, piece[:333]))
+    monkeypatch.setattr(saving, "PIECE_BYTES", 1000)
+    write_all = saving.os.write
+    monkeypatch.setattr(saving.os, "write", lambda file, piece: write_all(file, piece[:333]))
     tensor = drawn(torch.float32, 1234)
-    digests = write({tmp_path / "b": {"x": Part(tensor, (0,))}})
+    digests = write({tmp_path / "b": {"x": TensorFile(tensor, (0,))}})
     assert digests == {"b": of_file(tmp_path / "b")}
     with safe_open(tmp_path / "b", framework="pt") as file:
         assert torch.equal(file.get_tensor("x").view(torch.uint8), tensor.view(torch.uint8))
@@ -60,23 +60,23 @@ def test_a_tensor_longer_than_a_piece_and_writes_that_take_a_part_of_it(
 @pytest.mark.parametrize("broken", range(6))
 def test_an_error_of_any_file_is_raised(tmp_path: Path, broken: int) -> None:
     """torch's own threads swallow it, and the save counts as written."""
-    parts = {"x": Part(torch.ones(3), (0,))}
+    parts = {"x": TensorFile(torch.ones(3), (0,))}
     files = {tmp_path / ("none" if number == broken else "") / f"{number}": parts for number in range(6)}
     with pytest.raises(FileNotFoundError, match=f"none/{broken}"):
         write(files)
     odd: dict[Path, Any] = {tmp_path / str(number): parts for number in range(6)}
-    odd[tmp_path / str(broken)] = {"y": Part(torch.ones(3, dtype=torch.complex64), (0,))}
+    odd[tmp_path / str(broken)] = {"y": TensorFile(torch.ones(3, dtype=torch.complex64), (0,))}
     with pytest.raises(TypeError, match=r"y is of torch.complex64, which a checkpoint's files have no name for"):
         write(odd)
 
 
 def test_files_are_written_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four of them wait for each other before they are forced to the disk."""
-    together, sync = threading.Barrier(4, timeout=30), tensor_files.os.fsync
+    together, sync = threading.Barrier(4, timeout=30), saving.os.fsync
 
     def meet(file: int) -> None:
         together.wait()
         sync(file)
 
-    monkeypatch.setattr(tensor_files.os, "fsync", meet)
-    assert len(write({tmp_path / str(number): {"x": Part(torch.ones(3), (0,))} for number in range(4)})) == 4
+    monkeypatch.setattr(saving.os, "fsync", meet)
+    assert len(write({tmp_path / str(number): {"x": TensorFile(torch.ones(3), (0,))} for number in range(4)})) == 4

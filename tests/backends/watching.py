@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from telescope.backends.base import Job
 from telescope.backends.fsdp import FSDP
 from telescope.backends.fsdp.backend import FSDPBackend
-from telescope.backends.fsdp.updates import Update
+from telescope.backends.fsdp.updates import OptimizerUpdate
 
 
 class Watching(FSDPBackend):
@@ -21,7 +21,7 @@ class Watching(FSDPBackend):
         self.updates: list[dict[str, torch.Tensor]] = []
         update = self._updater.update
 
-        def watched(step: int, *, empty: bool = False) -> Update:
+        def watched(step: int, *, empty: bool = False) -> OptimizerUpdate:
             found = ((name, p.grad) for name, p in self._policy.named_parameters())
             gradient = {name: grad.full_tensor().clone() for name, grad in found if isinstance(grad, DTensor)}
             self.updates.append(gradient)

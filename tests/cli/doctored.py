@@ -11,7 +11,7 @@ from pathlib import Path
 def gap(folder: Path, timeout_s: float) -> float:
     """Mean |trainer - server| of log-probs, in nats; fails unless the doctor says that they agree."""
     said = subprocess.run(
-        [sys.executable, "-m", "telescope.doctor", "logprobs", f"model.name={folder}", "--samples", "8"],
+        [sys.executable, "-m", "telescope", "doctor", "logprobs", f"model.name={folder}", "--samples", "8"],
         capture_output=True,
         text=True,
         timeout=timeout_s,

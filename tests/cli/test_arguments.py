@@ -6,18 +6,18 @@ from importlib import import_module
 
 import pytest
 
-from telescope.arguments import above_zero, from_one, from_zero
+from telescope.cli.arguments import above_zero, from_one, from_zero
 
 COMMANDS = [
     ("telescope.env.check", ["countdown", "--prompts", "0"], "argument --prompts: '0' is no whole number from 1 on"),
     ("telescope.env.check", ["countdown", "--samples", "-1"], "argument --samples: '-1' is no whole number from 1 on"),
-    ("telescope.doctor", ["logprobs", "--samples", "0"], "argument --samples: '0' is no whole number from 1 on"),
-    ("telescope.bundle", ["out", "--part-mb", "0"], "argument --part-mb: '0' is no whole number from 1 on"),
-    ("telescope.replay", ["run", "--step", "0"], "argument --step: '0' is no whole number from 1 on"),
-    ("telescope.runs", ["tail", "run", "-n", "0"], "argument -n/--lines: '0' is no whole number from 1 on"),
-    ("telescope.runs", ["stop", "run", "--timeout", "nan"], "argument --timeout: 'nan' is no number from 0 on"),
-    ("telescope.runs", ["stop", "run", "--timeout=-1"], "argument --timeout: '-1' is no number from 0 on"),
-    ("telescope.export", ["1", "--run-dir", "r", "--to", "t", "--shard-gb", "-2"],
+    ("telescope.cli.doctor", ["logprobs", "--samples", "0"], "argument --samples: '0' is no whole number from 1 on"),
+    ("telescope.cli.bundle", ["out", "--part-mb", "0"], "argument --part-mb: '0' is no whole number from 1 on"),
+    ("telescope.cli.replay", ["run", "--step", "0"], "argument --step: '0' is no whole number from 1 on"),
+    ("telescope.cli.runs", ["tail", "run", "-n", "0"], "argument -n/--lines: '0' is no whole number from 1 on"),
+    ("telescope.cli.runs", ["stop", "run", "--timeout", "nan"], "argument --timeout: 'nan' is no number from 0 on"),
+    ("telescope.cli.runs", ["stop", "run", "--timeout=-1"], "argument --timeout: '-1' is no number from 0 on"),
+    ("telescope.cli.export", ["1", "--run-dir", "r", "--to", "t", "--shard-gb", "-2"],
      "argument --shard-gb: '-2' is no number above 0"),
 ]  # fmt: skip
 

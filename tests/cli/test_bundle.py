@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from telescope import bundle_check
-from telescope.bundle import BundleError, Target, describe, main, make, needed, pack, platforms, requirements, resolved
+from telescope.cli import bundle_check
+from telescope.cli.bundle import BundleError, Target, describe, main, make, needed, pack, platforms, requirements, resolved
 from tests.packaging.test_pythons import find
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -205,7 +205,7 @@ def test_a_bundle_for_another_python_whose_host_has_torch_installs_and_runs_with
     assert Path(seen.strip()).is_relative_to(host.parent.parent)
     of_the_host = tmp_path / "venv/lib/python3.12/site-packages/of_the_host.pth"
     of_the_host.rename(tmp_path / "aside")
-    check = [inside, "-m", "telescope.bundle_check", out / "bundle.json"]
+    check = [inside, "-m", "telescope.cli.bundle_check", out / "bundle.json"]
     without = subprocess.run(check, env=environ, capture_output=True, text=True, check=False, timeout=60)
     assert (without.returncode, "torch is neither in the bundle nor on this host: " in without.stderr) == (1, True)
     (tmp_path / "aside").rename(of_the_host)

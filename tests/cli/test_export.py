@@ -14,11 +14,11 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from telescope import export
 from telescope.algorithms.grpo import GRPO
 from telescope.backends.base import Saved
 from telescope.backends.fsdp import FSDP
 from telescope.backends.fsdp.backend import FSDPBackend
+from telescope.cli import export
 from telescope.config.parts import EnvironmentEntry, LoraSettings, ModelSettings
 from telescope.config.run import RunConfig, dump_run, load_run
 from telescope.runlog import checkpoints

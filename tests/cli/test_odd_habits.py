@@ -32,7 +32,7 @@ def test_a_terminal_that_knows_ascii_alone_gets_the_rest_escaped(tmp_path: Path)
     assert b"\\u2026" in help_text.stdout
     run = RunDirectory.create(tmp_path / "gr\u00fcn")
     run.run_json.write_text("{}")
-    listed = answer(sys.executable, "-m", "telescope.runs", "list", str(tmp_path), **ASCII)
+    listed = answer(sys.executable, "-m", "telescope", "runs", "list", str(tmp_path), **ASCII)
     assert listed.returncode == 0, listed.stderr
     assert b"gr\\xfcn" in listed.stdout
 

@@ -14,12 +14,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from telescope import runs, servers
+from telescope.cli import runs, servers
 from telescope.config.run import load_run
 from telescope.config.secrets import SecretMissing
 from telescope.inference.main import http_api_key
 from telescope.runlog import attempts, http_key
-from telescope.runlog.holder import Holder, hold, life, read_holder, stop
+from telescope.runlog.holder import Holder, find_state, hold, read_holder, stop
 from telescope.runlog.identity import new_identity, write_identity
 from telescope.runlog.layout import RunDirectory
 
@@ -53,7 +53,7 @@ def test_runs_and_the_points_of_sweeps_are_listed_with_state_step_reward_and_rea
         tmp_path / "a", exit_json={"exit_code": 0}, status_json={"step": 3, "steps": 3}, summary_json={"reward_mean_last": 0.75}
     )
     failed = made(tmp_path / "sweep/000", exit_json={"exit_code": 70}, status_json={"step": 1, "steps": 3, "reward": 0.5})
-    failed.verdict.write_text("server-0 was killed by SIGKILL.\n")
+    failed.run_failure.write_text("server-0 was killed by SIGKILL.\n")
     hold(made(tmp_path / "b", status_json={"step": 2, "steps": 9, "reward": 0.1}))
     lost = made(tmp_path / "c")
     lost.holder_json.write_bytes(msgspec.json.encode(Holder(socket.gethostname(), os.getpid(), 1)))
@@ -105,12 +105,12 @@ def test_stop_asks_the_process_that_watches_as_ctrl_c_would_and_waits_for_its_en
         assert watcher.stdout.readline() == "held\n"
         holder = read_holder(run)
         assert holder is not None
-        assert life(holder) == "alive"
-        reaped = subprocess.Popen([sys.executable, "-m", "telescope.runs", "stop", str(run.path)])
+        assert find_state(holder) == "alive"
+        reaped = subprocess.Popen([sys.executable, "-m", "telescope", "runs", "stop", str(run.path)])
         assert watcher.wait(60) == 0
         assert reaped.wait(60) == 0
     assert json.loads(run.exit_json.read_text()) == {"exit_code": 130}
-    assert life(holder) == "gone"
+    assert find_state(holder) == "gone"
     assert stop(holder, 60) == "gone"
     assert runs.main(["stop", str(run.path)]) == 0
     assert "has ended already" in capsys.readouterr().out
@@ -120,7 +120,7 @@ def test_a_process_of_the_same_number_that_began_later_is_not_touched(tmp_path: 
     other = Holder(socket.gethostname(), os.getpid(), 12345)
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        assert life(other) == "gone"
+        assert find_state(other) == "gone"
         assert stop(other, 60) == "gone"
     finally:
         signal.signal(signal.SIGINT, before)

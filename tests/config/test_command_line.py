@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+import hydra
 import pytest
 import yaml
 
-from telescope import run, start
+from telescope.cli import run, start
 from telescope.config.run import config_hash, load_run
 from telescope.runlog.layout import RunDirectory
 from tests.config.conftest import compose_one, write
@@ -99,6 +100,43 @@ def test_cfg_job_with_resolve_prints_what_the_processes_would_get(telescope, tmp
     assert yaml.safe_load(shown.stdout)["environments"]["countdown"]["kwargs"] == config.environments["countdown"].kwargs
 
 
+def test_cfg_shows_hydras_own_configuration_or_both(telescope):
+    own = yaml.safe_load(telescope("--cfg", "hydra", "seed=3").stdout)
+    assert list(own) == ["hydra"]
+    assert "++seed=3" in own["hydra"]["overrides"]["task"]
+    both = yaml.safe_load(telescope("--cfg", "all", "seed=3").stdout)
+    assert (both["seed"], both["hydra"]["job"]["config_name"]) == (3, "run")
+
+
+def test_package_shows_a_part(telescope):
+    shown = telescope("--cfg", "job", "--package", "trainer", "trainer.grad_clip=2")
+    assert shown.stdout.startswith("# @package trainer\nlearning_rate: 0.00015\n")
+    assert yaml.safe_load(shown.stdout)["grad_clip"] == 2
+    assert telescope("--cfg", "job", "-p", "seed").stdout == "# @package seed\n0\n"
+    resolved = telescope("--cfg", "job", "--resolve", "--package", "environments.countdown", "env=countdown")
+    assert yaml.safe_load(resolved.stdout)["name"] == "countdown"
+    assert telescope("--cfg", "hydra", "--package", "hydra.job").stdout.startswith("# @package hydra.job\n")
+    assert telescope("--cfg", "job", "--package", "_global_").stdout == telescope("--cfg", "job").stdout
+
+
+def test_info_tells_how_a_configuration_comes_about(telescope):
+    defaults = telescope("--info", "defaults", "algorithm=cispo")
+    assert defaults.returncode == 0
+    assert "| algorithm/cispo " in defaults.stdout
+    assert f"telescope://{ROOT / 'conf'}" in telescope("--info", "searchpath").stdout
+    assert "model_backend: tiny_fsdp" in telescope("--info", "defaults-tree").stdout
+    whole = telescope("algorithm=sapo", "--info").stdout
+    for part in ("Installed Hydra Plugins", "Config search path", "Defaults Tree", "sapo_tau_neg: 1.05"):
+        assert part in whole
+
+
+def test_version_and_what_of_hydra_works(telescope):
+    assert f"Hydra {hydra.__version__}" in telescope("--version").stdout
+    text = telescope("--hydra-help").stdout
+    for word in ("--info", "--package", "hydra.launcher", "cluster=slurm", "--config-name", str(ROOT / "conf")):
+        assert word in text
+
+
 def test_all_mistakes_are_on_stderr_and_nothing_is_started(telescope, tmp_path):
     shown = telescope("trainer.learning_rat=1", "seed=x")
     assert shown.returncode == 1
@@ -113,7 +151,12 @@ def test_all_mistakes_are_on_stderr_and_nothing_is_started(telescope, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["algorithm=["], ["--nonsense"], ["seed=1,2"], ["--config-dir", "nowhere"], ["--resolve"]]
+    "arguments",
+    [
+        *(["algorithm=["], ["--nonsense"], ["seed=1,2"], ["--config-dir", "nowhere"], ["--resolve"]),
+        *(["--cfg", "hydra", "--resolve"], ["--package", "trainer"], ["--cfg", "job", "--package", "trainr"]),
+        *(["--info", "nothing"], ["--info", "defaults", "-m", "seed=1,2"], ["hydra/launcher=submitit_slurm"]),
+    ],
 )
 def test_wrong_usage_is_one_sentence_and_exit_code_2(telescope, tmp_path, arguments):
     shown = telescope(*arguments)
@@ -152,14 +195,14 @@ def test_what_does_not_fit_the_machine_is_refused_before_the_run_directory_is_ma
     assert list(tmp_path.iterdir()) == []
 
 
-def order_for(*overrides: str) -> start.Order:
-    from telescope._launch.plan import Host, make_plan
-    from telescope._launch.standing import Standing
+def order_for(*overrides: str) -> start.RunOrder:
+    from telescope._launch.hosts.node_identity import NodeIdentity
+    from telescope._launch.process_plan import Host, make_plan
 
     point = compose_one(*overrides)
-    config = start.named(point.config)
+    config = start.with_name(point.config)
     plan = make_plan(config, (Host("here", cpus=2),))
-    return start.Order(config, plan, Standing(), point.warnings, ("seed=3", "name=a b"), datetime.now().astimezone())
+    return start.RunOrder(config, plan, NodeIdentity(), point.warnings, ("seed=3", "name=a b"), datetime.now().astimezone())
 
 
 def test_the_run_directory_says_everything_about_the_run_to_its_owner_alone(tmp_path):
@@ -180,14 +223,14 @@ def test_the_run_directory_says_everything_about_the_run_to_its_owner_alone(tmp_
 
 
 def test_a_run_is_called_after_model_and_algorithm():
-    assert start.named(compose_one("algorithm=rloo").config).name == "tiny-rloo"
-    assert start.named(compose_one("name=mine").config).name == "mine"
-    assert start.named(compose_one("model=qwen2.5-3b").config).name == "Qwen2.5-3B-grpo"
+    assert start.with_name(compose_one("algorithm=rloo").config).name == "tiny-rloo"
+    assert start.with_name(compose_one("name=mine").config).name == "mine"
+    assert start.with_name(compose_one("model=qwen2.5-3b").config).name == "Qwen2.5-3B-grpo"
 
 
 def test_runs_of_the_same_second_get_different_folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    config, now = start.named(compose_one().config), datetime(2030, 1, 2, 3, 4, 5)
+    config, now = start.with_name(compose_one().config), datetime(2030, 1, 2, 3, 4, 5)
     first = start.run_folder(config, now)
     assert first == tmp_path / "runs" / "2030-01-02_03-04-05_tiny-grpo"
     first.mkdir(parents=True)
@@ -195,7 +238,7 @@ def test_runs_of_the_same_second_get_different_folders(tmp_path, monkeypatch):
 
 
 def test_plan_counts_the_updates_of_a_step(capsys):
-    from telescope import plan
+    from telescope.cli import plan
 
     assert plan.main(["model=tiny", "trainer.number_of_minibatches=5"]) == 0
     said = capsys.readouterr().out

@@ -110,10 +110,60 @@ def test_a_users_preset_inherits_the_defaults_of_his_class(user):
     assert compose_one("algorithm=flat", config_dir=user).config.algorithm.slope == 0.9
 
 
+def test_a_preset_may_begin_with_our_preset_or_with_the_class(user):
+    write(user / "algorithm" / "like_grpo.yaml", "defaults: [grpo, _self_]\nclip_high: 0.3\n")
+    write(user / "algorithm" / "as_the_class.yaml", "defaults: [_grpo, _self_]\nclip_high: 0.3\n")
+    write(user / "cluster" / "mine.yaml", "defaults: [_default, _self_]\ndevice: cpu\n")
+    theirs = compose_one("algorithm=like_grpo", "cluster=mine", config_dir=user).config
+    plain = compose_one("algorithm=as_the_class", config_dir=user).config
+    assert (theirs.algorithm.use_tis, theirs.algorithm.clip_high, theirs.cluster.trainer_num_workers) == (True, 0.3, 2)
+    assert (plain.algorithm.use_tis, plain.algorithm.clip_high) == (False, 0.3)
+
+
+def test_a_preset_of_an_environment_is_another_environment_of_its_class(user):
+    write(user / "env" / "hard.yaml", "defaults: [countdown, _self_]\nkwargs:\n  max_number: 20\n")
+    config = compose_one("env=[countdown,hard]", "environments.hard.weight=2", config_dir=user).config
+    assert {name: config.environment(name).max_number for name in config.environments} == {"countdown": 9, "hard": 20}
+    assert [(entry.name, entry.weight) for entry in config.environments.values()] == [("countdown", 1), ("countdown", 2)]
+    assert list(compose_one("env=hard", config_dir=user).config.environments) == ["hard"]
+
+
+def test_presets_of_environments_build_on_each_other_and_on_a_users_own_class(user):
+    write(user / "env" / "loud.yaml", "defaults: [echo, _self_]\nkwargs: {tone: loud}\n")
+    write(user / "env" / "louder.yaml", "defaults: [loud, _self_]\nkwargs: {word: HELLO}\n")
+    write(user / "env" / "quiet.yaml", "# @package environments.calm\ndefaults: [_echo@_here_, _self_]\nweight: 3.0\n")
+    config = compose_one("env=[echo,louder,quiet]", "+env@environments.two=loud", config_dir=user).config
+    assert {
+        label: (entry.name, entry.weight, entry.kwargs["word"], entry.kwargs["tone"])
+        for label, entry in config.environments.items()
+    } == {
+        "echo": ("echo", 1, "hello", "plain"),
+        "louder": ("echo", 1, "HELLO", "loud"),
+        "calm": ("echo", 3, "hello", "plain"),
+        "two": ("echo", 1, "hello", "loud"),
+    }
+
+
+def test_an_experiment_chooses_a_users_environment(user):
+    write(user / "env" / "hard.yaml", "defaults: [countdown, _self_]\nkwargs:\n  max_number: 20\n")
+    text = "# @package _global_\ndefaults:\n  - override /env: [hard]\n  - _self_\nenvironments:\n  hard: {weight: 2.0}\n"
+    write(user / "experiment" / "mine.yaml", text)
+    entry = compose_one("experiment=mine", config_dir=user).config.environments["hard"]
+    assert (entry.weight, entry.kwargs["max_number"]) == (2.0, 20)
+
+
+def test_the_path_of_a_users_folder_may_have_any_character(user):
+    odd = user.rename(user.parent / 'o\'brien \\ "$HOME" ü%41 [a=b]')
+    write(odd / "experiment" / "mine.yaml", "# @package _global_\nseed: 7\n")
+    config = compose_one("experiment=mine", "algorithm=flat", config_dir=odd).config
+    assert (config.seed, config.algorithm_name) == (7, "flat")
+
+
 def test_a_users_options_are_gone_without_his_folder(user):
+    before = {str(name) for name in ConfigStore.instance().repo}
     assert compose_one("algorithm=flat", config_dir=user).config is not None
     assert "algorithm=flat: there is no such option" in sentences(compose_one("algorithm=flat"))
-    assert "_run.yaml" not in ConfigStore.instance().repo
+    assert {str(name) for name in ConfigStore.instance().repo} == before
 
 
 def test_a_users_preset_with_one_of_our_names_is_refused(user):
@@ -153,8 +203,12 @@ def test_wrong_points_of_a_sweep_are_found_before_any_runs():
         ("foo", "can't read 'foo'"),
         ("=3", "can't read '=3': it names no setting; an override reads name=value"),
         ("algorithm=[", r"can't read 'algorithm=\['"),
-        ("hydra.verbose=true", "Hydra only composes here"),
-        ("hydra/launcher=submitit", "Hydra only composes here"),
+        ("hydra.job.chdir=true", "Hydra only composes here"),
+        ("hydra.verbose=true", "debug=true logs in more detail"),
+        ("hydra/launcher=submitit_slurm", "type cluster=slurm to submit one to Slurm"),
+        ("hydra.launcher.partition=gpu", "type cluster=slurm to submit one to Slurm"),
+        ("hydra.run.dir=x", "run_dir=… names the run's directory"),
+        ("hydra/sweeper=optuna", "a sweeper chooses the points of a sweep: add -m"),
         ("hydra.searchpath=[file:///x]", "use --config-dir"),
     ],
 )

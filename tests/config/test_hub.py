@@ -48,10 +48,10 @@ def hub(status: int, headers: dict[str, str]) -> Iterator[str]:
 
 
 def checked(folder: Path, endpoint: str, **more: str) -> str:
-    """What telescope.check says of a model of the hub at `endpoint`."""
+    """What `telescope check` says of a model of the hub at `endpoint`."""
     alone = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
     environ = {**alone, "HF_ENDPOINT": endpoint, "HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "0", **more}
-    command = [sys.executable, "-m", "telescope.check", f"model.name={NAME}"]
+    command = [sys.executable, "-m", "telescope", "check", f"model.name={NAME}"]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
     return done.stdout
@@ -62,7 +62,7 @@ def checked(folder: Path, endpoint: str, **more: str) -> str:
     [
         (200, {"X-Repo-Commit": "1" * 40, "ETag": '"1"'}, ""),
         (404, {"X-Error-Code": "RepoNotFound"}, "RepositoryNotFoundError: 404"),
-        (200, {}, "what answers is no hub"),  # a hotel's, which answers all questions
+        (200, {}, "what answers is not a hub"),  # a hotel's, which answers all questions
         (503, {}, ""),  # it says nothing of the model, and who downloads it asks again
     ],
 )

@@ -1,4 +1,4 @@
-"""What a run would refuse on this machine alone: `telescope.run` before it starts anything, `telescope.check` in a remark."""
+"""What a run would refuse on this machine alone: `telescope.run` before it starts anything, `telescope check` in a remark."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from telescope import check, run
-from telescope._launch.obstacles import obstacles, refuse
-from telescope._launch.plan import Host, Plan, PlanError, make_plan
-from telescope.backends.common import choosing
+from telescope._launch.preflight import find_obstacles, refuse
+from telescope._launch.process_plan import Host, LaunchPlan, PlanError, make_plan
+from telescope.backends.common import attention_choice
+from telescope.cli import check, run
 from telescope.inference.engine import EngineRefused
 from telescope.inference.main import build_engine
 from tests.config.conftest import compose_one
@@ -50,7 +50,7 @@ def config_of(*overrides: str):
 
 @pytest.fixture
 def without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("telescope._launch.local.installed_gpus", lambda: ())
+    monkeypatch.setattr("telescope._launch.this_host.list_installed_gpus", lambda: ())
 
 
 @pytest.mark.parametrize(("override", "sentence"), ON_CPU)
@@ -118,19 +118,19 @@ def test_slurms_clients_are_a_remark_on_a_machine_without_them(monkeypatch, tmp_
     ],
 )
 def test_the_plan_and_the_cards_decide(overrides, host: Host, capability, found, monkeypatch):
-    monkeypatch.setattr("telescope._launch.obstacles.compute_capability", lambda: capability)
-    monkeypatch.setattr(choosing, "installed", lambda: frozenset(choosing.PACKAGES.values()))
+    monkeypatch.setattr("telescope._launch.preflight.compute_capability", lambda: capability)
+    monkeypatch.setattr(attention_choice, "installed", lambda: frozenset(attention_choice.PACKAGES.values()))
     config = config_of(*overrides)
-    assert obstacles(config, make_plan(config, (host,))) == found
+    assert find_obstacles(config, make_plan(config, (host,))) == found
 
 
 def test_of_other_hosts_only_what_the_plan_says_is_judged(monkeypatch):
     """The head, or a login node, has neither their cards nor their packages."""
-    monkeypatch.setattr("telescope._launch.obstacles.compute_capability", lambda: pytest.fail("looked at this machine"))
-    monkeypatch.setattr(choosing, "installed", lambda: frozenset())
+    monkeypatch.setattr("telescope._launch.preflight.compute_capability", lambda: pytest.fail("looked at this machine"))
+    monkeypatch.setattr(attention_choice, "installed", lambda: frozenset())
     config = config_of("backend.attention=flash3", "backend.mixed_precision_dtype=bfloat16")
-    plan: Plan = make_plan(config, (GPUS,))
-    assert obstacles(config, plan, elsewhere=True) == []
+    plan: LaunchPlan = make_plan(config, (GPUS,))
+    assert find_obstacles(config, plan, elsewhere=True) == []
     with pytest.raises(PlanError, match="computes in bfloat16 or float16 on a GPU, not bfloat16 on cpu"):
         refuse(config, make_plan(config, (CPU,)), elsewhere=True)
 
@@ -142,7 +142,7 @@ def test_a_server_on_a_cpu_says_of_fp8_what_the_run_would():
 
 def test_cards_are_asked_only_where_the_answer_matters(monkeypatch):
     """Each question starts nvidia-smi, and a sweep has many points."""
-    monkeypatch.setattr("telescope._launch.obstacles.compute_capability", lambda: pytest.fail("asked for nothing"))
+    monkeypatch.setattr("telescope._launch.preflight.compute_capability", lambda: pytest.fail("asked for nothing"))
     for attention in ("auto", "sdpa"):
         config = config_of(f"backend.attention={attention}")
-        assert obstacles(config, make_plan(config, (GPUS,))) == []
+        assert find_obstacles(config, make_plan(config, (GPUS,))) == []

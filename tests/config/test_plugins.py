@@ -123,7 +123,7 @@ def test_a_class_that_another_of_the_file_derives_from_is_a_helper(tmp_path):
 
 def test_no_plugin_and_no_part_of_the_configuration_imports_torch():
     code = (
-        "import sys\nfrom telescope.config import run, judge, plugins\n"
+        "import sys\nfrom telescope.config import run, validate, plugins\n"
         "for kind in (plugins.ALGORITHMS, plugins.BACKENDS, plugins.ENVIRONMENTS): assert plugins.find(kind)\n"
         "heavy = {'torch', 'transformers', 'vllm', 'hydra', 'zmq'} & set(sys.modules)\nassert not heavy, heavy\n"
     )
@@ -201,7 +201,9 @@ def test_a_requirement_that_pip_would_not_take_is_told_with_its_file(tmp_path):
     code = SHOP.replace("    fruit:", "    requires = ('pytest=>8',)\n    fruit:")
     file = tmp_path / "environments" / "shop.py"
     write(file, code)
-    with pytest.raises(PluginError, match=rf"'shop' in {re.escape(str(file))} requires 'pytest=>8', which is no requirement"):
+    with pytest.raises(
+        PluginError, match=rf"'shop' in {re.escape(str(file))} requires 'pytest=>8', which is not a requirement"
+    ):
         plugins.load(ENVIRONMENTS, "shop", (str(tmp_path),))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from telescope.check import main
+from telescope.cli.check import main
 from telescope.config.models import positions
 
 LONG = ["inference.max_model_len=512", "trainer.seq_len=512"]

@@ -40,7 +40,7 @@ OPTIONS = " | ".join(sorted(plugins.find(plugins.ENVIRONMENTS)))
         (f"name={'n' * 101}", f"name='{'n' * 75} ... must have at most 100 characters"),
         (
             "model.chat_template=/data/chat.jinja",
-            "model.chat_template='/data/chat.jinja' is no Jinja template, and every prompt would be this text: give the "
+            "model.chat_template='/data/chat.jinja' is not a Jinja template, and every prompt would be this text: give the "
             "template itself, not a file's path (in a preset of your own as `chat_template: |` with the text below)",
         ),
         (
@@ -94,7 +94,7 @@ OPTIONS = " | ".join(sorted(plugins.find(plugins.ENVIRONMENTS)))
         ),
         (
             "cluster.head=10.0.0.1",
-            "cluster.head=10.0.0.1 is no address of a host and a port, such as 10.0.0.1:29400 or [fd00::1]:29400",
+            "cluster.head=10.0.0.1 is not an address of a host and a port, such as 10.0.0.1:29400 or [fd00::1]:29400",
         ),
         (
             "checkpoint.dir=here",
@@ -112,6 +112,75 @@ OPTIONS = " | ".join(sorted(plugins.find(plugins.ENVIRONMENTS)))
 )
 def test_one_mistake_is_one_sentence(override: str, sentence: str):
     assert sentences(compose_one(override)) == sentence
+
+
+ENV_CHOOSES = "env=[countdown] chooses environments, and environments.countdown holds the settings of one"
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        (
+            "environments=[countdown]",
+            f'environments=["countdown"] must be a mapping, each value a section of settings: {ENV_CHOOSES}',
+        ),
+        ("environments.countdown=[1]", "environments.countdown=[1] must be a section of settings"),
+        ("trainer=[1]", "trainer=[1] must be a section of settings"),
+        ("rollout.stop={a:1}", 'rollout.stop={"a": 1} must be a list, each item text'),
+        ("trainer.betas.x=1", 'trainer.betas={"x": 1} must be a list of 2: a number, a number'),
+        (
+            "environments.hendrycks_math.kwargs.tools={a:1}",
+            "environments.hendrycks_math.kwargs.tools={a:1} has a list where environments.hendrycks_math.kwargs.tools has "
+            "names with values, or these where it has a list",
+        ),
+        ("+experiment=fake", "+experiment=fake: experiment is in the defaults list already, so leave out the +"),
+        ("+model=qwen3-4b", "+model=qwen3-4b: model is in the defaults list already, so leave out the +"),
+        ("++algorithm=cispo", "++algorithm=cispo: algorithm is in the defaults list already, so leave out the ++"),
+    ],
+)
+def test_a_list_in_place_of_names_and_a_plus_too_many_are_sentences(override: str, sentence: str):
+    assert sentences(compose_one("env=hendrycks_math", override)) == sentence
+
+
+def test_an_environment_may_be_added_to_the_default_one():
+    assert list(compose_one("+env=wordle").config.environments) == ["countdown", "wordle"]
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (
+            "environments: [{name: countdown}]",
+            f'environments=[{{"name": "countdown"}}] must be a mapping, each value a section of settings: {ENV_CHOOSES}',
+        ),
+        (
+            "environments:\n  countdown:\n    kwargs: [1]",
+            "environments.countdown.kwargs=[1] must be a mapping, each value anything",
+        ),
+        ("cluster: [local]", 'cluster=["local"] must be a section of settings'),
+    ],
+)
+def test_a_list_in_place_of_names_in_a_preset_is_a_sentence_with_the_file(tmp_path: Path, content: str, sentence: str):
+    file = tmp_path / "experiment" / "mine.yaml"
+    write(file, f"# @package _global_\n{content}\n")
+    assert sentences(compose_one("experiment=mine", config_dir=tmp_path)) == f"{file}: {sentence}"
+
+
+def test_a_list_in_a_preset_of_a_group_is_a_sentence_with_the_file(tmp_path: Path):
+    write(tmp_path / "env" / "hard.yaml", "defaults: [countdown, _self_]\nkwargs: [1]\n")
+    said = sentences(compose_one("env=hard", config_dir=tmp_path))
+    assert said == f"{tmp_path}/env/hard.yaml: environments.hard.kwargs=[1] must be a mapping, each value anything"
+
+
+@pytest.mark.parametrize("chosen", ["mine", "outer"])
+def test_an_experiment_without_its_package_is_told_so(tmp_path: Path, chosen: str):
+    file = tmp_path / "experiment" / "mine.yaml"
+    write(file, "seed: 3\n")
+    write(tmp_path / "experiment" / "outer.yaml", "defaults: [mine]\n")
+    write(tmp_path / "experiment" / "other.yaml", "number_of_steps: 3\n")
+    assert sentences(compose_one(f"experiment={chosen}", config_dir=tmp_path)) == (
+        f"{file} must begin with the line `# @package _global_`, without which its settings go below `experiment`"
+    )
 
 
 def test_as_many_lanes_as_a_servers_hello_can_offer_are_allowed():

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from hydra.core.config_store import ConfigStore
 
-from telescope.compose.load import Point, UsageError, base, places_for
-from telescope.compose.sweeper import Refused, Stopped, search, wants_sweeper
+from telescope.cli.sweep import Sweep
+from telescope.compose.load import Point, UsageError, places_for, version_base_for
+from telescope.compose.sweeper import InvalidPoints, SweepStopped, has_sweeper, search
 from telescope.runlog.layout import RunDirectory
-from telescope.sweep import Sweep
+from tests.config.conftest import write
 from tests.config.test_command_line import telescope
 
 __all__ = ["telescope"]
@@ -26,7 +27,7 @@ def ended(folder: Path, summary: dict[str, object] | None = None, verdict: str =
     if summary is not None:
         run.summary_json.write_text(json.dumps(summary))
     if verdict:
-        run.verdict.write_text(verdict + "\n")
+        run.run_failure.write_text(verdict + "\n")
     return folder
 
 
@@ -58,7 +59,7 @@ def test_two_searches_in_one_process_warn_of_nothing(tmp_path: Path):
 
 @pytest.mark.parametrize(("version", "told"), [("1.3.8", {"version_base": "1.3"}), ("1.4.0rc3", {}), ("2.0.0", {})])
 def test_hydra_is_told_whose_defaults_to_take_only_where_it_wants_to_know(version: str, told: dict[str, str]):
-    assert base(version) == told
+    assert version_base_for(version) == told
 
 
 def test_the_objective_is_any_number_of_the_summary(tmp_path: Path):
@@ -89,7 +90,7 @@ def test_a_batch_with_an_invalid_point_starts_none_of_it(tmp_path: Path):
         started.extend(points)
         return [1.0] * len(points)
 
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(InvalidPoints) as refused:
         search(
             ["hydra/sweeper=basic", "algorithm=grpo,gspo", "algorithm.use_tis=true"],
             places_for(None), os.environ, tmp_path, launch,
@@ -100,18 +101,31 @@ def test_a_batch_with_an_invalid_point_starts_none_of_it(tmp_path: Path):
 
 def test_a_sweep_that_is_stopped_asks_for_no_more_points(tmp_path: Path):
     def launch(points: Sequence[Point]) -> list[float | None]:
-        raise Stopped
+        raise SweepStopped
 
-    with pytest.raises(Stopped):
+    with pytest.raises(SweepStopped):
         search(GRID, places_for(None), os.environ, tmp_path, launch)
 
 
 def test_of_hydras_settings_only_the_sweepers_are_taken(tmp_path: Path):
-    with pytest.raises(UsageError, match=r"hydra.job.chdir: of Hydra's own settings only hydra/sweeper"):
+    with pytest.raises(UsageError, match=r"hydra.job.chdir=true: Hydra only composes here"):
         search([*GRID, "hydra.job.chdir=true"], places_for(None), os.environ, tmp_path, lambda points: [])
     with pytest.raises(UsageError, match="Could not find 'hydra/sweeper/nope'"):
         search(["hydra/sweeper=nope"], places_for(None), os.environ, tmp_path, lambda points: [])
-    assert not wants_sweeper(["algorithm=grpo,rloo"])
+    assert not has_sweeper(["algorithm=grpo,rloo"])
+
+
+def test_a_searched_sweep_finds_the_presets_and_plug_ins_of_a_users_folder(user: Path, tmp_path: Path):
+    write(user / "algorithm" / "steep.yaml", "defaults: [flat, _self_]\nslope: 0.9\n")
+    slopes: list[float] = []
+
+    def launch(points: Sequence[Point]) -> list[float | None]:
+        slopes.extend(point.config.algorithm.slope for point in points if point.config)
+        return [1.0] * len(points)
+
+    grid = ("hydra/sweeper=basic", "algorithm=steep", "seed=1,2")
+    search(grid, places_for(str(user)), os.environ, tmp_path, launch)
+    assert slopes == [0.9, 0.9]
 
 
 def test_the_command_line_refuses_a_searched_sweep_in_the_same_words(telescope, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from telescope.config.models import EMBEDDED
 from telescope.maths.flops import forward_flops_per_token, train_flops_per_token
 from telescope.maths.memory import (
-    Adapters,
+    AdapterShape,
     compiled_activation_bytes,
     compiled_attention_bytes,
     compiled_pointwise_bytes,
@@ -21,7 +21,7 @@ from telescope.maths.memory import (
     shape_from,
     trainer_memory,
 )
-from telescope.planning.shapes import ShapeUnknown, shape_of
+from telescope.planning.memory import ShapeUnknown, shape_of
 
 GIB = 2**30
 
@@ -105,7 +105,7 @@ def test_estimates_are_within_15_percent_of_the_peaks_measured_on_a_gpu(name, to
 
 
 SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-LORA = {"adapters": Adapters(rank=16, modules=SEVEN), "weight_bytes": 2}
+LORA = {"adapters": AdapterShape(rank=16, modules=SEVEN), "weight_bytes": 2}
 POINTWISE = {"pointwise_again": True}
 # GiB at the peak of benchmarks/results/training.md and trainer_memory.md with compile=true,
 # by tokens of a row, checkpointing, ranks, rows of a rank
@@ -208,7 +208,7 @@ def test_adapters_are_all_that_has_gradients_and_moments() -> None:
 
 def test_adapters_of_matrices_that_are_not_known_count_nothing() -> None:
     """Those of Phi3, say, whose queries, keys and values are one product."""
-    adapters = Adapters(rank=16, modules=("qkv_proj", "gate_up_proj"))
+    adapters = AdapterShape(rank=16, modules=("qkv_proj", "gate_up_proj"))
     told = trainer_memory(
         shape_of("Qwen/Qwen3-4B"), ranks=1, row_tokens=4096, chunk=1024, weight_bytes=2, offload="optimizer", adapters=adapters
     )

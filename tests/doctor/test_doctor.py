@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from telescope import doctor
 from telescope.algorithms.grpo import GRPO
 from telescope.backends.fsdp import FSDP
+from telescope.cli import doctor
 from telescope.config.parts import EnvironmentEntry, ModelSettings
 from telescope.config.run import RunConfig
 from telescope.inference.engine import Generated
@@ -86,7 +86,7 @@ def test_the_trainers_log_probs_are_those_of_transformers_at_the_same_temperatur
 
 def ask(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "telescope.doctor", *arguments],
+        [sys.executable, "-m", "telescope", "doctor", *arguments],
         capture_output=True,
         text=True,
         timeout=240,
@@ -102,7 +102,7 @@ def test_a_typo_and_a_fake_engine_are_told_in_words():
     fake = ask("logprobs", "inference=fake")
     assert (fake.returncode, fake.stderr) == (
         2,
-        "telescope.doctor: a fake engine or backend has no model; use inference=vllm and a real backend\n",
+        "telescope doctor: a fake engine or backend has no model; use inference=vllm and a real backend\n",
     )
 
 

@@ -11,16 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from telescope import doctor
-from telescope.doctor_weights import Delivered, spread
+from telescope.cli import doctor
+from telescope.cli.doctor_weights import WeightDelivery, spread
 from telescope.inference.engine import WeightState
-from telescope.inference.opening import Comparison
+from telescope.inference.vllm.worker_protocol import Comparison
 from tests.doctor.test_doctor import PROMPTS, answered
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 400
 """A start of vLLM and of two ranks, where other work goes on."""
-GOOD = Delivered(
+GOOD = WeightDelivery(
     transport="nccl",
     tensors=3,
     nbytes=2_000_000_000,
@@ -66,7 +66,7 @@ def test_trajectories_are_dealt_out_to_ranks_with_opposite_advantages():
 @pytest.mark.timeout(LIMIT_S + 10)
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo", "disk"])
 def test_a_version_of_two_ranks_reaches_a_real_engine(transport):
-    command = [sys.executable, "-m", "telescope.doctor", "weights", "--samples", "4", "cluster.trainer_num_workers=2"]
+    command = [sys.executable, "-m", "telescope", "doctor", "weights", "--samples", "4", "cluster.trainer_num_workers=2"]
     command += ["cluster.device=cpu", "rollout.max_tokens=16", f"weight_sync.transport={transport}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "LD_PRELOAD": ""}
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, cwd=ROOT, env=environment)

@@ -17,41 +17,41 @@ from telescope.config.run import dump_run, load_run
 from telescope.env.__main__ import main
 from telescope.env.audit import NothingToShow, Recomputer, choose
 from telescope.env.check_policies import load_model
-from telescope.flow.commands import Train
+from telescope.flow.commands import TrainGroups
 from telescope.maths.support import WHOLE, Support
-from telescope.orchestrator import kept_tokens
-from telescope.orchestrator.batch import Batch, Recipe, cut
-from telescope.orchestrator.record import Recorder
-from telescope.orchestrator.shelf import Shelf
+from telescope.orchestrator import recorder
+from telescope.orchestrator.batch import Recipe, TrainBatch, make_batch
+from telescope.orchestrator.recorder import Recorder
+from telescope.orchestrator.rollout_store import RolloutStore
 from telescope.records import PromptRef, RolloutOrder, Sampling
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.reader import rows
 from telescope.runlog.writer import RunLog
 from tests.config.older import as_an_earlier_version_wrote
 from tests.orchestrator.test_batch import recorded
-from tests.orchestrator.test_shelf import make
+from tests.orchestrator.test_rollout_store import make
 
 
 @pytest.fixture
-async def batch() -> Batch:
+async def batch() -> TrainBatch:
     """Step 60: group 2 of rollouts 20 (two branches) and 21 (one), then group 5 of rollouts 50 and 51."""
-    shelf = Shelf()
+    store = RolloutStore()
     for rollout_id, reward, answers in ((20, 1.0, 2), (21, 0.0, 1)):
-        shelf.put(await recorded(rollout_id, reward, answers))
+        store.add(await recorded(rollout_id, reward, answers))
     for rollout_id, reward in ((50, 1.0), (51, 0.0)):
-        shelf.put(make(rollout_id, 5, reward))
-    command = Train(60, (2, 5), ((20, 21), (50, 51)), baseline_group_ids=(), baseline_rollout_ids=())
-    return cut(command, shelf, Recipe(RLOO(), group_size=2, max_tokens=10), ranks=1)
+        store.add(make(rollout_id, 5, reward))
+    command = TrainGroups(60, (2, 5), ((20, 21), (50, 51)), baseline_group_ids=(), baseline_rollout_ids=())
+    return make_batch(command, store, Recipe(RLOO(), group_size=2, max_tokens=10), ranks=1)
 
 
 @pytest.fixture
-def run(tmp_path: Path, batch: Batch) -> Iterator[RunDirectory]:
+def run(tmp_path: Path, batch: TrainBatch) -> Iterator[RunDirectory]:
     run = RunDirectory.create(tmp_path / "run")
     (point,) = load_points(["experiment=fake"], places_for(None), {})
     assert point.config is not None
     run.config_json.write_text(dump_run(point.config))
     log = RunLog(run, "orchestrator")
-    Recorder(run, log, None, number_of_steps=60, token_groups=1).batch(batch)
+    Recorder(run, log, None, number_of_steps=60, token_groups=1).record_batch(batch)
     log.close()
     return run
 
@@ -69,12 +69,12 @@ def test_a_step_keeps_the_tokens_of_its_first_groups(run: RunDirectory) -> None:
 
 
 def test_none_are_kept_where_none_are_wanted_and_never_more_than_a_step_may_keep(
-    batch: Batch, monkeypatch: pytest.MonkeyPatch
+    batch: TrainBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert list(kept_tokens.token_rows(batch, 0)) == []
-    assert len(list(kept_tokens.token_rows(batch, 9))) == 5
-    monkeypatch.setattr(kept_tokens, "MAX_TOKENS", 11)
-    assert [row["rollout_id"] for row in kept_tokens.token_rows(batch, 9)] == [21, 50]
+    assert list(recorder.make_token_rows(batch, 0)) == []
+    assert len(list(recorder.make_token_rows(batch, 9))) == 5
+    monkeypatch.setattr(recorder, "MAX_TOKENS", 11)
+    assert [row["rollout_id"] for row in recorder.make_token_rows(batch, 9)] == [21, 50]
 
 
 def test_the_audit_prints_every_token_of_every_branch(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""`python -m telescope.env check`: what it shows, what it warns of, and what it refuses."""
+"""`python -m telescope env check`: what it shows, what it warns of, and what it refuses."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_a_thread_that_hangs_does_not_keep_the_check_from_ending(odd: list[str],
     (Path(odd[3]) / "plugins/environments/odd.py").write_text(text)
     arguments = [*odd, "--no-second-process", "--prompts", "1", "--samples", "1", setting]
     ended = subprocess.run(
-        [sys.executable, "-m", "telescope.env", *arguments], capture_output=True, text=True, timeout=110, check=False
+        [sys.executable, "-m", "telescope", "env", *arguments], capture_output=True, text=True, timeout=110, check=False
     )
     assert ended.returncode == 1
     assert said in ended.stdout + ended.stderr
@@ -164,7 +164,7 @@ def test_what_cannot_be_is_refused_in_words(capsys: pytest.CaptureFixture[str]) 
     assert main(["check", "countdown", "nothing"]) == 2
     assert "'nothing' is not key=value" in capsys.readouterr().err
     assert main(["chek"]) == 2
-    assert "usage: python -m telescope.env" in capsys.readouterr().err
+    assert "usage: python -m telescope env" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("drawn", "said", "code"), [("false", "the same", 0), ("true", "OTHERS", 1)])

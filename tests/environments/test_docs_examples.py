@@ -1,4 +1,4 @@
-"""The environments that docs/environments.md shows work as printed."""
+"""The environments that the pages of docs/ on environments show work as printed."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from telescope.environments.template import ChatTemplate
 from tests.environments.judge_server import judging
 from tests.environments.playing import played
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/environments.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGES = [DOCS / f"{name}.md" for name in ("environments", "multi_turn", "rewards", "judges")]
 
 
 @pytest.fixture
 def shown(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """All names that the Python blocks of the page define, each block in a module of its own."""
+    """All names that the Python blocks of the pages define, each block in a module of its own."""
     names: dict[str, Any] = {}
-    for number, code in enumerate(re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)):
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    for number, code in enumerate(re.findall(r"```python\n(.*?)```", text, re.DOTALL)):
         module = types.ModuleType(f"docs_block_{number}")
         monkeypatch.setitem(sys.modules, module.__name__, module)
-        exec(compile(code, str(PAGE), "exec"), module.__dict__)
+        exec(compile(code, f"block {number} of docs/", "exec"), module.__dict__)
         names |= module.__dict__
     return names
 
@@ -73,3 +75,26 @@ async def test_sums_are_worth_one_and_their_form_a_fifth(shown: dict[str, Any], 
     assert reward.total == pytest.approx(1.2)
     assert set(reward.metrics) == {"exact", "format", "brevity"}
     assert (await played(tiny, shown["Sums"](), "<answer>8</answer>", index=4))[0].total == 1.0
+
+
+def test_the_first_hour_finds_no_equation_right_until_its_reward_is_mended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (DOCS / "first_hour.md").read_text(encoding="utf-8")
+    puzzles, task = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    file = tmp_path / "puzzles.jsonl"
+    monkeypatch.setattr(sys, "argv", ["make_puzzles.py", str(file)])
+    exec(compile(puzzles, "make_puzzles.py", "exec"), {})
+    (mended,) = re.findall(r"^    (left, equals, right = .*replace.*)$", page, re.MULTILINE)
+    written = re.sub(r"left, equals, right = .*", lambda _: mended, task)
+    assert written != task
+    for code, right in ((task, 0.0), (written, 1.0)):
+        module = types.ModuleType("equation")
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        exec(compile(code, "equation.py", "exec"), module.__dict__)
+        equation = module.Equation(file=str(file))
+        assert (len(equation.prompts("train")), len(equation.prompts("eval"))) == (500, 100)
+        for prompt in equation.prompts("train")[:20]:
+            assert equation.reward(prompt, prompt.answer).total == 1.0
+            assert equation.reward(prompt, prompt.answer.replace(" ", "")).total == right
+            assert equation.reward(prompt, prompt.answer.partition(" =")[0]).total == 0.0

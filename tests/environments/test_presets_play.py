@@ -34,11 +34,11 @@ from telescope.environments.graders.pool import open_graders
 from telescope.environments.tasks.tau.data import find_folder
 from telescope.environments.template import ChatTemplate
 from telescope.records import PromptRef, RolloutOrder, Sampling, Trajectory
-from telescope.wire.messages import RolloutDone
-from telescope.workers.lengths import leave_out_too_long
-from telescope.workers.load import Loaded, load_environments
-from telescope.workers.play import Limits, play
-from telescope.workers.prefetch import Openings
+from telescope.wire.messages import RolloutResult
+from telescope.workers.loading import LoadedEnvironment, load_environments
+from telescope.workers.play import PlayLimits, play
+from telescope.workers.prompt_cache import PromptCache
+from telescope.workers.prompt_lengths import leave_out_too_long
 from tests.config.conftest import compose_one, sentences
 from tests.environments.datasets_at_home import write_all
 from tests.learning.loop import shard
@@ -159,14 +159,14 @@ class Batch:
         return shard(step, rows, self.trajectories, np.array(self.groups), advantages[self.belongs])
 
 
-async def played(step: int, loaded: Loaded, openings: Openings, limits: Limits, server: TinyServer) -> Batch:
+async def played(step: int, loaded: LoadedEnvironment, openings: PromptCache, limits: PlayLimits, server: TinyServer) -> Batch:
     batch = Batch()
     for group in range(PROMPTS):
         for sample in range(GROUP_SIZE):
             reference = PromptRef(loaded.label, "train", (step - 1) * PROMPTS + group)
             order = RolloutOrder(group * GROUP_SIZE + sample, group, sample, 0, reference, seed=7 * group + sample)
             done, arrays = await play(order, loaded, openings, limits, server.ask)
-            assert isinstance(done, RolloutDone), done
+            assert isinstance(done, RolloutResult), done
             ends = np.cumsum(done.branch_lengths)
             for branch in zip(*(np.split(array, ends[:-1]) for array in arrays), strict=True):
                 batch.trajectories.append(Trajectory(*branch))
@@ -209,10 +209,10 @@ async def test_a_shipped_experiment_trains_two_steps(
 ) -> None:
     config = composed(experiment, copies)
     template = ChatTemplate(server.tokenizer, [server.tokenizer.eos_token_id])
-    limits = Limits(config.rollout.temperature, MAX_TOKENS, 4096, timeout_s=100)
+    limits = PlayLimits(config.rollout.temperature, MAX_TOKENS, 4096, timeout_s=100)
     (loaded,) = load_environments(config).values()
     loaded = leave_out_too_long(loaded, template, limits.max_prompt_tokens, 60)
-    openings = Openings(template)
+    openings = PromptCache(template)
     before = EXPERIMENTS.index(experiment) * (STEPS + 1)
     async with open_graders(1), AsyncExitStack() as stack:
         await loaded.environment.set_up()

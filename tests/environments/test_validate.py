@@ -15,7 +15,7 @@ from telescope.environments.template import ChatTemplate
 from telescope.environments.tool_environment import ToolEnvironment
 from telescope.environments.validate import find_class_mistake, find_ranges_mistake, find_turns_mistake
 from tests.environments.playing import played
-from tests.workers.test_load import broken
+from tests.workers.test_loading import broken
 
 ASKED = {"role": "user", "content": "x"}
 
@@ -92,7 +92,7 @@ def test_the_ends_of_a_metric_are_two_numbers() -> None:
 def test_a_worker_says_which_part_of_the_file_is_wrong(tmp_path: Path) -> None:
     head = "class A(SingleTurn):\n    def reward(self, prompt, answer): return Reward(1)\n"
     give = head + "    def prompts(self, split): return "
-    assert "prompts('train') holds 'x', which is no Prompt" in broken(tmp_path, "texts", give + "['x']\n")
+    assert "prompts('train') holds 'x', which is not a Prompt" in broken(tmp_path, "texts", give + "['x']\n")
     assert "prompts('train') gave <generator" in broken(tmp_path, "lazy", give + "(Prompt(()) for _ in range(3))\n")
     assert "A.prompts must be a plain `def`" in broken(
         tmp_path, "waits", head + "    async def prompts(self, split): return []\n"

@@ -13,11 +13,11 @@ Pick = Callable[[Sequence[Any]], Any]
 
 
 LANES = (
-    {"individual_lanes": False},
-    {"individual_lanes": True},
-    {"individual_lanes": True, "free_lane": True},
-    {"individual_lanes": True, "adaptive": True},
-    {"individual_lanes": True, "free_lane": True, "adaptive": True},
+    {"enable_individual_sample_lanes": False},
+    {"enable_individual_sample_lanes": True},
+    {"enable_individual_sample_lanes": True, "free_lane_after_generation": True},
+    {"enable_individual_sample_lanes": True, "adaptive_concurrency": True},
+    {"enable_individual_sample_lanes": True, "free_lane_after_generation": True, "adaptive_concurrency": True},
 )
 
 
@@ -26,17 +26,17 @@ def any_settings(pick: Pick) -> FlowSettings:
     groups = pick([1, 2, 3, 4, 8, 16, 32])
     return FlowSettings(
         number_of_steps=pick(range(1, max(4, 40 // groups) + 1)),
-        groups_per_batch=groups,
+        prompts_batch_size_for_trainer=groups,
         group_size=pick([1, 2, 3, 4]),
-        max_async=pick(range(5)),
+        max_async_rollout=pick(range(5)),
         take_order=pick(["completion", "admission"]),
         max_off_policy_steps=pick(range(1, 9)),
-        discard_zero_advantage=pick([True, False]),
+        discard_group_zero_advantage=pick([True, False]),
         min_group_size=2,
         max_attempts=pick([1, 2, 3]),
         **pick(LANES),
         kv_soft=pick([0.3, 0.85]),
-        prompts_per_server=pick([1, 2, 8, 64]),
+        max_concurrent_prompts_per_server=pick([1, 2, 8, 64]),
         environments=pick([(("countdown", 1.0),), (("countdown", 1.0), ("math", 3.0))]),
         seed=pick(range(100)),
         rollout_deadline_s=pick([20.0, 400.0]),

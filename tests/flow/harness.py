@@ -138,7 +138,7 @@ class World:
         self.now = 0.0
         self.events = 0
         self.lines: list[bytes] = [encode_opening(self.settings, again)] if self.journal else []
-        self.stop: do.Stop | None = None
+        self.stop: do.StopRun | None = None
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
         self._plays: dict[tuple[int, int], Play] = {}
@@ -205,24 +205,24 @@ class World:
 
     def _perform(self, command: Any) -> None:
         match command:
-            case do.Run():
+            case do.DispatchRollout():
                 self._run(command)
-            case do.Cancel():
+            case do.CancelAttempt():
                 self._cancel(command)
-            case do.Place():
+            case do.PlaceRequest():
                 self._place(command)
-            case do.Refuse():
+            case do.RefuseRequest():
                 play = self._requests.pop(command.request_id, None)
                 if play is not None:
                     self._answer(play, seen.RolloutFailed(play.order.rollout_id, play.order.attempt, command.cause))
-            case do.Train():
+            case do.TrainGroups():
                 self.after(self.some(self.manners.step_s), lambda: self.tell(seen.StepDone(command.step)))
-            case do.Update():
+            case do.UpdateWeights():
                 self._update(command)
-            case do.Checkpoint(step=step):
+            case do.TakeCheckpoint(step=step):
                 saved = Saved(step, msgspec.msgpack.encode(self.core.saved), len(self.said))
                 self.after(self.some(self.manners.save_s), lambda: self._saved(saved))
-            case do.Stop():
+            case do.StopRun():
                 self.stop = command
 
     def _saved(self, saved: Saved) -> None:
@@ -254,7 +254,7 @@ class World:
         self.tell(seen.WorkerLost(name, "killed"))
         self.after(self.some(self.manners.absence_s), lambda: self._worker_up(name))
 
-    def _run(self, command: do.Run) -> None:
+    def _run(self, command: do.DispatchRollout) -> None:
         order = command.order
         play = Play(order, command.worker, self._worker_lives[command.worker], self.random.randint(1, self.manners.most_turns))
         self._plays[order.rollout_id, order.attempt] = play
@@ -285,7 +285,7 @@ class World:
         if self._worker_lives[play.worker] == play.life:
             self.tell(event)
 
-    def _cancel(self, command: do.Cancel) -> None:
+    def _cancel(self, command: do.CancelAttempt) -> None:
         play = self._plays[command.rollout_id, command.attempt]
         for request_id in [request_id for request_id, other in self._requests.items() if other is play]:
             self._abort(request_id)
@@ -334,7 +334,7 @@ class World:
             self.after(self.some(self.manners.wire_s), lambda: self.tell(load))
         self.after(self.manners.load_every_s, lambda: self._report(name, life))
 
-    def _place(self, command: do.Place) -> None:
+    def _place(self, command: do.PlaceRequest) -> None:
         self._held[command.server][command.request_id] = self.random.randint(10, 60) if self.manners.kv_tokens else 0
         play = self._requests[command.request_id]
         self._placed[command.request_id] = command.server
@@ -388,7 +388,7 @@ class World:
             self._on_its_way[server].remove(done)
             self.tell(done)
 
-    def _update(self, command: do.Update) -> None:
+    def _update(self, command: do.UpdateWeights) -> None:
         """Some servers do not follow and are fenced: their loss is told before the update's end."""
         seconds = self.some(self.manners.update_s)
         for name, life in self._server_lives.items():
@@ -411,7 +411,7 @@ def settings(**changes: Any) -> FlowSettings:
     """Small defaults for tests."""
     return FlowSettings(
         **{
-            "number_of_steps": 6, "groups_per_batch": 4, "group_size": 3, "max_async": 1, "max_off_policy_steps": 2,
-            "environments": (("countdown", 1.0),), "rollout_deadline_s": 400.0, **changes,
+            "number_of_steps": 6, "prompts_batch_size_for_trainer": 4, "group_size": 3, "max_async_rollout": 1,
+            "max_off_policy_steps": 2, "environments": (("countdown", 1.0),), "rollout_deadline_s": 400.0, **changes,
         }
     )  # fmt: skip

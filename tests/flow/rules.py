@@ -35,9 +35,9 @@ def keep(rule: bool, sentence: str) -> None:
 
 def most_versions_old(settings: FlowSettings) -> int:
     """Rule 5: M in admission order; M + D − 1 in completion order, D = 0 (and no extra wait) where M = 0."""
-    if settings.max_async == 0:
+    if settings.max_async_rollout == 0:
         return 0
-    return settings.max_async + (settings.max_off_policy_steps - 1 if settings.take_order == "completion" else 0)
+    return settings.max_async_rollout + (settings.max_off_policy_steps - 1 if settings.take_order == "completion" else 0)
 
 
 @dataclass
@@ -91,7 +91,7 @@ class Rules:
         self.freed = 0
         """Lanes that were free before their rollout was answered."""
         self.loads_heard = 0
-        self.moves: list[do.Place] = []
+        self.moves: list[do.PlaceRequest] = []
         """Placements away from a group's server though that had room."""
         self.most_lanes = 0
         self.fewest_lanes = 10**9
@@ -102,9 +102,9 @@ class Rules:
         self.training: int | None = None
         self.trained_step = 0
         self.travelling: tuple[int, tuple[str, ...]] | None = None
-        self.steps: list[do.Train] = []
+        self.steps: list[do.TrainGroups] = []
         self.ages: list[int] = []
-        self.stop: do.Stop | None = None
+        self.stop: do.StopRun | None = None
         self.alive_most = 0
         self.warnings: list[str] = []
         if resumed is not None:
@@ -128,7 +128,7 @@ class Rules:
             return
         counted = self._learn(event)
         if isinstance(event, seen.RolloutDone):
-            ignored = do.Ignore(event.rollout_id, event.attempt) in commands
+            ignored = do.IgnoreResult(event.rollout_id, event.attempt) in commands
             keep(ignored != counted, f"{event} counts: {counted}, but ignored: {ignored}")
         for place, command in enumerate(commands):
             self._check(command, event)
@@ -165,7 +165,7 @@ class Rules:
                 order = self.orders.get((event.rollout_id, event.attempt))
                 if order is not None and not order.over:
                     order.over = True
-                    self.freed += self.settings.free_lane
+                    self.freed += self.settings.free_lane_after_generation
             case seen.ServerLoad(server=server):
                 self.loads_heard += 1
                 if self.outstanding.get(server):
@@ -248,9 +248,9 @@ class Rules:
 
     def _check(self, command: do.AnyCommand, event: seen.AnyEvent) -> None:
         match command:
-            case do.Run():
+            case do.DispatchRollout():
                 self._run(command)
-            case do.Cancel():
+            case do.CancelAttempt():
                 order = self.orders.get((command.rollout_id, command.attempt))
                 reminder = isinstance(event, seen.Tick)
                 running = order is not None and (reminder or not order.cancelled)
@@ -258,26 +258,26 @@ class Rules:
                 assert order is not None
                 keep(order.worker == command.worker, f"{command} goes to the wrong worker")
                 order.cancelled = True
-            case do.Place():
+            case do.PlaceRequest():
                 self._place(command)
-            case do.Refuse():
+            case do.RefuseRequest():
                 keep(command.request_id in self.requests, f"{command} answers an unknown request")
                 held = any(command.request_id in requests for requests in self.outstanding.values())
                 keep(not held, f"{command}: a server has it, and will answer")
                 self.refused.add(command.request_id)
-            case do.GroupState():
+            case do.RecordGroupState():
                 self._group_state(command)
-            case do.Train():
+            case do.TrainGroups():
                 self._train(command)
-            case do.Forget():
+            case do.ForgetRollouts():
                 keep(not self.forgotten & set(command.rollout_ids), f"{command} forgets a rollout twice")
                 for rollout_id in command.rollout_ids:
                     state = self.group_of(rollout_id).state
                     keep(state in FINAL, f"rollout {rollout_id} is forgotten while its group is {state}")
                 self.forgotten |= set(command.rollout_ids)
-            case do.Ignore():
+            case do.IgnoreResult():
                 keep(isinstance(event, seen.RolloutDone), f"{command} answers {event}")
-            case do.Update():
+            case do.UpdateWeights():
                 keep(self.travelling is None, f"{command} while version {self.travelling} is on its way")
                 keep(command.version == self.trained_step, f"{command}, but the trainer holds version {self.trained_step}")
                 busy = self.training is not None and self.training != self.trained_step
@@ -285,16 +285,16 @@ class Rules:
                     self.settings.weights_while_training or not busy, f"{command} while the trainer is at step {self.training}"
                 )
                 self.travelling = (command.version, tuple(self.servers))
-            case do.Checkpoint():
+            case do.TakeCheckpoint():
                 keep(self.saving is None, f"{command} while that of step {self.saving} is written")
                 keep(self.training is None and command.step == self.version > 0, f"{command} at version {self.version}")
                 self.saving = command.step
-            case do.Warn():
+            case do.WarnUser():
                 self.warnings.append(command.sentence)
-            case do.Stop():
+            case do.StopRun():
                 self._stop(command)
 
-    def _run(self, command: do.Run) -> None:
+    def _run(self, command: do.DispatchRollout) -> None:
         order, settings = command.order, self.settings
         key = (order.rollout_id, order.attempt)
         group = self.groups[order.group_id]
@@ -313,28 +313,28 @@ class Rules:
         self.orders[key] = Order(command.worker)
         self._lanes(command, opens)
 
-    def _lanes(self, command: do.Run, opens: bool) -> None:
+    def _lanes(self, command: do.DispatchRollout, opens: bool) -> None:
         """A lost server takes its lanes with it: what runs goes on, and so does a group that holds its lane."""
         settings = self.settings
-        if settings.individual_lanes:
-            used = sum(not (settings.free_lane and order.over) for order in self.orders.values())
+        if settings.enable_individual_sample_lanes:
+            used = sum(not (settings.free_lane_after_generation and order.over) for order in self.orders.values())
             lanes = sum(map(self._lanes_of, self.servers))
             self.most_lanes, self.fewest_lanes = max(self.most_lanes, lanes), min(self.fewest_lanes, lanes)
         else:
             held = {rollout_id // settings.group_size for rollout_id, _ in self.orders}
             held |= {number for number, group in self.groups.items() if group.v_start >= 0 and group.state in PLAYING}
-            used, lanes = len(held), len(self.servers) * settings.prompts_per_server
-        keeps_its_lane = not settings.individual_lanes and not opens and lanes > 0
+            used, lanes = len(held), len(self.servers) * settings.max_concurrent_prompts_per_server
+        keeps_its_lane = not settings.enable_individual_sample_lanes and not opens and lanes > 0
         keep(used <= lanes or keeps_its_lane, f"{command}: {used} of {lanes} lanes are used")
 
     def _lanes_of(self, server: str) -> int:
         """At most: the core may have cut it further down."""
         settings, load, held = self.settings, self.loads.get(server), len(self.outstanding[server])
-        most = settings.prompts_per_server * settings.group_size
-        pressed = settings.adaptive and load is not None and load.kv_used >= settings.kv_soft
+        most = settings.max_concurrent_prompts_per_server * settings.group_size
+        pressed = settings.adaptive_concurrency and load is not None and load.kv_used >= settings.kv_soft
         return min(most, held) if pressed else most
 
-    def _place(self, command: do.Place) -> None:
+    def _place(self, command: do.PlaceRequest) -> None:
         keep(command.request_id in self.requests, f"{command} places an unknown request")
         key, server = self.requests[command.request_id]
         keep(server is None and command.request_id not in self.refused, f"{command} answers a request twice")
@@ -354,15 +354,15 @@ class Rules:
         held.add(command.request_id)
         self.outstanding_most = max(self.outstanding_most, len(held))
 
-    def _group_state(self, command: do.GroupState) -> None:
+    def _group_state(self, command: do.RecordGroupState) -> None:
         if command.state == "pending":
             keep(command.group_id == self.next_group, f"{command}: indices must count up")
             keep(self.opened, f"{command} before any server serves version {self.version}")
             self.next_group += 1
             self.groups[command.group_id] = Known()
-            done = self.version * self.settings.groups_per_batch
+            done = self.version * self.settings.prompts_batch_size_for_trainer
             keep(self.alive <= self.settings.slots, f"{self.alive} groups are alive in {self.settings.slots} slots")
-            needed = self.settings.number_of_steps * self.settings.groups_per_batch
+            needed = self.settings.number_of_steps * self.settings.prompts_batch_size_for_trainer
             keep(done + self.alive <= needed, f"{command}: no step will need it")
             self.alive_most = max(self.alive_most, self.alive)
             return
@@ -379,13 +379,13 @@ class Rules:
             group.holds_slot = False
         group.state = command.state
 
-    def _train(self, command: do.Train) -> None:
+    def _train(self, command: do.TrainGroups) -> None:
         settings = self.settings
         keep(self.training is None, f"{command} while step {self.training} is in training")
         keep(self.opened, f"{command} before any server serves version {self.version}")
         keep(settings.weights_while_training or self.travelling is None, f"{command} while the trainer sends")
         keep(command.step == self.version + 1, f"{command} after version {self.version}")
-        keep(len(command.group_ids) == settings.groups_per_batch, f"{command} has the wrong number of groups")
+        keep(len(command.group_ids) == settings.prompts_batch_size_for_trainer, f"{command} has the wrong number of groups")
         keep(list(command.group_ids) == sorted(command.group_ids), f"{command} is not in order")
         for group_id, rollout_ids in zip(command.group_ids, command.rollout_ids, strict=True):
             group = self.groups[group_id]
@@ -394,7 +394,7 @@ class Rules:
             group.trained = True
             self._whole(group_id, rollout_ids)
             rewards = [group.rewards[rollout_id] for rollout_id in rollout_ids]
-            equal = settings.discard_zero_advantage and len(rewards) > 1 and len(set(rewards)) == 1
+            equal = settings.discard_group_zero_advantage and len(rewards) > 1 and len(set(rewards)) == 1
             keep(not equal, f"group {group_id} has equal rewards")
             age = command.step - 1 - group.v_start
             bound = most_versions_old(settings)
@@ -421,7 +421,7 @@ class Rules:
                 tries = group.attempts.get(rollout_id, -1) + 1
                 keep(tries >= self.settings.max_attempts, f"rollout {rollout_id} was given up after {tries} tries")
 
-    def _stop(self, command: do.Stop) -> None:
+    def _stop(self, command: do.StopRun) -> None:
         self.stop = command
         left = {number: group.state for number, group in self.groups.items() if group.state not in FINAL}
         keep(not left, f"groups were lost at the end: {left}")

@@ -7,12 +7,13 @@ the core decides otherwise on purpose, the journal is recorded anew in the same 
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 
 import pytest
 
 from telescope.flow.core import Core
-from telescope.flow.replay import decode_line, decode_opening, replay
+from telescope.flow.replay import decode_line, decode_opening, encode_opening, opening, replay
 from telescope.runlog.journal import journal_lines
 from tests.flow.rules import Rules
 
@@ -59,3 +60,15 @@ def test_the_core_says_the_same_again_and_keeps_the_rules(name: str):
     assert rules.stop is not None
     assert rules.stop.reason == reason
     assert counted.items() <= core.counts().reasons.items()
+
+
+@pytest.mark.parametrize("name", ["goes_on_from_a_snapshot", "servers_and_workers_lost"])
+def test_journals_that_an_earlier_version_wrote_replay(name: str):
+    """Commit a1873a4 wrote them, when settings, commands and the snapshot's parts had other names in the code: all kinds of
+    events and commands, curricula, and a run that goes on from a checkpoint. They are never recorded anew."""
+    lines = gzip.decompress((FOLDER / "earlier" / f"{name}.jsonl.gz").read_bytes()).splitlines()
+    found = replay(lines)
+    assert found.disagreement is None, str(found.disagreement)
+    assert found.events == len(lines) - 1
+    first = opening(lines[0])
+    assert encode_opening(first.settings, first.snapshot) == lines[0]

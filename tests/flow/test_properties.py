@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from telescope.flow import commands as do
 from telescope.flow import events as seen
-from telescope.flow.bounds import age_bound, age_bound_in_updates
+from telescope.flow.staleness import age_bound, age_bound_in_updates
 from telescope.records import Sampling
-from telescope.wire.channel import Channel
+from telescope.wire.channel import MessageChannel
 from telescope.wire.codec import RawArrays
-from telescope.wire.messages import Envelope, Generate, GenerateFailed, RolloutFailed, RunRollout
+from telescope.wire.messages import Envelope, Generate, GenerateFailed, RolloutError, RunRollout
 from tests.flow.cases import any_manners, any_settings
 from tests.flow.harness import Manners, World
 
@@ -60,7 +60,7 @@ def test_a_hundred_thousand_events_break_no_rule_and_every_run_ends():
     assert sum(world.rules.freed for world in worlds) > 1000
     assert sum(world.rules.loads_heard for world in worlds) > 1000
     assert sum(len(world.rules.moves) for world in worlds) > 10
-    adaptive = [world for world in worlds if world.settings.adaptive and not world.manners.server_life_s]
+    adaptive = [world for world in worlds if world.settings.adaptive_concurrency and not world.manners.server_life_s]
     assert sum(world.rules.fewest_lanes < world.rules.most_lanes / 2 for world in adaptive) > 3
 
 
@@ -81,23 +81,23 @@ class Wired(World):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.channels: dict[str, Channel] = {}
+        self.channels: dict[str, MessageChannel] = {}
         self.asked: dict[object, tuple[str, int]] = {}
         self.answers: dict[str, int] = {}
 
     def tell(self, event: object) -> None:
         match event:
             case seen.WorkerJoined(worker=name, capacity=capacity) | seen.ServerJoined(server=name, capacity=capacity):
-                self.channels[name] = Channel(capacity)
+                self.channels[name] = MessageChannel(capacity)
                 self.answers[name] = 0
                 self.asked = {key: asked for key, asked in self.asked.items() if asked[0] != name}
             case seen.TurnDone(request_id=request_id):
                 self._answered(request_id, GenerateFailed(request_id, ""))
             case seen.RolloutDone() | seen.RolloutFailed():
-                self._answered((event.rollout_id, event.attempt), RolloutFailed(event.rollout_id, event.attempt, ""))
+                self._answered((event.rollout_id, event.attempt), RolloutError(event.rollout_id, event.attempt, ""))
         super().tell(event)
 
-    def _answered(self, key: object, body: GenerateFailed | RolloutFailed) -> None:
+    def _answered(self, key: object, body: GenerateFailed | RolloutError) -> None:
         name, number = self.asked.pop(key, ("", 0))
         if number:
             self.answers[name] += 1
@@ -105,10 +105,10 @@ class Wired(World):
 
     def _perform(self, command: object) -> None:
         match command:
-            case do.Run(worker=worker, order=order):
+            case do.DispatchRollout(worker=worker, order=order):
                 seq, _ = self.channels[worker].send(RunRollout(order))
                 self.asked[order.rollout_id, order.attempt] = worker, seq
-            case do.Place(request_id=request_id, server=server):
+            case do.PlaceRequest(request_id=request_id, server=server):
                 body = Generate(request_id, 0, 0, 0, Sampling(1.0, 1, 0))
                 seq, _ = self.channels[server].send(body, RawArrays.of((np.zeros(1, np.int32),)))
                 self.asked[request_id] = server, seq
@@ -138,6 +138,6 @@ def test_small_servers_are_filled_to_the_last_place():
 def test_a_million_events_break_no_rule_and_every_run_ends():
     worlds = play_many(first_seed=1_000_000, events=1_000_000)
     assert_ages_are_within_what_is_promised(worlds)
-    assert {world.settings.groups_per_batch for world in worlds} == {1, 2, 3, 4, 8, 16, 32}
-    assert {world.settings.max_async for world in worlds} == {0, 1, 2, 3, 4}
+    assert {world.settings.prompts_batch_size_for_trainer for world in worlds} == {1, 2, 3, 4, 8, 16, 32}
+    assert {world.settings.max_async_rollout for world in worlds} == {0, 1, 2, 3, 4}
     assert {world.settings.max_off_policy_steps for world in worlds} == set(range(1, 9))

@@ -11,14 +11,12 @@ import pytest
 
 from telescope.flow import commands as do
 from telescope.flow import events as seen
-from telescope.flow.admission import Slots
-from telescope.flow.batches import Batch, Batches
+from telescope.flow.batches import BatchBuilder, GroupBatch
 from telescope.flow.core import Core
-from telescope.flow.groups import Group, State
-from telescope.flow.lanes import Flight
+from telescope.flow.groups import GroupState, Rollout, RolloutGroup
 from telescope.flow.placement import Placement
 from telescope.flow.settings import FlowSettings
-from telescope.flow.turns import Turns
+from telescope.flow.staleness import Slots
 from tests.flow.harness import Manners, World, settings
 from tests.flow.rules import Broken, Known, Rules
 
@@ -26,9 +24,16 @@ from tests.flow.rules import Broken, Known, Rules
 class SlotsByTaking(Slots):
     """Counts a group as gone once it has been released, however often that happens."""
 
-    def release(self, group: Group, trained: bool) -> None:
+    def release(self, group: RolloutGroup, trained: bool) -> None:
         if group.group_id in self.alive:
             super().release(group, trained)
+
+
+def exchange(core: Core, name: str, part: object) -> None:
+    """Put the part in its place in the core and in the objects that share it."""
+    for holder in (core, core._groups, core._requests):
+        if hasattr(holder, name):
+            setattr(holder, name, part)
 
 
 class FreesSlotsOnTaking(Core):
@@ -36,30 +41,30 @@ class FreesSlotsOnTaking(Core):
 
     def __init__(self, settings: FlowSettings) -> None:
         super().__init__(settings)
-        self._slots = SlotsByTaking(settings)
+        exchange(self, "_slots", SlotsByTaking(settings))
 
-    def _train(self, batch: Batch) -> None:
+    def _train(self, batch: GroupBatch) -> None:
         super()._train(batch)
         for group in batch.groups:
             self._slots.release(group, trained=True)
         self._admit()
 
 
-class WindowByRank(Batches):
+class WindowByRank(BatchBuilder):
     """A kept group may enter if it is among the oldest W = (M + 1)·P living groups. As no more than W ever live, this window
     shuts nobody out: what the test shows is that completion order without the stale cancel is noticed."""
 
     def __init__(self, settings: FlowSettings) -> None:
         super().__init__(settings)
-        self._living: list[Group] = []
+        self._living: list[RolloutGroup] = []
         self._window = settings.slots
 
-    def admitted(self, group: Group) -> None:
+    def admit(self, group: RolloutGroup) -> None:
         self._living.append(group)
 
-    def _next(self) -> Group | None:
-        self._living = [group for group in self._living if not group.final and group.state is not State.BATCHED]
-        return next((group for group in self._living[: self._window] if group.state is State.KEPT), None)
+    def _next(self) -> RolloutGroup | None:
+        self._living = [group for group in self._living if not group.final and group.state is not GroupState.BATCHED]
+        return next((group for group in self._living[: self._window] if group.state is GroupState.KEPT), None)
 
 
 class TrustsTheWindow(Core):
@@ -67,21 +72,19 @@ class TrustsTheWindow(Core):
 
     def __init__(self, settings: FlowSettings) -> None:
         super().__init__(settings)
-        self._batches = WindowByRank(settings)
-
-    def _retire_stale(self, version: int) -> None:
-        pass
+        exchange(self, "_batches", WindowByRank(settings))
+        self._groups.retire_stale = lambda version, now: None
 
 
-class BatchesFromAdmission(Batches):
+class BatchesFromAdmission(BatchBuilder):
     """A group belongs to a batch from its admission; a retired one leaves its place to the next. A whole batch is taken."""
 
     def __init__(self, settings: FlowSettings) -> None:
         super().__init__(settings)
-        self._planned: list[list[Group]] = []
-        self._ready: list[Group] = []
+        self._planned: list[list[RolloutGroup]] = []
+        self._ready: list[RolloutGroup] = []
 
-    def admitted(self, group: Group) -> None:
+    def admit(self, group: RolloutGroup) -> None:
         for places in self._planned:
             places[:] = [member for member in places if not member.final]
             if len(places) < self._size:
@@ -89,9 +92,11 @@ class BatchesFromAdmission(Batches):
                 return
         self._planned.append([group])
 
-    def _next(self) -> Group | None:
+    def _next(self) -> RolloutGroup | None:
         if not self._ready:
-            whole = (places for places in self._planned if [member.state for member in places] == [State.KEPT] * self._size)
+            whole = (
+                places for places in self._planned if [member.state for member in places] == [GroupState.KEPT] * self._size
+            )
             self._ready = next(whole, [])
             self._planned = [places for places in self._planned if places is not self._ready]
         return self._ready.pop(0) if self._ready else None
@@ -100,22 +105,28 @@ class BatchesFromAdmission(Batches):
 class TakesWholeBatches(Core):
     def __init__(self, settings: FlowSettings) -> None:
         super().__init__(settings)
-        self._batches = BatchesFromAdmission(settings)
+        exchange(self, "_batches", BatchesFromAdmission(settings))
 
 
 class FreesRoomWithTheRollout(Core):
     """A rollout that ends takes its requests off the servers, though these still generate for it."""
 
-    def _flight_ended(self, flight: Flight, counted: bool, why: str = "its rollout has ended") -> None:
-        super()._flight_ended(flight, counted, why)
-        for request_id in flight.requests:
-            self._placement.finish(request_id, 0)
+    def __init__(self, settings: FlowSettings) -> None:
+        super().__init__(settings)
+        end_attempt = self._groups.end_attempt
+
+        def end_with_requests(rollout: Rollout, counts: bool, why: str = "its rollout has ended") -> None:
+            end_attempt(rollout, counts, why)
+            for request_id in rollout.requests:
+                self._placement.finish(request_id, 0)
+
+        self._groups.end_attempt = end_with_requests
 
 
 class FollowsTheLoad(Placement):
     """Each request goes where it is emptiest, whatever its siblings have left in another server's cache."""
 
-    def _choice(self, group: Group) -> str | None:
+    def _choose(self, group: RolloutGroup) -> str | None:
         return self._least_loaded.first_that(lambda server: self._takes(server, group.v_start))
 
 
@@ -123,7 +134,7 @@ class FreezesTurns(Placement):
     """A pressed server takes nothing, the next turn of what has begun included."""
 
     def _takes(self, server: str, version: int) -> bool:
-        return super()._takes(server, version) and not self.servers[server].share.pressure
+        return super()._takes(server, version) and not self.servers[server].lanes.pressure
 
 
 class StartsUnderPressure(Placement):
@@ -141,8 +152,7 @@ def with_placement(placement: type[Placement]) -> type[Core]:
     class Exchanged(Core):
         def __init__(self, settings: FlowSettings) -> None:
             super().__init__(settings)
-            self._placement = placement(settings)
-            self._turns = Turns(self._lanes, self._placement, self._say, self._reach)
+            exchange(self, "_placement", placement(settings))
 
     return Exchanged
 
@@ -151,15 +161,15 @@ class FreesLanesUnasked(Core):
     """A lane is free when the tokens are there, though the settings say that it is not."""
 
     def _generation_over(self, event: seen.GenerationOver) -> None:
-        flight = self._lanes.flights.get((event.rollout_id, event.attempt))
-        if flight is not None:
-            self._lanes.generation_over(flight)
+        rollout = self._lanes.in_flight.get((event.rollout_id, event.attempt))
+        if rollout is not None:
+            self._lanes.end_generation(rollout)
 
 
 class OnlyAges(Rules):
     """Looks away from the count of slots, so that what shows is what it does to the ages."""
 
-    def _group_state(self, command: do.GroupState) -> None:
+    def _group_state(self, command: do.RecordGroupState) -> None:
         if command.state == "pending":
             self.groups[command.group_id] = Known()
         else:
@@ -171,8 +181,8 @@ def trial(core_class: type[Core], rules_class: type[Rules], seed: int) -> str:
     chance = Random(seed)
     case = settings(
         number_of_steps=15,
-        groups_per_batch=chance.choice([1, 2, 4]),
-        max_async=chance.choice([1, 2, 3]),
+        prompts_batch_size_for_trainer=chance.choice([1, 2, 4]),
+        max_async_rollout=chance.choice([1, 2, 3]),
         max_off_policy_steps=chance.choice([1, 2, 3]),
     )
     manners = Manners(
@@ -214,7 +224,9 @@ PRESSED = Manners(kv_tokens=150, closes_share=1.0, score_s=3.0, most_turns=3, ca
 def complaints_under_pressure(core_class: type[Core]) -> list[str]:
     found = []
     for seed in range(12):
-        case = settings(adaptive=True, prompts_per_server=4, groups_per_batch=8, seed=seed)
+        case = settings(
+            adaptive_concurrency=True, max_concurrent_prompts_per_server=4, prompts_batch_size_for_trainer=8, seed=seed
+        )
         try:
             World(case, PRESSED, seed, core_class=core_class).run(most_events=20_000)
         except AssertionError as broken:  # Broken, or the run does not end

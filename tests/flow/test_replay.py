@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from telescope.cli.replay import main
 from telescope.flow.replay import JournalDamaged, replay
-from telescope.replay import main
 from telescope.runlog.journal import Journal
 from telescope.runlog.layout import RunDirectory
 from tests.flow.harness import Manners, World, settings, sometimes_equal
@@ -20,7 +20,7 @@ TROUBLED = Manners(
 
 
 def journal_of(seed: int) -> list[bytes]:
-    case = settings(environments=(("countdown", 1.0), ("math", 0.3)), max_async=2)
+    case = settings(environments=(("countdown", 1.0), ("math", 0.3)), max_async_rollout=2)
     return World(case, TROUBLED, seed, journal=True).run().lines
 
 

@@ -16,16 +16,15 @@ import pytest
 from telescope.flow import commands as do
 from telescope.flow import events as seen
 from telescope.flow.core import Core
-from telescope.flow.curriculum import Pool, Pools
-from telescope.flow.patience import PatienceState
+from telescope.flow.curriculum import PassRatePool, PassRateRules
+from telescope.flow.limits import FailureLimitsState
 from telescope.flow.replay import replay
-from telescope.flow.resuming import take
 from telescope.flow.snapshot import Snapshot
 from tests.flow.cases import any_manners, any_settings
 from tests.flow.harness import Manners, World, mixed, settings, sometimes_equal
 from tests.flow.rules import FINAL
 
-POOLS = Pools((Pool("hard", 0.3, 1.0), Pool("rest", 1.0, 1.0)))
+POOLS = PassRateRules((PassRatePool("hard", 0.3, 1.0), PassRatePool("rest", 1.0, 1.0)))
 
 
 def kill_and_resume(case: Any, manners: Manners, seed: int, most_kills: int = 6) -> tuple[list[World], list[Any]]:
@@ -52,10 +51,10 @@ def any_case(seed: int, largest_batch: int = 32) -> tuple[Any, Manners]:
     case = any_settings(chance.choice)
     case = msgspec.structs.replace(
         case,
-        groups_per_batch=min(case.groups_per_batch, largest_batch),
+        prompts_batch_size_for_trainer=min(case.prompts_batch_size_for_trainer, largest_batch),
         checkpoint_every=chance.choice([1, 1, 2, 3]),
-        number_of_steps=min(case.number_of_steps, 80 // case.groups_per_batch + 1) + chance.choice([2, 6]),
-        prefetch=chance.choice([0, 3]),
+        number_of_steps=min(case.number_of_steps, 80 // case.prompts_batch_size_for_trainer + 1) + chance.choice([2, 6]),
+        prompt_prefetch_buffer_size=chance.choice([0, 3]),
         curricula=chance.choice([{}, {"countdown": POOLS}]),
     )
     manners = any_manners(chance.choice)
@@ -68,24 +67,28 @@ def prompts(case: Any, commands: list[Any]) -> dict[int, Any]:
     """The prompt of each group that was sent out; one group has one prompt, in whatever attempt."""
     found: dict[int, Any] = {}
     for command in commands:
-        if isinstance(command, do.Run):
+        if isinstance(command, do.DispatchRollout):
             assert found.setdefault(command.order.group_id, command.order.prompt) == command.order.prompt
     return found
 
 
 def assert_nothing_lost_or_twice(case: Any, manners: Manners, commands: list[Any], done: bool) -> None:
-    steps = [command for command in commands if isinstance(command, do.Train)]
+    steps = [command for command in commands if isinstance(command, do.TrainGroups)]
     if done:
         assert [step.step for step in steps] == list(range(1, case.number_of_steps + 1))
     trained = Counter(group for step in steps for group in step.group_ids)
     assert all(times == 1 for times in trained.values())
-    admitted = [command.group_id for command in commands if isinstance(command, do.GroupState) and command.state == "pending"]
+    admitted = [
+        command.group_id for command in commands if isinstance(command, do.RecordGroupState) and command.state == "pending"
+    ]
     assert admitted == list(range(len(admitted)))
-    ends = Counter(command.group_id for command in commands if isinstance(command, do.GroupState) and command.state in FINAL)
+    ends = Counter(
+        command.group_id for command in commands if isinstance(command, do.RecordGroupState) and command.state in FINAL
+    )
     assert ends == Counter(admitted)
     seeds: dict[int, int] = {}
     for command in commands:
-        if isinstance(command, do.Run):
+        if isinstance(command, do.DispatchRollout):
             assert seeds.setdefault(command.order.rollout_id, command.order.seed) == command.order.seed
     assert_discards_count_once(commands)
     if done and not case.curricula:
@@ -94,16 +97,20 @@ def assert_nothing_lost_or_twice(case: Any, manners: Manners, commands: list[Any
 
 def assert_discards_count_once(commands: list[Any]) -> None:
     """In the statistics of one batch; not in any yet where they were discarded when the last batch was full."""
-    counted = Counter(group for step in commands if isinstance(step, do.Train) for group in step.baseline_group_ids)
+    counted = Counter(group for step in commands if isinstance(step, do.TrainGroups) for group in step.baseline_group_ids)
     assert all(times == 1 for times in counted.values())
-    discarded = [c.group_id for c in commands if isinstance(c, do.GroupState) and c.state == "discarded"]
+    discarded = [c.group_id for c in commands if isinstance(c, do.RecordGroupState) and c.state == "discarded"]
     assert [group in counted for group in discarded] == [True] * len(counted) + [False] * (len(discarded) - len(counted))
 
 
 def assert_each_prompt_once_an_epoch(case: Any, manners: Manners, commands: list[Any]) -> None:
     """Of the groups that were not given back: the first `prompts` of an environment are all different, and so on."""
     found = prompts(case, commands)
-    back = {c.group_id for c in commands if isinstance(c, do.GroupState) and (c.state, c.reason) == ("cancelled", "off_policy")}
+    back = {
+        c.group_id
+        for c in commands
+        if isinstance(c, do.RecordGroupState) and (c.state, c.reason) == ("cancelled", "off_policy")
+    }
     if back or len(found) < 1:
         return
     for label, _ in case.environments:
@@ -156,10 +163,12 @@ def test_a_core_that_goes_on_has_all_that_the_snapshot_has():
     assert sum(bool(snapshot.baseline or snapshot.discarded) for snapshot in found) > 2
     assert sum(bool(snapshot.playing) for snapshot in found) > 2
     for snapshot in found:
-        impatient = PatienceState({label: 2 for label, _ in snapshot.settings.environments}, 3)
+        impatient = FailureLimitsState({label: 2 for label, _ in snapshot.settings.environments}, 3)
         full = {"baseline": snapshot.discarded, "discarded": snapshot.baseline, "patience": impatient}
         for one in (snapshot, msgspec.structs.replace(snapshot, **full)):
-            again = take(Core.restore(one.settings, one)._parts, SimpleNamespace(position=one.position), one.step)
+            core = Core.restore(one.settings, one)
+            core._sampler = SimpleNamespace(position=one.position)
+            again = core.snapshot()
             same = {name: getattr(one, name) for name in BEFORE_WORKERS}
             assert msgspec.structs.replace(again, **same) == one
 
@@ -174,11 +183,13 @@ def test_many_larger_runs_killed_at_random_instants():
 
 def test_a_synchronous_run_goes_on_with_the_same_prompts_and_batches():
     """Rewards follow from seeds, as those of a real engine do, so that the two runs can be compared step by step."""
-    case = settings(max_async=0, checkpoint_every=1, number_of_steps=8, environments=(("countdown", 1.0), ("math", 0.5)))
+    case = settings(
+        max_async_rollout=0, checkpoint_every=1, number_of_steps=8, environments=(("countdown", 1.0), ("math", 0.5))
+    )
     manners = Manners(reward=sometimes_equal)
     whole = World(case, manners, seed=1).run()
     _, commands = kill_and_resume(case, manners, seed=5, most_kills=5)
-    batches = [[c for c in said if isinstance(c, do.Train)] for said in (whole.said, commands)]
+    batches = [[c for c in said if isinstance(c, do.TrainGroups)] for said in (whole.said, commands)]
     assert batches[0] == batches[1]
     assert prompts(case, whole.said) == prompts(case, commands)
 
@@ -186,19 +197,19 @@ def test_a_synchronous_run_goes_on_with_the_same_prompts_and_batches():
 def test_a_checkpoint_is_made_each_so_many_steps_and_at_the_last():
     world = World(settings(number_of_steps=7, checkpoint_every=3), seed=2).run()
     assert [saved.step for saved in world.checkpoints] == [3, 6, 7]
-    assert world.stop == do.Stop("all 7 steps are trained", ok=True, checkpoint=7)
+    assert world.stop == do.StopRun("all 7 steps are trained", ok=True, checkpoint=7)
     assert world.core.lost_checkpoint == 0
 
 
 def test_without_checkpoints_there_are_none():
     world = World(settings(number_of_steps=3), seed=2).run()
     assert not world.checkpoints
-    assert world.stop == do.Stop("all 3 steps are trained", ok=True)
+    assert world.stop == do.StopRun("all 3 steps are trained", ok=True)
 
 
 def test_training_waits_for_a_save_under_way_when_the_next_is_due():
     world = World(settings(number_of_steps=4, checkpoint_every=1), Manners(save_s=500.0, tick_s=50.0), seed=3)
-    world.settings = msgspec.structs.replace(world.settings, stop_deadline_s=1e6)
+    world.settings = msgspec.structs.replace(world.settings, checkpoint_stop_timeout_s=1e6)
     world = World(world.settings, world.manners, seed=3).run()
     assert [saved.step for saved in world.checkpoints] == [1, 2, 3, 4]
     assert any("training waits for it; raise checkpoint.every" in sentence for sentence in world.rules.warnings)
@@ -207,7 +218,7 @@ def test_training_waits_for_a_save_under_way_when_the_next_is_due():
 def test_a_failed_save_lets_the_run_go_on():
     world = World(settings(number_of_steps=4, checkpoint_every=1), Manners(save_failure_share=1.0), seed=3).run()
     assert world.checkpoints == []
-    assert world.stop == do.Stop("all 4 steps are trained; no checkpoint of it: the disk is full", ok=True)
+    assert world.stop == do.StopRun("all 4 steps are trained; no checkpoint of it: the disk is full", ok=True)
     assert world.core.lost_checkpoint == 4
 
 
@@ -228,11 +239,11 @@ def test_a_stop_in_good_order_trains_its_step_to_the_end_and_saves_it():
     world = told_to_stop(World(settings(number_of_steps=50, checkpoint_every=10), Manners(step_s=20.0), seed=4), 3)
     step = world.stop.checkpoint
     assert step in (3, 4)
-    assert world.stop == do.Stop(
+    assert world.stop == do.StopRun(
         f"interrupted by SIGTERM; the checkpoint of step {step} is complete", ok=False, checkpoint=step
     )
     assert [saved.step for saved in world.checkpoints] == [step]
-    assert max(command.step for command in world.said if isinstance(command, do.Train)) == step
+    assert max(command.step for command in world.said if isinstance(command, do.TrainGroups)) == step
 
 
 def test_a_stop_in_good_order_does_not_wait_for_ever():
@@ -244,10 +255,10 @@ def test_a_stop_in_good_order_does_not_wait_for_ever():
 
 def test_the_last_checkpoint_of_a_run_that_is_done_has_as_long_as_any():
     """Not the time that a stop has: the run is not in a hurry."""
-    case = settings(number_of_steps=3, checkpoint_every=10, stop_deadline_s=20.0)
+    case = settings(number_of_steps=3, checkpoint_every=10, checkpoint_stop_timeout_s=20.0)
     world = World(case, Manners(save_s=1e4, tick_s=5.0), seed=6).run()
     assert world.now > 100
-    assert world.stop == do.Stop("all 3 steps are trained", ok=True, checkpoint=3)
+    assert world.stop == do.StopRun("all 3 steps are trained", ok=True, checkpoint=3)
 
 
 def test_who_is_told_to_stop_at_its_last_save_waits_as_long_as_for_any_stop():
@@ -262,7 +273,7 @@ def test_who_is_told_to_stop_at_its_last_save_waits_as_long_as_for_any_stop():
 def test_a_fault_waits_for_nothing():
     world = World(settings(number_of_steps=50, checkpoint_every=1), Manners(save_s=1e7), seed=4)
     world.after(5.0, lambda: world.tell(seen.StopRequested("trainer-0 was killed", ok=False)))
-    assert world.run().stop == do.Stop("trainer-0 was killed", ok=False)
+    assert world.run().stop == do.StopRun("trainer-0 was killed", ok=False)
 
 
 def snapshot_of(**changes: Any) -> Snapshot:
@@ -273,7 +284,7 @@ def snapshot_of(**changes: Any) -> Snapshot:
     ("changes", "sentence"),
     [
         ({"group_size": 5}, "made with group_size=3, and this run has 5"),
-        ({"max_async": 3}, "made with max_async=1, and this run has 3"),
+        ({"max_async_rollout": 3}, "made with max_async_rollout=1, and this run has 3"),
         ({"environments": (("math", 1.0),)}, "made with environments countdown, and this run has math"),
         ({"number_of_steps": 2}, "number_of_steps=2 is reached: the checkpoint is of step 2"),
     ],

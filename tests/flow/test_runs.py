@@ -15,8 +15,8 @@ from tests.flow.harness import Manners, World, equal, settings, sometimes_equal
 @pytest.mark.parametrize("order", ["completion", "admission"])
 @pytest.mark.parametrize(("m", "steps"), [(0, 1), (0, 2), (1, 1), (1, 2), (2, 1), (2, 2), (2, 3), (3, 3), (3, 4)])
 def test_a_run_ends_with_exactly_its_steps_and_no_group_too_many(order: str, m: int, steps: int):
-    world = World(settings(number_of_steps=steps, max_async=m, take_order=order), Manners(straggler_share=0.1)).run()
-    assert world.stop == do.Stop(f"all {steps} steps are trained", ok=True)
+    world = World(settings(number_of_steps=steps, max_async_rollout=m, take_order=order), Manners(straggler_share=0.1)).run()
+    assert world.stop == do.StopRun(f"all {steps} steps are trained", ok=True)
     assert [train.step for train in world.rules.steps] == list(range(1, steps + 1))
     counts = world.core.counts()
     kept = counts.groups_by_state["trained"]
@@ -26,7 +26,12 @@ def test_a_run_ends_with_exactly_its_steps_and_no_group_too_many(order: str, m: 
 
 def test_with_the_defaults_a_stale_cancel_really_fires():
     case = FlowSettings(number_of_steps=14, environments=(("countdown", 1.0),), rollout_deadline_s=10_000.0)
-    assert (case.groups_per_batch, case.group_size, case.max_async, case.max_off_policy_steps) == (16, 8, 2, 8)
+    assert (case.prompts_batch_size_for_trainer, case.group_size, case.max_async_rollout, case.max_off_policy_steps) == (
+        16,
+        8,
+        2,
+        8,
+    )
     manners = Manners(capacity=1024, workers=1, straggler_share=0.01, straggler_factor=200.0, most_turns=1)
     world = World(case, manners, seed=1).run()
     counts = world.core.counts()
@@ -68,14 +73,16 @@ def test_groups_of_one_sample_train():
 
 
 def test_one_lane_one_credit_one_server_one_worker():
-    case = settings(group_size=1, prompts_per_server=1, individual_lanes=True)
+    case = settings(group_size=1, max_concurrent_prompts_per_server=1, enable_individual_sample_lanes=True)
     assert World(case, Manners(workers=1, servers=1, capacity=1)).run().stop.ok
-    case = settings(group_size=3, prompts_per_server=1, individual_lanes=False, max_async=0)
+    case = settings(
+        group_size=3, max_concurrent_prompts_per_server=1, enable_individual_sample_lanes=False, max_async_rollout=0
+    )
     assert World(case, Manners(workers=1, servers=1, capacity=1)).run().stop.ok
 
 
 def test_rollouts_a_worker_forgets_are_tried_again_after_the_deadline():
-    world = World(settings(max_async=0, rollout_deadline_s=60.0), Manners(mute_share=0.1)).run()
+    world = World(settings(max_async_rollout=0, rollout_deadline_s=60.0), Manners(mute_share=0.1)).run()
     assert world.stop.ok
     assert world.core.counts().rollouts_retried > 0
 
@@ -88,7 +95,7 @@ def test_a_worker_that_never_answers_ends_the_run():
 
 def test_a_server_that_answers_long_after_the_cancel():
     """Cancels are answered at once, aborts of requests half a minute later; the places are held until then."""
-    case = settings(number_of_steps=8, max_off_policy_steps=1, max_async=2, prompts_per_server=4)
+    case = settings(number_of_steps=8, max_off_policy_steps=1, max_async_rollout=2, max_concurrent_prompts_per_server=4)
     manners = Manners(straggler_share=0.2, abort_s=30.0, cancel_s=0.01, server_capacity=4, timeout_share=0.1)
     for seed in range(5):
         world = World(case, manners, seed).run()
@@ -98,7 +105,7 @@ def test_a_server_that_answers_long_after_the_cancel():
 
 
 def test_a_worker_that_answers_long_after_the_cancel_holds_its_credits_and_no_more():
-    case = settings(number_of_steps=8, max_off_policy_steps=1, max_async=2, cancel_deadline_s=120.0)
+    case = settings(number_of_steps=8, max_off_policy_steps=1, max_async_rollout=2, cancel_deadline_s=120.0)
     world = World(case, Manners(straggler_share=0.2, cancel_s=20.0, capacity=8), seed=1).run()
     assert world.stop.ok
     assert world.core.counts().reasons["cancelled: off_policy"] > 0
@@ -110,7 +117,12 @@ def test_short_runs_with_every_feature_on_end_with_exactly_their_steps(m: int, s
     """Lag is the bound of a long run: M + D - 1."""
     number = {"one": 1, "two": 2, "lag": m + 2, "lag + 1": m + 3}[steps]
     case = settings(
-        number_of_steps=number, max_async=m, max_off_policy_steps=3, free_lane=True, adaptive=True, prompts_per_server=4
+        number_of_steps=number,
+        max_async_rollout=m,
+        max_off_policy_steps=3,
+        free_lane_after_generation=True,
+        adaptive_concurrency=True,
+        max_concurrent_prompts_per_server=4,
     )
     manners = Manners(
         straggler_share=0.1, kv_tokens=200, load_lost_share=0.3, closes_share=1.0, repeat_share=0.2, server_life_s=40.0
@@ -122,10 +134,10 @@ def test_short_runs_with_every_feature_on_end_with_exactly_their_steps(m: int, s
 
 def test_reports_that_stop_under_full_pressure_hold_nothing_up():
     """Each server says once that its cache is full, and nothing ever after."""
-    case = settings(number_of_steps=4, adaptive=True, prompts_per_server=4)
+    case = settings(number_of_steps=4, adaptive_concurrency=True, max_concurrent_prompts_per_server=4)
 
     class Silent(World):
-        def _place(self, command: do.Place) -> None:
+        def _place(self, command: do.PlaceRequest) -> None:
             super()._place(command)
             if command.server not in self._reported:
                 self._reported[command.server] = full = seen.ServerLoad(command.server, 1.0, 1, 50, 9)
@@ -147,7 +159,7 @@ def test_repeated_and_reordered_events():
 
 def test_the_last_batch_does_not_wait_for_what_nobody_needs():
     """A run of one step with room for three batches generates one."""
-    counts = World(settings(number_of_steps=1, max_async=2)).run().core.counts()
+    counts = World(settings(number_of_steps=1, max_async_rollout=2)).run().core.counts()
     assert counts.groups_admitted - counts.groups_by_state.get("discarded", 0) == 4
 
 
@@ -157,16 +169,16 @@ def batches(world: World) -> list[list[tuple[int, int, int]]]:
     trains = []
     for number, text in enumerate(world.lines[1:], start=2):
         for command in decode_line(text, number).commands:
-            if isinstance(command, do.Run):
+            if isinstance(command, do.DispatchRollout):
                 orders[command.order.rollout_id] = command.order
-            elif isinstance(command, do.Train):
+            elif isinstance(command, do.TrainGroups):
                 rollout_ids = [rollout_id for ids in command.rollout_ids for rollout_id in ids]
                 trains.append([(orders[i].prompt.index, orders[i].seed, orders[i].seed % 3) for i in rollout_ids])
     return trains
 
 
 def test_synchronous_runs_of_one_seed_train_the_same_whatever_finishes_first():
-    case = settings(max_async=0, number_of_steps=8)
+    case = settings(max_async_rollout=0, number_of_steps=8)
     manners = (Manners(), Manners(workers=3, servers=1, straggler_share=0.3, step_s=20.0, failure_share=0.05))
     trained = [batches(World(case, kind, seed, journal=True).run()) for seed, kind in enumerate(manners)]
     assert len(trained[0]) == 8
@@ -174,6 +186,6 @@ def test_synchronous_runs_of_one_seed_train_the_same_whatever_finishes_first():
 
 
 def test_synchronous_journals_of_one_seed_are_identical():
-    case = settings(max_async=0, number_of_steps=8)
+    case = settings(max_async_rollout=0, number_of_steps=8)
     first, second = (World(case, Manners(straggler_share=0.1), seed=9, journal=True).run().lines for _ in range(2))
     assert first == second

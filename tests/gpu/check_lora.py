@@ -19,10 +19,10 @@ import numpy as np
 
 from telescope.config.parts import InferenceSettings, LoraSettings, ModelSettings, WeightSyncSettings
 from telescope.inference.engine import Generated
-from telescope.inference.lora_engine import LoraEngine
-from telescope.inference.vllm_options import Device, ServerPlan, vllm_environment
+from telescope.inference.vllm.lora_engine import LoraEngine
+from telescope.inference.vllm.options import Device, ServerPlan, vllm_environment
 from telescope.records import Sampling
-from telescope.weights.shared_memory import SharedMemoryPublisher
+from telescope.weights.transports.shared_memory import SharedMemoryPublisher
 from tests.gpu.needed import need_gpus
 from tests.inference.models import make_model
 

@@ -26,7 +26,7 @@ from telescope.backends.fsdp import FSDP
 from telescope.backends.fsdp.sizing import rank_memory
 from telescope.config.parts import LoraSettings, ModelSettings, TrainerSettings
 from telescope.maths.memory import Checkpointing, ModelShape, TrainerMemory
-from telescope.planning.shapes import shape_of
+from telescope.planning.memory import shape_of
 from tests.backends.shards import make_job, make_shard
 from tests.gpu.needed import need_gpus
 

@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 
 from telescope.config.parts import InferenceSettings, ModelSettings, WeightSyncSettings
-from telescope.inference.vllm_engine import VllmEngine
-from telescope.inference.vllm_options import ServerPlan, vllm_environment
+from telescope.inference.vllm.engine import VllmEngine
+from telescope.inference.vllm.options import ServerPlan, vllm_environment
 from telescope.records import Sampling
-from telescope.weights.shared_memory import SharedMemoryPublisher
+from telescope.weights.transports.shared_memory import SharedMemoryPublisher
 from tests.backends.models import random_experts
 from tests.gpu.needed import need_gpus
 from tests.inference.models import tokenizer

@@ -31,8 +31,8 @@ from benchmarks.weights.children import Child, start_trainer
 from benchmarks.weights.pause import machine
 from telescope.config.parts import InferenceSettings, ModelSettings, WeightSyncSettings
 from telescope.inference.engine import Generated
-from telescope.inference.vllm_engine import VllmEngine
-from telescope.inference.vllm_options import ServerPlan, vllm_environment
+from telescope.inference.vllm.engine import VllmEngine
+from telescope.inference.vllm.options import ServerPlan, vllm_environment
 from telescope.records import Sampling, WeightManifest
 from tests.gpu.needed import need_gpus
 

@@ -26,8 +26,8 @@ from benchmarks.shapes import SHAPES, write_tokenizer
 from benchmarks.weights.children import Child, start_trainer
 from telescope.config.parts import InferenceSettings, ModelSettings, WeightSyncSettings
 from telescope.inference.engine import Generated
-from telescope.inference.vllm_engine import VllmEngine
-from telescope.inference.vllm_options import ServerPlan, vllm_environment
+from telescope.inference.vllm.engine import VllmEngine
+from telescope.inference.vllm.options import ServerPlan, vllm_environment
 from telescope.records import Sampling, WeightGroup, WeightManifest
 from tests.gpu.needed import need_gpus
 from tests.gpu.references import References

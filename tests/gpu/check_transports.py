@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from telescope.weights.buckets import Tensor as TensorKind
-from telescope.weights.buckets import lay_out
-from telescope.weights.digest import digests, text
+from telescope.weights.buckets import ModelTensor, lay_out
+from telescope.weights.sampled_digest import digests, text
 from tests.gpu.needed import need_gpus
 from tests.weights.company import Company
 
@@ -32,7 +31,7 @@ def check(what: str, holds: bool, found: Any = "") -> None:
 def same_digests() -> None:
     random = torch.Generator().manual_seed(0)
     sizes = [1 << 25, *(7 * 13**power for power in range(6)), 9 << 22, 0, 1 << 21, 3 << 22, 17]
-    specs, nbytes = lay_out([TensorKind(f"t{place}", "uint8", (size,)) for place, size in enumerate(sizes)])
+    specs, nbytes = lay_out([ModelTensor(f"t{place}", "uint8", (size,)) for place, size in enumerate(sizes)])
     flat = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=random)
     for whole in (False, True):
         on_cpu, on_gpu = (text(digests(data, specs, whole=whole), whole=whole) for data in (flat, flat.cuda()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from telescope._launch.local import this_host
+from telescope._launch.this_host import inspect_this_host
 
 UNUSABLE = 2
 """Exit code of a check that can't be made here; 1 is one that found something wrong."""
@@ -14,7 +14,7 @@ def need_gpus(count: int = 1, *, instead: str = "") -> None:
     """End the process where fewer GPUs are visible, or PyTorch uses none. `instead`: how to try the script without them."""
     import torch
 
-    found, why = len(this_host().gpus), ""
+    found, why = len(inspect_this_host().gpus), ""
     if found < count:
         why = f"this check needs {count} GPU{'s' * (count > 1)}, and this machine shows {found}"
     elif torch.version.cuda is None:

@@ -19,7 +19,7 @@ def test_there_are_checks() -> None:
 def test_without_a_gpu_a_check_says_so_and_does_nothing(
     name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("telescope._launch.local.installed_gpus", lambda: ())
+    monkeypatch.setattr("telescope._launch.this_host.list_installed_gpus", lambda: ())
     monkeypatch.setattr(sys, "argv", [f"tests.gpu.{name}"])
     check = importlib.import_module(f"tests.gpu.{name}")
     with pytest.raises(SystemExit) as ended:
@@ -37,7 +37,7 @@ def test_a_pytorch_without_cuda_is_no_help_though_cards_are_there(
     from tests.gpu.needed import need_gpus
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr("telescope._launch.local.installed_gpus", lambda: ("0", "1"))
+    monkeypatch.setattr("telescope._launch.this_host.list_installed_gpus", lambda: ("0", "1"))
     monkeypatch.setattr("torch.version.cuda", None)
     with pytest.raises(SystemExit):
         need_gpus(2)

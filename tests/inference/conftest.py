@@ -14,10 +14,10 @@ import pytest_asyncio
 
 from telescope.config.parts import InferenceSettings, ModelSettings, WeightSyncSettings
 from telescope.inference.engine import Generated
-from telescope.inference.vllm_engine import VllmEngine
-from telescope.inference.vllm_options import ServerPlan, vllm_environment
+from telescope.inference.vllm.engine import VllmEngine
+from telescope.inference.vllm.options import ServerPlan, vllm_environment
 from telescope.records import Sampling, WeightManifest
-from telescope.weights.shared_memory import SharedMemoryPublisher
+from telescope.weights.transports.shared_memory import SharedMemoryPublisher
 from tests.inference.models import make_model
 
 RUN = "inference-tests"

@@ -16,10 +16,10 @@ import numpy as np
 import psutil
 
 from telescope.config.parts import InferenceSettings, ModelSettings, WeightSyncSettings
-from telescope.inference import vllm_engine
-from telescope.inference.vllm_options import ServerPlan, vllm_environment
+from telescope.inference.vllm import engine as vllm_engine
+from telescope.inference.vllm.options import ServerPlan, vllm_environment
 from telescope.records import Sampling, WeightManifest
-from telescope.weights.shared_memory import SharedMemoryPublisher
+from telescope.weights.transports.shared_memory import SharedMemoryPublisher
 
 RUN, LIMIT_S, BREAK_OFF_S, PATIENCE_S = "hung-engine", 3.0, 2.0, 60.0
 

@@ -14,10 +14,10 @@ import numpy as np
 import psutil
 
 from telescope.config.parts import InferenceSettings, ModelSettings, WeightSyncSettings
-from telescope.inference.vllm_engine import VllmEngine
-from telescope.inference.vllm_options import ServerPlan, vllm_environment
+from telescope.inference.vllm.engine import VllmEngine
+from telescope.inference.vllm.options import ServerPlan, vllm_environment
 from telescope.records import Sampling
-from telescope.weights.shared_memory import SharedMemoryPublisher
+from telescope.weights.transports.shared_memory import SharedMemoryPublisher
 
 RUN, PATIENCE_S = "killed-engine", 60.0
 LONG = Sampling(0.3, 10**6, 1)

@@ -14,8 +14,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from telescope.config.parts import InferenceSettings, LoraSettings, ModelSettings, WeightSyncSettings
-from telescope.inference.adapters import (
-    Adapters,
+from telescope.inference.engine import WeightsRefused
+from telescope.inference.vllm.adapters import (
+    LoraAdapters,
     Proof,
     disagreements,
     distance,
@@ -25,12 +26,11 @@ from telescope.inference.adapters import (
     vllm_rank,
     write_adapter,
 )
-from telescope.inference.engine import WeightsRefused
-from telescope.inference.lora_engine import LoraEngine
-from telescope.inference.vllm_options import ServerPlan
+from telescope.inference.vllm.lora_engine import LoraEngine
+from telescope.inference.vllm.options import ServerPlan
 from telescope.records import TensorSpec, WeightManifest
-from telescope.weights.buckets import Tensor
-from telescope.weights.disk import DiskPublisher
+from telescope.weights.buckets import ModelTensor
+from telescope.weights.transports.disk import DiskPublisher
 from tests.inference.models import make_model
 
 LORA = LoraSettings(rank=4, alpha=8, target_modules=("q_proj", "down_proj"))
@@ -114,7 +114,7 @@ def test_changes_that_move_nothing_add_up_until_they_are_refused(dtype: str, sma
 
 
 def test_a_version_stays_until_its_last_request_has_ended(tmp_path: Path):
-    adapters = Adapters(tmp_path)
+    adapters = LoraAdapters(tmp_path)
     base = adapters.begin("old")
     serve(adapters, 1)
     first = adapters.begin("a")
@@ -131,7 +131,7 @@ def test_a_version_stays_until_its_last_request_has_ended(tmp_path: Path):
 
 
 def test_the_oldest_versions_requests_make_way_where_slots_are_short(tmp_path: Path):
-    adapters = Adapters(tmp_path)
+    adapters = LoraAdapters(tmp_path)
     adapters.begin("base")  # without an adapter it takes no slot
     for version in (1, 2, 3):
         serve(adapters, version)
@@ -143,15 +143,15 @@ def test_the_oldest_versions_requests_make_way_where_slots_are_short(tmp_path: P
 
 
 def test_a_server_started_again_begins_with_an_empty_folder(tmp_path: Path):
-    killed = Adapters(tmp_path).new(manifest(version=1))
+    killed = LoraAdapters(tmp_path).new(manifest(version=1))
     killed.folder.mkdir()
-    again = Adapters(tmp_path).new(manifest(version=1))
+    again = LoraAdapters(tmp_path).new(manifest(version=1))
     assert again.folder == killed.folder
     assert not again.folder.exists()
 
 
 def test_no_number_is_used_twice_though_a_version_may_come_again(tmp_path: Path):
-    adapters = Adapters(tmp_path)
+    adapters = LoraAdapters(tmp_path)
     one, two = adapters.new(manifest(version=7)), adapters.new(manifest(version=7))
     assert (one.number, two.number) == (1, 2)
     assert one.name != two.name
@@ -163,7 +163,7 @@ def test_vllm_gets_the_next_rank_that_it_knows(rank: int, known: int):
     assert vllm_rank(rank) == known
 
 
-def serve(adapters: Adapters, version: int) -> None:
+def serve(adapters: LoraAdapters, version: int) -> None:
     adapters.staged = adapters.new(manifest(version=version))
     adapters.serve_staged()
 
@@ -197,7 +197,7 @@ def published(folder: Path) -> tuple[LoraEngine, WeightManifest]:
     plan = ServerPlan(ModelSettings(name="model", lora=LORA), folder / "model", InferenceSettings(), "cpu", 8, 0, "run")
     engine = LoraEngine(plan, WeightSyncSettings(), folder / "scratch")
     arrays = [(name, np.ones(shape, np.float32)) for name, shape in engine._expected.items()]
-    layout = [Tensor(name, "float32", array.shape) for name, array in arrays]
+    layout = [ModelTensor(name, "float32", array.shape) for name, array in arrays]
     return engine, DiskPublisher(folder / "versions", lambda: layout).publish(1, arrays)
 
 
@@ -275,7 +275,7 @@ async def test_an_adapter_whose_writing_is_broken_off_is_gone_before_the_rest_is
     def held_up(folder, lora, tensors, called_off) -> None:
         write_adapter(folder, lora, tensors, Held(called_off))  # type: ignore[arg-type]
 
-    monkeypatch.setattr("telescope.inference.lora_engine.write", held_up)
+    monkeypatch.setattr("telescope.inference.vllm.lora_engine.write", held_up)
     writing = asyncio.create_task(engine._written(version))
     assert await asyncio.to_thread(begun.wait, 30)
     assert len(list((tmp_path / "scratch").iterdir())) == 1

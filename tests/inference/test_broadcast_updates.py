@@ -16,12 +16,11 @@ import torch
 
 from telescope.config.parts import WeightSyncSettings
 from telescope.inference.engine import EngineDead, WeightsRefused
-from telescope.inference.opening import Opened, Opening
+from telescope.inference.vllm.worker_protocol import UpdateSetup, UpdateSupport
 from telescope.records import WeightGroup, WeightManifest
-from telescope.weights.base import TransferFailed
-from telescope.weights.buckets import Bucket
-from telescope.weights.buckets import Tensor as Kind
-from telescope.weights.choose import Here, make_publisher
+from telescope.weights.base import TrainerEnd, TransferFailed
+from telescope.weights.buckets import Bucket, ModelTensor
+from telescope.weights.choose import transport_named
 from tests.inference.conftest import RUN, Served
 from tests.inference.test_vllm_engine import COLD, long_request, prompt, until_running
 
@@ -38,8 +37,8 @@ class Source:
         self.stop_after = 10**6
         self.go, self.reached = threading.Event(), threading.Event()
 
-    def layout(self) -> Sequence[Kind]:
-        return [Kind(name, "float32", tuple(tensor.shape)) for name, tensor in self.tensors.items()]
+    def layout(self) -> Sequence[ModelTensor]:
+        return [ModelTensor(name, "float32", tuple(tensor.shape)) for name, tensor in self.tensors.items()]
 
     def pack(self, bucket: Bucket, out: torch.Tensor | None) -> None:
         if self.stop_after == 0:
@@ -59,8 +58,7 @@ class Sender:
     def __init__(self, served: Served, source: Source, folder: Path) -> None:
         self.served, self.source = served, source
         source.tensors = dict(served.tensors("old"))
-        here = Here(run=RUN, directory=folder, device="cpu")
-        self.publisher = make_publisher("gloo", source, here, SYNC, None)
+        self.publisher = transport_named("gloo").publisher(source, TrainerEnd(RUN, folder, "cpu", SYNC))
 
     def begin(self, which: str) -> tuple[WeightManifest, WeightGroup, asyncio.Task[str]]:
         self.source.tensors = dict(self.served.tensors(which))
@@ -90,9 +88,9 @@ async def unstaged(served: Served) -> AsyncIterator[None]:
     kept = served.engine._sync
     await served.serve("old")  # a worker compares its plan with the checkpoint that it has loaded
     for place in ("none", kept.staging):
-        opening = Opening(RUN, "server-0", place, 30.0, 30.0)
+        opening = UpdateSetup(RUN, "server-0", place, 30.0, 30.0)
         (answer,) = await served.engine._rpc("telescope_open", msgspec.json.encode(opening).decode())
-        assert msgspec.json.decode(answer, type=Opened).no_plan == ""
+        assert msgspec.json.decode(answer, type=UpdateSupport).no_plan == ""
         served.engine._sync = kept.model_copy(update={"staging": place})
         if place == "none":
             yield

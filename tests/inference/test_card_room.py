@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from telescope.inference.card_room import GIB, room_made
 from telescope.inference.engine import EngineRefused
+from telescope.inference.vllm.gpu_memory import GIB, room_made
 
 
 async def test_an_engine_starts_at_once_where_there_is_room_and_else_when_there_is():

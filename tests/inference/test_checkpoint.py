@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from telescope.config.models import EMBEDDED, end_ids
-from telescope.inference.checkpoint import CheckpointUnreadable, checkpoint_tensors, disagreements, is_tied, version_bytes
+from telescope.inference.vllm.model_tensors import (
+    ModelFilesUnreadable,
+    checkpoint_tensors,
+    disagreements,
+    is_tied,
+    version_bytes,
+)
 from telescope.records import TensorSpec, WeightManifest
 
 CHECKPOINT = {"embed.weight": (8, 4), "q_proj.weight": (4, 4), "k_proj.weight": (2, 4), "lm_head.weight": (8, 4)}
@@ -43,10 +49,10 @@ def test_a_sharded_checkpoint_is_read_through_its_index(tmp_path: Path):
 
 
 def test_a_folder_without_safetensors_and_a_file_that_is_none_are_named(tmp_path: Path):
-    with pytest.raises(CheckpointUnreadable, match=r"has no \*.safetensors file"):
+    with pytest.raises(ModelFilesUnreadable, match=r"has no \*.safetensors file"):
         checkpoint_tensors(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"not at all a checkpoint")
-    with pytest.raises(CheckpointUnreadable, match=r"model.safetensors is no safetensors file|can't be read"):
+    with pytest.raises(ModelFilesUnreadable, match=r"model.safetensors is no safetensors file|can't be read"):
         checkpoint_tensors(tmp_path)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from telescope.inference.copy_plan import CopyPlan, NoPlan, differences, record
+from telescope.inference.vllm.copy_plan import CopyPlan, NoPlan, differences, record
 
 SHAPES = {
     "embed.weight": (10, 4),

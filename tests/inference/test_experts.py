@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from telescope.inference.extension import Weights
-from telescope.inference.opening import Opening
+from telescope.inference.vllm.worker_extension import Weights
+from telescope.inference.vllm.worker_protocol import UpdateSetup
 from telescope.records import TensorSpec
 
 pytestmark = pytest.mark.vllm
@@ -119,7 +119,7 @@ def weights_of(model: nn.Module, folder: Path, **config: Any) -> Weights:
 
 
 def opened(weights: Weights) -> Any:
-    return weights.open(Opening("run", "server-0", "full", 1.0, 1.0), 0)
+    return weights.open(UpdateSetup("run", "server-0", "full", 1.0, 1.0), 0)
 
 
 def specs(names: list[str]) -> tuple[TensorSpec, ...]:

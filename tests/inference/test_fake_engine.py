@@ -15,7 +15,7 @@ from telescope.environments.tasks.reverse_letters import ReverseLetters
 from telescope.inference.engine import RequestRefused, WeightsRefused
 from telescope.inference.fake import Characters, FakeEngine
 from telescope.records import Sampling
-from telescope.weights.shared_memory import SharedMemoryPublisher, SharedMemoryReader
+from telescope.weights.transports.shared_memory import SharedMemoryPublisher, SharedMemoryReader
 
 RUN = "fake-tests"
 PROMPT = np.array([2, 20, 21, 22, 4], dtype=np.int32)

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from telescope.config.parts import DEFAULT_PORT, InferenceSettings, ModelSettings
-from telescope.inference.http import PortTaken, bind, http_beside
 from telescope.inference.status import Status
-from telescope.inference.vllm_http import unknown_parsers
+from telescope.inference.vllm.http import PortTaken, bind, http_beside, unknown_parsers
 from tests.inference.conftest import Served
 from tests.ports import free_port
 

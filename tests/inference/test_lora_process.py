@@ -14,7 +14,7 @@ import pytest
 from telescope.config.parts import InferenceSettings, LoraSettings, ModelSettings
 from telescope.records import Sampling, WeightManifest
 from telescope.runlog.identity import read_identity
-from telescope.weights.shared_memory import SharedMemoryPublisher
+from telescope.weights.transports.shared_memory import SharedMemoryPublisher
 from telescope.wire.happenings import Delivery
 from telescope.wire.messages import CommitWeights, Completion, Generate, PrepareWeights, WeightsFailed, WeightsReady
 from tests.inference.models import make_model

@@ -29,7 +29,7 @@ from telescope.records import Sampling
 from telescope.runlog.identity import new_identity, read_identity, write_identity
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.model_files import check_model_files
-from telescope.weights.shared_memory import SharedMemoryPublisher
+from telescope.weights.transports.shared_memory import SharedMemoryPublisher
 from telescope.wire.happenings import Delivery, Happening, PeerJoined, PeerLeft, PeerLost
 from telescope.wire.hub import Hub
 from telescope.wire.messages import (

@@ -18,7 +18,7 @@ from telescope.inference.server import Server
 from telescope.inference.status import Status
 from telescope.records import Sampling, WeightGroup, WeightManifest
 from telescope.weights.base import TransferFailed
-from telescope.weights.shared_memory import SharedMemoryPublisher, SharedMemoryReader
+from telescope.weights.transports.shared_memory import SharedMemoryPublisher, SharedMemoryReader
 from telescope.wire.codec import RawArrays
 from telescope.wire.happenings import Delivery
 from telescope.wire.messages import (
@@ -82,7 +82,7 @@ class FailingLoad(FakeEngine):
         raise EngineDead(f"weights version {version} could not be loaded: half of them are in")
 
 
-class Mortal(FakeEngine):
+class EndingEngine(FakeEngine):
     """Dies when told to."""
 
     def __init__(self, *args, **kwargs) -> None:
@@ -252,7 +252,7 @@ async def test_a_failed_load_is_told_as_fatal_and_ends_the_server(publisher: Sha
 
 
 async def test_a_dead_engine_ends_the_server_with_its_cause():
-    wire, engine = Wire(), make(Mortal)
+    wire, engine = Wire(), make(EndingEngine)
     running = asyncio.create_task(Server(wire, engine).run())
     await asyncio.sleep(0)
     engine.blow.set()

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from telescope.inference.staging import Staging
+from telescope.inference.vllm.staging import Staging
 from telescope.records import WeightGroup, WeightManifest
 from telescope.weights.base import TransferFailed
-from telescope.weights.buckets import Tensor, buckets, lay_out
-from telescope.weights.disk import DiskPublisher, DiskReader
-from telescope.weights.host import HostReceiver
+from telescope.weights.buckets import ModelTensor, buckets, lay_out
+from telescope.weights.host_memory import HostReceiver
+from telescope.weights.transports.disk import DiskPublisher, DiskReader
 
-SPECS, NBYTES = lay_out([Tensor("a", "float32", (3,)), Tensor("b", "float32", (2, 2))])
+SPECS, NBYTES = lay_out([ModelTensor("a", "float32", (3,)), ModelTensor("b", "float32", (2, 2))])
 GROUP = WeightGroup(4, ("trainer-0", "server-0/0"))
 DEADLINE_S = 60.0
 
@@ -188,7 +188,7 @@ def test_a_failure_after_the_first_bucket_is_told_as_no_way_back(fails_after, to
 @pytest.mark.parametrize("harmed", [False, True])
 def test_what_is_pulled_in_place_is_checked_whole_before_it_may_be_committed(tmp_path, harmed: bool):
     values = torch.arange(3.0), torch.ones(2, 2)
-    kinds = [Tensor("a", "float32", (3,)), Tensor("b", "float32", (2, 2))]
+    kinds = [ModelTensor("a", "float32", (3,)), ModelTensor("b", "float32", (2, 2))]
     manifest = DiskPublisher(tmp_path, lambda: kinds).publish(1, zip(("a", "b"), values, strict=True))
     if harmed:
         file = Path(manifest.location)

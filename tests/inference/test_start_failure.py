@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from telescope.inference.answers import start_failure
+from telescope.inference.vllm.outputs import start_failure
 
 VLLM = "Engine core initialization failed. See root cause above. Failed core proc(s): "
 

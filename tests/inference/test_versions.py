@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from telescope.inference.core_commit import commit_between_steps
-from telescope.inference.versions import Spans, Versions
+from telescope.inference.vllm.patches import commit_between_steps
+from telescope.inference.vllm.token_versions import TokenVersions, VersionSpans
 
 
 class Client:
@@ -26,12 +26,12 @@ def request(name: str, cache_salt: str | None = None) -> Any:
     return SimpleNamespace(external_req_id=name, request_id=f"{name}-1", cache_salt=cache_salt)
 
 
-def versions(client: Client, ours: dict[str, Spans], salted: bool = True) -> Versions:
-    return Versions(client, lambda external, internal: ours.get(external), salted)
+def versions(client: Client, ours: dict[str, VersionSpans], salted: bool = True) -> TokenVersions:
+    return TokenVersions(client, lambda external, internal: ours.get(external), salted)
 
 
 async def test_a_request_is_born_with_the_version_whose_commit_was_sent_before_it():
-    client, ours = Client(), {"a": Spans(), "b": Spans()}
+    client, ours = Client(), {"a": VersionSpans(), "b": VersionSpans()}
     desk = versions(client, ours)
     await client.add_request_async(request("a"))
     desk.commit_is_sent(3)
@@ -42,7 +42,7 @@ async def test_a_request_is_born_with_the_version_whose_commit_was_sent_before_i
 
 
 def test_tokens_of_a_request_that_meets_two_commits_are_parted_where_the_engine_said():
-    spans = Spans([0], [4])
+    spans = VersionSpans([0], [4])
     spans.begin(2, 5)
     spans.begin(2, 6)  # nothing was sampled by 5
     spans.begin(3, 7)

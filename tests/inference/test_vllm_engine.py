@@ -15,8 +15,8 @@ import pytest_asyncio
 
 from benchmarks.flow.cancel import one_abort
 from telescope.backends.common.logprobs import logprobs
-from telescope.inference.core_commit import COMMIT
 from telescope.inference.engine import Generated, RequestRefused, WeightsRefused
+from telescope.inference.vllm.patches import COMMIT
 from telescope.maths.support import WHOLE, Support
 from telescope.records import Sampling, WeightManifest
 from tests.inference.conftest import Served

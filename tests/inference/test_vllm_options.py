@@ -10,7 +10,7 @@ import pytest
 
 from telescope.config.models import EMBEDDED
 from telescope.config.parts import InferenceSettings, LoraSettings, ModelSettings, WeightSyncSettings
-from telescope.inference.vllm_options import (
+from telescope.inference.vllm.options import (
     Device,
     NoRoom,
     ServerPlan,
@@ -19,6 +19,7 @@ from telescope.inference.vllm_options import (
     spare_bytes,
     vllm_environment,
 )
+from telescope.weights.choose import transport_named
 
 TINY_BYTES = 2 * 234_080
 TINY_VECTORS = 2 * (2 * 96 + 2 * 32) + 96
@@ -150,7 +151,8 @@ def test_a_buffer_that_leaves_no_room_is_refused_with_the_numbers_and_the_remedy
     ],
 )
 def test_what_updates_need_on_a_card_beside_vllm(transport: str, staging: str, spare: int):
-    plan = ServerPlan(ModelSettings(), EMBEDDED / "tiny", InferenceSettings(), "gpu", 8, 0, "run", transport=transport)
+    by = transport_named(transport)
+    plan = ServerPlan(ModelSettings(), EMBEDDED / "tiny", InferenceSettings(), "gpu", 8, 0, "run", transport=by)
     sync = WeightSyncSettings.model_validate({"staging": staging})
     assert spare_bytes(plan, sync) == spare
     if spare == 2 * TINY_BYTES:

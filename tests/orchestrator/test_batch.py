@@ -14,15 +14,15 @@ from telescope.algorithms.rloo import RLOO
 from telescope.config.models import EMBEDDED
 from telescope.environments.chat import TokenChat
 from telescope.environments.template import ChatTemplate
-from telescope.flow.commands import Train
-from telescope.orchestrator.batch import BatchUnusable, Recipe, cut
-from telescope.orchestrator.rewards import RewardRanges
-from telescope.orchestrator.shelf import Scored, Shelf, scored
+from telescope.flow.commands import TrainGroups
+from telescope.orchestrator.batch import BatchUnusable, Recipe, make_batch
+from telescope.orchestrator.rollout_store import Rollout, RolloutStore
+from telescope.orchestrator.step_metrics import RewardRanges
 from telescope.records import Denominators, Trajectory
 from tests.environments.conftest import Script
-from tests.orchestrator.test_shelf import make
+from tests.orchestrator.test_rollout_store import make
 
-TRAIN = Train(
+TRAIN = TrainGroups(
     step=6,
     group_ids=(2, 5),
     rollout_ids=((20, 21), (50, 51, 52)),
@@ -32,8 +32,8 @@ TRAIN = Train(
 
 
 @pytest.fixture
-def shelf() -> Shelf:
-    shelf = Shelf()
+def store() -> RolloutStore:
+    store = RolloutStore()
     for rollout_id, group_id, reward in (
         (20, 2, 1.0),
         (21, 2, 0.0),
@@ -43,17 +43,17 @@ def shelf() -> Shelf:
         (90, 9, 1.0),
         (91, 9, 1.0),
     ):
-        shelf.put(make(rollout_id, group_id, reward))
-    return shelf
+        store.add(make(rollout_id, group_id, reward))
+    return store
 
 
-def test_each_rollout_is_compared_with_the_others_of_its_group(shelf: Shelf):
-    batch = cut(TRAIN, shelf, Recipe(RLOO(), group_size=3, max_tokens=10), ranks=1)
+def test_each_rollout_is_compared_with_the_others_of_its_group(store: RolloutStore):
+    batch = make_batch(TRAIN, store, Recipe(RLOO(), group_size=3, max_tokens=10), ranks=1)
     assert batch.advantages.tolist() == [1.0, -1.0, 0.5, 0.5, -1.0]
 
 
-def test_discarded_groups_count_in_batch_statistics_only(shelf: Shelf):
-    batch = cut(TRAIN, shelf, Recipe(RLOO(advantage_norm="batch"), group_size=3, max_tokens=10), ranks=1)
+def test_discarded_groups_count_in_batch_statistics_only(store: RolloutStore):
+    batch = make_batch(TRAIN, store, Recipe(RLOO(advantage_norm="batch"), group_size=3, max_tokens=10), ranks=1)
     seven = np.array([1.0, -1.0, 0.5, 0.5, -1.0, 0.0, 0.0])
     expected = (seven - seven.mean()) / (seven.std(ddof=1) + 1e-4)
     np.testing.assert_allclose(batch.advantages, expected[:5], rtol=1e-12)
@@ -61,12 +61,12 @@ def test_discarded_groups_count_in_batch_statistics_only(shelf: Shelf):
 
 
 def test_a_part_that_is_more_than_may_travel_is_refused_with_the_settings_that_make_it(
-    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+    store: RolloutStore, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("telescope.orchestrator.batch.MAX_FRAME_BYTES", 4 * 2 * 4 * 5 - 1)
-    cut(TRAIN, shelf, Recipe(RLOO(), group_size=3, max_tokens=10), ranks=1)
+    make_batch(TRAIN, store, Recipe(RLOO(), group_size=3, max_tokens=10), ranks=1)
     with pytest.raises(BatchUnusable, match=r"lower orchestrator.prompts_batch_size_for_trainer or trainer.epochs_per_batch=3"):
-        cut(TRAIN, shelf, Recipe(RLOO(), group_size=3, max_tokens=10, epochs=3), ranks=1)
+        make_batch(TRAIN, store, Recipe(RLOO(), group_size=3, max_tokens=10, epochs=3), ranks=1)
 
 
 @pytest.mark.parametrize(("given", "said"), [
@@ -74,19 +74,19 @@ def test_a_part_that_is_more_than_may_travel_is_refused_with_the_settings_that_m
     (lambda rewards: rewards[:5], r"gave float64 of shape \[5\]"),  # as many as are kept: those of a batch without discards
     (lambda rewards: rewards[:, None], r"gave float64 of shape \[7, 1\]"),
     (lambda rewards: rewards > 0, r"gave bool of shape \[7\]"),
-    (lambda rewards: rewards * np.nan, "no finite numbers: keep rewards within a few thousand, or mend Own.advantages"),
+    (lambda rewards: rewards * np.nan, "not finite numbers: keep rewards within a few thousand, or mend Own.advantages"),
 ])  # fmt: skip
-def test_advantages_of_another_shape_than_one_a_rollout_are_refused(shelf: Shelf, given, said: str):
+def test_advantages_of_another_shape_than_one_a_rollout_are_refused(store: RolloutStore, given, said: str):
     class Own(RLOO):
         def advantages(self, rewards: np.ndarray, groups: np.ndarray, *, group_size: int) -> np.ndarray:
             return given(rewards)
 
     with pytest.raises(BatchUnusable, match=said):
-        cut(TRAIN, shelf, Recipe(Own(), group_size=3, max_tokens=10), ranks=1)
+        make_batch(TRAIN, store, Recipe(Own(), group_size=3, max_tokens=10), ranks=1)
 
 
 @pytest.mark.parametrize("method", ["advantages", "filters_out"])
-def test_an_algorithm_that_leaves_the_process_ends_the_run_as_one_that_raises(shelf: Shelf, method: str):
+def test_an_algorithm_that_leaves_the_process_ends_the_run_as_one_that_raises(store: RolloutStore, method: str):
     def leaves(self: RLOO, *args: object, **kwargs: object) -> None:
         raise SystemExit("no baseline")
 
@@ -94,38 +94,39 @@ def test_an_algorithm_that_leaves_the_process_ends_the_run_as_one_that_raises(sh
     line = leaves.__code__.co_firstlineno + 1
     said = rf"^step 6: Own.leaves raised SystemExit: no baseline \(test_batch.py, line {line}\)$"
     with pytest.raises(BatchUnusable, match=said):
-        cut(TRAIN, shelf, Recipe(own, group_size=3, max_tokens=10), ranks=1)
+        make_batch(TRAIN, store, Recipe(own, group_size=3, max_tokens=10), ranks=1)
 
 
-def test_an_algorithm_that_writes_into_the_rewards_changes_no_record(shelf: Shelf):
+def test_an_algorithm_that_writes_into_the_rewards_changes_no_record(store: RolloutStore):
     class Own(RLOO):
         def advantages(self, rewards: np.ndarray, groups: np.ndarray, *, group_size: int) -> np.ndarray:
             rewards -= 10
             return rewards.astype(np.float32)
 
-    batch = cut(TRAIN, shelf, Recipe(Own(), group_size=3, max_tokens=10), ranks=1)
+    batch = make_batch(TRAIN, store, Recipe(Own(), group_size=3, max_tokens=10), ranks=1)
     assert (batch.advantages.dtype, batch.advantages.tolist()) == (np.float64, [-9.0, -10.0, -9.0, -9.0, -10.0])
     assert [rollout.reward for rollout in batch.rollouts] == [1.0, 0.0, 1.0, 1.0, 0.0]
 
 
-def test_rewards_that_overflow_are_refused_rather_than_trained_as_nan(shelf: Shelf):
-    shelf.put(make(20, 2, 1e308))
-    shelf.put(make(21, 2, -1e308))
+def test_rewards_that_overflow_are_refused_rather_than_trained_as_nan(store: RolloutStore):
+    store.forget((20, 21))
+    store.add(make(20, 2, 1e308))
+    store.add(make(21, 2, -1e308))
     with (
         np.errstate(all="ignore"),
         pytest.raises(BatchUnusable, match=r"step 6: the rewards of its batch, from -1e\+308 to 1e\+308"),
     ):
-        cut(TRAIN, shelf, Recipe(RLOO(), group_size=3, max_tokens=10), ranks=1)
+        make_batch(TRAIN, store, Recipe(RLOO(), group_size=3, max_tokens=10), ranks=1)
 
 
-def test_denominators_are_those_of_the_whole_batch_on_every_rank(shelf: Shelf):
-    batch = cut(TRAIN, shelf, Recipe(RLOO(), group_size=3, max_tokens=10), ranks=2)
+def test_denominators_are_those_of_the_whole_batch_on_every_rank(store: RolloutStore):
+    batch = make_batch(TRAIN, store, Recipe(RLOO(), group_size=3, max_tokens=10), ranks=2)
     for shard in batch.shards:
         assert shard.step.denominators == (Denominators(tokens=10, sequences=5, groups=2),)
 
 
-def test_every_rollout_goes_to_exactly_one_rank_with_its_arrays(shelf: Shelf):
-    batch = cut(TRAIN, shelf, Recipe(RLOO(), group_size=3, max_tokens=10), ranks=3)
+def test_every_rollout_goes_to_exactly_one_rank_with_its_arrays(store: RolloutStore):
+    batch = make_batch(TRAIN, store, Recipe(RLOO(), group_size=3, max_tokens=10), ranks=3)
     assert sorted(item.rollout_id for shard in batch.shards for item in shard.step.items) == [20, 21, 50, 51, 52]
     for shard in batch.shards:
         tokens = sum(item.length for item in shard.step.items)
@@ -133,25 +134,25 @@ def test_every_rollout_goes_to_exactly_one_rank_with_its_arrays(shelf: Shelf):
         assert [array.dtype.name for array in shard.arrays] == ["int32", "uint8", "float32", "int32"]
 
 
-def test_ranks_that_share_rows_get_the_same_trajectories(shelf: Shelf):
+def test_ranks_that_share_rows_get_the_same_trajectories(store: RolloutStore):
     """Four ranks in pairs: what two ranks would get, twice each."""
-    two = cut(TRAIN, shelf, Recipe(RLOO(), group_size=3, max_tokens=10), ranks=2)
-    paired = cut(TRAIN, shelf, Recipe(RLOO(), group_size=3, max_tokens=10, ranks_a_shard=2), ranks=4)
+    two = make_batch(TRAIN, store, Recipe(RLOO(), group_size=3, max_tokens=10), ranks=2)
+    paired = make_batch(TRAIN, store, Recipe(RLOO(), group_size=3, max_tokens=10, ranks_a_shard=2), ranks=4)
     assert [[item.rollout_id for item in shard.step.items] for shard in paired.shards] == [
         [item.rollout_id for item in two.shards[pair].step.items] for pair in (0, 0, 1, 1)
     ]
     assert paired.shards[2].step.denominators == (Denominators(tokens=10, sequences=5, groups=2),)
 
 
-def test_a_rank_without_work_gets_an_empty_shard_of_the_right_types(shelf: Shelf):
-    batch = cut(TRAIN, shelf, Recipe(RLOO(), group_size=3, max_tokens=10), ranks=7)
+def test_a_rank_without_work_gets_an_empty_shard_of_the_right_types(store: RolloutStore):
+    batch = make_batch(TRAIN, store, Recipe(RLOO(), group_size=3, max_tokens=10), ranks=7)
     empty = [shard for shard in batch.shards if not shard.step.items]
     assert len(empty) == 2
     assert [array.dtype.name for array in empty[0].arrays] == ["int32", "uint8", "float32", "int32"]
 
 
-def test_lag_counts_versions_between_a_token_and_the_weights_it_trains(shelf: Shelf):
-    batch = cut(TRAIN, shelf, Recipe(RLOO(), group_size=3, max_tokens=10), ranks=1)
+def test_lag_counts_versions_between_a_token_and_the_weights_it_trains(store: RolloutStore):
+    batch = make_batch(TRAIN, store, Recipe(RLOO(), group_size=3, max_tokens=10), ranks=1)
     assert batch.lags.tolist() == [1, 0] * 5  # tokens of versions 4 and 5, trained in step 6 on version 5
 
 
@@ -162,8 +163,8 @@ def recipe(algorithm: RLOO | None = None, minibatches: int = 2) -> Recipe:
     return Recipe(algorithm or RLOO(), group_size=3, max_tokens=10, minibatches=minibatches)
 
 
-def test_minibatches_take_whole_groups_each_with_its_own_counts(shelf: Shelf):
-    batch = cut(TRAIN, shelf, recipe(), ranks=2)
+def test_minibatches_take_whole_groups_each_with_its_own_counts(store: RolloutStore):
+    batch = make_batch(TRAIN, store, recipe(), ranks=2)
     counts = {0: Denominators(tokens=4, sequences=2, groups=1), 1: Denominators(tokens=6, sequences=3, groups=1)}
     for shard in batch.shards:
         assert shard.step.denominators == batch.denominators
@@ -176,27 +177,27 @@ def test_minibatches_take_whole_groups_each_with_its_own_counts(shelf: Shelf):
     assert batch.denominators[placed[50]] == counts[1]
 
 
-def test_minibatches_change_no_advantage(shelf: Shelf):
-    whole, halves = (cut(TRAIN, shelf, recipe(minibatches=number), ranks=2) for number in (1, 2))
+def test_minibatches_change_no_advantage(store: RolloutStore):
+    whole, halves = (make_batch(TRAIN, store, recipe(minibatches=number), ranks=2) for number in (1, 2))
     assert whole.advantages.tolist() == halves.advantages.tolist()
 
 
-def test_each_minibatch_is_shared_out_over_the_ranks_by_itself(shelf: Shelf):
-    batch = cut(TRAIN, shelf, recipe(), ranks=2)
+def test_each_minibatch_is_shared_out_over_the_ranks_by_itself(store: RolloutStore):
+    batch = make_batch(TRAIN, store, recipe(), ranks=2)
     for shard in batch.shards:
         assert sorted({item.minibatch for item in shard.step.items}) == [0, 1]
 
 
-def of_groups(lengths: dict[int, int]) -> tuple[Train, Shelf]:
+def of_groups(lengths: dict[int, int]) -> tuple[TrainGroups, RolloutStore]:
     """Groups of two rollouts, each with a prompt of two tokens and so many sampled ones."""
-    shelf = Shelf()
+    store = RolloutStore()
     for group, sampled in lengths.items():
         for sample in range(2):
-            shelf.put(sized(2 * group + sample, group, float(sample), sampled))
-    return Train(6, tuple(lengths), tuple((2 * group, 2 * group + 1) for group in lengths), (), ()), shelf
+            store.add(sized(2 * group + sample, group, float(sample), sampled))
+    return TrainGroups(6, tuple(lengths), tuple((2 * group, 2 * group + 1) for group in lengths), (), ()), store
 
 
-def sized(rollout_id: int, group_id: int, reward: float, sampled: int) -> Scored:
+def sized(rollout_id: int, group_id: int, reward: float, sampled: int) -> Rollout:
     rollout, count = make(rollout_id, group_id, reward), 2 + sampled
     mask = np.r_[0, 0, np.ones(sampled)].astype(np.uint8)
     logprobs = np.where(mask, -1.0, np.nan).astype(np.float32)
@@ -204,9 +205,9 @@ def sized(rollout_id: int, group_id: int, reward: float, sampled: int) -> Scored
     return replace(rollout, branches=(branch,))
 
 
-def membership(command: Train, shelf: Shelf, seed: int) -> list[frozenset[int]]:
+def membership(command: TrainGroups, store: RolloutStore, seed: int) -> list[frozenset[int]]:
     """Groups of each of two minibatches."""
-    batch = cut(command, shelf, replace(recipe(), group_size=2, seed=seed), ranks=3)
+    batch = make_batch(command, store, replace(recipe(), group_size=2, seed=seed), ranks=3)
     items = [item for shard in batch.shards for item in shard.step.items]
     return [frozenset(item.group_id for item in items if item.minibatch == number) for number in range(2)]
 
@@ -222,8 +223,8 @@ def test_lengths_have_no_say_in_which_minibatch_a_group_comes_to():
 def test_over_all_orders_each_group_is_as_often_in_each_minibatch():
     """So the expected sum over a minibatch is the sum over the batch divided by their number, whatever the lengths. The seeds
     are fixed; a fair share of 400 is a half within 0.1, four standard deviations."""
-    command, shelf = of_groups({group: 1 + 9 * group for group in range(4)})
-    firsts = [membership(command, shelf, seed)[0] for seed in range(400)]
+    command, store = of_groups({group: 1 + 9 * group for group in range(4)})
+    firsts = [membership(command, store, seed)[0] for seed in range(400)]
     shares = [sum(group in first for first in firsts) / len(firsts) for group in range(4)]
     assert shares == pytest.approx([0.5] * 4, abs=0.1)
 
@@ -233,16 +234,16 @@ def test_over_all_orders_each_group_is_as_often_in_each_minibatch():
 
 def test_of_a_trajectory_longer_than_a_row_the_beginning_is_trained_and_the_rest_counted():
     """12 tokens and rows of 7: prompt of 2, and the first 5 of 10 sampled ones."""
-    command, shelf = of_groups({0: 10, 1: 3})
+    command, store = of_groups({0: 10, 1: 3})
     rule = replace(recipe(minibatches=1), group_size=2, seq_len=7, truncates=True)
-    batch = cut(command, shelf, rule, ranks=1)
+    batch = make_batch(command, store, rule, ranks=1)
     (shard,) = batch.shards
     assert {item.rollout_id: (item.length, item.sequence_tokens) for item in shard.step.items} == {
         0: (7, 5), 1: (7, 5), 2: (5, 3), 3: (5, 3),
     }  # fmt: skip
     assert batch.denominators == (Denominators(tokens=16, sequences=4, groups=2),)
     assert batch.truncated == {0: (5,), 1: (5,)}
-    assert (batch.metrics()["overlong_samples"], batch.metrics()["truncated_tokens"]) == (2.0, 10.0)
+    assert (batch.compute_metrics()["overlong_samples"], batch.compute_metrics()["truncated_tokens"]) == (2.0, 10.0)
     assert batch.advantages.tolist() == [-1.0, 1.0, -1.0, 1.0]
     ids, mask, *_ = shard.arrays
     assert ids[:7].tolist() == [0, 1, 2, 3, 4, 5, 6]
@@ -251,20 +252,21 @@ def test_of_a_trajectory_longer_than_a_row_the_beginning_is_trained_and_the_rest
 
 def test_a_trajectory_that_is_cut_keeps_its_own_versions_and_log_probs_and_is_judged_by_all_of_it():
     """Version 4 sampled the first 5 of 10 tokens. Two near-certain ones lie beyond the row: the filter sees them."""
-    command, shelf = of_groups({0: 10})
+    command, store = of_groups({0: 10})
     rollouts = []
     for rollout_id, tail in ((0, -1.0), (1, -1e-4)):
-        (branch,) = shelf[rollout_id].branches
+        (rollout,) = store.take((rollout_id,))
+        (branch,) = rollout.branches
         versions, logprobs = branch.versions.copy(), branch.logprobs.copy()
         versions[2:7], logprobs[-2:] = 4, tail
         logprobs[2:7] = -np.arange(1, 6, dtype=np.float32)
-        rollouts.append(replace(shelf[rollout_id], branches=(Trajectory(branch.ids, branch.mask, logprobs, versions),)))
-    shelf = Shelf()
+        rollouts.append(replace(rollout, branches=(Trajectory(branch.ids, branch.mask, logprobs, versions),)))
+    store = RolloutStore()
     for rollout in rollouts:
-        shelf.put(rollout)
+        store.add(rollout)
     algorithm = RLOO(repetition_filter_tokens=2)
     rule = replace(recipe(algorithm, minibatches=1), group_size=2, seq_len=7, truncates=True)
-    batch = cut(command, shelf, rule, ranks=1)
+    batch = make_batch(command, store, rule, ranks=1)
     assert batch.filters == ((), ("repetition",))
     (shard,) = batch.shards
     _, _, logprobs, versions = shard.arrays
@@ -274,37 +276,37 @@ def test_a_trajectory_that_is_cut_keeps_its_own_versions_and_log_probs_and_is_ju
 
 
 def test_a_prompt_as_long_as_a_row_leaves_nothing_to_train_and_still_counts():
-    command, shelf = of_groups({0: 10, 1: 3})
-    batch = cut(command, shelf, replace(recipe(minibatches=1), group_size=2, seq_len=2, truncates=True), ranks=2)
+    command, store = of_groups({0: 10, 1: 3})
+    batch = make_batch(command, store, replace(recipe(minibatches=1), group_size=2, seq_len=2, truncates=True), ranks=2)
     assert batch.denominators == (Denominators(tokens=0, sequences=4, groups=2),)
-    assert batch.metrics()["truncated_tokens"] == 26.0
+    assert batch.compute_metrics()["truncated_tokens"] == 26.0
 
 
 def test_without_leave_to_cut_it_the_batch_is_refused_with_the_remedies():
-    command, shelf = of_groups({0: 10})
+    command, store = of_groups({0: 10})
     with pytest.raises(BatchUnusable, match=r"rollout 0 has 12 tokens.*seq_len=11: .* or set trainer.overlong=truncate"):
-        cut(command, shelf, replace(recipe(minibatches=1), group_size=2, seq_len=11), ranks=1)
+        make_batch(command, store, replace(recipe(minibatches=1), group_size=2, seq_len=11), ranks=1)
 
 
 # ---- filters and costs of length
 
 
 def test_a_filtered_rollout_leaves_loss_and_counts_and_stays_in_the_baseline():
-    shelf = Shelf()
+    store = RolloutStore()
     for rollout_id, group_id, reward in ((20, 2, 1.0), (21, 2, 0.0), (50, 5, 1.0), (51, 5, 1.0), (52, 5, 0.0)):
         rollout = make(rollout_id, group_id, reward)
         if rollout_id == 51:
-            rollout = replace(rollout, done=msgspec.structs.replace(rollout.done, finish_reason="length"))
-        shelf.put(rollout)
+            rollout = replace(rollout, answer=msgspec.structs.replace(rollout.result, finish_reason="length"))
+        store.add(rollout)
     command = msgspec.structs.replace(TRAIN, baseline_group_ids=(), baseline_rollout_ids=())
-    batch = cut(command, shelf, recipe(RLOO(overlong_filter=True)), ranks=1)
+    batch = make_batch(command, store, recipe(RLOO(overlong_filter=True)), ranks=1)
     assert batch.advantages.tolist() == [1.0, -1.0, 0.5, 0.5, -1.0]
     assert batch.filters == ((), (), (), ("overlong",), ())
     assert batch.denominators == (Denominators(tokens=4, sequences=2, groups=1),) * 2
     (shard,) = batch.shards
     assert sorted(item.rollout_id for item in shard.step.items) == [20, 21, 50, 52]
     assert len(batch.lags) == 8
-    assert batch.metrics() == {
+    assert batch.compute_metrics() == {
         "truncated_fraction": 0.2,
         "filtered_fraction": 0.2,
         "overlong_filtered_fraction": 0.2,
@@ -315,41 +317,43 @@ def test_a_filtered_rollout_leaves_loss_and_counts_and_stays_in_the_baseline():
     }
 
 
-def test_a_batch_without_a_single_rollout_to_train_is_still_a_step(shelf: Shelf):
+def test_a_batch_without_a_single_rollout_to_train_is_still_a_step(store: RolloutStore):
     """Both sampled tokens of each rollout have probabilities of 0.37 and 0.61 here."""
     strict = RLOO(repetition_filter_tokens=2, repetition_filter_probability=0.3)
-    batch = cut(TRAIN, shelf, recipe(strict), ranks=2)
+    batch = make_batch(TRAIN, store, recipe(strict), ranks=2)
     assert batch.denominators == (Denominators(0, 0, 0), Denominators(0, 0, 0))
     assert all(not shard.step.items for shard in batch.shards)
     assert len(batch.lags) == 0
-    assert batch.metrics()["repetition_filtered_fraction"] == 1.0
+    assert batch.compute_metrics()["repetition_filtered_fraction"] == 1.0
 
 
 def test_lengths_cost_reward_before_advantages_are_made_of_it():
     """2 sampled tokens with max_tokens=3 and a buffer of 2 cost a half."""
     rule = Recipe(RLOO(overlong_buffer_tokens=2, overlong_penalty=1.0), group_size=2, max_tokens=3)
-    shelf = Shelf()
-    shelf.put(rule.shaped(make(20, 2, 1.0)))
-    shelf.put(make(21, 2, 0.0))
-    assert (shelf[20].done.reward, shelf[20].length_penalty, shelf[20].reward) == (1.0, -0.5, 0.5)
-    command = Train(1, (2,), ((20, 21),), (), ())
-    batch = cut(command, shelf, rule, ranks=1)
+    store = RolloutStore()
+    costly = make(20, 2, 1.0)
+    rule.shape_reward(costly)
+    store.add(costly)
+    store.add(make(21, 2, 0.0))
+    assert (costly.result.reward, costly.length_penalty, costly.reward) == (1.0, -0.5, 0.5)
+    command = TrainGroups(1, (2,), ((20, 21),), (), ())
+    batch = make_batch(command, store, rule, ranks=1)
     assert batch.advantages.tolist() == [0.5, -0.5]
-    assert batch.metrics()["length_penalty_mean"] == -0.25
+    assert batch.compute_metrics()["length_penalty_mean"] == -0.25
 
 
 # ---- several epochs, and rewards within a range
 
 
 def test_an_epoch_takes_every_rollout_once_and_cuts_minibatches_anew():
-    shelf = Shelf()
+    store = RolloutStore()
     groups = range(6)
     for group in groups:
         for sample in range(2):
-            shelf.put(make(2 * group + sample, group, float(sample)))
-    command = Train(6, tuple(groups), tuple((2 * g, 2 * g + 1) for g in groups), (), ())
+            store.add(make(2 * group + sample, group, float(sample)))
+    command = TrainGroups(6, tuple(groups), tuple((2 * g, 2 * g + 1) for g in groups), (), ())
     rule = Recipe(RLOO(), group_size=2, max_tokens=10, minibatches=3, epochs=4, seed=7)
-    batch = cut(command, shelf, rule, ranks=2)
+    batch = make_batch(command, store, rule, ranks=2)
     assert len(batch.denominators) == 12
     assert {counts.groups for counts in batch.denominators} == {2}
     members: dict[int, list[int]] = {}
@@ -363,20 +367,21 @@ def test_an_epoch_takes_every_rollout_once_and_cuts_minibatches_anew():
         assert sorted(rollout for part in epoch for rollout in part) == list(range(12))
     assert len({tuple(epoch) for epoch in epochs}) == 4
     assert batch.trained_tokens * 4 == sum(counts.tokens for counts in batch.denominators)
-    again = cut(command, shelf, rule, ranks=2)
+    again = make_batch(command, store, rule, ranks=2)
     assert [shard.step for shard in again.shards] == [shard.step for shard in batch.shards]
-    other = cut(command, shelf, replace(rule, seed=8), ranks=2)
+    other = make_batch(command, store, replace(rule, seed=8), ranks=2)
     assert [shard.step for shard in other.shards] != [shard.step for shard in batch.shards]
 
 
 def test_normalised_rewards_are_trained_on_and_the_raw_one_stays():
     ranges = RewardRanges({"countdown": (-1.0, 3.0)}, normalize=True)
     rule = Recipe(RLOO(overlong_buffer_tokens=2, overlong_penalty=1.0), group_size=2, max_tokens=3, rewards=ranges)
-    rollout = rule.shaped(make(20, 2, 1.0))
-    assert (rollout.done.reward, rollout.reward) == (1.0, 0.5 - 0.5)
-    raw = replace(rule, rewards=RewardRanges({"countdown": (-1.0, 3.0)})).shaped(make(20, 2, 1.0))
+    rollout, raw = make(20, 2, 1.0), make(20, 2, 1.0)
+    rule.shape_reward(rollout)
+    assert (rollout.result.reward, rollout.reward) == (1.0, 0.5 - 0.5)
+    replace(rule, rewards=RewardRanges({"countdown": (-1.0, 3.0)})).shape_reward(raw)
     assert raw.reward == 1.0 - 0.5
-    assert (ranges.normalised("countdown", 5.0), ranges.normalised("other", 5.0), ranges.trained("other", 5.0)) == (
+    assert (ranges.normalise("countdown", 5.0), ranges.normalise("other", 5.0), ranges.choose("other", 5.0)) == (
         1.5,
         None,
         5.0,
@@ -394,7 +399,7 @@ def test_rewards_outside_their_range_are_counted_and_told_once():
 # ---- rollouts of several branches
 
 
-async def recorded(rollout_id: int, reward: float, answers: int) -> Scored:
+async def recorded(rollout_id: int, reward: float, answers: int) -> Rollout:
     """A rollout of `answers` answers, each in a branch of its own, out of the chat itself."""
     tokenizer = AutoTokenizer.from_pretrained(EMBEDDED / "tiny")
     policy = Script(*(([71 + at, 1], "stop") for at in range(answers)))
@@ -409,22 +414,23 @@ async def recorded(rollout_id: int, reward: float, answers: int) -> Scored:
     )
     whole = make(rollout_id, 2, reward)
     done = msgspec.structs.replace(
-        whole.done,
+        whole.result,
         branch_lengths=tuple(len(branch.ids) for branch in record.branches),
         prompt_tokens=record.prompt_tokens,
         completion_tokens=record.completion_tokens,
         turns=record.turns,
     )
-    return scored(whole.order, done, arrays, newest=100)
+    whole.score(done, arrays, newest=100)
+    return whole
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
 async def test_the_outcome_reaches_every_sampled_token_of_every_branch(ranks: int):
-    shelf = Shelf()
+    store = RolloutStore()
     for rollout_id, reward, answers in ((20, 1.0, 3), (21, 0.0, 1), (22, 0.0, 2)):
-        shelf.put(await recorded(rollout_id, reward, answers))
-    command = Train(60, (2,), ((20, 21, 22),), baseline_group_ids=(), baseline_rollout_ids=())
-    batch = cut(command, shelf, Recipe(RLOO(), group_size=3, max_tokens=10), ranks=ranks)
+        store.add(await recorded(rollout_id, reward, answers))
+    command = TrainGroups(60, (2,), ((20, 21, 22),), baseline_group_ids=(), baseline_rollout_ids=())
+    batch = make_batch(command, store, Recipe(RLOO(), group_size=3, max_tokens=10), ranks=ranks)
     reached: dict[int, list[tuple[int, float]]] = {20: [], 21: [], 22: []}
     for shard in batch.shards:
         ids, mask, *_ = shard.arrays
@@ -442,7 +448,7 @@ async def test_the_outcome_reaches_every_sampled_token_of_every_branch(ranks: in
     assert batch.trained_tokens == 12
 
 
-def test_a_method_of_an_algorithm_that_raises_is_named_with_step_and_line(shelf: Shelf):
+def test_a_method_of_an_algorithm_that_raises_is_named_with_step_and_line(store: RolloutStore):
     class Own(RLOO):
         def advantages(self, rewards: np.ndarray, groups: np.ndarray, *, group_size: int) -> np.ndarray:
             return self._scaled({})
@@ -461,12 +467,12 @@ def test_a_method_of_an_algorithm_that_raises_is_named_with_step_and_line(shelf:
     with pytest.raises(
         BatchUnusable, match=r"^step 6: Own._scaled raised KeyError: 'math' \(test_batch.py, line \d+\)$"
     ) as raised:
-        cut(TRAIN, shelf, recipe, ranks=1)
+        make_batch(TRAIN, store, recipe, ranks=1)
     assert isinstance(raised.value.__cause__, AlgorithmRaised)
     assert isinstance(raised.value.__cause__.__cause__, KeyError)
     with pytest.raises(BatchUnusable, match=r"^step 6: Filter.filters_out raised ZeroDivisionError: integer .*, line \d+\)$"):
-        cut(TRAIN, shelf, Recipe(Filter(), group_size=3, max_tokens=10), ranks=1)
+        make_batch(TRAIN, store, Recipe(Filter(), group_size=3, max_tokens=10), ranks=1)
     with pytest.raises(
         AlgorithmRaised, match=r"^rollout 20: Own.length_penalty raised AssertionError: without a word \(test_batc"
     ):
-        recipe.shaped(shelf[20])
+        recipe.shape_reward(store.take((20,))[0])

@@ -17,14 +17,12 @@ import pytest
 from telescope.flow import commands as do
 from telescope.flow import events as seen
 from telescope.flow.core import Core
-from telescope.flow.replay import Line, decode_line, encode_opening, replay
+from telescope.flow.replay import JournalLine, decode_line, encode_opening, replay
 from telescope.orchestrator.batch import Recipe
-from telescope.orchestrator.loop import Orchestrator, Outcome
-from telescope.orchestrator.main import flow_settings
-from telescope.orchestrator.perform import Performer
-from telescope.orchestrator.record import Recorder
-from telescope.orchestrator.roster import Roster
-from telescope.orchestrator.servers import Servers
+from telescope.orchestrator.loop import Orchestrator, RunOutcome
+from telescope.orchestrator.main import make_flow_settings
+from telescope.orchestrator.peers import Peers, ServerRestarts
+from telescope.orchestrator.recorder import Recorder
 from telescope.orchestrator.weights import UpdateRules
 from telescope.records import RolloutOrder
 from telescope.runlog.journal import Journal, journal_lines
@@ -35,6 +33,7 @@ from telescope.wire.happenings import Delivery
 from telescope.wire.hub import Hub
 from telescope.wire.link import Link
 from telescope.wire.security import make_keys
+from telescope.wire.supervisor_channel import SupervisorChannel
 from tests.orchestrator.test_wrong_messages import TRAINER, Peer, config, hello
 from tests.wire.shuffler import Shuffler
 
@@ -51,7 +50,7 @@ class Actor(Peer):
                 for name, (order_delivery, order) in list(self.waiting.items()):
                     if (order.rollout_id, order.attempt) == (rollout_id, attempt):
                         del self.waiting[name]
-                        self.link.send(m.RolloutFailed(rollout_id, attempt, "cancelled"), answers=order_delivery)
+                        self.link.send(m.RolloutError(rollout_id, attempt, "cancelled"), answers=order_delivery)
             case _:
                 super().take(delivery)
 
@@ -116,7 +115,7 @@ async def play(
     shuffle: int | None = None,
     placement_timeout_s: float | None = None,
     **flow: Any,
-) -> tuple[Outcome, list[Line]]:
+) -> tuple[RunOutcome, list[JournalLine]]:
     """One run to its end, and its journal. `flow`: the core's settings that differ. `placement_timeout_s`: nobody comes."""
     base, run = config(), RunDirectory.create(folder / "run")
     there = {"inference_num_workers": servers, "env_num_workers": workers}
@@ -126,21 +125,22 @@ async def play(
     settings = base.model_copy(update={"cluster": cluster, "rollout": rollout})
     names = (*(f"worker-{i}" for i in range(workers)), *(f"server-{i}" for i in range(servers)), TRAINER)
     make_keys(run, ("orchestrator", *names))
-    core = Core(msgspec.structs.replace(flow_settings(settings), **flow))
+    core = Core(msgspec.structs.replace(make_flow_settings(settings), **flow))
     log, journal = RunLog(run, "orchestrator"), Journal(run.journal)
     journal.append(encode_opening(core.settings))
-    recorder, roster = Recorder(run, log, None, core.settings.number_of_steps), Roster.of(cluster)
+    recorder, peers = Recorder(run, log, None, core.settings.number_of_steps), Peers.from_config(cluster)
     hub = await Hub.open(run, run="r", attempt="a", config_hash="c")
     recipe = Recipe(settings.algorithm, group_size, settings.rollout.max_tokens)
     orchestrator = Orchestrator(
         settings,
         hub=hub,
         core=core,
-        performer=Performer(hub, roster=roster, recorder=recorder, recipe=recipe, updates=UpdateRules(60.0, 1)),
-        roster=roster,
-        servers=Servers(run, hub, roster, 0),
+        peers=peers,
+        servers=ServerRestarts(SupervisorChannel(), hub, peers, 0),
         journal=journal,
         recorder=recorder,
+        recipe=recipe,
+        updates=UpdateRules(60.0, 1),
     )
     shuffler = Shuffler(run, shuffle) if shuffle is not None else None
     running = asyncio.create_task(orchestrator.run())
@@ -170,15 +170,19 @@ async def play(
     return outcome, [decode_line(text, number) for number, text in enumerate(written[1:], start=2)]
 
 
-def trained(lines: list[Line]) -> list[int]:
+def trained(lines: list[JournalLine]) -> list[int]:
     """Groups in the order in which they were trained."""
     return [
-        group for line in lines for command in line.commands if isinstance(command, do.Train) for group in command.group_ids
+        group
+        for line in lines
+        for command in line.commands
+        if isinstance(command, do.TrainGroups)
+        for group in command.group_ids
     ]
 
 
-def reasons(lines: list[Line], state: str) -> list[str]:
-    return [c.reason for line in lines for c in line.commands if isinstance(c, do.GroupState) and c.state == state]
+def reasons(lines: list[JournalLine], state: str) -> list[str]:
+    return [c.reason for line in lines for c in line.commands if isinstance(c, do.RecordGroupState) and c.state == state]
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])  # 1, 2 = the lag, the lag and one
@@ -186,7 +190,7 @@ def reasons(lines: list[Line], state: str) -> list[str]:
 async def test_a_run_ends_with_exactly_its_steps(tmp_path: Path, shape: str, steps: int):
     one, group_size = (1 if shape == "one of each" else 2), (1 if shape == "groups of one" else 4)
     outcome, lines = await play(
-        tmp_path, {}, servers=one, workers=one, group_size=group_size, number_of_steps=steps, max_async=2
+        tmp_path, {}, servers=one, workers=one, group_size=group_size, number_of_steps=steps, max_async_rollout=2
     )
     assert outcome.reason == f"all {steps} steps are trained"
     assert len(trained(lines)) == len(set(trained(lines))) == 2 * steps
@@ -203,7 +207,7 @@ async def test_a_worker_that_never_answers_anything_ends_the_run_with_its_name(t
     outcome, lines = await play(tmp_path, {"worker-0": Deaf}, workers=1, rollout_deadline_s=0.3, cancel_deadline_s=0.6)
     assert not outcome.ok
     assert "worker-0 did not answer the cancel of rollout" in outcome.reason
-    cancels = [command.reason for line in lines for command in line.commands if isinstance(command, do.Cancel)]
+    cancels = [command.reason for line in lines for command in line.commands if isinstance(command, do.CancelAttempt)]
     assert "no answer from worker-0 within 0.3 s" in cancels
     assert "asked again" in cancels
 
@@ -233,9 +237,9 @@ async def test_a_server_that_answers_only_after_the_cancel_holds_its_rollouts_la
             case seen.RolloutDone() | seen.RolloutFailed() as ended:
                 assert not open_requests.get((ended.rollout_id, ended.attempt))
         for command in line.commands:
-            if isinstance(command, do.Place):
+            if isinstance(command, do.PlaceRequest):
                 open_requests.setdefault(rollout_of[command.request_id], set()).add(command.request_id)
-            elif isinstance(command, do.Cancel):
+            elif isinstance(command, do.CancelAttempt):
                 cancelled.add((command.rollout_id, command.attempt))
     assert late > 0  # tokens came when nobody wanted them any more
 
@@ -243,7 +247,7 @@ async def test_a_server_that_answers_only_after_the_cancel_holds_its_rollouts_la
 async def test_weights_that_take_longer_than_a_step_hold_nothing_up(tmp_path: Path):
     outcome, lines = await play(tmp_path, {"server-0": SlowToPrepare}, number_of_steps=4)
     assert outcome.reason == "all 4 steps are trained"
-    begun = {c.version: line.now for line in lines for c in line.commands if isinstance(c, do.Update)}
+    begun = {c.version: line.now for line in lines for c in line.commands if isinstance(c, do.UpdateWeights)}
     took = [line.now - begun[line.event.version] for line in lines if isinstance(line.event, seen.UpdateDone)]
     assert len(took) == 4
     assert min(took) > 0.9 * UPDATE_S

@@ -1,10 +1,10 @@
-"""A run whose gradients are no finite numbers any more trains nothing: it ends with the step since which that is so."""
+"""A run whose gradients are not finite numbers any more trains nothing: it ends with the step since which that is so."""
 
 from __future__ import annotations
 
 import pytest
 
-from telescope.orchestrator.divergence import broken_steps, why_it_ends
+from telescope.orchestrator.step_metrics import count_broken_steps, find_end_reason
 
 MOVED = {"updates": 2.0, "update_skipped": 0.0, "updates_not_finite": 0.0}
 HALF = {"updates": 2.0, "update_skipped": 1.0, "updates_not_finite": 1.0}
@@ -24,12 +24,12 @@ BROKEN_OR_EMPTY = {"updates": 2.0, "update_skipped": 2.0, "updates_not_finite": 
     ([{}, {"loss": 1.0}], 0),  # a backend that counts no updates
 ])  # fmt: skip
 def test_a_broken_step_is_one_in_which_no_weight_moved_for_its_gradients(history: list[dict[str, float]], steps: int):
-    assert broken_steps(history) == steps
+    assert count_broken_steps(history) == steps
 
 
 def test_the_end_names_the_setting_the_last_step_that_moved_a_weight_and_the_way_on():
-    assert why_it_ends([MOVED, BROKEN], 2, 2) == ""
-    said = why_it_ends([MOVED, BROKEN, BROKEN], 2, 3)
+    assert find_end_reason([MOVED, BROKEN], 2, 2) == ""
+    said = find_end_reason([MOVED, BROKEN, BROKEN], 2, 3)
     assert said.startswith("trainer.max_broken_steps=2: no gradient of the last 2 steps was a finite number")
     assert "have not moved since step 1: `telescope replay RUN_DIR --step 3`" in said
-    assert "not moved from the beginning" in why_it_ends([BROKEN], 1, 1)
+    assert "not moved from the beginning" in find_end_reason([BROKEN], 1, 1)

@@ -1,8 +1,8 @@
-"""Every order of what two servers and a trainer rank can do during weight updates, in a model of them with the real desk.
+"""Every order of what two servers and a trainer rank can do during weight updates, with the real coordinator.
 
-The real `WeightDesk` (with its `WeightUpdate` and `Epochs`) and the core's `Updates` stand in a world of servers that take,
-refuse, keep silent, stay away from broadcasts, die, come back and answer late, and of a rank that hears nothing while it
-copies its state for a checkpoint. All that can follow from a state is tried, each state once.
+The real `WeightCoordinator` (with its `WeightUpdate` and `GroupEpochs`) and the core's `WeightVersions` stand in a world of
+servers that take, refuse, keep silent, stay away from broadcasts, die, come back and answer late, and of a rank that hears
+nothing while it copies its state for a checkpoint. All that can follow from a state is tried, each state once.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Any
 import pytest
 
 from telescope.flow import events
-from telescope.flow.batches import Batch
-from telescope.flow.updates import Updates
-from telescope.orchestrator.weights import UpdateRules, WeightDesk
+from telescope.flow.batches import GroupBatch
+from telescope.flow.weight_versions import WeightVersions
+from telescope.orchestrator.weights import UpdateRules, WeightCoordinator
 from telescope.records import WeightManifest
 from telescope.wire import messages as m
 from telescope.wire.happenings import Delivery
 
 RANK = "trainer-0"
 TIMEOUT_S, RETRIES = 100.0, 1
-BATCH = Batch()
+BATCH = GroupBatch()
 MIXTURE = -1
 """What a server serves whose commit has failed half-way."""
 
@@ -55,15 +55,15 @@ def kind(body: Any) -> tuple[object, ...]:
 
 
 class World:
-    """What the desk sees of the hub, the recorder and the complaints, and what lies behind."""
+    """What the coordinator sees of the hub, the recorder and the violations, and what lies behind."""
 
     def __init__(self, servers: int, collective: bool, faults: int) -> None:
         self.collective, self.faults = collective, faults
         self.servers = tuple(f"server-{index}" for index in range(servers))
         self.now, self.numbers, self.births = 0.0, 0, 0
         self.processes = {RANK: Process(), **{server: Process() for server in self.servers}}
-        self.desk = WeightDesk(self, self, self, (RANK,), UpdateRules(TIMEOUT_S, RETRIES), self.saving)  # type: ignore[arg-type]
-        self.core = Updates(while_training=not collective)
+        self.updater = WeightCoordinator(self, self, self, (RANK,), UpdateRules(TIMEOUT_S, RETRIES), self.saving)  # type: ignore[arg-type]
+        self.core = WeightVersions(while_training=not collective)
         self.core.ready = True
         self.believed = dict.fromkeys(self.servers, 0)
         """By the core: which server serves which version."""
@@ -76,9 +76,9 @@ class World:
         self.only_aloof, self.stayed_away = True, 0
         """Whether no other fault has been made; how many servers have stayed away."""
         for server in self.servers:
-            self.desk.joined(server, 0)
+            self.updater.join(server, 0)
 
-    # ---- the hub, the recorder, the complaints
+    # ---- the hub, the recorder, the violations
 
     def send(self, peer: str, body: Any) -> int:
         process = self.processes.get(peer)
@@ -90,9 +90,9 @@ class World:
             case m.CommitWeights(version=version):
                 assert version > process.serves or process.serves == MIXTURE, "a server goes back"
                 assert process.staged == version, f"{peer} is told to commit what it has not staged"
-                others = self.desk._update.servers if self.desk._update else ()
+                others = self.updater._update.servers if self.updater._update else ()
                 there = [self.processes[name] for name in others if name in self.processes]
-                assert self.desk._update is None or self.desk._update.checksum, "a commit of nobody knows what"
+                assert self.updater._update is None or self.updater._update.checksum, "a commit of nobody knows what"
                 assert all(version in (other.staged, other.serves) for other in there), "a commit before all have prepared"
             case m.SendWeights(group=group):
                 found = self.groups.setdefault(group.epoch, self.who(group.members))
@@ -104,7 +104,7 @@ class World:
         names = (member.partition("/")[0] for member in members)
         return tuple((name, self.processes[name].born if name in self.processes else None) for name in names)
 
-    def weights(self, *_: object, **__: object) -> None: ...
+    def record_weights(self, *_: object, **__: object) -> None: ...
 
     def alert(self, *_: object, **__: object) -> None: ...
 
@@ -116,15 +116,15 @@ class World:
     # ---- the orchestrator's loop, in small
 
     def collect(self) -> None:
-        while fenced := self.desk.take_fenced():
+        while fenced := self.updater.take_fenced():
             for server, _ in fenced:
                 if server in self.believed:
                     self.processes.pop(server, None)
                     self.lose(server)
-        for event in self.desk.take_events():
+        for event in self.updater.take_events():
             if isinstance(event, events.UpdateFailed):
                 self.failed = event.cause
-            elif self.core.arrived(event.version):  # type: ignore[union-attr]
+            elif self.core.finish_update(event.version):  # type: ignore[union-attr]
                 for server in self.core.reached:
                     if server in self.believed:
                         self.believed[server] = event.version  # type: ignore[union-attr]
@@ -132,14 +132,14 @@ class World:
                 self.send_weights()
 
     def send_weights(self) -> None:
-        version = self.core.set_out(dict(self.believed))
+        version = self.core.start_update(dict(self.believed))
         if version is not None:
-            self.desk.begin(version, self.now)
+            self.updater.begin(version, self.now)
 
     def lose(self, server: str) -> None:
-        self.desk.lost(server, self.now)
+        self.updater.lose(server, self.now)
         del self.believed[server]
-        self.core.forget(server)
+        self.core.forget_server(server)
 
     # ---- what may happen next
 
@@ -173,7 +173,7 @@ class World:
                 yield "is missed", server
             elif server not in self.believed:
                 yield "comes back", server
-        if self.desk.doing and self.faults and not self.copies:
+        if self.updater.doing and self.faults and not self.copies:
             yield "time passes", ""
 
     def make(self, move: tuple[str, str]) -> None:
@@ -186,7 +186,7 @@ class World:
                 process.aloof = True
             case "train":
                 self.core.train(BATCH)
-                self.core.trained(self.core.step)
+                self.core.finish_step(self.core.step)
                 self.send_weights()
             case "does" | "fails":
                 self.faults -= what == "fails"
@@ -201,7 +201,7 @@ class World:
                 self.faults -= what == "is heard twice"
                 number, body = process.outbox.pop(0)
                 for _ in range(1 + (what == "is heard twice")):
-                    self.desk.answer(Delivery(who, 1, body, answers=number), body, self.now)
+                    self.updater.hear(Delivery(who, 1, body, answers=number), body, self.now)
             case "dies":
                 self.faults -= 1
                 del self.processes[who]
@@ -210,7 +210,7 @@ class World:
             case "comes back":
                 self.births += 1
                 self.processes[who] = Process(self.births)
-                self.desk.joined(who, 0)
+                self.updater.join(who, 0)
                 self.believed[who] = 0
                 self.send_weights()
             case "time passes":
@@ -223,7 +223,7 @@ class World:
 
     def pass_time(self) -> None:
         self.now += 2 * TIMEOUT_S
-        self.desk.tick(self.now)
+        self.updater.tick(self.now)
 
     def answer(self, who: str, process: Process, body: Any, *, good: bool) -> Any:
         version = body.manifest.version if isinstance(body, m.PrepareWeights) else body.version
@@ -266,34 +266,34 @@ class World:
                 process = self.processes.get(server)
                 committing = process is not None and any(isinstance(body, m.CommitWeights) for _, body in process.inbox)
                 if process is not None and not committing:
-                    assert process.serves == version or self.desk.doing, f"{server} serves {process.serves}, not {version}"
+                    assert process.serves == version or self.updater.doing, f"{server} serves {process.serves}, not {version}"
                     assert process.serves >= version or process.serves == MIXTURE
 
     def places(self) -> dict[int, int]:
         """The numbers of orders that still matter, counted anew, so that worlds are the same whatever has happened before."""
         lines = [process.inbox + process.outbox for process in self.processes.values()]
-        numbers = {number for line in lines for number, _ in line} | {number for _, number in self.desk._orders}
+        numbers = {number for line in lines for number, _ in line} | {number for _, number in self.updater._orders}
         return {number: place for place, number in enumerate(sorted(numbers))}
 
     def key(self) -> object:
-        update, core = self.desk._update, self.core
+        update, core = self.updater._update, self.core
         state = None if update is None else (
             update.version, update.phase, update.round, update.retries, update.servers, tuple(sorted(update.waiting)),
             tuple(sorted(update._prepared)), tuple(sorted(update._failed)), update._in_grace,
             update._in_the_way, update._members, update.checksum, update._waited_in_full,
             tuple(sorted((peer, tuple(sorted(found))) for peer, found in update._missed.items())),
         )  # fmt: skip
-        place, group = self.places(), self.desk._epochs._group
+        place, group = self.places(), self.updater._epochs._group
         broken = self.groups.get(group.epoch) not in (None, self.who(group.members))
         orders = tuple(
-            sorted((peer, place[number], order.phase, order.round) for (peer, number), order in self.desk._orders.items())
+            sorted((peer, place[number], order.phase, order.round) for (peer, number), order in self.updater._orders.items())
         )
         return (
             state, orders, tuple((name, process.key(place)) for name, process in sorted(self.processes.items())),
-            tuple(sorted(self.believed.items())), tuple(sorted(self.desk._served.items())), self.faults, self.failed != "",
+            tuple(sorted(self.believed.items())), tuple(sorted(self.updater._served.items())), self.faults, self.failed != "",
             self.only_aloof, self.copies, self.saved,
             core.version, core.travelling, core.reached, core._trained, core.batch is None,
-            group.members, broken, self.desk._manifest.version if self.desk._manifest else None,
+            group.members, broken, self.updater._manifest.version if self.updater._manifest else None,
         )  # fmt: skip
 
 
@@ -312,7 +312,7 @@ def tail(world: World, manner: str) -> World:
             what, who = moves[0]
             world.make(("fails" if manner == "refusing" and what == "does" else what, who))
             world.check()
-        elif world.desk.doing:
+        elif world.updater.doing:
             world.pass_time()
             world.collect()
         else:

@@ -6,6 +6,7 @@ The part of the supervisor is played by the test: what is fenced comes back as a
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
@@ -16,15 +17,12 @@ import pytest
 
 from telescope.flow.core import Core
 from telescope.orchestrator.batch import Recipe
-from telescope.orchestrator.loop import Orchestrator, Outcome
-from telescope.orchestrator.main import flow_settings
-from telescope.orchestrator.perform import Performer
-from telescope.orchestrator.record import Recorder
-from telescope.orchestrator.roster import Roster
-from telescope.orchestrator.servers import Servers
+from telescope.orchestrator.loop import Orchestrator, RunOutcome
+from telescope.orchestrator.main import make_flow_settings
+from telescope.orchestrator.peers import Peers, ServerRestarts
+from telescope.orchestrator.recorder import Recorder
 from telescope.orchestrator.weights import UpdateRules
 from telescope.records import WeightGroup, WeightManifest
-from telescope.runlog import control
 from telescope.runlog.journal import Journal
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.reader import rows
@@ -34,6 +32,7 @@ from telescope.wire.happenings import Delivery
 from telescope.wire.hub import Hub
 from telescope.wire.link import Link
 from telescope.wire.security import make_keys
+from telescope.wire.supervisor_channel import DESCRIPTOR, OrchestratorChannel, SupervisorChannel
 from tests.orchestrator.test_wrong_messages import SERVERS, STEPS, TRAINER, WORKERS, Peer, config, hello
 
 SILENCE_S = 2.5
@@ -61,6 +60,10 @@ class Fleet:
     """By epoch that did not come together: who came to it, told or not that it is broken off."""
     unjoined: dict[str, Delivery] = field(default_factory=dict)
     """The orders of whom never joins."""
+
+    def __post_init__(self) -> None:
+        self.supervisor = OrchestratorChannel()
+        self.channel = SupervisorChannel.take_over({DESCRIPTOR: str(os.dup(self.supervisor.passed))})
 
     async def bring(self, name: str) -> None:
         self.born[name] = self.born.get(name, 0) + 1
@@ -91,10 +94,11 @@ class Fleet:
         return None
 
     async def supervise(self) -> None:
-        """Fence and start again, as the node does. Polls, like it."""
+        """Fence and start again, as the supervisor does."""
         while True:
+            self.supervisor.read()
             for name in SERVERS:
-                fence = control.take_fence(self.run, name)
+                fence = self.supervisor.fences.pop(name, None)
                 if fence is not None and fence.pid == self.pids.get(name):
                     await asyncio.to_thread(self.peers[name].link.close, "killed")
                     await self.bring(name)
@@ -241,10 +245,10 @@ LIVES: dict[Callable[[Naughty, Delivery], bool], int] = {dies_and_comes_back_ref
 
 @pytest.fixture(autouse=True)
 def _short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("telescope.orchestrator.updates.GRACE_S", 0.5)
+    monkeypatch.setattr("telescope.orchestrator.weight_update.GRACE_S", 0.5)
 
 
-async def play(folder: Path, transport: str, manners: dict[str, Any]) -> tuple[Outcome, RunDirectory, Fleet]:
+async def play(folder: Path, transport: str, manners: dict[str, Any]) -> tuple[RunOutcome, RunDirectory, Fleet]:
     settings, run = config(), RunDirectory.create(folder / "run")
     fleet = Fleet(run, transport, manners)
     timeout_s = (
@@ -254,18 +258,19 @@ async def play(folder: Path, transport: str, manners: dict[str, Any]) -> tuple[O
     )
     make_keys(run, ("orchestrator", *WORKERS, *SERVERS, TRAINER))
     log, journal = RunLog(run, "orchestrator"), Journal(run.journal)
-    recorder, roster = Recorder(run, log, None, STEPS), Roster.of(settings.cluster)
+    recorder, peers = Recorder(run, log, None, STEPS), Peers.from_config(settings.cluster)
     hub = await Hub.open(run, run="r", attempt="a", config_hash="c")
     recipe = Recipe(settings.algorithm, settings.rollout.group_size, settings.rollout.max_tokens)
     orchestrator = Orchestrator(
         settings,
         hub=hub,
-        core=Core(flow_settings(settings, trainer_sends=transport == "gloo")),
-        performer=Performer(hub, roster=roster, recorder=recorder, recipe=recipe, updates=UpdateRules(timeout_s, 2)),
-        roster=roster,
-        servers=Servers(run, hub, roster, 3),
+        core=Core(make_flow_settings(settings, trainer_sends=transport == "gloo")),
+        peers=peers,
+        servers=ServerRestarts(fleet.channel, hub, peers, 3),
         journal=journal,
         recorder=recorder,
+        recipe=recipe,
+        updates=UpdateRules(timeout_s, 2),
     )
     running = asyncio.create_task(orchestrator.run())
     node = asyncio.create_task(fleet.supervise())

@@ -12,7 +12,7 @@ from telescope.records import PromptRef, RolloutOrder
 from telescope.runlog.reader import rows
 from telescope.wire import messages as m
 from telescope.wire.link import Link
-from tests.orchestrator.test_tickets import Desk, join
+from tests.orchestrator.test_direct_path import Scene, join
 from tests.orchestrator.test_wrong_messages import done, orchestrating, trajectory
 
 LIMIT_S = 60
@@ -32,10 +32,10 @@ async def until_kept(link: Link, kinds: set[str]) -> None:
 
 
 async def test_a_rollout_is_acknowledged_when_its_row_is_on_disk_and_not_before(tmp_path: Path):
-    async with orchestrating(tmp_path) as (_, run, performer):
+    async with orchestrating(tmp_path) as (orchestrator, run):
         worker = await join(run, "worker-0")
-        desk = Desk(performer, performer._hub, worker, worker)
-        await desk.hub.next(LIMIT_S)
+        scene = Scene(orchestrator, orchestrator._hub, worker, worker)
+        await scene.hub.next(LIMIT_S)
         stands, goes_on = threading.Event(), threading.Event()
 
         def stand_still() -> None:
@@ -43,19 +43,20 @@ async def test_a_rollout_is_acknowledged_when_its_row_is_on_disk_and_not_before(
             goes_on.wait(LIMIT_S)
 
         note = {"level": "warning", "source": "the test", "message": "the disk is slow"}
-        performer._recorder._log.append("alerts", note, stand_still)  # called by the thread that writes
+        orchestrator._recorder._log.append("alerts", note, stand_still)  # called by the thread that writes
         assert await asyncio.to_thread(stands.wait, LIMIT_S)
         for order in ORDERS:
-            list(performer.perform(do.Run("worker-0", order)))
-        first, second = [await desk.heard(worker, m.RunRollout) for _ in ORDERS]
+            list(orchestrator.executor.execute(do.DispatchRollout("worker-0", order)))
+        first, second = [await scene.heard(worker, m.RunRollout) for _ in ORDERS]
         worker.send(done(ORDERS[0], 0), trajectory(0), answers=first)
-        event = await desk.worker_answer()
+        (event,) = await scene.worker_answer()
         assert isinstance(event, seen.RolloutDone)
-        performer.settle(event, counts=True)
-        performer._recorder.catch_up()  # the loop does, as soon as no message waits
-        worker.send(m.RolloutFailed(1, 0, "no tokens"), answers=second)
-        assert isinstance(await desk.worker_answer(), seen.RolloutFailed)
-        await until_kept(worker, {"RolloutDone"})  # what came later is acknowledged, and this is not
+        orchestrator.executor.settle(event, counts=True)
+        orchestrator._recorder.catch_up()  # the loop does, as soon as no message waits
+        worker.send(m.RolloutError(1, 0, "no tokens"), answers=second)
+        (failed,) = await scene.worker_answer()
+        assert isinstance(failed, seen.RolloutFailed)
+        await until_kept(worker, {"RolloutResult"})  # what came later is acknowledged, and this is not
         assert rows(run, "rollouts") == []
         goes_on.set()
         await until_kept(worker, set())

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 from typing import Any
 
 import pytest
 
-from telescope.orchestrator.complaints import Complaints
-from telescope.orchestrator.roster import Roster
-from telescope.orchestrator.servers import Servers
-from telescope.orchestrator.sleep import SleepDesk
-from telescope.runlog import control
-from telescope.runlog.layout import RunDirectory
+from telescope.orchestrator.peers import Peers, ProtocolViolations, ServerRestarts
+from telescope.orchestrator.sleep import SleepCoordinator
 from telescope.wire.happenings import Delivery
 from telescope.wire.hub import NoCredit
 from telescope.wire.messages import Asleep, Sleep
+from telescope.wire.supervisor_channel import DESCRIPTOR, OrchestratorChannel, SupervisorChannel
 from tests.wire.samples import hello
 
 
@@ -44,15 +41,15 @@ class Night:
         self.alerts: list[str] = []
         self.hub = Hub(**hub)
         self.dying: set[str] = set()
-        self.desk = SleepDesk(self.hub, Complaints(self), 10.0, lambda: self.dying)  # type: ignore[arg-type]
+        self.coordinator = SleepCoordinator(self.hub, ProtocolViolations(self), 10.0, lambda: self.dying)  # type: ignore[arg-type]
         self.began: list[int] = []
-        self.desk.begin(3, servers, lambda: self.began.append(3), now=100.0)
+        self.coordinator.begin(3, servers, lambda: self.began.append(3), now=100.0)
 
     def alert(self, level: str, source: str, message: str) -> None:
         self.alerts.append(message)
 
     def says(self, server: str, number: int, step: int = 3) -> None:
-        self.desk.answer(Delivery(server, 1, Asleep(step, 0.5), answers=number), Asleep(step, 0.5))
+        self.coordinator.hear(Delivery(server, 1, Asleep(step, 0.5), answers=number), Asleep(step, 0.5))
 
 
 def test_without_servers_a_step_begins_at_once():
@@ -62,18 +59,18 @@ def test_without_servers_a_step_begins_at_once():
 def test_a_step_begins_with_the_last_server_that_falls_asleep_and_once():
     night = Night("server-0", "server-1")
     assert night.hub.sent == [("server-0", Sleep(3)), ("server-1", Sleep(3))]
-    assert night.desk.doing == "waiting for server-0, server-1 to fall asleep"
+    assert night.coordinator.doing == "waiting for server-0, server-1 to fall asleep"
     night.says("server-1", 2)
-    assert (night.began, night.desk.doing) == ([], "waiting for server-0 to fall asleep")
+    assert (night.began, night.coordinator.doing) == ([], "waiting for server-0 to fall asleep")
     night.says("server-0", 1)
     night.says("server-0", 1)
-    assert (night.began, night.desk.doing) == ([3], "")
+    assert (night.began, night.coordinator.doing) == ([3], "")
     assert night.alerts == ["its Asleep of step 3 answers no order to sleep; ignored"]
 
 
 def test_a_lost_server_is_not_waited_for():
     night = Night("server-0")
-    night.desk.lost("server-0")
+    night.coordinator.lose("server-0")
     assert night.began == [3]
     assert Night("server-0", gone="server-0").began == [3]
 
@@ -82,55 +79,55 @@ def test_a_lost_server_is_not_waited_for():
 def test_a_server_that_stays_awake_is_fenced_and_the_step_begins_when_it_is_lost(collected_first: bool):
     night = Night("server-0", "server-1")
     night.says("server-1", 2)
-    night.desk.tick(110.0)
-    assert night.desk.take_fenced() == []
-    night.desk.tick(110.1)
+    night.coordinator.tick(110.0)
+    assert night.coordinator.take_fenced() == []
+    night.coordinator.tick(110.1)
     if collected_first:
         why = "it did not fall asleep within weight_sync.update_timeout_s=10 s"
-        assert night.desk.take_fenced() == [("server-0", why)]
+        assert night.coordinator.take_fenced() == [("server-0", why)]
     assert night.began == []
-    night.desk.lost("server-0")
-    assert (night.began, night.desk.take_fenced()) == ([3], [])
+    night.coordinator.lose("server-0")
+    assert (night.began, night.coordinator.take_fenced()) == ([3], [])
 
 
 def test_a_server_without_credit_is_fenced():
     night = Night("server-0", full="server-0")
     assert night.began == []
-    assert night.desk.take_fenced() == [("server-0", "it leaves its weight orders unanswered")]
-    night.desk.lost("server-0")
+    assert night.coordinator.take_fenced() == [("server-0", "it leaves its weight orders unanswered")]
+    night.coordinator.lose("server-0")
     assert night.began == [3]
 
 
 def test_a_step_waits_for_the_end_of_a_server_that_was_given_up():
     night = Night("server-0")
     night.dying = {"server-0"}
-    night.desk.lost("server-0")
-    night.desk.tick(100.5)
-    assert (night.began, night.desk.doing) == ([], "waiting for the end of server-0")
+    night.coordinator.lose("server-0")
+    night.coordinator.tick(100.5)
+    assert (night.began, night.coordinator.doing) == ([], "waiting for the end of server-0")
     night.dying = set()
-    night.desk.tick(101.0)
-    night.desk.tick(102.0)
-    assert (night.began, night.desk.doing) == ([3], "")
+    night.coordinator.tick(101.0)
+    night.coordinator.tick(102.0)
+    assert (night.began, night.coordinator.doing) == ([3], "")
 
 
 def test_an_end_that_nobody_tells_of_is_not_waited_for_without_end():
     night = Night("server-0")
     night.dying = {"server-0"}
-    night.desk.lost("server-0")
-    night.desk.tick(170.0)
+    night.coordinator.lose("server-0")
+    night.coordinator.tick(170.0)
     assert night.began == []
-    night.desk.tick(170.1)
+    night.coordinator.tick(170.1)
     assert night.began == [3]
 
 
-def test_a_server_given_up_is_dying_until_the_supervisor_has_seen_the_end_of_that_process(tmp_path: Path):
-    run = RunDirectory(tmp_path)
-    run.control.mkdir(parents=True)
-    roster = Roster((), ("server-0",), (), {"server-0": hello(pid=17)})
-    servers = Servers(run, Hub(), roster, 3)  # type: ignore[arg-type]
-    assert servers.dying() == ()
+def test_a_server_given_up_is_dying_until_the_supervisor_has_seen_the_end_of_that_process():
+    supervisor = OrchestratorChannel()
+    channel = SupervisorChannel.take_over({DESCRIPTOR: str(os.dup(supervisor.passed))})
+    roster = Peers((), ("server-0",), (), {"server-0": hello(pid=17)})
+    servers = ServerRestarts(channel, Hub(), roster, 3)  # type: ignore[arg-type]
+    assert servers.find_dying() == ()
     servers.give_up("server-0", "it hangs")
-    control.note_end(run, "server-0", control.Ended(1, 16, "an earlier life"))
-    assert servers.dying() == ("server-0",)
-    control.note_end(run, "server-0", control.Ended(2, 17, "killed"))
-    assert servers.dying() == ()
+    supervisor.tell_end("server-0", 1, 16, "an earlier incarnation")
+    assert servers.find_dying() == ("server-0",)
+    supervisor.tell_end("server-0", 2, 17, "killed")
+    assert servers.find_dying() == ()

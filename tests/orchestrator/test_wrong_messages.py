@@ -20,12 +20,10 @@ from telescope.config.parts import ClusterSettings, EnvironmentEntry, Orchestrat
 from telescope.config.run import RunConfig
 from telescope.flow.core import Core
 from telescope.orchestrator.batch import Recipe
-from telescope.orchestrator.loop import Orchestrator, Outcome
-from telescope.orchestrator.main import flow_settings
-from telescope.orchestrator.perform import Performer
-from telescope.orchestrator.record import Recorder
-from telescope.orchestrator.roster import Roster
-from telescope.orchestrator.servers import Servers
+from telescope.orchestrator.loop import Orchestrator, RunOutcome
+from telescope.orchestrator.main import make_flow_settings
+from telescope.orchestrator.peers import Peers, ServerRestarts
+from telescope.orchestrator.recorder import Recorder
 from telescope.orchestrator.weights import UpdateRules
 from telescope.records import EnvironmentCard, RolloutOrder, Sampling, WeightManifest
 from telescope.runlog.journal import Journal
@@ -37,6 +35,7 @@ from telescope.wire.happenings import Delivery
 from telescope.wire.hub import Hub
 from telescope.wire.link import Link, LinkLost
 from telescope.wire.security import make_keys
+from telescope.wire.supervisor_channel import SupervisorChannel
 
 STEPS = 8
 PROMPT = np.array([5, 6], np.int32)
@@ -97,7 +96,7 @@ class Peer:
                 self.version = version
                 self.link.send(m.WeightsReady(version, None, "sum", 0.0), answers=delivery)
             case m.TrainStep(step=step):
-                self.link.send(m.StepDone(step, {"loss": 0.5}, {}), answers=delivery)
+                self.link.send(m.StepReport(step, {"loss": 0.5}, {}), answers=delivery)
             case m.PublishWeights(version=version):
                 manifest = WeightManifest(version, "shared_memory", "nowhere", (), 0, "sum")
                 self.link.send(m.WeightsPublished(version, manifest, 0.0), answers=delivery)
@@ -123,10 +122,10 @@ class Peer:
         self.link.send(wrong, (PROMPT,))
         self.link.send(msgspec.structs.replace(ask, request_id=ask.request_id + "b", rollout_id=ask.rollout_id ^ 1), (PROMPT,))
         self.link.send(m.Abort("never heard of"))
-        self.link.send(m.GenerationOver(10**9, 0))
+        self.link.send(m.GenerationEnded(10**9, 0))
         other = next(name for name in WORKERS if name != self.link.name)
         for theirs, attempt in [played for played, worker in self.playing.items() if worker == other]:
-            self.link.send(m.GenerationOver(theirs, attempt))
+            self.link.send(m.GenerationEnded(theirs, attempt))
             stolen = msgspec.structs.replace(ask, request_id=f"{ask.request_id}/{theirs}", rollout_id=theirs, attempt=attempt)
             self.link.send(stolen, (PROMPT,))
         for number in range(int(ask.request_id.rpartition("/")[2]) + 8):  # some of these are in flight now
@@ -135,7 +134,7 @@ class Peer:
     def misanswer(self, delivery: Delivery, order: RolloutOrder) -> None:
         self.playing.pop((order.rollout_id, order.attempt), None)
         if self.turn("misanswer", (False, True)):
-            self.link.send(m.RolloutFailed(order.rollout_id ^ 1, order.attempt, "not mine"), answers=delivery)
+            self.link.send(m.RolloutError(order.rollout_id ^ 1, order.attempt, "not mine"), answers=delivery)
             return
         change: dict[str, Any] = self.turn(
             "change",
@@ -155,7 +154,7 @@ class Peer:
         order = asked[1]
         self.playing.pop((order.rollout_id, order.attempt), None)
         if isinstance(delivery.body, m.GenerateFailed):
-            self.link.send(m.RolloutFailed(order.rollout_id, order.attempt, "no tokens"), answers=asked[0])
+            self.link.send(m.RolloutError(order.rollout_id, order.attempt, "no tokens"), answers=asked[0])
         else:
             self.link.send(done(order, self.version), trajectory(self.version), asked[0])
 
@@ -184,8 +183,8 @@ def trajectory(version: int, mask: int = 1) -> tuple[np.ndarray, ...]:
     )  # fmt: skip
 
 
-def done(order: RolloutOrder, version: int) -> m.RolloutDone:
-    return m.RolloutDone(
+def done(order: RolloutOrder, version: int) -> m.RolloutResult:
+    return m.RolloutResult(
         rollout_id=order.rollout_id, attempt=order.attempt, reward=float(order.sample % 2), metrics={}, branch_lengths=(3,),
         prompt_tokens=2, completion_tokens=1, turns=1, finish_reason="stop", prompt_text="", completion_text="",
         golden_answers=(), started_ns=1, generated_ns=2, scored_ns=3,
@@ -193,26 +192,26 @@ def done(order: RolloutOrder, version: int) -> m.RolloutDone:
 
 
 @asynccontextmanager
-async def orchestrating(folder: Path) -> AsyncIterator[tuple[Orchestrator, RunDirectory, Performer]]:
+async def orchestrating(folder: Path) -> AsyncIterator[tuple[Orchestrator, RunDirectory]]:
     settings, run = config(), RunDirectory.create(folder / "run")
     make_keys(run, ("orchestrator", *WORKERS, *SERVERS, TRAINER))
     log, journal = RunLog(run, "orchestrator"), Journal(run.journal)
-    recorder, roster = Recorder(run, log, None, STEPS), Roster.of(settings.cluster)
+    recorder, peers = Recorder(run, log, None, STEPS), Peers.from_config(settings.cluster)
     hub = await Hub.open(run, run="r", attempt="a", config_hash="c")
     recipe = Recipe(settings.algorithm, settings.rollout.group_size, settings.rollout.max_tokens)
-    performer = Performer(hub, roster=roster, recorder=recorder, recipe=recipe, updates=UpdateRules(20.0, 1))
     orchestrator = Orchestrator(
         settings,
         hub=hub,
-        core=Core(flow_settings(settings)),
-        performer=performer,
-        roster=roster,
-        servers=Servers(run, hub, roster, 0),
+        core=Core(make_flow_settings(settings)),
+        peers=peers,
+        servers=ServerRestarts(SupervisorChannel(), hub, peers, 0),
         journal=journal,
         recorder=recorder,
+        recipe=recipe,
+        updates=UpdateRules(20.0, 1),
     )
     try:
-        yield orchestrator, run, performer
+        yield orchestrator, run
     finally:
         await hub.close("over", timeout_s=1.0)
         log.close()
@@ -234,8 +233,8 @@ def hello(name: str, incarnation: str, pid: int) -> m.Hello:
     )  # fmt: skip
 
 
-async def play(folder: Path, share: float, trainer: type[Peer] = Peer) -> tuple[Outcome, RunDirectory, Performer]:
-    async with orchestrating(folder) as (orchestrator, run, performer):
+async def play(folder: Path, share: float, trainer: type[Peer] = Peer) -> tuple[RunOutcome, RunDirectory, Orchestrator]:
+    async with orchestrating(folder) as (orchestrator, run):
         names = (*WORKERS, *SERVERS, TRAINER)
         playing: dict[tuple[int, int], str] = {}
         running = asyncio.create_task(orchestrator.run())
@@ -247,32 +246,32 @@ async def play(folder: Path, share: float, trainer: type[Peer] = Peer) -> tuple[
             life.cancel()
         await asyncio.gather(*lives, return_exceptions=True)
         await asyncio.gather(*(asyncio.to_thread(peer.link.close) for peer in peers))
-    return outcome, run, performer
+    return outcome, run, orchestrator
 
 
 async def test_a_run_goes_on_through_a_flood_of_wrong_messages(tmp_path: Path):
-    outcome, run, performer = await play(tmp_path, share=0.5)
+    outcome, run, orchestrator = await play(tmp_path, share=0.5)
     assert outcome.reason == f"all {STEPS} steps are trained"
     alerts = [row["message"] for row in rows(run, "alerts")]
     for words in (
         "is in flight already", "plays on worker-", "more than 200 characters", "Abort was ignored",
-        "with a RolloutDone of rollout",
-        "with a RolloutFailed of rollout", "it names request ?", "cached tokens", "reward is nan", "mask", "no branch",
+        "with a RolloutResult of rollout",
+        "with a RolloutError of rollout", "it names request ?", "cached tokens", "reward is nan", "mask", "no branch",
     ):  # fmt: skip
         assert any(words in alert for alert in alerts), words
-    assert sum(performer.complaints.counts.values()) > 50
+    assert sum(orchestrator.violations.counts.values()) > 50
 
 
 async def test_a_run_without_nonsense_has_no_alerts(tmp_path: Path):
-    outcome, _, performer = await play(tmp_path, share=0.0)
+    outcome, _, orchestrator = await play(tmp_path, share=0.0)
     assert outcome.ok
-    assert not performer.complaints.counts
+    assert not orchestrator.violations.counts
 
 
 class Ahead(Peer):
     def take(self, delivery: Delivery) -> None:
         if isinstance(delivery.body, m.TrainStep):
-            self.link.send(m.StepDone(9, {}, {}), answers=delivery)
+            self.link.send(m.StepReport(9, {}, {}), answers=delivery)
         else:
             super().take(delivery)
 

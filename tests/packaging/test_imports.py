@@ -26,7 +26,7 @@ print(*sorted({"torch", "transformers", "vllm", "hydra", "zmq", "wandb"} & set(s
         (("telescope.config", "telescope.environments"), set()),
         (("telescope._launch",), {"zmq"}),
         (("telescope.wire",), {"zmq"}),
-        (("telescope.run", "telescope.compose", "telescope.plan"), {"hydra", "zmq"}),
+        (("telescope.run", "telescope.compose", "telescope.cli"), {"hydra", "zmq"}),
         (("telescope.orchestrator", "telescope.runlog"), {"zmq"}),
     ],
 )

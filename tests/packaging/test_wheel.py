@@ -91,7 +91,7 @@ def test_presets_are_found_outside_the_checkout(python: Path, tmp_path: Path) ->
 
 
 def test_the_plan_outside_the_checkout(python: Path, tmp_path: Path) -> None:
-    answer = call(python, "-m", "telescope.plan", "cluster.device=cpu", "orchestrator.max_async_rollout=0", cwd=tmp_path)
+    answer = call(python, "-m", "telescope", "plan", "cluster.device=cpu", "orchestrator.max_async_rollout=0", cwd=tmp_path)
     assert answer.returncode == 0, answer.stderr
     assert "max_async_rollout=0 is synchronous" in answer.stdout
     assert "  server-0      1 thread\n" in answer.stdout

@@ -18,14 +18,26 @@ from hypothesis import strategies as st
 from benchmarks.flow.predict import ALWAYS, LIMIT, REAL, around, calibrated, off, play
 from telescope.flow import commands as do
 from telescope.flow import events as seen
-from telescope.flow.latency import EngineTimes, Load, empirical
-from telescope.flow.outcome import Outcome, Step
 from telescope.flow.replay import encode_line, encode_opening
 from telescope.flow.settings import FlowSettings
-from telescope.flow.simulate import Cluster, simulate
-from telescope.planning.calibrate import Uncalibratable, _equal_shares, _Journal, _line, calibrate
-from telescope.planning.costs import PARTS, Costs, Work, _engine, fit_costs, measured_step_s
-from telescope.planning.engine_fit import Progress, _fit, fit_engine, least_squares
+from telescope.planning.calibration import (
+    PROCESSES,
+    FittedEngine,
+    HostCosts,
+    TimeOverlap,
+    Uncalibratable,
+    _count_equal_shares,
+    _find_host_costs,
+    _fit_line,
+    _fit_times,
+    _JournalFacts,
+    calibrate,
+    fit_engine,
+    least_squares,
+    measure_processor_step_s,
+)
+from telescope.planning.latencies import EngineTimes, Latencies, empirical
+from telescope.planning.simulator import SimulatedCluster, SimulatedRun, SimulatedStep, simulate
 from telescope.runlog.journal import Journal
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.reader import rows
@@ -33,14 +45,14 @@ from telescope.runlog.writer import RunLog
 
 LENGTHS = FlowSettings(
     number_of_steps=20,
-    groups_per_batch=8,
+    prompts_batch_size_for_trainer=8,
     group_size=4,
-    max_async=2,
-    prompts_per_server=32,
+    max_async_rollout=2,
+    max_concurrent_prompts_per_server=32,
     environments=(("task", 1.0),),
-    discard_zero_advantage=False,
+    discard_group_zero_advantage=False,
 )
-TRUTH = Load(
+TRUTH = Latencies(
     prompt_tokens=empirical([10, 20, 40]),
     completion_tokens=empirical([20, 40, 60, 120]),
     engine=EngineTimes(step_s=0.02, sequence_s=0.0005, prefill_token_s=0.0002),
@@ -54,7 +66,7 @@ SPENT = {"orchestrator": 0.002, "workers": 0.001, "servers": 0.003}
 """Processor seconds that a rollout costs where the truth is known; an engine's step costs 18 ms, a token 0.45 ms."""
 
 
-def recorded(folder: Path, settings: FlowSettings, servers: int = 1) -> tuple[RunDirectory, Outcome]:
+def recorded(folder: Path, settings: FlowSettings, *, processor_seconds: bool = True) -> tuple[RunDirectory, SimulatedRun]:
     """A run directory of a run whose times are known: the simulator's, written as the orchestrator writes a real one's."""
     run = RunDirectory.create(folder)
     journal, log = Journal(run.journal), RunLog(run, "orchestrator")
@@ -82,19 +94,20 @@ def recorded(folder: Path, settings: FlowSettings, servers: int = 1) -> tuple[Ru
             case seen.StepDone():
                 trained.append(now)
         for command in ordered:
-            if isinstance(command, do.Place):
+            if isinstance(command, do.PlaceRequest):
                 placed[command.request_id] = now, len(placed), command.server
 
-    outcome = simulate(settings, Cluster(servers=servers, ranks=1, server_capacity=128), TRUTH, watch)
-    before: Step | None = None
+    outcome = simulate(settings, SimulatedCluster(servers=1, ranks=1, server_capacity=128), TRUTH, watch)
+    before: SimulatedStep | None = None
     for number, step in enumerate(outcome.steps, start=1):
         scores = step.scores - (before.scores if before else 0)
         engine_steps = step.engine_steps - (before.engine_steps if before else 0.0)
         sampled = step.sampled - (before.sampled if before else 0.0)
         active = step.done_s - step.begun_s
-        metrics = {f"processor_s/{part}": seconds * scores for part, seconds in SPENT.items()}
-        metrics |= {"processor_s/engines": 0.018 * engine_steps + 0.00045 * sampled, "processor_s/trainers": active / 2}
-        metrics |= {"timing_step_active": active, "timing_forward_total": TRUTH.train_token_s * step.tokens}
+        metrics = {"timing_step_active": active, "timing_forward_total": TRUTH.train_token_s * step.tokens}
+        if processor_seconds:
+            metrics |= {f"processor_s/{part}": seconds * scores for part, seconds in SPENT.items()}
+            metrics |= {"processor_s/engines": 0.018 * engine_steps + 0.00045 * sampled, "processor_s/trainers": active / 2}
         log.append("step_metrics", {"step": number, "metrics": metrics})
         before = step
     log.close()
@@ -108,31 +121,32 @@ def test_times_that_are_known_are_found_again_and_tell_those_of_other_configurat
     found = calibrate(run, ranks=1)
     assert found.step_s == pytest.approx(outcome.step_s)
     for sequences in (32, 64):  # as many as ran there; 55 cached tokens each
-        rate = found.load.engine.tokens_per_s(sequences, 55 * sequences)
+        rate = found.latencies.engine.tokens_per_s(sequences, 55 * sequences)
         assert rate == pytest.approx(TRUTH.engine.tokens_per_s(sequences), rel=0.2)
-    assert found.load.train_step_s == pytest.approx(0.4, rel=0.02)
-    assert found.load.train_token_s == pytest.approx(0.0005, rel=0.02)
-    assert found.load.sync_s == pytest.approx(0.06)
-    assert found.costs is not None
-    assert found.costs.rollout_s == pytest.approx(0.002)
-    assert found.costs.request_s == pytest.approx(0.003, rel=0.02)
-    assert found.costs.engine_step_s == pytest.approx(0.018, rel=0.3)  # tokens under way at a train step's end blur it
-    assert found.costs.engine_token_s == pytest.approx(0.00045, rel=0.3)
-    cluster = Cluster(servers=1, ranks=1, server_capacity=128)
+    assert found.latencies.train_step_s == pytest.approx(0.4, rel=0.02)
+    assert found.latencies.train_token_s == pytest.approx(0.0005, rel=0.02)
+    assert found.latencies.sync_s == pytest.approx(0.06)
+    costs = found.host_costs
+    assert costs is not None
+    assert costs.rollout_s == pytest.approx(0.006)
+    assert costs.training_share == pytest.approx(0.5)
+    assert costs.engine_step_s == pytest.approx(0.018, rel=0.3)
+    assert costs.engine_token_s == pytest.approx(0.00045, rel=0.3)
+    cluster = SimulatedCluster(servers=1, ranks=1, server_capacity=128)
     for name, change in OTHERS.items():
         settings = msgspec.structs.replace(LENGTHS, seed=7, **change)
         other, real = recorded(tmp_path / name, settings)
-        told = simulate(settings, cluster, found.load)
+        told = simulate(settings, cluster, found.latencies)
         assert told.step_s == pytest.approx(real.step_s, rel=0.12), name
-        spent = measured_step_s([row["metrics"] for row in rows(other, "step_metrics")])
-        assert found.costs.step_s(told.steps) == pytest.approx(spent, rel=0.12), name
+        spent = measure_processor_step_s([row["metrics"] for row in rows(other, "step_metrics")])
+        assert costs.estimate_step_s(told.steps) == pytest.approx(spent, rel=0.12), name
 
 
 OTHERS: dict[str, dict[str, Any]] = {
-    "synchronous": {"max_async": 0},
-    "one_ahead": {"max_async": 1},
-    "half_batch": {"groups_per_batch": 4},
-    "few_lanes": {"prompts_per_server": 4},
+    "synchronous": {"max_async_rollout": 0},
+    "one_ahead": {"max_async_rollout": 1},
+    "half_batch": {"prompts_batch_size_for_trainer": 4},
+    "few_lanes": {"max_concurrent_prompts_per_server": 4},
     "large_groups": {"group_size": 8},
 }
 
@@ -170,32 +184,43 @@ def test_a_run_is_told_by_the_calibrations_next_to_it() -> None:
 
 
 def test_a_run_that_does_not_say_its_processor_time_is_calibrated_without(tmp_path: Path) -> None:
-    assert fit_costs([{"processor_s/workers": 1.0}], WORK) is None
-    assert measured_step_s([{"loss": 1.0}]) is None
+    run, _ = recorded(tmp_path / "run", msgspec.structs.replace(LENGTHS, number_of_steps=3), processor_seconds=False)
+    found = calibrate(run, ranks=1)
+    assert (found.host_costs, found.processor_step_s) == (None, None)
+    assert measure_processor_step_s([{"processor_s/workers": 1.0}]) is None
 
 
-def test_costs_are_totals_over_what_was_done() -> None:
-    """The engine's are 20 ms a step and 1 ms a token: 100 steps and 2,000 tokens, then 200 and 1,000."""
-    row = {f"processor_s/{part}": seconds for part, seconds in zip(PARTS, (1.0, 2.0, 3.0, 4.0, 10.0), strict=True)}
-    costs = fit_costs([row, row | {"processor_s/engines": 5.0}], WORK)
-    assert costs is not None
-    assert (costs.engine_step_s, costs.engine_token_s) == pytest.approx((0.02, 0.001))
-    assert msgspec.structs.replace(costs, engine_step_s=0.0, engine_token_s=0.0) == Costs(
-        engine_step_s=0.0, engine_token_s=0.0, request_s=0.06, score_s=0.08, rollout_s=0.04, train_step_s=2.5,
-        train_token_s=0.0075,
+def test_host_costs_are_added_up_over_what_lies_between_the_ends_of_two_train_steps() -> None:
+    """2 ms a rollout, 10 ms an engine's step, 0.1 ms a token, and half of a trainer's 4 and 6 seconds."""
+    costs = HostCosts(rollout_s=0.002, engine_step_s=0.01, engine_token_s=0.0001, training_share=0.5)
+    first = STEP
+    second = msgspec.structs.replace(first, begun_s=10.0, done_s=16.0, sampled=5000.0, engine_steps=300.0, scores=150)
+    spent = (0.002 * 50 + 0.01 * 100 + 0.0001 * 1000 + 2.0, 0.002 * 100 + 0.01 * 200 + 0.0001 * 4000 + 3.0)
+    assert costs.estimate_step_s([first]) == pytest.approx(spent[0])
+    assert costs.estimate_step_s([first, second]) == pytest.approx(sum(spent) / 2)
+
+
+def test_an_engines_step_costs_what_it_takes_alone_and_tokens_have_the_rest_of_what_was_spent() -> None:
+    """Two train steps behind one for warming up: 300 engine steps of 10 ms, 3,000 tokens, 9 seconds of the engines."""
+    journal = _JournalFacts(
+        trains={1: (0.0, 100), 2: (10.0, 100), 3: (20.0, 100)}, trained={1: 4.0, 2: 14.0, 3: 26.0}, scored=[3.0, 11.0, 25.0],
+        answered={"early": (2.0, 500), "a": (12.0, 2000), "b": (22.0, 1000)},
     )  # fmt: skip
+    row = {f"processor_s/{part}": seconds for part, seconds in zip(PROCESSES, (1.0, 2.0, 3.0, 4.5, 5.0), strict=True)}
+    times = EngineTimes(step_s=0.01)
+    fitted = FittedEngine(times, 0.0, 0.0, {"early": 50.0, "a": 100.0, "b": 200.0})
+    found = _find_host_costs(journal, dict.fromkeys((1, 2, 3), row), fitted)
+    # the trainers: 10 seconds of processors in 4 + 6 of training
+    assert found == HostCosts(rollout_s=12.0 / 2, engine_step_s=0.01, engine_token_s=6.0 / 3000, training_share=1.0)
+    slow = FittedEngine(EngineTimes(step_s=1.0), 0.0, 0.0, fitted.steps)
+    found = _find_host_costs(journal, dict.fromkeys((1, 2, 3), row), slow)
+    assert found is not None
+    assert (found.engine_step_s, found.engine_token_s) == (9.0 / 300, 0.0)  # no more than was spent in all
 
 
-def test_a_step_of_the_engine_costs_no_more_than_it_takes() -> None:
-    rows = [{f"processor_s/{part}": seconds for part in PARTS} for seconds in (4.0, 5.0)]
-    costs = fit_costs(rows, msgspec.structs.replace(WORK, step_wall_s=0.01))
-    assert costs is not None
-    assert (costs.engine_step_s, costs.engine_token_s) == pytest.approx((0.01, (9.0 - 0.01 * 300) / 3000))
-
-
-WORK = Work(
-    engine_steps=(100.0, 200.0), sampled=(2000.0, 1000.0), step_wall_s=1.0, requests=100, scores=50, tokens=2000,
-    token_share=0.75,
+STEP = SimulatedStep(
+    begun_s=1.0, done_s=5.0, committed_s=6.0, rollouts=40, tokens=2000, sampled=1000.0, generating_s=4.0, paused_s=0.0,
+    sequence_s=40.0, engine_steps=100.0, scores=50,
 )  # fmt: skip
 
 
@@ -207,13 +232,13 @@ def test_what_a_step_takes_by_itself_is_what_requests_saw_that_ran_alone() -> No
     features = np.array([[10.0, 10 * beside] for beside in (*crowd, *[1.0] * 6)])
     took = features @ [0.003, 0.0005] * np.array([*(crowd / 60), *[1.0] * 6])
     assert least_squares(features, took)[0] == 0.0
-    assert _fit(features, took)[0] == pytest.approx(0.0035)
+    assert _fit_times(features, took)[0] == pytest.approx(0.0035)
 
 
 @pytest.mark.timeout(900)
 def test_a_plan_from_a_run_names_its_times(tmp_path: Path) -> None:
     play(tmp_path, "run", ("experiment=fake", "number_of_steps=3", "inference.fake_token_s=0.01", "backend.step_s=0.1"))
-    command = [sys.executable, "-m", "telescope.plan", "experiment=fake", *ALWAYS, "--calibrate", str(tmp_path / "run")]
+    command = [sys.executable, "-m", "telescope", "plan", "experiment=fake", *ALWAYS, "--calibrate", str(tmp_path / "run")]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     assert "Calibrated on " in answer.stdout
     assert "Simulated (3 steps): a step takes " in answer.stdout
@@ -260,42 +285,6 @@ def test_of_all_coefficients_without_a_negative_one_least_squares_find_the_best(
         assert ((features @ found - values) ** 2).sum() <= all_sets(features, values) * (1 + 1e-6) + 1e-12
 
 
-def engine(
-    seconds: Sequence[float], steps: Sequence[float], sampled: Sequence[float], wall: float = 1.0
-) -> tuple[float, float]:
-    return _engine(seconds, msgspec.structs.replace(WORK, engine_steps=tuple(steps), sampled=tuple(sampled), step_wall_s=wall))
-
-
-def test_steps_that_cannot_be_told_apart_give_half_to_the_engines_step_and_half_to_its_tokens() -> None:
-    half = pytest.approx((0.02, 0.001))
-    assert engine([4.0], [100], [2000]) == half
-    assert engine([4.0, 4.0], [100, 100], [2000, 2000]) == half
-    assert engine([4.0], [100], [2000], wall=0.01) == pytest.approx((0.01, 0.0015))
-
-
-def test_an_engine_that_spent_less_where_it_sampled_more_has_spent_all_of_it_on_its_steps_and_no_more() -> None:
-    """The slope of the tokens is below 0, and that of the steps alone would come to 5.4 seconds of the 5."""
-    assert engine([1.0, 4.0], [100, 200], [2000, 1000]) == pytest.approx((5 / 300, 0.0))
-
-
-AMOUNT = st.floats(0, 1e6)
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.floats(0, 1e5), AMOUNT, AMOUNT), min_size=1, max_size=6), st.floats(1e-9, 10))
-def test_what_the_engines_spent_is_shared_out_and_nothing_is_negative(
-    spent: list[tuple[float, float, float]], wall: float
-) -> None:
-    seconds, steps, sampled = ([row[part] for row in spent] for part in range(3))
-    step_s, token_s = engine(seconds, steps, sampled, wall)
-    assert 0 <= step_s <= wall
-    assert 0 <= token_s < float("inf")
-    shared = step_s * sum(steps) + token_s * sum(sampled)
-    assert shared <= sum(seconds) * (1 + 1e-9) + 1e-9
-    if sum(sampled) >= 1:
-        assert shared == pytest.approx(sum(seconds), abs=1e-6)
-
-
 REQUEST = st.tuples(
     st.integers(0, 5), st.integers(0, 3), st.integers(1, 500), st.integers(0, 500), st.floats(0, 3), st.booleans()
 )
@@ -335,13 +324,13 @@ def test_any_finished_requests_give_times_that_a_simulation_takes(
 
 def test_a_line_through_train_steps_is_believed_only_where_it_is_seen() -> None:
     tokens = np.array([1000.0, 2000, 3000, 4000, 5000, 6000])
-    fixed, token_s = _line(tokens, 0.5 + 0.001 * tokens)
+    fixed, token_s = _fit_line(tokens, 0.5 + 0.001 * tokens)
     assert (fixed, token_s) == pytest.approx((0.5, 0.001))
-    assert _line(tokens, np.array([0.4, 0.6, 0.5, 0.4, 0.6, 0.5])) == (0.5, 0.0)
+    assert _fit_line(tokens, np.array([0.4, 0.6, 0.5, 0.4, 0.6, 0.5])) == (0.5, 0.0)
 
 
 def test_what_is_in_progress_is_averaged_over_time() -> None:
-    beside = Progress([(0.0, 10.0, 1.0), (5.0, 10.0, 1.0)])
+    beside = TimeOverlap([(0.0, 10.0, 1.0), (5.0, 10.0, 1.0)])
     assert beside.over(0, 10) == pytest.approx(1.5)
     assert beside.over(5, 10) == pytest.approx(2.0)
     assert beside.over(10, 20) == pytest.approx(0.0)
@@ -350,5 +339,5 @@ def test_what_is_in_progress_is_averaged_over_time() -> None:
 def test_smaller_groups_have_equal_rewards_more_often() -> None:
     """Three groups of four: 1 1 1 1, 1 1 1 0, 1 1 0 0. Pairs agree in (6 + 3 + 2) of 18 cases, triples in (4 + 1) of 12."""
     rewards = {number: float(text) for number, text in enumerate("111111101100")}
-    journal = _Journal(rewards=rewards, complete={0, 1, 2})
-    assert _equal_shares(journal, 4) == pytest.approx((11 / 18, 5 / 12, 1 / 3, (1 / 3) ** 2 / (5 / 12)))
+    journal = _JournalFacts(rewards=rewards, complete={0, 1, 2})
+    assert _count_equal_shares(journal, 4) == pytest.approx((11 / 18, 5 / 12, 1 / 3, (1 / 3) ** 2 / (5 / 12)))

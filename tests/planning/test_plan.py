@@ -1,4 +1,4 @@
-"""`python -m telescope.plan` in process: what it prints, what it refuses, and the pure functions behind it."""
+"""`python -m telescope plan` in process: what it prints, what it refuses, and the pure functions behind it."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from telescope.cli.plan import main
 from telescope.compose.load import load_points, places_for
 from telescope.config.parts import LoraSettings
 from telescope.config.run import RunConfig
-from telescope.flow.latency import Load, constant
-from telescope.plan import main
 from telescope.planning.cards import CARDS
 from telescope.planning.forecast import (
-    assumed_load,
-    best,
+    assume_latencies,
+    choose_split,
     cluster_of,
     forecast,
     kv_tokens,
     rows_a_rank,
-    splits,
+    try_splits,
 )
-from telescope.planning.room import (
-    Refused,
+from telescope.planning.latencies import Latencies, constant
+from telescope.planning.memory import (
+    PlanRefused,
     check_memory,
-    divided_as,
-    serving,
-    training,
+    divide,
+    estimate_rank,
+    estimate_server,
+    shape_of,
 )
-from telescope.planning.shapes import shape_of
 
 SMALL = ("model=qwen2.5-0.5b", "rollout.max_tokens=512", "number_of_steps=12", "cluster.trainer_num_workers=1")
 
@@ -115,12 +115,12 @@ def test_a_bigger_card_holds_more_and_reads_faster() -> None:
     config, shape = composed(*SMALL), shape_of("Qwen/Qwen2.5-0.5B")
     small, large = CARDS["h100"], CARDS["h200"]
     assert kv_tokens(config, shape, large) > kv_tokens(config, shape, small)
-    assert assumed_load(config, shape, large).engine.step_s < assumed_load(config, shape, small).engine.step_s
+    assert assume_latencies(config, shape, large).engine.step_s < assume_latencies(config, shape, small).engine.step_s
 
 
 def test_the_assumed_decode_times_meet_the_measured_3b_model() -> None:
     """One H200, 3B, bfloat16: 64 sequences in 3.7 ms, 256 in 7.7 ms; see docs/planning.md."""
-    engine = assumed_load(composed("model=qwen2.5-3b"), shape_of("Qwen/Qwen2.5-3B"), CARDS["h200"]).engine
+    engine = assume_latencies(composed("model=qwen2.5-3b"), shape_of("Qwen/Qwen2.5-3B"), CARDS["h200"]).engine
     assert 64 / engine.tokens_per_s(64, 64 * 400) == pytest.approx(3.7e-3, rel=0.15)
     assert 256 / engine.tokens_per_s(256, 256 * 400) == pytest.approx(7.7e-3, rel=0.15)
 
@@ -133,7 +133,7 @@ def test_the_assumed_training_meets_the_measured_small_model() -> None:
             "model=qwen3-0.6b", "cluster.trainer_num_workers=1", "trainer.seq_len=16384", "rollout.max_tokens=3700",
             f"backend.gradient_checkpointing={checkpointing}",
         )  # fmt: skip
-        load = assumed_load(config, shape, CARDS["h200"], completion_tokens=1800)
+        load = assume_latencies(config, shape, CARDS["h200"], completion_tokens=1800)
         assert 1 / load.train_token_s == pytest.approx(rate, rel=0.15)
 
 
@@ -213,10 +213,10 @@ def test_settings_become_the_simulators_cluster() -> None:
 
 def test_rows_are_packed_for_the_fullest_rank() -> None:
     config = composed(*SMALL, "orchestrator.prompts_batch_size_for_trainer=4", "rollout.group_size=4", "trainer.seq_len=4096")
-    load = assumed_load(config, shape_of("Qwen/Qwen2.5-0.5B"), CARDS["h100"])
+    load = assume_latencies(config, shape_of("Qwen/Qwen2.5-0.5B"), CARDS["h100"])
     even = msgspec.structs.replace(load, prompt_tokens=constant(100), completion_tokens=constant(412))
     assert rows_a_rank(config, even) == 2  # 16 of 512 tokens in rows of 4,096
-    assert rows_a_rank(divided_as(config, 1, 3), even) == 1  # 6, 5 and 5
+    assert rows_a_rank(divide(config, 1, 3), even) == 1  # 6, 5 and 5
 
 
 def test_ranks_that_share_rows_hold_parts_of_them_and_pack_together() -> None:
@@ -229,15 +229,15 @@ def test_ranks_that_share_rows_hold_parts_of_them_and_pack_together() -> None:
         "backend.context_parallel_size=2",
     )
     shape = shape_of("Qwen/Qwen2.5-0.5B")
-    alone, together = training(config, shape), training(paired, shape)
+    alone, together = estimate_rank(config, shape), estimate_rank(paired, shape)
     assert alone is not None
     assert together is not None
     assert (2 * together.kept, 2 * together.at_work) == (alone.kept, alone.at_work)
     assert together.weights == alone.weights
-    load = assumed_load(paired, shape, CARDS["h100"])
-    assert load.train_token_s > assumed_load(config, shape, CARDS["h100"]).train_token_s
-    assert rows_a_rank(paired, load) == rows_a_rank(divided_as(config, 1, 2), load)
-    ranks = [split.ranks for split in splits(paired, 6, lambda divided: assumed_load(divided, shape, CARDS["h100"]))]
+    load = assume_latencies(paired, shape, CARDS["h100"])
+    assert load.train_token_s > assume_latencies(config, shape, CARDS["h100"]).train_token_s
+    assert rows_a_rank(paired, load) == rows_a_rank(divide(config, 1, 2), load)
+    ranks = [split.ranks for split in try_splits(paired, 6, lambda divided: assume_latencies(divided, shape, CARDS["h100"]))]
     assert ranks == [4, 2]
 
 
@@ -248,7 +248,7 @@ def test_splits_are_those_that_the_settings_of_the_backend_allow() -> None:
         "backend.reshard_after_forward=2",
     )  # fmt: skip
     shape = shape_of("Qwen/Qwen2.5-0.5B")
-    ranks = [split.ranks for split in splits(config, 10, lambda divided: assumed_load(divided, shape, CARDS["h100"]))]
+    ranks = [split.ranks for split in try_splits(config, 10, lambda divided: assume_latencies(divided, shape, CARDS["h100"]))]
     assert ranks == [8]
 
 
@@ -260,18 +260,18 @@ def test_splits_are_those_that_the_settings_of_the_backend_allow() -> None:
      "of backend=fsdp allow: give another --gpus"),
 ])  # fmt: skip
 def test_cards_that_can_not_be_divided_are_refused_in_words(overrides: list[str], gpus: int, sentence: str) -> None:
-    with pytest.raises(Refused, match=f"^{re.escape(sentence)}"):
-        list(splits(composed(*SMALL, *overrides), gpus, lambda divided: pytest.fail("nothing is simulated")))
+    with pytest.raises(PlanRefused, match=f"^{re.escape(sentence)}"):
+        list(try_splits(composed(*SMALL, *overrides), gpus, lambda divided: pytest.fail("nothing is simulated")))
 
 
 def test_the_divisions_of_many_cards_are_chosen_among_the_possible_ones() -> None:
     """Of 91 cards 30 divisions have servers of 3 cards: 24 of these are shown, the first and the last among them."""
     config = composed(*SMALL, "inference.tensor_parallel_size=3", "cluster.inference_num_workers=3", "number_of_steps=1")
 
-    def refuse(divided: RunConfig) -> Load:
-        raise Refused("not now")
+    def refuse(divided: RunConfig) -> Latencies:
+        raise PlanRefused("not now")
 
-    servers = [split.servers for split in splits(config, 91, refuse)]
+    servers = [split.servers for split in try_splits(config, 91, refuse)]
     assert len(servers) == 24
     assert (servers[0], servers[-1]) == (3, 90)
     assert all(count % 3 == 0 for count in servers)
@@ -281,7 +281,7 @@ def test_weights_take_their_transports_time() -> None:
     """3B in bfloat16 over NCCL took 37 ms until all was in, and 7.7 ms to commit (benchmarks/results/updates)."""
     shape, card = shape_of("Qwen/Qwen2.5-3B"), CARDS["h200"]
     times = {
-        transport: assumed_load(composed("model=qwen2.5-3b", f"weight_sync.transport={transport}"), shape, card)
+        transport: assume_latencies(composed("model=qwen2.5-3b", f"weight_sync.transport={transport}"), shape, card)
         for transport in ("auto", "nccl", "cuda_ipc", "disk")
     }
     assert times["auto"].sync_s == times["nccl"].sync_s == pytest.approx(0.037, rel=0.1)
@@ -295,22 +295,22 @@ def test_every_division_is_tried_and_the_fastest_is_best() -> None:
 
     def load_of(divided: RunConfig) -> object:
         if divided.cluster.trainer_num_workers == 1:
-            raise Refused("too small")
-        return assumed_load(divided, shape, CARDS["h100"])
+            raise PlanRefused("too small")
+        return assume_latencies(divided, shape, CARDS["h100"])
 
-    divisions = list(splits(config, 5, load_of))  # type: ignore[arg-type]
+    divisions = list(try_splits(config, 5, load_of))  # type: ignore[arg-type]
     assert [(split.servers, split.ranks) for split in divisions] == [(1, 4), (2, 3), (3, 2), (4, 1)]
     assert divisions[-1].problem == "too small"
-    chosen = best(divisions)
+    chosen = choose_split(divisions)
     assert chosen is not None
     assert chosen.outcome is not None
     assert chosen.outcome.tokens_per_s == max(split.outcome.tokens_per_s for split in divisions if split.outcome)
-    assert len(list(splits(composed(*SMALL, "number_of_steps=1"), 200, load_of))) == 24  # type: ignore[arg-type]
+    assert len(list(try_splits(composed(*SMALL, "number_of_steps=1"), 200, load_of))) == 24  # type: ignore[arg-type]
 
 
 def test_a_forecast_trains_what_the_configuration_says() -> None:
     config = composed(*SMALL, "orchestrator.max_async_rollout=0")
-    outcome = forecast(config, assumed_load(config, shape_of("Qwen/Qwen2.5-0.5B"), CARDS["h100"]))
+    outcome = forecast(config, assume_latencies(config, shape_of("Qwen/Qwen2.5-0.5B"), CARDS["h100"]))
     assert len(outcome.steps) == 12
     assert all(step.rollouts == 128 for step in outcome.steps)
     assert outcome.counts.age_max == 0
@@ -319,14 +319,14 @@ def test_a_forecast_trains_what_the_configuration_says() -> None:
 def test_memory_is_that_of_the_settings() -> None:
     config, shape = composed(*SMALL), shape_of("Qwen/Qwen2.5-0.5B")
     check_memory(config, shape, CARDS["h100"])
-    plain = training(config, shape)
-    sgd = training(composed(*SMALL, "backend.optimizer=sgd"), shape)
-    fake = training(composed("experiment=fake"), shape)
+    plain = estimate_rank(config, shape)
+    sgd = estimate_rank(composed(*SMALL, "backend.optimizer=sgd"), shape)
+    fake = estimate_rank(composed("experiment=fake"), shape)
     assert plain is not None
     assert sgd is not None
     assert plain.total - sgd.total == plain.moments == 8 * shape.parameters
     assert fake is None
-    assert serving(config, shape, CARDS["h100"]).kv_bytes_per_token == 12_288
+    assert estimate_server(config, shape, CARDS["h100"]).kv_bytes_per_token == 12_288
 
 
 def test_adapters_need_a_fraction_of_that_and_compiled_layers_less() -> None:
@@ -337,16 +337,16 @@ def test_adapters_need_a_fraction_of_that_and_compiled_layers_less() -> None:
     config = composed(*long, *everything, "backend.compile=true")
     check_memory(config, shape, CARDS["h200"])
     eager = config.backend.model_copy(update={"compile": False})
-    with pytest.raises(Refused):
+    with pytest.raises(PlanRefused):
         check_memory(config.model_copy(update={"backend": eager}), shape, CARDS["h200"])
     adapters = config.model.model_copy(update={"lora": LoraSettings(rank=16)})
-    compiled, adapted = training(config, shape), training(config.model_copy(update={"model": adapters}), shape)
+    compiled, adapted = estimate_rank(config, shape), estimate_rank(config.model_copy(update={"model": adapters}), shape)
     assert compiled is not None
     assert adapted is not None
     assert compiled.needed == int(1.03 * compiled.total) + 2**30
     assert adapted.gradients == 4 * 33_030_144
     served = config.inference.model_copy(update={"max_model_len": 8192})
-    joined = training(config.model_copy(update={"inference": served}), shape)  # no sample fills a row: attention in parts
+    joined = estimate_rank(config.model_copy(update={"inference": served}), shape)  # no sample fills a row: attention in parts
     assert joined is not None
     assert joined.kept - compiled.kept == 16_384 * 36 * 2 * 4096
 
@@ -359,7 +359,7 @@ def test_4b_at_65k_needs_two_h100_or_moments_on_the_host() -> None:
         "orchestrator.prompts_batch_size_for_trainer=8",
     )  # fmt: skip
     shape, card = shape_of("Qwen/Qwen3-4B"), CARDS["h100"]
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(PlanRefused) as refused:
         check_memory(composed(*long), shape, card)
     said = str(refused.value)
     assert "A trainer rank needs about 92.0 GiB, and an H100 has 79.0 GiB" in said
@@ -406,7 +406,7 @@ def test_the_placement_names_hosts_gpus_threads_and_where_sockets_bind(say: Call
 
 def test_the_placement_of_the_docs_is_printed_as_there(say: Callable[..., tuple[int, str]]) -> None:
     page = (Path(__file__).resolve().parents[2] / "docs/launching.md").read_text(encoding="utf-8")
-    block = page.partition("    $ python -m telescope.plan ")[2].partition("\n\n")[0].replace("\\\n", "")
+    block = page.partition("    $ telescope plan ")[2].partition("\n\n")[0].replace("\\\n", "")
     command, *printed = (line.removeprefix("    ") for line in block.splitlines())
     code, said = say(*command.split())
     assert code == 0

@@ -12,18 +12,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
-from telescope._launch.plan import Plan, ProcessPlan, ProcessRole, write_plan
+from telescope._launch.process_plan import LaunchPlan, ProcessPlan, ProcessRole, write_plan
 from telescope.runlog.layout import RunDirectory
+from telescope.wire.supervisor_channel import FenceServer, RunEnding, RunUnderway
 
 STAND_IN = str(Path(__file__).with_name("stand_in.py"))
 START = (
-    "import json, sys; from pathlib import Path; from telescope._launch.node import supervise; "
-    "from telescope._launch.terms import Patience; "
+    "import json, sys; from pathlib import Path; from telescope._launch.supervisor import supervise; "
+    "from telescope._launch.supervisor import SupervisorTimeouts; "
     "from telescope.runlog.layout import RunDirectory; "
-    "sys.exit(supervise(RunDirectory(Path(sys.argv[1])), Patience(**json.loads(sys.argv[2]))))"
+    "sys.exit(supervise(RunDirectory(Path(sys.argv[1])), SupervisorTimeouts(**json.loads(sys.argv[2]))))"
 )
 PROMISED_S = 10.0
 """Within which whatever fails, is killed or interrupted is over; measured in the slow lane, on a machine of its own."""
@@ -43,7 +45,7 @@ class Launched:
 
     run: RunDirectory
     supervisor: subprocess.Popen[str]
-    plan: Plan
+    plan: LaunchPlan
     seen: set[psutil.Process] = field(default_factory=set)
 
     def wait_until_up(self, *names: str) -> None:
@@ -83,18 +85,33 @@ class Launched:
 Launch = Callable[..., Launched]
 
 
+def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not {what}"
+        time.sleep(0.02)
+
+
+def tell_supervisor(run: RunDirectory, message: RunUnderway | RunEnding | FenceServer) -> None:
+    """As the orchestrator, which is a stand-in that relays; what happens next comes after it."""
+    line, said = msgspec.json.encode(message) + b"\n", run.path / "said"
+    with (run.path / "say").open("ab") as pipe:
+        pipe.write(line)
+    until(lambda: said.exists() and line in said.read_bytes(), "said")
+
+
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Launch]:
     started: list[Launched] = []
 
     def start(
-        *processes: ProcessPlan, progress: bool = False, log_to_console: bool = False, restarts: int = 0, **patience: float
+        *processes: ProcessPlan, progress: bool = False, log_to_console: bool = False, restarts: int = 0, **timeouts: float
     ) -> Launched:
         run = RunDirectory.create(tmp_path / f"run-{len(started)}")
-        plan = Plan("cpu", processes, progress, log_to_console, restarts)
+        plan = LaunchPlan("cpu", processes, progress, log_to_console, restarts)
         write_plan(plan, run.plan_json)
         supervisor = subprocess.Popen(
-            [sys.executable, "-c", START, str(run.path), json.dumps(patience)],
+            [sys.executable, "-c", START, str(run.path), json.dumps(timeouts)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -4,6 +4,7 @@ import json
 import os
 import select
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -60,6 +61,34 @@ def obey(run: Path, name: str) -> int:
     return 0
 
 
+def supervisor_channel() -> socket.socket:
+    return socket.socket(fileno=int(os.environ["TELESCOPE_SUPERVISOR_FD"]))
+
+
+def note_heard(run: Path, channel: socket.socket) -> None:
+    with (run / "heard").open("ab") as file:
+        file.write(channel.recv(65_536) + b"\n")
+
+
+def relays(run: Path, name: str) -> int:
+    """An orchestrator that tells the supervisor each line written to the pipe `say` (and then notes it in `said`),
+    and writes what it hears to `heard`."""
+    on_term(143)
+    channel = supervisor_channel()
+    os.mkfifo(run / "say")
+    lines = os.open(run / "say", os.O_RDWR)
+    ready(run, name)
+    while True:
+        readable, _, _ = select.select([lines, channel], [], [])
+        if lines in readable:
+            for line in os.read(lines, 65_536).splitlines():
+                channel.send(line)
+                with (run / "said").open("ab") as file:
+                    file.write(line + b"\n")
+        if channel in readable:
+            note_heard(run, channel)
+
+
 def finish(run: Path, name: str, seconds: str = "0") -> int:
     on_term(143)
     ready(run, name)
@@ -71,6 +100,15 @@ def finish(run: Path, name: str, seconds: str = "0") -> int:
 def closing(run: Path, name: str) -> int:
     """Has done all, and is told of a failure before it has ended."""
     on_term(0)
+    ready(run, name)
+    time.sleep(FOREVER_S)
+    return 1
+
+
+def closing_badly(run: Path, name: str, message: str) -> int:
+    """Has failed for a reason of its own, and is told of another failure before it has ended."""
+    (run / "failures" / f"{name}.txt").write_text(message)
+    on_term(1)
     ready(run, name)
     time.sleep(FOREVER_S)
     return 1
@@ -113,9 +151,13 @@ def deaf(run: Path, name: str) -> int:
 
 
 def waits_for_the_signal(run: Path, name: str) -> int:
-    """As one that still imports: it has let no signal in when one comes, and deals with it later."""
+    """As one that still imports: it has let no signal in when one comes, and deals with it later. Then it notes what it
+    has heard of the supervisor."""
     ready(run, name)
     came = signal.sigtimedwait((signal.SIGTERM, signal.SIGINT, signal.SIGHUP), 60)
+    channel = supervisor_channel()
+    while select.select([channel], [], [], 0)[0]:
+        note_heard(run, channel)
     (run / "summary.json").write_text('{"steps": 0}')
     return 128 + came.si_signo if came else 1
 
@@ -228,7 +270,8 @@ def notes(run: Path, name: str) -> int:
 BEHAVIOURS = {
     function.__name__: function
     for function in (
-        closing, obey, finish, crash, follow, confess, deaf, waits_for_the_signal, family, engine_owner, leave_orphan,
+        closing, closing_badly, obey, relays,
+        finish, crash, follow, confess, deaf, waits_for_the_signal, family, engine_owner, leave_orphan,
         stop_shim, signal_group, show_environment, write_status, notes,
     )
 }  # fmt: skip

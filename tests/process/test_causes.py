@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from telescope._launch.causes import root_cause
-from telescope._launch.processes import Ending
+from telescope._launch.causes import find_root_cause
+from telescope._launch.child_processes import ProcessEnd
 from telescope.runlog.layout import RunDirectory
 
 NAMES = ("orchestrator", "worker-0", "trainer-0")
@@ -22,21 +22,21 @@ def run(tmp_path: Path) -> RunDirectory:
     return run
 
 
-def sentence(run: RunDirectory, **endings: Ending) -> tuple[str, str]:
-    cause = root_cause(run, NAMES, {name.replace("_", "-"): ending for name, ending in endings.items()})
+def sentence(run: RunDirectory, **endings: ProcessEnd) -> tuple[str, str]:
+    cause = find_root_cause(run, NAMES, {name.replace("_", "-"): ending for name, ending in endings.items()})
     assert cause is not None
     return cause.process, cause.sentence
 
 
 def test_a_process_that_left_with_0_and_without_a_word_is_not_only_said_to_be_silent(run: RunDirectory):
     told = f"worker-0 ended with exit code 0 while the run went on, without a word. {SILENT}"
-    assert sentence(run, orchestrator=Ending(70, at=30.0), worker_0=Ending(0, at=10.0)) == ("worker-0", told)
+    assert sentence(run, orchestrator=ProcessEnd(70, at=30.0), worker_0=ProcessEnd(0, at=10.0)) == ("worker-0", told)
 
 
-@pytest.mark.parametrize("worker", [Ending(0, at=31.0), Ending(0, at=10.0, ordered=True)])
-def test_one_that_left_after_the_orchestrator_or_was_told_to_is_not_said_to_have_left(run: RunDirectory, worker: Ending):
-    assert sentence(run, orchestrator=Ending(70, at=30.0), worker_0=worker) == ("worker-0", SILENT)
+@pytest.mark.parametrize("worker", [ProcessEnd(0, at=31.0), ProcessEnd(0, at=10.0, ordered=True)])
+def test_one_that_left_after_the_orchestrator_or_was_told_to_is_not_said_to_have_left(run: RunDirectory, worker: ProcessEnd):
+    assert sentence(run, orchestrator=ProcessEnd(70, at=30.0), worker_0=worker) == ("worker-0", SILENT)
 
 
 def test_one_that_is_silent_and_alive_is_told_in_the_orchestrators_words(run: RunDirectory):
-    assert sentence(run, orchestrator=Ending(70, at=30.0)) == ("worker-0", SILENT)
+    assert sentence(run, orchestrator=ProcessEnd(70, at=30.0)) == ("worker-0", SILENT)

@@ -17,35 +17,37 @@ import msgspec
 import psutil
 import pytest
 
-from telescope import plan as plan_command
-from telescope._launch import join, meet
-from telescope._launch.plan import Host, Plan, ProcessPlan, make_plan, write_plan
-from telescope._launch.remote import Nodes
-from telescope._launch.standing import Standing
-from telescope._launch.talk import Assign, HeadTalk, NodeTalk, Orders, Report
+from telescope._launch.hosts import head_rendezvous
+from telescope._launch.hosts.node import is_heads_directory, make_own_directory
+from telescope._launch.hosts.node_identity import NodeIdentity
+from telescope._launch.hosts.node_protocol import AssignRun, HeadSocket, NodeOrders, NodeReport, NodeSocket
+from telescope._launch.hosts.other_nodes import OtherNodes
+from telescope._launch.process_plan import Host, LaunchPlan, ProcessPlan, make_plan, write_plan
+from telescope.cli import plan as plan_command
 from telescope.compose.load import load_points, places_for
 from telescope.runlog.identity import RunIdentity, write_identity
 from telescope.runlog.layout import RunDirectory, RunDirectoryInUse
-from tests.process.conftest import stand_in
+from telescope.wire.supervisor_channel import RunUnderway
+from tests.process.conftest import stand_in, tell_supervisor
 
 HEAD = """
 import json, sys
 from pathlib import Path
-from telescope._launch import join, meet
-from telescope._launch.node import supervise
-from telescope._launch.terms import Patience
-from telescope._launch.plan import read_plan
-from telescope._launch.remote import Nodes, NodesMissing
-from telescope._launch.talk import HeadTalk
+from telescope._launch.hosts.head_rendezvous import write_head_file
+from telescope._launch.supervisor import supervise
+from telescope._launch.supervisor import SupervisorTimeouts
+from telescope._launch.process_plan import read_plan
+from telescope._launch.hosts.other_nodes import NodesMissing, OtherNodes
+from telescope._launch.hosts.node_protocol import HeadSocket
 from telescope.runlog.identity import read_identity
 from telescope.runlog.layout import RunDirectory
 from telescope.wire.security import make_keys
 
 run, given = RunDirectory(Path(sys.argv[1])), json.loads(sys.argv[2])
 plan = read_plan(run.plan_json)
-talk = HeadTalk("tcp://127.0.0.1:*", bytes(32), range(1, given["nodes"]))
-meet.publish(run, talk.endpoint, bytes(32))
-nodes = Nodes(talk, given["nodes"], "hash", given["silent_s"], print)
+socket = HeadSocket("tcp://127.0.0.1:*", bytes(32), range(1, given["nodes"]))
+write_head_file(run, socket.endpoint, bytes(32))
+nodes = OtherNodes(socket, given["nodes"], "hash", given["silent_s"], print)
 try:
     nodes.gather(given["gather_s"])
 except NodesMissing as error:
@@ -53,7 +55,7 @@ except NodesMissing as error:
     sys.exit(str(error))
 make_keys(run, plan.names)
 ports = nodes.assign(run, lambda node, shared: {}, read_identity(run).run_id)
-sys.exit(supervise(run, Patience(**given["patience"]), nodes, ports[1]))
+sys.exit(supervise(run, SupervisorTimeouts(**given["timeouts"]), nodes, ports[1]))
 """
 LIMIT_S = 60.0
 SILENT_S = 8.0
@@ -70,15 +72,15 @@ class Cluster:
 
     def start(self, *processes: tuple[int, ProcessPlan], nodes: int = 2, gather_s: float = LIMIT_S, restarts: int = 0) -> None:
         plans = [ProcessPlan(**{**{f: getattr(p, f) for f in p.__struct_fields__}, "node": node}) for node, p in processes]
-        write_plan(Plan("cpu", tuple(plans), progress=False, max_server_restarts=restarts), self.run.plan_json)
+        write_plan(LaunchPlan("cpu", tuple(plans), progress=False, max_server_restarts=restarts), self.run.plan_json)
         write_identity(self.run, RunIdentity(1, "run", "attempt", "test", "", "hash", ()))
-        given = {"nodes": nodes, "silent_s": SILENT_S, "gather_s": gather_s, "patience": {"stop_s": 20.0, "grace_s": 20.0}}
+        given = {"nodes": nodes, "silent_s": SILENT_S, "gather_s": gather_s, "timeouts": {"stop_s": 20.0, "grace_s": 20.0}}
         self.command("-c", HEAD, str(self.run.path), json.dumps(given))
 
     def join(self, node: int = 1, *more: str) -> subprocess.Popen[str]:
         folder = str(self.run.path)
         return self.command(
-            "-m", "telescope._launch.join", "--run-dir", folder, "--node", str(node), "--interface", "127.0.0.2", *more
+            "-m", "telescope._launch.hosts.node", "--run-dir", folder, "--node", str(node), "--interface", "127.0.0.2", *more
         )
 
     def command(self, *arguments: str) -> subprocess.Popen[str]:
@@ -151,7 +153,7 @@ def test_a_node_that_is_killed_ends_the_run_with_its_name_and_nothing_is_left(cl
     assert code == 70
     assert "The run failed: node-1 (" in said
     assert "it died, or its link was cut" in said
-    assert cluster.run.verdict.read_text().startswith("node-1 (")
+    assert cluster.run.run_failure.read_text().startswith("node-1 (")
     assert cluster.left() == []
 
 
@@ -204,10 +206,10 @@ def test_a_process_that_can_not_be_started_elsewhere_ends_the_run(cluster: Clust
 
 
 def test_a_server_elsewhere_is_started_again(cluster: Cluster) -> None:
-    cluster.start((0, forever("orchestrator")), (1, forever("server-0")), restarts=2)
+    cluster.start((0, stand_in("orchestrator", "relays")), (1, forever("server-0")), restarts=2)
     node = cluster.join()
     cluster.until_up("orchestrator", "server-0")
-    cluster.run.underway.touch()
+    tell_supervisor(cluster.run, RunUnderway())
     first = cluster.pid("server-0")
     os.kill(first, signal.SIGKILL)
     cluster.until(lambda: cluster.pid("server-0") != first)
@@ -276,59 +278,59 @@ def test_nodes_that_do_not_come_are_named(cluster: Cluster) -> None:
 
 def test_a_node_with_other_settings_is_refused(cluster: Cluster) -> None:
     cluster.start((0, forever("orchestrator")))
-    found = meet.find(cluster.run, LIMIT_S)
-    talk = NodeTalk(found.endpoint, found.key, 1)
+    found = head_rendezvous.find_head(cluster.run, LIMIT_S)
+    sock = NodeSocket(found.endpoint, found.key, 1)
     deadline = time.monotonic() + LIMIT_S
     while cluster.head.poll() is None and time.monotonic() < deadline:
-        talk.say(Report(1, "a", "other", _host()))
+        sock.send(NodeReport(1, "a", "other", _host()))
         time.sleep(0.05)
-    talk.close()
+    sock.close()
     assert "node-1 (here) was started with other settings (hash other, here hash)" in cluster.ended(cluster.head)[1]
 
 
 def test_a_host_that_does_not_see_the_run_directory_takes_part_in_a_second_attempt_with_new_files(tmp_path: Path) -> None:
     """Its own directory has the run's id since the first one; with that one's keys and plan its processes would meet nobody."""
     heads = [RunIdentity(1, "run", attempt, "test", "", "hash", ()) for attempt in ("first", "second")]
-    told = [Assign("run", "/head", SILENT_S, {"run.json": msgspec.json.encode(head).decode()}) for head in heads]
+    told = [AssignRun("run", "/head", SILENT_S, {"run.json": msgspec.json.encode(head).decode()}) for head in heads]
     own = RunDirectory(tmp_path / "runs" / "mine_node-1")
-    assert not join.sees_the_heads(own, told[0])
-    join.make_own(own, "run")
+    assert not is_heads_directory(own, told[0])
+    make_own_directory(own, "run")
     write_identity(own, heads[0])
     own.log("trainer-1").write_text("of the first")
-    assert join.sees_the_heads(own, told[0])
-    assert not join.sees_the_heads(own, told[1])
-    join.make_own(own, "run")
+    assert is_heads_directory(own, told[0])
+    assert not is_heads_directory(own, told[1])
+    make_own_directory(own, "run")
     assert not own.log("trainer-1").exists()
     assert RunDirectory(own.earlier_attempt(1)).log("trainer-1").read_text() == "of the first"
     with pytest.raises(RunDirectoryInUse):
-        join.make_own(own, "another")
+        make_own_directory(own, "another")
 
 
 @pytest.fixture
-def talk() -> Iterator[HeadTalk]:
-    made = HeadTalk("tcp://127.0.0.1:*", bytes(32), (1,))
+def sock() -> Iterator[HeadSocket]:
+    made = HeadSocket("tcp://127.0.0.1:*", bytes(32), (1,))
     yield made
     made.close()
 
 
-def joined_by(cluster: Cluster, talk: HeadTalk, run_id: str, said: list[str]) -> tuple[Nodes, subprocess.Popen[str]]:
-    """A head of a run of its own on `talk`, and a node that has taken part."""
+def joined_by(cluster: Cluster, sock: HeadSocket, run_id: str, said: list[str]) -> tuple[OtherNodes, subprocess.Popen[str]]:
+    """A head of a run of its own on `sock`, and a node that has taken part."""
     run = RunDirectory.create(cluster.run.path.parent / run_id)
     write_identity(run, RunIdentity(1, run_id, "attempt", "test", "", "hash", ()))
-    meet.publish(run, talk.endpoint, bytes(32))
-    nodes = Nodes(talk, 2, "hash", LIMIT_S, said.append)
-    node = cluster.command("-m", "telescope._launch.join", "--run-dir", str(run.path), "--node", "1")
+    head_rendezvous.write_head_file(run, sock.endpoint, bytes(32))
+    nodes = OtherNodes(sock, 2, "hash", LIMIT_S, said.append)
+    node = cluster.command("-m", "telescope._launch.hosts.node", "--run-dir", str(run.path), "--node", "1")
     nodes.gather(LIMIT_S)
     nodes.assign(run, lambda *_: {}, run_id)
     return nodes, node
 
 
 @pytest.mark.slow
-def test_a_node_of_an_earlier_run_with_the_same_key_is_not_taken_into_the_next(cluster: Cluster, talk: HeadTalk) -> None:
+def test_a_node_of_an_earlier_run_with_the_same_key_is_not_taken_into_the_next(cluster: Cluster, sock: HeadSocket) -> None:
     """Its head is gone, and the next one listens at the same address before the node has noticed."""
     said: list[str] = []
-    _, old = joined_by(cluster, talk, "first", said)
-    nodes, fresh = joined_by(cluster, talk, "second", said)
+    _, old = joined_by(cluster, sock, "first", said)
+    nodes, fresh = joined_by(cluster, sock, "second", said)
 
     def refused() -> bool:
         nodes.pump()
@@ -341,37 +343,37 @@ def test_a_node_of_an_earlier_run_with_the_same_key_is_not_taken_into_the_next(c
     assert old.poll() is None  # or this shows nothing
 
 
-def test_a_node_that_has_obeyed_nobody_yet_follows_the_next_head(talk: HeadTalk) -> None:
+def test_a_node_that_has_obeyed_nobody_yet_follows_the_next_head(sock: HeadSocket) -> None:
     said: list[str] = []
-    nodes, node = Nodes(talk, 2, "hash", LIMIT_S, said.append), NodeTalk(talk.endpoint, bytes(32), 1)
+    nodes, node = OtherNodes(sock, 2, "hash", LIMIT_S, said.append), NodeSocket(sock.endpoint, bytes(32), 1)
     deadline = time.monotonic() + LIMIT_S
-    orders: list[Orders] = []
+    orders: list[NodeOrders] = []
     while not orders and time.monotonic() < deadline:
-        node.say(Report(1, "a", "", _host(), head="one that is gone"))
+        node.send(NodeReport(1, "a", "", _host(), head="one that is gone"))
         nodes.pump()
         time.sleep(0.02)
-        orders = node.heard()
+        orders = node.receive()
     assert (orders[0].first, orders[0].orders) == (1, ())
     assert said == ["node-1 (here) has come."]
     node.close()
 
 
-def test_a_second_command_with_the_same_number_is_told_of_and_gets_no_orders(talk: HeadTalk) -> None:
+def test_a_second_command_with_the_same_number_is_told_of_and_gets_no_orders(sock: HeadSocket) -> None:
     said: list[str] = []
-    nodes = Nodes(talk, 2, "hash", LIMIT_S, said.append)
-    first, second = (NodeTalk(talk.endpoint, bytes(32), 1) for _ in range(2))
-    got: dict[str, list[Orders]] = {"first": [], "second": []}
+    nodes = OtherNodes(sock, 2, "hash", LIMIT_S, said.append)
+    first, second = (NodeSocket(sock.endpoint, bytes(32), 1) for _ in range(2))
+    got: dict[str, list[NodeOrders]] = {"first": [], "second": []}
     deadline = time.monotonic() + LIMIT_S
     while len(got["first"]) < 2 and time.monotonic() < deadline:
-        first.say(Report(1, "a", "", _host()))
+        first.send(NodeReport(1, "a", "", _host()))
         if said:
-            second.say(Report(1, "b", "", _host()))
+            second.send(NodeReport(1, "b", "", _host()))
         if len(said) < 2:
             got["first"].clear()  # two after the second one was heard
         nodes.pump()
         time.sleep(0.02)
-        got["first"] += first.heard()
-        got["second"] += second.heard()
+        got["first"] += first.receive()
+        got["second"] += second.receive()
     assert len(got["first"]) >= 2
     assert got["second"] == []
     assert said[1:] == [
@@ -385,14 +387,14 @@ def _host() -> Host:
     return Host("here", 1)
 
 
-def heard(head: HeadTalk, *talks: tuple[NodeTalk, Report]) -> list[int]:
+def heard(head: HeadSocket, *sockets: tuple[NodeSocket, NodeReport]) -> list[int]:
     """Nodes that the head hears within a second after it has heard one, or within the limit if it hears none."""
     found: list[int] = []
     end = time.monotonic() + LIMIT_S
     while time.monotonic() < end:
-        for talk, report in talks:
-            talk.say(report)
-        for report, _ in head.heard():
+        for sock, report in sockets:
+            sock.send(report)
+        for report, _ in head.receive():
             if not found:
                 end = min(end, time.monotonic() + 1.0)
             found.append(report.node)
@@ -402,35 +404,35 @@ def heard(head: HeadTalk, *talks: tuple[NodeTalk, Report]) -> list[int]:
 
 def test_only_nodes_with_the_key_are_heard_and_each_only_as_itself() -> None:
     key, other = bytes(32), bytes([1] * 32)
-    head = HeadTalk("tcp://127.0.0.1:*", key, (1, 2))
-    honest, stranger, liar = (NodeTalk(head.endpoint, k, rank) for k, rank in ((key, 1), (other, 2), (key, 1)))
-    third = NodeTalk(head.endpoint, key, 3)  # the key is right, but the run has no such node
+    head = HeadSocket("tcp://127.0.0.1:*", key, (1, 2))
+    honest, stranger, liar = (NodeSocket(head.endpoint, k, rank) for k, rank in ((key, 1), (other, 2), (key, 1)))
+    third = NodeSocket(head.endpoint, key, 3)  # the key is right, but the run has no such node
     host = _host()
-    talks = [
-        (stranger, Report(2, "b", "", host)),
-        (liar, Report(2, "c", "", host)),
-        (third, Report(3, "d", "", host)),
-        (honest, Report(1, "a", "", host)),
+    sockets = [
+        (stranger, NodeReport(2, "b", "", host)),
+        (liar, NodeReport(2, "c", "", host)),
+        (third, NodeReport(3, "d", "", host)),
+        (honest, NodeReport(1, "a", "", host)),
     ]
-    assert heard(head, *talks) == [1]
-    for talk in (honest, stranger, liar, third, head):
-        talk.close()
+    assert heard(head, *sockets) == [1]
+    for sock in (honest, stranger, liar, third, head):
+        sock.close()
 
 
 def test_a_node_does_not_go_to_where_the_head_of_an_earlier_attempt_was(tmp_path: Path) -> None:
     """It came before the head of its own attempt had put that address aside."""
     run = RunDirectory.create(tmp_path / "run")
     with socket.create_server(("127.0.0.1", 0)) as gone:
-        meet.publish(run, f"tcp://127.0.0.1:{gone.getsockname()[1]}", bytes(32))
+        head_rendezvous.write_head_file(run, f"tcp://127.0.0.1:{gone.getsockname()[1]}", bytes(32))
     with pytest.raises(TimeoutError, match="did node 0 start"):
-        meet.find(run, 0.3)
+        head_rendezvous.find_head(run, 0.3)
 
 
 def test_the_key_of_a_run_directory_is_for_its_owner_alone(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path / "run")
     with socket.create_server(("127.0.0.1", 0)) as head:
-        meet.publish(run, f"tcp://127.0.0.1:{head.getsockname()[1]}", bytes(32))
-        assert meet.find(run, LIMIT_S).address == "127.0.0.1"
+        head_rendezvous.write_head_file(run, f"tcp://127.0.0.1:{head.getsockname()[1]}", bytes(32))
+        assert head_rendezvous.find_head(run, LIMIT_S).address == "127.0.0.1"
     assert run.nodes_json.stat().st_mode & 0o777 == 0o600
     assert run.nodes_json.parent.stat().st_mode & 0o777 == 0o700
-    assert "00000" not in repr(Standing(2, 1, None, bytes(32)))
+    assert "00000" not in repr(NodeIdentity(2, 1, None, bytes(32)))

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from telescope._launch.progress import Console, LogCopy, Progress, duration, status_line, summary_table
-from telescope.orchestrator.roster import few
+from telescope._launch.progress import Console, LogCopy, ProgressDisplay, format_duration, format_status, format_summary
+from telescope.orchestrator.peers import name_few
 from telescope.runlog.layout import RunDirectory
 
 STATUS = {
@@ -26,7 +26,7 @@ class Terminal(io.StringIO):
 
 
 def test_the_line_says_everything_in_one_row() -> None:
-    assert status_line(STATUS) == (
+    assert format_status(STATUS) == (
         "step 12/60 · reward 0.412 · exact 38% · 5.1k tok/s · lag 1.2 · queue 14 · ETA 1:05 · in flight 96 · train step 12"
     )
 
@@ -40,18 +40,18 @@ def test_the_line_says_everything_in_one_row() -> None:
     ],
 )
 def test_what_is_not_known_is_left_out(status: dict[str, object], line: str) -> None:
-    assert status_line(status) == line
+    assert format_status(status) == line
 
 
 def test_durations_are_read_as_clocks() -> None:
-    assert [duration(seconds) for seconds in (0, 59.6, 65, 7384, -3)] == ["0:00", "1:00", "1:05", "2:03:04", "0:00"]
+    assert [format_duration(seconds) for seconds in (0, 59.6, 65, 7384, -3)] == ["0:00", "1:00", "1:05", "2:03:04", "0:00"]
 
 
 def test_a_terminal_gets_one_line_written_over(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path / "run")
     errors = Terminal()
     console = Console(errors, io.StringIO())
-    progress = Progress(run, console)
+    progress = ProgressDisplay(run, console)
     progress.show()
     run.status_json.write_text('{"step": 1, "steps": 2}')
     progress.show()
@@ -69,7 +69,7 @@ def test_an_alert_is_a_line_of_its_own_once_and_of_many_the_latest(tmp_path: Pat
     run = RunDirectory.create(tmp_path / "run")
     errors, now = io.StringIO(), [100.0]
     monkeypatch.setattr("telescope._launch.progress.time", SimpleNamespace(monotonic=lambda: now[0]))
-    progress = Progress(run, Console(errors, io.StringIO()))
+    progress = ProgressDisplay(run, Console(errors, io.StringIO()))
     failed = "the checkpoint of step 6 failed"
     for alerts, alert in ((0, ""), (1, failed), (1, failed), (2, "a"), (4, "c")):
         run.status_json.write_text(json.dumps({"step": 1, "steps": 9, "alerts": alerts, "alert": alert}))
@@ -84,7 +84,7 @@ def test_an_alert_is_a_line_of_its_own_once_and_of_many_the_latest(tmp_path: Pat
 
 def starting(ready: int, *missing: str) -> str:
     """What the orchestrator of 303 processes says until all are there."""
-    words = f"waiting for {few([*missing, *('more',) * (303 - ready - len(missing))])}"
+    words = f"waiting for {name_few([*missing, *('more',) * (303 - ready - len(missing))])}"
     return json.dumps({"state": "starting", "step": 0, "processes": 303, "ready": ready, "missing": missing, "doing": words})
 
 
@@ -94,7 +94,7 @@ def test_hundreds_of_processes_that_start_are_counted_on_a_terminal_and_one_that
     monkeypatch.setenv("COLUMNS", "200")
     run = RunDirectory.create(tmp_path / "run")
     errors = Terminal()
-    progress = Progress(run, Console(errors, io.StringIO()))
+    progress = ProgressDisplay(run, Console(errors, io.StringIO()))
     progress.start(7, 303)
     progress.show()
     run.log("server-9").write_text("INFO 01:02 begins\n\x1b[32mLoading weights:  50%\r\x1b[0mLoading weights:  62%\n\n")
@@ -115,7 +115,7 @@ def test_elsewhere_a_start_is_a_line_now_and_then(tmp_path: Path, monkeypatch: p
     run = RunDirectory.create(tmp_path / "run")
     errors, now = io.StringIO(), [100.0]
     monkeypatch.setattr("telescope._launch.progress.time", SimpleNamespace(monotonic=lambda: now[0]))
-    progress = Progress(run, Console(errors, io.StringIO()))
+    progress = ProgressDisplay(run, Console(errors, io.StringIO()))
     for begun in range(1, 304):
         progress.start(begun, 303)
         now[0] += 0.01
@@ -164,7 +164,7 @@ def test_the_summary_is_a_small_table() -> None:
         "reasons": {},
         "exit_reason": None,
     }
-    assert summary_table(summary) == (
+    assert format_summary(summary) == (
         "  steps              60\n"  # a fact a line, unknown ones left out
         "  reward mean first  0.3012\n"
         "  rollouts           trained 960, failed 2"

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from conftest import LIMIT_S, PROMISED_S, Launched
 
-from telescope._launch.plan import read_plan
+from telescope._launch.process_plan import read_plan
 from telescope.runlog.layout import RunDirectory
-from telescope.weights.shared_memory import default_folder, run_prefix
+from telescope.weights.transports.shared_memory import default_folder, run_prefix
 
 START_S = 120.0
 

@@ -14,8 +14,8 @@ import msgspec
 import pytest
 from conftest import LIMIT_S, PROMISED_S, Launch, stand_in
 
-from telescope._launch.plan import Plan, write_plan
-from telescope._launch.terms import Patience
+from telescope._launch.process_plan import LaunchPlan, write_plan
+from telescope._launch.supervisor import SupervisorTimeouts
 from telescope.runlog.layout import RunDirectory
 
 FLEET = (
@@ -56,7 +56,7 @@ def test_kill_9_of_any_process_ends_the_run_and_names_it(launch: Launch, victim:
 
 
 def test_what_processes_get_after_a_failure_and_after_ctrl_c_comes_to_less_than_10_s() -> None:
-    patience = Patience()
+    patience = SupervisorTimeouts()
     shims = 2 * patience.shim_s
     assert patience.grace_s + patience.follow_s + patience.hurry_s + shims == 8.0
     assert patience.stop_s + patience.follow_s + patience.hurry_s + patience.shim_s == 9.5
@@ -160,19 +160,29 @@ def test_an_error_of_the_orchestrators_own_is_exit_code_1_in_its_words(launch: L
     assert f"The run failed: orchestrator ended with exit code 1: {sentence}" in err
 
 
-def test_a_run_that_lost_its_last_checkpoint_is_exit_code_74_and_its_last_line_says_so(launch: Launch) -> None:
-    """The sentence names a rank, which is nobody's fault then: no part has failed, and nothing is started again."""
+def test_a_run_that_lost_its_last_checkpoint_ends_with_an_error_of_its_own(launch: Launch) -> None:
+    """The sentence names a rank, whose fault it is not: 70 would start the run again, which would train and lose the same."""
     sentence = "all 5 steps are trained; no checkpoint of it: trainer-0 could not write its part: the disk is full. Mend it"
     launched = launch(
-        stand_in("orchestrator", "confess", "74", sentence), stand_in("trainer-0", "finish"), stand_in("server-0", "finish")
+        stand_in("orchestrator", "confess", "1", sentence), stand_in("trainer-0", "finish"), stand_in("server-0", "finish")
     )
     launched.wait_until_up()
     code, out, err = launched.end()
-    assert code == 74
-    assert err == f"The last checkpoint is lost: {sentence}.\n"
+    assert code == 1
+    assert err.startswith(f"The run failed: orchestrator ended with exit code 1: {sentence}\n")
     assert out == f"run directory: {launched.run.path}\n"
     record = json.loads(launched.run.exit_json.read_text())
-    assert (record["exit_code"], record["cause"]) == (74, None)
+    assert (record["exit_code"], record["cause"]["process"]) == (1, "orchestrator")
+
+
+def test_an_error_of_the_orchestrators_own_is_the_cause_whatever_breaks_while_it_closes(launch: Launch) -> None:
+    """A rank that ends badly while the orchestrator, whose last checkpoint is lost, says so."""
+    launched = launch(stand_in("orchestrator", "closing_badly", "it was lost"), stand_in("trainer-0", "crash", "1", "late"))
+    launched.wait_until_up()
+    code, _, err = launched.end()
+    assert code == 1
+    assert err.startswith("The run failed: orchestrator ended with exit code 1: it was lost\n")
+    assert launched.run.run_failure.read_text() == "orchestrator ended with exit code 1: it was lost\n"
 
 
 def test_what_a_process_leaves_behind_is_ended_with_it(launch: Launch) -> None:
@@ -241,21 +251,21 @@ def test_an_interrupt_while_the_summary_prints_lets_it_finish_and_is_the_exit_co
 EARLY = """
 import os, signal, sys
 from pathlib import Path
-from telescope._launch.node import Console, Supervisor
-from telescope._launch.signals import Signals
-from telescope._launch.plan import read_plan
-from telescope._launch.terms import PATIENCE
+from telescope._launch.supervisor import Console, Supervisor
+from telescope._launch.child_processes import CaughtSignals
+from telescope._launch.process_plan import read_plan
+from telescope._launch.supervisor import DEFAULT_TIMEOUTS
 from telescope.runlog.layout import RunDirectory
 run = RunDirectory(Path(sys.argv[1]))
-with Signals() as wakeup:
+with CaughtSignals() as wakeup:
     os.kill(os.getpid(), signal.SIGINT)
-    sys.exit(Supervisor(run, read_plan(run.plan_json), Console(sys.stderr, sys.stdout), wakeup, PATIENCE).run(0))
+    sys.exit(Supervisor(run, read_plan(run.plan_json), Console(sys.stderr, sys.stdout), wakeup, DEFAULT_TIMEOUTS).run(0))
 """
 
 
 def test_an_interrupt_while_processes_are_being_started_is_heard_before_all_are(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path / "run")
-    write_plan(Plan("cpu", (stand_in("orchestrator", "obey"), stand_in("worker-0", "obey")), False), run.plan_json)
+    write_plan(LaunchPlan("cpu", (stand_in("orchestrator", "obey"), stand_in("worker-0", "obey")), False), run.plan_json)
     command = [sys.executable, "-c", EARLY, str(run.path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 130, done.stderr
@@ -309,7 +319,7 @@ def test_a_bad_end_before_an_orchestrator_that_has_done_all_is_gone_does_not_und
     assert err == f"After the run was done, server-0 ended with exit code 70; its log: {launched.run.log('server-0')}\n"
     record = json.loads(launched.run.exit_json.read_text())
     assert (record["exit_code"], record["cause"], record["processes"]) == (0, None, {"orchestrator": 0, "server-0": 70})
-    assert not launched.run.verdict.exists()  # which says why a run has failed
+    assert not launched.run.run_failure.exists()  # which says why a run has failed
 
 
 def test_a_program_that_cannot_start_is_named(launch: Launch) -> None:

@@ -21,7 +21,7 @@ import pytest
 from telescope.runlog.identity import read_identity
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.reader import rows
-from telescope.weights.shared_memory import default_folder, run_prefix
+from telescope.weights.transports.shared_memory import default_folder, run_prefix
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -121,7 +121,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         *overrides: str, environ: dict[str, str] | None = None, cwd: Path = ROOT, resume: WholeRun | None = None
     ) -> WholeRun:
         directory = tmp_path / f"run-{len(runs)}" if resume is None else resume.directory.path
-        first = ("telescope.run", f"run_dir={directory}") if resume is None else ("telescope.runs", "resume", str(directory))
+        first = ("telescope.run", f"run_dir={directory}") if resume is None else ("telescope", "runs", "resume", str(directory))
         output = tmp_path / f"output-{len(runs)}.txt"
         temporary = Path(tempfile.mkdtemp(prefix="telescope-test-"))  # short: vLLM has its sockets there
         environment = {

@@ -60,7 +60,7 @@ def step(run: RunDirectory) -> int:
 
 
 def test_two_hosts_by_the_plain_command_and_a_key_file(hosts: MAKE, tmp_path: Path) -> None:
-    """No file is shared: every host has its own folder by that name. Workers go straight to the servers' doors."""
+    """No file is shared: every host has its own folder by that name. Workers go straight to the servers' own ports."""
     disk = tmp_path / "disk"
     disk.mkdir()
     pair = hosts(2, apart=disk)

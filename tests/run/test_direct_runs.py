@@ -10,7 +10,7 @@ import pytest
 
 from telescope.flow import commands as do
 from telescope.flow import events as seen
-from telescope.flow.replay import Line, decode_line, decode_opening, replay
+from telescope.flow.replay import JournalLine, decode_line, decode_opening, replay
 from telescope.runlog.layout import RunDirectory
 from tests.run.conftest import Start, WholeRun
 from tests.run.test_fake_runs import played, trained
@@ -19,7 +19,7 @@ DIRECT, RELAY = "wire.direct=true", "wire.direct=false"
 SLOW = ("experiment=fake", "number_of_steps=100000", "inference.fake_token_s=0.2")
 
 
-def lines(run: RunDirectory) -> list[Line]:
+def lines(run: RunDirectory) -> list[JournalLine]:
     texts = run.journal.read_bytes().splitlines()
     decode_opening(texts[0])
     return [decode_line(text, number) for number, text in enumerate(texts[1:], start=2)]
@@ -32,7 +32,7 @@ def kinds(run: WholeRun) -> tuple[set[str], Counter[str]]:
     return set(found) - {"Tick"}, Counter({kind: found[kind] for kind in counted})
 
 
-def test_a_synchronous_run_is_the_same_with_tickets_and_without(start: Start):
+def test_a_synchronous_run_is_the_same_by_relay_and_directly(start: Start):
     runs = [
         start(
             "experiment=fake", "number_of_steps=3", "orchestrator.max_async_rollout=0", "seed=11",
@@ -59,14 +59,14 @@ class Places:
         self.rollout_of: dict[str, tuple[int, int]] = {}
         self.placed: dict[str, tuple[int, int]] = {}
 
-    def take(self, line: Line) -> None:
+    def take(self, line: JournalLine) -> None:
         match line.event:
             case seen.TurnStarted(request_id=name, rollout_id=rollout_id, attempt=attempt):
                 self.rollout_of[name] = rollout_id, attempt
             case seen.TurnDone(request_id=name):
                 self.placed.pop(name, None)
         for command in line.commands:
-            if isinstance(command, do.Place):
+            if isinstance(command, do.PlaceRequest):
                 self.placed[command.request_id] = self.rollout_of[command.request_id]
 
 
@@ -90,8 +90,8 @@ def test_a_cancelled_rollout_keeps_its_lane_until_its_server_has_stopped(start: 
             case seen.TurnDone(request_id=name, finish_reason="abort"):
                 cut_short += places.rollout_of[name] in cancelled
         places.take(line)
-        running |= {(c.order.rollout_id, c.order.attempt) for c in line.commands if isinstance(c, do.Run)}
-        cancelled |= {(c.rollout_id, c.attempt) for c in line.commands if isinstance(c, do.Cancel)}
+        running |= {(c.order.rollout_id, c.order.attempt) for c in line.commands if isinstance(c, do.DispatchRollout)}
+        cancelled |= {(c.rollout_id, c.attempt) for c in line.commands if isinstance(c, do.CancelAttempt)}
         assert len(running | set(places.placed.values())) <= 2 * 3 * 4  # servers, prompts a server, samples: never more lanes
     assert len(cancelled) > 0
     assert cut_short > 0  # some of them in mid-generation

@@ -30,7 +30,7 @@ def test_a_run_ends_with_exactly_the_steps_asked_for_and_its_journal_says_so_aga
 
 
 def assert_the_command_says_so(run: WholeRun) -> None:
-    command = [sys.executable, "-m", "telescope.replay", str(run.directory.path)]
+    command = [sys.executable, "-m", "telescope", "replay", str(run.directory.path)]
     said = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
     assert said.returncode == 0, said.stdout + said.stderr
     assert "agree" in said.stdout

@@ -217,7 +217,7 @@ def test_an_error_in_the_orchestrator_is_the_reason_in_the_summary(start: Start,
         "class Broken(GRPO):\n"
         "    def advantages(self, rewards, groups, *, group_size):\n"
         "        import telescope.orchestrator.batch as batch\n"
-        "        batch._denominators = None  # an error of the orchestrator's own\n"
+        "        batch._count_denominators = None  # an error of the orchestrator's own\n"
         "        return super().advantages(rewards, groups, group_size=group_size)\n"
     )
     run = start("experiment=fake", "--config-dir", str(tmp_path / "mine"), "algorithm=broken")

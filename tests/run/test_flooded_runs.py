@@ -17,7 +17,7 @@ import zmq
 
 from telescope.flow.replay import replay
 from telescope.runlog.journal import journal_lines
-from telescope.wire.meeting import HubAddress
+from telescope.wire.discovery import HubAddress
 from telescope.wire.security import load_keys
 from tests.run.conftest import Start, WholeRun
 from tests.wire.test_fuzz import MESSAGES, dealer, flood, mutated

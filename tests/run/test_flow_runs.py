@@ -8,7 +8,7 @@ import pytest
 
 from telescope.flow import commands as do
 from telescope.flow import events as seen
-from telescope.flow.replay import Line, decode_line, replay
+from telescope.flow.replay import JournalLine, decode_line, replay
 from telescope.runlog.journal import journal_lines
 from tests.run.conftest import Start, WholeRun
 
@@ -43,20 +43,20 @@ def plugin(folder: Path, name: str, text: str) -> tuple[str, ...]:
     return ("--config-dir", str(folder / "mine"), f"env={name}")
 
 
-def journal(run: WholeRun) -> list[Line]:
+def journal(run: WholeRun) -> list[JournalLine]:
     lines = list(journal_lines(run.directory.journal))
     found = replay(lines)
     assert found.disagreement is None, str(found.disagreement)
     return [decode_line(line, number) for number, line in enumerate(lines[1:], start=2)]
 
 
-def most_at_once(lines: list[Line]) -> int:
+def most_at_once(lines: list[JournalLine]) -> int:
     """Orders that workers held at the same time."""
     most, orders = 0, set()
     for line in lines:
         if isinstance(line.event, seen.RolloutDone | seen.RolloutFailed):
             orders.discard((line.event.rollout_id, line.event.attempt))
-        orders |= {(c.order.rollout_id, c.order.attempt) for c in line.commands if isinstance(c, do.Run)}
+        orders |= {(c.order.rollout_id, c.order.attempt) for c in line.commands if isinstance(c, do.DispatchRollout)}
         most = max(most, len(orders))
     return most
 
@@ -76,7 +76,7 @@ def test_rollouts_start_while_others_are_scored(start: Start, tmp_path: Path):
     lines = journal(run)
     assert most_at_once(lines) > 4
     freed = [line for line in lines if isinstance(line.event, seen.GenerationOver)]
-    assert any(isinstance(command, do.Run) for line in freed for command in line.commands)
+    assert any(isinstance(command, do.DispatchRollout) for line in freed for command in line.commands)
 
 
 @pytest.mark.slow

@@ -44,7 +44,7 @@ def test_two_hosts_go_on_to_the_bit_after_one_of_them_went_down(pair: Hosts, tmp
     assert pair.wait(0) == 70, pair.everything()
     pair.commands[1].wait(60)
     assert pair.left() == []
-    resumed = ("-m", "telescope.runs", "resume", str(run.path), "checkpoint.resume=2", "number_of_steps=5")
+    resumed = ("-m", "telescope", "runs", "resume", str(run.path), "checkpoint.resume=2", "number_of_steps=5")
     for host in (0, 1):
         pair.start(host, *resumed, f"cluster.node_rank={host}", *pair.settings(host))
     assert (pair.wait(0), pair.wait(1)) == (0, 0), pair.everything()

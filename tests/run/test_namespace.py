@@ -11,7 +11,7 @@ import pytest
 
 from telescope.runlog.identity import read_identity
 from telescope.runlog.layout import RunDirectory
-from telescope.weights.shared_memory import default_folder, run_prefix
+from telescope.weights.transports.shared_memory import default_folder, run_prefix
 from tests.run.conftest import ROOT, kept
 
 UNSHARE = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from telescope.inference.segments import SEGMENTS
+from telescope.inference.vllm.engine_health import SEGMENTS
 from telescope.runlog import temporary
 from tests.run.conftest import Start, WholeRun
 

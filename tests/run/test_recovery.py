@@ -45,7 +45,7 @@ def assert_complete(run: WholeRun, *, restarts: dict[str, int], said: str = "", 
     assert sorted(last) == list(range(len(last)))
     assert said in run.said()
     replayed = subprocess.run(
-        [sys.executable, "-m", "telescope.replay", str(run.directory.path)],
+        [sys.executable, "-m", "telescope", "replay", str(run.directory.path)],
         capture_output=True,
         timeout=60,
         cwd=ROOT,
@@ -75,11 +75,11 @@ def assert_no_group_on_an_older_server(run: WholeRun) -> None:
                 asked[event.request_id] = event.rollout_id // 4
         for command in commands:
             match command:
-                case do.Update():
+                case do.UpdateWeights():
                     travelling = list(served)
-                case do.GroupState(group_id=group, version=version):
+                case do.RecordGroupState(group_id=group, version=version):
                     starts[group] = version
-                case do.Place(request_id=request_id, server=server):
+                case do.PlaceRequest(request_id=request_id, server=server):
                     assert served[server] >= starts[asked[request_id]]
 
 
@@ -105,7 +105,7 @@ def test_requests_of_a_killed_server_go_to_the_other_at_once(start: Start):
     os.kill(run.find("server-1").pid, signal.SIGKILL)
     assert_complete(run, restarts={"server-1": 1})
     (lost,) = [commands for _, event, commands in journal(run) if isinstance(event, seen.ServerLost)]
-    assert {command.server for command in lost if isinstance(command, do.Place)} <= {"server-0"}
+    assert {command.server for command in lost if isinstance(command, do.PlaceRequest)} <= {"server-0"}
     assert run.summary()["rollouts"]["retried"] == 0
 
 

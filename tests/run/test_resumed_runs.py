@@ -15,10 +15,10 @@ from typing import Any
 import psutil
 import pytest
 
-from telescope.runlog import kept
+from telescope.runlog import kept_steps
+from telescope.runlog.attempts import read_lineage
 from telescope.runlog.checkpoints import steps as complete_steps
 from telescope.runlog.layout import RunDirectory
-from telescope.runlog.lineage import read_lineage
 from telescope.runlog.reader import rows_of_attempt
 from tests.run.conftest import ROOT, Start, WholeRun
 from tests.run.plugins import breaking
@@ -47,7 +47,7 @@ def batches(rows: list[dict[str, Any]]) -> dict[int, tuple[Any, ...]]:
 
 def assert_replays(run: WholeRun) -> None:
     replayed = subprocess.run(
-        [sys.executable, "-m", "telescope.replay", str(run.directory.path)],
+        [sys.executable, "-m", "telescope", "replay", str(run.directory.path)],
         capture_output=True,
         text=True,
         timeout=120,
@@ -147,14 +147,14 @@ def test_a_step_that_broke_on_one_of_two_ranks_is_kept_whole_and_run_again_later
     assert run.wait(300) == 0, run.said()
     assert "rank 1 breaks on purpose" in run.said()
     first = RunDirectory(run.directory.earlier_attempt(1))
-    parts = kept.read(run.directory, 3)
-    assert kept.find(run.directory, 3) == first
+    parts = kept_steps.read(run.directory, 3)
+    assert kept_steps.find(run.directory, 3) == first
     assert [part.header.why for part in parts] == [
         "another rank kept its part of it",
         "it ended with RuntimeError: rank 1 breaks on purpose",
     ]
     replayed = subprocess.run(
-        [sys.executable, "-m", "telescope.replay", str(run.directory.path), "--step", "3", "--device", "cpu"],
+        [sys.executable, "-m", "telescope", "replay", str(run.directory.path), "--step", "3", "--device", "cpu"],
         capture_output=True, text=True, timeout=300, cwd=ROOT, check=False,
     )  # fmt: skip
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr

@@ -257,7 +257,7 @@ def test_the_digest_that_a_writer_noted_counts_and_not_what_lies_on_the_disk_whe
     """What changes between the writer and the disk is found, as the sum is of what the writer gave."""
     partial = begin(tmp_path, 10)
     part = checkpoints.trainer_part(partial)
-    tally = digests.Tally()
+    tally = digests.FileDigests()
     tally.add(b"what was meant")
     digests.note(part, "00001", {"weights": str(tally)})
     (part / "weights").write_bytes(b"what was meanT")

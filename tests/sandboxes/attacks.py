@@ -12,6 +12,8 @@ from telescope.environments.sandboxes.base import Limits
 
 LIMITS = Limits(memory_mb=128, disk_mb=16, processes=16, cpus=1.0, output_kb=64, time_s=60.0)
 
+FILTERED = ("bubblewrap", "podman")
+"""Where a filter of system calls is ours; gVisor's kernel answers for itself."""
 PRELUDE = """
 import ctypes, errno, os, signal, socket, struct, sys, time
 def tried(action):
@@ -44,7 +46,7 @@ class Attack:
     report: str | tuple[str, ...]
     """What it prints when it has failed; several where providers differ in how they refuse."""
     ending: str = "exited"
-    only: tuple[str, ...] = ("bubblewrap", "gvisor")
+    only: tuple[str, ...] = ("bubblewrap", "gvisor", "podman")
     limit_s: float = 60.0
 
     @property
@@ -73,7 +75,9 @@ ATTACKS = (
            ("EROFS EROFS", "EACCES EACCES", "EACCES EROFS", "EROFS EACCES")),
     Attack("write_to_dev", "print(tried(lambda: write('/dev/x')))", ("EROFS", "EACCES")),
     Attack("read_root_and_passwords", "print(*(os.path.exists(p) for p in ('/root', '/etc/passwd', '/etc/shadow', '/home', 'SECRET')))",
-           "False False False False False"),
+           "False False False False False", only=("bubblewrap", "gvisor")),
+    Attack("read_a_file_of_the_host", "print(os.path.exists('SECRET'), tried(lambda: os.listdir('/root')))",
+           ("False ENOENT", "False EACCES")),
     Attack("read_the_environment", "print(sorted(os.environ.keys() - {'LC_CTYPE', 'PWD'}), 'HUSH' in str(os.environ))",
            "['HOME', 'LANG', 'PATH'] False"),
     Attack("read_the_agents_environment",
@@ -93,8 +97,8 @@ ATTACKS = (
            "no no no"),
     # Memory
     Attack("take_two_gigabytes", "print(tried(lambda: bytearray(2 << 30) and 'taken'))", "MemoryError"),
-    Attack("hide_memory_in_a_memfd", "print(tried(lambda: os.memfd_create('m') and 'made'))", "EPERM", only=("bubblewrap",)),
-    Attack("hide_memory_in_system_v", "print(syscall(29, 0, 64 << 20, 0o1600))", "EPERM", only=("bubblewrap",)),
+    Attack("hide_memory_in_a_memfd", "print(tried(lambda: os.memfd_create('m') and 'made'))", "EPERM", only=FILTERED),
+    Attack("hide_memory_in_system_v", "print(syscall(29, 0, 64 << 20, 0o1600))", "EPERM", only=FILTERED),
     # Time and processes
     Attack("loop_for_ever", "while True: pass", "", ending="timed_out", limit_s=1.0),
     Attack("sleep_for_ever", "time.sleep(600)", "", ending="timed_out", limit_s=1.0),
@@ -110,20 +114,20 @@ ATTACKS = (
     Attack("see_other_processes",
            "print(len([p for p in os.listdir('/proc') if p.isdigit() and open(f'/proc/{p}/comm').read().strip() not in "
            "('bwrap', 'python3', 'agent')]))", "0"),
-    Attack("nice_itself_up", "print(tried(lambda: os.nice(-20) and 'nicer'))", ("EPERM", "EACCES"), only=("bubblewrap",)),
+    Attack("nice_itself_up", "print(tried(lambda: os.nice(-20) and 'nicer'))", ("EPERM", "EACCES"), only=FILTERED),
     # Output
     Attack("print_fifty_megabytes", "sys.stdout.write('x' * (50 << 20))", "x" * (64 << 10), ending="flooded"),
     Attack("complain_fifty_megabytes", "sys.stderr.write('x' * (50 << 20))", "", ending="flooded"),
     # The kernel
-    Attack("call_bpf", "print(syscall(321, 0, 0, 0))", "EPERM", only=("bubblewrap",)),
-    Attack("call_io_uring", "print(syscall(425, 1, 0))", "EPERM", only=("bubblewrap",)),
-    Attack("call_keyctl", "print(syscall(250, 0, 0))", "EPERM", only=("bubblewrap",)),
-    Attack("call_ptrace", "print(syscall(101, 0, 0))", "EPERM", only=("bubblewrap",)),
-    Attack("call_perf", "print(syscall(298, 0, 0, -1, -1, 0))", "EPERM", only=("bubblewrap",)),
-    Attack("call_mount", "print(syscall(165, 0, 0, 0, 0, 0))", "EPERM", only=("bubblewrap",)),
+    Attack("call_bpf", "print(syscall(321, 0, 0, 0))", "EPERM", only=FILTERED),
+    Attack("call_io_uring", "print(syscall(425, 1, 0))", "EPERM", only=FILTERED),
+    Attack("call_keyctl", "print(syscall(250, 0, 0))", "EPERM", only=FILTERED),
+    Attack("call_ptrace", "print(syscall(101, 0, 0))", "EPERM", only=FILTERED),
+    Attack("call_perf", "print(syscall(298, 0, 0, -1, -1, 0))", "EPERM", only=FILTERED),
+    Attack("call_mount", "print(syscall(165, 0, 0, 0, 0, 0))", "EPERM", only=FILTERED),
     Attack("make_a_user_namespace", "print(syscall(272, 0x10000000), syscall(56, 0x10000000 | 17, 0, 0, 0, 0))", "EPERM EPERM",
-           only=("bubblewrap",)),
-    Attack("use_the_x32_numbers", "print(syscall(0x40000000 + 39))", ("EPERM", "ENOSYS"), only=("bubblewrap",)),
+           only=FILTERED),
+    Attack("use_the_x32_numbers", "print(syscall(0x40000000 + 39))", ("EPERM", "ENOSYS"), only=FILTERED),
     # What watches it
     Attack("read_the_agents_memory", "print(tried(lambda: open(f'/proc/{os.getppid()}/mem', 'rb') and 'in'))", ("EACCES", "ENOENT")),
     Attack("speak_for_the_agent",

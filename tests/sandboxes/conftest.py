@@ -4,13 +4,14 @@ only then are the tests that need one skipped, with that reason."""
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from functools import cache
 from typing import Any
 
 import pytest
 
 from telescope.environments.sandboxes.base import SandboxUnavailable
+from tests.sandboxes.machine import remove_images
 
 TRY = {
     "bubblewrap": [
@@ -61,3 +62,9 @@ def _skip_or_raise(error: SandboxUnavailable) -> None:
     if not hopeless:
         raise error
     pytest.skip(f"{TRY[hopeless[0]][0]} cannot run on this host: {error}")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _images_are_removed() -> Iterator[None]:
+    yield
+    remove_images()

@@ -12,12 +12,10 @@ from pathlib import Path
 import pytest
 
 from telescope.environments.sandboxes.base import Ending, FileRefused, Limits, Outcome, SandboxError
-from telescope.environments.sandboxes.bubblewrap import Bubblewrap
-from telescope.environments.sandboxes.gvisor import GVisor
 from telescope.environments.sandboxes.local import LocalProvider
 from tests.sandboxes.attacks import ATTACKS, LIMITS, PRELUDE, Attack
+from tests.sandboxes.machine import provider_named
 
-PROVIDERS: dict[str, type[LocalProvider]] = {"bubblewrap": Bubblewrap, "gvisor": GVisor}
 PYTHON = ["python3", "-I", "-S", "-c"]
 
 
@@ -42,8 +40,8 @@ async def run_all(provider: LocalProvider, attacks: list[Attack], port: int, sec
         await provider.close()
 
 
-# gVisor's kernel takes half a second to start, and longer on a busy machine.
-BOTH = ["bubblewrap", pytest.param("gvisor", marks=pytest.mark.slow)]
+# gVisor's kernel takes half a second to start, and longer on a busy machine; a container some tenths.
+LOCAL = ["bubblewrap", pytest.param("gvisor", marks=pytest.mark.slow), pytest.param("podman", marks=pytest.mark.slow)]
 
 
 def attacked(name: str, home: Path) -> dict[str, Outcome]:
@@ -56,7 +54,7 @@ def attacked(name: str, home: Path) -> dict[str, Outcome]:
             abstract.bind(f"\0telescope-test-{os.getpid()}")
             abstract.listen()
             chosen = [attack for attack in ATTACKS if name in attack.only]
-            return asyncio.run(run_all(PROVIDERS[name](), chosen, server.getsockname()[1], str(secret)))
+            return asyncio.run(run_all(provider_named(name), chosen, server.getsockname()[1], str(secret)))
     finally:
         del os.environ["TELESCOPE_TEST_SECRET"]
 
@@ -69,6 +67,11 @@ def on_bubblewrap(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome
 @pytest.fixture(scope="module")
 def on_gvisor(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     return attacked("gvisor", tmp_path_factory.mktemp("host"))
+
+
+@pytest.fixture(scope="module")
+def on_podman(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    return attacked("podman", tmp_path_factory.mktemp("host"))
 
 
 def achieved_nothing(outcome: Outcome, attack: Attack) -> None:
@@ -89,9 +92,16 @@ def test_an_attack_on_gvisor_achieves_nothing(attack: Attack, on_gvisor: dict[st
     achieved_nothing(on_gvisor[attack.name], attack)
 
 
-@pytest.fixture(params=BOTH)
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("attack", [attack for attack in ATTACKS if "podman" in attack.only], ids=lambda a: a.name)
+def test_an_attack_on_podman_achieves_nothing(attack: Attack, on_podman: dict[str, Outcome]) -> None:
+    achieved_nothing(on_podman[attack.name], attack)
+
+
+@pytest.fixture(params=LOCAL)
 async def provider(request: pytest.FixtureRequest) -> AsyncIterator[LocalProvider]:
-    made = PROVIDERS[request.param]()
+    made = provider_named(request.param)
     await made.start(LIMITS)
     yield made
     await made.close()
@@ -124,7 +134,7 @@ print(n)
     sandbox = await provider.create(LIMITS)
     outcome = await sandbox.exec([*PYTHON, code])
     await sandbox.delete()
-    held = any("in all (cgroup)" in what for what in provider.isolation(LIMITS).holds)
+    held = any("cores in all (" in what for what in provider.isolation(LIMITS).holds)
     if held:
         assert outcome.text.strip() != "10", outcome
         assert outcome.ending in {Ending.EXITED, Ending.DIED, Ending.TIMED_OUT}

@@ -30,8 +30,7 @@ from telescope.environments.graders.code import (
 )
 from telescope.environments.questions.dataset import NoRows
 from telescope.environments.sandboxes.base import Limits
-from telescope.environments.sandboxes.pool import Guest, Pool
-from telescope.environments.sandboxes.settings import SandboxSettings
+from telescope.environments.sandboxes.pool import Guest, Pool, SandboxSettings
 from telescope.environments.tasks.code_generation import CodeGeneration
 from telescope.environments.tasks.i3_code import PRELUDE, I3Code
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import pytest
 
 from telescope.environments.breaker import Breaker, BreakerOpen
 from telescope.environments.sandboxes.base import Ending, Isolation, Limits, Outcome, Provider, Sandbox, SandboxError, Wall
-from telescope.environments.sandboxes.pool import Pool
-from telescope.environments.sandboxes.settings import SandboxSettings
+from telescope.environments.sandboxes.pool import Pool, SandboxSettings
 
 
 class Counted(Sandbox):
@@ -39,10 +39,11 @@ class Counted(Sandbox):
         self.provider.living.discard(self.number)
 
 
-class Counting(Provider):
-    name = "counting"
+class Counting(Provider, frozen=False, extra="allow"):
+    name: ClassVar[str] = "counting"
 
     def __init__(self) -> None:
+        super().__init__()
         self.made, self.living, self.most, self.closed, self.down = 0, set[int](), 0, False, False
 
     async def start(self, limits: Limits) -> Isolation:

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from telescope.environments.base import Prompt, Reward
 from telescope.environments.questions.maths import MathsQuestions
 from telescope.environments.sandboxes.base import Limits, SandboxError
-from telescope.environments.sandboxes.settings import SandboxSettings
+from telescope.environments.sandboxes.pool import SandboxSettings
 from telescope.environments.tools.python_tool import PythonTool, strip_markdown
 from tests.environments.tools.talk import Talk
 

@@ -18,9 +18,10 @@ import psutil
 import pytest
 
 from telescope.runlog.attempts import Attempt, read_attempts
+from telescope.runlog.ending import read_object
 from telescope.runlog.identity import read_identity
 from telescope.runlog.layout import RunDirectory
-from telescope.weights.shared_memory import default_folder, run_prefix
+from telescope.weights.transports.shared_memory import default_folder, run_prefix
 from tests.run.conftest import kept
 from tests.slurm.real_slurm import POLL_S, Slurm
 
@@ -107,7 +108,7 @@ class Job:
     def until_under_way(self, attempt: int = 1) -> None:
         """Until that attempt trains, and every process is noted."""
         self.until(lambda: len(self.attempts) >= attempt, f"attempt {attempt} begun")
-        self.until(lambda: self.directory.underway.exists(), f"attempt {attempt} under way")
+        self.until(lambda: read_object(self.directory.status_json).get("state") == "running", f"attempt {attempt} under way")
         self.processes()
 
     def until_ended(self, number: int = 1) -> Attempt:

@@ -12,77 +12,83 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
-from telescope._launch.plan import Plan, ProcessPlan, write_plan
-from telescope._launch.processes import Process
-from telescope._launch.slurm.queue import state_of
-from telescope._launch.slurm.verdict import Ended, JobFacts, Next, Verdict, Why, judge
+from telescope._launch.child_processes import LocalProcess
+from telescope._launch.process_plan import LaunchPlan, ProcessPlan, write_plan
+from telescope._launch.slurm.queue import describe_state
+from telescope._launch.slurm.requeueing import AttemptEnd, AttemptOutcome, JobFacts, Next, Why, judge_end
 from telescope.config.slurm import SlurmSettings
 from telescope.runlog import attempts
 from telescope.runlog.identity import new_identity, read_identity, write_identity
 from telescope.runlog.layout import RunDirectory
+from telescope.wire.supervisor_channel import StopRun
 
 STAND_IN = str(Path(__file__).parents[1] / "process" / "stand_in.py")
 LIMIT_S = 60.0
 SUPERVISE = """
 import signal, sys
 from pathlib import Path
-from telescope._launch.node import supervise_in
-from telescope._launch.terms import Surroundings
+from telescope._launch.supervisor import supervise_in_batch_system
+from telescope._launch.supervisor import BatchSystem
 from telescope.runlog.layout import RunDirectory
-around = Surroundings(warning=signal.SIGUSR2, warned_of="walltime", warned_before=lambda: sys.argv[2] == "1", stop_s=60)
-print(supervise_in(RunDirectory(Path(sys.argv[1])), around))
+slurm = BatchSystem(warning=signal.SIGUSR2, warned_of="walltime", warned_before=lambda: sys.argv[2] == "1", stop_s=60)
+print(supervise_in_batch_system(RunDirectory(Path(sys.argv[1])), slurm))
 """
 
 
 @pytest.mark.parametrize(
     ("ended", "job", "why", "then"),
     [
-        (Ended(0), JobFacts(), "done", "leave"),
-        (Ended(0, warned=True), JobFacts(), "done", "leave"),
-        (Ended(75, warned=True), JobFacts("RUNNING"), "walltime", "requeue"),
-        (Ended(70), JobFacts("RUNNING"), "failed", "leave"),
-        (Ended(70), JobFacts("COMPLETING", preempted=True, requeued=True), "preempted", "await"),
-        (Ended(70), JobFacts("RUNNING", preempted=True), "preempted", "await"),
-        (Ended(143), JobFacts("COMPLETING", requeued=True), "requeued", "await"),
-        (Ended(143, interrupted=True), JobFacts("COMPLETING", requeued=True), "requeued", "go"),
-        (Ended(70, interrupted=True), JobFacts("COMPLETING", preempted=True, requeued=True), "preempted", "go"),
-        (Ended(143, interrupted=True), JobFacts("RUNNING", preempted=True), "preempted", "await"),
-        (Ended(143, interrupted=True), JobFacts("CANCELLED"), "cancelled", "leave"),
-        (Ended(143, interrupted=True), JobFacts(""), "cancelled", "leave"),
-        (Ended(70, carrier_lost=True), JobFacts("RUNNING"), "node_failed", "requeue"),
-        (Ended(70), JobFacts("RUNNING", nodes_down=("n2",)), "node_failed", "requeue"),
-        (Ended(70), JobFacts("COMPLETING", nodes_down=("n2",), requeued=True), "node_failed", "await"),
+        (AttemptEnd(0), JobFacts(), "done", "leave"),
+        (AttemptEnd(0, warned=True), JobFacts(), "done", "leave"),
+        (AttemptEnd(75, warned=True), JobFacts("RUNNING"), "walltime", "requeue"),
+        (AttemptEnd(70), JobFacts("RUNNING"), "failed", "leave"),
+        (AttemptEnd(70), JobFacts("COMPLETING", preempted=True, requeued=True), "preempted", "await"),
+        (AttemptEnd(70), JobFacts("RUNNING", preempted=True), "preempted", "await"),
+        (AttemptEnd(143), JobFacts("COMPLETING", requeued=True), "requeued", "await"),
+        (AttemptEnd(143, interrupted=True), JobFacts("COMPLETING", requeued=True), "requeued", "go"),
+        (AttemptEnd(70, interrupted=True), JobFacts("COMPLETING", preempted=True, requeued=True), "preempted", "go"),
+        (AttemptEnd(143, interrupted=True), JobFacts("RUNNING", preempted=True), "preempted", "await"),
+        (AttemptEnd(143, interrupted=True), JobFacts("CANCELLED"), "cancelled", "leave"),
+        (AttemptEnd(143, interrupted=True), JobFacts(""), "cancelled", "leave"),
+        (AttemptEnd(70, carrier_lost=True), JobFacts("RUNNING"), "node_failed", "requeue"),
+        (AttemptEnd(70), JobFacts("RUNNING", nodes_down=("n2",)), "node_failed", "requeue"),
+        (AttemptEnd(70), JobFacts("COMPLETING", nodes_down=("n2",), requeued=True), "node_failed", "await"),
     ],
 )
-def test_the_end_of_an_attempt_is_told_from_a_failure(ended: Ended, job: JobFacts, why: Why, then: Next):
-    verdict = judge(ended, job, requeue=True, restart_after_walltime=True, budget=1)
-    assert (verdict.why, verdict.next) == (why, then)
+def test_the_end_of_an_attempt_is_told_from_a_failure(ended: AttemptEnd, job: JobFacts, why: Why, then: Next):
+    outcome = judge_end(ended, job, requeue=True, restart_after_walltime=True, budget=1)
+    assert (outcome.why, outcome.next) == (why, then)
 
 
 def test_a_lost_last_checkpoint_asks_for_no_other_attempt_but_a_last_save_that_the_walltime_cut_short_does():
     """The full disk is still full for the next attempt; time is what the other lacked."""
     rules = {"requeue": True, "restart_after_walltime": True, "budget": 3}
-    assert judge(Ended(74), JobFacts("RUNNING"), **rules) == Verdict("failed", "leave")
-    assert judge(Ended(75, warned=True), JobFacts("RUNNING"), **rules) == Verdict("walltime", "requeue")
+    assert judge_end(AttemptEnd(1), JobFacts("RUNNING"), **rules) == AttemptOutcome("failed", "leave")
+    assert judge_end(AttemptEnd(75, warned=True), JobFacts("RUNNING"), **rules) == AttemptOutcome("walltime", "requeue")
 
 
 def test_no_attempt_follows_where_none_is_wanted_or_left():
     for requeue, budget in ((False, 5), (True, 0)):
-        verdict = judge(Ended(75, warned=True), JobFacts(), requeue=requeue, restart_after_walltime=True, budget=budget)
-        assert verdict.next == "leave"
+        outcome = judge_end(
+            AttemptEnd(75, warned=True), JobFacts(), requeue=requeue, restart_after_walltime=True, budget=budget
+        )
+        assert outcome.next == "leave"
     preempted = JobFacts(preempted=True)
-    assert judge(Ended(70), preempted, requeue=False, restart_after_walltime=True, budget=5).next == "leave"
+    assert judge_end(AttemptEnd(70), preempted, requeue=False, restart_after_walltime=True, budget=5).next == "leave"
 
 
 def test_a_run_that_would_begin_at_step_1_again_is_not_restarted_after_its_walltime_unless_told_so():
-    ended = Ended(75, warned=True)
+    ended = AttemptEnd(75, warned=True)
     assert SlurmSettings().restart_after_walltime is None  # where it makes checkpoints
-    verdict = judge(ended, JobFacts("RUNNING"), requeue=True, restart_after_walltime=False, budget=100)
-    assert (verdict.why, verdict.next) == ("walltime", "leave")
-    lost = judge(Ended(70, carrier_lost=True), JobFacts("RUNNING"), requeue=True, restart_after_walltime=False, budget=100)
+    outcome = judge_end(ended, JobFacts("RUNNING"), requeue=True, restart_after_walltime=False, budget=100)
+    assert (outcome.why, outcome.next) == ("walltime", "leave")
+    lost = judge_end(
+        AttemptEnd(70, carrier_lost=True), JobFacts("RUNNING"), requeue=True, restart_after_walltime=False, budget=100
+    )
     assert (lost.why, lost.next) == ("node_failed", "requeue")
 
 
@@ -142,18 +148,18 @@ def test_a_line_that_was_cut_short_spoils_neither_the_next_nor_the_others(run: R
 
 
 def test_a_run_says_how_it_stands_with_and_without_slurm(run: RunDirectory, tmp_path: Path):
-    assert state_of(run, {}) == ""
+    assert describe_state(run, {}) == ""
     attempts.write_submission(run, "", tmp_path / "script")
-    assert state_of(run, {}) == "not submitted"
+    assert describe_state(run, {}) == "not submitted"
     attempts.write_submission(run, "12_3", tmp_path / "script")
-    assert state_of(run, {"12_3": "PENDING"}) == "pending"
+    assert describe_state(run, {"12_3": "PENDING"}) == "pending"
     first = attempts.begin(run, "12_3", "12_3.0", ("n1",))
-    assert state_of(run, {"12_3": "RUNNING"}) == "running"
-    assert state_of(run, {}) == "unknown"
+    assert describe_state(run, {"12_3": "RUNNING"}) == "running"
+    assert describe_state(run, {}) == "unknown"
     attempts.end(run, first, "preempted", 70, requeued=True)
-    assert state_of(run, {"12_3": "PENDING"}) == "pending"
+    assert describe_state(run, {"12_3": "PENDING"}) == "pending"
     attempts.end(run, first, "failed", 70, requeued=False)
-    assert state_of(run, {"12_3": "FAILED"}) == "failed"
+    assert describe_state(run, {"12_3": "FAILED"}) == "failed"
 
 
 def test_a_carried_process_gets_its_variables_and_its_gpus_over_the_lifeline_and_none_on_a_command_line(
@@ -163,12 +169,12 @@ def test_a_carried_process_gets_its_variables_and_its_gpus_over_the_lifeline_and
     monkeypatch.setenv("RANK", "foreign")
     variables = {"TOKEN": "${oc.env:SECRET_TOKEN}", "CUDA_VISIBLE_DEVICES": "1"}
     plan = ProcessPlan("server-0", "server", 0, "there", (STAND_IN, "show_environment"), variables, ("1",), 1)
-    write_plan(Plan("gpu", (plan,)), run.plan_json)
+    write_plan(LaunchPlan("gpu", (plan,)), run.plan_json)
     carrier = ("/usr/bin/env", "CUDA_VISIBLE_DEVICES=4,7", "SLURMD_NODENAME=n2")  # what srun does on the other node
-    process = Process.start(plan, run, {"EXTRA": "yes"}, carrier=carrier)
-    assert "hush-hush" not in " ".join(process.shim.args)
+    process = LocalProcess.start(plan, run, {"EXTRA": "yes"}, carrier=carrier)
+    assert "hush-hush" not in " ".join(process.shim_process.args)
     until_gone(process)
-    assert process.ending.status == 0
+    assert process.end.status == 0
     found = dict(line.split("=", 1) for line in (run.path / "environment" / "server-0").read_text().splitlines())
     assert (found["CUDA_VISIBLE_DEVICES"], found["TOKEN"], found["EXTRA"]) == ("7", "hush-hush", "yes")
     assert found["SLURMD_NODENAME"] == "n2"
@@ -184,8 +190,8 @@ def test_what_a_carried_process_has_noted_goes_with_it_when_it_is_killed(run: Ru
     plan = ProcessPlan(
         "server-0", "server", 0, "there", (STAND_IN, "notes"), {"TMPDIR": str(place), "NOTED": str(shared)}, (), 1
     )
-    write_plan(Plan("cpu", (plan,)), run.plan_json)
-    process = Process.start(plan, run, {"KILLED": "" if by_order else "yes"}, carrier=("/usr/bin/env",))
+    write_plan(LaunchPlan("cpu", (plan,)), run.plan_json)
+    process = LocalProcess.start(plan, run, {"KILLED": "" if by_order else "yes"}, carrier=("/usr/bin/env",))
     try:
         if by_order:
             deadline = time.monotonic() + LIMIT_S
@@ -195,7 +201,7 @@ def test_what_a_carried_process_has_noted_goes_with_it_when_it_is_killed(run: Ru
             assert shared.exists()
             process.kill()
         until_gone(process)
-        assert process.ending.status == -signal.SIGKILL
+        assert process.end.status == -signal.SIGKILL
         assert (shared.exists(), ours.exists(), list(place.iterdir())) == (False, True, [])
     finally:
         shutil.rmtree(place)
@@ -203,8 +209,8 @@ def test_what_a_carried_process_has_noted_goes_with_it_when_it_is_killed(run: Ru
 
 def test_a_carried_process_ends_with_all_below_it_when_its_lifeline_does(run: RunDirectory):
     plan = ProcessPlan("server-0", "server", 0, "there", (STAND_IN, "family"), {}, (), 1)
-    write_plan(Plan("cpu", (plan,)), run.plan_json)
-    process = Process.start(plan, run, {}, carrier=("/usr/bin/env",))
+    write_plan(LaunchPlan("cpu", (plan,)), run.plan_json)
+    process = LocalProcess.start(plan, run, {}, carrier=("/usr/bin/env",))
     deadline = time.monotonic() + LIMIT_S
     while not (pids := run.path / "pids" / "server-0").exists():
         assert time.monotonic() < deadline
@@ -213,28 +219,27 @@ def test_a_carried_process_ends_with_all_below_it_when_its_lifeline_does(run: Ru
     process.lifeline.shutdown(2)  # the supervisor is gone, and srun closes the far end
     _, alive = psutil.wait_procs(family, timeout=LIMIT_S)
     assert alive == []
-    assert process.shim.wait(LIMIT_S) == 0
+    assert process.shim_process.wait(LIMIT_S) == 0
     os.close(process.pidfd)
     process.lifeline.close()
 
 
 def test_a_carrier_that_is_killed_is_told_from_its_process(run: RunDirectory):
     plan = ProcessPlan("server-0", "server", 0, "there", (STAND_IN, "obey"), {}, (), 1)
-    process = Process.start(plan, run, {}, carrier=(sys.executable, "-c", "import time; time.sleep(600)"))
-    os.kill(process.shim.pid, signal.SIGKILL)
+    process = LocalProcess.start(plan, run, {}, carrier=(sys.executable, "-c", "import time; time.sleep(600)"))
+    os.kill(process.shim_process.pid, signal.SIGKILL)
     process.collect()
-    assert (process.ending.status, process.ending.shim_died) == (-9, True)
+    assert (process.end.status, process.end.shim_died) == (-9, True)
 
 
 @pytest.mark.parametrize("early", [False, True])
 def test_the_warning_before_the_walltime_is_a_stop_with_a_reason_of_its_own(run: RunDirectory, early: bool):
     names = ("orchestrator", "trainer-0")
-    roles = (("orchestrator", 0), ("trainer", 0))
     processes = (
-        ProcessPlan(name, role, index, "here", (STAND_IN, "obey"), {}, (), 1)
-        for name, (role, index) in zip(names, roles, strict=True)
+        ProcessPlan("orchestrator", "orchestrator", 0, "here", (STAND_IN, "waits_for_the_signal"), {}, (), 1),
+        ProcessPlan("trainer-0", "trainer", 0, "here", (STAND_IN, "obey"), {}, (), 1),
     )
-    write_plan(Plan("cpu", tuple(processes), progress=False), run.plan_json)
+    write_plan(LaunchPlan("cpu", processes, progress=False), run.plan_json)
     supervisor = subprocess.Popen(
         [sys.executable, "-c", SUPERVISE, str(run.path), str(int(early))], stdout=subprocess.PIPE, text=True
     )
@@ -245,11 +250,12 @@ def test_the_warning_before_the_walltime_is_a_stop_with_a_reason_of_its_own(run:
             time.sleep(0.01)
         supervisor.send_signal(signal.SIGUSR2)
     said, _ = supervisor.communicate(timeout=LIMIT_S)
-    assert said.splitlines()[-1] == "Conclusion(code=75, warned=True, interrupted=None, carrier_lost='')"
-    assert run.farewell.read_text() == "walltime\n"
+    assert said.splitlines()[-1] == "SupervisedRunEnd(code=75, warned=True, interrupted=None, carrier_lost='')"
+    heard = [msgspec.json.decode(line, type=StopRun) for line in (run.path / "heard").read_bytes().splitlines()]
+    assert heard == [StopRun("walltime", failed=False)]
 
 
-def until_gone(process: Process) -> None:
-    assert process.shim.wait(LIMIT_S) == 0
+def until_gone(process: LocalProcess) -> None:
+    assert process.shim_process.wait(LIMIT_S) == 0
     process.lifeline.settimeout(LIMIT_S)
     process.collect()

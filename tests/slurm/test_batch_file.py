@@ -14,18 +14,17 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from telescope._launch.plan import PlanError
+from telescope._launch.process_plan import PlanError
 from telescope._launch.slurm import hold
-from telescope._launch.slurm.allocation import Node, allocated, expand, nominal
-from telescope._launch.slurm.batch import srun
-from telescope._launch.slurm.place import hosts_of
-from telescope._launch.slurm.submit import SubmitRefused, script_text, submit
+from telescope._launch.slurm.allocation import AllocatedNode, expand, list_nominal_nodes, make_hosts, read_allocation
+from telescope._launch.slurm.batch_job import make_srun_command
+from telescope._launch.slurm.submit import SubmitRefused, render_script, submit
+from telescope.cli.runs import run_status
 from telescope.config.run import dump_run, load_run
 from telescope.config.slurm import SlurmGroup, SlurmSettings, minutes_of
 from telescope.runlog.attempts import begin, end, read_attempts, read_submission
 from telescope.runlog.identity import new_identity, write_identity
 from telescope.runlog.layout import RunDirectory
-from telescope.runs import standing
 
 ROOT = Path(__file__).resolve().parents[2]
 FULL = SlurmSettings(
@@ -48,7 +47,7 @@ FULL = SlurmSettings(
 
 def lines(settings: SlurmSettings, folder: Path, points: int = 1) -> list[str]:
     """The file's lines that sbatch or the shell acts on; our way to the code left out."""
-    text = script_text(settings, name="tiny-grpo", folder=folder, points=points)
+    text = render_script(settings, name="tiny-grpo", folder=folder, points=points)
     kept = (line for line in text.splitlines() if line and not line.startswith(("# ", "export PYTHONPATH")))
     return [line.replace(str(folder), "FOLDER").replace(sys.executable, "PYTHON") for line in kept]
 
@@ -86,8 +85,8 @@ STARTED = """
 import json, os, signal
 blocked = signal.SIGUSR2 in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 os.kill(os.getpid(), signal.SIGUSR2)
-from telescope._launch.slurm.batch import _warnings
-print(json.dumps([blocked, "TELESCOPE_WARNED" in os.environ, _warnings()]))
+from telescope._launch.slurm.batch_job import _listen_for_warnings
+print(json.dumps([blocked, "TELESCOPE_WARNED" in os.environ, _listen_for_warnings()]))
 """
 
 
@@ -101,7 +100,7 @@ def test_a_warning_before_there_is_anybody_to_hear_it_is_kept(tmp_path: Path, du
         (folder / "__init__.py").touch()
     settings = SlurmSettings(setup=("kill -USR2 $$",) if during_setup else ())
     script = tmp_path / "script"
-    script.write_text(script_text(settings, name="x", folder=tmp_path / "a folder"))
+    script.write_text(render_script(settings, name="x", folder=tmp_path / "a folder"))
     found_first = stand_in.parent.parent
     done = subprocess.run(["bash", script], cwd=found_first, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
@@ -168,7 +167,7 @@ def test_times_are_read_as_slurm_reads_them(text: str, minutes: int):
     ("wrong", "said"),
     [
         ({"time": "tomorrow"}, "must be minutes"),
-        ({"time": "0"}, "no time at all"),
+        ({"time": "0"}, "is not a time"),
         ({"time": "2", "stop_before_s": 120}, "told to stop as it starts"),
         ({"mem": "much"}, "end in K, M, G or T"),
         ({"sbatch": ("--array=1-3",)}, "the launcher writes itself"),
@@ -191,32 +190,32 @@ def test_node_lists_are_spelled_out():
 def test_a_hetjobs_groups_are_its_components():
     settings = SlurmSettings(nodes=1, gpus_per_node=2, cpus_per_node=4, inference=SlurmGroup(nodes=2, gpus_per_node=8))
     variables = {"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST_HET_GROUP_0": "n1", "SLURM_JOB_NODELIST_HET_GROUP_1": "g[1-2]"}
-    found = allocated(settings, {**variables, "SLURM_RESTART_COUNT": "3"})
+    found = read_allocation(settings, {**variables, "SLURM_RESTART_COUNT": "3"})
     assert found.attempt == "12.3"
     assert found.nodes == (
-        *(Node("n1", "trainer", 0, 4, 2), Node("g1", "inference", 1, 4, 8)),
-        Node("g2", "inference", 1, 4, 8),
+        *(AllocatedNode("n1", "trainer", 0, 4, 2), AllocatedNode("g1", "inference", 1, 4, 8)),
+        AllocatedNode("g2", "inference", 1, 4, 8),
     )
 
 
 def test_in_one_allocation_inference_has_the_last_nodes():
     settings = SlurmSettings(nodes=2, inference=SlurmGroup(nodes=1), groups="allocation")
     variables = {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2", "SLURM_JOB_NODELIST": "n[1-3]"}
-    found = allocated(settings, variables)
+    found = read_allocation(settings, variables)
     assert (found.job_id, found.attempt) == ("7_2", "7_2.0")
     assert [(node.name, node.group) for node in found.nodes] == [("n1", "trainer"), ("n2", "trainer"), ("n3", "inference")]
 
 
 def test_fewer_nodes_than_asked_for_are_refused_with_the_numbers():
     with pytest.raises(PlanError, match=r"gave 1 nodes \(n1\) and the run asks for 2"):
-        allocated(SlurmSettings(nodes=2), {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n1"})
+        read_allocation(SlurmSettings(nodes=2), {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n1"})
     with pytest.raises(PlanError, match="SLURM_JOB_ID is not set"):
-        allocated(SlurmSettings(), {})
+        read_allocation(SlurmSettings(), {})
 
 
 def test_hosts_keep_their_side():
     settings = SlurmSettings(nodes=1, gpus_per_node=2, inference=SlurmGroup(nodes=1, gpus_per_node=4))
-    hosts = hosts_of(nominal(settings), {"node-0": ("10.0.0.1", "eth0")})
+    hosts = make_hosts(list_nominal_nodes(settings), {"node-0": ("10.0.0.1", "eth0")})
     assert [(host.kept_for, host.gpus, host.address, host.interface) for host in hosts] == [
         ("trainer", ("0", "1"), "10.0.0.1", "eth0"),
         ("inference", ("0", "1", "2", "3"), "127.0.0.1", "lo"),
@@ -225,11 +224,11 @@ def test_hosts_keep_their_side():
 
 def test_a_step_names_its_component_and_its_node_and_shares_it():
     settings = SlurmSettings(srun=("--container-image=ours",))
-    command = srun(settings, Node("g1", "inference", 1, 16, 8), "server-0")
+    command = make_srun_command(settings, AllocatedNode("g1", "inference", 1, 16, 8), "server-0")
     assert command[:6] == ("srun", "--het-group=1", "--nodes=1", "--ntasks=1", "--nodelist=g1", "--overlap")
     assert "--cpus-per-task=16" in command
     assert command[-1] == "--container-image=ours"
-    assert "--het-group=1" not in srun(settings, Node("n1", None, None, 16, 8), "server-0")
+    assert "--het-group=1" not in make_srun_command(settings, AllocatedNode("n1", None, None, 16, 8), "server-0")
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -340,7 +339,7 @@ def test_a_job_that_can_not_be_noted_stays_queued_and_is_told(tmp_path: Path):
     assert "`scancel 12` takes it back" in done.stderr
 
 
-BATCH = "import sys; from telescope._launch.slurm.batch import run; run(sys.argv[1])"
+BATCH = "import sys; from telescope._launch.slurm.batch_job import run; run(sys.argv[1])"
 
 
 def attempted(directory: RunDirectory, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -355,17 +354,17 @@ def test_an_attempt_that_is_refused_before_its_start_is_listed_as_failed_with_th
     assert done.returncode == 0, done.stderr
     directory = RunDirectory(tmp_path / "run")
     assert attempted(directory, SLURM_JOB_NODELIST="n[1-2]").returncode == 1
-    found = standing(directory)
+    found = run_status(directory)
     assert (found.state, found.reason) == ("failed", "Slurm gave 2 nodes (n1, n2) and the run asks for 1: submit it again")
     directory.config_json.write_text("{}")
     assert attempted(directory, SLURM_RESTART_COUNT="1").returncode == 1
-    found = standing(directory)
+    found = run_status(directory)
     assert (found.state, found.reason.partition(" is not ")[2]) == ("failed", "the configuration of a run in format 1")
     assert [(one.attempt, one.why, one.exit_code) for one in read_attempts(directory)] == [
         ("12.0", "failed", 1),
         ("12.1", "failed", 1),
     ]
-    assert "Slurm gave 2 nodes" in RunDirectory(directory.earlier_attempt(1)).verdict.read_text()
+    assert "Slurm gave 2 nodes" in RunDirectory(directory.earlier_attempt(1)).run_failure.read_text()
 
 
 def test_what_the_nodes_that_are_asked_for_can_not_do_is_refused_here_and_in_the_job(tmp_path: Path):
@@ -381,7 +380,7 @@ def test_what_the_nodes_that_are_asked_for_can_not_do_is_refused_here_and_in_the
     nccl = config.weight_sync.model_copy(update={"transport": "nccl"})
     directory.config_json.write_text(dump_run(config.model_copy(update={"weight_sync": nccl})))
     assert attempted(directory).returncode == 1
-    assert standing(directory).reason == sentence
+    assert run_status(directory).reason == sentence
 
 
 def test_a_job_that_was_not_noted_when_it_was_submitted_notes_itself(tmp_path: Path):
@@ -402,7 +401,7 @@ def test_the_job_of_a_run_that_is_done_does_not_begin_it_again(tmp_path: Path):
     done = attempted(directory, SLURM_RESTART_COUNT="1")
     assert done.returncode == 0, done.stderr
     assert len(read_attempts(directory)) == 1
-    assert standing(directory).state == "done"
+    assert run_status(directory).state == "done"
 
 
 def test_the_preset_has_every_setting_with_its_default():

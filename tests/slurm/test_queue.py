@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from telescope._launch.slurm.queue import addresses, facts
-from telescope._launch.slurm.verdict import JobFacts
+from telescope._launch.slurm.queue import query_addresses, query_job
+from telescope._launch.slurm.requeueing import JobFacts
 
 JOB = "JobId=12 JobName=x JobState=RUNNING Restarts=0 PreemptTime=None"
 NODES = (
@@ -35,19 +35,19 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_nodes_of_a_job_are_asked_about_in_one_question(scontrol: Path):
-    found = facts("12", ("n1", "n2", "n3"), 0, ())
+    found = query_job("12", ("n1", "n2", "n3"), 0, ())
     assert found == JobFacts("RUNNING", nodes_down=("n2", "n3"))
     assert (scontrol / "calls").read_text().splitlines() == ["show --oneliner job 12", "show --oneliner node n1,n2,n3"]
 
 
 def test_addresses_are_one_question_too_and_a_node_that_is_not_in_the_answer_goes_by_its_name(scontrol: Path):
-    assert addresses(("n1", "n4")) == {"n1": "10.0.0.1", "n4": "n4"}
+    assert query_addresses(("n1", "n4")) == {"n1": "10.0.0.1", "n4": "n4"}
     assert (scontrol / "calls").read_text().splitlines() == ["show --oneliner node n1,n4"]
 
 
 def test_a_controller_that_does_not_answer_is_waited_for_once_a_question_and_within_what_there_is(scontrol: Path):
     (scontrol / "hangs").touch()
-    assert facts(
+    assert query_job(
         "12", tuple(f"n{index}" for index in range(500)), 0, ("CANCELLED AT x DUE TO PREEMPTION ***",), 0.5
     ) == JobFacts(preempted=True)
     assert len((scontrol / "calls").read_text().splitlines()) == 2

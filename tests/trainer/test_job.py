@@ -14,7 +14,7 @@ from telescope.config.run import RunConfig
 from telescope.maths.support import Support
 from telescope.records import PromptRef, RolloutOrder, Sampling
 from telescope.trainer.main import job
-from telescope.workers.play import Limits, Turns
+from telescope.workers.play import PlayLimits, TurnSampler
 
 CONFIG = RunConfig(
     environments={"countdown": EnvironmentEntry(name="countdown")},
@@ -45,7 +45,7 @@ def test_workers_ask_for_the_distribution_that_the_trainer_computes():
     order = RolloutOrder(
         rollout_id=0, group_id=0, sample=0, attempt=0, prompt=PromptRef("countdown", "train", 0), seed=5
     )  # fmt: skip
-    asyncio.run(Turns(order, Limits.of(CONFIG), ask).sample(np.zeros(1, np.int32), 0, None))
+    asyncio.run(TurnSampler(order, PlayLimits.from_config(CONFIG), ask).sample(np.zeros(1, np.int32), 0, None))
     told = job(CONFIG, World(0, 1, "cpu"), lambda doing: None)
     (sampling,) = asked
     assert sampling.temperature == told.temperature

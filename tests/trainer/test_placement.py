@@ -6,8 +6,7 @@ import pytest
 
 from telescope.backends.base import World
 from telescope.config.parts import ClusterSettings
-from telescope.trainer.main import job
-from telescope.trainer.placement import Misplaced, placement
+from telescope.trainer.main import Misplaced, job, placement
 from tests.config.conftest import compose_one
 
 

@@ -29,21 +29,21 @@ from telescope.runlog.layout import RunDirectory
 from telescope.runlog.model_files import ModelFilesChanged, check_model_files
 from telescope.runlog.reader import rows
 from telescope.trainer.main import live
-from telescope.weights.shared_memory import SharedMemoryReader, default_folder, run_prefix
+from telescope.weights.transports.shared_memory import SharedMemoryReader, default_folder, run_prefix
 from telescope.wire.happenings import Delivery, PeerJoined, PeerLeft, PeerLost
 from telescope.wire.hub import Hub
 from telescope.wire.messages import (
-    CheckpointFailed,
+    CheckpointError,
     CheckpointStaged,
     CheckpointWritten,
     Message,
     PublishWeights,
     SaveCheckpoint,
-    StepDone,
+    StepReport,
     TrainStep,
     WeightsPublished,
 )
-from telescope.wire.process import Place, Signals
+from telescope.wire.process import ProcessContext, ProcessSignals
 from telescope.wire.security import make_keys
 from tests.backends.shards import make_shard
 
@@ -135,7 +135,7 @@ async def test_the_tiny_model_trains_publishes_and_stops(tmp_path):
         await joined(here)
         base = await here.ask(PublishWeights(0))
         done = await here.train(make_shard(1))
-        assert isinstance(done, StepDone)
+        assert isinstance(done, StepReport)
         assert done.metrics["trained_tokens"] == 111.0
         assert {"timing_forward_total", "timing_backward_total", "timing_step_active"} <= done.timings.keys()
         trained = await here.ask(PublishWeights(1))
@@ -164,7 +164,7 @@ async def test_the_fake_backend_needs_no_torch_and_repeats_itself(tmp_path):
         assert "torch" not in (Path("/proc") / str(here.process.pid) / "maps").read_text()
         for step in (1, 2, 3):
             done = await here.train(make_shard(step))
-            assert isinstance(done, StepDone)
+            assert isinstance(done, StepReport)
             assert done.metrics["grad_norm"] == pytest.approx(step**-0.5)
             assert done.timings["timing_step_active"] >= 0.01
             published = await here.ask(PublishWeights(step))
@@ -199,16 +199,16 @@ async def test_a_rank_saves_and_another_process_begins_there(tmp_path):
         assert written.nbytes == (trainer_part(folder) / "rank-0.json").stat().st_size
         (tmp_path / "a file").write_text("")
         failed = await save(here, 1, tmp_path / "a file")
-        assert isinstance(failed, CheckpointFailed)
+        assert isinstance(failed, CheckpointError)
         assert "can't be written" in failed.cause
-        assert isinstance(await here.train(make_shard(2)), StepDone)
+        assert isinstance(await here.train(make_shard(2)), StepReport)
     async with bench(tmp_path / "second", Fake(), Resume(1, 1, str(folder))) as here:
         await joined(here)
         published = await here.ask(PublishWeights(1))
         assert isinstance(published, WeightsPublished)
         found = {spec.name: view for spec, view in SharedMemoryReader(here.run_id).read(published.manifest)}
         assert list(found["fake.version"].cast("f")) == [1.0, 0.0]
-        assert isinstance(await here.train(make_shard(2)), StepDone)
+        assert isinstance(await here.train(make_shard(2)), StepReport)
 
 
 async def test_a_rank_whose_checkpoint_is_gone_says_so_with_the_remedy(tmp_path):
@@ -287,7 +287,7 @@ async def test_ranks_that_disagree_with_the_configuration_are_refused(tmp_path):
 def test_messages_of_the_trainer_travel_as_they_are():
     from telescope.wire.messages import Envelope
 
-    body = StepDone(3, {"loss": 0.5, "grad_norm": float("inf")}, {"timing_step_active": 0.25})
+    body = StepReport(3, {"loss": 0.5, "grad_norm": float("inf")}, {"timing_step_active": 0.25})
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(Envelope(body)), type=Envelope).body == body
 
 
@@ -306,4 +306,4 @@ def test_a_rank_that_would_train_adapters_of_another_base_is_refused(tmp_path: P
     identity = new_identity("trainer-test", datetime.now(UTC), config_hash(config))
     check_model_files(directory, "server-0", "tiny", model_folder("tiny_turns"), weight_files("tiny", folder))
     with pytest.raises(ModelFilesChanged, match=r"model\.name=tiny: config\.json in .* as server-0 read them"):
-        live(Place(directory, "trainer-0", config, identity), Signals())
+        live(ProcessContext(directory, "trainer-0", config, identity), ProcessSignals())

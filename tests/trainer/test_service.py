@@ -12,20 +12,20 @@ import numpy as np
 
 from telescope.backends.base import NotSaved, Outcome, Saved, StepResult, TrainShard
 from telescope.records import WeightGroup, WeightManifest
-from telescope.trainer.service import OutOfOrder, SenderStuck, Service
+from telescope.trainer.service import OutOfOrder, SenderStuck, TrainerService
 from telescope.weights.base import TransferFailed
 from telescope.wire.codec import RawArrays
 from telescope.wire.happenings import Delivery
 from telescope.wire.messages import (
     AbortWeights,
     Body,
-    CheckpointFailed,
+    CheckpointError,
     CheckpointStaged,
     CheckpointWritten,
     PublishWeights,
     SaveCheckpoint,
     SendWeights,
-    StepDone,
+    StepReport,
     Stop,
     TrainStep,
     WeightsFailed,
@@ -106,7 +106,7 @@ class Trainer:
 class Bench:
     def __init__(self, update_s: float = 20.0, step: int = 0) -> None:
         self.orders, self.sender, self.trainer = Orders(), Sender(), Trainer()
-        self.service = Service(self.orders, self.trainer, self.sender, lambda: None, update_s, step)  # type: ignore[arg-type]
+        self.service = TrainerService(self.orders, self.trainer, self.sender, lambda: None, update_s, step)  # type: ignore[arg-type]
         self.ended: queue.Queue[object] = queue.Queue()
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -228,12 +228,12 @@ def test_stop_does_not_wait_for_a_send():
     bench.sender.may_end.set()
 
 
-def train(bench: Bench, step: int) -> StepDone:
+def train(bench: Bench, step: int) -> StepReport:
     nothing = (np.zeros(0, np.int32), np.zeros(0, np.uint8), np.zeros(0, np.float32), np.zeros(0, np.int32))
     bench.orders.numbers += 1
     bench.orders.coming.put(Delivery("hub", bench.orders.numbers, TrainStep(step, (), ()), RawArrays.of(nothing)))
     answer, _ = bench.answer()
-    assert isinstance(answer, StepDone)
+    assert isinstance(answer, StepReport)
     return answer
 
 
@@ -258,7 +258,7 @@ def test_a_failed_save_is_answered_with_its_cause_and_the_rank_goes_on():
     number = bench.orders.tell(SaveCheckpoint(1, "/full"))
     bench.answer()
     bench.trainer.saves.get(timeout=60)[2](NotSaved("No space left on device"))
-    assert bench.answer() == (CheckpointFailed(1, "No space left on device"), number)
+    assert bench.answer() == (CheckpointError(1, "No space left on device"), number)
     assert train(bench, 2).step == 2
 
 

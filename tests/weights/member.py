@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,12 +23,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from telescope.backends.fsdp import gather
+from telescope.config.parts import WeightSyncSettings
 from telescope.records import WeightGroup, WeightManifest
-from telescope.weights.base import TransferFailed, WeightsCorrupt
-from telescope.weights.buckets import Bucket
-from telescope.weights.buckets import Tensor as TensorKind
-from telescope.weights.collect import CollectiveReceiver
-from telescope.weights.collective import CollectivePublisher
+from telescope.weights.base import Publisher, Receiver, ServerEnd, TrainerEnd, TransferFailed, WeightsCorrupt
+from telescope.weights.buckets import Bucket, ModelTensor
+from telescope.weights.choose import transport_named
 
 SHAPES = {"embed": (33, 24), "one_row": (1, 40), "norm": (24,), "odd": (7, 3), "big": (64, 96), "last": (5,)}
 """Rows that two ranks can't halve, one that only rank 0 has, sizes that are no multiples of 64 bytes."""
@@ -55,12 +55,34 @@ class Model:
             whole = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in whole.items()}
         self.parameters = whole
 
-    def layout(self) -> tuple[TensorKind, ...]:
+    def layout(self) -> tuple[ModelTensor, ...]:
         return gather.layout(self.parameters)
 
     def pack(self, bucket: Bucket, out: Tensor | None) -> None:
         self.packed += 1
         self.packer.pack(bucket, out)
+
+
+class SmallBuckets(WeightSyncSettings):
+    """Pieces of so many bytes, where settings count in MB."""
+
+    most_bytes: int
+
+    @property
+    def bucket_bytes(self) -> int:
+        return self.most_bytes
+
+
+def sync_of(told: dict[str, Any]) -> WeightSyncSettings:
+    staging = told.get("staging")
+    return SmallBuckets(
+        most_bytes=told["bucket_bytes"],
+        init_timeout_s=told["init_timeout_s"],
+        update_timeout_s=told["update_timeout_s"],
+        cpu_staging=staging is not None,
+        pin_memory=staging != "pageable",
+        compare="all" if told.get("compare_all") else "sample",
+    )
 
 
 def say(**words: Any) -> None:
@@ -82,7 +104,8 @@ def trainer(told: dict[str, Any]) -> None:
         if "setup" in order:
             settings = order["setup"]
             model = Model(rank, settings.pop("ranks"), settings.pop("bulk"), device)
-            publisher = CollectivePublisher(told["transport"], model, rank=rank, device=device, address="127.0.0.1", **settings)
+            end = TrainerEnd("run", Path("/nowhere"), device, sync_of(settings), settings.get("dtype"), rank)
+            publisher = transport_named(told["transport"]).publisher(model, end)
         elif "publish" in order:
             model.set(order["publish"])
             manifest = publisher.publish(order["publish"])
@@ -93,7 +116,7 @@ def trainer(told: dict[str, Any]) -> None:
             threading.Thread(target=send, args=(publisher, order, model), daemon=True).start()
 
 
-def send(publisher: CollectivePublisher, order: dict[str, Any], model: Model) -> None:
+def send(publisher: Publisher, order: dict[str, Any], model: Model) -> None:
     started, packed = time.monotonic(), model.packed
     try:
         checksum = publisher.send(order["send"], msgspec.convert(order["group"], WeightGroup))
@@ -105,9 +128,8 @@ def send(publisher: CollectivePublisher, order: dict[str, Any], model: Model) ->
 def server(told: dict[str, Any]) -> None:
     while (order := hear()) is not None:
         if "setup" in order:
-            receiver = CollectiveReceiver(
-                told["transport"], told["name"], device=told["device"], init_timeout_s=order["setup"]["init_timeout_s"]
-            )
+            end = ServerEnd("run", told["name"], told["device"], order["setup"]["init_timeout_s"])
+            receiver = transport_named(told["transport"]).receiver(end)
             deadline_s, bulk = order["setup"]["update_timeout_s"], order["setup"]["bulk"]
         elif "cancel" in order:
             receiver.cancel(order["cancel"])
@@ -115,7 +137,7 @@ def server(told: dict[str, Any]) -> None:
             threading.Thread(target=receive, args=(receiver, order, deadline_s, bulk, told["device"]), daemon=True).start()
 
 
-def receive(receiver: CollectiveReceiver, order: dict[str, Any], deadline_s: float, bulk: int, device: str) -> None:
+def receive(receiver: Receiver, order: dict[str, Any], deadline_s: float, bulk: int, device: str) -> None:
     manifest = msgspec.json.decode(order["manifest"], type=WeightManifest)
     group = msgspec.convert(order["group"], WeightGroup)
     flat = torch.zeros(manifest.nbytes, dtype=torch.uint8, device=device)

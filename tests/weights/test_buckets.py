@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telescope.weights.buckets import ALIGNMENT, Tensor, buckets, lay_out, misplaced
+from telescope.weights.buckets import ALIGNMENT, ModelTensor, buckets, lay_out, misplaced
 
-THREE = (Tensor("a", "float32", (3, 5)), Tensor("b", "bfloat16", (7,)), Tensor("c", "int8", (130,)))
+THREE = (ModelTensor("a", "float32", (3, 5)), ModelTensor("b", "bfloat16", (7,)), ModelTensor("c", "int8", (130,)))
 
 
 def test_tensors_lie_one_after_another_at_multiples_of_64_bytes():
@@ -25,7 +25,7 @@ def test_floating_tensors_take_the_dtype_of_the_wire_and_others_keep_theirs():
 
 
 def test_a_tensor_that_is_exact_keeps_its_dtype_on_the_way():
-    specs, _ = lay_out([Tensor("a", "float32", (2,)), Tensor("bias", "float32", (2,), exact=True)], "bfloat16")
+    specs, _ = lay_out([ModelTensor("a", "float32", (2,)), ModelTensor("bias", "float32", (2,), exact=True)], "bfloat16")
     assert [(spec.dtype, spec.nbytes) for spec in specs] == [("bfloat16", 4), ("float32", 8)]
 
 
@@ -42,7 +42,7 @@ def test_a_name_given_twice_and_an_unknown_dtype_are_refused():
     with pytest.raises(ValueError, match="tensor a is given twice"):
         lay_out((THREE[0], THREE[0]))
     with pytest.raises(ValueError, match="tensor q has dtype complex64"):
-        lay_out((Tensor("q", "complex64", (1,)),))
+        lay_out((ModelTensor("q", "complex64", (1,)),))
 
 
 shapes = st.lists(st.integers(0, 40), min_size=0, max_size=3).map(tuple)
@@ -51,7 +51,7 @@ models = st.lists(st.tuples(st.sampled_from(["float32", "bfloat16", "int8"]), sh
 
 @given(models, st.integers(0, 5000))
 def test_the_buckets_together_are_the_layout(kinds, bucket_bytes):
-    specs, nbytes = lay_out([Tensor(f"t{i}", dtype, shape) for i, (dtype, shape) in enumerate(kinds)])
+    specs, nbytes = lay_out([ModelTensor(f"t{i}", dtype, shape) for i, (dtype, shape) in enumerate(kinds)])
     cut = buckets(specs, bucket_bytes)
     assert [spec for bucket in cut for spec in bucket.specs] == list(specs)
     assert [bucket.start for bucket in cut] == [0, *(bucket.stop for bucket in cut)][: len(cut)]
@@ -63,7 +63,7 @@ def test_the_buckets_together_are_the_layout(kinds, bucket_bytes):
 def test_a_layout_that_can_not_be_is_told_tensor_by_tensor():
     specs, nbytes = lay_out(THREE)
     assert misplaced(specs, nbytes) == []
-    assert misplaced(lay_out((*THREE, Tensor("none", "float32", (0,)), Tensor("one", "float32", ())))[0], 512) == []
+    assert misplaced(lay_out((*THREE, ModelTensor("none", "float32", (0,)), ModelTensor("one", "float32", ())))[0], 512) == []
 
     def changed(name: str, **fields: int) -> list[str]:
         return misplaced([msgspec.structs.replace(s, **fields) if s.name == name else s for s in specs], nbytes)

@@ -13,16 +13,16 @@ from safetensors.torch import load_file
 
 from telescope.records import WeightManifest
 from telescope.weights.base import NoRoomForWeights, TransferFailed, WeightsCorrupt
-from telescope.weights.buckets import Bucket, Tensor
-from telescope.weights.disk import DiskPublisher, DiskReader
-from telescope.weights.host import HostReceiver
-from telescope.weights.shared_memory import SharedMemoryPublisher, SharedMemoryReader
+from telescope.weights.buckets import Bucket, ModelTensor
+from telescope.weights.host_memory import HostReceiver
+from telescope.weights.transports.disk import DiskPublisher, DiskReader
+from telescope.weights.transports.shared_memory import SharedMemoryPublisher, SharedMemoryReader
 
 KINDS = (
-    Tensor("w", "float32", (3, 5)),
-    Tensor("half", "bfloat16", (7,)),
-    Tensor("none", "float32", (0,)),
-    Tensor("s", "float32", ()),
+    ModelTensor("w", "float32", (3, 5)),
+    ModelTensor("half", "bfloat16", (7,)),
+    ModelTensor("none", "float32", (0,)),
+    ModelTensor("s", "float32", ()),
 )
 
 

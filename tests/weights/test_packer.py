@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from telescope.backends.fsdp.gather import Packer, Part, layout
+from telescope.backends.fsdp.gather import BucketPart, Packer, layout
 from telescope.backends.fsdp.policy import Policy
 from telescope.weights.buckets import buckets, lay_out
 
@@ -19,9 +19,9 @@ class Model:
         stack, matrix, scalar = (nn.Parameter(torch.randn(s, generator=random)) for s in ((2, 3, 4), (5, 7), ()))
         self.parameters = [stack, matrix, scalar]
         self.published = {
-            "first": Part(stack, (3, 4), 0, depth=2),
+            "first": BucketPart(stack, (3, 4), 0, depth=2),
             "matrix": matrix,
-            "second": Part(stack, (3, 4), 3, depth=2),
+            "second": BucketPart(stack, (3, 4), 3, depth=2),
             "scalar": scalar,
         }
         self.packer = Packer(lambda: self.published, 0, 1)

@@ -3,6 +3,7 @@ nothing is over before somebody waits for it."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,53 +11,56 @@ import torch
 
 from telescope.backends.fsdp.gather import Packer, layout
 from telescope.records import WeightGroup
-from telescope.weights.base import WeightsCorrupt
-from telescope.weights.collect import CollectiveReceiver
-from telescope.weights.collective import CollectivePublisher
+from telescope.weights.base import ServerEnd, TrainerEnd, WeightsCorrupt
+from telescope.weights.broadcast.publisher import BroadcastPublisher
+from telescope.weights.broadcast.receiver import BroadcastReceiver
+from telescope.weights.transports.gloo import GlooCommunicator
+from tests.weights.member import SmallBuckets
 
 GROUP = WeightGroup(0, ("trainer-0", "server-0/0"))
 TENSORS, WIDTH = 24, 40
 
 
-class LateFlight:
+class LateBroadcast:
     """Reads or writes its piece, and those before it, when it is waited for and no sooner."""
 
     def __init__(self, wire: Wire, piece: torch.Tensor) -> None:
         self._wire, self.piece = wire, piece
 
-    def order(self) -> None:
+    def wait_on_stream(self) -> None:
         self._wire.move_until(self)
 
-    land = order
+    wait = wait_on_stream
 
 
 class Wire:
-    """A channel without own buffers. A sender's puts what has left into `pieces`; a receiver's takes what comes from there."""
+    """A communicator without own buffers. A sender's puts what has left into `pieces`; a receiver's takes what comes from
+    there."""
 
     own_buffers = False
 
     def __init__(self, pieces: list[torch.Tensor] | None = None) -> None:
         self._arriving = None if pieces is None else iter(pieces)
         self.pieces: list[torch.Tensor] = [] if pieces is None else pieces
-        self._flying: list[LateFlight] = []
+        self._flying: list[LateBroadcast] = []
         self.most = 0
 
-    def broadcast(self, data: torch.Tensor) -> LateFlight:
-        self._flying.append(LateFlight(self, data))
+    def broadcast(self, data: torch.Tensor) -> LateBroadcast:
+        self._flying.append(LateBroadcast(self, data))
         self.most = max(self.most, len(self._flying))
         return self._flying[-1]
 
-    def move_until(self, flight: LateFlight) -> None:
-        while flight in self._flying:
+    def move_until(self, late: LateBroadcast) -> None:
+        while late in self._flying:
             piece = self._flying.pop(0).piece
             if self._arriving is None:
                 self.pieces.append(piece.clone())
             else:
                 piece.copy_(next(self._arriving))
 
-    # ---- of what keeps channels from epoch to epoch ----
+    # ---- of what keeps communicators from epoch to epoch ----
 
-    def channel(self, *_: object) -> Wire:
+    def of_group(self, *_: object) -> Wire:
         return self
 
     def abort(self, epoch: int | None = None) -> None:
@@ -81,19 +85,20 @@ class Model:
 def sent(bucket_bytes: int, version: int, *, compare_all: bool = False, model: Model | None = None):
     """The model, the manifest, what went over the wire and the checksum."""
     model, wire = model or Model(), Wire()
-    publisher = CollectivePublisher(
-        "gloo", model, rank=0, device="cpu", address="127.0.0.1", dtype="bfloat16", bucket_bytes=bucket_bytes,
-        init_timeout_s=60.0, update_timeout_s=60.0, compare_all=compare_all,
-    )  # fmt: skip
-    publisher._epochs = wire
+    sync = SmallBuckets(most_bytes=bucket_bytes, compare="all" if compare_all else "sample")
+    publisher = BroadcastPublisher(
+        "gloo", GlooCommunicator, model, TrainerEnd("run", Path("/nowhere"), "cpu", sync, "bfloat16")
+    )
+    publisher._group = wire
     manifest = publisher.publish(version)
     return model, manifest, wire, publisher.send(version, GROUP)
 
 
 def received(manifest, pieces: list[torch.Tensor]) -> tuple[torch.Tensor, str, Wire]:
-    receiver, wire = CollectiveReceiver("gloo", "server-0/0", device="cpu", init_timeout_s=60.0), Wire(pieces)
-    receiver._epochs, staging = wire, torch.zeros(manifest.nbytes, dtype=torch.uint8)
-    receiver._meeting = SimpleNamespace(location=manifest.location)  # where nobody has to be met
+    receiver = BroadcastReceiver("gloo", GlooCommunicator, ServerEnd("run", "server-0/0", "cpu", 60.0))
+    wire = Wire(pieces)
+    receiver._group, staging = wire, torch.zeros(manifest.nbytes, dtype=torch.uint8)
+    receiver._rendezvous = SimpleNamespace(location=manifest.location)  # where nobody has to be met
     return staging, receiver.receive(manifest, GROUP, staging, 60.0), wire
 
 

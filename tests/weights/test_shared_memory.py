@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from telescope.records import WeightManifest
-from telescope.weights.base import NoRoomForWeights, WeightsCorrupt, checksum
-from telescope.weights.shared_memory import SharedMemoryPublisher, SharedMemoryReader, run_prefix, sweep
+from telescope.weights.base import NoRoomForWeights, WeightsCorrupt
+from telescope.weights.host_memory import checksum
+from telescope.weights.transports.shared_memory import SharedMemoryPublisher, SharedMemoryReader, run_prefix, sweep
 
 
 def pair(folder: Path, run: str = "run-1") -> tuple[SharedMemoryPublisher, SharedMemoryReader]:
@@ -162,7 +163,7 @@ FULL = """
 import resource, signal, sys
 import numpy as np
 from pathlib import Path
-from telescope.weights.shared_memory import SharedMemoryPublisher
+from telescope.weights.transports.shared_memory import SharedMemoryPublisher
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 publisher = SharedMemoryPublisher("full", Path(sys.argv[1]))
@@ -182,7 +183,7 @@ KILLED = """
 import os, signal, sys
 import numpy as np
 from pathlib import Path
-from telescope.weights.shared_memory import SharedMemoryPublisher
+from telescope.weights.transports.shared_memory import SharedMemoryPublisher
 publisher = SharedMemoryPublisher("dead", Path(sys.argv[1]))
 publisher.publish(1, [("a", np.zeros(10, np.float32))])
 os.kill(os.getpid(), signal.SIGKILL)

@@ -10,12 +10,12 @@ from pathlib import Path
 from telescope.records import RolloutOrder
 from telescope.runlog.layout import RunDirectory
 from telescope.wire.link import Link, LinkLost
-from telescope.wire.messages import RolloutDone, RunRollout, Stop
+from telescope.wire.messages import RolloutResult, RunRollout, Stop
 from tests.wire.samples import hello, trajectory
 
 
-def result(order: RolloutOrder) -> RolloutDone:
-    return RolloutDone(order.rollout_id, order.attempt, 1.0, {}, (6,), 3, 3, 1, "stop", "", "", (), 1, 2, 3)
+def result(order: RolloutOrder) -> RolloutResult:
+    return RolloutResult(order.rollout_id, order.attempt, 1.0, {}, (6,), 3, 3, 1, "stop", "", "", (), 1, 2, 3)
 
 
 def main() -> int:

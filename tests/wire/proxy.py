@@ -8,7 +8,7 @@ import contextlib
 import msgspec
 
 from telescope.runlog.layout import RunDirectory, write_atomically
-from telescope.wire.meeting import HubAddress
+from telescope.wire.discovery import HubAddress
 
 
 class Proxy:

@@ -79,12 +79,12 @@ MANIFEST = WeightManifest(
     64,
     True,
 )
-DOOR = m.DoorAddress("tcp://10.0.0.7:41874", "Yne@$w-vo<fVvi]a<NY6T1ed:M$fCG*[IaLV{hID")
+DIRECT = m.DirectAddress("tcp://10.0.0.7:41874", "Yne@$w-vo<fVvi]a<NY6T1ed:M$fCG*[IaLV{hID")
 GROUP = WeightGroup(2, ("trainer-0", "server-0/0", "server-1/0"))
 CARD = EnvironmentCard("countdown", {"train": 1000, "eval": 10}, "d1ce")
 
 SAMPLES = (
-    Sample(hello(environments=(CARD,), connection=2, door=DOOR)),
+    Sample(hello(environments=(CARD,), connection=2, direct_address=DIRECT)),
     Sample(m.Welcome(3.0, 15.0, 2)),
     Sample(m.Reject("worker-0 belongs to run 'x', this is the hub of run 'y'")),
     Sample(m.Heartbeat(17, "train step 12")),
@@ -93,25 +93,25 @@ SAMPLES = (
     Sample(m.Goodbye("the model folder is missing")),
     Sample(m.RunRollout(ORDER), seq=1),
     Sample(m.CancelRollout(11, 0, "off_policy")),
-    Sample(m.GenerationOver(11, 0)),
+    Sample(m.GenerationEnded(11, 0)),
     Sample(m.PrefetchPrompts((PromptRef("countdown", "train", 7), PromptRef("countdown", "train", 3)))),
     Sample(
-        m.RolloutDone(11, 0, 1.0, {"format": 0.5}, (4, 2), 3, 3, 1, "stop", "2+2?", "4", ("4",), 10, 20, 30, ("easy",), "{}"),
+        m.RolloutResult(11, 0, 1.0, {"format": 0.5}, (4, 2), 3, 3, 1, "stop", "2+2?", "4", ("4",), 10, 20, 30, ("easy",), "{}"),
         trajectory(6),
         2,
         1,
     ),
-    Sample(m.RolloutFailed(11, 0, "the sandbox did not start", "infrastructure"), (), 3, 1),
+    Sample(m.RolloutError(11, 0, "the sandbox did not start", "infrastructure"), (), 3, 1),
     Sample(m.Generate("11.0.1", 11, 0, 1, SAMPLING, -1, "5ec2e7"), (np.array([1, 2, 3], np.int32),), 4),
     Sample(m.Abort("11.0.1")),
     Sample(m.Completion("11.0.1", "length", 5, 2, 0.125, 0.5), completion(5), 6, 4),
     Sample(m.GenerateFailed("11.0.1", "server-0 was lost"), (), 7, 4),
     Sample(m.EngineLoad(0.25, 3, 1, 2)),
-    Sample(m.AskPlace("11.0.1", 11, 0, 1, 3), seq=5),
-    Sample(m.Ticket("11.0.1", "server-0", DOOR, "5ec2e7", 30.0), (), 14, 5),
-    Sample(m.Expect("11.0.1", "worker-0", 3, "5ec2e7", 1, 30.0), seq=15),
+    Sample(m.RequestGrant("11.0.1", 11, 0, 1, 3), seq=5),
+    Sample(m.Grant("11.0.1", "server-0", DIRECT, "5ec2e7", 30.0), (), 14, 5),
+    Sample(m.ExpectRequest("11.0.1", "worker-0", 3, "5ec2e7", 1, 30.0), seq=15),
     Sample(m.Served("11.0.1", "length", 5, 2, 0.125, 0.5), (), 9, 15),
-    Sample(m.Revoke("11.0.1", "server-0 was lost"), seq=16),
+    Sample(m.RevokeGrant("11.0.1", "server-0 was lost"), seq=16),
     Sample(
         m.TrainStep(
             1,
@@ -121,7 +121,7 @@ SAMPLES = (
         trajectory(7),
         8,
     ),
-    Sample(m.StepDone(1, {"loss": 0.25}, {"forward": 1.5}), (), 5, 8),
+    Sample(m.StepReport(1, {"loss": 0.25}, {"forward": 1.5}), (), 5, 8),
     Sample(m.PublishWeights(1), seq=10),
     Sample(m.WeightsPublished(5, MANIFEST, 0.25), (), 6, 10),
     Sample(m.SendWeights(5, GROUP), seq=14),
@@ -136,5 +136,5 @@ SAMPLES = (
     Sample(m.SaveCheckpoint(10, "/runs/a/checkpoints/step_00000010.partial-ab12"), seq=17),
     Sample(m.CheckpointStaged(10, 0.25), seq=10),
     Sample(m.CheckpointWritten(10, 1024, 1.5), (), 11, 17),
-    Sample(m.CheckpointFailed(10, "No space left on device"), (), 12, 17),
+    Sample(m.CheckpointError(10, "No space left on device"), (), 12, 17),
 )

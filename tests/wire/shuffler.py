@@ -14,9 +14,8 @@ import zmq
 
 from telescope.runlog.layout import RunDirectory, write_atomically
 from telescope.wire.codec import decode
-from telescope.wire.meeting import HubAddress
-from telescope.wire.messages import Hello
-from telescope.wire.rules import SESSION_OF_HUB, SESSION_OF_PEER
+from telescope.wire.discovery import HubAddress
+from telescope.wire.messages import SESSION_OF_HUB, SESSION_OF_PEER, Hello
 from telescope.wire.security import load_keys
 
 SESSION = SESSION_OF_PEER | SESSION_OF_HUB

@@ -1,4 +1,4 @@
-"""Bytes: golden ones for every message, and the promise that nothing but Malformed comes of wrong ones."""
+"""Bytes: golden ones for every message, and the promise that nothing but MalformedMessage comes of wrong ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from telescope.wire import codec
 from telescope.wire import messages as m
-from telescope.wire.codec import Malformed, RawArrays, decode, encode
+from telescope.wire.codec import MalformedMessage, RawArrays, decode, encode
 from tests.wire import make_golden
 from tests.wire.samples import SAMPLES, SAMPLING, Sample, completion, trajectory
 
@@ -22,7 +22,7 @@ BY_NAME = {sample.name: sample for sample in SAMPLES}
 
 
 def refusal(frames: list[bytes]) -> str:
-    with pytest.raises(Malformed) as caught:
+    with pytest.raises(MalformedMessage) as caught:
         decode(frames)
     return caught.value.reason
 
@@ -98,7 +98,7 @@ def test_wrong_arrays_are_refused_before_they_are_sent(arrays: tuple[np.ndarray,
 
 
 def test_each_kind_of_damage_has_its_own_reason() -> None:
-    done = BY_NAME["RolloutDone"].frames()
+    done = BY_NAME["RolloutResult"].frames()
     ping = BY_NAME["Heartbeat"].frames()
     specs = msgspec.msgpack.decode(done[1])["arrays"]
     assert refusal([]) == "frame count"
@@ -130,17 +130,17 @@ def test_each_kind_of_damage_has_its_own_reason() -> None:
 
 
 def test_lengths_that_the_body_names_must_add_up() -> None:
-    done = BY_NAME["RolloutDone"].frames()
+    done = BY_NAME["RolloutResult"].frames()
     body = msgspec.msgpack.decode(done[1])["body"]
     for lengths in ([4, 1], [7, -1], [6, 2**40]):
         assert refusal(reheadered(done, body=body | {"branch_lengths": lengths})) == "layout"
-    with pytest.raises(Malformed, match="names 7 tokens, its arrays have 6"):
+    with pytest.raises(MalformedMessage, match="names 7 tokens, its arrays have 6"):
         encode(BY_NAME["TrainStep"].body, 1, 0, RawArrays.of(trajectory(6)))
 
 
 def test_arrays_of_one_message_have_one_length() -> None:
     ids, logprobs, versions = completion(3)
-    with pytest.raises(Malformed, match="one length each"):
+    with pytest.raises(MalformedMessage, match="one length each"):
         encode(m.Completion("x", "stop", 3, 0, 0.0, 0.0), 1, 1, RawArrays.of((ids, logprobs, versions[:2])))
 
 
@@ -148,7 +148,7 @@ def test_arrays_of_one_message_have_one_length() -> None:
 @settings(max_examples=150, deadline=None)
 def test_random_frames_give_malformed_and_nothing_else(frames: list[bytes]) -> None:
     for candidate in (frames, [m.PROTOCOL, *frames]):
-        with contextlib.suppress(Malformed):
+        with contextlib.suppress(MalformedMessage):
             decode(candidate)
 
 
@@ -166,7 +166,7 @@ def test_mutated_messages_decode_whole_or_give_malformed(sample: Sample, data: s
             frame += data.draw(st.binary(max_size=8))
     try:
         packet = decode([bytes(frame) for frame in frames])
-    except Malformed:
+    except MalformedMessage:
         return
     assert [array.nbytes for array in packet.raw.views()] == [len(buffer) for buffer in packet.raw.buffers]
 

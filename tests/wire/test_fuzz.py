@@ -21,10 +21,10 @@ from telescope.inference.server import Server
 from telescope.runlog.layout import RunDirectory
 from telescope.wire import messages as m
 from telescope.wire.codec import RawArrays, encode
+from telescope.wire.discovery import HubAddress
 from telescope.wire.hub import Delivery, Hub
 from telescope.wire.hub_session import HubIdentity
 from telescope.wire.link import Link
-from telescope.wire.meeting import HubAddress
 from telescope.wire.security import load_keys
 from tests.inference.test_server import Wire, make
 from tests.wire.conftest import DEADLINE_S, IDENTITY
@@ -40,7 +40,7 @@ FLOODS = 4
 
 
 def dealer(
-    run: RunDirectory, keys: tuple[bytes, bytes] | None, address: HubAddress | m.DoorAddress | None = None
+    run: RunDirectory, keys: tuple[bytes, bytes] | None, address: HubAddress | m.DirectAddress | None = None
 ) -> zmq.Socket[bytes]:
     address = address or msgspec.json.decode(run.hub_json.read_bytes(), type=HubAddress)
     other = zmq.Context.instance().socket(zmq.DEALER)
@@ -124,7 +124,7 @@ async def traffic(hub: Hub, connect) -> AsyncIterator[Traffic]:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def survives(traffic: Traffic | DoorTraffic, attack: Callable[[random.Random], None]) -> int:
+async def survives(traffic: Traffic | DirectTraffic, attack: Callable[[random.Random], None]) -> int:
     """Run the attack again and again; one that is not the first must leave the memory where it found it, and traffic must go
     on. Gives the growth in bytes. What is kept of each attack is kept of all of them; what an allocator of a process that has
     run other tests takes once is not."""
@@ -142,7 +142,7 @@ async def survives(traffic: Traffic | DoorTraffic, attack: Callable[[random.Rand
     return growths[-1]
 
 
-async def _flooded(traffic: Traffic | DoorTraffic, attack: Callable[[random.Random], None], seed: int) -> int:
+async def _flooded(traffic: Traffic | DirectTraffic, attack: Callable[[random.Random], None], seed: int) -> int:
     """Bytes of memory in use after one attack."""
     before = traffic.trips
     await asyncio.to_thread(attack, random.Random(seed))
@@ -211,7 +211,7 @@ async def test_malformed_messages_of_a_welcomed_peer(hub: Hub, traffic: Traffic,
                 other.send_multipart(
                     encode(m.Generate("x", 1, 0, 0, SAMPLING), number, 0, RawArrays.of((np.zeros(1, np.int32),)))
                 )
-                other.send_multipart(encode(m.RolloutFailed(1, 0, "x"), number, answers))
+                other.send_multipart(encode(m.RolloutError(1, 0, "x"), number, answers))
         other.close(linger=5000)
 
     await survives(traffic, attack)
@@ -222,8 +222,8 @@ async def test_malformed_messages_of_a_welcomed_peer(hub: Hub, traffic: Traffic,
     assert "server-0" in hub.peers
 
 
-class DoorTraffic:
-    """A server's real door with a fake engine, and a worker that brings requests with good tickets all the time."""
+class DirectTraffic:
+    """A server's real port with a fake engine, and a worker that brings requests with good grants all the time."""
 
     def __init__(self, orders: Wire) -> None:
         self.orders = orders
@@ -233,8 +233,8 @@ class DoorTraffic:
         ids = np.arange(4, dtype=np.int32)
         while True:
             name = f"good {self.trips}"
-            self.orders.order(m.Expect(name, "worker-0", 4, "secret", 0, 30.0))
-            worker.send(m.Generate(name, 1, 0, 0, SAMPLING, ticket="secret"), (ids,))
+            self.orders.order(m.ExpectRequest(name, "worker-0", 4, "secret", 0, 30.0))
+            worker.send(m.Generate(name, 1, 0, 0, SAMPLING, grant="secret"), (ids,))
             answer = await worker.received()
             assert isinstance(answer.body, m.Completion)
             assert answer.body.request_id == name
@@ -242,28 +242,28 @@ class DoorTraffic:
             self.trips += 1
 
 
-async def test_a_servers_door_lives_through_the_same_flood(run: RunDirectory) -> None:
-    door = await Hub.open_door(run, "server-0", HubIdentity(**IDENTITY), silent_s=15.0)
+async def test_a_servers_port_lives_through_the_same_flood(run: RunDirectory) -> None:
+    port = await Hub.open_direct(run, "server-0", HubIdentity(**IDENTITY), silent_s=15.0)
     orders = Wire()
-    serving = asyncio.create_task(Server(orders, make(), door).run())
-    worker = await asyncio.to_thread(Link.reach, run, hello("worker-0"), "server-0", door.address, DEADLINE_S)
-    traffic = DoorTraffic(orders)
+    serving = asyncio.create_task(Server(orders, make(), port).run())
+    worker = await asyncio.to_thread(Link.connect_direct, run, hello("worker-0"), "server-0", port.address, DEADLINE_S)
+    traffic = DirectTraffic(orders)
     working = asyncio.create_task(traffic.work(worker))
     keys = load_keys(run, "worker-1")
     rounds = itertools.count()
 
     def attack(rng: random.Random) -> None:
         for strange in (None, zmq.curve_keypair()):
-            stranger = dealer(run, strange, door.address)
+            stranger = dealer(run, strange, port.address)
             with contextlib.suppress(zmq.Again):
                 for _ in range(200):
                     stranger.send_multipart(mutated(rng))
             stranger.close()
-        other = dealer(run, (keys.public, keys.secret), door.address)
+        other = dealer(run, (keys.public, keys.secret), port.address)
         other.send_multipart(encode(hello("worker-1", incarnation=f"round-{next(rounds)}")))
         assert other.poll(DEADLINE_S * 1000)
         flood(other, rng, STAYING)
-        for number in range(1, 2000):  # well formed, and without a ticket
+        for number in range(1, 2000):  # well formed, and without a grant
             ids = RawArrays.of((np.zeros(1, np.int32),))
             other.send_multipart(encode(m.Generate(f"good {number}", 1, 0, 0, SAMPLING), number, 0, ids))
         other.close(linger=5000)
@@ -272,13 +272,13 @@ async def test_a_servers_door_lives_through_the_same_flood(run: RunDirectory) ->
         await survives(traffic, attack)
         assert not serving.done()
         assert not working.done()
-        reasons = {reason for (name, reason) in door.malformed if name == "worker-1"}
+        reasons = {reason for (name, reason) in port.malformed if name == "worker-1"}
         assert reasons >= {"header", "frame count", "frame size", "direction"}
-        assert {name for name, _ in door.malformed} <= {"worker-1", "(unknown)"}
-        assert next(iter(door.peers)) == "worker-0"
+        assert {name for name, _ in port.malformed} <= {"worker-1", "(unknown)"}
+        assert next(iter(port.peers)) == "worker-0"
     finally:  # sockets that stay open would keep this process from ending
         for task in (working, serving):
             task.cancel()
         await asyncio.gather(working, serving, return_exceptions=True)
-        await door.close("the test has ended", timeout_s=0.0)
+        await port.close("the test has ended", timeout_s=0.0)
         await asyncio.to_thread(worker.close, "the test has ended")

@@ -7,7 +7,7 @@ import sys
 
 FROZEN = """
 import gc, weakref
-from telescope.wire.heap import freeze_heap
+from telescope.wire.process import freeze_heap
 
 class Thing:
     pass

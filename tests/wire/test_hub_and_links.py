@@ -23,9 +23,9 @@ import zmq
 from telescope.records import PromptRef, RolloutOrder
 from telescope.runlog.layout import RunDirectory, write_atomically
 from telescope.wire import messages as m
+from telescope.wire.discovery import HubAddress
 from telescope.wire.hub import BindFailed, Hub, PeerJoined, PeerLeft, PeerLost, PeerStuck
 from telescope.wire.link import Link, LinkLost, WireRefused, WireTimeout
-from telescope.wire.meeting import HubAddress
 from telescope.wire.security import BadKeys, load_keys, make_keys
 from tests.wire.conftest import DEADLINE_S, IDENTITY, delivered
 from tests.wire.peer_process import result
@@ -121,15 +121,15 @@ async def test_every_message_of_the_protocol_passes_in_its_direction(hub: Hub, c
     body = {sample.name: sample for sample in SAMPLES}
     worker, server, trainer = [await connect(name, hub) for name in ("worker-0", "server-0", "trainer-0")]
     exchanges = [
-        (worker, "RunRollout", "RolloutDone"),
-        (worker, "RunRollout", "RolloutFailed"),
+        (worker, "RunRollout", "RolloutResult"),
+        (worker, "RunRollout", "RolloutError"),
         (server, "Generate", "Completion"),
         (server, "Generate", "GenerateFailed"),
         (server, "PrepareWeights", "WeightsReady"),
         (server, "CommitWeights", "WeightsReady"),
         (server, "AbortWeights", "WeightsFailed"),
         (server, "Sleep", "Asleep"),
-        (trainer, "TrainStep", "StepDone"),
+        (trainer, "TrainStep", "StepReport"),
         (trainer, "PublishWeights", "WeightsPublished"),
     ]
     for link, asks, answers in exchanges:

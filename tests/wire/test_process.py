@@ -12,15 +12,15 @@ import sys
 import pytest
 
 from telescope.wire.link import LinkLost, WireRefused
-from telescope.wire.process import Known, Signals
+from telescope.wire.process import KnownErrors, ProcessSignals
 
-KNOWN = Known(errors=(WireRefused,), gone=(LinkLost,))
+KNOWN = KnownErrors(errors=(WireRefused,), gone=(LinkLost,))
 STUBBORN = """
 import asyncio, time
-from telescope.wire.process import Signals
+from telescope.wire.process import ProcessSignals
 
 async def main():
-    came = Signals().watch_on_loop()
+    came = ProcessSignals().watch_on_loop()
     print("ready", flush=True)
     print(await came, flush=True)
     try:
@@ -37,9 +37,9 @@ import asyncio, os, signal
 signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))  # as the shim does before it starts the interpreter
 os.kill(os.getpid(), signal.SIGTERM)
 
-from telescope.wire.process import Signals
+from telescope.wire.process import ProcessSignals
 
-signals = Signals(held=True)
+signals = ProcessSignals(held=True)
 signals.watch()  # lets it in; with held=False it would be raised here
 print("still here" if not signal.sigpending() else "not let in", flush=True)
 
@@ -71,7 +71,7 @@ def test_a_signal_kept_from_before_the_first_line_is_heard_on_the_loop_and_ends_
 async def test_two_signals_in_one_turn_of_the_loop_are_one(caplog: pytest.LogCaptureFixture):
     old = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        came = Signals().watch_on_loop()
+        came = ProcessSignals().watch_on_loop()
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)
         assert await asyncio.wait_for(came, 60) == signal.SIGINT
@@ -99,6 +99,6 @@ def test_an_error_that_is_not_ours_leaves_its_traceback_in_the_log(
         try:
             raise error
         except Exception as raised:  # noqa: BLE001 as the process edge does
-            said = KNOWN.ending("worker-0", raised)
+            said = KNOWN.describe_end("worker-0", raised)
     assert said == (sentence, code)
     assert ("test_process.py" in caplog.text and "Traceback" in caplog.text) is traced

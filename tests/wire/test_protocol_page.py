@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from telescope.wire import rules
+from telescope.wire import messages
 from telescope.wire.messages import Body
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "protocol.md"
@@ -34,9 +34,9 @@ def ways(text: str) -> set[tuple[str, str]]:
     return found
 
 
-def expected_ways(kind: rules.Kind) -> set[tuple[str, str]]:
-    up = {role for role in ROLES.values() if kind in rules.FROM_PEER[role] | rules.SESSION_OF_PEER}
-    down = {role for role in ROLES.values() if kind in rules.FROM_HUB[role] | rules.SESSION_OF_HUB}
+def expected_ways(kind: messages.Kind) -> set[tuple[str, str]]:
+    up = {role for role in ROLES.values() if kind in messages.FROM_PEER[role] | messages.SESSION_OF_PEER}
+    down = {role for role in ROLES.values() if kind in messages.FROM_HUB[role] | messages.SESSION_OF_HUB}
     return {*((role, "up") for role in up), *((role, "down") for role in down)}
 
 
@@ -50,8 +50,8 @@ def test_a_message_is_on_the_page_as_it_is_sent(name: str) -> None:
     way, kept, answered, fields = table()[name]
     assert [field for field in kind.__struct_fields__ if not re.search(rf"\b{field}\b", fields)] == []
     assert ways(way) == expected_ways(kind)
-    keeps = "answer" if kind in rules.ANSWERED_BY else "safe" if kind in rules.SAFE_BY_APPLICATION else "ack"
-    assert kept == (keeps if kind in rules.KEPT else "–")
-    by = {each.__name__ for each in rules.ANSWERED_BY.get(kind, ())}
-    if kind not in rules.SESSION_OF_PEER | rules.SESSION_OF_HUB:
+    keeps = "answer" if kind in messages.ANSWERED_BY else "safe" if kind in messages.SAFE_BY_APPLICATION else "ack"
+    assert kept == (keeps if kind in messages.KEPT else "–")
+    by = {each.__name__ for each in messages.ANSWERED_BY.get(kind, ())}
+    if kind not in messages.SESSION_OF_PEER | messages.SESSION_OF_HUB:
         assert {each for each in answered.split(", ") if each} - {"Ack"} == by

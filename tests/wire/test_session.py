@@ -7,10 +7,10 @@ import pytest
 
 from telescope.wire import messages as m
 from telescope.wire.channel import MAX_AHEAD, NoCredit
-from telescope.wire.codec import Malformed, RawArrays, decode, encode
+from telescope.wire.codec import MalformedMessage, RawArrays, decode, encode
 from telescope.wire.happenings import Delivery, PeerJoined, PeerLeft, PeerLost, PeerStuck
 from telescope.wire.hub_session import HubIdentity, HubSession, Timing, UnknownPeer
-from telescope.wire.rules import ACK_DELAY_S
+from telescope.wire.messages import ACK_DELAY_S
 from telescope.wire.session import PeerSession
 from tests.wire.samples import MANIFEST, ORDER, SAMPLES, SAMPLING, completion, hello, trajectory
 
@@ -103,7 +103,7 @@ def joined(wire: Wire, name: str = "worker-0", **changes: object) -> PeerSession
 
 
 def done(peer: PeerSession, delivery: Delivery) -> int:
-    body = m.RolloutDone(11, 0, 1.0, {}, (6,), 3, 3, 1, "stop", "", "", (), 1, 2, 3)
+    body = m.RolloutResult(11, 0, 1.0, {}, (6,), 3, 3, 1, "stop", "", "", (), 1, 2, 3)
     return peer.send(body, RawArrays.of(trajectory(6)), delivery.seq)
 
 
@@ -227,7 +227,7 @@ def test_each_order_costs_a_credit_and_its_answer_returns_it(wire: Wire) -> None
         wire.order()
     wire.move()
     assert [delivery.seq for delivery in wire.inbox["worker-0"]] == [1, 2, 3, 4]
-    peer.send(m.RolloutFailed(11, 0, "x"), answers=2)
+    peer.send(m.RolloutError(11, 0, "x"), answers=2)
     wire.move()
     assert wire.hub.credits("worker-0") == 1
     (failed,) = wire.events()
@@ -250,10 +250,10 @@ def test_what_is_not_for_a_role_is_refused_on_both_ends(wire: Wire) -> None:
     peer = joined(wire)
     with pytest.raises(ValueError, match="TrainStep is not sent to a worker"):
         wire.hub.send("worker-0", TRAIN_STEP.body, RawArrays.of(TRAIN_STEP.arrays), now=wire.now)
-    with pytest.raises(ValueError, match="a worker does not send StepDone"):
-        peer.send(m.StepDone(1, {}, {}), answers=1)
+    with pytest.raises(ValueError, match="a worker does not send StepReport"):
+        peer.send(m.StepReport(1, {}, {}), answers=1)
     route = next(iter(wire.routes))
-    wire.hub.receive(route, "worker-0", encode(m.StepDone(1, {}, {}), 1, 1), wire.now)
+    wire.hub.receive(route, "worker-0", encode(m.StepReport(1, {}, {}), 1, 1), wire.now)
     wire.hub.receive(route, "worker-0", encode(m.Welcome(1, 1)), wire.now)
     assert wire.hub.malformed == {("worker-0", "direction"): 2}
     peer.receive(encode(m.PublishWeights(1), 1), wire.now)
@@ -265,12 +265,12 @@ def test_answers_are_checked_before_they_are_sent(wire: Wire) -> None:
     wire.order()
     wire.move()
     (order,) = wire.inbox["worker-0"]
-    with pytest.raises(ValueError, match="RolloutFailed must name the message it answers"):
-        peer.send(m.RolloutFailed(11, 0, "x"))
+    with pytest.raises(ValueError, match="RolloutError must name the message it answers"):
+        peer.send(m.RolloutError(11, 0, "x"))
     with pytest.raises(ValueError, match="Generate answers nothing"):
         peer.send(m.Generate("a", 1, 0, 0, SAMPLING), answers=1)
     with pytest.raises(ValueError, match="answered already or never came"):
-        peer.send(m.RolloutFailed(11, 0, "x"), answers=7)
+        peer.send(m.RolloutError(11, 0, "x"), answers=7)
     done(peer, order)
     with pytest.raises(ValueError, match="answered already or never came"):
         done(peer, order)
@@ -283,7 +283,7 @@ def test_false_answers_from_outside_change_nothing(wire: Wire) -> None:
     wire.order()
     wire.hub.send("server-0", m.CommitWeights(5), now=wire.now)
     worker_route, server_route = wire.routes
-    failed = m.RolloutFailed(11, 0, "x")
+    failed = m.RolloutError(11, 0, "x")
     wire.hub.receive(worker_route, "worker-0", encode(failed, 1, 2), wire.now)  # never sent
     wire.hub.receive(server_route, "server-0", encode(m.GenerateFailed("a", "x"), 1, 1), wire.now)  # no answer to that
     wire.hub.receive(worker_route, "worker-0", encode(failed, 0, 1), wire.now)  # unnumbered
@@ -340,7 +340,7 @@ def test_other_answers_are_acknowledged_on_arrival(wire: Wire) -> None:
     peer = joined(wire)
     wire.order()
     wire.move()
-    peer.send(m.RolloutFailed(11, 0, "x"), answers=1)
+    peer.send(m.RolloutError(11, 0, "x"), answers=1)
     wire.move()
     assert list(peer.channel.kept) == [1]
     wire.settle()
@@ -407,7 +407,7 @@ def test_numbers_far_ahead_are_refused_and_the_memory_for_repeats_is_bounded(wir
     for seq in range(2, MAX_AHEAD + 1):
         seen.add(seq)
     assert len(seen.ahead) == MAX_AHEAD - 1
-    with pytest.raises(Malformed):
+    with pytest.raises(MalformedMessage):
         seen.add(MAX_AHEAD + 1)
     seen.add(1)
     assert (seen.floor, len(seen.ahead)) == (MAX_AHEAD, 0)

@@ -17,7 +17,7 @@ from telescope.wire.session import PeerSession
 from tests.wire.samples import ORDER, SAMPLING, completion, hello, trajectory
 
 CAPACITY = 3
-RESULT = m.RolloutDone(11, 0, 1.0, {}, (4,), 2, 2, 1, "stop", "", "", (), 1, 2, 3)
+RESULT = m.RolloutResult(11, 0, 1.0, {}, (4,), 2, 2, 1, "stop", "", "", (), 1, 2, 3)
 
 
 class World:
@@ -83,7 +83,7 @@ class World:
         self.heard[happening.incarnation, happening.seq] += 1
         if isinstance(happening.body, m.Generate):
             self.questions.append(happening)
-        elif isinstance(happening.body, m.RolloutDone):
+        elif isinstance(happening.body, m.RolloutResult):
             self.unsafe.append(happening)
 
     def peer_hears(self, pick: int, repeat: bool = False) -> None:
@@ -128,7 +128,7 @@ class World:
             if pick % 2:
                 seq = self.peer.send(RESULT, RawArrays.of(trajectory(4)), order.seq)
             else:
-                seq = self.peer.send(m.RolloutFailed(11, 0, "x"), answers=order.seq)
+                seq = self.peer.send(m.RolloutError(11, 0, "x"), answers=order.seq)
             self.said[self.incarnation].add(seq)
 
     def ask(self, _: int) -> None:

@@ -16,10 +16,10 @@ from telescope.environments.base import Environment, Prompt
 from telescope.environments.template import ChatTemplate
 from telescope.records import PromptRef, RolloutOrder
 from telescope.wire.codec import RawArrays, encode
-from telescope.workers.load import Loaded, make_card
-from telescope.workers.play import Limits
+from telescope.workers.loading import LoadedEnvironment, make_card
+from telescope.workers.play import PlayLimits
 
-LIMITS = Limits(temperature=0.7, max_tokens=12, max_prompt_tokens=200, timeout_s=60.0)
+LIMITS = PlayLimits(temperature=0.7, max_tokens=12, max_prompt_tokens=200, timeout_s=60.0)
 
 
 @pytest.fixture(scope="session")
@@ -28,9 +28,9 @@ def template() -> ChatTemplate:
     return ChatTemplate(tokenizer, [tokenizer.eos_token_id])
 
 
-def loaded(environment: Environment, label: str = "task") -> Loaded:
+def loaded(environment: Environment, label: str = "task") -> LoadedEnvironment:
     prompts: dict[str, Sequence[Prompt]] = {split: environment.prompts(split) for split in environment.splits}
-    return Loaded(label, environment, prompts, make_card(label, environment, prompts))
+    return LoadedEnvironment(label, environment, prompts, make_card(label, environment, prompts))
 
 
 def order(rollout_id: int = 0, index: int = 0, *, attempt: int = 0, seed: int = 11, split: str = "train") -> RolloutOrder:

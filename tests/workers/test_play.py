@@ -20,12 +20,12 @@ from telescope.environments.failures import InfrastructureError, PolicyError
 from telescope.environments.tasks.countdown import Countdown
 from telescope.environments.template import ChatTemplate
 from telescope.records import RolloutOrder, Sampling
-from telescope.wire.messages import RolloutDone, RolloutFailed
+from telescope.wire.messages import RolloutError, RolloutResult
 from telescope.workers.main import run_through
-from telescope.workers.play import Ask, Limits, play, turn_seed
-from telescope.workers.prefetch import Openings
+from telescope.workers.play import Ask, PlayLimits, make_turn_seed, play
+from telescope.workers.prompt_cache import PromptCache
 from telescope.workers.report import BadReward, check_reward
-from telescope.workers.threads import RewardThreads
+from telescope.workers.reward_threads import RewardThreads
 from tests.workers.conftest import LIMITS, loaded, order
 
 
@@ -54,8 +54,8 @@ async def test_a_scored_rollout_carries_its_tokens_and_what_was_said(template: C
     solution = task.prompts["train"][2].answer
     asked: list[Any] = []
     before = time.time_ns()
-    done, arrays = await play(order(41, 2, seed=11), task, Openings(template), LIMITS, answering(template, solution, asked))
-    assert isinstance(done, RolloutDone)
+    done, arrays = await play(order(41, 2, seed=11), task, PromptCache(template), LIMITS, answering(template, solution, asked))
+    assert isinstance(done, RolloutResult)
     assert (done.rollout_id, done.attempt, done.reward) == (41, 0, 1.0)
     assert done.metrics == {"exact": 1.0, "valid_format": 1.0, "all_numbers": 1.0}
     assert (done.prompt_text, done.completion_text) == ("<|user|>use 5 5 3 make 3<|assistant|>", "5-5+3")
@@ -81,8 +81,8 @@ async def test_branches_follow_one_another_in_the_frames(template: ChatTemplate)
     forgetful = ChatTemplate(
         template.tokenizer, [1], chat_template="{% for m in messages %}<|user|>{{ m.content[-1:] }}{% endfor %}<|assistant|>"
     )
-    done, arrays = await play(order(), loaded(TwoTurns()), Openings(forgetful), LIMITS, answering(template, "ba"))
-    assert isinstance(done, RolloutDone)
+    done, arrays = await play(order(), loaded(TwoTurns()), PromptCache(forgetful), LIMITS, answering(template, "ba"))
+    assert isinstance(done, RolloutResult)
     # <user> b <asst> | b a <eos>          <user> b <user> a <user> c <asst> | b a <eos>
     assert done.branch_lengths == (6, 10)
     assert arrays[1].tolist() == [0, 0, 0, 1, 1, 1] + [0] * 7 + [1, 1, 1]
@@ -90,18 +90,18 @@ async def test_branches_follow_one_another_in_the_frames(template: ChatTemplate)
 
 
 async def test_turns_of_a_rollout_draw_from_different_seeds() -> None:
-    seeds = [turn_seed(11, turn) for turn in range(4)]
+    seeds = [make_turn_seed(11, turn) for turn in range(4)]
     assert seeds[0] == 11
     assert len(set(seeds)) == 4
-    assert seeds == [turn_seed(11, turn) for turn in range(4)]
+    assert seeds == [make_turn_seed(11, turn) for turn in range(4)]
     assert all(0 <= seed < 2**31 for seed in seeds)
 
 
-async def failure(environment: Environment, template: ChatTemplate, limits: Limits = LIMITS, ask: Ask | None = None) -> str:
+async def failure(environment: Environment, template: ChatTemplate, limits: PlayLimits = LIMITS, ask: Ask | None = None) -> str:
     body, arrays = await play(
-        order(5, attempt=2), loaded(environment), Openings(template), limits, ask or answering(template, "ba")
+        order(5, attempt=2), loaded(environment), PromptCache(template), limits, ask or answering(template, "ba")
     )
-    assert isinstance(body, RolloutFailed)
+    assert isinstance(body, RolloutError)
     assert (body.rollout_id, body.attempt, arrays) == (5, 2, ())
     return body.cause
 
@@ -175,13 +175,13 @@ async def test_an_environment_cannot_turn_a_failed_generation_into_a_score(templ
 
 
 async def test_a_prompt_that_does_not_exist_is_a_failure(template: ChatTemplate) -> None:
-    body, _ = await play(order(0, 3), loaded(Task()), Openings(template), LIMITS, answering(template, "ba"))
-    assert isinstance(body, RolloutFailed)
+    body, _ = await play(order(0, 3), loaded(Task()), PromptCache(template), LIMITS, answering(template, "ba"))
+    assert isinstance(body, RolloutError)
     assert "IndexError" in body.cause
 
 
 async def test_a_prompt_too_long_for_the_model_is_a_failure(template: ChatTemplate) -> None:
-    limits = Limits(1.0, 12, 3, 5.0)
+    limits = PlayLimits(1.0, 12, 3, 5.0)
     assert "has 4 tokens, more than the 3 that" in await failure(Task(), template, limits)
 
 
@@ -190,7 +190,7 @@ async def test_time_runs_out_while_the_server_is_silent(template: ChatTemplate) 
         await asyncio.Event().wait()
         raise AssertionError
 
-    cause = await failure(Task(), template, Limits(1.0, 12, 200, 0.5), silent)
+    cause = await failure(Task(), template, PlayLimits(1.0, 12, 200, 0.5), silent)
     assert cause == "rollout.timeout_s=0.5 ran out waiting for the policy's answer"
 
 
@@ -203,9 +203,9 @@ async def test_time_runs_out_in_a_reward_function_without_holding_up_the_others(
             return Reward(1.0)
 
     try:
-        slow = asyncio.ensure_future(failure(Slow(), template, Limits(1.0, 12, 200, 0.2)))
-        body, _ = await play(order(1), loaded(Task()), Openings(template), LIMITS, answering(template, "ba"))
-        assert isinstance(body, RolloutDone)
+        slow = asyncio.ensure_future(failure(Slow(), template, PlayLimits(1.0, 12, 200, 0.2)))
+        body, _ = await play(order(1), loaded(Task()), PromptCache(template), LIMITS, answering(template, "ba"))
+        assert isinstance(body, RolloutResult)
         assert not slow.done()
         assert await slow == "rollout.timeout_s=0.2 ran out in the environment's own code"
     finally:
@@ -218,8 +218,8 @@ async def test_an_async_reward_function_is_awaited(template: ChatTemplate) -> No
             await asyncio.sleep(0)
             return Reward(0.25)
 
-    body, _ = await play(order(), loaded(Judge()), Openings(template), LIMITS, answering(template, "ba"))
-    assert isinstance(body, RolloutDone)
+    body, _ = await play(order(), loaded(Judge()), PromptCache(template), LIMITS, answering(template, "ba"))
+    assert isinstance(body, RolloutResult)
     assert body.reward == 0.25
 
 
@@ -279,10 +279,10 @@ async def test_rewards_beyond_a_million_are_refused() -> None:
             check_reward(Reward(value))
 
 
-async def failed_body(environment: Environment, template: ChatTemplate, secrets: frozenset[str] = frozenset()) -> RolloutFailed:
+async def failed_body(environment: Environment, template: ChatTemplate, secrets: frozenset[str] = frozenset()) -> RolloutError:
     task = replace(loaded(environment), secrets=secrets)
-    body, _ = await play(order(), task, Openings(template), LIMITS, answering(template, "ba"))
-    assert isinstance(body, RolloutFailed)
+    body, _ = await play(order(), task, PromptCache(template), LIMITS, answering(template, "ba"))
+    assert isinstance(body, RolloutError)
     return body
 
 
@@ -327,9 +327,9 @@ async def test_a_reward_that_is_no_number_is_the_graders_failure(template: ChatT
 async def test_what_the_policy_does_wrong_is_a_score_with_its_name(template: ChatTemplate) -> None:
     error = PolicyError("no such tool: serch", tag="bad_call", total=-0.5, metrics={"calls": 1.0})
     body, arrays = await play(
-        order(), loaded(raising(error, in_reward=False)), Openings(template), LIMITS, answering(template, "ba")
+        order(), loaded(raising(error, in_reward=False)), PromptCache(template), LIMITS, answering(template, "ba")
     )
-    assert isinstance(body, RolloutDone)
+    assert isinstance(body, RolloutResult)
     assert (body.reward, body.metrics, body.tags) == (-0.5, {"calls": 1.0}, ("bad_call",))
     assert json.loads(body.info) == {"policy_error": "no such tool: serch"}
     assert arrays[1].sum() == 3
@@ -355,8 +355,8 @@ async def test_tags_and_info_travel_within_limits_and_without_secrets(template: 
             return Reward(1.0, tags=("a", "a", "b" * 300, *(f"t{n}" for n in range(50))), info=info, golden_answers=("1", "2"))
 
     task = replace(loaded(Talkative()), secrets=frozenset({"s3cr3t-value"}))
-    body, _ = await play(order(), task, Openings(template), LIMITS, answering(template, "ba"))
-    assert isinstance(body, RolloutDone)
+    body, _ = await play(order(), task, PromptCache(template), LIMITS, answering(template, "ba"))
+    assert isinstance(body, RolloutResult)
     assert json.loads(body.info) == {
         "judge_api_key": "<redacted>", "said": "the key is <redacted>", "values": [1, "nan", 0.5], "3": ["x"],
     }  # fmt: skip
@@ -428,8 +428,8 @@ async def test_no_secret_is_in_what_was_said_or_in_a_metrics_name(template: Chat
             return Reward(1.0, {"to hhfjehhfje": 1.0})
 
     task = replace(loaded(Careless()), secrets=frozenset({"hhfjehhfje"}))
-    body, _ = await play(order(), task, Openings(template), LIMITS, answering(template, "hhfjehhfje"))
-    assert isinstance(body, RolloutDone)
+    body, _ = await play(order(), task, PromptCache(template), LIMITS, answering(template, "hhfjehhfje"))
+    assert isinstance(body, RolloutResult)
     assert (body.prompt_text, body.completion_text) == ("<|user|>use <redacted><|assistant|>", "<redacted>")
     assert dict(body.metrics) == {"to <redacted>": 1.0}
 
@@ -439,8 +439,8 @@ async def test_an_info_too_long_is_cut_and_stays_json(template: ChatTemplate) ->
         def reward(self, prompt: Prompt, answer: str) -> Reward:
             return Reward(1.0, info={"log": "x" * 1_000_000})
 
-    body, _ = await play(order(), loaded(Long()), Openings(template), LIMITS, answering(template, "ba"))
-    assert isinstance(body, RolloutDone)
+    body, _ = await play(order(), loaded(Long()), PromptCache(template), LIMITS, answering(template, "ba"))
+    assert isinstance(body, RolloutResult)
     assert len(body.info) < 51_000
     assert json.loads(body.info)["cut"].startswith('{"log": "xxx')
 

@@ -25,7 +25,7 @@ from telescope.runlog.identity import new_identity, read_identity, write_identit
 from telescope.runlog.layout import RunDirectory
 from telescope.wire.happenings import Delivery, PeerJoined, PeerLeft
 from telescope.wire.hub import Hub
-from telescope.wire.messages import Completion, Generate, GenerationOver, RolloutDone, RunRollout
+from telescope.wire.messages import Completion, Generate, GenerationEnded, RolloutResult, RunRollout
 from telescope.wire.security import make_keys
 
 ROOT = Path(__file__).parents[2]
@@ -88,13 +88,13 @@ async def joined(hub: Hub) -> PeerJoined:
     return found
 
 
-async def play_all(hub: Hub, orders: int, answer: tuple[int, ...]) -> list[RolloutDone]:
+async def play_all(hub: Hub, orders: int, answer: tuple[int, ...]) -> list[RolloutResult]:
     """Send the orders, answer every Generate at once, and collect what comes back."""
     ids = np.array(answer, np.int32)
     arrays = (ids, np.full(len(ids), -0.5, np.float32), np.zeros(len(ids), np.int32))
     for at in range(orders):
         hub.send("worker-0", RunRollout(RolloutOrder(at, at // 8, at % 8, 0, PromptRef("task", "train", at // 8), at)))
-    done: list[RolloutDone] = []
+    done: list[RolloutResult] = []
     async with asyncio.timeout(60):
         while len(done) < orders:
             happening = await hub.next(10.0)
@@ -103,7 +103,7 @@ async def play_all(hub: Hub, orders: int, answer: tuple[int, ...]) -> list[Rollo
                 hub.send(
                     "worker-0", Completion(happening.body.request_id, "stop", len(ids), 0, 0.0, 0.0), arrays, answers=happening
                 )
-            elif isinstance(happening.body, RolloutDone):
+            elif isinstance(happening.body, RolloutResult):
                 hub.acknowledge(happening)
                 done.append(happening.body)
                 assert len(happening.arrays[0]) == sum(happening.body.branch_lengths)
@@ -134,7 +134,7 @@ async def test_a_worker_says_hello_plays_a_step_cheaply_and_stops(tmp_path: Path
         assert not directory.failure("worker-0").exists()
 
 
-async def play_all_again(hub: Hub) -> list[RolloutDone]:
+async def play_all_again(hub: Hub) -> list[RolloutResult]:
     return await play_all(hub, 256, (27, 17, 30, 18, 25, 1))
 
 
@@ -187,7 +187,7 @@ async def test_one_worker_process_plays_a_rollout_while_a_thousand_wait_in_their
             happening = await until(hub, lambda happening: isinstance(happening, Delivery))
             if isinstance(happening.body, Generate):
                 hub.send("worker-0", Completion(happening.body.request_id, "stop", 2, 0, 0.0, 0.0), arrays, answers=happening)
-            elif isinstance(happening.body, RolloutDone):
+            elif isinstance(happening.body, RolloutResult):
                 hub.acknowledge(happening)
                 rewards[happening.body.rollout_id] = happening.body.reward
         assert rewards == {**dict.fromkeys(range(1000), 0.0), 1000: 1.0}
@@ -212,7 +212,7 @@ async def test_a_hanging_reward_function_does_not_keep_the_process(tmp_path: Pat
         arrays = (ids, np.full(2, -0.5, np.float32), np.zeros(2, np.int32))
         hub.send("worker-0", Completion(asked.body.request_id, "stop", 2, 0, 0.0, 0.0), arrays, answers=asked)
         over = await until(hub, lambda happening: isinstance(happening, Delivery))
-        assert over.body == GenerationOver(0, 0)
+        assert over.body == GenerationEnded(0, 0)
         failed = await until(hub, lambda happening: isinstance(happening, Delivery))
         assert failed.body.cause == "rollout.timeout_s=0.5 ran out in the environment's own code"
         await hub.close("enough")

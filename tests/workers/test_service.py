@@ -23,15 +23,15 @@ from telescope.wire.messages import (
     Completion,
     Generate,
     GenerateFailed,
-    GenerationOver,
-    RolloutDone,
-    RolloutFailed,
+    GenerationEnded,
+    RolloutError,
+    RolloutResult,
     RunRollout,
     Stop,
 )
-from telescope.workers.load import EnvironmentBroken
-from telescope.workers.play import Limits
-from telescope.workers.service import Service, WorkerHopeless
+from telescope.workers.loading import EnvironmentBroken
+from telescope.workers.play import PlayLimits
+from telescope.workers.service import WorkerHopeless, WorkerService
 from tests.workers.conftest import LIMITS, FakeLink, loaded, order
 
 FREE_LANE = replace(LIMITS, free_lane=True)
@@ -47,10 +47,10 @@ class Task(SingleTurn):
 
 @asynccontextmanager
 async def serving(
-    template: ChatTemplate, task: SingleTurn | None = None, limits: Limits = LIMITS
+    template: ChatTemplate, task: SingleTurn | None = None, limits: PlayLimits = LIMITS
 ) -> AsyncIterator[tuple[FakeLink, asyncio.Task[str]]]:
     link = FakeLink()
-    service = Service(link, "worker-0", {"task": loaded(task or Task())}, template, limits)
+    service = WorkerService(link, "worker-0", {"task": loaded(task or Task())}, template, limits)
     running = asyncio.create_task(service.run())
     try:
         yield link, running
@@ -76,7 +76,7 @@ async def test_an_order_becomes_a_request_and_the_completion_its_answer(template
         assert (request.request_id, request.rollout_id, request.attempt, request.turn) == ("worker-0/7.1.0", 7, 1, 0)
         assert link.sent[0][1][0].tolist() == [4, 71, 72, 5]
         complete(link, request)
-        (done,) = await link.until_sent(RolloutDone)
+        (done,) = await link.until_sent(RolloutResult)
         assert done.reward == 1.0
         assert link.sent[-1][2] is asked
         assert link.steps[-1] == "playing 0 rollouts of environments.task"
@@ -91,7 +91,7 @@ async def test_hundreds_of_rollouts_wait_side_by_side_and_finish_in_any_order(te
         requests = await link.until_sent(Generate, 400)
         for request in reversed(requests):
             complete(link, request, (72, 71, 1) if request.rollout_id % 2 else (71, 1))
-        done = await link.until_sent(RolloutDone, 400)
+        done = await link.until_sent(RolloutResult, 400)
         assert sorted(body.rollout_id for body in done) == list(range(400))
         assert {body.rollout_id: body.reward for body in done} == {n: float(n % 2) for n in range(400)}
 
@@ -110,7 +110,7 @@ async def test_a_thousand_slow_rewards_are_awaited_at_once(template: ChatTemplat
             link.deliver(RunRollout(order(rollout_id, rollout_id % 3)))
         for request in await link.until_sent(Generate, 1000):
             complete(link, request)
-        done = await link.until_sent(RolloutDone, 1000)
+        done = await link.until_sent(RolloutResult, 1000)
         assert {body.rollout_id: body.reward for body in done} == dict.fromkeys(range(1000), 1.0)
 
 
@@ -121,9 +121,9 @@ async def test_a_failed_generation_fails_its_rollout_alone(template: ChatTemplat
         one, two = await link.until_sent(Generate, 2)
         link.deliver(GenerateFailed(one.request_id, "server-0 is gone"))
         complete(link, two)
-        (failed,) = await link.until_sent(RolloutFailed)
+        (failed,) = await link.until_sent(RolloutError)
         assert (failed.rollout_id, failed.cause) == (1, "environments.task: generation failed: server-0 is gone")
-        assert (await link.until_sent(RolloutDone))[0].rollout_id == 2
+        assert (await link.until_sent(RolloutResult))[0].rollout_id == 2
 
 
 async def test_a_cancelled_order_is_answered_too_and_its_late_completion_is_ignored(template: ChatTemplate) -> None:
@@ -132,29 +132,29 @@ async def test_a_cancelled_order_is_answered_too_and_its_late_completion_is_igno
         (request,) = await link.until_sent(Generate)
         link.deliver(CancelRollout(3, 1, "another attempt"))
         link.deliver(CancelRollout(3, 0, "off_policy"))
-        (failed,) = await link.until_sent(RolloutFailed)
+        (failed,) = await link.until_sent(RolloutError)
         assert failed.cause == "cancelled: off_policy"
         assert link.sent[-1][2] is asked
         complete(link, request)
         link.deliver(RunRollout(order(4)))
         await link.until_sent(Generate, 2)
-        assert not [body for body, _, _ in link.sent if isinstance(body, RolloutDone | Abort)]
+        assert not [body for body, _, _ in link.sent if isinstance(body, RolloutResult | Abort)]
 
 
 async def test_a_request_that_takes_too_long_is_aborted_at_the_server(template: ChatTemplate) -> None:
-    async with serving(template, limits=Limits(1.0, 12, 200, 0.5)) as (link, _):
+    async with serving(template, limits=PlayLimits(1.0, 12, 200, 0.5)) as (link, _):
         link.deliver(RunRollout(order(3)))
         (request,) = await link.until_sent(Generate)
-        (failed,) = await link.until_sent(RolloutFailed)
+        (failed,) = await link.until_sent(RolloutError)
         assert "rollout.timeout_s=0.5 ran out" in failed.cause
         assert [body.request_id for body, _, _ in link.sent if isinstance(body, Abort)] == [request.request_id]
 
 
 async def test_an_unknown_environment_fails_the_order(template: ChatTemplate) -> None:
     link = FakeLink()
-    running = asyncio.create_task(Service(link, "worker-0", {}, template, LIMITS).run())
+    running = asyncio.create_task(WorkerService(link, "worker-0", {}, template, LIMITS).run())
     link.deliver(RunRollout(order(3)))
-    (failed,) = await link.until_sent(RolloutFailed)
+    (failed,) = await link.until_sent(RolloutError)
     assert failed.cause == "this worker has no environment 'task'"
     link.deliver(Stop(""))
     await running
@@ -167,7 +167,7 @@ async def test_a_lost_link_ends_the_service_and_its_rollouts(template: ChatTempl
         link.inbox.put_nowait(ConnectionError("the orchestrator is silent"))
         with pytest.raises(ConnectionError, match="silent"):
             await asyncio.wait_for(running, 60)
-        assert not [body for body, _, _ in link.sent if isinstance(body, RolloutFailed)]
+        assert not [body for body, _, _ in link.sent if isinstance(body, RolloutError)]
 
 
 async def test_a_worker_whose_reward_threads_all_hang_ends_with_that_reason(template: ChatTemplate) -> None:
@@ -178,7 +178,7 @@ async def test_a_worker_whose_reward_threads_all_hang_ends_with_that_reason(temp
             release.wait(30)
 
     try:
-        async with serving(template, Hanging(), Limits(1.0, 12, 200, 2.0)) as (link, running), asyncio.timeout(60):
+        async with serving(template, Hanging(), PlayLimits(1.0, 12, 200, 2.0)) as (link, running), asyncio.timeout(60):
             for rollout_id in range(40):
                 link.deliver(RunRollout(order(rollout_id)))
             for request in await link.until_sent(Generate, 40):
@@ -228,8 +228,8 @@ async def test_replies_that_hang_in_all_threads_end_the_worker_with_no_rollout_t
 ) -> None:
     monkeypatch.setattr("telescope.workers.service.LEAVE_S", 0.2)
     task, link = kind(), FakeLink()
-    limits = Limits(1.0, 12, 200, 1.0)
-    running = asyncio.create_task(Service(link, "worker-0", {"task": loaded(task)}, template, limits, threads=4).run())
+    limits = PlayLimits(1.0, 12, 200, 1.0)
+    running = asyncio.create_task(WorkerService(link, "worker-0", {"task": loaded(task)}, template, limits, threads=4).run())
     answered: set[str] = set()
     entered, rollout_id = 0, 0
     try:
@@ -292,11 +292,11 @@ async def answer_of(template: ChatTemplate, act: Callable[[], Any]) -> Any:
             link.deliver(RunRollout(order(rollout_id)))
             complete(link, (await link.until_sent(Generate, rollout_id))[-1])
             async with asyncio.timeout(60):
-                while not any(isinstance(body, RolloutDone | RolloutFailed) for body, _, _ in link.sent[-1:]):
+                while not any(isinstance(body, RolloutResult | RolloutError) for body, _, _ in link.sent[-1:]):
                     link.changed.clear()
                     await link.changed.wait()
         assert not running.done()
-        answers = [body for body, _, _ in link.sent if isinstance(body, RolloutDone | RolloutFailed)]
+        answers = [body for body, _, _ in link.sent if isinstance(body, RolloutResult | RolloutError)]
         assert [body.rollout_id for body in answers] == [1, 2]
         return answers[0]
 
@@ -307,24 +307,24 @@ def cancels() -> None:
 
 async def test_an_environment_that_cancels_itself_fails_its_rollout(template: ChatTemplate) -> None:
     answer = await answer_of(template, cancels)
-    assert answer == RolloutFailed(1, 0, "environments.task: it raised CancelledError")
+    assert answer == RolloutError(1, 0, "environments.task: it raised CancelledError")
 
 
 async def test_an_environment_that_exits_fails_its_rollout_and_not_the_worker(template: ChatTemplate) -> None:
     answer = await answer_of(template, lambda: sys.exit("enough"))
-    assert isinstance(answer, RolloutFailed)
+    assert isinstance(answer, RolloutError)
     assert answer.cause.startswith("environments.task: SystemExit: enough")
 
 
 async def test_half_a_character_in_a_text_is_replaced(template: ChatTemplate) -> None:
     answer = await answer_of(template, lambda: Reward(1.0, {"a\ud800": 1.0}, golden_answers=("ab\ud800",)))
-    assert isinstance(answer, RolloutDone)
+    assert isinstance(answer, RolloutResult)
     assert (answer.golden_answers, answer.metrics) == (("ab\ufffd",), {"a\ufffd": 1.0})
 
 
 async def test_a_text_of_20_million_characters_is_cut_and_says_so(template: ChatTemplate) -> None:
     answer = await answer_of(template, lambda: Reward(1.0, golden_answers=("x" * 20_000_000,)))
-    assert isinstance(answer, RolloutDone)
+    assert isinstance(answer, RolloutResult)
     assert answer.golden_answers == ("x" * 200_000 + " […cut: 19800000 more characters]",)
 
 
@@ -336,7 +336,7 @@ async def test_a_golden_answer_that_is_a_number_travels_as_text(template: ChatTe
 async def test_a_score_too_large_for_the_wire_fails_with_its_environment(template: ChatTemplate) -> None:
     metrics = {f"{'m' * 190}{n}": 1.0 for n in range(100_000)}
     answer = await answer_of(template, lambda: Reward(1.0, metrics))
-    assert isinstance(answer, RolloutFailed)
+    assert isinstance(answer, RolloutError)
     assert answer.cause.startswith("environments.task: its rollout cannot be sent: header size: ")
 
 
@@ -369,11 +369,11 @@ async def test_the_end_of_generation_is_said_before_a_slow_reward(template: Chat
         link.deliver(RunRollout(order(7, attempt=1)))
         (request,) = await link.until_sent(Generate)
         complete(link, request)
-        assert await link.until_sent(GenerationOver) == [GenerationOver(7, 1)]
-        assert not [body for body, _, _ in link.sent if isinstance(body, RolloutDone)]
+        assert await link.until_sent(GenerationEnded) == [GenerationEnded(7, 1)]
+        assert not [body for body, _, _ in link.sent if isinstance(body, RolloutResult)]
         go.set()
-        await link.until_sent(RolloutDone)
-        assert sum(isinstance(body, GenerationOver) for body, _, _ in link.sent) == 1
+        await link.until_sent(RolloutResult)
+        assert sum(isinstance(body, GenerationEnded) for body, _, _ in link.sent) == 1
 
 
 class Quick(Task):
@@ -382,14 +382,14 @@ class Quick(Task):
 
 @pytest.mark.parametrize(("task", "limits"), [(Task, LIMITS), (Quick, FREE_LANE)])
 async def test_it_is_not_said_where_nobody_asks_or_the_reward_takes_no_time(
-    template: ChatTemplate, task: type[SingleTurn], limits: Limits
+    template: ChatTemplate, task: type[SingleTurn], limits: PlayLimits
 ) -> None:
     async with serving(template, task(), limits) as (link, _):
         link.deliver(RunRollout(order(7)))
         (request,) = await link.until_sent(Generate)
         complete(link, request)
-        await link.until_sent(RolloutDone)
-        assert not [body for body, _, _ in link.sent if isinstance(body, GenerationOver)]
+        await link.until_sent(RolloutResult)
+        assert not [body for body, _, _ in link.sent if isinstance(body, GenerationEnded)]
 
 
 class Talkative(Task):
@@ -408,9 +408,9 @@ async def test_a_turn_after_the_close_fails_its_rollout(template: ChatTemplate) 
         link.deliver(RunRollout(order(7)))
         (request,) = await link.until_sent(Generate)
         complete(link, request)
-        (failed,) = await link.until_sent(RolloutFailed)
+        (failed,) = await link.until_sent(RolloutError)
         assert "RuntimeError: say was called after close: the lane to generate in has been given away" in failed.cause
-        assert sum(isinstance(body, GenerationOver) for body, _, _ in link.sent) == 1
+        assert sum(isinstance(body, GenerationEnded) for body, _, _ in link.sent) == 1
 
 
 class Staged(Task):
@@ -440,7 +440,7 @@ async def test_an_environment_is_set_up_before_its_first_rollout_and_torn_down_a
     async with serving(template, task) as (link, running):
         link.deliver(RunRollout(order(1)))
         complete(link, (await link.until_sent(Generate))[0])
-        await link.until_sent(RolloutDone)
+        await link.until_sent(RolloutResult)
         link.deliver(Stop("enough"))
         assert await asyncio.wait_for(running, 60) == "enough"
     assert notes == ["set up", "scored", "torn down"]
@@ -463,7 +463,7 @@ async def test_a_set_up_that_never_ends_is_given_up_and_told_with_its_name_setti
 
     late = replace(loaded(Waiting()), set_up_timeout_s=0.05)
     link = FakeLink()
-    running = asyncio.create_task(Service(link, "worker-0", {"task": late}, template, LIMITS).run())
+    running = asyncio.create_task(WorkerService(link, "worker-0", {"task": late}, template, LIMITS).run())
     said = (
         r"^environments.task: its set_up was not done within environments.task.set_up_timeout_s=0.05; "
         r"it waited in .*test_service.py line \d+: see what for, or give it longer$"
@@ -504,7 +504,7 @@ async def test_a_tear_down_that_never_ends_keeps_neither_the_worker_nor_the_othe
     notes = task.notes()
     both = {"staying": replace(loaded(Staying(), "staying"), tear_down_timeout_s=0.05), "task": loaded(task)}
     link = FakeLink()
-    running = asyncio.create_task(Service(link, "worker-0", both, template, LIMITS).run())
+    running = asyncio.create_task(WorkerService(link, "worker-0", both, template, LIMITS).run())
     link.deliver(Stop("enough"))
     assert await asyncio.wait_for(running, 60) == "enough"
     assert notes == ["set up", "torn down"]

@@ -15,8 +15,7 @@ from pydantic import Field
 
 from telescope.backends.base import Backend, BackendSettings, Job, StepResult, TrainShard
 from telescope.backends.fake import FakeBackend
-from telescope.weights.buckets import Bucket
-from telescope.weights.buckets import Tensor as TensorKind
+from telescope.weights.buckets import Bucket, ModelTensor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,9 +57,9 @@ class PatientBackend(FakeBackend):
         for name, tensor in self._tensors.items():
             yield name, tensor.to(getattr(torch, dtype) if dtype else tensor.dtype)
 
-    def layout(self) -> Sequence[TensorKind]:  # type: ignore[override]
+    def layout(self) -> Sequence[ModelTensor]:  # type: ignore[override]
         kinds = ((name, str(tensor.dtype).removeprefix("torch."), tensor.shape) for name, tensor in self._tensors.items())
-        return [TensorKind(name, dtype, tuple(shape)) for name, dtype, shape in kinds]
+        return [ModelTensor(name, dtype, tuple(shape)) for name, dtype, shape in kinds]
 
     def pack(self, bucket: Bucket, out: Tensor | None) -> None:
         import torch

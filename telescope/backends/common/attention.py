@@ -1,8 +1,8 @@
 """Causal attention inside the segments of a packed row, and nowhere else: by lengths, never by a [T, T] mask.
 
 Owns what each kernel is told of a row; transformers models reach them by the name in `NAMES` through transformers' registry.
-Which of them works where is choosing.py's. Refuses what it does not compute (soft caps, sinks, biases, chosen keys): none of it
-is left out.
+Which of them works where is attention_choice.py's. Refuses what it does not compute (soft caps, sinks, biases, chosen keys):
+none of it is left out.
 
     flash3, flash2, varlen   FlashAttention over lengths: two packages, and PyTorch's own. GPU, bfloat16 or float16
     cudnn                    cuDNN's by scaled_dot_product_attention for each long segment, varlen for the others: Hopper, half
@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from telescope.backends.common.choosing import Kind as Kind
+from telescope.backends.common.attention_choice import Kind as Kind
 from telescope.backends.common.context import Context
 from telescope.backends.common.kernels import Lengths, by_lengths
 from telescope.backends.common.masks import Look
@@ -54,7 +54,7 @@ STEP = 256
 
 
 @dataclass(frozen=True)
-class Part:
+class AttentionPart:
     """A long segment by itself, or a run of neighbours that are not."""
 
     tokens: int
@@ -71,7 +71,7 @@ class Segments:
 
     def __init__(
         self, boundaries: Tensor, longest: int, *, stacks: Stacks | None = None, masks: BlockMasks | None = None,
-        parts: tuple[Part, ...] = (), context: Context | None = None, look: Look | None = None,
+        parts: tuple[AttentionPart, ...] = (), context: Context | None = None, look: Look | None = None,
     ) -> None:  # fmt: skip
         """boundaries: [S + 1] int32 on the device. `stacks` of sdpa alone, `masks` of flex, `parts`, which add up to T, of
         cudnn. `context`: the ranks that share the row; None: this rank has all of it. `look`: who wants to know what layers
@@ -111,16 +111,16 @@ def segments(kind: Kind, boundaries: np.ndarray, device: str, context: Context |
     return Segments(on_device, longest, stacks=stacks, masks=masks, parts=parts, context=context)
 
 
-def _parts(lengths: np.ndarray, device: str) -> tuple[Part, ...]:
-    parts: list[Part] = []
+def _parts(lengths: np.ndarray, device: str) -> tuple[AttentionPart, ...]:
+    parts: list[AttentionPart] = []
     run: list[int] = []
     for length in [*lengths.tolist(), None]:
         if run and (length is None or length >= LONG):
             at = np.cumsum([0, *run], dtype=np.int32)
-            parts.append(Part(sum(run), torch.from_numpy(at).to(device, non_blocking=True), max(run)))
+            parts.append(AttentionPart(sum(run), torch.from_numpy(at).to(device, non_blocking=True), max(run)))
             run = []
         if length is not None and length >= LONG:
-            parts.append(Part(length))
+            parts.append(AttentionPart(length))
         elif length is not None:
             run.append(length)
     return tuple(parts)
@@ -276,7 +276,7 @@ def _by_parts(kernel: Lengths, whole: Function) -> Function:
     return attend
 
 
-def _part(kernel: Lengths, part: Part, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+def _part(kernel: Lengths, part: AttentionPart, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
     """query [1, Hq, n, D], key and value [1, Hkv, n, D] -> [n, Hq, D]."""
     if part.boundaries is not None:
         q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))

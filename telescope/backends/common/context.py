@@ -79,7 +79,7 @@ class Context:
         return tensor.repeat_interleave(math.lcm(heads, self.size) // heads, dim=1) if heads % self.size else tensor
 
 
-def meet(rank: int, world: int, size: int) -> Context | None:
+def join_context_group(rank: int, world: int, size: int) -> Context | None:
     """This rank's group of `size`, or None where rows are not shared. A collective of all ranks of the world."""
     if size == 1:
         return None

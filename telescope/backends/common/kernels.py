@@ -1,6 +1,6 @@
 """The flash kernels under one signature, and a look at what this machine has for all of them.
 
-Which of them works where, and which is taken, is choosing.py's; what they compute of a packed row is attention.py's.
+Which of them works where, and which is taken, is attention_choice.py's; what they compute of a packed row is attention.py's.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from telescope.backends.common.choosing import PACKAGES, WORDS, Kind, Machine, choose, installed, obstacle
+from telescope.backends.common.attention_choice import PACKAGES, WORDS, KernelHost, Kind, choose, installed, obstacle
 
-__all__ = ["WORDS", "Kind", "Lengths", "Machine", "by_lengths", "choose", "machine", "obstacle"]
+__all__ = ["WORDS", "KernelHost", "Kind", "Lengths", "by_lengths", "choose", "machine", "obstacle"]
 
 Lengths = Callable[[Tensor, Tensor, Tensor, Tensor, int, float | None, int], Tensor]
 """(query [T, Hq, D], key, value [T, Hkv, D], boundaries [S + 1] int32, longest, scale, tokens seen to the left or -1) ->
 [T, Hq, D], causal within each segment."""
 
 
-def machine(device: str, dtype: torch.dtype) -> Machine:
+def machine(device: str, dtype: torch.dtype) -> KernelHost:
     """This one."""
     capability = torch.cuda.get_device_capability(device)[0] if device.startswith("cuda") else 0
     cudnn: bool = torch.backends.cudnn.is_available()  # type: ignore[no-untyped-call]
-    return Machine(device, str(dtype).removeprefix("torch."), capability, installed(), cudnn)
+    return KernelHost(device, str(dtype).removeprefix("torch."), capability, installed(), cudnn)
 
 
 @functools.cache

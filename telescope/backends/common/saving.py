@@ -3,16 +3,23 @@
 Owns the copy to host memory, the thread that writes from it, and reading by a world of any size. Each rank writes its own
 shards without a word to the others: one whose disk is full fails alone, and nobody waits for it. Refuses to know what the
 tensors mean.
+
+Files are written straight from where the tensors lie, several at a time, digests on the way: torch's writer builds each file in
+memory before it writes it, one after another, and with threads loses their errors. Its reader reads these.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import struct
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +37,8 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from telescope.backends.base import CheckpointUnfit, NotSaved, Outcome, Saved, SaveSettings
-from telescope.backends.common import tensor_files
 from telescope.backends.common.staging import HostCopies
-from telescope.runlog.digests import note
+from telescope.runlog.digests import FileDigests, note
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +87,7 @@ class Saver:
             return
         own = self._own(tensors)
         if not self._settings.background:
-            done(_written(own, folder, self._rank))
+            done(_write_files(own, folder, self._rank))
             return
         if not self._has_memory():
             limit = f"{self._settings.timeout_s:g} s (checkpoint.timeout_s)"
@@ -93,7 +99,7 @@ class Saver:
             done(NotSaved(f"the state can't be copied to host memory: {_first_line(error)}"))
             return
         self._writing = threading.Thread(
-            target=lambda: done(_written(staged, folder, self._rank)), name=f"save-{folder.parent.name}", daemon=True
+            target=lambda: done(_write_files(staged, folder, self._rank)), name=f"save-{folder.parent.name}", daemon=True
         )
         self._writing.start()
 
@@ -150,21 +156,21 @@ class _RankWriter(HuggingFaceStorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """What this rank holds of each tensor, to its file. Nobody asks afterwards what is where: the files say it."""
-        last, files = max(self._files.values()), dict[Path, dict[str, tensor_files.Part]]()
+        last, files = max(self._files.values()), dict[Path, dict[str, TensorFile]]()
         for item in plan.items:
             held = planner.resolve_data(item)
             if not isinstance(held, Tensor) or item.tensor_data is None:
                 raise TypeError(f"{item.index.fqn} is no tensor")
             name = f"shard-{self._of + 1:05d}-model-{self._files[item.index.fqn]:05d}-of-{last:05d}.safetensors"
-            part = tensor_files.Part(held, item.tensor_data.chunk.offsets)
+            part = TensorFile(held, item.tensor_data.chunk.offsets)
             files.setdefault(self._folder / name, {})[item.index.fqn] = part
-        self.digests = tensor_files.write(files)
+        self.digests = write(files)
         done: Future[list[WriteResult]] = Future()
         done.set_result([])
         return done
 
 
-def _written(tensors: dict[str, Tensor], folder: Path, rank: int) -> Outcome:
+def _write_files(tensors: dict[str, Tensor], folder: Path, rank: int) -> Outcome:
     """Write and force to the disk. The edge of a thread: every error becomes the cause of a `NotSaved`."""
     started = time.perf_counter()
     try:
@@ -193,7 +199,7 @@ def _files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return places
 
 
-class Reader:
+class ShardReader:
     """What a folder holds. Raises `CheckpointUnfit` where it can't be read."""
 
     def __init__(self, folder: Path) -> None:
@@ -272,3 +278,73 @@ def _sync(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+TYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+}  # fmt: skip
+"""The names of safetensors for those that torch's reader of checkpoints knows."""
+PIECE_BYTES = 8 << 20
+THREADS = 4
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """A tensor, or what of one lies here: where in the whole it begins, one number a dimension."""
+
+    tensor: Tensor
+    offsets: Sequence[int]
+
+
+def write(files: Mapping[Path, Mapping[str, TensorFile]]) -> dict[str, str]:
+    """Write the files and force them to the disk; gives their digests by name. Raises OSError, and `TypeError` for a tensor of
+    a type that the format has no name for: files that were under way are then written to their end, others are not begun."""
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="checkpoint") as writers:
+        digests = [(path.name, writers.submit(_write, path, parts)) for path, parts in files.items()]
+        try:
+            return {name: digest.result() for name, digest in digests}
+        except BaseException:
+            writers.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _write(path: Path, parts: Mapping[str, TensorFile]) -> str:
+    tally = FileDigests()
+    # widest first, so that each begins at a multiple of its width
+    ordered = sorted(parts.items(), key=lambda item: (-item[1].tensor.element_size(), item[0]))
+    with path.open("wb", buffering=0) as file:
+        _put(file.fileno(), memoryview(_header(ordered)), tally)
+        for _, part in ordered:
+            flat = part.tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            _put(file.fileno(), flat.numpy().data, tally)
+        os.fsync(file.fileno())
+    return str(tally)
+
+
+def _header(parts: Sequence[tuple[str, TensorFile]]) -> bytes:
+    """Its length in 8 bytes, and the JSON, filled up with spaces to a multiple of 8."""
+    where = {name: {"saved_offsets": list(part.offsets)} for name, part in parts}
+    told: dict[str, object] = {
+        "__metadata__": {"DCP_SHARDING_INFO": json.dumps(where), "DCP_VERSION": "1.0", "format": "pt"},
+    }  # fmt: skip
+    begin = 0
+    for name, part in parts:
+        tensor = part.tensor
+        if tensor.dtype not in TYPES:
+            raise TypeError(f"{name} is of {tensor.dtype}, which a checkpoint's files have no name for")
+        end = begin + tensor.nbytes
+        told[name] = {"dtype": TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(told, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _put(descriptor: int, held: memoryview, tally: FileDigests) -> None:
+    """All of it, in pieces that a processor's cache may still hold when they are written."""
+    for begin in range(0, len(held), PIECE_BYTES):
+        piece = held[begin : begin + PIECE_BYTES]
+        tally.add(piece)
+        while piece:
+            piece = piece[os.write(descriptor, piece) :]

@@ -15,7 +15,7 @@ from telescope.algorithms.base import LossOutput
 from telescope.maths import metrics
 
 
-class Tally:
+class MetricSums:
     """Of one step on one rank. Every rank must add the same names.
 
     `counts`: whether its sums are added to those of the other ranks; not where another rank adds up the same rows.

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 
 from telescope.backends.base import Backend, BackendSettings, Job
-from telescope.backends.common import choosing
+from telescope.backends.common import attention_choice
 from telescope.maths.memory import layers_again
 
 
@@ -27,7 +27,7 @@ class FSDP(BackendSettings):
     compile=true those of attention alone. false: keep everything."""
     checkpointed_layers: int | None = Field(default=None, ge=1)
     """So many layers, the first ones, do as gradient_checkpointing says, and the others keep everything: memory for time, layer
-    by layer. null: all of them. `python -m telescope.plan` names the smallest number that fits."""
+    by layer. null: all of them. `python -m telescope plan` names the smallest number that fits."""
     attention: Literal["auto", "flash", "flash3", "cudnn", "flash2", "varlen", "flex", "sdpa"] = "auto"
     """Kernel of the attention within each packed sample. auto: the first of flash3, cudnn, flash2, varlen, flex and sdpa that
     works here; flash: the first of flash3, flash2 and varlen. All but flex and sdpa compute in half precision on a GPU."""
@@ -136,18 +136,18 @@ class FSDP(BackendSettings):
                 "set fewer, or leave it out, so that all of them compute again",
             )
 
-    def obstacles(
+    def find_obstacles(
         self, *, on_gpu: bool, capability: Callable[[], int | None], model_dtype: str, elsewhere: bool
     ) -> Iterator[str]:
         """See `BackendSettings.obstacles`."""
         if self.attention in ("auto", "sdpa"):
             return  # work everywhere
         known = capability() if on_gpu else None
-        packages = frozenset(choosing.PACKAGES.values()) if elsewhere else choosing.installed()
-        device, able = ("cuda:0", choosing.HOPPER if known is None else known) if on_gpu else ("cpu", 0)
-        here = choosing.Machine(device, self.mixed_precision_dtype or model_dtype, able, packages)
+        packages = frozenset(attention_choice.PACKAGES.values()) if elsewhere else attention_choice.installed()
+        device, able = ("cuda:0", attention_choice.HOPPER if known is None else known) if on_gpu else ("cpu", 0)
+        here = attention_choice.KernelHost(device, self.mixed_precision_dtype or model_dtype, able, packages)
         try:
-            choosing.choose(self.attention, here)
+            attention_choice.choose(self.attention, here)
         except ValueError as error:
             yield str(error)
 

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from telescope.backends.base import Job
 from telescope.backends.common import kernels
 from telescope.backends.fsdp import compiling, experts, loading, recompute
-from telescope.backends.fsdp.mesh import Spread
 from telescope.backends.fsdp.policy import Policy, check_rotations
+from telescope.backends.fsdp.sharding import ModelMesh
 
 if TYPE_CHECKING:
     from telescope.backends.fsdp import FSDP
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def trained(settings: FSDP, job: Job, kind: kernels.Kind, computing: torch.dtype, spread: Spread) -> Policy:
+def trained(settings: FSDP, job: Job, kind: kernels.Kind, computing: torch.dtype, spread: ModelMesh) -> Policy:
     """The policy, ready for its first step. A collective."""
     master = getattr(torch, job.model.dtype)
     lm, checkpoint = loading.outline(job.model, kind, master)
@@ -55,7 +55,7 @@ def trained(settings: FSDP, job: Job, kind: kernels.Kind, computing: torch.dtype
     return policy
 
 
-def frozen(settings: FSDP, job: Job, kind: kernels.Kind, computing: torch.dtype, spread: Spread) -> Policy:
+def frozen(settings: FSDP, job: Job, kind: kernels.Kind, computing: torch.dtype, spread: ModelMesh) -> Policy:
     """The base model once more, in the precision of the forward pass: its weights never move, so they need no better one."""
     lm, checkpoint = loading.outline(job.model, kind, computing, adapters=False)
     experts.choose(lm, computing)

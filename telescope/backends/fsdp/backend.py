@@ -7,7 +7,6 @@ the same number of rows: a rank with fewer adds rows of padding, which weigh not
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,19 +19,17 @@ from torch import Tensor
 
 from telescope.algorithms.base import named
 from telescope.backends.base import Job, Outcome, StepResult, TrainShard
-from telescope.backends.common import attention, kernels, ranks, rows, shards, work
+from telescope.backends.common import attention, kernels, model_work, ranks, rows, shards
+from telescope.backends.common.phase_times import PhaseTimer
 from telescope.backends.common.saving import Saver
-from telescope.backends.common.spans import Spans
-from telescope.backends.common.tally import Tally
-from telescope.backends.fsdp import assembly, gather, search, sizing, state
-from telescope.backends.fsdp.mesh import spread
+from telescope.backends.common.tally import MetricSums
+from telescope.backends.fsdp import assembly, gather, sizing, state
 from telescope.backends.fsdp.policy import Policy, RowInput
+from telescope.backends.fsdp.sharding import make_mesh
 from telescope.backends.fsdp.updates import StepUpdates, Updater
-from telescope.backends.probe import UpdateFinding
 from telescope.maths import flops, packing
 from telescope.records import Denominators
-from telescope.weights.buckets import Bucket
-from telescope.weights.buckets import Tensor as TensorKind
+from telescope.weights.buckets import Bucket, ModelTensor
 
 if TYPE_CHECKING:
     from telescope.backends.fsdp import FSDP
@@ -44,7 +41,7 @@ SLOWEST = "slowest_s"
 
 
 @dataclass(frozen=True)
-class Row:
+class PreparedRow:
     """One row on its way through a step."""
 
     arrays: packing.RowArrays
@@ -64,7 +61,7 @@ class FSDPBackend:
             ranks.join(job.world, settings.collective_timeout_s, host=settings.offload == "parameters")
         try:
             with ranks.watched("loading the model"):
-                self._spread = spread(job.world, settings.replicas, settings.context_parallel_size)
+                self._spread = make_mesh(job.world, settings.replicas, settings.context_parallel_size)
                 self._policy = assembly.trained(settings, job, kind, computing, self._spread)
                 needed = job.algorithm.needs_reference
                 self._reference = assembly.frozen(settings, job, kind, computing, self._spread) if needed else None
@@ -75,10 +72,10 @@ class FSDPBackend:
         except BaseException:
             ranks.leave()
             raise
-        self._work = work.training_work(self._policy.lm)
-        self._peak = work.peak_flops(self._device, job.trainer.peak_flops)
+        self._work = model_work.training_work(self._policy.lm)
+        self._peak = model_work.peak_flops(self._device, job.trainer.peak_flops)
         architecture = self._policy.lm.config.get_text_config().to_dict()
-        if found := sizing.remark(settings, job, architecture, self._peak, work.card_bytes(self._device)):
+        if found := sizing.remark(settings, job, architecture, self._peak, model_work.card_bytes(self._device)):
             log.warning("%s", found)
         self._saver = Saver(job.world.rank, self._device, job.saving)
         self._step = 0  # the one under way, for sentences
@@ -99,11 +96,11 @@ class FSDPBackend:
         return result
 
     def _train_step(self, shard: TrainShard) -> StepResult:
-        self._step, spans, tally, updates = shard.step, Spans(self._device), self._tally(), StepUpdates()
+        self._step, spans, tally, updates = shard.step, PhaseTimer(self._device), self._tally(), StepUpdates()
         with spans.host_span("prepare_tensors"):
             plans = self._plan(shard)
             trajectories = shards.trajectories(shard)
-            minibatches = [[Row(packing.arrange(row, trajectories, shard.items)) for row in plan] for plan in plans]
+            minibatches = [[PreparedRow(packing.arrange(row, trajectories, shard.items)) for row in plan] for plan in plans]
         if len(minibatches) > 1 and self._job.algorithm.needs_old:
             minibatches[1:] = [self._with_old(minibatch, shard.step, spans) for minibatch in minibatches[1:]]
         self._updater.span, scale = spans.span, self._updater.loss_scale
@@ -115,11 +112,7 @@ class FSDPBackend:
                 self._accumulate(row, counts, spans, tally)
                 self._job.progress(f"train step {shard.step}: minibatch {number + 1}, row {place + 1} of {len(minibatch)}")
             spans.at(number)
-            before = self._updater.loss_scale
-            bad = search.bad_parameters(self._policy, self._device) if self._job.probe is not None else ()
             updates.add(self._updater.update(shard.step, empty=counts.tokens == 0))
-            if not math.isfinite(updates.made[-1].norm):
-                self._look_closer(shard, number, plans[number], minibatch, updates.made[-1].norm, bad, before)
         timings, phases = spans.finish()
         sums, peaks = shards.host_metrics(shard, [row for plan in plans for row in plan])
         peaks |= {SLOWEST: timings["timing_step_active"]}
@@ -155,7 +148,7 @@ class FSDPBackend:
             self._policy.free_gathered()
         return found
 
-    def layout(self) -> Sequence[TensorKind]:
+    def layout(self) -> Sequence[ModelTensor]:
         return gather.layout(self._published())
 
     def pack(self, bucket: Bucket, out: Tensor | None) -> None:
@@ -185,10 +178,10 @@ class FSDPBackend:
         self._saver.settle()
         ranks.leave()
 
-    def _tally(self) -> Tally:
+    def _tally(self) -> MetricSums:
         """Ranks that share rows find the same: the first of them counts."""
         shared = self._spread.context
-        return Tally(self._device, counts=shared is None or shared.rank == 0)
+        return MetricSums(self._device, counts=shared is None or shared.rank == 0)
 
     def _plan(self, shard: TrainShard) -> list[list[packing.Row]]:
         """Rows of this rank by minibatch, each filled up to the largest count of all ranks."""
@@ -209,14 +202,14 @@ class FSDPBackend:
             for plan, count in zip(plans, rows, strict=True)
         ]
 
-    def _with_old(self, minibatch: Sequence[Row], step: int, spans: Spans) -> list[Row]:
+    def _with_old(self, minibatch: Sequence[PreparedRow], step: int, spans: PhaseTimer) -> list[PreparedRow]:
         """The rows with the log-probs of now. The first minibatch needs none: its own forward pass comes before any update."""
         known = []
         for place, row in enumerate(minibatch, start=1):
             spans.at(row=place - 1)
             with spans.span("compute_old_logprobs"):
                 _, given = self._on_device(row.arrays)
-                known.append(Row(row.arrays, old=self._logprobs_of(self._policy, given)))
+                known.append(PreparedRow(row.arrays, old=self._logprobs_of(self._policy, given)))
             self._job.progress(f"train step {step}: log-probs before its updates, row {place} of {len(minibatch)}")
         return known
 
@@ -230,37 +223,8 @@ class FSDPBackend:
         job = self._job
         return policy.logprobs_only(given, job.temperature, job.trainer.entropy_chunk_size, job.support)
 
-    def _look_closer(
-        self,
-        shard: TrainShard,
-        number: int,
-        plan: Sequence[packing.Row],
-        minibatch: Sequence[Row],
-        norm: float,
-        bad: tuple[tuple[str, int], ...],
-        scale: float,
-    ) -> None:
-        """Tell the probe, if there is one, what made a gradient that is no finite number. The update was left out, so the
-        weights are those that it was taken at."""
-        job, probe = self._job, self._job.probe
-        if probe is None:
-            return
-        counts = shard.denominators[number]
-
-        def one(arrays: packing.RowArrays, old: Tensor | None) -> tuple[Tensor, Tensor]:
-            return self._accumulate(Row(arrays, old), counts, Spans(self._device), Tally(self._device))
-
-        laid = [search.Laid(row, known.arrays, known.old) for row, known in zip(plan, minibatch, strict=True)]
-        with self._updater.scaled_by(scale):
-            looking = search.Search(self._policy, job.world, job.trainer.pad_to_multiple_of, one)
-            rows = looking.rows(laid)
-            samples = looking.samples(shard, [laid[row.place] for row in rows])
-        self._policy.zero_grad(set_to_none=True)
-        trained = sum(1 for _ in search.trained(self._policy))
-        probe.found.append(UpdateFinding(number, norm, bad, trained, rows, samples))
-
-    def _accumulate(self, row: Row, counts: Denominators, spans: Spans, tally: Tally) -> tuple[Tensor, Tensor]:
-        """Add one row's share of the gradient. Gives its share of the loss, and the log-probs [n]."""
+    def _accumulate(self, row: PreparedRow, counts: Denominators, spans: PhaseTimer, tally: MetricSums) -> None:
+        """Add one row's share of the gradient."""
         job, reference = self._job, None
         with spans.span("data_to_device"):
             on_device, given = self._on_device(row.arrays)
@@ -280,4 +244,3 @@ class FSDPBackend:
             tally.add(output)
         with spans.span("backward"):
             self._updater.scaled(output.loss).backward()  # type: ignore[no-untyped-call]
-        return output.loss.detach(), logprob.detach()

@@ -15,7 +15,7 @@ import torch
 from torch._functorch import config as functorch
 
 from telescope.backends.common import attention
-from telescope.backends.common.choosing import Kind
+from telescope.backends.common.attention_choice import Kind
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from telescope.backends.fsdp.shares import local, rows_like
+from telescope.backends.fsdp.sharding import local, rows_like
 
 BLOCK = 256
 SMALLEST = 4096

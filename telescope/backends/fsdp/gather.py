@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from telescope.records import TensorSpec
-from telescope.weights.buckets import ITEM_BYTES, Bucket, aligned, buckets, lay_out
-from telescope.weights.buckets import Tensor as TensorKind
+from telescope.weights.buckets import ITEM_BYTES, Bucket, ModelTensor, aligned, buckets, lay_out
 
 HOST_BUCKET_BYTES = 256 << 20
 """What is gathered at once on the way to host memory."""
@@ -28,7 +27,7 @@ def dtype_name(tensor: Tensor) -> str:
 
 
 @dataclass(frozen=True)
-class Part:
+class BucketPart:
     """A tensor to be published: all of a parameter, or rows of it, see `telescope.backends.common.names.Rows`."""
 
     parameter: Tensor
@@ -66,22 +65,22 @@ class Part:
         return self.parameter.to_local() if isinstance(self.parameter, DTensor) else self.parameter
 
 
-Published = Mapping[str, Tensor | Part]
+Published = Mapping[str, Tensor | BucketPart]
 """By name; a tensor stands for all of itself."""
 
 
-def _part(published: Tensor | Part) -> Part:
-    return published if isinstance(published, Part) else Part(published, tuple(published.shape))
+def _part(published: Tensor | BucketPart) -> BucketPart:
+    return published if isinstance(published, BucketPart) else BucketPart(published, tuple(published.shape))
 
 
-def layout(published: Published) -> tuple[TensorKind, ...]:
+def layout(published: Published) -> tuple[ModelTensor, ...]:
     """The whole tensors, though only shards may be here."""
     parts = {name: _part(each) for name, each in published.items()}
-    return tuple(TensorKind(name, dtype_name(part.parameter), part.shape, part.exact) for name, part in parts.items())
+    return tuple(ModelTensor(name, dtype_name(part.parameter), part.shape, part.exact) for name, part in parts.items())
 
 
 @dataclass(frozen=True)
-class _Share:
+class _RankShare:
     """One rank's rows of a tensor in its message, from byte `start` on: `count` of them, row `first` of the tensor at first."""
 
     spec: TensorSpec
@@ -114,7 +113,7 @@ class Packer:
         self._ask, self._rank, self._size, self._group = published, rank, size, group
         self._device = None if device is None else torch.device(device)
         self._published: Published | None = None
-        self._loads: dict[int, _Load] = {}
+        self._loads: dict[int, _BucketLoad] = {}
 
     @torch.no_grad()
     def pack(self, bucket: Bucket, out: Tensor | None) -> None:
@@ -128,7 +127,7 @@ class Packer:
         if out is not None:
             _copy([part.whole() for part in load.whole], load.places(out))
 
-    def _load(self, bucket: Bucket) -> _Load:
+    def _load(self, bucket: Bucket) -> _BucketLoad:
         if not bucket.start or self._published is None:
             published = self._ask()
             if published is not self._published:
@@ -137,7 +136,7 @@ class Packer:
         if load is None or load.bucket != bucket:
             if not bucket.start:  # the layout is cut otherwise: nothing of the old cut is of use, nor are its places
                 self._loads = {}
-            load = self._loads[bucket.start] = _Load(self._published, bucket, self._size)
+            load = self._loads[bucket.start] = _BucketLoad(self._published, bucket, self._size)
         return load
 
 
@@ -149,7 +148,7 @@ def pack(
     Packer(lambda: published, rank, size, group, device).pack(bucket, out)
 
 
-class _Load:
+class _BucketLoad:
     """What a bucket consists of, and where it goes. `sharded`: the parts of which this rank has rows at the most; `whole`: the
     others."""
 
@@ -203,16 +202,16 @@ def host_tensors(
             yield from ((spec.name, _view(here, bucket.start, spec)) for spec in bucket.specs)
 
 
-def _shares(parts: Mapping[str, Part], specs: Sequence[TensorSpec], size: int) -> tuple[list[list[_Share]], int]:
+def _shares(parts: Mapping[str, BucketPart], specs: Sequence[TensorSpec], size: int) -> tuple[list[list[_RankShare]], int]:
     """What each rank sends, and the bytes of the longest message, which is the length of all. The same on every rank."""
-    shares: list[list[_Share]] = []
+    shares: list[list[_RankShare]] = []
     longest = 0
     for rank in range(size):
         own, end = [], 0
         for spec in specs:
             first, count, place = parts[spec.name].held(rank, size)
             if count:
-                share = _Share(spec, end, first, count, place)
+                share = _RankShare(spec, end, first, count, place)
                 own.append(share)
                 end = aligned(end + count * share.row_bytes)
         shares.append(own)
@@ -237,7 +236,7 @@ def _view(flat: Tensor, start: int, spec: TensorSpec) -> Tensor:
     return flat[first : first + spec.nbytes].view(getattr(torch, spec.dtype)).view(spec.shape)
 
 
-def _rows_of(message: Tensor, share: _Share) -> Tensor:
+def _rows_of(message: Tensor, share: _RankShare) -> Tensor:
     piece = message[share.start : share.start + share.count * share.row_bytes]
     return piece.view(getattr(torch, share.spec.dtype)).view(share.count, *share.spec.shape[1:])
 

@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from telescope.backends.common import attention
-from telescope.backends.common.choosing import Kind
-from telescope.backends.fsdp.mesh import Spread
+from telescope.backends.common.attention_choice import Kind
 from telescope.backends.fsdp.policy import UnfitModel, fitted, load
-from telescope.backends.fsdp.shares import local
+from telescope.backends.fsdp.sharding import ModelMesh, local
 from telescope.config.models import ModelBroken, ModelNotFound, check_weights, model_folder
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ BASE = ".base_layer."
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class ModelCheckpoint:
     """Which file of a folder has which tensor."""
 
     name: str
@@ -44,7 +43,9 @@ class Checkpoint:
     files: Mapping[str, Path]
 
 
-def outline(model: ModelSettings, kind: Kind, dtype: torch.dtype, *, adapters: bool = True) -> tuple[Any, Checkpoint | None]:
+def outline(
+    model: ModelSettings, kind: Kind, dtype: torch.dtype, *, adapters: bool = True
+) -> tuple[Any, ModelCheckpoint | None]:
     """The model without its weights, and where they are; adapters, buffers and all else are there.
 
     None: the files are not the model's own tensors one by one, and the model has its weights already. Raises `UnfitModel`, and
@@ -58,7 +59,7 @@ def outline(model: ModelSettings, kind: Kind, dtype: torch.dtype, *, adapters: b
     return lm, checkpoint
 
 
-def _outline(model: ModelSettings, kind: Kind, dtype: torch.dtype) -> tuple[Any, Checkpoint | None]:
+def _outline(model: ModelSettings, kind: Kind, dtype: torch.dtype) -> tuple[Any, ModelCheckpoint | None]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
@@ -90,7 +91,7 @@ def _outline(model: ModelSettings, kind: Kind, dtype: torch.dtype) -> tuple[Any,
         return None, None
     if extra := sorted(set(files) - set(lm.state_dict())):
         log.warning("%s: its files have %d tensors that the model has no use for, %s first", model.name, len(extra), extra[0])
-    return lm, Checkpoint(model.name, files)
+    return lm, ModelCheckpoint(model.name, files)
 
 
 @contextmanager
@@ -126,36 +127,36 @@ def _lent_memory(lm: nn.Module) -> Iterator[None]:
             module._parameters[name] = p
 
 
-def fill(policy: Policy, checkpoint: Checkpoint | None, device: torch.device, spread: Spread) -> None:
+def fill(policy: Policy, checkpoint: ModelCheckpoint | None, device: torch.device, spread: ModelMesh) -> None:
     """Give a spread policy its weights, on `device`. None: it has them."""
     if checkpoint is None:
         return
     policy._apply(  # type: ignore[no-untyped-call]
         lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
     )
-    with Reader(checkpoint) as reader:
+    with TensorReader(checkpoint) as reader:
         for name, tensor in _stored(policy.lm):
             if BASE not in name and name not in checkpoint.files:
                 continue  # an adapter
             reader.fill(name.replace(BASE, "."), tensor, spread)
 
 
-class Reader:
+class TensorReader:
     """Rows of tensors, from files that are mapped and not read. `read_bytes`: of the rows so far."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: ModelCheckpoint) -> None:
         self._checkpoint = checkpoint
         self._open: dict[Path, Any] = {}
         self.read_bytes = 0
 
-    def __enter__(self) -> Reader:
+    def __enter__(self) -> TensorReader:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._open.clear()
 
     @torch.no_grad()
-    def fill(self, name: str, target: Tensor, spread: Spread) -> None:
+    def fill(self, name: str, target: Tensor, spread: ModelMesh) -> None:
         """This rank's rows of one tensor, cast to the target's dtype."""
         source = self._slice(name)
         shape = tuple(source.get_shape())

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from telescope.backends.fsdp.shares import local, placed_like, share_bytes
+from telescope.backends.fsdp.sharding import local, placed_like, share_bytes
 
 AT_ONCE_BYTES = 256 << 20
 """Of parameters on this rank whose moments are on the GPU at the same time; a larger one comes alone."""

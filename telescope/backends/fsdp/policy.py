@@ -17,11 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from telescope.backends.common import attention, lora, names
-from telescope.backends.common.choosing import Kind
+from telescope.backends.common.attention_choice import Kind
 from telescope.backends.common.context import Context, Piece
 from telescope.backends.common.logprobs import logprobs
 from telescope.backends.common.masks import Look
-from telescope.backends.fsdp.gather import Part
+from telescope.backends.fsdp.gather import BucketPart
 from telescope.config.models import check_files, check_weights, model_path, model_problem, model_source
 from telescope.maths.support import WHOLE, Support
 
@@ -58,7 +58,7 @@ class Policy(nn.Module):
         self.kind: Kind = kind
         self.context = context
         self._rows: dict[str, names.Rows] | None = None
-        self._published: dict[str, Part] = {}
+        self._published: dict[str, BucketPart] = {}
         self._homes: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
         """The modules' own tables, the name in them and the parameter, by which `_published` was made."""
         self._kept: dict[str, Tensor] | None = None
@@ -150,7 +150,7 @@ class Policy(nn.Module):
         """What a version consists of, as it lies here, whole or sharded, by its published name, tied ones once."""
         return {name: parameter.detach() for name, parameter in lora.published(self, "lm.", adapters=self.adapters)}
 
-    def published(self, shards: int) -> dict[str, Part]:
+    def published(self, shards: int) -> dict[str, BucketPart]:
         """What a version consists of by the names of the model's own files, spread over `shards` ranks or not.
 
         The matrices of a layer's experts come from all ranks in turn, so that what is gathered at once is gathered evenly. The
@@ -164,7 +164,7 @@ class Policy(nn.Module):
                 where = names.table(self.lm, every) if not self.adapters else names.as_they_are(every)
                 self._rows = names.in_turn(where, every, shards)
             self._published = {
-                name: Part(every[at.name], at.shape, at.start, at.depth, exact=at.name in kept)
+                name: BucketPart(every[at.name], at.shape, at.start, at.depth, exact=at.name in kept)
                 for name, at in self._rows.items()
             }
             self._homes = [

@@ -12,7 +12,7 @@ from telescope.backends.base import Job
 from telescope.backends.fsdp import FSDP
 from telescope.config.parts import LoraSettings, ModelSettings, TrainerSettings
 from telescope.maths.flops import TrainingWork
-from telescope.maths.memory import Adapters, ModelShape, TrainerMemory, shape_from, trainer_memory
+from telescope.maths.memory import AdapterShape, ModelShape, TrainerMemory, shape_from, trainer_memory
 from telescope.maths.short_rows import MEAN_SHARE, PROMPT_TOKENS, ShortRows, short_rows
 
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -59,8 +59,8 @@ def rank_memory(
     )
 
 
-def adapters(lora: LoraSettings) -> Adapters:
-    return Adapters(rank=lora.rank, modules=lora.target_modules)
+def adapters(lora: LoraSettings) -> AdapterShape:
+    return AdapterShape(rank=lora.rank, modules=lora.target_modules)
 
 
 def too_short(
@@ -100,11 +100,11 @@ def too_short(
 def remark(settings: FSDP, job: Job, architecture: Mapping[str, Any], peak: float | None, card_bytes: int) -> str | None:
     """What the first rank says at its start of rows that are too short for its card: `architecture` is the model's config.json.
 
-    None on a CPU, for a card without a known peak, for a job without known batches, where a step is only run again, for a
-    model whose size can't be worked out.
+    None on a CPU, for a card without a known peak, for a job without known batches (a step that is run again), for a model
+    whose size can't be worked out.
     """
     world, model, trainer = job.world, job.model, job.trainer
-    if world.rank or not world.device.startswith("cuda") or peak is None or not job.rollouts or job.probe is not None:
+    if world.rank or not world.device.startswith("cuda") or peak is None or not job.rollouts:
         return None
     try:
         shape = shape_from(architecture)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from telescope.backends.base import CheckpointUnfit, World
 from telescope.backends.common import lora, randomness
-from telescope.backends.common.saving import Reader, own_key
+from telescope.backends.common.saving import ShardReader, own_key
 from telescope.backends.fsdp.policy import Policy
 from telescope.backends.fsdp.updates import Updater
 
@@ -45,7 +45,7 @@ def put_back(folder: Path, policy: Policy, updater: Updater, world: World) -> No
     A checkpoint of weights alone leaves the optimiser as it is; a rank that was not there then keeps the random state of its
     seed.
     """
-    reader = Reader(folder)
+    reader = ShardReader(folder)
     reader.read_into({MODEL + name: tensor for name, tensor in policy.by_name().items()})
     if COUNTERS not in reader.shapes:
         log.warning("%s has weights alone: the optimiser begins anew", folder)
@@ -62,7 +62,7 @@ def put_back(folder: Path, policy: Policy, updater: Updater, world: World) -> No
         randomness.restore(reader.read(name, torch.uint8), world.device)
 
 
-def _with_state(reader: Reader, numbers: Mapping[str, Any], policy: Policy) -> list[nn.Parameter]:
+def _with_state(reader: ShardReader, numbers: Mapping[str, Any], policy: Policy) -> list[nn.Parameter]:
     """The parameters that have a state there. One that nothing flows through, e.g. the bias of a router's choice, gets none."""
     keys = (name.partition(OPTIMIZER)[2] for name in reader.shapes if OPTIMIZER in name)
     there = {key.rpartition(".")[0] for key in keys} | set(numbers)
@@ -100,7 +100,7 @@ def _set_numbers(policy: Policy, updater: Updater, numbers: Mapping[str, Mapping
         updater.optimizer.state[parameter].update(numbers.get(name, {}))
 
 
-def _check_same_optimizer(folder: Path, reader: Reader, tensors: Mapping[str, Tensor]) -> None:
+def _check_same_optimizer(folder: Path, reader: ShardReader, tensors: Mapping[str, Tensor]) -> None:
     there = {name for name in reader.shapes if name.startswith(OPTIMIZER)}
     here = {name for name in tensors if name.startswith(OPTIMIZER)}
     if there != here:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,14 +20,13 @@ from torch.distributed.tensor import DTensor
 from telescope.backends.base import Job
 from telescope.backends.fsdp import optimizers
 from telescope.backends.fsdp.offload import HostedStates
-from telescope.backends.fsdp.scaling import LossScale
 from telescope.maths.schedules import learning_rate_factor
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Update:
+class OptimizerUpdate:
     """One update: the gradient's norm before clipping, the rate, and whether it was left out."""
 
     norm: float
@@ -41,9 +40,9 @@ class Update:
 class StepUpdates:
     """All updates of a step, as metrics."""
 
-    made: list[Update] = field(default_factory=list)
+    made: list[OptimizerUpdate] = field(default_factory=list)
 
-    def add(self, update: Update) -> None:
+    def add(self, update: OptimizerUpdate) -> None:
         self.made.append(update)
 
     @property
@@ -101,16 +100,7 @@ class Updater:
         """What is to be run backward."""
         return self._scale.scaled(loss)
 
-    @contextmanager
-    def scaled_by(self, scale: float) -> Iterator[None]:
-        """Within, losses are scaled as they were before the last update."""
-        now, self._scale.scale = self._scale.scale, scale
-        try:
-            yield
-        finally:
-            self._scale.scale = now
-
-    def update(self, step: int, *, empty: bool = False) -> Update:
+    def update(self, step: int, *, empty: bool = False) -> OptimizerUpdate:
         """Use up the gradient that has accumulated. `empty`: no token was trained for it, on any rank."""
         rate = self._rate(step)
         for group in self.optimizer.param_groups:
@@ -128,7 +118,7 @@ class Updater:
             log.warning("step %d: %s, so an update is left out", step, why)
         self._scale.adapt(math.isfinite(norm))
         self.optimizer.zero_grad(set_to_none=True)
-        return Update(norm, rate, skipped, empty)
+        return OptimizerUpdate(norm, rate, skipped, empty)
 
     def counters(self) -> dict[str, float | None]:
         """What is kept beside the optimiser's own state. No scale where losses have none: to go on in float16 with a scale of
@@ -144,8 +134,8 @@ class Updater:
 
     def _scale_as_recorded(self) -> None:
         """A step that is run again has the scale that it had, whichever weights it is run with."""
-        if self._job.probe is not None and self._job.probe.loss_scale is not None and self._scale.enabled:
-            self._scale.scale = self._job.probe.loss_scale
+        if self._job.recorded_loss_scale is not None and self._scale.enabled:
+            self._scale.scale = self._job.recorded_loss_scale
 
     def make_state(self, parameters: Iterable[nn.Parameter]) -> None:
         """Let the optimiser make the state of these parameters, which it does at their first step, so that it can be read into:
@@ -172,3 +162,43 @@ def _clip(parameters: list[nn.Parameter], largest: float) -> float:
     """Scale the gradient down to the norm `largest`; return the norm it had, over all ranks."""
     norm = torch.nn.utils.clip_grad_norm_(parameters, largest)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+FIRST_LOSS_SCALE = 2.0**16
+GROW_AFTER = 200
+
+
+class LossScale:
+    """A power of two on the loss, so that float16 gradients do not vanish; 1 for every other precision.
+
+    Halved at a step whose gradient overflowed, doubled after 200 steps without one. All ranks see the same norms."""
+
+    def __init__(self, enabled: bool) -> None:
+        self.enabled = enabled
+        self.scale = FIRST_LOSS_SCALE if enabled else 1.0
+        self.good = 0
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        return loss * self.scale if self.enabled else loss
+
+    def unscale(self, parameters: Iterable[Tensor]) -> None:
+        """Divide the gradients, which are float32 by now."""
+        if not self.enabled:
+            return
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(1.0 / self.scale)
+
+    def restore(self, scale: float, good: int) -> None:
+        """As they were after a checkpoint's step."""
+        if self.enabled:
+            self.scale, self.good = scale, good
+
+    def adapt(self, finite: bool) -> None:
+        if not self.enabled:
+            return
+        self.good = self.good + 1 if finite else 0
+        if not finite:
+            self.scale = max(self.scale / 2, 1.0)
+        elif self.good % GROW_AFTER == 0:
+            self.scale *= 2

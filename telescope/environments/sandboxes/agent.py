@@ -22,16 +22,17 @@ TYPE_CHECKING = False  # as type checkers read it, without the cost of importing
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_PR_SET_DUMPABLE = 4
+_PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 4, 22, 38
 _CHUNK = 65536
 _FIRST = "/proc/self/oom_score_adj"
 
 
 class Agent:
     """`alone`: whether this process has a pid namespace of its own, in which it may kill everything but itself. `guest`: the
-    user that commands run as and files belong to, where it is another than the agent's."""
+    user that commands run as and files belong to, where it is another than the agent's. `forbidden`: a filter of system calls
+    (seccomp.py) for this process and all that it starts; empty where whoever started it has set one."""
 
-    def __init__(self, alone: bool, guest: int | None) -> None:
+    def __init__(self, alone: bool, guest: "int | None", forbidden: bytes) -> None:
         self.alone = alone
         self.guest = guest
         self.requests = os.fdopen(os.dup(0), "rb", buffering=0)
@@ -43,11 +44,14 @@ class Agent:
         # Opened before the process turns undumpable: afterwards the file belongs to root.
         self.oom_fd = -1
         with contextlib.suppress(OSError):  # a kernel without it (gVisor's) has its own rule
-            self.oom_fd = os.open(_FIRST, os.O_WRONLY | os.O_CLOEXEC)
+            self.oom_fd = os.open(_FIRST, os.O_RDWR | os.O_CLOEXEC)
+        self.own_score = os.read(self.oom_fd, 16).decode().strip() if self.oom_fd >= 0 else ""
         self.wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(self.wake[1], warn_on_full_buffer=False)
         self.hide()
+        if forbidden:
+            forbid(forbidden)
 
     def hide(self) -> None:
         """Keeps the guest, which runs under the same user, from this process's memory and descriptors."""
@@ -140,7 +144,7 @@ class Agent:
         self.oom("1000")  # inherited: out of memory, the guest goes first
         pid = os.fork()
         if pid:
-            self.oom("0")
+            self.oom(self.own_score)  # no less than it was: that takes a right which nobody here has
             return pid
         try:
             os.setsid()
@@ -259,10 +263,25 @@ def drain(fd: int, into: bytearray, most: int) -> bool:
     return True
 
 
+def forbid(program: bytes) -> None:
+    """Have the kernel filter this process's system calls by a program for its packet filter, 8 bytes an instruction."""
+    import ctypes
+
+    class Program(ctypes.Structure):
+        _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    whole = Program(len(program) // 8, program)
+    if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or libc.prctl(_PR_SET_SECCOMP, 2, ctypes.byref(whole), 0, 0):
+        raise OSError(ctypes.get_errno(), "the kernel takes no filter of system calls")
+
+
 def no_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
 
 
 if __name__ == "__main__":
     # A process that only thinks it is alone would kill its user's other processes: the number says whether it is.
-    Agent(sys.argv[1:2] == ["alone"] and os.getpid() <= 2, int(sys.argv[2]) if sys.argv[2:] else None).serve()
+    words = dict(word.partition("=")[::2] for word in sys.argv[1:])
+    alone = "alone" in words and os.getpid() <= 2
+    Agent(alone, int(words["guest"]) if "guest" in words else None, bytes.fromhex(words.get("forbid", ""))).serve()

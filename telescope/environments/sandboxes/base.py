@@ -1,10 +1,13 @@
 """What a sandbox is: a place for code that nobody trusts, with five verbs and hard limits. Types only; no processes in here.
 
-    provider = await open_provider(settings)           # probes, and says what holds
+    provider = Bubblewrap()
+    isolation = await provider.start(limits)           # probes, and says what holds
     sandbox = await provider.create(limits)
     await sandbox.upload("main.py", b"print(6 * 7)")
     outcome = await sandbox.exec(["python3", "main.py"])     # outcome.stdout == b"42\\n"
     await sandbox.delete()
+
+A provider is a plug-in: one file with one class derived from `Provider`, whose fields are its settings.
 
 What the guest does (it crashes, hangs, floods its output, kills its own sandbox) is an `Outcome`. What the provider does is a
 `SandboxError`, an infrastructure failure: the two must never be mixed up, or a policy learns to break its sandbox.
@@ -12,6 +15,7 @@ What the guest does (it crashes, hangs, floods its output, kills its own sandbox
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -159,14 +163,23 @@ class Isolation:
         return f"{said}; does not hold {', '.join(self.lacks)}" if self.lacks else said
 
 
-class Provider(ABC):
-    """Makes sandboxes. One a worker process; `start` before, `close` after."""
+class Provider(Settings):
+    """Makes sandboxes. One a worker process; `start` before, `close` after. Fields are settings, what it holds is private."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """What users type as `sandbox.provider`: the name of the file."""
+        return type(self).__module__.rpartition(".")[2]
+
+    @property
+    def ends_after_s(self) -> float:
+        """Seconds after which a sandbox ends by itself, used or not; by default it never does."""
+        return math.inf
 
     @abstractmethod
     async def start(self, limits: Limits) -> Isolation:
-        """Probe: make one sandbox, run a command in it, delete it. Raises `SandboxUnavailable` with the remedy."""
+        """Probe: make one sandbox, run a command in it, delete it. Raises `SandboxUnavailable` with the remedy, also where a
+        program or a package is missing."""
 
     @abstractmethod
     async def create(self, limits: Limits) -> Sandbox:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
 from pathlib import Path
+from typing import ClassVar
+
+from pydantic import PrivateAttr
 
 from telescope.environments.sandboxes import local, seccomp
-from telescope.environments.sandboxes.base import Limits, SandboxUnavailable, Wall
+from telescope.environments.sandboxes.base import Limits, Wall
 
 MISSING = (
     "bubblewrap is not installed: `apt-get install bubblewrap` (Debian, Ubuntu), `dnf install bubblewrap` (Fedora, RHEL), "
@@ -20,22 +22,22 @@ MISSING = (
 
 
 class Bubblewrap(local.LocalProvider):
-    name = "bubblewrap"
-    wall = Wall.NAMESPACES
-    remedy = (
+    python: str | None = None
+    """Interpreter that guests find first on their PATH; null: the system's python3."""
+    wall: ClassVar[Wall] = Wall.NAMESPACES
+    remedy: ClassVar[str] = (
         "It needs bubblewrap 0.8 or newer and user namespaces: sysctl kernel.unprivileged_userns_clone=1 (old Debian), "
         "kernel.apparmor_restrict_unprivileged_userns=0 (Ubuntu 24.04); in Docker --security-opt seccomp=unconfined. Otherwise "
         "take another sandbox.provider (gvisor, prime, modal, daytona, e2b)"
     )
 
-    def __init__(self, python: str | None = None) -> None:
-        super().__init__()
-        program = shutil.which("bwrap")
-        if program is None:
-            raise SandboxUnavailable(MISSING)
-        self._program = program
-        self._python = local.find_python(python)
-        self._filter = seccomp.program(platform.machine())
+    _program: str = PrivateAttr(default="")
+    _python: local.Python = PrivateAttr()
+    _filter: bytes | None = PrivateAttr(default_factory=lambda: seccomp.program(platform.machine()))
+
+    async def find(self) -> None:
+        self._program = local.program("bwrap", MISSING)
+        self._python = local.find_python(self.python)
 
     def held(self, limits: Limits) -> tuple[str, ...]:
         filtered = ("no deep system calls (seccomp)",) if self._filter else ()

@@ -7,6 +7,8 @@ import shlex
 from types import ModuleType
 from typing import Any, ClassVar
 
+from pydantic import PrivateAttr
+
 from telescope.environments.sandboxes.base import Limits
 from telescope.environments.sandboxes.remote import CALL_S, RemoteProvider, RemoteSandbox, needed
 
@@ -31,18 +33,14 @@ class DaytonaSandbox(RemoteSandbox):
 
 
 class Daytona(RemoteProvider):
-    name = "daytona"
     holds: ClassVar[tuple[str, ...]] = ("cores", "memory", "disk", "a life time")
     lacks: ClassVar[tuple[str, ...]] = ("the number of processes",)
 
-    def __init__(self, image: str, lifetime_s: float, client: Any = None) -> None:
-        super().__init__()
-        self._sdk: ModuleType = needed("daytona", "daytona", _load)
-        self._image = image
-        self._lifetime_s = lifetime_s
-        self._client = client
+    _sdk: Any = PrivateAttr(default=None)
+    _client: Any = PrivateAttr(default=None)
 
     async def connect(self) -> None:
+        self._sdk = needed("daytona", "daytona", _load)
         if self._client is None:
             self._client = self._sdk.AsyncDaytona()
 
@@ -54,12 +52,12 @@ class Daytona(RemoteProvider):
             "disk": math.ceil(limits.disk_mb / gigabytes),
         }
         parameters = self._sdk.CreateSandboxFromImageParams(
-            image=self._image,
+            image=self.image,
             resources=self._sdk.Resources(**sizes),
             labels={"made-by": "telescope"},
             network_block_all=not limits.network,
             ephemeral=True,
-            ttl_minutes=math.ceil(self._lifetime_s / 60),
+            ttl_minutes=math.ceil(self.lifetime_s / 60),
         )
         return DaytonaSandbox(await self._client.create(parameters, timeout=4 * CALL_S), limits)
 

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any, ClassVar
 
+from pydantic import PrivateAttr
+
 from telescope.environments.sandboxes.base import Limits
 from telescope.environments.sandboxes.remote import RemoteProvider, RemoteSandbox, needed
-
-_IMAGE_DEFAULT, _TEMPLATE_DEFAULT = "python:3.11-slim", "code-interpreter-v1"
 
 
 class E2BSandbox(RemoteSandbox):
@@ -41,25 +41,23 @@ class E2BSandbox(RemoteSandbox):
 
 
 class E2B(RemoteProvider):
-    name = "e2b"
+    image: str = "code-interpreter-v1"
+    """Name of the template, which E2B takes in place of an image."""
     holds: ClassVar[tuple[str, ...]] = ("a life time", "a virtual machine of its own")
     lacks: ClassVar[tuple[str, ...]] = ("cores and memory other than the template's", "disk", "the number of processes")
 
-    def __init__(self, image: str, lifetime_s: float, options: Mapping[str, Any] | None = None) -> None:
-        super().__init__()
-        self._sdk: ModuleType = needed("e2b_code_interpreter", "e2b-code-interpreter", _load)
-        self._template = _TEMPLATE_DEFAULT if image == _IMAGE_DEFAULT else image
-        self._lifetime_s = lifetime_s
-        self._options = dict(options or {})
-        """Further arguments of the SDK's own calls, e.g. `api_url`."""
+    _sdk: Any = PrivateAttr(default=None)
+    _options: Mapping[str, Any] = PrivateAttr(default_factory=dict)
+    """Further arguments of the SDK's own calls, e.g. `api_url`."""
 
     async def connect(self) -> None:
-        """Nothing to do: each request stands for itself."""
+        """Each request stands for itself: there is nothing to connect."""
+        self._sdk = needed("e2b_code_interpreter", "e2b-code-interpreter", _load)
 
     async def make(self, limits: Limits) -> RemoteSandbox:
         sandbox = await self._sdk.AsyncSandbox.create(
-            template=self._template,
-            timeout=math.ceil(self._lifetime_s),
+            template=self.image,
+            timeout=math.ceil(self.lifetime_s),
             metadata={"made-by": "telescope"},
             allow_internet_access=limits.network,
             **self._options,

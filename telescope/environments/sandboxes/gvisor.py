@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+
+from pydantic import PrivateAttr
 
 from telescope.environments.sandboxes import local
-from telescope.environments.sandboxes.base import Limits, SandboxUnavailable, Wall
+from telescope.environments.sandboxes.base import Limits, Wall
 
 MISSING = (
     "gVisor is not installed: `apt-get install runsc` (Debian), or the binary from https://gvisor.dev/docs/user_guide/install/ "
@@ -21,18 +22,19 @@ MISSING = (
 
 
 class GVisor(local.LocalProvider):
-    name = "gvisor"
-    wall = Wall.KERNEL
-    remedy = "It needs runsc on PATH and user namespaces"
-    own_processes, own_memory_mb = 400, 128  # the threads and the memory of its kernel and its file server
+    python: str | None = None
+    """Interpreter that guests find first on their PATH; null: the system's python3."""
+    wall: ClassVar[Wall] = Wall.KERNEL
+    remedy: ClassVar[str] = "It needs runsc on PATH and user namespaces"
+    own_processes: ClassVar[int] = 400
+    own_memory_mb: ClassVar[int] = 128  # the threads and the memory of its kernel and its file server
 
-    def __init__(self, python: str | None = None) -> None:
-        super().__init__()
-        program = shutil.which("runsc")
-        if program is None:
-            raise SandboxUnavailable(MISSING)
-        self._program = program
-        self._python = local.find_python(python)
+    _program: str = PrivateAttr(default="")
+    _python: local.Python = PrivateAttr()
+
+    async def find(self) -> None:
+        self._program = local.program("runsc", MISSING)
+        self._python = local.find_python(self.python)
 
     def held(self, limits: Limits) -> tuple[str, ...]:
         return ("no network", "read-only system", f"{limits.disk_mb} MB of files")
@@ -67,7 +69,7 @@ class GVisor(local.LocalProvider):
         return local.Launch(argv, env={"PATH": path_variable, "HOME": "/tmp", "LANG": "C.UTF-8"})
 
     def _argv(self) -> list[str]:
-        return [self._python.path, "-I", "-S", "-c", local.agent_source(), "alone", "65534"]
+        return [self._python.path, "-I", "-S", "-c", local.agent_source(), "alone", "guest=65534"]
 
 
 def _mount(where: str, kind: str, source: str, *options: str) -> dict[str, Any]:

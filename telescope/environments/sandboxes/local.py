@@ -1,7 +1,7 @@
 """A sandbox on this machine: one process tree with an agent in it (agent.py), spoken to over its standard input and output.
 
-Owns the parent's half: launching, frames, the parent's own clock and byte counts, killing, what is cleaned up. Bubblewrap,
-gVisor and the unsafe mode differ by their command line alone. Trusts nothing that comes out of a sandbox.
+Owns the parent's half: launching, frames, the parent's own clock and byte counts, killing, what is cleaned up. Local providers
+differ by their command line, and containers by who limits and removes them. Trusts nothing that comes out of a sandbox.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ import sys
 import tempfile
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+
+from pydantic import PrivateAttr
 
 from telescope.environments.sandboxes import agent, cgroups
 from telescope.environments.sandboxes.base import (
@@ -71,6 +73,14 @@ class Launch:
     fds: tuple[int, ...] = ()
     folder: Path | None = None
     on_end: Callable[[], None] = lambda: None
+    remove: Callable[[], Awaitable[None]] | None = None
+    """Ends and removes what is no child of ours: a container. Raises `SandboxError` where it is still there then."""
+    one_user: bool = True
+    """Whether the kernel counts its user's processes apart from other sandboxes'."""
+    counted: bool = False
+    """Whether what launches it limits memory and processes of all its processes together."""
+    own_env: Mapping[str, str] = field(default_factory=lambda: {"PATH": os.environ.get("PATH", "/usr/bin:/bin")})
+    """What the launched program itself finds in its environment."""
     env: Mapping[str, str] = field(default_factory=dict)
     """What commands find in their environment, before what `exec` adds."""
 
@@ -94,6 +104,7 @@ class LocalSandbox(Sandbox):
         self._launch = launch
         self._limits = limits
         self._group = group
+        self._counted = group is not None or launch.counted
         self._turn = asyncio.Lock()
         self._complaint = bytearray()
         self._draining = asyncio.ensure_future(self._drain())
@@ -131,7 +142,7 @@ class LocalSandbox(Sandbox):
             "env": {**self._launch.env, **(env or {})},
             "timeout_s": limit_s,
             "output": limits.output_kb * 1024,
-            "rlimits": rlimits(limits, limit_s, counted=self._group is not None),
+            "rlimits": rlimits(limits, limit_s, counted=self._counted, by_user=self._launch.one_user),
         }
         started = time.monotonic()
         if self._taken_down:
@@ -165,12 +176,14 @@ class LocalSandbox(Sandbox):
         if self._over:
             return
         self._over = True
-        self._running.writer.close()
-        if self._group is not None:
-            self._group.kill()
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
         try:
+            if self._launch.remove is not None:
+                await self._launch.remove()
+            self._running.writer.close()
+            if self._group is not None:
+                self._group.kill()
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
             async with asyncio.timeout(_GRACE_S):
                 await self._process.wait()
                 await self._draining
@@ -251,9 +264,9 @@ def _outcome(header: Mapping[str, Any], bodies: Sequence[bytes], seconds: float)
         raise _Gone(_REFUSED) from error
 
 
-def rlimits(limits: Limits, limit_s: float, *, counted: bool) -> dict[str, int]:
+def rlimits(limits: Limits, limit_s: float, *, counted: bool, by_user: bool = True) -> dict[str, int]:
     """What binds each process of a command. Where a group counts memory, an address space may be twice as large: what is
-    reserved is not used."""
+    reserved is not used. `by_user`: whether the kernel's count of a user's processes is that of one sandbox."""
     most = {
         "CPU": math.ceil(limit_s * max(limits.cpus, 1.0)) + 1,
         "AS": limits.memory_mb * 2**20 * (2 if counted else 1),
@@ -261,7 +274,7 @@ def rlimits(limits: Limits, limit_s: float, *, counted: bool) -> dict[str, int]:
         "NOFILE": limits.open_files,
         "CORE": 0,
     }
-    if _counts_by_namespace() or os.geteuid() == 0:
+    if by_user and (_counts_by_namespace() or os.geteuid() == 0):
         most["NPROC"] = limits.processes + 2  # the agent and what started it count too
     return most
 
@@ -275,17 +288,23 @@ def _counts_by_namespace() -> bool:
 class LocalProvider(Provider):
     """Launches sandboxes, each under a user of its own where this process is root, in a group where one can be made."""
 
-    wall: Wall
-    remedy = ""
+    wall: ClassVar[Wall]
+    remedy: ClassVar[str] = ""
     """What to do where it does not work."""
-    own_processes, own_memory_mb = 4, 16
+    one_user_each: ClassVar[bool] = True
+    """Whether the kernel counts the processes of each sandbox's user apart from others'."""
+    own_processes: ClassVar[int] = 4
+    own_memory_mb: ClassVar[int] = 16
     """What a sandbox needs for itself, on top of what its guest may use."""
 
-    def __init__(self) -> None:
-        self._cgroups: cgroups.Cgroups | None = None
-        self._sandboxes: set[LocalSandbox] = set()
-        self._next_user = secrets.randbelow(_UIDS)  # other workers' and environments' guests have users too
-        self._folder: Path | None = None
+    _cgroups: cgroups.Cgroups | None = PrivateAttr(default=None)
+    _sandboxes: set[LocalSandbox] = PrivateAttr(default_factory=set)
+    _next_user: int = PrivateAttr(default_factory=lambda: secrets.randbelow(_UIDS))  # other workers' guests have users too
+    _folder: Path | None = PrivateAttr(default=None)
+
+    @abstractmethod
+    async def find(self) -> None:
+        """Look for what it needs on this machine. Raises `SandboxUnavailable` with the line that installs it."""
 
     @abstractmethod
     def launch(self, limits: Limits, user: int | None, folder: Path) -> Launch:
@@ -301,13 +320,16 @@ class LocalProvider(Provider):
                 f"sandbox.limits.network=true with provider={self.name}: a local sandbox would share this machine's network, "
                 "with the servers on its loopback. Take a remote provider (prime, modal, daytona, e2b), or leave it off"
             )
+        await self.find()
         self._folder = temporary.make(FOLDER)
         self._folder.chmod(0o711)  # a sandbox's user must reach its own folder below
-        self._cgroups = cgroups.find()
+        self._cgroups = self.groups()
         try:
             sandbox = await self.create(limits)
-            outcome = await sandbox.exec(["python3", "-I", "-S", "-c", "print(6 * 7)"])
-            await sandbox.delete()
+            try:
+                outcome = await self.probe(sandbox, limits)
+            finally:
+                await sandbox.delete()
         except SandboxError as error:
             await self.close()
             raise SandboxUnavailable(f"sandbox.provider={self.name} does not work here: {error}. {self.remedy}") from error
@@ -319,15 +341,29 @@ class LocalProvider(Provider):
             )
         return self.isolation(limits)
 
+    def groups(self) -> cgroups.Cgroups | None:
+        """Where each sandbox gets a group of its own, if it can have one."""
+        return cgroups.find()
+
+    async def probe(self, sandbox: LocalSandbox, limits: Limits) -> Outcome:
+        """The first command, which prints 42."""
+        return await sandbox.exec(["python3", "-I", "-S", "-c", "print(6 * 7)"])
+
+    @property
+    def limits_together(self) -> str:
+        """What limits all processes of a sandbox together, in a word; empty where nothing does."""
+        return "cgroup" if self._cgroups is not None else ""
+
     def isolation(self, limits: Limits) -> Isolation:
         holds = [*self.held(limits), f"{limits.time_s:g} s a command", f"{limits.output_kb} kB of output"]
         lacks = []
-        if self._cgroups is not None:
-            holds.append(f"{limits.memory_mb} MB, {limits.processes} processes and {limits.cpus:g} cores in all (cgroup)")
+        if self.limits_together:
+            held = f"{limits.memory_mb} MB, {limits.processes} processes and {limits.cpus:g} cores in all"
+            holds.append(f"{held} ({self.limits_together})")
         else:
             holds.append(f"{limits.memory_mb} MB a process")
             lacks += ["memory of all processes together (no cgroup can be written)", "cores"]
-            if "NPROC" in rlimits(limits, 1.0, counted=False):
+            if "NPROC" in rlimits(limits, 1.0, counted=False, by_user=self.one_user_each):
                 holds.append(f"{limits.processes} processes")
             else:
                 lacks.append("the number of processes (Linux before 5.14, and not root)")
@@ -344,7 +380,7 @@ class LocalProvider(Provider):
                 os.chown(folder, user, user)
             group = self._cgroups.make(limits, self.own_processes, self.own_memory_mb) if self._cgroups is not None else None
             launch = self.launch(limits, user, folder)
-            running = await self._spawn(launch, group)
+            running = await self._spawn(launch, group, folder)
         except OSError as error:
             shutil.rmtree(folder, ignore_errors=True)
             if group is not None and self._cgroups is not None:
@@ -383,7 +419,7 @@ class LocalProvider(Provider):
         self._next_user = (self._next_user + 1) % _UIDS
         return _FIRST_UID + self._next_user
 
-    async def _spawn(self, launch: Launch, group: cgroups.Group | None) -> Running:
+    async def _spawn(self, launch: Launch, group: cgroups.Group | None, folder: Path) -> Running:
         argv = launch.argv
         if group is not None:  # nothing runs before it is in its group
             argv = ["/bin/sh", "-c", 'read -r go && exec "$@"', "sh", *argv]
@@ -394,7 +430,8 @@ class LocalProvider(Provider):
                 stdin=theirs.fileno(),
                 stdout=theirs.fileno(),
                 stderr=asyncio.subprocess.PIPE,
-                env={"PATH": os.environ.get("PATH", "/usr/bin:/bin")},
+                env=dict(launch.own_env),
+                cwd=folder,  # where Podman's monitor notes that memory ran out
                 pass_fds=launch.fds,
                 start_new_session=True,
             )
@@ -416,6 +453,14 @@ class LocalProvider(Provider):
                 raise
             writer.write(b"go\n")
         return Running(process, reader, writer)
+
+
+def program(name: str, missing: str) -> str:
+    """The path of a program. Raises `SandboxUnavailable` with the sentence `missing`."""
+    found = shutil.which(name)
+    if found is None:
+        raise SandboxUnavailable(missing)
+    return found
 
 
 def as_user(user: int | None) -> list[str]:

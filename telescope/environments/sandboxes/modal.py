@@ -6,6 +6,8 @@ import math
 from types import ModuleType
 from typing import Any, ClassVar
 
+from pydantic import PrivateAttr
+
 from telescope.environments.sandboxes.base import Limits
 from telescope.environments.sandboxes.remote import RemoteProvider, RemoteSandbox, needed
 
@@ -35,25 +37,22 @@ class ModalSandbox(RemoteSandbox):
 
 
 class Modal(RemoteProvider):
-    name = "modal"
     holds: ClassVar[tuple[str, ...]] = ("cores", "memory", "a life time", "a kernel of its own (gVisor)")
     lacks: ClassVar[tuple[str, ...]] = ("disk", "the number of processes")
 
-    def __init__(self, image: str, lifetime_s: float, sdk: Any = None) -> None:
-        super().__init__()
-        self._sdk = sdk if sdk is not None else needed("modal", "modal", _load)
-        self._image = image
-        self._lifetime_s = lifetime_s
-        self._app: Any = None
+    _sdk: Any = PrivateAttr(default=None)
+    _app: Any = PrivateAttr(default=None)
 
     async def connect(self) -> None:
+        if self._sdk is None:
+            self._sdk = needed("modal", "modal", _load)
         self._app = await self._sdk.App.lookup.aio(APP, create_if_missing=True)
 
     async def make(self, limits: Limits) -> RemoteSandbox:
         sandbox = await self._sdk.Sandbox.create.aio(
             app=self._app,
-            image=self._sdk.Image.from_registry(self._image),
-            timeout=math.ceil(self._lifetime_s),
+            image=self._sdk.Image.from_registry(self.image),
+            timeout=math.ceil(self.lifetime_s),
             cpu=(limits.cpus, limits.cpus),  # what is asked for, and no more than that
             memory=(limits.memory_mb, limits.memory_mb),
             block_network=not limits.network,

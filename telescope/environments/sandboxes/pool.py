@@ -1,7 +1,7 @@
 """A worker's sandboxes: a few started ahead, a bound on those in use, first come first served, and what each of them cost.
 
 A sandbox is used by one rollout and then deleted; what is handed out is always a new one, so nothing needs to be cleaned.
-Owns counts, times and the circuit breaker; refuses to know what a sandbox is used for.
+Owns an environment's settings of sandboxes, counts, times and the circuit breaker; refuses to know what a sandbox is used for.
 """
 
 from __future__ import annotations
@@ -14,13 +14,68 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
+from pydantic import ConfigDict, Field, PrivateAttr, ValidationError, ValidationInfo, model_validator
+from pydantic_core import PydanticCustomError, to_json
+
+from telescope.config import plugins
+from telescope.config.words import did_you_mean
 from telescope.environments.breaker import Breaker, BreakerOpen
-from telescope.environments.sandboxes.base import Isolation, Outcome, Provider, Sandbox, SandboxError
-from telescope.environments.sandboxes.settings import SandboxSettings, make_provider
+from telescope.environments.sandboxes.base import Isolation, Limits, Outcome, Provider, Sandbox, SandboxError
+from telescope.settings import Settings
 
 log = logging.getLogger(__name__)
+
+
+class SandboxSettings(Settings):
+    """Where code that a model wrote is run. docs/sandboxes.md says what each provider holds.
+
+    The provider's own settings stand beside these, e.g. `{"provider": "docker", "image": "mine:1"}`, and are checked by its
+    class. One that lies in a folder of the user's is found where the validation's context names that folder (`plugin_path`).
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    provider: str = "bubblewrap"
+    """What makes sandboxes: a file name in telescope/environments/sandboxes, or in a folder of your own. `unsafe_subprocess`
+    is not a wall at all and is never chosen by itself."""
+    limits: Limits = Limits()
+    """What one sandbox may use."""
+    ready: int = Field(default=2, ge=0, le=1000)
+    """Sandboxes started ahead in each worker process; a rollout takes one of these at once."""
+    most: int = Field(default=16, ge=1, le=10_000)
+    """Sandboxes in use at a time in each worker process; further rollouts wait in the order they came."""
+
+    _plugin_path: tuple[str, ...] = PrivateAttr(default=())
+
+    @model_validator(mode="after")
+    def _provider_takes_its_settings(self, info: ValidationInfo) -> Self:
+        self._plugin_path = tuple((info.context or {}).get("plugin_path", ()))
+        mistakes: list[tuple[tuple[str, ...], ValidationError | str]] = []
+        kind: type[Settings] = Provider
+        try:
+            kind = self._kind()
+            known = {*kind.model_fields, *type(self).model_fields}
+            unknown = [name for name in self.model_extra or {} if name not in known]
+            mistakes += [((name,), f"there is no such setting.{did_you_mean(name, known)}") for name in unknown]
+            if not unknown:
+                self.make_provider()
+        except plugins.PluginError as error:
+            mistakes.append((("provider",), str(error)))
+        except ValidationError as error:
+            mistakes.append(((), error))
+        if mistakes:
+            text = "; ".join(f"{'.'.join(place)}: {error}" if place else str(error) for place, error in mistakes)
+            raise PydanticCustomError("nested", "{text}", {"text": text, "errors": mistakes, "model": kind})
+        return self
+
+    def make_provider(self) -> Provider:
+        """The provider that the settings name, not started yet. Imports its module alone."""
+        return self._kind().model_validate_json(to_json(self.model_extra or {}), strict=True)
+
+    def _kind(self) -> type[Provider]:
+        return plugins.load(plugins.SANDBOXES, self.provider, self._plugin_path)
 
 
 @dataclass
@@ -105,6 +160,7 @@ class Pool:
     def __init__(self, provider: Provider, settings: SandboxSettings, breaker: Breaker | None = None) -> None:
         self._provider = provider
         self._settings = settings
+        self._fresh_s = provider.ends_after_s / 2
         self._breaker = breaker or Breaker(f"sandbox provider {provider.name}")
         self._slots = asyncio.Semaphore(settings.most)
         self._ready: deque[_Ready] = deque()
@@ -116,7 +172,7 @@ class Pool:
     @classmethod
     async def open(cls, settings: SandboxSettings) -> Pool:
         """Probe the provider, say what it holds, and start what is to be ready. Raises `SandboxUnavailable`."""
-        provider = make_provider(settings)
+        provider = settings.make_provider()
         pool = cls(provider, settings)
         pool.isolation = await provider.start(settings.limits)
         log.info("sandboxes: %s", pool.isolation.sentence)
@@ -153,7 +209,7 @@ class Pool:
         """One that was started ahead; those that may have run out of their life time are dropped."""
         while self._ready:
             ready = self._ready.popleft()
-            if time.monotonic() - ready.since < self._settings.lifetime_s / 2:
+            if time.monotonic() - ready.since < self._fresh_s:
                 return ready
             self._delete(ready.sandbox)
         return None

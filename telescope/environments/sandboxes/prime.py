@@ -11,6 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
+from pydantic import PrivateAttr
+
 from telescope.environments.sandboxes.base import Limits, SandboxError
 from telescope.environments.sandboxes.remote import RemoteProvider, RemoteSandbox, needed
 
@@ -42,29 +44,25 @@ class PrimeSandbox(RemoteSandbox):
 
 
 class Prime(RemoteProvider):
-    name = "prime"
     holds: ClassVar[tuple[str, ...]] = ("cores", "memory", "disk", "a life time")
     lacks: ClassVar[tuple[str, ...]] = ("the number of processes",)
 
-    def __init__(self, image: str, lifetime_s: float, client: Any = None) -> None:
-        super().__init__()
-        self._sdk: ModuleType = needed("prime_sandboxes", "prime-sandboxes", _load)
-        self._image = image
-        self._lifetime_s = lifetime_s
-        self._client = client
+    _sdk: Any = PrivateAttr(default=None)
+    _client: Any = PrivateAttr(default=None)
 
     async def connect(self) -> None:
+        self._sdk = needed("prime_sandboxes", "prime-sandboxes", _load)
         if self._client is None:
             self._client = self._sdk.AsyncSandboxClient()
 
     async def make(self, limits: Limits) -> RemoteSandbox:
         request = self._sdk.CreateSandboxRequest(
             name=f"telescope-{uuid.uuid4().hex[:12]}",
-            docker_image=self._image,
+            docker_image=self.image,
             cpu_cores=limits.cpus,
             memory_gb=limits.memory_mb / 1024,
             disk_size_gb=max(1.0, limits.disk_mb / 1024),
-            timeout_minutes=math.ceil(self._lifetime_s / 60),
+            timeout_minutes=math.ceil(self.lifetime_s / 60),
             labels=["telescope"],
         )
         made = await self._client.create(request)

@@ -20,6 +20,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
+from pydantic import Field, PrivateAttr
+
 from telescope.environments.sandboxes.base import (
     Ending,
     FileRefused,
@@ -87,6 +89,7 @@ class RemoteSandbox(Sandbox):
         limit_s = min(timeout_s or self._limits.time_s, self._limits.time_s)
         async with self._turn:
             started = time.monotonic()
+            self._refuse_if_deleted()
             if self._taken_down:
                 return _died(0.0)
             source = f"{HOME}/.in.{secrets.token_hex(16)}" if stdin else ""
@@ -149,7 +152,12 @@ class RemoteSandbox(Sandbox):
                 self._over = True
                 self.on_end()
 
+    def _refuse_if_deleted(self) -> None:
+        if self._over:
+            raise SandboxError("this sandbox is over: it was deleted")
+
     def _refuse_if_taken_down(self, what: str) -> None:
+        self._refuse_if_deleted()
         if self._taken_down:
             raise FileRefused(f"{what}: the guest took its sandbox down")
 
@@ -248,13 +256,20 @@ def _path(path: str) -> str:
 class RemoteProvider(Provider):
     """Subclasses connect, make one sandbox, and say which limits the provider takes."""
 
+    image: str = "python:3.11-slim"
+    """Image of the sandboxes."""
+    lifetime_s: float = Field(default=3600.0, ge=60, le=86_400)
+    """A sandbox ends by itself after this long, whatever becomes of the run."""
     holds: ClassVar[tuple[str, ...]] = ()
     lacks: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self) -> None:
-        self._sandboxes: set[RemoteSandbox] = set()
-        self._abandoned: set[asyncio.Task[None]] = set()
-        """Sandboxes that are being made though nobody waits for them any more."""
+    _sandboxes: set[RemoteSandbox] = PrivateAttr(default_factory=set)
+    _abandoned: set[asyncio.Task[None]] = PrivateAttr(default_factory=set)
+    """Sandboxes that are being made though nobody waits for them any more."""
+
+    @property
+    def ends_after_s(self) -> float:
+        return self.lifetime_s
 
     @abstractmethod
     async def connect(self) -> None:

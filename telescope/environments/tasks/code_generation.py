@@ -25,8 +25,7 @@ from telescope.environments.graders.code import (
 from telescope.environments.hashed_random import HashedRandom
 from telescope.environments.questions.dataset import DatasetSource, Instruction, NoRows, Row, hold_out
 from telescope.environments.sandboxes.base import SandboxError
-from telescope.environments.sandboxes.pool import Pool
-from telescope.environments.sandboxes.settings import SandboxSettings
+from telescope.environments.sandboxes.pool import Pool, SandboxSettings
 
 log = logging.getLogger(__name__)
 

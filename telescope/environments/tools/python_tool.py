@@ -18,8 +18,7 @@ from pydantic import Field, PrivateAttr, model_validator
 
 from telescope.environments.base import Prompt, Reward
 from telescope.environments.sandboxes.base import Ending, Outcome, SandboxError
-from telescope.environments.sandboxes.pool import Pool, Use
-from telescope.environments.sandboxes.settings import SandboxSettings
+from telescope.environments.sandboxes.pool import Pool, SandboxSettings, Use
 from telescope.environments.tool_environment import ToolEnvironment, ToolState
 from telescope.environments.tools.schema import ToolFunction
 

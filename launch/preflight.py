@@ -1,0 +1,67 @@
+"""What the processes of a plan would refuse where they are to run, known before any of them is started.
+
+Owns the one list that a run, another attempt of it, the head of several hosts, a Slurm job and `telescope check` ask. Refuses
+to guess: of hosts other than this one only what the plan says is judged, and what can't be told here is left to the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from telescope._launch.process_plan import LaunchPlan, PlanError
+from telescope._launch.this_host import find_compute_capability
+from telescope.config.checks import conflicts
+from telescope.config.precision import unserved
+from telescope.weights.base import TransportRefused
+from telescope.weights.choose import choose, placement_of
+
+if TYPE_CHECKING:
+    from telescope.config.run import RunConfig
+
+
+CHECKED_BY_PROCESS = ("weight_sync.transport", "inference.quantization")
+"""Settings of which their own process has a sentence."""
+
+
+def find_obstacles(config: RunConfig, plan: LaunchPlan, *, elsewhere: bool = False) -> list[str]:
+    """Sentences with the remedy, each that of the process which would say it. `elsewhere`: its hosts are not this one alone."""
+    return [
+        *_check_weights(config, plan),
+        *filter(None, (unserved(config, plan.device),)),
+        *_check_training(config, plan, elsewhere),
+        *_check_device(config, plan),
+    ]
+
+
+def refuse(config: RunConfig, plan: LaunchPlan, *, elsewhere: bool = False) -> None:
+    """Raises `PlanError` with all of them, one a line."""
+    if found := find_obstacles(config, plan, elsewhere=elsewhere):
+        raise PlanError("\n".join(found))
+
+
+def _check_device(config: RunConfig, plan: LaunchPlan) -> Iterator[str]:
+    """What is refused at once with the device told, and else only where `cluster.device=auto` has found it."""
+    if config.cluster.device != "auto":
+        return
+    known = config.model_copy(update={"cluster": config.cluster.model_copy(update={"device": plan.device})})
+    judged = conflicts(config)
+    for conflict in conflicts(known):
+        if conflict not in judged and conflict.paths[0] not in CHECKED_BY_PROCESS:
+            yield f"cluster.device=auto means {plan.device} here. {conflict.sentence}"
+
+
+def _check_weights(config: RunConfig, plan: LaunchPlan) -> Iterator[str]:
+    try:
+        choose(config, placement_of(plan))
+    except TransportRefused as error:
+        yield str(error)
+
+
+def _check_training(config: RunConfig, plan: LaunchPlan, elsewhere: bool) -> Iterator[str]:
+    yield from config.backend.find_obstacles(
+        on_gpu=plan.device == "gpu",
+        capability=lambda: None if elsewhere else find_compute_capability(),
+        model_dtype=config.model.dtype,
+        elsewhere=elsewhere,
+    )

@@ -1,0 +1,316 @@
+"""The shim around one process of a run. Started as a script of its own, so it imports the standard library only.
+
+It leads a session, adopts every orphan below it, and ends with nothing left: the process, and whatever the process has
+forked, gets SIGTERM, a grace, and SIGKILL. It acts on orders from the supervisor over the lifeline (a socket), on SIGTERM,
+and when the lifeline closes or its parent dies, which means that the supervisor is gone. It refuses to judge: it reports
+how its process ended and leaves.
+
+On another node of a Slurm job it is started by srun (`shim.py -`): stdin and stdout are then its lifeline, and the first line
+says what to start (`{"command": […], "log": "…", "environment": {…}, "unset": […], "gpus": ["0"], "sweeper": "…"}`), so that
+nothing secret stands on a command line. No supervisor is on that node: the shim itself then removes what the dead have noted to
+go with them, by the sweeper, a file of the standard library's means too.
+
+Orders are lines, `leave 5.0 15` (signal 15 to the process now, SIGKILL to all after 5 s) and `kill`; reports are lines of JSON,
+`{"started": 4711, "at": 12.5}` and later `{"status": -9, "at": 99.2}` (exit code, or minus the signal; CLOCK_MONOTONIC).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import runpy
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+
+ORPHAN_GRACE_S = 3.0
+"""What a process gets to leave by itself when the supervisor is gone."""
+LEFTOVER_GRACE_S = 1.0
+"""What the processes that a dead process leaves behind get."""
+KILL_WAIT_S = 5.0
+"""SIGKILL is final, but a process inside the kernel (a GPU driver's teardown, say) dies when it comes out."""
+RELAYED = "-"
+"""The argument of a shim whose lifeline is its stdin and stdout."""
+HOLD, FREE = "hold", "free"
+"""Whether INT, TERM and HUP wait until the process lets them in, through `exec` and all that it imports; one that never does is
+killed after its grace."""
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+EXIT_ORPHANED = 3
+EXIT_NO_EXEC = 127
+
+
+def set_process_flag(option: int, value: int) -> None:
+    """prctl(option, value). Raises OSError where the kernel refuses."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
+
+
+def read_process_table() -> dict[int, int]:
+    """Parent of every living process (a zombie is dead already), read from /proc."""
+    parents: dict[int, int] = {}
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                state, parent = file.read().rpartition(b")")[2].split()[:2]
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it ended while we looked
+        if state not in (b"Z", b"X"):
+            parents[int(pid)] = int(parent)
+    return parents
+
+
+def find_descendants(roots: Collection[int], parents: dict[int, int]) -> list[int]:
+    """The processes below `roots` in a process table, `roots` left out, parents before children."""
+    children: dict[int, list[int]] = {}
+    for pid, parent in parents.items():
+        children.setdefault(parent, []).append(pid)
+    found: list[int] = []
+    generation = list(roots)
+    while generation:
+        generation = [pid for parent in generation for pid in children.get(parent, ())]
+        found.extend(generation)
+    return found
+
+
+def send_signal(pid: int, signal_number: int) -> None:
+    try:
+        os.kill(pid, signal_number)
+    except ProcessLookupError:
+        return  # it went by itself
+
+
+def end_all(find: Callable[[], Collection[int]], wait: Callable[[float], None], grace_s: float) -> list[int]:
+    """SIGTERM, `grace_s`, SIGKILL to whatever `find` finds, until it finds nothing. Returns what even SIGKILL left.
+
+    `wait(seconds)` sleeps until a child has died, and reaps it.
+    """
+    started = time.monotonic()
+    told: set[int] = set()
+    while left := list(find()):
+        elapsed = time.monotonic() - started
+        if elapsed >= grace_s + KILL_WAIT_S:
+            return left
+        if elapsed < grace_s:
+            for pid in set(left) - told:
+                send_signal(pid, signal.SIGTERM)
+            told.update(left)
+            wait(grace_s - elapsed)
+        else:
+            for pid in left:
+                send_signal(pid, signal.SIGKILL)
+            wait(grace_s + KILL_WAIT_S - elapsed)
+    return []
+
+
+class Wakeup:
+    """A pipe that becomes readable when one of `signals` arrives, so that one `select` waits for signals and sockets."""
+
+    def __init__(self, signals: Collection[int]) -> None:
+        self.reader, self._writer = os.pipe()
+        os.set_blocking(self.reader, False)
+        os.set_blocking(self._writer, False)
+        signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        for number in signals:
+            signal.signal(number, lambda *_: None)
+
+    def arrived(self) -> list[int]:
+        """Numbers of the signals since the last call."""
+        try:
+            return list(os.read(self.reader, 4096))
+        except BlockingIOError:
+            return []
+
+
+class Lifeline:
+    """The way to the supervisor and back: one socket, or the two pipes that srun relays."""
+
+    def __init__(self, reader: int, writer: int) -> None:
+        self.reader, self._writer = reader, writer
+
+    def receive(self) -> bytes:
+        """What has come; empty where the other end is closed."""
+        try:
+            return os.read(self.reader, 4096)
+        except ConnectionError:
+            return b""  # closed with a report unread: as good as closed
+
+    def send(self, line: bytes) -> None:
+        while line:
+            line = line[os.write(self._writer, line) :]
+
+
+class Shim:
+    """One process and everything below it."""
+
+    def __init__(self, lifeline: Lifeline, command: list[str], log: int, *, hold: bool = False) -> None:
+        self.lifeline = lifeline
+        self.wakeup = Wakeup((signal.SIGCHLD, *ENDING_SIGNALS))
+        self.listening = [self.wakeup.reader, lifeline.reader]
+        self.status: int | None = None
+        self.told = False
+        self.kill_at: float | None = None
+        self.partial = b""
+        self.child = _spawn(command, log, hold)
+        self.report(started=self.child)
+
+    def report(self, **facts: int) -> None:
+        try:
+            self.lifeline.send(json.dumps(facts | {"at": time.monotonic()}).encode() + b"\n")
+        except OSError:
+            return  # nobody listens any more
+
+    def run(self) -> None:
+        """Until the process has ended, by itself or by order, and nothing below is left."""
+        while self.status is None:
+            timeout = None if self.kill_at is None else max(0.0, self.kill_at - time.monotonic())
+            ready, _, _ = select.select(self.listening, [], [], timeout)
+            if self.lifeline.reader in ready:
+                self.obey(self.lifeline.receive())
+            self.notice_signals()
+            if self.kill_at is not None and time.monotonic() >= self.kill_at:
+                self.end_rest(0.0)
+        self.report(status=self.status)
+        self.end_rest(LEFTOVER_GRACE_S if self.kill_at is None else 0.0)
+        self.reap()  # the dead whom nobody waited for would go to the supervisor, and lie there as long as it lives
+
+    def obey(self, received: bytes) -> None:
+        if not received:
+            self.listening.remove(self.lifeline.reader)
+            self.ask_to_leave(ORPHAN_GRACE_S)
+            return
+        *lines, self.partial = (self.partial + received).split(b"\n")
+        for line in lines:
+            match line.decode().split():
+                case ["leave", grace_s, number]:
+                    self.ask_to_leave(float(grace_s), int(number))
+                case _:
+                    self.kill_at = time.monotonic()
+
+    def notice_signals(self) -> None:
+        numbers = self.wakeup.arrived()
+        if set(ENDING_SIGNALS) & set(numbers):
+            self.ask_to_leave(ORPHAN_GRACE_S)
+        if signal.SIGCHLD in numbers:
+            self.reap()
+
+    def ask_to_leave(self, grace_s: float, number: int = signal.SIGTERM) -> None:
+        """One signal to the process; a second order can only bring the end nearer."""
+        if not self.told:
+            send_signal(self.child, number)
+            self.told = True
+        kill_at = time.monotonic() + grace_s
+        self.kill_at = kill_at if self.kill_at is None else min(self.kill_at, kill_at)
+
+    def reap(self) -> None:
+        """Collect every child that has died: the process itself, and orphans that came to us."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid == self.child:
+                self.status = os.waitstatus_to_exitcode(status)
+
+    def end_rest(self, grace_s: float) -> None:
+        left = end_all(lambda: find_descendants([os.getpid()], read_process_table()), self.wait_for_death, grace_s)
+        if left and self.status is None:
+            self.status = -signal.SIGKILL  # sent; the kernel will get to it
+
+    def wait_for_death(self, timeout_s: float) -> None:
+        select.select([self.wakeup.reader], [], [], timeout_s)
+        self.wakeup.arrived()
+        self.reap()
+
+
+def _spawn(command: list[str], log: int, hold: bool) -> int:
+    shim = os.getpid()
+    # from before the fork: until exec the handlers are the shim's, and would swallow what is for the process
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
+    pid = os.fork()
+    if pid:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        return pid
+    try:
+        os.setsid()  # a process that signals its own group must not hit the shim
+        set_process_flag(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != shim:
+            os._exit(EXIT_ORPHANED)
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        if not hold:
+            for number in ENDING_SIGNALS:
+                signal.signal(number, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        os.execv(command[0], command)
+    except OSError as error:
+        os.write(log, f"cannot start {command[0]}: {error}\n".encode())
+    os._exit(EXIT_NO_EXEC)
+
+
+def _read_order(lifeline: Lifeline) -> dict[str, Any]:
+    """The first line of a relayed lifeline; an end of it instead is a supervisor that has gone."""
+    line = b""
+    while not line.endswith(b"\n"):  # the supervisor says nothing more before the report of the start
+        if not (received := lifeline.receive()):
+            raise EOFError
+        line += received
+    order: dict[str, Any] = json.loads(line)
+    return order
+
+
+def _choose_visible(gpus: list[str], environment: Mapping[str, str]) -> str:
+    """CUDA_VISIBLE_DEVICES of a process that the plan gives the node's first, second, … GPU: as the step calls them."""
+    there = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return ",".join(there[int(gpu)] if int(gpu) < len(there) else gpu for gpu in gpus)
+
+
+def _run_relayed() -> int:
+    # Copies, which the process itself does not inherit; it gets 0, 1 and 2 anew.
+    lifeline = Lifeline(os.dup(0), os.dup(1))
+    try:
+        order = _read_order(lifeline)
+    except EOFError:
+        return EXIT_ORPHANED
+    visible = _choose_visible(order["gpus"], os.environ)
+    for name in order["unset"]:
+        os.environ.pop(name, None)
+    os.environ.update(order["environment"])
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible
+    Shim(lifeline, order["command"], _open_log(order["log"])).run()
+    with contextlib.suppress(OSError):
+        runpy.run_path(order["sweeper"], run_name="__main__")
+    return 0
+
+
+def _open_log(path: str) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+
+def main(arguments: list[str]) -> int:
+    set_process_flag(PR_SET_PDEATHSIG, signal.SIGTERM)
+    set_process_flag(PR_SET_CHILD_SUBREAPER, 1)
+    if arguments == [RELAYED]:
+        return _run_relayed()
+    supervisor, number, log, manner, *command = arguments
+    if os.getppid() != int(supervisor):
+        return EXIT_ORPHANED  # it died before the first line took effect
+    os.set_inheritable(int(number), False)  # the process itself must not keep it open
+    Shim(Lifeline(int(number), int(number)), command, _open_log(log), hold=manner == HOLD).run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

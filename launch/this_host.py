@@ -1,0 +1,62 @@
+"""What this machine has: cores and GPUs, found without torch and without touching a GPU.
+
+Owns the look at one host; refuses to decide what to do with it (process_plan.py does).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from pathlib import Path
+
+from telescope._launch.process_environment import find_visible_gpus
+from telescope._launch.process_plan import Host
+
+NVIDIA_PROC = Path("/proc/driver/nvidia/gpus")
+NVIDIA_SMI_TIMEOUT_S = 20.0
+
+
+def inspect_this_host() -> Host:
+    """Cores that this process may run on, and the GPUs that CUDA_VISIBLE_DEVICES leaves (all where it is not set)."""
+    return Host(name=socket.gethostname(), cpus=len(os.sched_getaffinity(0)), gpus=_keep_visible(list_installed_gpus()))
+
+
+def list_installed_gpus() -> tuple[str, ...]:
+    """Indices of the NVIDIA GPUs, e.g. `("0", "1")`: by nvidia-smi, or by the driver's own list where that is missing."""
+    answer = _ask_nvidia_smi("index")
+    if answer is None:
+        return list_driver_gpus(NVIDIA_PROC)
+    return tuple(line for line in answer if line.isdigit())
+
+
+def find_compute_capability() -> int | None:
+    """The major number of this machine's GPUs, e.g. 9 for an H100; None where nvidia-smi can't tell, or they differ."""
+    majors = {line.partition(".")[0] for line in _ask_nvidia_smi("compute_cap") or [] if "." in line}
+    found = majors.pop() if len(majors) == 1 else ""
+    return int(found) if found.isdigit() else None
+
+
+def _ask_nvidia_smi(field: str) -> list[str] | None:
+    """One line a GPU; None where nvidia-smi is missing or fails."""
+    try:
+        answer = subprocess.run(
+            ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=NVIDIA_SMI_TIMEOUT_S,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return [line.strip() for line in answer.stdout.splitlines()]
+
+
+def list_driver_gpus(folder: Path) -> tuple[str, ...]:
+    count = len(list(folder.iterdir())) if folder.is_dir() else 0
+    return tuple(str(index) for index in range(count))
+
+
+def _keep_visible(installed: tuple[str, ...]) -> tuple[str, ...]:
+    allowed = find_visible_gpus()
+    return installed if allowed is None or not installed else allowed

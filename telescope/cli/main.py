@@ -1,0 +1,59 @@
+"""`telescope COMMAND …`: every command of the project under one name. Each is a module with `main(arguments) -> exit code`.
+
+`python -m telescope COMMAND …` says the same where nothing is installed. Imports a command's module only when it is asked for.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+
+from telescope._launch import terminal
+
+USAGE = 2
+
+
+@dataclass(frozen=True)
+class CliCommand:
+    module: str
+    does: str
+
+
+COMMANDS = {
+    "run": CliCommand("telescope.cli.run", "train: compose, check, start and watch a run, or a sweep with -m"),
+    "check": CliCommand("telescope.cli.check", "say what is wrong with a command line, and start nothing"),
+    "plan": CliCommand("telescope.cli.plan", "what a run would be: steps, staleness, processes, memory, times"),
+    "runs": CliCommand("telescope.cli.runs", "list runs, follow one's log, stop one, go on with one"),
+    "servers": CliCommand("telescope.cli.servers", "where a run's inference servers listen"),
+    "env": CliCommand("telescope.env.__main__", "try an environment; print a trajectory token by token"),
+    "doctor": CliCommand("telescope.cli.doctor", "compare trainer and server: log-probs, weights"),
+    "replay": CliCommand("telescope.cli.replay", "does today's core decide as the run's journal says"),
+    "export": CliCommand("telescope.cli.export", "a checkpoint's weights as a model that transformers and vLLM load"),
+    "bundle": CliCommand("telescope.cli.bundle", "wheels and an install script for hosts without a registry"),
+    "completion": CliCommand("telescope.cli.completion", "print the shell's completion script"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code of the command; 2 where there is no such command."""
+    terminal.prepare()
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or given[0] in ("-h", "--help", "help"):
+        sys.stdout.write(overview())
+        return 0 if given else USAGE
+    name, *rest = given
+    if name not in COMMANDS:
+        from telescope.config.words import did_you_mean
+
+        sys.stderr.write(f"telescope {name}: there is no such command.{did_you_mean(name, list(COMMANDS))}\n{overview()}")
+        return USAGE
+    code: int = import_module(COMMANDS[name].module).main(rest)
+    return code
+
+
+def overview() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {command.does}" for name, command in COMMANDS.items()]
+    return "\n".join(["usage: telescope COMMAND …", "", *lines, "", "telescope COMMAND --help says more.", ""])

@@ -1,0 +1,105 @@
+"""`telescope runs resume RUN_DIR [overrides]`: another attempt of a run, with the settings that its directory holds. Of several
+hosts each gives the command; the head's alone makes the attempt.
+
+Composes nothing: what was resolved once is read back, changed where asked, judged again, and started as any run is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from telescope.cli.start import CONFIG_ERROR, RunOrder, find_obstacles, join_run, make_plan_here, run_one, say
+from telescope.cli.submitting import submit_all
+from telescope.config.words import nearest
+from telescope.runlog.ending import read_object
+from telescope.runlog.layout import RunDirectory
+
+GROUPS = ("env", "experiment")
+"""Groups that no key of the resolved configuration is named like."""
+
+
+class WrongOverride(ValueError):
+    """It can't be read, or names no setting."""
+
+
+def go_on(path: Path, overrides: Sequence[str]) -> int:
+    """The run's exit code; 1 where it can't go on. Raises `WrongOverride`."""
+    from telescope._launch.process_plan import PlanError, describe_shared_gpus
+    from telescope.config.checks import warnings
+    from telescope.config.models import hub_problem
+    from telescope.config.run import as_json
+    from telescope.config.validate import validate
+    from telescope.config.words import ConfigError
+
+    run = RunDirectory(path.absolute())
+    settings = dict(read_object(run.config_json))
+    if not settings:
+        say(f"{path} has no config.json that can be read: it is no run directory")
+        return CONFIG_ERROR
+    for name in ("format", "config_hash"):
+        settings.pop(name, None)
+    settings["checkpoint"] = {**settings.get("checkpoint", {}), "resume": True}
+    settings["run_dir"] = str(run.path)
+    as_begun, _ = validate(settings)
+    if as_begun is not None:  # with the defaults of settings that are younger than the run, which may be set too
+        settings = as_json(as_begun)
+    for place, value in _changes(overrides):
+        if place == "run_dir":
+            raise WrongOverride(f"run_dir={value} can't be given: a run goes on in its own directory, {run.path}")
+        _put(settings, place, value)
+    config, problems = validate(settings)
+    if config is None:
+        say(f"{ConfigError(problems)}\nNothing was started.")
+        return CONFIG_ERROR
+    try:
+        standing, plan = make_plan_here(config)
+    except PlanError as error:
+        say(f"{error}\nNothing was started.")
+        return CONFIG_ERROR
+    if found := find_obstacles(config, plan, hub_problem):
+        say("\n".join([*found, "Nothing was started."]))
+        return CONFIG_ERROR
+    arguments = (f"run_dir={run.path}", "checkpoint.resume=true", *overrides)
+    said = (*warnings(config), *filter(None, (describe_shared_gpus(plan) if plan else "",)))
+    order = RunOrder(config, plan, standing, said, arguments, datetime.now().astimezone())
+    if config.cluster.slurm is not None:
+        return submit_all([order])
+    return join_run(order) if standing.rank else run_one(order)
+
+
+def _changes(overrides: Sequence[str]) -> list[tuple[str, Any]]:
+    from telescope.compose.load import UsageError, parse
+
+    try:
+        return [(override.key_or_group, override.value()) for override in parse(overrides)]
+    except UsageError as error:
+        raise WrongOverride(str(error)) from error
+
+
+def _put(settings: dict[str, Any], place: str, value: Any) -> None:
+    *path, last = place.split(".")
+    here: Any = settings
+    for name in path:
+        here = here.get(name) if isinstance(here, dict) else None
+    if place in GROUPS or (isinstance(here, dict) and isinstance(here.get(last), dict)):
+        raise WrongOverride(
+            f"{place}={value} is no single setting: name one, e.g. trainer.learning_rate=1e-5. Another choice of a group needs "
+            "the whole command line: `telescope run … run_dir=RUN_DIR checkpoint.resume=true`"
+        )
+    if not isinstance(here, dict) or last not in here:
+        guess = nearest(place, tuple(_places(settings)))
+        raise WrongOverride(
+            f"{place} is no setting of this run.{f' Did you mean {guess}?' if guess else ''} docs/configuration.md has all"
+        )
+    here[last] = value
+
+
+def _places(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            yield from _places(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"

@@ -1,0 +1,268 @@
+"""`telescope run`: the composition root. Composes, validates and plans each point, and has it started (start.py).
+
+Everything about a run is decided here once; the other processes read it from the run directory. Heavy imports wait until they
+are needed, so that `--help` and a refusal answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from telescope.cli.start import (
+    CONFIG_ERROR,
+    OK,
+    RunOrder,
+    find_obstacles,
+    join_run,
+    make_plan_here,
+    new_key,
+    run_folder,
+    run_one,
+    say,
+    with_name,
+)
+from telescope.cli.submitting import submit_all
+from telescope.exit_codes import BY_SIGNAL
+from telescope.runlog.ending import read_object
+from telescope.runlog.layout import RunDirectory
+
+if TYPE_CHECKING:
+    from telescope.cli.sweep import Sweep
+    from telescope.compose.load import Point
+    from telescope.compose.options import Places
+    from telescope.config.run import RunConfig
+
+USAGE = 2
+
+
+class _OneLineParser(argparse.ArgumentParser):
+    """argparse whose complaint is one sentence on stderr."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE, f"telescope.run: {message}; --help says what there is, --hydra-help what of Hydra\n")
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = _OneLineParser(prog="telescope.run", add_help=False, allow_abbrev=False)
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("--hydra-help", action="store_true")
+    parser.add_argument("--version", action="store_true")
+    parser.add_argument("-c", "--cfg", choices=["job", "hydra", "all"])
+    parser.add_argument("-p", "--package")
+    parser.add_argument("--resolve", action="store_true")
+    parser.add_argument("-i", "--info", nargs="?", const="all", metavar="TOPIC")
+    parser.add_argument("-cd", "--config-dir")
+    parser.add_argument("-m", "--multirun", action="store_true")
+    parser.add_argument("--objective")
+    parser.add_argument("--new-key", metavar="FILE")
+    parser.add_argument("overrides", nargs="*")
+    parsed = parser.parse_intermixed_args(list(arguments))
+    if parsed.resolve and parsed.cfg != "job":
+        parser.error("--resolve goes with --cfg job")
+    if parsed.package and not parsed.cfg:
+        parser.error("--package goes with --cfg: it names the part that is printed, e.g. trainer")
+    if parsed.objective and not parsed.multirun:
+        parser.error("--objective goes with -m: it names the number of summary.json that the sweep is about")
+    return parsed
+
+
+def main(arguments: Sequence[str]) -> int:
+    """One command line; the exit code is that of docs/configuration.md."""
+    asked = _parse(arguments)
+    if asked.new_key:
+        return new_key(Path(asked.new_key))
+    from telescope.compose.load import UsageError, load_points, places_for
+    from telescope.compose.sweeper import has_sweeper
+
+    try:
+        places = places_for(asked.config_dir)
+        if asked.help or asked.hydra_help or asked.version:
+            sys.stdout.write(_about(asked, places))
+            return OK
+        if asked.multirun and has_sweeper(asked.overrides):
+            return _search(asked, places, arguments)
+        points = load_points(asked.overrides, places, os.environ, sweep=asked.multirun)
+        if any(point.problems for point in points):
+            say(_refusal(points))
+            return CONFIG_ERROR
+        if asked.cfg or asked.info:
+            _show(asked, points, places)
+            return OK
+        sweep = _sweep(asked) if len(points) > 1 else None
+    except UsageError as error:
+        say(f"telescope.run: {error}")
+        return USAGE
+    code = _run_all(points, arguments, sweep)
+    if sweep is not None and sweep.results:
+        say(sweep.table())
+    return code
+
+
+def _search(asked: argparse.Namespace, places: Places, arguments: Sequence[str]) -> int:
+    """A sweep whose points one of Hydra's sweepers chooses, batch by batch. Raises `UsageError`."""
+    from telescope.compose.load import UsageError
+    from telescope.compose.sweeper import InvalidPoints, PointFailed, SweepStopped, search
+
+    if asked.cfg:
+        raise UsageError("--cfg shows points that are known; those of hydra/sweeper are chosen while the sweep goes on")
+    sweep, code = _sweep(asked), OK
+
+    def launch(points: Sequence[Point]) -> list[float | None]:
+        nonlocal code
+        if any(point.config is not None and point.config.cluster.slurm is not None for point in points):
+            raise UsageError(
+                "hydra/sweeper chooses points from results, and Slurm's come when the job ends: leave one of them out"
+            )
+        done = len(sweep.results)
+        code = _run_all(points, arguments, sweep) or code
+        results = sweep.results[done:]
+        if len(results) < len(points) or code in BY_SIGNAL:
+            raise SweepStopped
+        return [None if result.failed else result.value for result in results]
+
+    try:
+        search(asked.overrides, places, os.environ, sweep.folder, launch)
+    except InvalidPoints as refused:
+        say(_refusal(refused.points))
+        return CONFIG_ERROR
+    except PointFailed as error:
+        say(f"{error}; this sweeper ends with it.")
+    except SweepStopped:
+        say("The sweep ends here.")
+    if sweep.results:
+        say(sweep.table())
+    return code
+
+
+def _show(asked: argparse.Namespace, points: Sequence[Point], places: Places) -> None:
+    """Raises `UsageError` where what is asked for is not there."""
+    from telescope.compose.load import UsageError
+    from telescope.compose.show import TOPICS, show_configurations, show_info
+
+    if asked.cfg:
+        show_configurations(points, places, asked.cfg, asked.package, asked.resolve)
+    elif asked.info not in TOPICS:
+        raise UsageError(f"--info={asked.info}: give it last, or with one of {', '.join(TOPICS)}")
+    elif len(points) > 1:
+        raise UsageError(f"--info tells of one configuration, and these are {len(points)}: leave out -m")
+    else:
+        show_info(points[0], places, asked.info)
+
+
+def _about(asked: argparse.Namespace, places: Places) -> str:
+    """The text of `--help`, `--hydra-help` or `--version`."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    from telescope.compose.help import help_text, hydra_help_text
+
+    if asked.help:
+        return help_text(places)
+    if asked.hydra_help:
+        return hydra_help_text(places, version("hydra-core"))
+    try:
+        own = version("telescope-rl")
+    except PackageNotFoundError:
+        own = "from a checkout that is not installed"
+    return f"Telescope {own}, Hydra {version('hydra-core')}\n"
+
+
+def _refusal(points: Sequence[Point]) -> str:
+    from telescope.config.words import ConfigError
+
+    if len(points) == 1:
+        return f"{ConfigError(points[0].problems)}\nNothing was started."
+    wrong = [point for point in points if point.problems]
+    reasons = [f"{' '.join(point.overrides)}\n{ConfigError(point.problems)}" for point in wrong]
+    return "\n".join([f"{len(wrong)} of {len(points)} points are invalid; nothing was started.", *reasons])
+
+
+def _run_all(points: Sequence[Point], arguments: Sequence[str], sweep: Sweep | None = None) -> int:
+    """One run a point, one after another, or all in Slurm's queue; every plan that this host can make is made first.
+
+    Returns the first exit code that is not 0. An interrupt ends the sweep, which is told how each point ended.
+    """
+    try:
+        orders = _orders(points, arguments, sweep)
+    except _NotStarted as refusal:
+        say(f"{refusal}\nNothing was started.")
+        return CONFIG_ERROR
+    if any(order.config.cluster.slurm is not None for order in orders):
+        return submit_all(orders, sweep, [point.overrides for point in points])
+    failed = OK
+    for order, point in zip(orders, points, strict=True):
+        code = join_run(order) if order.standing.rank else run_one(order)
+        failed = failed or code
+        if sweep is not None:
+            sweep.ended(point.overrides, Path(str(order.config.run_dir)), code)
+        if code in BY_SIGNAL or _interrupted(order):
+            break
+    return failed
+
+
+class _NotStarted(Exception):
+    """No run of the command line is started; the text says why."""
+
+
+def _orders(points: Sequence[Point], arguments: Sequence[str], sweep: Sweep | None) -> list[RunOrder]:
+    """What is to be started, point by point, each with a run directory of its own. Raises `_NotStarted`."""
+    from telescope._launch.process_plan import PlanError, describe_shared_gpus
+    from telescope.config.models import hub_problem
+
+    started = datetime.now().astimezone()
+    try:
+        plans = [(with_name(point.config), *make_plan_here(point.config)) for point in points if point.config is not None]
+    except PlanError as error:
+        raise _NotStarted(str(error)) from error
+    if sweep is not None and (nodes := max(standing.nodes for _, standing, _ in plans)) > 1:
+        raise _NotStarted(
+            f"A sweep (-m) over {nodes} hosts is not possible: they would have to agree when each point begins and ends. Give "
+            "the command once a point on every host, or cluster=slurm, which makes an array of them."
+        )
+    hub = functools.cache(hub_problem)
+    found = dict.fromkeys(sentence for config, _, plan in plans for sentence in find_obstacles(config, plan, hub))
+    if found:
+        raise _NotStarted("\n".join(found))
+    orders: list[RunOrder] = []
+    for (config, standing, plan), point in zip(plans, points, strict=True):
+        number = len(orders) + (len(sweep.results) if sweep else 0)
+        folder = run_folder(config, started) if sweep is None else sweep.folder / f"{number:03d}_{config.name}"
+        if not standing.rank or config.run_dir is not None:  # else the head's directory gives the node's its name
+            config = config.model_copy(update={"run_dir": str(folder)} | _grouped(config, sweep))
+        warnings = (*point.warnings, *filter(None, (describe_shared_gpus(plan) if plan else "",)))
+        orders.append(RunOrder(config, plan, standing, warnings, tuple(arguments), started))
+    return orders
+
+
+def _interrupted(order: RunOrder) -> bool:
+    """Whether a signal came while the run was ending by itself: then its exit code tells of that end."""
+    return read_object(RunDirectory(Path(str(order.config.run_dir))).exit_json).get("interrupted") is not None
+
+
+def _grouped(config: RunConfig, sweep: Sweep | None) -> dict[str, object]:
+    """The points of a sweep are one group in W&B, unless the user has named another."""
+    if sweep is None or config.logging.wandb_group is not None:
+        return {}
+    return {"logging": config.logging.model_copy(update={"wandb_group": sweep.name})}
+
+
+def _sweep(asked: argparse.Namespace) -> Sweep:
+    """In the folder that `run_dir=` names, or in a new one: `runs/<date>_<time>_sweep`, with `003_tiny-grpo` below it."""
+    from telescope.cli.sweep import OBJECTIVE, RESULTS, Sweep
+    from telescope.compose.load import UsageError, parse
+
+    started = datetime.now()
+    given = [override.value() for override in parse(asked.overrides) if override.key_or_group == "run_dir"]
+    stem = f"runs/{started:%Y-%m-%d_%H-%M-%S}_sweep"
+    names = [str(given[-1])] if given and given[-1] else [stem, *(f"{stem}_{count}" for count in range(2, 1000))]
+    paths = [Path(name).expanduser().absolute() for name in names]
+    folder = next((path for path in paths if not (path / RESULTS).exists()), None)
+    if folder is None:
+        raise UsageError(f"run_dir={names[0]} holds the results of a sweep already: name another")
+    return Sweep(folder, asked.objective or OBJECTIVE)

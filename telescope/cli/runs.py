@@ -1,0 +1,278 @@
+"""`python -m telescope runs list | tail | stop | resume`: the runs of a folder, one's log as it grows, an end for one, and a
+further attempt.
+
+Reads run directories; all but `resume` change nothing in them. `stop` asks the process that watches the run, as Ctrl-C would:
+the step under way is finished and, where the run makes checkpoints, saved, and the summary written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from telescope._launch.slurm.queue import SlurmSilent, cancel, describe_state, find_stage, query_states
+from telescope.cli.arguments import from_one, from_zero
+from telescope.exit_codes import STOPS
+from telescope.runlog.attempts import read_submission
+from telescope.runlog.ending import read_object
+from telescope.runlog.ending import reason as reason_of
+from telescope.runlog.holder import find_state, read_holder, stop
+from telescope.runlog.layout import RunDirectory
+
+OK, FAILED, USAGE = 0, 1, 2
+DEPTH = 2
+"""A sweep's runs lie one folder deeper than others."""
+LOOK_S = 0.25
+"""Between two looks at a file that grows."""
+FRESH_S = 60.0
+"""A run on another host goes on if its status is younger than this."""
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """How a run stands. `state`: running, done, stopped (by a signal, in good order or not), failed, lost (its supervisor is
+    gone and nobody wrote its end) or waiting (submitted; or queued again, between two attempts)."""
+
+    run: RunDirectory
+    state: str
+    step: int | None
+    steps: int | None
+    reward: float | None
+    reason: str
+    changed: float
+    job: str = ""
+    """Of Slurm, with its state: `12_3 pending`; empty for a run that was started on a host."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """0; 1 where there is no such run or it can't be stopped from here; 2 on wrong usage."""
+    asked = _parser().parse_args(list(arguments))
+    act: Callable[[argparse.Namespace], int] = asked.act
+    return act(asked)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="telescope runs", description=__doc__, allow_abbrev=False)
+    actions = parser.add_subparsers(required=True, metavar="list|tail|stop|resume")
+    listing = actions.add_parser("list", help="the runs below a folder, latest last")
+    listing.add_argument("folder", nargs="?", default="runs", type=Path)
+    listing.add_argument("--json", action="store_true", help="one object a line")
+    listing.set_defaults(act=_list)
+    tail = actions.add_parser("tail", help="the end of a process's log, and what follows while the run goes on")
+    tail.add_argument("run", type=Path)
+    tail.add_argument("--process", default="orchestrator", help="e.g. server-0, trainer-0, worker-0 (default: orchestrator)")
+    tail.add_argument("-n", "--lines", type=from_one, default=20)
+    tail.add_argument("--once", action="store_true", help="print what is there and leave")
+    tail.set_defaults(act=_tail)
+    stopping = actions.add_parser("stop", help="end a run as Ctrl-C would, and wait for its end")
+    stopping.add_argument("run", type=Path)
+    stopping.add_argument(
+        "--timeout", type=from_zero, default=60.0, metavar="S", help="how long to wait for its end (default: 60; 0: not)"
+    )
+    stopping.set_defaults(act=_stop)
+    resuming = actions.add_parser("resume", help="go on from the latest checkpoint, in the same directory, with its settings")
+    resuming.add_argument("run", type=Path)
+    resuming.add_argument("overrides", nargs="*", help="settings to change, e.g. number_of_steps=600 checkpoint.resume=40")
+    resuming.set_defaults(act=_resume)
+    return parser
+
+
+# ---- list
+
+
+def _list(asked: argparse.Namespace) -> int:
+    if not asked.folder.is_dir():
+        sys.stderr.write(f"{asked.folder}: there is no such folder; `list FOLDER` names another\n")
+        return FAILED
+    runs = list(runs_below(asked.folder))
+    if not runs:
+        sys.stderr.write(_nothing(asked.folder))
+    jobs = job_states(runs)
+    found = sorted((run_status(run, jobs) for run in runs), key=lambda one: one.changed)
+    if asked.json:
+        for one in found:
+            sys.stdout.write(json.dumps(_as_json(one)) + "\n")
+        return OK
+    sys.stdout.write("\n".join([f"{'state':<8} {'step':>11} {'reward':>8}  run", *map(_line, found)]) + "\n")
+    return OK
+
+
+def _nothing(folder: Path) -> str:
+    """Why a list is empty."""
+    whole = next((above for above in folder.absolute().parents if (above / "run.json").exists()), None)
+    if whole is not None:
+        return f"{folder} is a part of the run {whole}, not a folder of runs: `list {whole}` shows how it stands\n"
+    return f"{folder}: there is no run in it, nor in a folder of it; `list FOLDER` names another\n"
+
+
+def runs_below(folder: Path, depth: int = DEPTH) -> Iterator[RunDirectory]:
+    """Those in a folder, and the points of sweeps in it; of a run directory itself that run."""
+    if (folder / "run.json").exists():
+        yield RunDirectory(folder)
+        return
+    for path in sorted(folder.iterdir()):
+        if (path / "run.json").exists():
+            yield RunDirectory(path)
+        elif depth > 1 and path.is_dir() and not path.is_symlink():
+            yield from runs_below(path, depth - 1)
+
+
+def job_states(runs: Sequence[RunDirectory]) -> dict[str, str]:
+    """Slurm's states of the runs' jobs; empty where none was submitted or Slurm does not answer here."""
+    submissions = [read_submission(run) for run in runs]
+    ids = [found.job_id for found in submissions if found is not None and found.job_id]
+    try:
+        return query_states(ids) if ids else {}
+    except SlurmSilent as error:
+        sys.stderr.write(f"the states of Slurm jobs are not shown: {error}\n")
+        return {}
+
+
+def run_status(run: RunDirectory, jobs: Mapping[str, str] = MappingProxyType({})) -> RunStatus:
+    status, ended, summary = (read_object(path) for path in (run.status_json, run.exit_json, run.summary_json))
+    changed = max((path.stat().st_mtime for path in (run.status_json, run.run_json) if path.exists()), default=0.0)
+    submission = read_submission(run)
+    known = jobs.get(submission.job_id, "") if submission is not None else ""
+    stage = find_stage(run, known) if known else "unknown"
+    state = stage if stage in ("waiting", "running") else _state_of_files(run, ended, changed, over=stage == "over")
+    reason = reason_of(run) if state in ("failed", "stopped") else ""
+    reward = summary.get("reward_mean_last", status.get("reward"))
+    job = "" if submission is None else f"{submission.job_id} {describe_state(run, dict(jobs))}".strip()
+    return RunStatus(run, state, status.get("step"), status.get("steps"), reward, reason, changed, job)
+
+
+def _state_of_files(run: RunDirectory, ended: Mapping[str, Any], changed: float, *, over: bool) -> str:
+    """What the run directory alone says; `over`: its job is known to be gone."""
+    code = _code(ended)
+    if code is not None:
+        return "done" if code == 0 else "stopped" if code in STOPS else "failed"
+    holder = read_holder(run)
+    if holder is None:  # a job that was gone before it began never wrote an end
+        return "failed" if over else "waiting"
+    here = find_state(holder)
+    goes_on = not over and (here == "alive" or (here == "elsewhere" and time.time() - changed < FRESH_S))
+    return "running" if goes_on else "lost"
+
+
+def _code(ended: Mapping[str, Any]) -> int | None:
+    """What `exit.json` says."""
+    code: int | None = ended.get("exit_code", ended.get("code"))
+    return code
+
+
+def _line(one: RunStatus) -> str:
+    step = "-" if one.step is None else f"{one.step}/{one.steps}" if one.steps else str(one.step)
+    reward = f"{one.reward:.3f}" if isinstance(one.reward, int | float) else "-"
+    more = [text for text in (f"job {one.job}" if one.job else "", one.reason) if text]
+    return f"{one.state:<8} {step:>11} {reward:>8}  {one.run.path}{_bracketed(more)}"
+
+
+def _bracketed(words: Sequence[str]) -> str:
+    return f"  ({'; '.join(words)})" if words else ""
+
+
+def _as_json(one: RunStatus) -> dict[str, Any]:
+    return {
+        "run_dir": str(one.run.path),
+        "state": one.state,
+        "step": one.step,
+        "steps": one.steps,
+        "reward": one.reward,
+        "reason": one.reason,
+        "job": one.job,
+    }
+
+
+# ---- tail
+
+
+def _tail(asked: argparse.Namespace) -> int:
+    run = RunDirectory(asked.run)
+    log = run.log(asked.process)
+    if not log.exists():
+        if not log.parent.is_dir() and not run.config_json.exists():
+            sys.stderr.write(f"{asked.run} is no run directory: it has neither logs nor config.json\n")
+            return FAILED
+        there = ", ".join(sorted(path.stem for path in log.parent.glob("*.log"))) or "none yet"
+        sys.stderr.write(f"{asked.run} has no log of {asked.process}; there are: {there}\n")
+        return FAILED
+    with log.open(encoding="utf-8", errors="replace") as file:
+        sys.stdout.write("".join(file.readlines()[-asked.lines :]))
+        while not asked.once:
+            over = run_status(run).state != "running"  # before the last look: what it wrote at its end is seen too
+            sys.stdout.write(file.read())
+            sys.stdout.flush()
+            if over:
+                break
+            time.sleep(LOOK_S)
+    return OK
+
+
+# ---- stop
+
+
+def _stop(asked: argparse.Namespace) -> int:
+    run = RunDirectory(asked.run)
+    holder, submission = read_holder(run), read_submission(run)
+    if submission is not None and submission.job_id:
+        return _stop_job(run, submission.job_id)
+    if run.exit_json.exists():
+        return _has_ended(run)
+    if holder is None:
+        sys.stderr.write(f"{asked.run} is not watched by any process: it never started, or this is no run directory\n")
+        return FAILED
+    if find_state(holder) == "elsewhere":
+        sys.stderr.write(f"{asked.run} is watched by process {holder.pid} on {holder.host}: stop it there\n")
+        return FAILED
+    match stop(holder, asked.timeout):
+        case "gone":
+            sys.stderr.write(
+                f"{asked.run}: process {holder.pid}, which watched it, is gone; its other processes went with it\n"
+            )
+            return FAILED
+        case "late":
+            sys.stderr.write(f"{asked.run} has not ended within {asked.timeout:g} s; it was asked to, and goes on ending\n")
+            return FAILED
+        case "ended":
+            sys.stdout.write(f"{asked.run} has ended.\n")
+            return OK
+
+
+# ---- resume
+
+
+def _resume(asked: argparse.Namespace) -> int:
+    """The settings are those of the run's config.json, so that no command line has to be found again."""
+    from telescope.cli.resume import WrongOverride, go_on
+
+    try:
+        return go_on(asked.run, asked.overrides)
+    except WrongOverride as error:
+        sys.stderr.write(f"telescope runs resume: {error}\n")
+        return USAGE
+
+
+def _has_ended(run: RunDirectory) -> int:
+    sys.stdout.write(f"{run.path} has ended already.\n")
+    return OK
+
+
+def _stop_job(run: RunDirectory, job: str) -> int:
+    """Cancel it, between two attempts too: there the run directory has the end of the last one."""
+    try:
+        stage = find_stage(run, query_states([job]).get(job, ""))
+        if stage == "over" or (stage == "unknown" and run.exit_json.exists()):  # long gone: Slurm has forgotten it
+            return _has_ended(run)
+        cancel(job)
+    except SlurmSilent as error:
+        sys.stderr.write(f"{run.path} is Slurm's job {job}, which could not be cancelled: {error}\n")
+        return FAILED
+    sys.stdout.write(f"{run.path}: job {job} is cancelled.\n")
+    return OK

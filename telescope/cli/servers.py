@@ -1,0 +1,44 @@
+"""`python -m telescope servers RUN_DIR`: where a run's inference servers listen, while they do. Never prints a key."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from telescope.runlog.ending import read_object
+from telescope.runlog.layout import RunDirectory
+
+USAGE = "usage: python -m telescope servers RUN_DIR\n"
+SHOWN = ("url", "model", "version")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """0, 1 where no server listens or this is no run directory, 2 on wrong usage."""
+    if list(arguments) in (["-h"], ["--help"]):
+        sys.stdout.write(USAGE)
+        return 0
+    if len(arguments) != 1 or arguments[0].startswith("-"):
+        sys.stderr.write(USAGE)
+        return 2
+    run = RunDirectory(Path(arguments[0]))
+    if not run.run_json.exists():
+        sys.stderr.write(f"{run.path} is no run directory: it has no run.json\n")
+        return 1
+    lines = list(listening(run))
+    if not lines:
+        sys.stderr.write(f"no server of {run.path} listens at the moment\n")
+        return 1
+    if run.http_key.exists():
+        lines.append(f'requests need the key: curl -H "Authorization: Bearer $(cat {shlex.quote(str(run.http_key))})" URL')
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 0
+
+
+def listening(run: RunDirectory) -> Iterator[str]:
+    """A line a server, e.g. `server-0  http://127.0.0.1:8100/v1  tiny`."""
+    folder = run.server("any").parent
+    for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
+        if found := read_object(path):  # else it has gone, or is being written
+            yield "  ".join([path.stem, *(str(found[name]) for name in SHOWN if found.get(name) is not None)])

@@ -1,0 +1,330 @@
+"""One run, from a judged configuration to its processes: where it lies, what is written down, and who starts it.
+
+On this host alone the supervisor of this process starts everything; over several hosts this is the head or one of the nodes.
+What goes to Slurm is handed over in submitting.py. Heavy imports wait until they are needed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+import shlex
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from telescope.exit_codes import BY_SIGNAL, COMPONENT_FAILED, DONE, ERROR
+
+if TYPE_CHECKING:
+    from telescope._launch.hosts.node_identity import NodeIdentity
+    from telescope._launch.process_plan import LaunchPlan
+    from telescope.config.run import RunConfig
+    from telescope.config.words import ConfigProblem
+    from telescope.runlog.layout import RunDirectory
+
+OK, CONFIG_ERROR = DONE, ERROR
+LONGER = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
+"""The variable by which vLLM is told to serve a model beyond its positions."""
+_log = logging.getLogger("telescope.run")
+
+
+@dataclass(frozen=True)
+class RunOrder:
+    """One run, ready to be written down and started; `config` has its name and run_dir."""
+
+    config: RunConfig
+    plan: LaunchPlan | None
+    """None where the hosts have yet to meet."""
+    standing: NodeIdentity
+    warnings: tuple[str, ...]
+    arguments: tuple[str, ...]
+    started: datetime
+    by_itself: bool = False
+    """An attempt that nobody asked for: it passes over checkpoints that are damaged, where a person is told of them."""
+
+
+def with_name(config: RunConfig) -> RunConfig:
+    """With a name made of model and algorithm where none was given, e.g. `tiny-grpo`."""
+    if config.name:
+        return config
+    model = re.sub(r"[^A-Za-z0-9._+-]", "-", Path(config.model.name).name)[:60]
+    return config.model_copy(update={"name": f"{model}-{config.algorithm_name}"})
+
+
+def run_folder(config: RunConfig, started: datetime) -> Path:
+    """The folder asked for, or a new one under runs/ that no other run of this second has."""
+    if config.run_dir is not None:
+        return Path(config.run_dir).expanduser().absolute()
+    stem = f"{started:%Y-%m-%d_%H-%M-%S}_{config.name}"
+    names = (stem if count == 1 else f"{stem}_{count}" for count in range(1, 1000))
+    return next(path for name in names if not (path := Path("runs", name).absolute()).exists())
+
+
+def make_plan_here(config: RunConfig) -> tuple[NodeIdentity, LaunchPlan | None]:
+    """Where this host stands, and the plan of a run that is on it alone, or on the nodes that Slurm is asked for.
+
+    Raises `PlanError`."""
+    from telescope._launch.hosts.node_identity import NodeIdentity, identify_node
+    from telescope._launch.process_plan import PlanError, make_plan
+    from telescope._launch.slurm.allocation import list_nominal_nodes, make_hosts
+    from telescope._launch.this_host import inspect_this_host
+
+    if mistake := too_long_for_its_model(config):
+        raise PlanError(mistake)
+    if config.cluster.slurm is not None:
+        return NodeIdentity(), make_plan(config, make_hosts(list_nominal_nodes(config.cluster.slurm)))
+    found = identify_node(config.cluster, config.run_dir, os.environ)
+    return found, make_plan(config, (inspect_this_host(),)) if found.nodes == 1 else None
+
+
+def find_obstacles(config: RunConfig, plan: LaunchPlan | None, hub: Callable[[str], ConfigProblem | None]) -> list[str]:
+    """Why a run of that plan would not start on this machine, though its configuration is right: sentences with the remedy. Of
+    several hosts that have yet to meet the head asks once more. `hub`: `hub_problem`, cached where there are many points."""
+    from telescope._launch.preflight import find_obstacles
+
+    found = [] if plan is None else find_obstacles(config, plan, elsewhere=config.cluster.slurm is not None)
+    problem = hub(config.model.name)
+    return found if problem is None else [*found, problem.sentence]
+
+
+def too_long_for_its_model(config: RunConfig) -> str:
+    """Why vLLM would refuse `inference.max_model_len`; "" where it would not, or where that can't be told here."""
+    from telescope.config.models import positions
+
+    inference, model = config.inference, config.model.name
+    allowed = {**os.environ, **config.cluster.env}.get(LONGER, "0") not in ("", "0")
+    most = None if allowed or inference.engine != "vllm" else positions(model)
+    if most is None or inference.max_model_len <= most:
+        return ""
+    return (
+        f"inference.max_model_len={inference.max_model_len} is above the {most} positions of model.name={model}, and vLLM "
+        f"serves no model beyond them: set inference.max_model_len={most}, or name another model"
+    )
+
+
+def run_one(order: RunOrder) -> int:
+    """Make the run directory, write what was resolved, and let this machine's supervisor start and watch the processes; again
+    from the latest checkpoint where a part of the run has died and the attempt has come further than the one before."""
+    code = _attempt(order)
+    for _ in range(order.config.checkpoint.max_restarts):
+        again = None if code is None else _after_failure(order, code)
+        if again is None:
+            break
+        say("A part of the run has died: it goes on from its latest checkpoint (checkpoint.max_restarts).")
+        order, code = again, _attempt(again)
+    if code is None:
+        return CONFIG_ERROR
+    if sentence := way_on(order.config, code):
+        say(sentence)
+    return code
+
+
+def way_on(config: RunConfig, code: int) -> str:
+    """How a run that failed, or was stopped and could not save, goes on from the checkpoint that it has; empty where it has
+    none, and where its last words say so already."""
+    from telescope.runlog.ending import read_object
+
+    run, latest = _latest_checkpoint(config)
+    if code not in (ERROR, COMPONENT_FAILED, *BY_SIGNAL) or not latest or read_object(run.summary_json).get("lost_checkpoint"):
+        return ""
+    return f"to go on from the checkpoint of step {latest}: python -m telescope runs resume {shlex.quote(str(run.path))}"
+
+
+def _after_failure(order: RunOrder, code: int) -> RunOrder | None:
+    """The order of a further attempt, or None where there is none to be had."""
+    from telescope.runlog.attempts import read_lineage
+    from telescope.runlog.ending import read_object
+
+    config = order.config
+    if code != COMPONENT_FAILED or order.plan is None:
+        return None
+    run, latest = _latest_checkpoint(config)
+    told_to_stop = read_object(run.exit_json).get("interrupted") is not None
+    if told_to_stop or not latest or latest <= read_lineage(run).step:
+        return None
+    resume = config.checkpoint.model_copy(update={"resume": True})
+    return replace(order, config=config.model_copy(update={"checkpoint": resume}), by_itself=True)
+
+
+def _latest_checkpoint(config: RunConfig) -> tuple[RunDirectory, int]:
+    """The run's directory, and the step of the latest checkpoint from which it can go on; 0 where there is none, nothing is
+    left to train behind it, or the directory itself is gone, which checkpoints elsewhere outlive and a save may have made
+    anew."""
+    from telescope.runlog import checkpoints
+    from telescope.runlog.ending import read_object
+    from telescope.runlog.layout import RunDirectory
+
+    run, saving = RunDirectory(Path(str(config.run_dir))), config.checkpoint
+    can = saving.on and saving.save_training_state and run.config_json.exists() and read_object(run.run_json)
+    there = checkpoints.steps(checkpoints.root(run, saving.dir)) if can else []
+    return run, there[-1] if there and there[-1] < config.number_of_steps else 0
+
+
+def _attempt(order: RunOrder) -> int | None:
+    """Its exit code; None where it was refused, in words, before anything began."""
+    from telescope._launch.supervisor import supervise
+
+    directory = make_directory(order)
+    if directory is None:
+        return None
+    if order.plan:
+        code = supervise(directory)
+    else:
+        from telescope._launch.hosts.head import run_head
+
+        code = run_head(directory, order.config, order.standing, say)
+    from telescope.runlog.attempts import note_end
+
+    note_end(directory, code)
+    return code
+
+
+def join_run(order: RunOrder) -> int:
+    """Be one of the nodes that are not the head."""
+    from telescope._launch.hosts.node import NodeOptions, run_node
+    from telescope.config.run import config_hash
+
+    config, cluster = order.config, order.config.cluster
+    folder = None if config.run_dir is None else Path(config.run_dir)
+    invitation = NodeOptions(order.standing, config_hash(config), folder, cluster.interface, cluster.placement_timeout_s)
+    return run_node(invitation, say)
+
+
+def make_directory(order: RunOrder) -> RunDirectory | None:
+    """The run's directory with all that was resolved; None, and a sentence for the user, where it can't be made."""
+    from telescope._launch.prepare_attempt import CannotResume
+    from telescope._launch.process_plan import write_plan
+    from telescope.runlog.holder import hold
+    from telescope.runlog.layout import RunDirectory, RunDirectoryInUse
+
+    path = Path(str(order.config.run_dir))
+    level = logging.DEBUG if order.config.debug else logging.INFO
+    logging.basicConfig(stream=sys.stderr, level=level, format="%(message)s", force=True)
+    again = order.config.checkpoint.resume is not False
+    if refusal := _unreadable(path):
+        say(refusal)
+        return None
+    try:
+        with ExitStack() as until_held:
+            directory = _resume_directory(path, order, until_held) if again else RunDirectory.create(path)
+            if not again:
+                write_down(directory, order)
+            if order.plan:
+                write_plan(order.plan, directory.plan_json)
+            if order.config.cluster.slurm is None:  # else the job will
+                hold(directory)
+    except (RunDirectoryInUse, CannotResume) as error:
+        say(f"{error}\nNothing was started." if again else str(error))
+        return None
+    except OSError as error:
+        say(f"run_dir={path} can't be written: {error.strerror} ({error.filename}); name another with run_dir=…")
+        return None
+    for warning in order.warnings:
+        _log.warning("Warning: %s", warning)
+    return directory
+
+
+def _resume_directory(path: Path, order: RunOrder, until_held: ExitStack) -> RunDirectory:
+    """The directory of an earlier run, ready for another attempt that begins at a checkpoint, and nobody else's until
+    `until_held` ends. On Slurm the job itself sees to it when it starts. Raises `CannotResume` and OSError."""
+    from telescope._launch import prepare_attempt
+    from telescope.config.resume import find_obstacles_to_resume, remark_on_resume
+    from telescope.config.run import as_json, config_hash
+    from telescope.runlog import http_key
+    from telescope.runlog.ending import read_object
+    from telescope.runlog.identity import read_identity, write_identity
+    from telescope.runlog.layout import RunDirectory
+
+    config, directory, asked = order.config, RunDirectory(path), order.config.checkpoint.resume
+    if not directory.run_json.exists():
+        raise prepare_attempt.CannotResume(
+            f"run_dir={path} is no run directory, and checkpoint.resume goes on in one: name another"
+        )
+    before, here = read_object(directory.config_json), as_json(config)
+    problems = find_obstacles_to_resume(before, here)
+    if problems:
+        raise prepare_attempt.CannotResume("\n".join(problems))
+    until_held.enter_context(prepare_attempt.lock_attempts(directory))
+    prepare_attempt.refuse_alive(directory)
+    prepare_attempt.refuse_queued(directory)
+    on_slurm = config.cluster.slurm is not None
+    if on_slurm and asked is not True:
+        raise prepare_attempt.CannotResume(
+            f"checkpoint.resume={asked}: a job takes the latest checkpoint; set checkpoint.resume=true"
+        )
+    whole = prepare_attempt.find_latest(directory, config) if order.by_itself else None
+    source = whole or prepare_attempt.find_resume_point(directory, config, None if asked is True else asked)
+    for remark in remark_on_resume(before, here, source.step):
+        _log.warning("Warning: %s", remark)
+    if config.inference.makes_http_key:
+        http_key.make(directory)
+    if on_slurm:
+        prepare_attempt.keep_settings(directory)
+        write_identity(directory, msgspec.structs.replace(read_identity(directory), config_hash=config_hash(config)))
+        _write_settings(directory, order)
+        return directory
+    number = prepare_attempt.begin_attempt(directory, config_hash(config), secrets.token_hex(4))
+    _write_settings(directory, order)
+    prepare_attempt.begin_at(directory, config, source, number)
+    _log.info("Going on after step %d, in attempt %d of %s.", source.step, number, path)
+    return directory
+
+
+def _unreadable(path: Path) -> str:
+    """A sentence where the path has bytes that are no text here: no file of ours, in UTF-8 all, could name it."""
+    try:
+        str(path).encode("utf-8")
+    except UnicodeEncodeError:
+        shown = str(path).encode("utf-8", "backslashreplace").decode()
+        return (
+            f"run_dir={shown} is no text in this locale (encoding {sys.getfilesystemencoding()}): set LC_ALL=C.UTF-8, or name "
+            "another with run_dir=…"
+        )
+    return ""
+
+
+def write_down(directory: RunDirectory, order: RunOrder) -> None:
+    """Readable by its owner alone: config.json is what the processes read, config.yaml is for people."""
+    from telescope.config.run import config_hash
+    from telescope.runlog import http_key
+    from telescope.runlog.identity import new_identity, write_identity
+
+    _write_settings(directory, order)
+    write_identity(directory, new_identity(order.config.name, order.started, config_hash(order.config), order.warnings))
+    if order.config.inference.makes_http_key:
+        http_key.make(directory)
+
+
+def _write_settings(directory: RunDirectory, order: RunOrder) -> None:
+    from telescope.config.run import as_yaml, dump_run
+    from telescope.runlog.layout import write_atomically
+
+    command = shlex.join(["python", "-m", "telescope.run", *order.arguments])
+    write_atomically(directory.config_json, dump_run(order.config), mode=0o600)
+    write_atomically(directory.config_yaml, as_yaml(order.config), mode=0o600)
+    write_atomically(directory.cmdline, f"{command}\n", mode=0o600)
+
+
+def new_key(path: Path) -> int:
+    from telescope._launch.hosts.node_identity import write_key
+
+    try:
+        write_key(path)
+    except OSError as error:
+        say(f"telescope.run: --new-key {path} can't be written: {error.strerror}")
+        return CONFIG_ERROR
+    say(f"Made {path}. Copy it to every host of your runs, readable by you alone, and give cluster.key_file={path}.")
+    return OK
+
+
+def say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()

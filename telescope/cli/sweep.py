@@ -1,0 +1,121 @@
+"""The results of a sweep: one folder below which each point has its run directory, and one table of how every point ended.
+
+`sweep.json` is written anew after each point, so that a sweep that was killed has told all it knew. A point that fails stops
+nothing; every failure stands in the table with its reason. Decides nothing about what the points are.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+from telescope.runlog.ending import read_object, reason
+from telescope.runlog.layout import RunDirectory, write_atomically
+
+OBJECTIVE = "reward_mean_last"
+"""The number of a run's summary that tells how good a point is, unless `--objective` names another."""
+SHOWN_REASON = 1_000
+RESULTS = "sweep.json"
+
+
+def shown(reason: str) -> str:
+    """In one line of the table; `sweep.json` has it whole."""
+    return shorten(reason, SHOWN_REASON, placeholder=" …")
+
+
+@dataclass(frozen=True)
+class SweepResult:
+    """How one point ended. `value` is the objective, None where the run has no such number; `job` is a batch system's."""
+
+    point: int
+    overrides: tuple[str, ...]
+    run_dir: str
+    exit_code: int | None
+    reason: str
+    value: float | None = None
+    first: float | None = None
+    job: str = ""
+
+    @property
+    def failed(self) -> bool:
+        return self.exit_code not in (0, None)
+
+
+class Sweep:
+    """`folder` is the sweep's own; `objective` a dotted path into summary.json, e.g. `seconds.training`."""
+
+    def __init__(self, folder: Path, objective: str = OBJECTIVE) -> None:
+        self.folder, self.objective = folder, objective
+        self.results: list[SweepResult] = []
+
+    @property
+    def name(self) -> str:
+        """What W&B groups the points' runs by."""
+        return self.folder.name
+
+    def ended(self, overrides: Sequence[str], run_dir: Path, exit_code: int) -> SweepResult:
+        """Take down how the next point ended, from what its run directory says."""
+        summary = read_object(RunDirectory(run_dir).summary_json)
+        result = SweepResult(
+            point=len(self.results),
+            overrides=tuple(overrides),
+            run_dir=str(run_dir),
+            exit_code=exit_code,
+            reason=reason(RunDirectory(run_dir)) or "it left no summary",
+            value=_number(summary, self.objective),
+            first=_number(summary, "reward_mean_first"),
+        )
+        self._take(result)
+        return result
+
+    def submitted(self, overrides: Sequence[str], run_dir: Path, job: str) -> None:
+        """Take down a point that a batch system has got (`job`; empty where its batch file was written alone); how it ends
+        stands in its own run directory."""
+        reason = "submitted" if job else "written, not submitted"
+        self._take(SweepResult(len(self.results), tuple(overrides), str(run_dir), None, reason, job=job))
+
+    def refused(self, overrides: Sequence[str], run_dir: Path, exit_code: int, reason: str) -> None:
+        """Take down a point that a batch system has not got."""
+        self._take(SweepResult(len(self.results), tuple(overrides), str(run_dir), exit_code, reason))
+
+    def table(self) -> str:
+        """Every point in a line, then the failures with their reasons, then where the results lie."""
+        lines = [f"{'point':>5}  {'exit':>4}  {self.objective:>18}  overrides"]
+        lines += [
+            f"{result.point:>5}  {_shown(result.exit_code):>4}  {_shown(result.value):>18}  {' '.join(result.overrides)}"
+            for result in self.results
+        ]
+        failures = [result for result in self.results if result.failed]
+        if failures:
+            lines.append(f"{len(failures)} of {len(self.results)} points failed:")
+            lines += [f"  {result.point}: {shown(result.reason)} ({result.run_dir})" for result in failures]
+        return "\n".join([*lines, f"Results: {self.file}"])
+
+    @property
+    def file(self) -> Path:
+        return self.folder / RESULTS
+
+    def _take(self, result: SweepResult) -> None:
+        self.results.append(result)
+        record = {"objective": self.objective, "points": [asdict(result) for result in self.results]}
+        try:
+            write_atomically(self.file, json.dumps(record, indent=2) + "\n", mode=0o600)
+        except OSError as error:  # the points go on, or are queued already; the table at the end has them all
+            sys.stderr.write(f"{self.file} can't be written: {error.strerror or error}\n")
+
+
+def _number(summary: Mapping[str, Any], path: str) -> float | None:
+    found: Any = summary
+    for name in path.split("."):
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return float(found) if isinstance(found, int | float) and math.isfinite(found) else None
+
+
+def _shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"

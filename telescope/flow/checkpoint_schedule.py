@@ -1,0 +1,95 @@
+"""When a checkpoint is due, and what a run that is to end still waits for. Steps and deadlines; performs nothing.
+
+One is under way at a time. The trainer gets no batch while one is owed, so that what it holds, the version served and the
+core's own state are of one step.
+"""
+
+from __future__ import annotations
+
+from telescope.flow.commands import StopRun
+from telescope.flow.settings import FlowSettings
+
+
+class CheckpointSchedule:
+    """`last`: step of the checkpoint that the run goes on from, 0 where it begins."""
+
+    def __init__(self, settings: FlowSettings, last: int = 0) -> None:
+        self._every = settings.checkpoint_every
+        self._deadline_s = settings.checkpoint_stop_timeout_s
+        self.last = last
+        """Step of the latest complete checkpoint."""
+        self.owed = False
+        """One is to be made before the trainer gets its next batch."""
+        self.under_way: int | None = None
+        self.leaving: StopRun | None = None
+        """How the run ends, once what it waits for is there."""
+        self.lost = 0
+        """Step of the checkpoint that a run which has trained all ends without; 0: it ends with it, or has not ended."""
+        self._give_up_at = float("inf")
+        self._failure = ""
+
+    @property
+    def on(self) -> bool:
+        return self._every > 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether a checkpoint is to be begun, or an end waits for one."""
+        return self.owed or self.leaving is not None
+
+    def note_commit(self, version: int) -> str:
+        """A version is served. A sentence where the checkpoint due has to wait for the one before it."""
+        if self.on and (version % self._every == 0 or self.leaving is not None):
+            self.owed = True
+            if self.under_way is not None:
+                return (
+                    f"the checkpoint of step {version} is due while that of step {self.under_way} is still being written: "
+                    "training waits for it; raise checkpoint.every"
+                )
+        return ""
+
+    def leave(self, stop: StopRun, *, version: int, training: bool, now: float) -> None:
+        """The run is to end once its step is trained and saved. One that has trained all waits for its last save as long as for
+        any (whoever writes it gives up in time); one that is told to stop, then or before, for `checkpoint_stop_timeout_s`."""
+        if not stop.ok:
+            self._give_up_at = min(self._give_up_at, now + self._deadline_s)
+        if self.leaving is not None:
+            return
+        self.leaving = stop
+        if not training and version > 0 and version not in (self.last, self.under_way):
+            self.owed = True
+
+    def begin(self, step: int) -> None:
+        self.owed, self.under_way, self._failure = False, step, ""
+
+    def finish(self, step: int, failure: str = "") -> bool:
+        """False if it is not the one under way (a repetition)."""
+        if step != self.under_way:
+            return False
+        self.under_way, self._failure = None, failure
+        if not failure:
+            self.last = step
+        return True
+
+    def end_if_done(self, *, version: int, training: bool) -> StopRun | None:
+        """The run's end, if nothing is waited for any more."""
+        if self.leaving is None or training or self.owed or self.under_way is not None:
+            return None
+        return self._make_stop(version)
+
+    def end_if_late(self, now: float, version: int) -> StopRun | None:
+        """The run's end, if it has waited for long enough."""
+        if self.leaving is None or now < self._give_up_at:
+            return None
+        what = "its step" if self.under_way is None else f"the checkpoint of step {self.under_way}"
+        self._failure = self._failure or f"{what} was not done within {self._deadline_s:g} s"
+        return self._make_stop(version)
+
+    def _make_stop(self, version: int) -> StopRun:
+        assert self.leaving is not None
+        reason = self.leaving.reason
+        if self.last == version > 0:
+            reason = reason if self.leaving.ok else f"{reason}; the checkpoint of step {version} is complete"
+            return StopRun(reason, self.leaving.ok, checkpoint=version)
+        self.lost = version if self.leaving.ok else 0
+        return StopRun(f"{reason}; no checkpoint of it: {self._failure}" if self._failure else reason, self.leaving.ok)

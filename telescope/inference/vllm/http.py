@@ -1,0 +1,197 @@
+"""vLLM's own OpenAI-compatible HTTP application beside the link: the same engine, the same event loop, loopback by default.
+
+For looking in while a run goes on. It knows nothing of weights and can't pause the engine: vLLM's development routes stay off.
+Owns the port, the key and where the address is written, and how the application is built in vLLM 0.25 to 0.32. vLLM is imported
+by the functions that need it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from telescope.config.parts import DEFAULT_PORT
+from telescope.inference.status import Status
+
+if TYPE_CHECKING:
+    from telescope.config.parts import InferenceSettings, ModelSettings
+
+
+LOOPBACK = "127.0.0.1"
+PORTS_TRIED = 1000
+"""From the default port on. A machine that holds so many servers is not ours."""
+START_S, CLOSE_S = 30.0, 2.0
+
+log = logging.getLogger(__name__)
+
+
+class PortTaken(OSError):
+    """Another process listens there."""
+
+
+def bind(host: str | None, base_port: int, index: int) -> socket.socket:
+    """A listening socket for server `index`, before the engine starts, so that a taken port is told in the first second.
+
+    The default port is a wish: where another run on this machine listens there, the next free one is taken. A port that the
+    user chose is that one or none. Raises `PortTaken` with a sentence.
+    """
+    if base_port != DEFAULT_PORT:
+        return _listen(host or LOOPBACK, base_port, index)
+    for further in range(PORTS_TRIED):
+        with contextlib.suppress(PortTaken):
+            return _listen(host or LOOPBACK, base_port, index + further)
+    return _listen(host or LOOPBACK, base_port, index)
+
+
+def _listen(address: str, base_port: int, index: int) -> socket.socket:
+    port = base_port + index if base_port else 0
+    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        if port > 65535:
+            raise PortTaken(f"inference.base_port={base_port} leaves no port for server {index}: {port} is above 65535")
+        listener.bind((address, port))
+        listener.listen()  # only this takes the port from another socket that is bound and not yet listening
+    except OSError as error:
+        listener.close()
+        if isinstance(error, PortTaken):
+            raise
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            raise PortTaken(
+                f"inference.host={address} is no address of this host ({error.strerror}): give one that is, or leave it out "
+                "for loopback"
+            ) from error
+        why = "is taken" if error.errno == errno.EADDRINUSE else f"can't be bound ({error.strerror})"
+        raise PortTaken(
+            f"port {port} of {address} {why}: set inference.base_port={base_port} to a free one, to 0 for any free port, or "
+            "inference.http=false"
+        ) from error
+    return listener
+
+
+@asynccontextmanager
+async def http_beside(
+    client: Any,
+    listener: socket.socket | None,
+    model: ModelSettings,
+    inference: InferenceSettings,
+    api_key: str | None = None,
+    status: Status | None = None,
+) -> AsyncIterator[str]:
+    """Serve `Engine.client` over HTTP on `listener` while the block runs; its URL, or empty without a listener.
+
+    With `api_key` each request below /v1 must bring it as a bearer token; /health, /metrics and /telescope/status are open.
+    """
+    if listener is None:
+        yield ""
+        return
+    host, port = listener.getsockname()[:2]
+    with _own_log_level():
+        app = await application(client, model, inference, api_key)
+        if status is not None:
+            app.get("/telescope/status", response_model=None)(status.facts)
+        server = _server(app)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    async with asyncio.timeout(START_S):
+        await server.listening.wait()
+    log.info("OpenAI-compatible HTTP at http://%s:%d/v1", host, port)
+    try:
+        yield f"http://{host}:{port}"
+    finally:
+        server.should_exit = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                await serving
+        listener.close()
+
+
+@contextlib.contextmanager
+def _own_log_level() -> Iterator[None]:
+    """What the application imports silences the root logger."""
+    level = logging.root.level
+    try:
+        yield
+    finally:
+        logging.root.setLevel(level)
+
+
+def _server(app: Any) -> Any:
+    import uvicorn
+
+    class OwnSignalsServer(uvicorn.Server):
+        """Signals are the process's own; and it says when it listens."""
+
+        def __init__(self, config: uvicorn.Config) -> None:
+            super().__init__(config)
+            self.listening = asyncio.Event()
+
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            self.listening.set()
+
+    return OwnSignalsServer(
+        uvicorn.Config(app, log_level="warning", access_log=False, lifespan="on", timeout_graceful_shutdown=1)
+    )
+
+
+def unknown_parsers(inference: InferenceSettings) -> str:
+    """A sentence if vLLM has no parser of a name that the settings give; else empty. Imports vLLM where they give one."""
+    for setting, given in (
+        ("tool_call_parser", inference.tool_call_parser),
+        ("reasoning_parser", inference.reasoning_parser),
+    ):
+        if given is None:
+            continue
+        known = _tool_parsers() if setting == "tool_call_parser" else _reasoning_parsers()
+        if given not in known:
+            return f"inference.{setting}={given} is no parser of this vLLM, which has {', '.join(sorted(known))}"
+    return ""
+
+
+async def application(client: Any, model: ModelSettings, inference: InferenceSettings, api_key: str | None) -> Any:
+    """vLLM's FastAPI application over an AsyncLLM."""
+    try:
+        from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+        from vllm.entrypoints.launchers.app import build_app
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    except ImportError:  # 0.25
+        from vllm.entrypoints.openai.api_server import build_app, init_app_state
+        from vllm.entrypoints.openai.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(["--disable-fastapi-docs"])
+    arguments.model = client.model_config.model
+    arguments.served_model_name = [model.name]
+    arguments.chat_template = model.chat_template
+    arguments.api_key = [api_key] if api_key else None
+    arguments.tool_call_parser = inference.tool_call_parser
+    arguments.enable_auto_tool_choice = inference.tool_call_parser is not None
+    if inference.reasoning_parser:
+        arguments.reasoning_parser = inference.reasoning_parser
+        arguments.structured_outputs_config.reasoning_parser = inference.reasoning_parser
+    tasks = await client.get_supported_tasks()
+    app = build_app(arguments, tasks, client.model_config)
+    await init_app_state(client, app.state, arguments, tasks)
+    return app
+
+
+def _tool_parsers() -> list[str]:
+    from vllm.tool_parsers import ToolParserManager
+
+    return list(ToolParserManager.list_registered())
+
+
+def _reasoning_parsers() -> list[str]:
+    from vllm.reasoning import ReasoningParserManager
+
+    return list(ReasoningParserManager.list_registered())

@@ -1,0 +1,473 @@
+"""What the orchestrator writes down: rows of the run directory, the status file, the summary. Reads clocks, decides nothing.
+
+Scored rollouts are put off until the loop has nothing better to do (`catch_up`), so that a burst of them does not stand between
+free lanes and what is to be generated next. Whatever counts them catches up first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+import numpy as np
+import orjson
+
+from telescope.flow import commands
+from telescope.flow.counts import Counts
+from telescope.maths.summaries import gini, group_mean, max_median_ratio
+from telescope.orchestrator.batch import TrainBatch
+from telescope.orchestrator.rollout_store import Rollout
+from telescope.orchestrator.saved_state import SummaryCounters
+from telescope.orchestrator.step_metrics import ParityCheck, RewardRanges, ScoreTally
+from telescope.orchestrator.weight_update import WeightUpdate
+from telescope.records import EnvironmentCard, FailureKind, RolloutOrder
+from telescope.runlog.layout import RunDirectory, write_atomically
+from telescope.runlog.wandb_mirror import WandbMirror
+from telescope.runlog.writer import RunLog
+from telescope.wire.messages import StepReport
+
+log = logging.getLogger(__name__)
+
+STEPS_AT_EACH_END = 5
+"""Whose means the summary compares; fewer where a run is so short that a step would stand on both sides."""
+PACE_STEPS = 10
+
+
+class Recorder:
+    """The orchestrator's hand on the run directory."""
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        log: RunLog,
+        mirror: WandbMirror | None,
+        number_of_steps: int,
+        rewards: RewardRanges | None = None,
+        *,
+        token_groups: int = 0,
+        parity: ParityCheck | None = None,
+    ) -> None:
+        self._token_groups = token_groups
+        self._parity = parity or ParityCheck()
+        self._run, self._log, self._mirror, self._steps = run, log, mirror, number_of_steps
+        self.rewards = rewards or RewardRanges()
+        self._tally = ScoreTally()
+        self._put_off: deque[tuple[Rollout, Callable[[], None]]] = deque()
+        self._closing: dict[int, tuple[TrainBatch, dict[str, float]]] = {}
+        self.history: list[dict[str, float]] = []
+        self.updates_skipped = 0
+        self._prompts: dict[str, dict[str, int]] = {}
+        self.tokens: Counter[str] = Counter()
+        self.seconds: dict[str, float] = {}
+        self._generating_since: float | None = None
+        self._unwritable: set[Path] = set()
+        self._step_ends: list[float] = []
+        self._next_step: dict[str, float] = {}
+        self._alerts = (0, "")
+        """How many the terminal shall show, and the last of them."""
+        self.restarts: Counter[str] = Counter()
+        """How often each server has come back."""
+
+    @property
+    def last_row(self) -> int:
+        """How far the run directory's rows have come."""
+        self.catch_up()
+        return self._log.last_row
+
+    def make_counters(self, rollout_ids: frozenset[int]) -> SummaryCounters:
+        """What a checkpoint keeps of the summary; `rollout_ids`: of the rollouts that are kept with it."""
+        self.catch_up()
+        return SummaryCounters(
+            tokens=dict(self.tokens),
+            seconds=dict(self.seconds),
+            out_of_range=dict(self.rewards.outside),
+            updates_skipped=self.updates_skipped,
+            tallied=tuple(rollout_id for rollout_id in self._tally.rollout_ids if rollout_id in rollout_ids),
+        )
+
+    def resume(self, counters: SummaryCounters, history: Sequence[Mapping[str, Any]], rollouts: Sequence[Rollout]) -> None:
+        """Go on where a checkpoint was made. `history`: the metrics of each step before it."""
+        self.tokens.update(counters.tokens)
+        self.seconds |= counters.seconds
+        self.rewards.outside.update(counters.out_of_range)
+        self.updates_skipped = counters.updates_skipped
+        self.history = [{name: value for name, value in step.items() if value is not None} for step in history]
+        tallied = frozenset(counters.tallied)
+        for rollout in rollouts:
+            if rollout.order.rollout_id in tallied:
+                label = rollout.order.prompt.environment
+                self._tally.add(rollout.result, self.rewards.normalise(label, rollout.result.reward))
+
+    def add_to_next_step(self, metrics: Mapping[str, float]) -> None:
+        """To be reported with the step that is done next."""
+        self._next_step |= metrics
+
+    def record_checkpoint(
+        self, step: int, state: str, *, nbytes: int = 0, seconds: float = 0.0, stall_s: float = 0.0, cause: str = ""
+    ) -> None:
+        row = {"step": step, "state": state, "nbytes": nbytes, "seconds": seconds, "stall_s": stall_s, "cause": cause}
+        self._log.append("checkpoints", row)
+
+    def start_clock(self) -> None:
+        """Every worker and server is there: seconds of training and of the first step count from here, not from the start of
+        the processes."""
+        if self._generating_since is None:
+            self._generating_since = time.monotonic()
+
+    def record_environments(self, cards: Sequence[EnvironmentCard]) -> None:
+        """What the workers loaded. Prompts that they left out are told once."""
+        for card in cards:
+            total = card.split_sizes.get("train", 0) + card.too_long
+            if card.too_long and card.name not in self._prompts:
+                sentence = (
+                    f"{card.too_long} of {total} prompts of {card.name} are longer than inference.max_model_len - "
+                    "rollout.max_tokens leaves for them: they are never drawn"
+                )
+                log.warning("%s", sentence)
+                self.alert("warning", f"environments.{card.name}", sentence)
+            self._prompts[card.name] = {"kept": total - card.too_long, "too_long": card.too_long}
+
+    # ---- rollouts and groups -----------------------------------------------------------------------------------------
+
+    def record_rollout(self, rollout: Rollout, safe: Callable[[], None]) -> None:
+        """A rollout to be written; `safe` runs on the event loop once it is on disk."""
+        self._put_off.append((rollout, safe))
+
+    @property
+    def behind(self) -> bool:
+        """Whether scored rollouts wait to be written."""
+        return bool(self._put_off)
+
+    def catch_up(self, most: int | None = None) -> None:
+        """Write scored rollouts that wait for it, all or so many of them, in the order in which they came."""
+        for _ in range(len(self._put_off) if most is None else min(most, len(self._put_off))):
+            self._write_scored(*self._put_off.popleft())
+
+    def _write_scored(self, rollout: Rollout, safe: Callable[[], None]) -> None:
+        if rollout.taken:
+            label = rollout.order.prompt.environment
+            self._tally.add(rollout.result, self.rewards.normalise(label, rollout.result.reward))
+            if sentence := self.rewards.note(label, rollout.result.reward):
+                log.warning("%s", sentence)
+                self.alert("warning", f"environments.{label}", sentence)
+        self.tokens["prompt"] += rollout.result.prompt_tokens
+        self.tokens["completion"] += rollout.result.completion_tokens
+        loop = asyncio.get_running_loop()
+        row = {**make_rollout_row(rollout), "status": "scored" if rollout.taken else "ignored"}
+        self._log.append("rollouts", row, lambda: _schedule(loop, safe))
+
+    def record_failure(self, rollout: Rollout, cause: str, kind: FailureKind) -> None:
+        row = {**make_order_row(rollout.order), "status": "cancelled", "cause": cause, "worker": rollout.worker}
+        if not rollout.cancelled:
+            self._tally.failures[kind] += 1
+            row |= {"status": "error", "failure": kind}
+        self._log.append("rollouts", row)
+
+    def record_group(self, command: commands.RecordGroupState) -> None:
+        self._log.append(
+            "groups",
+            {
+                "group_id": command.group_id,
+                "state": command.state,
+                "reason": command.reason,
+                "version": command.version,
+            },
+        )
+
+    def record_turn(self, row: Mapping[str, Any]) -> None:
+        self._log.append("turns", row)
+
+    def alert(self, level: str, source: str, message: str, *, shown: bool = True) -> None:
+        """`shown`: on the launcher's terminal too; not what that says in words of its own."""
+        self._log.append("alerts", {"level": level, "source": source, "message": message})
+        if shown:
+            self._alerts = (self._alerts[0] + 1, message)
+
+    # ---- steps and weights -------------------------------------------------------------------------------------------
+
+    def record_batch(self, batch: TrainBatch) -> None:
+        """A batch has been cut: write it, and close the tally that led to it."""
+        self.catch_up()
+        self._closing[batch.command.step] = (batch, self._tally.summarize())
+        self._tally = ScoreTally()
+        self._log.append(
+            "batches",
+            {
+                "step": batch.command.step,
+                "group_ids": list(batch.command.group_ids),
+                "baseline_group_ids": list(batch.command.baseline_group_ids),
+                "rollout_ids": [rollout.order.rollout_id for rollout in batch.rollouts],
+                "advantages": batch.advantages.tolist(),
+                "lag_versions": [batch.find_lag(rollout) for rollout in batch.rollouts],
+                "tokens": sum(rollout.tokens for rollout in batch.rollouts),
+                "trained_tokens": batch.trained_tokens,
+                "filtered": {
+                    str(rollout.order.rollout_id): list(why)
+                    for rollout, why in zip(batch.rollouts, batch.filters, strict=True)
+                    if why
+                },
+                "truncated": {str(rollout_id): list(lost) for rollout_id, lost in batch.truncated.items()},
+            },
+        )
+        if batch.truncated:
+            sentence = (
+                f"step {batch.command.step}: of {len(batch.truncated)} rollouts longer than trainer.seq_len only the beginning "
+                "is trained; raise trainer.seq_len to train them whole"
+            )
+            self.alert("warning", "trainer", sentence)
+        for row in make_token_rows(batch, self._token_groups):
+            self._log.append("tokens", row)
+
+    def record_step(
+        self, done: StepReport, counts: Counts, processor_s: Mapping[str, float] = MappingProxyType({})
+    ) -> dict[str, float]:
+        """All ranks are through with a step: its metrics, rank 0's already reduced over the ranks. `processor_s`: spent since
+        the last one, by part of the run."""
+        batch, metrics = self._closing.pop(done.step)
+        now = time.monotonic()
+        seconds = now - (self._step_ends[-1] if self._step_ends else self._generating_since or now)
+        self._step_ends.append(now)
+        tokens = sum(rollout.tokens for rollout in batch.rollouts)
+        metrics |= dict(done.metrics) | done.timings | self._next_step
+        self._next_step = {}
+        numbers = msgspec.structs.asdict(counts).items()
+        metrics |= {f"flow/{name}": float(value) for name, value in numbers if isinstance(value, int | float)}
+        metrics |= _measure_groups(batch)
+        metrics |= batch.compute_metrics()
+        if len(batch.lags):
+            metrics |= {"staleness_mean": float(batch.lags.mean()), "staleness_max": float(batch.lags.max())}
+        metrics |= {f"processor_s/{part}": spent for part, spent in processor_s.items()}
+        metrics |= {"timing_step_total": seconds, "tokens": float(tokens), "tokens_per_s": tokens / max(seconds, 1e-9)}
+        for name, value in done.timings.items():
+            if not name.endswith("_mean"):
+                self.seconds[name] = self.seconds.get(name, 0.0) + value
+        if left_out := int(metrics.get("update_skipped", 0.0)):
+            self.updates_skipped += left_out
+            broken = int(metrics.get("updates_not_finite", left_out))
+            self.alert("warning", "trainer", f"step {done.step}: {_describe_left_out(left_out, broken)}")
+        if sentence := self._parity.judge(done.step, metrics):
+            log.warning("%s", sentence)
+            self.alert("warning", "trainer", sentence)
+        self.history.append(metrics)
+        self._log.append("step_metrics", {"step": done.step, "metrics": metrics})
+        if self._mirror is not None:
+            self._mirror.log(done.step, metrics)
+        return metrics
+
+    def record_weights(self, update: WeightUpdate, phase: str, server: str = "", pause_s: float = 0.0, cause: str = "") -> None:
+        self._log.append(
+            "weights",
+            {
+                "version": update.version,
+                "server": server,
+                "phase": phase,
+                "ended_ns": time.time_ns(),
+                "nbytes": update.manifest.nbytes if update.manifest else 0,
+                "checksum": update.checksum,
+                "pause_s": pause_s,
+                "cause": cause or update.cause,
+            },
+        )
+
+    # ---- status and summary ------------------------------------------------------------------------------------------
+
+    def write_status(self, fields: Mapping[str, Any]) -> None:
+        latest = self.history[-1] if self.history else {}
+        status = {
+            "steps": self._steps,
+            "step": len(self.history),
+            "reward": self._last("reward/mean"),
+            "exact": self._last("sample/exact"),
+            "tokens_per_s": latest.get("tokens_per_s"),
+            "lag": latest.get("staleness_mean"),
+            "alerts": self._alerts[0],
+            "alert": self._alerts[1],
+            **fields,
+        }
+        self._write(self._run.status_json, orjson.dumps(status, option=orjson.OPT_SERIALIZE_NUMPY).decode(), durable=False)
+
+    def _last(self, name: str) -> float | None:
+        """Of the latest step that has it: in a run's last steps all may have been scored before the step began."""
+        return next((metrics[name] for metrics in reversed(self.history) if name in metrics), None)
+
+    def estimate_eta_s(self) -> float | None:
+        """Seconds to go at the pace of the last steps; None before the second step."""
+        if len(self._step_ends) < 2:
+            return None
+        recent = self._step_ends[-PACE_STEPS:]
+        return (recent[-1] - recent[0]) / (len(recent) - 1) * (self._steps - len(self.history))
+
+    def write_summary(self, counts: Counts, fields: Mapping[str, Any]) -> None:
+        """Write summary.json: what the run did, in one page. Called again, it replaces what it wrote."""
+        if self._step_ends:
+            self.seconds["training"] = self._step_ends[-1] - (self._generating_since or self._step_ends[0])
+        ends = min(STEPS_AT_EACH_END, len(self.history) // 2)
+        first, last = slice(None, ends), slice(-max(ends, 1), None)
+        summary = {
+            "steps": len(self.history),
+            "prompts": self._prompts,
+            "rewards_out_of_range": dict(self.rewards.outside),
+            "mean_over_steps": max(ends, 1) if self.history else None,
+            "reward_mean_first": self._mean("reward/mean", first),
+            "reward_mean_last": self._mean("reward/mean", last),
+            "exact_first": self._mean("sample/exact", first),
+            "exact_last": self._mean("sample/exact", last),
+            "rollouts": {
+                "generated": counts.rollouts_generated,
+                "trained": counts.rollouts_trained,
+                "discarded": counts.rollouts_discarded,
+                "cancelled": counts.rollouts_cancelled,
+                "failed": counts.rollouts_failed,
+                "retried": counts.rollouts_retried,
+            },
+            "failures": counts.failures,
+            "updates_skipped": self.updates_skipped,
+            "restarts": dict(self.restarts),
+            "groups": {state: number for state, number in counts.groups_by_state.items() if number},
+            "reasons": counts.reasons,
+            "age": {"mean": counts.age_mean, "max": counts.age_max},
+            "tokens": {
+                **self.tokens,
+                "trained": counts.tokens_trained,
+                "discarded": counts.tokens_discarded,
+                "lost": counts.tokens_lost,
+            },
+            "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
+            "log": {
+                "rows_dropped": self._log.counters.dropped,
+                "rows_unlogged": self._log.counters.unlogged,
+            },
+            **fields,
+        }
+        text = orjson.dumps(summary, option=orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY).decode()
+        self._write(self._run.summary_json, text + "\n", durable=True)
+
+    def _write(self, path: Path, text: str, *, durable: bool) -> None:
+        """A disk that takes no status ends no run; it is said once a file."""
+        try:
+            write_atomically(path, text, durable=durable)
+        except OSError as error:
+            if path not in self._unwritable:
+                log.error("%s cannot be written (%s): the run goes on without", path, error.strerror)
+            self._unwritable.add(path)
+        else:
+            self._unwritable.discard(path)
+
+    def _mean(self, name: str, steps: slice) -> float | None:
+        values = [metrics[name] for metrics in self.history[steps] if name in metrics]
+        return float(np.mean(values)) if values else None
+
+
+def _describe_left_out(count: int, broken: int) -> str:
+    """`1 update left out, as a gradient was not a finite number`: of `count` updates `broken` for that."""
+    whys = ((broken, "a gradient was not a finite number"), (count - broken, "filters left nothing to train"))
+    return "; ".join(f"{number} update{'s' * (number > 1)} left out, as {why}" for number, why in whys if number > 0)
+
+
+def _schedule(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    """From the log's thread to the loop; a loop that has ended needs no more acknowledgements."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(call)
+
+
+def _measure_groups(batch: TrainBatch) -> dict[str, float]:
+    """How unequal the trained groups are within themselves, in length and in reward."""
+    groups = [rollout.order.group_id for rollout in batch.rollouts]
+    rewards = [rollout.result.reward for rollout in batch.rollouts]
+    lengths = [rollout.result.completion_tokens for rollout in batch.rollouts]
+    measured = {
+        "reward/group_gini_mean": group_mean(gini, rewards, groups),
+        "group_length_gini_mean": group_mean(gini, lengths, groups),
+        "group_length_max_median_ratio_mean": group_mean(max_median_ratio, lengths, groups),
+    }
+    return {
+        "reward/trained_mean": float(np.mean(rewards)),
+        "rollouts/trained_completion_tokens/mean": float(np.mean(lengths)),
+        **{name: value for name, value in measured.items() if value is not None},
+    }
+
+
+def make_order_row(order: RolloutOrder) -> dict[str, Any]:
+    """What was ordered, whatever came of it."""
+    return {
+        "rollout_id": order.rollout_id,
+        "attempt": order.attempt,
+        "group_id": order.group_id,
+        "sample": order.sample,
+        "environment": order.prompt.environment,
+        "split": order.prompt.split,
+        "index": order.prompt.index,
+        "seed": order.seed,
+    }
+
+
+def make_rollout_row(rollout: Rollout) -> dict[str, Any]:
+    """A scored rollout, without its arrays."""
+    result, versions, logprobs = rollout.result, rollout.versions, rollout.logprobs
+    return {
+        **make_order_row(rollout.order),
+        "reward": result.reward,
+        "length_penalty": rollout.length_penalty,
+        "metrics": result.metrics,
+        "prompt_tokens": result.prompt_tokens,
+        "completion_tokens": result.completion_tokens,
+        "turns": result.turns,
+        "finish_reason": result.finish_reason,
+        "version_first": int(versions.min(initial=np.iinfo(np.int32).max)) if len(versions) else None,
+        "version_last": int(versions.max(initial=-1)) if len(versions) else None,
+        "logprob_mean": float(logprobs.mean()) if len(logprobs) else None,
+        "worker": rollout.worker,
+        "started_ns": result.started_ns,
+        "generated_ns": result.generated_ns,
+        "scored_ns": result.scored_ns,
+        "prompt": result.prompt_text,
+        "completion": result.completion_text,
+        "golden_answers": list(result.golden_answers),
+        "tags": list(result.tags),
+        "info": _decode_info(result.info),
+    }
+
+
+def _decode_info(text: str) -> Any:
+    """What a worker sent as JSON; other text stays text."""
+    try:
+        return orjson.loads(text) if text else {}
+    except orjson.JSONDecodeError:
+        return text
+
+
+MAX_TOKENS = 200_000
+"""Of one step; a rollout that would go beyond is left out."""
+
+
+def make_token_rows(batch: TrainBatch, groups: int) -> Iterator[dict[str, Any]]:
+    """One row a branch of each rollout of the step's first `groups` groups. `versions` and `logprobs` are those of the sampled
+    tokens alone, in their order."""
+    wanted, left = set(batch.command.group_ids[:groups]), MAX_TOKENS
+    for place, rollout in enumerate(batch.rollouts):
+        if rollout.order.group_id not in wanted or rollout.tokens > left:
+            continue
+        left -= rollout.tokens
+        for number, branch in enumerate(rollout.branches):
+            sampled = branch.mask.astype(bool)
+            yield {
+                "step": batch.command.step,
+                "group_id": rollout.order.group_id,
+                "rollout_id": rollout.order.rollout_id,
+                "branch": number,
+                "reward": rollout.result.reward,
+                "advantage": float(batch.advantages[place]),
+                "filtered": list(batch.filters[place]),
+                "ids": branch.ids.tolist(),
+                "mask": branch.mask.tolist(),
+                "versions": branch.versions[sampled].tolist(),
+                "logprobs": [round(value, 6) for value in branch.logprobs[sampled].tolist()],
+            }

@@ -1,0 +1,183 @@
+"""The orchestrator's part of a checkpoint: the core's snapshot, the scored rollouts with their arrays, the summary's counters.
+
+    orchestrator/state.msgpack   everything but arrays, and the digest of the other file
+    orchestrator/arrays.bin      ids, mask, logprobs, versions of one rollout after another, little-endian
+    orchestrator/rows.json       how far the run directory's rows had come (runlog/attempts.py)
+
+Owns these bytes, and where an attempt begins: at step 1, or where a checkpoint was made. Refuses to decide when they are
+written; the core says whether it can go on from them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from telescope.flow.core import Core
+from telescope.flow.settings import FlowSettings
+from telescope.flow.snapshot import Snapshot
+from telescope.orchestrator.rollout_store import Rollout
+from telescope.records import Record, RolloutOrder, Trajectory
+from telescope.runlog.attempts import CountedRows, Lineage, read_lineage, write_rows
+from telescope.runlog.checkpoints import CheckpointUnreadable, orchestrator_part, read_resume
+from telescope.runlog.layout import RunDirectory
+from telescope.runlog.reader import rows
+from telescope.wire.messages import RolloutResult
+
+FORMAT = 2
+STATE, ARRAYS, ROWS = "state.msgpack", "arrays.bin", "rows.json"
+COLUMNS = (("ids", "<i4"), ("mask", "u1"), ("logprobs", "<f4"), ("versions", "<i4"))
+TOKEN_BYTES = sum(np.dtype(kind).itemsize for _, kind in COLUMNS)
+
+
+class SavedRollout(Record):
+    """One that was scored. Its arrays are those of its branches (`result.branch_lengths`), in the order of the rollouts."""
+
+    order: RolloutOrder
+    result: RolloutResult
+    length_penalty: float
+    normalised: float | None
+
+
+class SummaryCounters(Record):
+    """What the summary adds up over a run. `tallied`: which kept rollouts were scored since the last batch closed."""
+
+    tokens: dict[str, int] = msgspec.field(default_factory=dict)
+    seconds: dict[str, float] = msgspec.field(default_factory=dict)
+    out_of_range: dict[str, int] = msgspec.field(default_factory=dict)
+    updates_skipped: int = 0
+    tallied: tuple[int, ...] = ()
+
+
+class SavedState(Record):
+    format: int
+    core: Snapshot
+    rollouts: tuple[SavedRollout, ...]
+    counters: SummaryCounters
+    arrays_digest: str
+
+
+class _Format(msgspec.Struct):
+    """What every version of the file begins with; the rest may differ."""
+
+    format: int
+
+
+class OrchestratorState(NamedTuple):
+    """All that is to be written, as it is at the checkpoint; nothing in it changes afterwards."""
+
+    core: Snapshot
+    rollouts: tuple[Rollout, ...]
+    counters: SummaryCounters
+    rows: tuple[CountedRows, ...]
+
+
+def write_state(folder: Path, state: OrchestratorState) -> int:
+    """Write it below a partial checkpoint. Gives its bytes. Raises OSError."""
+    place = orchestrator_part(folder)
+    digest, nbytes = hashlib.blake2b(digest_size=16), 0
+    with (place / ARRAYS).open("wb") as file:
+        for rollout in state.rollouts:
+            for name, kind in COLUMNS:
+                for branch in rollout.branches:
+                    data = getattr(branch, name).astype(kind, copy=False).tobytes()
+                    digest.update(data)
+                    nbytes += file.write(data)
+    saved = tuple(SavedRollout(one.order, one.result, one.length_penalty, one.normalised) for one in state.rollouts)
+    text = msgspec.msgpack.encode(SavedState(FORMAT, state.core, saved, state.counters, digest.hexdigest()))
+    nbytes += (place / STATE).write_bytes(text)
+    write_rows(place / ROWS, state.rows)
+    return nbytes
+
+
+def read_state(folder: Path) -> tuple[SavedState, list[Rollout]]:
+    """Of a complete checkpoint. Raises `CheckpointUnreadable`, which names the file and the remedy."""
+    place = orchestrator_part(folder)
+    try:
+        encoded, data = (place / STATE).read_bytes(), (place / ARRAYS).read_bytes()
+    except OSError as error:
+        raise CheckpointUnreadable(
+            f"{error.filename} can't be read ({error.strerror}): a checkpoint of weights alone has no such file, and no run "
+            "can go on from one; resume from another step"
+        ) from error
+    state = _decode(place / STATE, encoded)
+    tokens = sum(sum(rollout.result.branch_lengths) for rollout in state.rollouts)
+    if hashlib.blake2b(data, digest_size=16).hexdigest() != state.arrays_digest or len(data) != tokens * TOKEN_BYTES:
+        raise _make_damaged_error(place / ARRAYS, f"its {len(data)} bytes are not those that were written")
+    if missing := state.core.rollout_ids - {rollout.order.rollout_id for rollout in state.rollouts}:
+        raise _make_damaged_error(place / STATE, f"it lacks rollout {min(missing)}")
+    return state, list(_restore_rollouts(state.rollouts, data))
+
+
+def _decode(file: Path, encoded: bytes) -> SavedState:
+    try:
+        written = msgspec.msgpack.decode(encoded, type=_Format).format
+        if written == FORMAT:
+            return msgspec.msgpack.decode(encoded, type=SavedState)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise _make_damaged_error(file, str(error)) from error
+    raise CheckpointUnreadable(
+        f"{file} has format {written}, and this Telescope reads {FORMAT}: resume with the Telescope that wrote it (the run's "
+        "summary.json names its version); its weights can be exported with any"
+    )
+
+
+def _restore_rollouts(rollouts: Iterable[SavedRollout], data: bytes) -> Iterable[Rollout]:
+    offset = 0
+    for saved in rollouts:
+        lengths = saved.result.branch_lengths
+        ends, columns = np.cumsum(lengths)[:-1], []
+        for _, kind in COLUMNS:
+            array = np.frombuffer(data, kind, sum(lengths), offset)
+            offset += array.nbytes
+            columns.append(np.split(array, ends))
+        branches = tuple(Trajectory(*piece) for piece in zip(*columns, strict=True))
+        yield Rollout(
+            saved.order,
+            answer=saved.result,
+            told=True,
+            taken=True,
+            branches=branches,
+            length_penalty=saved.length_penalty,
+            normalised=saved.normalised,
+        )
+
+
+def _make_damaged_error(file: Path, how: str) -> CheckpointUnreadable:
+    folder = file.parents[1]
+    return CheckpointUnreadable(f"{file} is damaged ({how}): remove the folder {folder} and resume from an earlier step")
+
+
+class CannotGoOn(ValueError):
+    """The run's settings do not fit the checkpoint."""
+
+
+@dataclass(frozen=True)
+class RunStart:
+    core: Core
+    lineage: Lineage
+    rollouts: tuple[Rollout, ...] = ()
+    counters: SummaryCounters = SummaryCounters()  # noqa: RUF009 immutable
+    history: tuple[Mapping[str, Any], ...] = ()
+    """Metrics of the steps before, in order."""
+
+
+def start_run(run: RunDirectory, settings: FlowSettings) -> RunStart:
+    """Raises `CheckpointUnreadable`, and `CannotGoOn` with a sentence."""
+    resume, lineage = read_resume(run), read_lineage(run)
+    if resume is None:
+        return RunStart(Core(settings), lineage)
+    state, rollouts = read_state(Path(resume.folder))
+    try:
+        core = Core.restore(settings, state.core)
+    except ValueError as error:
+        raise CannotGoOn(str(error)) from error
+    steps = {row["step"]: row["metrics"] for row in rows(run, "step_metrics") if row["step"] <= resume.step}
+    history = tuple(steps[step] for step in sorted(steps))
+    return RunStart(core, lineage, tuple(rollouts), state.counters, history)

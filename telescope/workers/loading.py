@@ -1,0 +1,199 @@
+"""What a worker must know before it may say hello: its environments and their cards (prompt_lengths.py: whether prompts fit);
+and an environment's own set-up and tear-down, each within its time.
+
+Every failure here is one sentence that names `environments.<label>` and the file, because the code is the user's. A set-up that
+fails is raised, a tear-down that fails is logged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import inspect
+import json
+import logging
+import os
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from telescope.config import plugins
+from telescope.config.run import RunConfig
+from telescope.config.secrets import secret_values
+from telescope.environments.base import Environment, Prompt
+from telescope.environments.validate import (
+    describe_not_awaitable,
+    find_class_mistake,
+    find_prompts_mistake,
+    find_ranges_mistake,
+)
+from telescope.records import EnvironmentCard
+
+SAMPLE = 256
+"""Prompts of a split that the digest reads; a split of no more is read whole."""
+PACKAGE = Path(__file__).resolve().parent.parent
+
+
+class EnvironmentBroken(RuntimeError):
+    """An environment that can't be loaded; the message names its entry and its file."""
+
+
+@dataclass(frozen=True)
+class LoadedEnvironment:
+    """One entry of `environments`, ready to play."""
+
+    label: str
+    environment: Environment
+    prompts: dict[str, Sequence[Prompt]]
+    card: EnvironmentCard
+    secrets: frozenset[str] = frozenset()
+    """Values that must not reach the run directory."""
+    set_up_timeout_s: float = 300.0
+    tear_down_timeout_s: float = 10.0
+
+
+def load_environments(config: RunConfig) -> dict[str, LoadedEnvironment]:
+    """All environments of the run by label. Raises `EnvironmentBroken`."""
+    return {label: _load(config, label) for label in config.environments}
+
+
+def _load(config: RunConfig, label: str) -> LoadedEnvironment:
+    entry = config.environments[label]
+    place = f"environments.{label} (environment '{entry.name}')"
+    try:
+        kind = plugins.load(plugins.ENVIRONMENTS, entry.name, config.plugin_path)
+    except plugins.PluginError as error:  # a whole sentence with the file in it
+        raise EnvironmentBroken(f"environments.{label}: {error}") from error
+    place = f"{place} in {inspect.getfile(kind)}"
+    try:
+        environment = config.environment(label)
+        _refuse(find_ranges_mistake(environment.metrics_ranges))
+        prompts = {split: _load_prompts(environment, split) for split in environment.splits}
+        if not prompts.get("train"):
+            raise ValueError("it has no prompts in its train split")
+        _refuse(find_class_mistake(kind))
+        secrets = secret_values(os.environ, entry.kwargs)
+        card = make_card(label, environment, prompts)
+        return LoadedEnvironment(label, environment, prompts, card, secrets, entry.set_up_timeout_s, entry.tear_down_timeout_s)
+    except ValidationError as error:
+        first = error.errors()[0]
+        setting = ".".join(map(str, first["loc"]))
+        raise EnvironmentBroken(f"{place} refuses its settings: {setting or 'kwargs'}: {first['msg']}") from error
+    except (Exception, SystemExit) as error:
+        raise EnvironmentBroken(f"{place} can't be loaded: {describe(error)}") from error
+
+
+def _load_prompts(environment: Environment, split: str) -> Sequence[Prompt]:
+    prompts = environment.prompts(split)
+    _refuse(find_prompts_mistake(type(environment), split, prompts))
+    return prompts
+
+
+def _refuse(mistake: str) -> None:
+    if mistake:
+        raise TypeError(mistake)
+
+
+def make_card(label: str, environment: Environment, prompts: dict[str, Sequence[Prompt]]) -> EnvironmentCard:
+    """Sizes, and a digest over settings and prompts: all of them up to `SAMPLE`, else `SAMPLE` spread over the split."""
+    hashed = hashlib.sha256()
+    # By their JSON, so that secrets are hashed as the stars they are shown as.
+    _feed(hashed, [type(environment).__name__, environment.model_dump(mode="json")])
+    for split, sequence in prompts.items():
+        _feed(hashed, [split, len(sequence)])
+        for prompt in sample_prompts(sequence):
+            if not isinstance(prompt, Prompt):
+                raise TypeError(f"prompts({split!r}) holds {prompt!r:.60}, which is not a Prompt (telescope.environments.base)")
+            _feed(hashed, [[dict(turn) for turn in prompt.turns], prompt.answer, dict(prompt.facts)])
+    sizes = {split: len(sequence) for split, sequence in prompts.items()}
+    return EnvironmentCard(label, sizes, hashed.hexdigest()[:16])
+
+
+def sample_prompts(prompts: Sequence[Prompt]) -> Iterator[Prompt]:
+    """All prompts of a small split; of a larger one `SAMPLE` at equal distances, the first and the last among them."""
+    size = len(prompts)
+    if size <= SAMPLE:
+        yield from (prompts[index] for index in range(size))
+    else:
+        yield from (prompts[at * (size - 1) // (SAMPLE - 1)] for at in range(SAMPLE))
+
+
+def describe(error: BaseException) -> str:
+    """`KeyError: 'target' (my_task.py line 41)`: what was raised and the last line of a user's file that it came through."""
+    text = _read_text(error).strip().splitlines()
+    words = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+    line = find_users_line(error)
+    return f"{words} ({line})" if line else words
+
+
+def find_users_line(error: BaseException | None) -> str:
+    """`my_task.py line 41`: the last line of a user's file that it came through, else of a file of ours; else empty."""
+    frames = traceback.extract_tb(error.__traceback__ if error else None)
+    own = [frame for frame in frames if _is_users(Path(frame.filename))]
+    own = [frame for frame in own if not Path(frame.filename).is_relative_to(PACKAGE)] or own
+    return f"{own[-1].filename} line {own[-1].lineno}" if own else ""
+
+
+def _read_text(error: BaseException) -> str:
+    if isinstance(error, ValidationError):  # its text begins with no more than a count
+        first = error.errors()[0]
+        frozen = ": keep what it makes in a private field (docs/environments.md)" if first["type"] == "frozen_instance" else ""
+        return f"{error.title}.{'.'.join(map(str, first['loc']))}: {first['msg']}{frozen}"
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 a user's own `__str__`, in the one place that must not fail
+        return ""
+
+
+def _is_users(path: Path) -> bool:
+    """Whether a file may hold an environment: one of ours, or neither Telescope's own nor a library's."""
+    if path.is_relative_to(PACKAGE):
+        return path.is_relative_to(PACKAGE / "environments")
+    return "site-packages" not in path.parts and not path.is_relative_to(Path(inspect.__file__).parent) and path.is_file()
+
+
+def _feed(hashed: Any, value: Any) -> None:
+    # Objects that JSON has no form for count by their type: their text may hold an address that differs everywhere.
+    text = json.dumps(value, sort_keys=True, default=lambda other: f"<{type(other).__qualname__}>", separators=(",", ":"))
+    hashed.update(text.encode())
+    hashed.update(b"\x00")
+
+
+log = logging.getLogger(__name__)
+
+
+async def set_up(loaded: LoadedEnvironment) -> None:
+    """Raises `EnvironmentBroken`, also after `set_up_timeout_s`."""
+    place, limit_s = f"environments.{loaded.label}", loaded.set_up_timeout_s
+    try:
+        async with asyncio.timeout(limit_s) as limit:
+            await _call_hook(f"{type(loaded.environment).__name__}.set_up", loaded.environment.set_up)
+    except (Exception, SystemExit) as error:
+        if limit.expired():
+            raise EnvironmentBroken(
+                f"{place}: its set_up was not done within {place}.set_up_timeout_s={limit_s:g}; it waited in "
+                f"{find_users_line(error.__cause__) or 'code of a library'}: see what for, or give it longer"
+            ) from error
+        raise EnvironmentBroken(f"{place}: its set_up failed: {describe(error)}") from error
+
+
+async def tear_down(loaded: LoadedEnvironment) -> None:
+    """Waits at most `tear_down_timeout_s`."""
+    place, limit_s = f"environments.{loaded.label}", loaded.tear_down_timeout_s
+    try:
+        async with asyncio.timeout(limit_s) as limit:
+            await _call_hook(f"{type(loaded.environment).__name__}.tear_down", loaded.environment.tear_down)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 user code at the process's end: the others have theirs too
+        why = f"not done within {place}.tear_down_timeout_s={limit_s:g}" if limit.expired() else describe(error)
+        log.warning("%s: its tear_down failed: %s", place, why)
+
+
+async def _call_hook(name: str, hook: Callable[[], Any]) -> None:
+    waiting = hook()
+    if not inspect.isawaitable(waiting):
+        raise TypeError(describe_not_awaitable(name, waiting))
+    await waiting

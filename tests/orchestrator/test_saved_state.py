@@ -1,0 +1,308 @@
+"""The orchestrator's part of a checkpoint: read back as it was written, refused where it is damaged, whole or not there."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from telescope.flow import events
+from telescope.orchestrator import saved_state
+from telescope.orchestrator.checkpoints import CheckpointCoordinator, SaveRules
+from telescope.orchestrator.loop import Orchestrator
+from telescope.orchestrator.weights import UpdateRules
+from telescope.records import WeightManifest
+from telescope.runlog import checkpoints
+from telescope.runlog.attempts import CountedRows
+from telescope.wire.messages import CheckpointError, CheckpointStaged, CheckpointWritten, SaveCheckpoint
+from tests.flow.harness import World
+from tests.flow.harness import settings as flow_settings
+from tests.orchestrator.test_rollout_store import make
+
+RANKS = ("trainer-0", "trainer-1")
+LIMIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def part() -> saved_state.OrchestratorState:
+    """Of a simulated run; its rollouts have two branches of unlike length."""
+    snapshot = World(flow_settings(number_of_steps=2, checkpoint_every=1), seed=5).run().checkpoints[0].snapshot
+    rollouts = tuple(make(rollout_id, rollout_id // 3) for rollout_id in sorted(snapshot.rollout_ids))
+    assert rollouts
+    return saved_state.OrchestratorState(
+        snapshot, rollouts, saved_state.SummaryCounters(tokens={"completion": 7}, tallied=(4,)), (CountedRows(1, 12),)
+    )
+
+
+def written(folder: Path, part: saved_state.OrchestratorState) -> Path:
+    place = checkpoints.begin(folder, 1, "a")
+    assert saved_state.write_state(place, part) > 0
+    return place
+
+
+def test_what_is_written_is_read_to_the_bit(tmp_path: Path, part: saved_state.OrchestratorState):
+    state, rollouts = saved_state.read_state(written(tmp_path, part))
+    assert state.core == part.core
+    assert state.counters == part.counters
+    assert len(rollouts) == len(part.rollouts)
+    for one, other in zip(rollouts, part.rollouts, strict=True):
+        assert (one.order, one.result, one.reward) == (other.order, other.result, other.reward)
+        for branch, known in zip(one.branches, other.branches, strict=True):
+            for name in ("ids", "mask", "logprobs", "versions"):
+                array, expected = getattr(branch, name), getattr(known, name)
+                assert array.dtype == expected.dtype
+                np.testing.assert_array_equal(array, expected)
+
+
+@pytest.mark.parametrize("name", [saved_state.STATE, saved_state.ARRAYS])
+def test_a_damaged_file_is_named_with_the_remedy(tmp_path: Path, part: saved_state.OrchestratorState, name: str):
+    folder = written(tmp_path, part)
+    file = checkpoints.orchestrator_part(folder) / name
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    file.write_bytes(data[:-1])
+    with pytest.raises(checkpoints.CheckpointUnreadable, match=f"{name} is damaged .*: remove the folder"):
+        saved_state.read_state(folder)
+
+
+def test_a_checkpoint_of_another_format_is_refused_with_the_remedy(tmp_path: Path, part: saved_state.OrchestratorState):
+    folder = written(tmp_path, part)
+    file = checkpoints.orchestrator_part(folder) / saved_state.STATE
+    file.write_bytes(msgspec.msgpack.encode({"format": 1, "rollouts": [{"done": {"type": "RolloutDone"}}]}))
+    with pytest.raises(checkpoints.CheckpointUnreadable, match="has format 1, and this Telescope reads 2: resume with the"):
+        saved_state.read_state(folder)
+
+
+def test_weights_alone_are_nothing_to_go_on_from(tmp_path: Path):
+    with pytest.raises(checkpoints.CheckpointUnreadable, match="weights alone has no such file"):
+        saved_state.read_state(checkpoints.begin(tmp_path, 1, "a"))
+
+
+class Listener:
+    """A hub and a recorder that write down what they are told."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, Any]] = []
+        self.rows: list[tuple[int, str]] = []
+        self.metrics: dict[str, float] = {}
+        self.alerts: list[str] = []
+
+    def send(self, peer: str, body: Any) -> int:
+        self.sent.append((peer, body))
+        return len(self.sent)
+
+    def add_to_next_step(self, metrics: dict[str, float]) -> None:
+        self.metrics |= metrics
+
+    def record_checkpoint(self, step: int, state: str, **_: Any) -> None:
+        self.rows.append((step, state))
+
+    def alert(self, level: str, source: str, message: str, *, shown: bool = True) -> None:
+        self.alerts.append(message)
+
+    def note(self, peer: str, sentence: str) -> None:
+        self.alerts.append(f"{peer}: {sentence}")
+
+
+class Said:
+    def __init__(self, peer: str, answers: int) -> None:
+        self.peer, self.answers = peer, answers
+
+
+def make_coordinator(folder: Path, **changes: Any) -> tuple[CheckpointCoordinator, Listener]:
+    listener: Any = Listener()
+    rules = SaveRules(folder, "run", "a", "hash", **{"timeout_s": 100.0, **changes})
+    return CheckpointCoordinator(listener, listener, listener, RANKS, rules), listener
+
+
+def say(coordinator: CheckpointCoordinator, peer: str, body: Any, answers: int | None = None) -> None:
+    """`answers`: the number of an order; None: the one that this rank got first."""
+    delivery: Any = Said(peer, 1 + RANKS.index(peer) if answers is None else answers)
+    coordinator.hear(delivery, body)
+
+
+def end_of(coordinator: CheckpointCoordinator, now: float = 0.0) -> list[Any]:
+    """The event that a save comes to; threads write meanwhile."""
+    deadline = time.monotonic() + LIMIT_S
+    while not (found := list(coordinator.take_events())):
+        assert time.monotonic() < deadline
+        coordinator.tick(now)
+        time.sleep(0.005)
+    return found
+
+
+def test_a_checkpoint_is_complete_when_every_part_is_written(tmp_path: Path, part: saved_state.OrchestratorState):
+    coordinator, listener = make_coordinator(tmp_path, keep_last=1)
+    coordinator.begin(1, part, 0.0)
+    assert [(peer, type(body)) for peer, body in listener.sent] == [(rank, SaveCheckpoint) for rank in RANKS]
+    assert coordinator.stalled == set(RANKS)
+    say(coordinator, "trainer-0", CheckpointStaged(1, 0.25))
+    assert coordinator.stalled == {"trainer-1"}
+    say(coordinator, "trainer-0", CheckpointWritten(1, 1000, 0.5))
+    for _ in range(20):
+        coordinator.tick(1.0)
+    assert checkpoints.steps(tmp_path) == []
+    say(coordinator, "trainer-1", CheckpointWritten(1, 500, 0.5))
+    assert coordinator.stalled == set()
+    assert end_of(coordinator) == [events.CheckpointDone(1)]
+    facts = checkpoints.read(checkpoints.find(tmp_path))
+    assert (facts.step, facts.world_size, facts.training_state) == (1, 2, True)
+    assert facts.nbytes > 1500
+    assert listener.metrics["checkpoint/stall_s"] == 0.25
+    assert listener.rows == [(1, "complete")]
+    state, _ = saved_state.read_state(checkpoints.find(tmp_path))
+    assert state.core == part.core
+
+
+def test_the_coordinator_of_updates_knows_which_ranks_copy_their_state(tmp_path: Path, part: saved_state.OrchestratorState):
+    listener: Any = Listener()
+    rules = SaveRules(tmp_path, "run", "a", "hash", timeout_s=100.0)
+    config: Any = SimpleNamespace(inference=SimpleNamespace(sleep_while_training="off"))
+    peers: Any = SimpleNamespace(ranks=RANKS)
+    unused: Any = SimpleNamespace(find_dying=None)
+    orchestrator = Orchestrator(
+        config,
+        hub=listener,
+        core=unused,
+        peers=peers,
+        servers=unused,
+        journal=unused,
+        recorder=listener,
+        recipe=unused,
+        updates=UpdateRules(1.0, 1),
+        saves=rules,
+    )
+    coordinator, weights = orchestrator.checkpoints, orchestrator.weights
+    coordinator.begin(1, part, 0.0)
+    say(coordinator, "trainer-1", CheckpointStaged(1, 0.25))
+    manifest = WeightManifest(1, "gloo", "tcp://x:1/w", (), 8, "")
+    weights.join("server-0", 0)
+    weights._manifest = manifest
+    weights.begin(1, 0.0)
+    assert weights.doing == "weights of version 1: being held until ranks have copied their state for a checkpoint"
+    say(coordinator, "trainer-0", CheckpointStaged(1, 0.25))
+    weights.tick(0.1)
+    assert weights.doing == "weights of version 1: being prepared"
+
+
+def test_a_rank_that_cannot_write_costs_the_checkpoint_and_leaves_nothing(tmp_path: Path, part: saved_state.OrchestratorState):
+    coordinator, listener = make_coordinator(tmp_path)
+    coordinator.begin(1, part, 0.0)
+    say(coordinator, "trainer-1", CheckpointError(1, "No space left on device"))
+    say(coordinator, "trainer-0", CheckpointWritten(1, 500, 0.5))
+    cause = "trainer-1 could not write its part: No space left on device"
+    assert end_of(coordinator) == [events.CheckpointFailed(1, cause)]
+    assert listener.alerts == [f"the checkpoint of step 1 failed, and the run goes on: {cause}"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_who_lost_the_last_checkpoint_is_told_what_brings_it_back(tmp_path: Path):
+    """Only what is on the disk counts: the attempts before this one may have saved too."""
+    coordinator, _ = make_coordinator(tmp_path / "saves", last_step=60)
+    mend = f"Mend that first (free space in {tmp_path}/saves, or whatever it was)"
+    assert coordinator.describe_remedy(60, "/runs/a b") == (
+        f"{mend}. No run can go on from here, for there is no earlier checkpoint: give the run's command again, with another "
+        "run_dir"
+    )
+    for step in (20, 40):
+        place = checkpoints.begin(tmp_path / "saves", step, "a")
+        checkpoints.finish(place, checkpoints.Complete(1, step, step, "run", "a", "hash", 1, True, 0, 0.0, checkpoints.now()))
+    assert coordinator.describe_remedy(60, "/runs/a b") == (
+        f"{mend}, then `telescope runs resume '/runs/a b'` goes on from the checkpoint of step 40, trains steps 41 to 60 again "
+        "and saves"
+    )
+    assert "trains step 41 again" in coordinator.describe_remedy(41, "/runs/a")
+    alone, _ = make_coordinator(tmp_path / "saves", last_step=60, training_state=False)
+    assert "the checkpoint of step 40 can be exported, but has weights alone" in alone.describe_remedy(60, "/runs/a")
+
+
+def test_a_folder_of_checkpoints_that_cannot_be_read_does_not_hide_the_remedy(tmp_path: Path):
+    loop = tmp_path / "saves"
+    loop.symlink_to(loop)
+    coordinator, _ = make_coordinator(loop, last_step=60)
+    said = coordinator.describe_remedy(60, "/runs/a")
+    assert "`telescope runs resume /runs/a` then goes on from the latest checkpoint, if there is one: now none can be" in said
+    assert "Too many levels of symbolic links" in said
+
+
+def test_of_the_last_checkpoint_nobody_says_that_the_run_goes_on(tmp_path: Path, part: saved_state.OrchestratorState):
+    coordinator, listener = make_coordinator(tmp_path, last_step=1)
+    coordinator.begin(1, part, 0.0)
+    for rank in RANKS:
+        say(coordinator, rank, CheckpointError(1, "full"))
+    end_of(coordinator)
+    assert listener.alerts == ["the checkpoint of step 1, the last, failed: trainer-0 could not write its part: full"]
+
+
+def test_a_folder_that_takes_no_file_fails_the_checkpoint(tmp_path: Path, part: saved_state.OrchestratorState):
+    (tmp_path / "file").write_text("in the way")
+    coordinator, listener = make_coordinator(tmp_path / "file")
+    coordinator.begin(1, part, 0.0)
+    (event,) = end_of(coordinator)
+    assert isinstance(event, events.CheckpointFailed)
+    assert listener.sent == []
+
+
+def test_a_rank_that_never_answers_is_waited_for_no_longer_than_the_deadline(
+    tmp_path: Path, part: saved_state.OrchestratorState
+):
+    coordinator, _ = make_coordinator(tmp_path)
+    coordinator.begin(1, part, 0.0)
+    say(coordinator, "trainer-0", CheckpointWritten(1, 500, 0.5))
+    coordinator.tick(99.0)
+    assert list(coordinator.take_events()) == []
+    (event,) = end_of(coordinator, now=101.0)
+    assert event == events.CheckpointFailed(1, "trainer-1 did not write within the time that checkpoint.timeout_s gives")
+    say(coordinator, "trainer-1", CheckpointWritten(1, 500, 0.5))  # late: noted, and nothing else
+    assert list(coordinator.take_events()) == []
+
+
+def test_an_answer_to_a_save_that_was_given_up_completes_no_later_one_of_the_same_step(
+    tmp_path: Path, part: saved_state.OrchestratorState
+):
+    """A run that is told to stop saves a step again whose first save had failed; a slow rank may still be at that one."""
+    coordinator, listener = make_coordinator(tmp_path)
+    coordinator.begin(1, part, 0.0)
+    say(coordinator, "trainer-0", CheckpointWritten(1, 500, 0.5))
+    end_of(coordinator, now=101.0)
+    coordinator.begin(1, part, 200.0)
+    folders = [body.folder for _, body in listener.sent]
+    assert folders[0] != folders[2]  # the slow rank writes into the first one
+    say(coordinator, "trainer-0", CheckpointWritten(1, 500, 0.5), answers=3)
+    say(coordinator, "trainer-1", CheckpointWritten(1, 500, 0.5), answers=2)
+    assert "trainer-1: its CheckpointWritten of step 1 is of no save under way; ignored" in listener.alerts
+    for _ in range(20):
+        coordinator.tick(201.0)
+    assert checkpoints.steps(tmp_path) == []
+    say(coordinator, "trainer-1", CheckpointWritten(1, 500, 0.5), answers=4)
+    assert end_of(coordinator, now=201.0) == [events.CheckpointDone(1)]
+
+
+def test_a_disk_that_never_says_that_it_has_all_is_waited_for_no_longer_than_the_deadline(
+    tmp_path: Path, part: saved_state.OrchestratorState, monkeypatch: pytest.MonkeyPatch
+):
+    """Else the next one that is due, and with it training, would wait for ever."""
+    lets_go = threading.Event()
+    monkeypatch.setattr(checkpoints, "sync_below", lambda _: lets_go.wait(LIMIT_S))
+    coordinator, _ = make_coordinator(tmp_path)
+    coordinator.begin(1, part, 0.0)
+    for rank in RANKS:
+        say(coordinator, rank, CheckpointWritten(1, 500, 0.5))
+    deadline = time.monotonic() + LIMIT_S
+    while not list(tmp_path.glob(f"*/{checkpoints.COMPLETE}")):  # its thread is at the disk
+        assert time.monotonic() < deadline
+        coordinator.tick(1.0)
+        time.sleep(0.005)
+    coordinator.tick(100.5)
+    assert list(coordinator.take_events()) == []
+    try:
+        cause = "it was not forced to the disk within the time that checkpoint.timeout_s gives"
+        assert end_of(coordinator, now=102.0) == [events.CheckpointFailed(1, cause)]
+    finally:
+        lets_go.set()

@@ -1,0 +1,99 @@
+"""What a machine has, found by the tools that it has."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from telescope._launch.process_environment import make_child_environment
+from telescope._launch.this_host import find_compute_capability, inspect_this_host, list_driver_gpus
+from telescope.config.secrets import SecretMissing
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host whose nvidia-smi reports three GPUs."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\nprintf '0\\n1\\n2\\n'\n")
+    tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.mark.usefixtures("nvidia_smi")
+def test_the_host_has_what_nvidia_smi_lists() -> None:
+    assert inspect_this_host().gpus == ("0", "1", "2")
+    assert inspect_this_host().cpus == len(os.sched_getaffinity(0))
+
+
+@pytest.mark.usefixtures("nvidia_smi")
+@pytest.mark.parametrize(
+    ("value", "left"),
+    [
+        ("2,0", ("2", "0")),
+        ("", ()),
+        ("GPU-5f0,GPU-77a", ("GPU-5f0", "GPU-77a")),
+        ("-1", ()),
+        ("1,-1,0", ("1",)),
+        ("NoDevFiles", ()),
+        ("1,1", ("1",)),
+    ],
+)
+def test_cuda_visible_devices_limits_the_run(monkeypatch: pytest.MonkeyPatch, value: str, left: tuple[str, ...]) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    assert inspect_this_host().gpus == left
+
+
+def test_without_nvidia_smi_the_drivers_list_counts(tmp_path: Path) -> None:
+    for address in ("0000:04:00.0", "0000:05:00.0"):
+        (tmp_path / address).mkdir()
+    assert list_driver_gpus(tmp_path) == ("0", "1")
+    assert list_driver_gpus(tmp_path / "none") == ()
+
+
+def test_looking_at_the_host_needs_no_torch() -> None:
+    code = "import sys; from telescope._launch import this_host as t; t.inspect_this_host(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_a_reference_to_a_secret_becomes_its_value_in_the_child_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "s3cret")
+    assert make_child_environment({"OPENAI_API_KEY": "${oc.env:JUDGE_KEY}"})["OPENAI_API_KEY"] == "s3cret"
+    with pytest.raises(SecretMissing, match="NO_SUCH_KEY"):
+        make_child_environment({"OPENAI_API_KEY": "${oc.env:NO_SUCH_KEY}"})
+
+
+def test_children_import_this_checkout_from_anywhere(tmp_path: Path) -> None:
+    code = "import telescope._launch.process_plan as plan; print(plan.__file__)"
+    answer = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=make_child_environment({}),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert answer.stdout.startswith(str(Path(__file__).resolve().parents[2]))
+
+
+@pytest.mark.parametrize(
+    ("lines", "major"),
+    [("9.0\\n9.0\\n", 9), ("12.0\\n", 12), ("8.0\\n9.0\\n", None), ("[N/A]\\n", None), ("0\\n1\\n", None)],
+)
+def test_the_cards_compute_capability_is_told_where_they_are_alike(lines: str, major, tmp_path: Path, monkeypatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\ntest \"$1\" = --query-gpu=compute_cap && printf '{lines}'\n")
+    tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert find_compute_capability() == major
+
+
+def test_without_nvidia_smi_the_compute_capability_is_not_known(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_compute_capability() is None
