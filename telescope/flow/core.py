@@ -9,9 +9,10 @@ scalars; it refuses clocks, sockets, files and arrays. docs/flow.md tells the st
 docs/architecture.md.
 """
 
-
 from __future__ import annotations
-from telescope.flow import commands as do, events as seen
+
+from telescope.flow import commands as do
+from telescope.flow import events as seen
 from telescope.flow.batches import BatchBuilder, GroupBatch
 from telescope.flow.checkpoint_schedule import CheckpointSchedule
 from telescope.flow.counts import Counts, RunTally
@@ -26,7 +27,6 @@ from telescope.flow.snapshot import Snapshot, compare_digests, compare_sizes, fi
 from telescope.flow.staleness import Slots
 from telescope.flow.weight_versions import WeightVersions
 from telescope.records import RolloutOrder
-
 
 GRADER = "grader"
 _PLAY = frozenset({seen.TurnStarted, seen.TurnDone, seen.GenerationOver, seen.RolloutDone})
