@@ -43,6 +43,7 @@ HOLD, FREE = "hold", "free"
 """Whether INT, TERM and HUP wait until the process lets them in, through `exec` and all that it imports; one that never does is
 killed after its grace."""
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""What asks a process to end."""
 EXIT_ORPHANED = 3
 EXIT_NO_EXEC = 127
 

@@ -40,7 +40,7 @@ class NodeIdentity:
     under_torchrun: bool = False
 
     def __repr__(self) -> str:
-        return f"Standing(node {self.rank} of {self.nodes})"  # the key is not for logs
+        return f"NodeIdentity(node {self.rank} of {self.nodes})"  # the key is not for logs
 
     @property
     def name(self) -> str:

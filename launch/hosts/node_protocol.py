@@ -2,7 +2,11 @@
 
 A node says all that it knows in every report, the head all that is not yet obeyed in every message of orders: what gets lost
 with a connection is said again a beat later, and what comes twice changes nothing. Always CURVE; both keys follow from one
-secret that all hosts have (docs/launching.md), and exactly the nodes of the run are let in. Owns no decision.
+secret that all hosts have (docs/launching.md), and exactly the nodes of the run are let in. Decides nothing.
+
+Not a session of telescope.wire: a supervisor waits in one `select` without threads or an event loop, nodes meet before there is
+a run to name in a hello, and a second process of one name is turned away here where the hub takes it for a restart. The sockets
+themselves are opened as the hub's and its links' are (telescope/wire/security.py).
 """
 
 from __future__ import annotations
