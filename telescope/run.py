@@ -1,4 +1,4 @@
-"""`python -m telescope.run …` is `telescope run …`: a door, with nothing behind it but the command."""
+"""`python -m telescope.run …` is `telescope run …`: nothing but another name of the command."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class BreakerState(StrEnum):
 
 
 class Breaker:
-    """`async with breaker.call():` around each request, or `allow`, `succeeded`, `failed` by hand."""
+    """`async with breaker.call():` around each request, or `allow`, `record_success`, `record_failure` by hand."""
 
     def __init__(
         self,

@@ -56,10 +56,15 @@ class ChatEndpoint:
     """One server and model, for one event loop. `connections` bounds how many requests are under way at once."""
 
     def __init__(self, base_url: str, model: str, *, api_key: str = "", timeout_s: float = 60.0, connections: int = 32) -> None:
+        """Raises `ValueError` for an address that can't be asked."""
         import httpx  # takes longer to import than all other modules of environments together
 
         logging.getLogger("httpx").setLevel(logging.WARNING)  # it tells of every request
         self.url = f"{parse_address(base_url).geturl().rstrip('/')}/chat/completions"
+        try:
+            httpx.URL(self.url)
+        except httpx.InvalidURL as error:  # else each request would end with it
+            raise ValueError(f"base_url={base_url!r} is not an address: {error}") from error
         self._model, self._timeout_s = model, timeout_s
         self._slots = asyncio.Semaphore(connections)
         key = clean_key(api_key)

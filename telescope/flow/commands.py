@@ -77,14 +77,14 @@ class TrainOnBatch(CoreCommand, frozen=True, tag="Train"):
 
 
 class IgnoreResult(CoreCommand, frozen=True, tag="Ignore"):
-    """The RolloutDone just reported does not count (cancelled, superseded, seen before): its arrays do not go to the shelf."""
+    """The RolloutDone just reported does not count (cancelled, superseded, seen before): its arrays are not kept."""
 
     rollout_id: int
     attempt: int
 
 
 class ForgetRollouts(CoreCommand, frozen=True, tag="Forget"):
-    """These rollouts will never be asked for again: the shelf drops their arrays."""
+    """These rollouts will never be asked for again: the rollout store drops their arrays."""
 
     rollout_ids: tuple[int, ...]
 

@@ -71,7 +71,7 @@ class Snapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     @property
     def rollout_ids(self) -> frozenset[int]:
-        """What the shelf must hold."""
+        """What the rollout store must hold."""
         return frozenset(rollout_id for group in self.complete for rollout_id in group.survivor_ids)
 
 

@@ -33,7 +33,7 @@ class WeightVersions:
 
     @property
     def idle(self) -> bool:
-        """Whether the trainer may get the next batch: it is busy from Train until the commit, or while it sends."""
+        """Whether the trainer may get the next batch: it is busy from TrainOnBatch until the commit, or while it sends."""
         sends = self.travelling is not None and not self._while_training
         return self.ready and self.batch is None and not sends
 

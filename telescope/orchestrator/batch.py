@@ -1,4 +1,4 @@
-"""From a Train command to one TrainStep a rank: advantages, minibatches, counts, shards. Pure: arrays in, messages out."""
+"""From a TrainOnBatch command to one TrainStep a rank: advantages, minibatches, counts, shards. Pure: arrays in, messages out."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The checkpoint under way: every rank writes its part, a thread writes the orchestrator's, and one rename makes them whole.
 
-Owns who has yet to write and the deadline of the whole. Refuses to decide when one is due (flow/saving.py) and what is in it
-(saved_state.py, the backends). A save that fails is told once and costs the run nothing but the checkpoint.
+Owns who has yet to write and the deadline of the whole. Refuses to decide when one is due (flow/checkpoint_schedule.py) and
+what is in it (saved_state.py, the backends). A save that fails is told once and costs the run nothing but the checkpoint.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ class Orchestrator:
     # ---- the loop ----------------------------------------------------------------------------------------------------
 
     async def run(self) -> RunOutcome:
-        """Until the core says Stop or a part of the run fails that nobody starts again."""
+        """Until the core says EndRun or a part of the run fails that nobody starts again."""
         try:
             while self.outcome is None:
                 happening = await self._next()

@@ -203,7 +203,7 @@ async def _train(
     opened: AsyncExitStack,
     end: _RunEnding,
 ) -> RunOutcome:
-    """Open the journal and the hub, and be the orchestrator until the core says Stop."""
+    """Open the journal and the hub, and be the orchestrator until the core says EndRun."""
     config, run, core = context.config, context.directory, begun.core
     started = time.monotonic()
     journal = Journal(run.journal)

@@ -1,8 +1,8 @@
 """The other processes of the run: who must be there, who is, which servers come and go, and what was noted against each.
 
-Owns the orchestrator's side of `control/`. Restarting is the supervisor's; what a loss means is the core's. The wire lets pass
-what is well formed and comes from a peer of the run. Whether it makes sense is checked by who asked for it, and what does not
-is a violation of the protocol: a log line and an alert.
+Restarting a server is the supervisor's, which is asked to over `wire.supervisor_channel`; what a loss means is the core's. The
+wire lets pass what is well formed and comes from a peer of the run. Whether it makes sense is checked by who asked for it, and
+what does not is a violation of the protocol: a log line and an alert.
 """
 
 from __future__ import annotations

@@ -340,7 +340,7 @@ def _fit_workers(jobs: Mapping[str, list[_WorkerJob]]) -> tuple[float, float, fl
 def _find_training(journal: _JournalFacts, turns: Sequence[Mapping[str, Any]]) -> list[tuple[float, float, float]]:
     """When the trainer worked, since the first request was placed: the journal's clock began at another moment."""
     origin = min(row["placed_ns"] for row in turns)
-    # relay and core handle a Place at the same moment, so any turn tells the distance; the last is past any correction
+    # relay and core handle a PlaceRequest at the same moment, so any turn tells the distance; the last is past any correction
     last = turns[-1]
     placed = journal.placed.get(last["request_id"])
     if placed is None:

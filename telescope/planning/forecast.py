@@ -180,7 +180,7 @@ class Split(msgspec.Struct, frozen=True):
 
 
 def try_splits(config: RunConfig, gpus: int, load_of: Callable[[RunConfig], Latencies]) -> Iterator[Split]:
-    """Every division of `gpus` that a run may have (or an even choice of them), simulated. Raises `Refused`: there is none."""
+    """Every division of `gpus` that a run may have (or an even choice of them), simulated. Raises `PlanRefused`: there is none."""
     if gpus < 2:
         raise PlanRefused(f"gpus={gpus} can't be divided: inference and training need one each, so at least 2")
     if gpus > 2 * MOST_WORKERS:

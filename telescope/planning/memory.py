@@ -150,14 +150,14 @@ def estimate_rank(
 
 
 def check_model(config: RunConfig, shape: ModelShape) -> None:
-    """Raises `Refused` where the backend's settings can't be with a model of this shape: of one that lies elsewhere it is not
-    known earlier."""
+    """Raises `PlanRefused` where the backend's settings can't be with a model of this shape: of one that lies elsewhere it is
+    not known earlier."""
     for _, sentence in config.backend.model_errors(layers=shape.layers):
         raise PlanRefused(sentence)
 
 
 def check_memory(config: RunConfig, shape: ModelShape, card: GpuCard) -> None:
-    """Raises `Refused` where a rank or a server can't hold what it must."""
+    """Raises `PlanRefused` where a rank or a server can't hold what it must."""
     server, rank = estimate_server(config, shape, card), estimate_rank(config, shape)
     need = config.inference.max_model_len
     if server.kv_tokens < need:
@@ -271,7 +271,7 @@ def _fits(config: RunConfig, shape: ModelShape, room: int) -> bool:
 
 def transport_of(config: RunConfig) -> Transport:
     """What `auto` means for servers and ranks with cards of their own; one card for both only where it is asked for. Raises
-    `Refused` for a transport that is none of cards."""
+    `PlanRefused` for a transport that is not one of cards."""
     placement = RunPlacement(on_gpu=True, gpus="same" if _hands_on_the_card(config) else "apart")
     try:
         return choose(config, placement)

@@ -124,13 +124,13 @@ class RunDirectory:
     def manifest(self) -> Path:
         return self.path / "MANIFEST.jsonl"
 
-    def log(self, process: str, life: int = 1) -> Path:
-        """A process that was started again writes a log of its own, e.g. `server-0.2.log` in its second life."""
-        return self.path / "logs" / (f"{process}.log" if life == 1 else f"{process}.{life}.log")
+    def log(self, process: str, incarnation: int = 1) -> Path:
+        """A process that was started again writes a log of its own, e.g. `server-0.2.log` of its second incarnation."""
+        return self.path / "logs" / (f"{process}.log" if incarnation == 1 else f"{process}.{incarnation}.log")
 
-    def carrier_log(self, process: str, life: int = 1) -> Path:
+    def carrier_log(self, process: str, incarnation: int = 1) -> Path:
         """What srun says that carries a process to its node: `server-0.srun.log`."""
-        return self.log(process, life).with_suffix(".srun.log")
+        return self.log(process, incarnation).with_suffix(".srun.log")
 
     def carrier_logs(self) -> list[Path]:
         return sorted((self.path / "logs").glob("*.srun.log"))
@@ -139,9 +139,9 @@ class RunDirectory:
         """One sentence, written by a process that ends for a reason it knows."""
         return self.path / "failures" / f"{process}.txt"
 
-    def earlier_failure(self, process: str, life: int) -> Path:
-        """The same of a life that was followed by another: `server-0.1.txt`."""
-        return self.path / "failures" / f"{process}.{life}.txt"
+    def earlier_failure(self, process: str, incarnation: int) -> Path:
+        """The same of an incarnation that was followed by another: `server-0.1.txt`."""
+        return self.path / "failures" / f"{process}.{incarnation}.txt"
 
     # a run in Slurm (runlog/attempts.py)
     @property

@@ -179,3 +179,8 @@ async def test_a_rollout_that_is_given_up_leaves_its_place_to_others():
         assert await one.chat(ASKED) == "{}"
         await one.close()
     assert len(heads) == 4
+
+
+async def test_a_host_that_no_request_could_name_is_refused_at_once():
+    with pytest.raises(ValueError, match=r"base_url='http://jüdge\.\.com/v1' is not an address: Invalid IDNA"):
+        ChatEndpoint("http://jüdge..com/v1", "wise")

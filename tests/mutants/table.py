@@ -75,7 +75,7 @@ MUTANTS = (
         where="WeightUpdate._find_unfit",
         old="if len(unfit) < len(self.servers) else in_the_way",
         new="",
-        nearest=("tests/orchestrator/test_updates.py",),
+        nearest=("tests/orchestrator/test_weight_update.py",),
     ),
     Mutant(
         "wire: an answered order's credit is not returned",
@@ -110,7 +110,7 @@ MUTANTS = (
         where="RestartBudget.spend",
         old="len(spent) == 1",
         new="len(spent) >= 1",
-        nearest=("tests/process/test_revival.py",),
+        nearest=("tests/process/test_server_restarts.py",),
     ),
     Mutant(
         "trainer: steps out of order are accepted",
@@ -152,14 +152,14 @@ MUTANTS = (
         where="ServerLanes.hear",
         old="now >= self._next_cut",
         new="now >= 0",
-        nearest=("tests/flow/test_concurrency.py",),
+        nearest=("tests/flow/test_placement.py",),
     ),
     Mutant(
         "record: tokens_per_s is tokens a step",
         where="Recorder.record_step",
         old="tokens / max(seconds, 1e-9)",
         new="float(tokens)",
-        nearest=("tests/orchestrator/test_record.py",),
+        nearest=("tests/orchestrator/test_recorder.py",),
     ),
     Mutant(
         "progress line: lag shows the queue",

@@ -139,7 +139,7 @@ class FSDP(BackendSettings):
     def find_obstacles(
         self, *, on_gpu: bool, capability: Callable[[], int | None], model_dtype: str, elsewhere: bool
     ) -> Iterator[str]:
-        """See `BackendSettings.obstacles`."""
+        """See `BackendSettings.find_obstacles`."""
         if self.attention in ("auto", "sdpa"):
             return  # work everywhere
         known = capability() if on_gpu else None

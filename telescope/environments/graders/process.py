@@ -1,4 +1,4 @@
-"""The process that runs graders: `python -m telescope.environments.graders.process MEMORY_MB`, started by graders.py alone.
+"""The process that runs graders: `python -m telescope.environments.graders.process MEMORY_MB`, started by pool.py alone.
 
 Reads calls from its standard input and answers on its standard output, one frame each: four bytes of length (big endian),
 then JSON.

@@ -2,7 +2,7 @@
 
 vLLM imports this module in the worker and adds `WeightExtension` to its worker class; `collective_rpc` calls the methods by
 name. Arguments and answers are strings and numbers, so that no pickle is needed. Owns what happens inside the worker; refuses
-to decide when (vllm_engine.py does, and vLLM runs these methods between two engine steps).
+to decide when (engine.py does, and vLLM runs these methods between two engine steps).
 
 Importing it is the only hook that vLLM gives before the model is loaded, so the repairs run at import.
 """
