@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from telescope.config.models import model_folder
-from telescope.config.parts import InferenceSettings, ModelSettings, WeightSyncSettings
+from telescope.config.sections import InferenceSettings, ModelSettings, WeightSyncSettings
 from telescope.inference.vllm.engine import VllmEngine
 from telescope.inference.vllm.options import ServerPlan, vllm_environment
 from telescope.records import Sampling

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from telescope._launch.process_plan import LaunchPlan, PlanError
 from telescope._launch.this_host import find_compute_capability
-from telescope.config.checks import conflicts
+from telescope.config.conflicts import conflicts
 from telescope.config.precision import unserved
 from telescope.weights.base import TransportRefused
-from telescope.weights.choose import choose, placement_of
+from telescope.weights.transport_choice import choose, placement_of
 
 if TYPE_CHECKING:
     from telescope.config.run import RunConfig

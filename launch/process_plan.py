@@ -20,8 +20,8 @@ from telescope.runlog.layout import write_atomically
 from telescope.wire.supervisor_channel import DESCRIPTOR
 
 if TYPE_CHECKING:
-    from telescope.config.parts import ClusterSettings
     from telescope.config.run import RunConfig
+    from telescope.config.sections import ClusterSettings
 
 ProcessRole = Literal["orchestrator", "server", "trainer", "worker"]
 

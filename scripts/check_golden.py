@@ -25,7 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from telescope.algorithms.base import Algorithm, PackedRow
-from telescope.maths import batching, packing
+from telescope.maths import minibatches, packing
 from telescope.records import TrainItem, Trajectory
 
 TOLERANCE = 1e-9
@@ -97,7 +97,7 @@ def losses_and_gradients(algorithm: Algorithm, case: dict[str, Any], advantages:
         )
         for index, (trajectory, group, advantage) in enumerate(zip(trajectories, groups, advantages, strict=True))
     ]
-    denominators = batching.denominators([item.sequence_tokens for item in items], groups)
+    denominators = minibatches.denominators([item.sequence_tokens for item in items], groups)
     loss = torch.zeros((), dtype=torch.float64)
     for row in rows_of([item.length for item in items]):
         packed = packed_row(row, sequences, current, trajectories, items)

@@ -21,8 +21,8 @@ from pydantic.fields import FieldInfo
 
 from telescope.compose.options import MISSING, PLUGIN_GROUPS, defaults_of
 from telescope.config import plugins
-from telescope.config.parts import EnvironmentEntry
 from telescope.config.run import RunConfig
+from telescope.config.sections import EnvironmentEntry
 from telescope.config.slurm import SlurmGroup, SlurmSettings
 from telescope.config.words import in_words
 from telescope.environments.sandboxes.pool import SandboxSettings

@@ -25,8 +25,8 @@ from omegaconf import OmegaConf
 from scripts.settings_table import meanings
 from telescope.compose.options import CHOSEN_PARTS, PLUGIN_GROUPS, defaults_of, plugin_defaults, run_defaults
 from telescope.config import plugins
-from telescope.config.parts import EnvironmentEntry
 from telescope.config.run import RunConfig
+from telescope.config.sections import EnvironmentEntry
 from telescope.config.words import allowed_values, bare_type, typed
 from telescope.settings import Settings
 

@@ -26,7 +26,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from telescope.config.models import EMBEDDED
-from telescope.config.parts import ModelSettings
+from telescope.config.sections import ModelSettings
 from telescope.environments.base import Environment, LazyPrompts, Prompt, Reward, SingleTurn, Turn
 from telescope.environments.multi_turn import MultiTurn
 from telescope.environments.template import ChatTemplate

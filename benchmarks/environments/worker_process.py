@@ -28,9 +28,9 @@ from telescope.config.run import RunConfig, config_hash, dump_run
 from telescope.records import PromptRef, RolloutOrder
 from telescope.runlog.identity import new_identity, read_identity, write_identity
 from telescope.runlog.layout import RunDirectory
-from telescope.wire.happenings import Delivery, PeerJoined, PeerLeft
 from telescope.wire.hub import Hub
 from telescope.wire.messages import Completion, Generate, GenerationEnded, RolloutError, RolloutResult, RunRollout
+from telescope.wire.peer_events import Delivery, PeerJoined, PeerLeft
 from telescope.wire.security import make_keys
 
 ROOT = Path(__file__).resolve().parents[2]

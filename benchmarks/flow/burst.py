@@ -33,7 +33,7 @@ from telescope.orchestrator.main import make_flow_settings
 from telescope.orchestrator.peers import FencedServers, Peers
 from telescope.orchestrator.recorder import Recorder
 from telescope.orchestrator.relay import Relay
-from telescope.orchestrator.weights import UpdateRules
+from telescope.orchestrator.weight_coordinator import UpdateRules
 from telescope.records import EnvironmentCard, Sampling, WeightManifest
 from telescope.runlog.journal import Journal
 from telescope.runlog.layout import RunDirectory

@@ -30,7 +30,7 @@ from telescope.algorithms.grpo import GRPO
 from telescope.backends.base import Job, Saved, World
 from telescope.backends.fsdp import FSDP
 from telescope.backends.fsdp.backend import FSDPBackend
-from telescope.config.parts import ModelSettings, TrainerSettings
+from telescope.config.sections import ModelSettings, TrainerSettings
 from telescope.maths.memory import ModelShape
 from telescope.runlog import digests
 

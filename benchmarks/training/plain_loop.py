@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.training.samples import PROMPT, Samples
 from telescope.backends.base import World
 from telescope.backends.common import ranks
-from telescope.maths.batching import assign
+from telescope.maths.dealing import assign
 
 CHUNK = 1024
 Step = Callable[[int], dict[str, float]]

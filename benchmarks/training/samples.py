@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from telescope.backends.base import TrainShard
-from telescope.maths.batching import assign, denominators
+from telescope.maths.dealing import assign
+from telescope.maths.minibatches import denominators
 from telescope.records import TrainItem
 
 PROMPT = 16

@@ -45,7 +45,7 @@ from telescope.algorithms.grpo import GRPO
 from telescope.backends.base import Job, World
 from telescope.backends.common import ranks
 from telescope.backends.fsdp import FSDP
-from telescope.config.parts import LoraSettings, ModelSettings, TrainerSettings
+from telescope.config.sections import LoraSettings, ModelSettings, TrainerSettings
 from telescope.maths.flops import TrainingWork, utilization
 from telescope.maths.memory import ModelShape
 from telescope.planning.cards import CARDS

@@ -34,13 +34,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.shapes import SHAPES, model_config, random_tensors
 from benchmarks.weights.movers import Model
 from telescope.backends.fsdp import gather
-from telescope.config.parts import WeightSyncSettings
+from telescope.config.sections import WeightSyncSettings
 from telescope.maths.memory import ModelShape
 from telescope.records import WeightGroup, WeightManifest
 from telescope.weights import sampled_digest
 from telescope.weights.base import ServerEnd, TrainerEnd
 from telescope.weights.buckets import buckets
-from telescope.weights.choose import transport_named
+from telescope.weights.transport_choice import transport_named
 
 NARROWER, WARM_UP = 32, 3
 FULL = {"WORDS_AT_ONCE": sampled_digest.WORDS_AT_ONCE, "TOGETHER": sampled_digest.TOGETHER}

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from benchmarks.shapes import SHAPES, random_tensors
 from telescope.backends.fsdp import gather
-from telescope.config.parts import WeightSyncSettings
+from telescope.config.sections import WeightSyncSettings
 from telescope.records import TensorSpec, WeightGroup, WeightManifest
 from telescope.weights.base import ServerEnd, TrainerEnd
 from telescope.weights.buckets import Bucket, ModelTensor, aligned, lay_out
-from telescope.weights.choose import transport_named
 from telescope.weights.sampled_digest import digests, text
+from telescope.weights.transport_choice import transport_named
 
 RUN = "wire-benchmark"
 MIB = 1 << 20

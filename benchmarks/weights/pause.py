@@ -39,7 +39,7 @@ import msgspec
 from benchmarks.shapes import SHAPES
 from benchmarks.weights.children import Child, start_server, start_trainer
 from benchmarks.weights.server import AFTER_S, STREAMS
-from telescope.config.parts import WeightSyncSettings
+from telescope.config.sections import WeightSyncSettings
 from telescope.inference.vllm.options import vllm_environment
 from telescope.records import WeightGroup
 

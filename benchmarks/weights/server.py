@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from benchmarks.weights.children import LONGEST_LINE
-from telescope.config.parts import InferenceSettings, ModelSettings, WeightSyncSettings
+from telescope.config.sections import InferenceSettings, ModelSettings, WeightSyncSettings
 from telescope.inference.vllm.engine import VllmEngine
 from telescope.inference.vllm.options import Device, ServerPlan
 from telescope.records import Sampling, WeightGroup, WeightManifest

@@ -18,11 +18,11 @@ import msgspec
 import torch
 
 from benchmarks.shapes import SHAPES, random_tensors, write_folder
-from telescope.config.parts import WeightSyncSettings
+from telescope.config.sections import WeightSyncSettings
 from telescope.records import WeightGroup
 from telescope.weights.base import TrainerEnd
 from telescope.weights.buckets import Bucket, ModelTensor
-from telescope.weights.choose import transport_named
+from telescope.weights.transport_choice import transport_named
 
 
 class Model:

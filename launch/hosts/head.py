@@ -26,7 +26,7 @@ from telescope.exit_codes import COMPONENT_FAILED, ERROR
 from telescope.runlog.identity import read_identity
 from telescope.runlog.layout import RunDirectory
 from telescope.weights.base import TransportRefused
-from telescope.weights.choose import choose, placement_of
+from telescope.weights.transport_choice import choose, placement_of
 from telescope.wire.security import make_keys
 
 SILENT_SHARE = 0.8

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from telescope.algorithms.base import Algorithm
-    from telescope.config.parts import ModelSettings, TrainerSettings
+    from telescope.config.sections import ModelSettings, TrainerSettings
 
 
 @dataclass(frozen=True)

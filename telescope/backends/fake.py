@@ -29,8 +29,8 @@ from telescope.backends.base import (
 )
 from telescope.backends.common import shards
 from telescope.maths import metrics, packing
-from telescope.maths.batching import ATTENTION_LENGTH
-from telescope.maths.schedules import learning_rate_factor
+from telescope.maths.learning_rate import learning_rate_factor
+from telescope.maths.packing import ATTENTION_LENGTH
 from telescope.runlog.layout import write_atomically
 from telescope.weights.buckets import Bucket, ModelTensor
 

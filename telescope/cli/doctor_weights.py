@@ -193,7 +193,7 @@ class Ranks:
         return len(self._names)
 
     async def wait_for_ranks(self, deadline_s: float) -> None:
-        from telescope.wire.happenings import PeerJoined
+        from telescope.wire.peer_events import PeerJoined
 
         missing = set(self._names)
         while missing:
@@ -211,8 +211,8 @@ class Ranks:
 
     async def ask(self, orders: Sequence[Body], arrays: Sequence[tuple[np.ndarray, ...]] = ()) -> list[Body]:
         """One order to each rank, and their answers. Raises `PairFailed`."""
-        from telescope.wire.happenings import Delivery
         from telescope.wire.messages import WeightsFailed
+        from telescope.wire.peer_events import Delivery
 
         for place, (name, order) in enumerate(zip(self._names, orders, strict=True)):
             self._hub.send(name, order, arrays[place] if arrays else ())
@@ -226,7 +226,7 @@ class Ranks:
         return [answers[name] for name in self._names]
 
     async def _next(self, deadline_s: float) -> object:
-        from telescope.wire.happenings import PeerLeft, PeerLost, PeerStuck
+        from telescope.wire.peer_events import PeerLeft, PeerLost, PeerStuck
 
         happened = await self._hub.next(deadline_s)
         if happened is None or isinstance(happened, PeerLost | PeerLeft | PeerStuck):

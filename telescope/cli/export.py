@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from telescope.backends.base import CheckpointUnfit
 from telescope.cli.arguments import above_zero
 from telescope.config.models import ModelNotFound, model_folder, model_source
-from telescope.config.parts import LoraSettings, ModelSettings
 from telescope.config.run import load_run
+from telescope.config.sections import LoraSettings, ModelSettings
 from telescope.runlog import checkpoints
 from telescope.runlog.layout import RunDirectory
 

@@ -19,8 +19,8 @@ from telescope.compose.load import UsageError, load_points, places_for
 from telescope.config.run import RunConfig, load_run
 from telescope.config.words import ConfigError
 from telescope.flow.staleness import explain
-from telescope.maths.batching import cut
 from telescope.maths.memory import ModelShape
+from telescope.maths.minibatches import cut
 from telescope.orchestrator.main import make_flow_settings
 from telescope.planning.calibration import Calibration, Uncalibratable, calibrate
 from telescope.planning.cards import CARDS, GpuCard

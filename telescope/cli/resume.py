@@ -28,7 +28,7 @@ class WrongOverride(ValueError):
 def go_on(path: Path, overrides: Sequence[str]) -> int:
     """The run's exit code; 1 where it can't go on. Raises `WrongOverride`."""
     from telescope._launch.process_plan import PlanError, describe_shared_gpus
-    from telescope.config.checks import warnings
+    from telescope.config.conflicts import warnings
     from telescope.config.models import hub_problem
     from telescope.config.run import as_json
     from telescope.config.validate import validate

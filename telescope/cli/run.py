@@ -160,7 +160,7 @@ def _about(asked: argparse.Namespace, places: Places) -> str:
     """The text of `--help`, `--hydra-help` or `--version`."""
     from importlib.metadata import PackageNotFoundError, version
 
-    from telescope.compose.help import help_text, hydra_help_text
+    from telescope.compose.run_help import help_text, hydra_help_text
 
     if asked.help:
         return help_text(places)

@@ -24,12 +24,12 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from telescope.compose.help import INSTEAD, OTHER_SETTINGS
 from telescope.compose.options import GROUPS, HIDDEN_GROUPS, NOT_COMPOSED, Places
 from telescope.compose.presets import search_path
 from telescope.compose.problems import experiments_without_package, explain_failure, preset_problems
 from telescope.compose.resolve import resolve
-from telescope.config import checks
+from telescope.compose.run_help import INSTEAD, OTHER_SETTINGS
+from telescope.config import conflicts
 from telescope.config.models import embedded_models, model_path, model_problem
 from telescope.config.plugins import PluginError
 from telescope.config.run import RunConfig
@@ -187,7 +187,7 @@ def compose_point(overrides: Sequence[str], places: Places, environ: Mapping[str
     problems += [*said, *_drop_repeated([*judged, *_model_problems(container)], [*choices, *said])]
     if problems or config is None:
         return Point(overrides, None, tuple(problems), (), composed, given)
-    return Point(overrides, config, (), tuple(checks.warnings(config)), composed, given)
+    return Point(overrides, config, (), tuple(conflicts.warnings(config)), composed, given)
 
 
 def _force(parsed: Sequence[Override], places: Places) -> tuple[list[str], list[ConfigProblem]]:

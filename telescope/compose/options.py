@@ -14,14 +14,14 @@ from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
 from telescope.config import plugins
-from telescope.config.parts import (
+from telescope.config.run import RunConfig
+from telescope.config.sections import (
     ClusterSettings,
     EnvironmentEntry,
     InferenceSettings,
     LoggingSettings,
     ModelSettings,
 )
-from telescope.config.run import RunConfig
 from telescope.settings import Settings
 
 MISSING = "???"  # OmegaConf's word for a value that must be given

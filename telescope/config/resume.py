@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from telescope.maths.schedules import learning_rate_factor
+from telescope.maths.learning_rate import learning_rate_factor
 
 FIXED = {
     "model.name": "the weights are this model's",

@@ -27,7 +27,8 @@ from pydantic_core import PydanticCustomError
 from telescope.algorithms.base import Algorithm
 from telescope.backends.base import BackendSettings
 from telescope.config import plugins
-from telescope.config.parts import (
+from telescope.config.secrets import reveal_all
+from telescope.config.sections import (
     CheckpointSettings,
     ClusterSettings,
     EnvironmentEntry,
@@ -40,7 +41,6 @@ from telescope.config.parts import (
     WeightSyncSettings,
     WireSettings,
 )
-from telescope.config.secrets import reveal_all
 from telescope.environments.base import Environment
 from telescope.settings import Settings
 

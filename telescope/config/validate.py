@@ -15,7 +15,7 @@ from typing import Any, get_args, get_origin
 from pydantic import ValidationError
 
 from telescope.config import plugins
-from telescope.config.checks import conflicts
+from telescope.config.conflicts import conflicts
 from telescope.config.run import RunConfig
 from telescope.config.words import ConfigProblem, allowed_values, bare_type, did_you_mean, in_words, nearest, typed
 from telescope.settings import Settings

@@ -23,11 +23,11 @@ import psutil
 
 from telescope.config import vllm_arguments
 from telescope.config.models import ModelNotFound, check_weights, model_folder, weight_files
-from telescope.config.parts import InferenceSettings
 from telescope.config.plugins import PluginError
 from telescope.config.precision import unserved
 from telescope.config.run import RunConfig, config_hash
 from telescope.config.secrets import SecretMissing, reveal
+from telescope.config.sections import InferenceSettings
 from telescope.config.words import ConfigError
 from telescope.exit_codes import COMPONENT_FAILED
 from telescope.inference.engine import Engine, EngineDead, EngineRefused
@@ -43,7 +43,7 @@ from telescope.runlog import http_key, temporary
 from telescope.runlog.layout import RunDirectory, write_atomically
 from telescope.runlog.model_files import ModelFilesChanged, check_model_files
 from telescope.weights.base import Receiver, ServerEnd, Transport, TransportRefused
-from telescope.weights.choose import choose, read_placement, transport_named
+from telescope.weights.transport_choice import choose, read_placement, transport_named
 from telescope.weights.transports.shared_memory import SharedMemoryReader
 from telescope.wire.hub import BindFailed, Hub
 from telescope.wire.hub_session import HubIdentity

@@ -18,7 +18,6 @@ import numpy as np
 from telescope.inference.engine import Engine, EngineDead, Generated, LoadReport, RequestRefused, WeightsRefused, WeightState
 from telescope.inference.status import Status
 from telescope.wire.direct import DirectEndpoint
-from telescope.wire.happenings import Delivery
 from telescope.wire.hub import Hub
 from telescope.wire.messages import (
     Abort,
@@ -37,6 +36,7 @@ from telescope.wire.messages import (
     WeightsFailed,
     WeightsReady,
 )
+from telescope.wire.peer_events import Delivery
 
 LOAD_EVERY_S = 0.25
 """The engine's load is told at most so often."""

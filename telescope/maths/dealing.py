@@ -5,11 +5,11 @@ Owns the choice between ways to deal. Refuses to change what is trained: every r
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from telescope.maths.batching import ATTENTION_LENGTH, assign, cost
-from telescope.maths.packing import pack, rows_needed
+from telescope.maths.packing import ATTENTION_LENGTH, cost, pack, rows_needed
 
 Shares = tuple[tuple[int, ...], ...]
 
@@ -29,6 +29,22 @@ def deal(rollouts: Sequence[Sequence[int]], ranks: int, *, seq_len: int, attenti
         return step_cost(rollouts, shares, seq_len=seq_len, attention_length=attention_length)
 
     return by_cost if step(by_cost) <= step(by_count) else by_count
+
+
+def assign(costs: Sequence[float], ranks: int) -> tuple[tuple[int, ...], ...]:
+    """Which items each rank gets, ascending: the costliest first, each to the rank with the least so far.
+
+    `assign([5, 1, 4], 2)` is `((0,), (1, 2))`. With fewer items than ranks some get nothing.
+    """
+    if ranks < 1:
+        raise ValueError(f"ranks={ranks} must be at least 1")
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [(0.0, rank) for rank in range(ranks)]
+    for item in sorted(range(len(costs)), key=lambda item: (-costs[item], item)):
+        load, rank = heapq.heappop(loads)
+        shares[rank].append(item)
+        heapq.heappush(loads, (load + costs[item], rank))
+    return tuple(tuple(sorted(share)) for share in shares)
 
 
 def deal_by_count(rollouts: int, ranks: int) -> Shares:

@@ -16,8 +16,11 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import DTypeLike
 
-from telescope.maths import batching
 from telescope.records import TrainItem, Trajectory
+
+ATTENTION_LENGTH = 24_576
+"""Tokens at which attention costs as much as all the rest of a layer, where no model says it: about 12 times the hidden
+size (here 2,048)."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +52,18 @@ class RowArrays:
     boundaries: np.ndarray  # [S + 1] int32, cumulative: segment s is boundaries[s]:boundaries[s + 1]
 
 
+def cost(lengths: Sequence[int], *, attention_length: float = ATTENTION_LENGTH) -> float:
+    """Relative cost of training a rollout whose trajectories have these lengths: tokens, and attention's square."""
+    return float(sum(length + length * length / attention_length for length in lengths))
+
+
 def pack(
     lengths: Sequence[int],
     *,
     seq_len: int,
     multiple: int = 1,
     rows: int = 0,
-    attention_length: float = batching.ATTENTION_LENGTH,
+    attention_length: float = ATTENTION_LENGTH,
 ) -> list[Row]:
     """Rows of at most `seq_len` tokens, each padded to a multiple: as few as first-fit makes (or up to `rows`, where that is
     more), as equal in cost as two rules can make them. The costliest trajectory first, each to the cheapest row with room; or
@@ -68,7 +76,7 @@ def pack(
     order = sorted(range(len(lengths)), key=lambda item: (-lengths[item], item))
     for item in order:
         _check_length(item, lengths[item], seq_len)
-    costs = [batching.cost([length], attention_length=attention_length) for length in lengths]
+    costs = [cost([length], attention_length=attention_length) for length in lengths]
 
     def cost_of(row: Sequence[int]) -> float:
         return sum(costs[item] for item in row)

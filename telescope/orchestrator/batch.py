@@ -1,4 +1,5 @@
-"""From a TrainOnBatch command to one TrainStep a rank: advantages, minibatches, counts, shards. Pure: arrays in, messages out."""
+"""From a TrainOnBatch command to one TrainStep a rank: advantages, minibatches, counts, shards. Pure: arrays in, messages
+out."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ import numpy as np
 from telescope.algorithms.base import Algorithm, AlgorithmRaised, named
 from telescope.flow.commands import TrainOnBatch
 from telescope.flow.prompt_sampler import Permutation, keyed_hash
-from telescope.maths import batching, dealing
+from telescope.maths import dealing, minibatches, packing
 from telescope.orchestrator.rollout_store import Rollout, RolloutStore
-from telescope.orchestrator.step_metrics import RewardRanges
+from telescope.orchestrator.scores import RewardRanges
 from telescope.records import Denominators, TrainItem
 from telescope.wire.codec import MAX_FRAME_BYTES
 from telescope.wire.messages import TrainStep
@@ -130,7 +131,7 @@ def make_batch(
     recipe: Recipe,
     *,
     ranks: int,
-    attention_length: float = batching.ATTENTION_LENGTH,
+    attention_length: float = packing.ATTENTION_LENGTH,
 ) -> TrainBatch:
     """Advantages over the batch (discarded groups count in its statistics), then whole groups to minibatches, in an order drawn
     from the seed, and the rollouts of each minibatch to ranks by cost. What the algorithm's filters take out counts in the
@@ -151,7 +152,7 @@ def make_batch(
     parts = [
         [place for group in part for place in group.tolist() if not filters[place]]
         for epoch in range(recipe.epochs)
-        for part in batching.cut(_shuffle_groups(places, recipe, command.step, epoch), recipe.minibatches)
+        for part in minibatches.cut(_shuffle_groups(places, recipe, command.step, epoch), recipe.minibatches)
     ]
     counts = tuple(_count_denominators([kept[place] for place in part]) for part in parts)
     different = ranks // recipe.ranks_a_shard
@@ -211,7 +212,7 @@ def _count_truncated(whole: Sequence[Rollout], fitted: Sequence[Rollout]) -> dic
 
 
 def _count_denominators(rollouts: Sequence[Rollout]) -> Denominators:
-    return batching.denominators(
+    return minibatches.denominators(
         [rollout.trained_tokens for rollout in rollouts], [rollout.order.group_id for rollout in rollouts]
     )
 

@@ -19,9 +19,9 @@ from telescope.orchestrator.peers import ProtocolViolations
 from telescope.orchestrator.recorder import Recorder
 from telescope.orchestrator.saved_state import OrchestratorState, write_state
 from telescope.runlog import checkpoints
-from telescope.wire.happenings import Delivery
 from telescope.wire.hub import Hub
 from telescope.wire.messages import CheckpointError, CheckpointStaged, CheckpointWritten, SaveCheckpoint
+from telescope.wire.peer_events import Delivery
 
 log = logging.getLogger(__name__)
 

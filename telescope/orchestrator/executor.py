@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from telescope.flow import commands, events
 from telescope.flow.snapshot import Snapshot
-from telescope.maths.batching import ATTENTION_LENGTH
+from telescope.maths.packing import ATTENTION_LENGTH
 from telescope.orchestrator.batch import BatchUnusable, Recipe, make_batch
 from telescope.orchestrator.checkpoints import CheckpointCoordinator
 from telescope.orchestrator.peers import Peers, ProtocolViolations
@@ -17,12 +17,12 @@ from telescope.orchestrator.relay import Relay
 from telescope.orchestrator.rollout_store import Rollout, RolloutStore, UnusableRollout
 from telescope.orchestrator.saved_state import OrchestratorState
 from telescope.orchestrator.sleep import SleepCoordinator
-from telescope.orchestrator.weights import WeightCoordinator
+from telescope.orchestrator.weight_coordinator import WeightCoordinator
 from telescope.records import FailureKind, RolloutOrder
 from telescope.runlog.attempts import Lineage
 from telescope.wire import messages
-from telescope.wire.happenings import Delivery
 from telescope.wire.hub import Hub
+from telescope.wire.peer_events import Delivery
 
 log = logging.getLogger(__name__)
 

@@ -30,13 +30,13 @@ from telescope.orchestrator.recorder import Recorder
 from telescope.orchestrator.relay import Relay
 from telescope.orchestrator.rollout_store import Rollout, RolloutStore
 from telescope.orchestrator.sleep import SleepCoordinator
-from telescope.orchestrator.step_metrics import find_end_reason
-from telescope.orchestrator.weights import UpdateRules, WeightCoordinator
+from telescope.orchestrator.training_health import find_end_reason
+from telescope.orchestrator.weight_coordinator import UpdateRules, WeightCoordinator
 from telescope.runlog.attempts import Lineage
 from telescope.runlog.journal import Journal
 from telescope.wire import messages
-from telescope.wire.happenings import Delivery, Happening, PeerJoined, PeerLeft, PeerLost, PeerStuck
 from telescope.wire.hub import Hub
+from telescope.wire.peer_events import Delivery, Happening, PeerJoined, PeerLeft, PeerLost, PeerStuck
 
 log = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import msgspec
 
-from telescope.config.parts import CurriculumSettings
 from telescope.config.plugins import PluginError
 from telescope.config.run import RunConfig, as_json, config_hash
 from telescope.config.secrets import SecretMissing
+from telescope.config.sections import CurriculumSettings
 from telescope.config.words import ConfigError
 from telescope.exit_codes import ERROR
 from telescope.flow import commands, events
@@ -31,15 +31,16 @@ from telescope.orchestrator.loop import Orchestrator, RunOutcome
 from telescope.orchestrator.peers import FencedServers, Peers
 from telescope.orchestrator.recorder import Recorder
 from telescope.orchestrator.saved_state import CannotGoOn, RunStart, start_run
-from telescope.orchestrator.step_metrics import ParityCheck, RewardRanges
-from telescope.orchestrator.weights import UpdateRules
+from telescope.orchestrator.scores import RewardRanges
+from telescope.orchestrator.training_health import ParityCheck
+from telescope.orchestrator.weight_coordinator import UpdateRules
 from telescope.runlog.checkpoints import CheckpointUnreadable, claim, make_root, of_another_run, root
 from telescope.runlog.journal import Journal, JournalError
 from telescope.runlog.layout import reserved
 from telescope.runlog.wandb_mirror import mirror_for, share_of
 from telescope.runlog.writer import RunLog, RunLogFailed, RunLogStalled
 from telescope.weights.base import TransportRefused
-from telescope.weights.choose import choose, read_placement
+from telescope.weights.transport_choice import choose, read_placement
 from telescope.wire.hub import BindFailed, Hub
 from telescope.wire.process import Interrupted, KnownErrors, ProcessContext, ProcessSignals, freeze_heap, run_process, say_why
 from telescope.wire.security import BadKeys

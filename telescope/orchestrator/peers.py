@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from telescope.config.parts import ClusterSettings
+from telescope.config.sections import ClusterSettings
 from telescope.records import EnvironmentCard
 from telescope.wire.hub import Hub
 from telescope.wire.messages import NOTED_OF_A_PEER, Hello

@@ -26,7 +26,8 @@ from telescope.maths.summaries import gini, group_mean, max_median_ratio
 from telescope.orchestrator.batch import TrainBatch
 from telescope.orchestrator.rollout_store import Rollout
 from telescope.orchestrator.saved_state import SummaryCounters
-from telescope.orchestrator.step_metrics import ParityCheck, RewardRanges, ScoreTally
+from telescope.orchestrator.scores import RewardRanges, ScoreTally
+from telescope.orchestrator.training_health import ParityCheck
 from telescope.orchestrator.weight_update import WeightUpdate
 from telescope.records import EnvironmentCard, FailureKind, RolloutOrder
 from telescope.runlog.layout import RunDirectory, write_atomically

@@ -18,9 +18,9 @@ from telescope.flow import events
 from telescope.orchestrator.peers import ProtocolViolations
 from telescope.orchestrator.rollout_store import Rollout, RolloutStore, TurnRequest
 from telescope.wire.direct import revoke_grant, send_grant
-from telescope.wire.happenings import Delivery
 from telescope.wire.hub import Hub
 from telescope.wire.messages import Abort, Completion, Generate, GenerateFailed, RequestGrant, Served
+from telescope.wire.peer_events import Delivery
 
 MAX_ID_CHARACTERS = 200
 MAX_CAUSE_CHARACTERS = 2000

@@ -17,8 +17,8 @@ import numpy as np
 from telescope.algorithms.base import SampledRollout
 from telescope.flow import events
 from telescope.records import FailureKind, RolloutOrder, Trajectory
-from telescope.wire.happenings import Delivery
 from telescope.wire.messages import Generate, RequestGrant, RolloutError, RolloutResult
+from telescope.wire.peer_events import Delivery
 
 LIMIT = 2**63
 """Whole numbers of a row stay below."""

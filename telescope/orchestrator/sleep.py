@@ -11,9 +11,9 @@ import logging
 from collections.abc import Callable, Collection, Iterable
 
 from telescope.orchestrator.peers import ProtocolViolations
-from telescope.wire.happenings import Delivery
 from telescope.wire.hub import Hub, NoCredit
 from telescope.wire.messages import Asleep, Sleep
+from telescope.wire.peer_events import Delivery
 
 log = logging.getLogger(__name__)
 

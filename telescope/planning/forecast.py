@@ -14,7 +14,7 @@ from telescope.backends.fsdp.sizing import BYTES, too_short
 from telescope.config.cluster import MOST_WORKERS
 from telescope.config.run import RunConfig
 from telescope.inference.main import lanes
-from telescope.maths.batching import assign
+from telescope.maths.dealing import assign
 from telescope.maths.memory import ModelShape
 from telescope.maths.packing import rows_needed
 from telescope.maths.short_rows import MEAN_SHARE, PROMPT_TOKENS, ShortRows
@@ -180,7 +180,7 @@ class Split(msgspec.Struct, frozen=True):
 
 
 def try_splits(config: RunConfig, gpus: int, load_of: Callable[[RunConfig], Latencies]) -> Iterator[Split]:
-    """Every division of `gpus` that a run may have (or an even choice of them), simulated. Raises `PlanRefused`: there is none."""
+    """Every division of `gpus` that a run may have (or an even choice of them), simulated. Raises `PlanRefused`: none."""
     if gpus < 2:
         raise PlanRefused(f"gpus={gpus} can't be divided: inference and training need one each, so at least 2")
     if gpus > 2 * MOST_WORKERS:

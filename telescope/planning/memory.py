@@ -28,7 +28,7 @@ from telescope.maths.memory import (
 )
 from telescope.planning.cards import GIB, GpuCard
 from telescope.weights.base import RunPlacement, Transport, TransportRefused
-from telescope.weights.choose import choose, transport_named
+from telescope.weights.transport_choice import choose, transport_named
 
 
 def _qwen2(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **other: int | bool) -> ModelShape:

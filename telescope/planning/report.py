@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from telescope._launch.process_plan import Host, LaunchPlan, ProcessPlan
 from telescope._launch.slurm.allocation import list_nominal_nodes
 from telescope._launch.slurm.allocation import make_hosts as slurm_hosts
-from telescope.config.parts import DEFAULT_PORT
 from telescope.config.run import RunConfig
+from telescope.config.sections import DEFAULT_PORT
 from telescope.config.slurm import SlurmSettings
 from telescope.maths.memory import ModelShape, ServerMemory, TrainerMemory
 from telescope.planning.calibration import Calibration

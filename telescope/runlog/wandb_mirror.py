@@ -1,7 +1,8 @@
 """Step metrics to Weights & Biases: a mirror of the run directory, never a part of the run.
 
 One thread talks to the client; a slow, absent or failing W&B costs rows of the mirror and one warning, never a step. Works
-whole with WANDB_MODE=offline. Owns no metric and no credential: the client finds its own login.
+whole with WANDB_MODE=offline. Owns no credential: the client finds its own login. Owns no metric either: a key of W&B is a key
+of the step's metrics, named where it is counted (orchestrator/scores.py and recorder.py, the backends).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-from telescope.config.parts import LoggingSettings
+from telescope.config.sections import LoggingSettings
 from telescope.exit_codes import STOPS
 from telescope.runlog.attempts import Lineage, read_lineage
 from telescope.runlog.layout import RunDirectory

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from telescope.backends.base import Backend, CheckpointUnfit, Job, RankLost, SaveSettings, World
 from telescope.config.models import ModelNotFound, check_weights, model_folder, weight_files
-from telescope.config.parts import ClusterSettings
 from telescope.config.plugins import PluginError
 from telescope.config.run import RunConfig, config_hash
 from telescope.config.secrets import SecretMissing
+from telescope.config.sections import ClusterSettings
 from telescope.config.words import ConfigError
 from telescope.runlog.checkpoints import CheckpointUnreadable, Resume, read_resume, trainer_part
 from telescope.runlog.model_files import ModelFilesChanged, check_model_files
@@ -28,7 +28,7 @@ from telescope.trainer.kept_batches import Keeper, last_word
 from telescope.trainer.service import OutOfOrder, SenderStuck, TrainerService
 from telescope.trainer.timeline import Timeline
 from telescope.weights.base import NoRoomForWeights, Publisher, TrainerEnd, TransportRefused
-from telescope.weights.choose import choose, read_placement, wire_dtype
+from telescope.weights.transport_choice import choose, read_placement, wire_dtype
 from telescope.wire import discovery
 from telescope.wire.link import Link, LinkLost, WireRefused, WireTimeout
 from telescope.wire.process import KnownErrors, ProcessContext, ProcessSignals, freeze_heap, run_process

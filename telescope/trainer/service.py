@@ -23,7 +23,6 @@ from telescope.trainer.gpu_share import GpuShare
 from telescope.trainer.kept_batches import Keeper
 from telescope.trainer.timeline import Timeline
 from telescope.weights.base import Publisher, TransferFailed
-from telescope.wire.happenings import Delivery
 from telescope.wire.messages import (
     AbortWeights,
     Body,
@@ -41,6 +40,7 @@ from telescope.wire.messages import (
     WeightsReady,
     WeightsSent,
 )
+from telescope.wire.peer_events import Delivery
 
 log = logging.getLogger(__name__)
 

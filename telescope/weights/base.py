@@ -19,7 +19,7 @@ from telescope.weights.buckets import Bucket, ModelTensor
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from telescope.config.parts import WeightSyncSettings
+    from telescope.config.sections import WeightSyncSettings
 
 Load = Callable[[Bucket, "Tensor"], None]
 """What is done with a bucket that has arrived: its bytes `[bucket.nbytes]` uint8 are valid during the call only. On a GPU the

@@ -30,7 +30,6 @@ from msgspec import structs
 
 from telescope.records import FinishReason
 from telescope.runlog.layout import RunDirectory
-from telescope.wire.happenings import Delivery, PeerLeft, PeerLost
 from telescope.wire.hub import Hub
 from telescope.wire.link import Link, LinkLost
 from telescope.wire.messages import (
@@ -50,6 +49,7 @@ from telescope.wire.messages import (
     Served,
     Stop,
 )
+from telescope.wire.peer_events import Delivery, PeerLeft, PeerLost
 
 log = logging.getLogger(__name__)
 

@@ -22,9 +22,9 @@ from telescope.runlog.layout import RunDirectory
 from telescope.wire import discovery, security
 from telescope.wire.channel import NoCredit
 from telescope.wire.codec import MAX_FRAME_BYTES, MAX_FRAMES, NO_ARRAYS, RawArrays
-from telescope.wire.happenings import HUB, Delivery, Happening, PeerJoined, PeerLeft, PeerLost, PeerStuck
 from telescope.wire.hub_session import UNKNOWN_PEER, HubIdentity, HubSession, Timing, UnknownPeer
 from telescope.wire.messages import ACK_DELAY_S, DIRECT_PORT, Body, DirectAddress, Hello
+from telescope.wire.peer_events import HUB, Delivery, Happening, PeerJoined, PeerLeft, PeerLost, PeerStuck
 
 __all__ = [
     "BindFailed",

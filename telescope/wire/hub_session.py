@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from telescope.wire.channel import MessageChannel
 from telescope.wire.codec import NO_ARRAYS, MalformedMessage, Packet, RawArrays, decode, encode
-from telescope.wire.happenings import Delivery, Happening, PeerJoined, PeerLeft, PeerLost, PeerStuck
 from telescope.wire.messages import HUB_PORT, SESSION_OF_PEER, Ack, Body, Goodbye, Heartbeat, Hello, Port, Reject, Stop, Welcome
+from telescope.wire.peer_events import Delivery, Happening, PeerJoined, PeerLeft, PeerLost, PeerStuck
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

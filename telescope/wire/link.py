@@ -24,8 +24,8 @@ from zmq.utils.monitor import parse_monitor_message
 from telescope.runlog.layout import RunDirectory
 from telescope.wire import discovery, security
 from telescope.wire.codec import MAX_FRAME_BYTES, MAX_FRAMES, NO_ARRAYS, RawArrays
-from telescope.wire.happenings import HUB, Delivery
 from telescope.wire.messages import DIRECT_PORT, Body, DirectAddress, Hello
+from telescope.wire.peer_events import HUB, Delivery
 from telescope.wire.session import PeerSession
 
 __all__ = ["Delivery", "Link", "LinkLost", "WireRefused", "WireTimeout"]

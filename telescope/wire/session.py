@@ -14,7 +14,6 @@ from msgspec import structs
 
 from telescope.wire.channel import MessageChannel
 from telescope.wire.codec import NO_ARRAYS, MalformedMessage, Packet, RawArrays, decode, encode
-from telescope.wire.happenings import HUB, Delivery
 from telescope.wire.messages import (
     ACK_BATCH,
     ACK_DELAY_S,
@@ -30,6 +29,7 @@ from telescope.wire.messages import (
     Stop,
     Welcome,
 )
+from telescope.wire.peer_events import HUB, Delivery
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

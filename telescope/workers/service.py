@@ -23,7 +23,6 @@ from telescope.environments.graders.pool import open_graders
 from telescope.environments.template import ChatTemplate
 from telescope.records import PromptRef, RolloutOrder, Sampling
 from telescope.wire.direct import Answer, DirectClient, DirectPathLost
-from telescope.wire.happenings import Delivery
 from telescope.wire.messages import (
     Abort,
     CancelRollout,
@@ -39,6 +38,7 @@ from telescope.wire.messages import (
     RunRollout,
     Stop,
 )
+from telescope.wire.peer_events import Delivery
 from telescope.workers.loading import LoadedEnvironment, set_up, tear_down
 from telescope.workers.play import PlayLimits, play
 from telescope.workers.prompt_cache import PromptCache

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from telescope.config.parts import ModelSettings
+from telescope.config.sections import ModelSettings
 from telescope.environments.template import ChatTemplate
 
 _PLAIN = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})

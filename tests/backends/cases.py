@@ -16,8 +16,8 @@ import torch
 
 from telescope.algorithms.base import Algorithm
 from telescope.backends.base import Job, TrainShard, World
-from telescope.config.parts import ModelSettings, TrainerSettings
-from telescope.maths.batching import denominators
+from telescope.config.sections import ModelSettings, TrainerSettings
+from telescope.maths.minibatches import denominators
 from telescope.records import TrainItem
 from tests.backends.shards import part
 from tests.digits.batches import MAX_TOKENS, VARIANTS

@@ -18,7 +18,7 @@ import numpy as np
 import torch.distributed as dist
 
 from telescope.backends.base import Job, Outcome, Saved, World
-from telescope.config.parts import LoraSettings, ModelSettings
+from telescope.config.sections import LoraSettings, ModelSettings
 from tests.backends.four_ranks import SHARES, forked, meet
 from tests.backends.options import flat
 from tests.backends.shards import in_minibatches, make_job, make_shard, part

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from telescope.backends.base import Outcome, RankLost, Saved, World
-from telescope.config.parts import LoraSettings, ModelSettings
+from telescope.config.sections import LoraSettings, ModelSettings
 from tests.backends.options import flat
 from tests.backends.shards import make_job, make_shard, part
 from tests.backends.watching import watch

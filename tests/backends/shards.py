@@ -12,8 +12,8 @@ import numpy as np
 from telescope.algorithms.base import Algorithm
 from telescope.algorithms.grpo import GRPO
 from telescope.backends.base import Job, TrainShard, World
-from telescope.config.parts import ModelSettings, TrainerSettings
-from telescope.maths.batching import denominators
+from telescope.config.sections import ModelSettings, TrainerSettings
+from telescope.maths.minibatches import denominators
 from telescope.records import Denominators, TrainItem
 
 VOCABULARY = 128

@@ -10,7 +10,7 @@ import torch
 
 from telescope.backends.fsdp.policy import UnfitModel, load
 from telescope.config.models import EMBEDDED, ModelBroken
-from telescope.config.parts import ModelSettings
+from telescope.config.sections import ModelSettings
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "generation_config.json"])

@@ -16,7 +16,7 @@ import torch
 from telescope.backends.base import CheckpointUnfit, NotSaved, Saved, SaveSettings
 from telescope.backends.common import randomness, saving
 from telescope.backends.common.staging import HostCopies
-from telescope.config.parts import LoraSettings, ModelSettings
+from telescope.config.sections import LoraSettings, ModelSettings
 from tests.backends.models import random_experts, random_model
 from tests.backends.options import flat
 from tests.backends.shards import make_job, make_shard

@@ -13,7 +13,7 @@ import torch
 
 from telescope.backends.common import attention
 from telescope.backends.fsdp import recompute
-from telescope.config.parts import LoraSettings, ModelSettings
+from telescope.config.sections import LoraSettings, ModelSettings
 from telescope.maths.memory import layer_activation_bytes, layer_product_bytes, shape_from
 from tests.backends.counting import Counting
 from tests.backends.models import random_experts, random_model

@@ -18,7 +18,7 @@ from telescope.backends.base import World
 from telescope.backends.fsdp import loading
 from telescope.backends.fsdp.policy import Policy, UnfitModel
 from telescope.backends.fsdp.sharding import make_mesh
-from telescope.config.parts import LoraSettings, ModelSettings
+from telescope.config.sections import LoraSettings, ModelSettings
 from tests.backends.counting import Counting
 from tests.backends.models import random_model, random_other
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from telescope.backends.base import Job
 from telescope.backends.fsdp.policy import UnfitModel
 from telescope.config.models import model_folder, model_source
-from telescope.config.parts import LoraSettings
+from telescope.config.sections import LoraSettings
 from telescope.inference.vllm.adapters import expected_tensors
 from telescope.inference.vllm.model_tensors import checkpoint_tensors
 from tests.backends.models import random_model

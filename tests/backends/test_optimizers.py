@@ -14,7 +14,7 @@ from torch.distributed.tensor import distribute_tensor
 from telescope.backends.fsdp import eight_bit, optimizers
 from telescope.backends.fsdp.muon import orthogonalised
 from telescope.backends.fsdp.offload import HostedStates, pieces
-from telescope.config.parts import TrainerSettings
+from telescope.config.sections import TrainerSettings
 
 TRAINER = TrainerSettings(learning_rate=0.01, weight_decay=0.1, betas=(0.9, 0.95))
 

@@ -11,7 +11,7 @@ from telescope.backends.base import Job, World
 from telescope.backends.common import attention
 from telescope.backends.fsdp import FSDP, sizing
 from telescope.backends.fsdp.sizing import remark
-from telescope.config.parts import LoraSettings, ModelSettings
+from telescope.config.sections import LoraSettings, ModelSettings
 from tests.backends.shards import make_job
 
 GIB = 2**30

@@ -19,8 +19,8 @@ from telescope.backends.base import Saved
 from telescope.backends.fsdp import FSDP
 from telescope.backends.fsdp.backend import FSDPBackend
 from telescope.cli import export
-from telescope.config.parts import EnvironmentEntry, LoraSettings, ModelSettings
 from telescope.config.run import RunConfig, dump_run, load_run
+from telescope.config.sections import EnvironmentEntry, LoraSettings, ModelSettings
 from telescope.runlog import checkpoints
 from telescope.runlog.layout import RunDirectory
 from tests.backends.models import random_model

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from telescope.config.parts import ModelSettings
+from telescope.config.sections import ModelSettings
 from tests.cli.doctored import gap
 from tests.cli.test_export import Trained, logprobs, on_disk
 

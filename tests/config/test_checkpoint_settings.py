@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from telescope.config.parts import CheckpointSettings
+from telescope.config.sections import CheckpointSettings
 from telescope.config.slurm import SlurmSettings
 from tests.config.conftest import compose_one, sentences
 

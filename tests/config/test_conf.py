@@ -96,7 +96,7 @@ def test_a_default_that_is_changed_by_hand_is_noticed_and_mended(
 
 
 def test_a_default_that_is_changed_in_the_class_is_noticed(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    from telescope.config.parts import TrainerSettings
+    from telescope.config.sections import TrainerSettings
 
     monkeypatch.setattr(TrainerSettings.model_fields["grad_clip"], "default", 2.0)
     assert list(script.find_outdated()) == [CONF / "run.yaml"]

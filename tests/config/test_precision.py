@@ -6,9 +6,9 @@ import pytest
 
 from telescope.algorithms.grpo import GRPO
 from telescope.backends.fsdp import FSDP
-from telescope.config.parts import EnvironmentEntry, InferenceSettings, ModelSettings
 from telescope.config.precision import parity_limit
 from telescope.config.run import RunConfig
+from telescope.config.sections import EnvironmentEntry, InferenceSettings, ModelSettings
 
 
 def config(**changes: object) -> RunConfig:

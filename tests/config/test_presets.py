@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from telescope.compose.options import GROUPS, HIDDEN_GROUPS
-from telescope.config.parts import (
+from telescope.config.run import RunConfig
+from telescope.config.sections import (
     ClusterSettings,
     InferenceSettings,
     LoggingSettings,
@@ -15,7 +16,6 @@ from telescope.config.parts import (
     TrainerSettings,
     WeightSyncSettings,
 )
-from telescope.config.run import RunConfig
 from tests.config.conftest import compose_one, sentences
 
 CONF = Path(__file__).parents[2] / "conf"

@@ -8,7 +8,7 @@ import pytest
 
 from telescope.compose.load import UsageError
 from telescope.config import plugins
-from telescope.config.checks import MOST_LANES
+from telescope.config.conflicts import MOST_LANES
 from telescope.config.run import config_hash
 from telescope.runlog.layout import RunDirectory, RunDirectoryInUse
 from telescope.wire.hub_session import MAX_CAPACITY

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from telescope.config import vllm_arguments
-from telescope.config.parts import InferenceSettings, LoraSettings, ModelSettings
 from telescope.config.run import config_hash, dump_run, load_run
+from telescope.config.sections import InferenceSettings, LoraSettings, ModelSettings
 from telescope.config.vllm_arguments import FIXED, SETTING_OF, merged
 from telescope.inference.vllm.options import ServerPlan, engine_arguments
 from tests.config.conftest import compose_one, sentences, write
@@ -163,7 +163,7 @@ import dataclasses, json, os
 from telescope.inference.vllm.options import ServerPlan, engine_arguments, vllm_environment
 os.environ.update(vllm_environment("cpu", os.environ))
 from telescope.config.models import model_folder
-from telescope.config.parts import InferenceSettings, ModelSettings
+from telescope.config.sections import InferenceSettings, ModelSettings
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 given = {"long_prefill_token_threshold": 17, "compilation_config": {"debug_dump_path": "/d"}}

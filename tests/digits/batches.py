@@ -16,7 +16,7 @@ from telescope.algorithms.gspo import GSPO
 from telescope.algorithms.reinforce_pp import ReinforcePP
 from telescope.algorithms.rloo import RLOO
 from telescope.algorithms.sapo import SAPO
-from telescope.maths import batching, metrics, packing
+from telescope.maths import metrics, minibatches, packing
 from telescope.records import Denominators, TrainItem, Trajectory
 
 MAX_TOKENS = 16
@@ -113,7 +113,7 @@ def make_batch(algorithm: Algorithm, seed: int, *, branches: bool = True, gap: f
         current=[_near(random, each, gap) for each in old],
         old=old,
         reference=[_near(random, each, gap) for each in old],
-        denominators=batching.denominators(trained.tolist(), groups.tolist()),
+        denominators=minibatches.denominators(trained.tolist(), groups.tolist()),
     )
 
 

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from telescope.maths import dealing
-from telescope.maths.batching import assign, cost
+from telescope.maths.dealing import assign
+from telescope.maths.packing import cost
 
 BRANCHES = st.lists(st.integers(1, 64), min_size=1, max_size=3)
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from telescope.maths import batching, packing
+from telescope.maths import dealing, packing
 from tests.digits.batches import VARIANTS, Batch, Outcome, make_batch, outcome, single_rows
 
 ALL = pytest.mark.parametrize("name", VARIANTS)
@@ -54,7 +54,7 @@ def test_any_packing_order_padding_and_filler_give_the_same(name, seed, seq_len,
 def test_any_number_of_ranks_adds_up_to_the_same_update(name, seed, ranks):
     batch = make_batch(VARIANTS[name], seed)
     whole = outcome(VARIANTS[name], batch, single_rows(batch))
-    shares = batching.assign([batching.cost([length]) for length in batch.lengths], ranks)
+    shares = dealing.assign([packing.cost([length]) for length in batch.lengths], ranks)
     loss, gradients = 0.0, [np.zeros(length, np.float32) for length in batch.lengths]
     parts = [batch.picked(share) for share in shares]
     count = max(packing.rows_needed(part.lengths, seq_len=32) for part in parts)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telescope.maths import batching, packing
+from telescope.maths import packing
 from telescope.records import TrainItem, Trajectory
 
 
@@ -51,7 +51,7 @@ def test_a_rank_with_little_spreads_it_over_as_many_rows_as_the_others_have():
 @given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=40), seq_len=st.integers(50, 200), rows=st.integers(0, 9))
 def test_no_row_costs_more_than_the_costliest_of_first_fit(lengths, seq_len, rows):
     def costliest(plan):
-        return max(batching.cost(row, attention_length=30) for row in plan)
+        return max(packing.cost(row, attention_length=30) for row in plan)
 
     first_fit = [
         [lengths[item] for item in row]
@@ -59,7 +59,7 @@ def test_no_row_costs_more_than_the_costliest_of_first_fit(lengths, seq_len, row
     ]
     plan = packing.pack(lengths, seq_len=seq_len, rows=rows, attention_length=30)
     assert costliest([row.lengths for row in plan]) <= costliest(first_fit) * (1 + 1e-9)
-    costs = [batching.cost(row.lengths, attention_length=30) for row in plan]
+    costs = [packing.cost(row.lengths, attention_length=30) for row in plan]
     assert costs == sorted(costs, reverse=True)
     assert len(plan) <= max(rows, len(first_fit))
 

@@ -8,37 +8,37 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telescope.maths import batching, metrics, summaries
-from telescope.maths.schedules import learning_rate_factor
+from telescope.maths import dealing, metrics, minibatches, packing, summaries
+from telescope.maths.learning_rate import learning_rate_factor
 from telescope.records import Denominators
 
 
 def test_denominators_count_rollouts_without_a_trained_token():
-    assert batching.denominators([3, 0, 5], [7, 7, 2]) == Denominators(tokens=8, sequences=3, groups=2)
+    assert minibatches.denominators([3, 0, 5], [7, 7, 2]) == Denominators(tokens=8, sequences=3, groups=2)
 
 
 def test_the_costliest_goes_to_the_idlest_rank():
-    assert batching.assign([5.0, 1.0, 4.0], 2) == ((0,), (1, 2))
-    assert batching.assign([1.0, 1.0, 1.0, 1.0], 2) == ((0, 2), (1, 3))
+    assert dealing.assign([5.0, 1.0, 4.0], 2) == ((0,), (1, 2))
+    assert dealing.assign([1.0, 1.0, 1.0, 1.0], 2) == ((0, 2), (1, 3))
 
 
 def test_a_rank_may_get_nothing():
-    assert batching.assign([2.0], 3) == ((0,), (), ())
-    assert batching.assign([], 2) == ((), ())
+    assert dealing.assign([2.0], 3) == ((0,), (), ())
+    assert dealing.assign([], 2) == ((), ())
 
 
 def test_groups_are_cut_in_order_into_parts_that_differ_by_one_at_most():
-    assert batching.cut([1, 2, 3, 4, 5], 2) == ([1, 2, 3], [4, 5])
-    assert batching.cut([1, 2, 3], 3) == ([1], [2], [3])
-    assert batching.cut("abcdefgh", 3) == ("abc", "def", "gh")
-    for minibatches in (0, 4):
-        with pytest.raises(ValueError, match=f"3 groups can't make {minibatches} minibatches"):
-            batching.cut([1, 2, 3], minibatches)
+    assert minibatches.cut([1, 2, 3, 4, 5], 2) == ([1, 2, 3], [4, 5])
+    assert minibatches.cut([1, 2, 3], 3) == ([1], [2], [3])
+    assert minibatches.cut("abcdefgh", 3) == ("abc", "def", "gh")
+    for parts in (0, 4):
+        with pytest.raises(ValueError, match=f"3 groups can't make {parts} minibatches"):
+            minibatches.cut([1, 2, 3], parts)
 
 
 @given(costs=st.lists(st.floats(0, 1e6), max_size=40), ranks=st.integers(1, 5))
 def test_every_rollout_goes_to_one_rank_and_the_shares_are_near_equal(costs, ranks):
-    shares = batching.assign(costs, ranks)
+    shares = dealing.assign(costs, ranks)
     assert len(shares) == ranks
     assert sorted(index for share in shares for index in share) == list(range(len(costs)))
     loads = [sum(costs[index] for index in share) for share in shares]
@@ -46,8 +46,8 @@ def test_every_rollout_goes_to_one_rank_and_the_shares_are_near_equal(costs, ran
 
 
 def test_attention_makes_one_long_rollout_cost_more_than_two_halves():
-    assert batching.cost([100], attention_length=100) == 200.0
-    assert batching.cost([50, 50], attention_length=100) == 150.0
+    assert packing.cost([100], attention_length=100) == 200.0
+    assert packing.cost([50, 50], attention_length=100) == 150.0
 
 
 def test_the_first_warm_up_step_is_one_nth_and_not_zero():

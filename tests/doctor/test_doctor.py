@@ -14,8 +14,8 @@ import pytest
 from telescope.algorithms.grpo import GRPO
 from telescope.backends.fsdp import FSDP
 from telescope.cli import doctor
-from telescope.config.parts import EnvironmentEntry, ModelSettings
 from telescope.config.run import RunConfig
+from telescope.config.sections import EnvironmentEntry, ModelSettings
 from telescope.inference.engine import Generated
 
 ROOT = Path(__file__).resolve().parents[2]

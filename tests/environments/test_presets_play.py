@@ -27,8 +27,8 @@ from telescope.algorithms.grpo import GRPO
 from telescope.backends.base import Backend, Job, TrainShard, World
 from telescope.backends.fsdp import FSDP
 from telescope.config.models import model_source
-from telescope.config.parts import ModelSettings, TrainerSettings
 from telescope.config.run import RunConfig
+from telescope.config.sections import ModelSettings, TrainerSettings
 from telescope.environments.chat import Sampled
 from telescope.environments.graders.pool import open_graders
 from telescope.environments.tasks.tau.data import find_folder

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from telescope.config.parts import CheckpointSettings, OrchestratorSettings, RolloutSettings
 from telescope.config.run import RunConfig
+from telescope.config.sections import CheckpointSettings, OrchestratorSettings, RolloutSettings
 from telescope.flow.settings import FlowSettings
 
 COMPUTED = {

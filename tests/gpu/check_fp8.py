@@ -19,7 +19,7 @@ from typing import Literal
 
 import numpy as np
 
-from telescope.config.parts import InferenceSettings, ModelSettings, WeightSyncSettings
+from telescope.config.sections import InferenceSettings, ModelSettings, WeightSyncSettings
 from telescope.inference.vllm.engine import VllmEngine
 from telescope.inference.vllm.options import Device, ServerPlan, vllm_environment
 from telescope.records import Sampling

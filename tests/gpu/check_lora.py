@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from telescope.config.parts import InferenceSettings, LoraSettings, ModelSettings, WeightSyncSettings
+from telescope.config.sections import InferenceSettings, LoraSettings, ModelSettings, WeightSyncSettings
 from telescope.inference.engine import Generated
 from telescope.inference.vllm.lora_engine import LoraEngine
 from telescope.inference.vllm.options import Device, ServerPlan, vllm_environment

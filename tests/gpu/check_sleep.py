@@ -29,7 +29,7 @@ import numpy as np
 from benchmarks.shapes import SHAPES
 from benchmarks.weights.children import Child, start_trainer
 from benchmarks.weights.pause import machine
-from telescope.config.parts import InferenceSettings, ModelSettings, WeightSyncSettings
+from telescope.config.sections import InferenceSettings, ModelSettings, WeightSyncSettings
 from telescope.inference.engine import Generated
 from telescope.inference.vllm.engine import VllmEngine
 from telescope.inference.vllm.options import ServerPlan, vllm_environment

@@ -24,7 +24,7 @@ import numpy as np
 
 from benchmarks.shapes import SHAPES, write_tokenizer
 from benchmarks.weights.children import Child, start_trainer
-from telescope.config.parts import InferenceSettings, ModelSettings, WeightSyncSettings
+from telescope.config.sections import InferenceSettings, ModelSettings, WeightSyncSettings
 from telescope.inference.engine import Generated
 from telescope.inference.vllm.engine import VllmEngine
 from telescope.inference.vllm.options import ServerPlan, vllm_environment

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from telescope.config.parts import InferenceSettings, ModelSettings, WeightSyncSettings
+from telescope.config.sections import InferenceSettings, ModelSettings, WeightSyncSettings
 from telescope.inference.vllm import engine as vllm_engine
 from telescope.inference.vllm.options import ServerPlan, vllm_environment
 from telescope.records import Sampling, WeightManifest

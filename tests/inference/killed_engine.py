@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import psutil
 
-from telescope.config.parts import InferenceSettings, ModelSettings, WeightSyncSettings
+from telescope.config.sections import InferenceSettings, ModelSettings, WeightSyncSettings
 from telescope.inference.vllm.engine import VllmEngine
 from telescope.inference.vllm.options import ServerPlan, vllm_environment
 from telescope.records import Sampling

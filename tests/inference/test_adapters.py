@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from telescope.config.parts import InferenceSettings, LoraSettings, ModelSettings, WeightSyncSettings
+from telescope.config.sections import InferenceSettings, LoraSettings, ModelSettings, WeightSyncSettings
 from telescope.inference.engine import WeightsRefused
 from telescope.inference.vllm.adapters import (
     LoraAdapters,

@@ -14,13 +14,13 @@ import pytest
 import pytest_asyncio
 import torch
 
-from telescope.config.parts import WeightSyncSettings
+from telescope.config.sections import WeightSyncSettings
 from telescope.inference.engine import EngineDead, WeightsRefused
 from telescope.inference.vllm.worker_protocol import UpdateSetup, UpdateSupport
 from telescope.records import WeightGroup, WeightManifest
 from telescope.weights.base import TrainerEnd, TransferFailed
 from telescope.weights.buckets import Bucket, ModelTensor
-from telescope.weights.choose import transport_named
+from telescope.weights.transport_choice import transport_named
 from tests.inference.conftest import RUN, Served
 from tests.inference.test_vllm_engine import COLD, long_request, prompt, until_running
 

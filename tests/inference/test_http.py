@@ -10,7 +10,7 @@ import httpx
 import numpy as np
 import pytest
 
-from telescope.config.parts import DEFAULT_PORT, InferenceSettings, ModelSettings
+from telescope.config.sections import DEFAULT_PORT, InferenceSettings, ModelSettings
 from telescope.inference.status import Status
 from telescope.inference.vllm.http import PortTaken, bind, http_beside, unknown_parsers
 from tests.inference.conftest import Served

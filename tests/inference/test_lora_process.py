@@ -11,12 +11,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from telescope.config.parts import InferenceSettings, LoraSettings, ModelSettings
+from telescope.config.sections import InferenceSettings, LoraSettings, ModelSettings
 from telescope.records import Sampling, WeightManifest
 from telescope.runlog.identity import read_identity
 from telescope.weights.transports.shared_memory import SharedMemoryPublisher
-from telescope.wire.happenings import Delivery
 from telescope.wire.messages import CommitWeights, Completion, Generate, PrepareWeights, WeightsFailed, WeightsReady
+from telescope.wire.peer_events import Delivery
 from tests.inference.models import make_model
 from tests.inference.test_process import PATIENCE_S, Bench, bench
 

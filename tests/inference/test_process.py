@@ -23,14 +23,13 @@ import pytest
 from telescope.algorithms.grpo import GRPO
 from telescope.backends.fake import Fake
 from telescope.config.models import weight_files
-from telescope.config.parts import ClusterSettings, EnvironmentEntry, InferenceSettings, ModelSettings
 from telescope.config.run import RunConfig, config_hash, dump_run
+from telescope.config.sections import ClusterSettings, EnvironmentEntry, InferenceSettings, ModelSettings
 from telescope.records import Sampling
 from telescope.runlog.identity import new_identity, read_identity, write_identity
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.model_files import check_model_files
 from telescope.weights.transports.shared_memory import SharedMemoryPublisher
-from telescope.wire.happenings import Delivery, Happening, PeerJoined, PeerLeft, PeerLost
 from telescope.wire.hub import Hub
 from telescope.wire.messages import (
     Body,
@@ -41,6 +40,7 @@ from telescope.wire.messages import (
     PrepareWeights,
     WeightsReady,
 )
+from telescope.wire.peer_events import Delivery, Happening, PeerJoined, PeerLeft, PeerLost
 from telescope.wire.security import make_keys
 from tests.inference.models import make_model
 

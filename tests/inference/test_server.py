@@ -20,7 +20,6 @@ from telescope.records import Sampling, WeightGroup, WeightManifest
 from telescope.weights.base import TransferFailed
 from telescope.weights.transports.shared_memory import SharedMemoryPublisher, SharedMemoryReader
 from telescope.wire.codec import RawArrays
-from telescope.wire.happenings import Delivery
 from telescope.wire.messages import (
     Abort,
     AbortWeights,
@@ -37,6 +36,7 @@ from telescope.wire.messages import (
     WeightsFailed,
     WeightsReady,
 )
+from telescope.wire.peer_events import Delivery
 
 RUN = "server-tests"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from telescope.config.models import EMBEDDED
-from telescope.config.parts import InferenceSettings, LoraSettings, ModelSettings, WeightSyncSettings
+from telescope.config.sections import InferenceSettings, LoraSettings, ModelSettings, WeightSyncSettings
 from telescope.inference.vllm.options import (
     Device,
     NoRoom,
@@ -19,7 +19,7 @@ from telescope.inference.vllm.options import (
     spare_bytes,
     vllm_environment,
 )
-from telescope.weights.choose import transport_named
+from telescope.weights.transport_choice import transport_named
 
 TINY_BYTES = 2 * 234_080
 TINY_VECTORS = 2 * (2 * 96 + 2 * 32) + 96

@@ -16,9 +16,9 @@ from telescope.algorithms.base import Algorithm
 from telescope.backends.base import Backend, Job, TrainShard, World
 from telescope.backends.fsdp import FSDP
 from telescope.config.models import model_source
-from telescope.config.parts import ModelSettings, TrainerSettings
+from telescope.config.sections import ModelSettings, TrainerSettings
 from telescope.environments.tasks.reverse_letters import ReverseLetters
-from telescope.maths.batching import denominators
+from telescope.maths.minibatches import denominators
 from telescope.records import TrainItem, Trajectory
 
 MODEL = "tiny_reverse"

@@ -15,11 +15,11 @@ import torch
 from telescope.algorithms.base import Algorithm
 from telescope.backends.base import Backend, Job, TrainShard, World
 from telescope.backends.fsdp import FSDP
-from telescope.config.parts import ModelSettings, TrainerSettings
+from telescope.config.sections import ModelSettings, TrainerSettings
 from telescope.environments.base import Environment, Prompt, Reward
 from telescope.environments.chat import Recording, Sampled, TokenChat
 from telescope.environments.template import ChatTemplate
-from telescope.maths.batching import denominators
+from telescope.maths.minibatches import denominators
 from telescope.records import TrainItem
 from tests.learning.loop import EOS, LAG, PAD, Server, Spoil
 

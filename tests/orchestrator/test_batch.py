@@ -17,7 +17,7 @@ from telescope.environments.template import ChatTemplate
 from telescope.flow.commands import TrainOnBatch
 from telescope.orchestrator.batch import BatchUnusable, Recipe, make_batch
 from telescope.orchestrator.rollout_store import Rollout, RolloutStore
-from telescope.orchestrator.step_metrics import RewardRanges
+from telescope.orchestrator.scores import RewardRanges
 from telescope.records import Denominators, Trajectory
 from tests.environments.conftest import Script
 from tests.orchestrator.test_rollout_store import make

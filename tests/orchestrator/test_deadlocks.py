@@ -23,15 +23,15 @@ from telescope.orchestrator.loop import Orchestrator, RunOutcome
 from telescope.orchestrator.main import make_flow_settings
 from telescope.orchestrator.peers import FencedServers, Peers
 from telescope.orchestrator.recorder import Recorder
-from telescope.orchestrator.weights import UpdateRules
+from telescope.orchestrator.weight_coordinator import UpdateRules
 from telescope.records import RolloutOrder
 from telescope.runlog.journal import Journal, journal_lines
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.writer import RunLog
 from telescope.wire import messages as m
-from telescope.wire.happenings import Delivery
 from telescope.wire.hub import Hub
 from telescope.wire.link import Link
+from telescope.wire.peer_events import Delivery
 from telescope.wire.security import make_keys
 from telescope.wire.supervisor_channel import SupervisorChannel
 from tests.orchestrator.test_wrong_messages import TRAINER, Peer, config, hello

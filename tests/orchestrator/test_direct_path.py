@@ -19,9 +19,9 @@ from telescope.orchestrator.recorder import Recorder
 from telescope.records import PromptRef, RolloutOrder, Sampling
 from telescope.runlog.layout import RunDirectory
 from telescope.wire import messages as m
-from telescope.wire.happenings import Delivery, PeerStuck
 from telescope.wire.hub import Hub
 from telescope.wire.link import Link
+from telescope.wire.peer_events import Delivery, PeerStuck
 from telescope.wire.security import make_keys
 from tests.orchestrator.test_wrong_messages import orchestrating
 

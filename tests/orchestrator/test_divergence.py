@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from telescope.orchestrator.step_metrics import count_broken_steps, find_end_reason
+from telescope.orchestrator.training_health import count_broken_steps, find_end_reason
 
 MOVED = {"updates": 2.0, "update_skipped": 0.0, "updates_not_finite": 0.0}
 HALF = {"updates": 2.0, "update_skipped": 1.0, "updates_not_finite": 1.0}

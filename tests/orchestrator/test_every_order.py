@@ -19,10 +19,10 @@ import pytest
 from telescope.flow import events
 from telescope.flow.batches import GroupBatch
 from telescope.flow.weight_versions import WeightVersions
-from telescope.orchestrator.weights import UpdateRules, WeightCoordinator
+from telescope.orchestrator.weight_coordinator import UpdateRules, WeightCoordinator
 from telescope.records import WeightManifest
 from telescope.wire import messages as m
-from telescope.wire.happenings import Delivery
+from telescope.wire.peer_events import Delivery
 
 RANK = "trainer-0"
 TIMEOUT_S, RETRIES = 100.0, 1

@@ -21,16 +21,16 @@ from telescope.orchestrator.loop import Orchestrator, RunOutcome
 from telescope.orchestrator.main import make_flow_settings
 from telescope.orchestrator.peers import FencedServers, Peers
 from telescope.orchestrator.recorder import Recorder
-from telescope.orchestrator.weights import UpdateRules
+from telescope.orchestrator.weight_coordinator import UpdateRules
 from telescope.records import WeightGroup, WeightManifest
 from telescope.runlog.journal import Journal
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.reader import rows
 from telescope.runlog.writer import RunLog
 from telescope.wire import messages as m
-from telescope.wire.happenings import Delivery
 from telescope.wire.hub import Hub
 from telescope.wire.link import Link
+from telescope.wire.peer_events import Delivery
 from telescope.wire.security import make_keys
 from telescope.wire.supervisor_channel import DESCRIPTOR, OrchestratorChannel, SupervisorChannel
 from tests.orchestrator.test_wrong_messages import SERVERS, STEPS, TRAINER, WORKERS, Peer, config, hello

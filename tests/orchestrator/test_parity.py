@@ -6,9 +6,9 @@ import pytest
 
 from telescope.algorithms.grpo import GRPO
 from telescope.backends.fsdp import FSDP
-from telescope.config.parts import EnvironmentEntry, InferenceSettings, ModelSettings, TrainerSettings
 from telescope.config.run import RunConfig
-from telescope.orchestrator.step_metrics import ParityCheck
+from telescope.config.sections import EnvironmentEntry, InferenceSettings, ModelSettings, TrainerSettings
+from telescope.orchestrator.training_health import ParityCheck
 
 FRESH = {"staleness_max": 0.0}
 

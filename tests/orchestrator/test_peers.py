@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from telescope.config.parts import ClusterSettings
+from telescope.config.sections import ClusterSettings
 from telescope.orchestrator.peers import Peers, name_few
 from telescope.records import EnvironmentCard
 from telescope.wire.messages import Hello

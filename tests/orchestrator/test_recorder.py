@@ -15,7 +15,7 @@ from telescope.flow.settings import FlowSettings
 from telescope.orchestrator.batch import Recipe, make_batch
 from telescope.orchestrator.recorder import Recorder
 from telescope.orchestrator.rollout_store import Rollout, RolloutStore
-from telescope.orchestrator.step_metrics import RewardRanges
+from telescope.orchestrator.scores import RewardRanges
 from telescope.records import EnvironmentCard
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.reader import rows

@@ -9,8 +9,8 @@ import pytest
 from telescope.flow import events
 from telescope.orchestrator.rollout_store import Rollout, RolloutStore, TurnRequest, UnusableRollout
 from telescope.records import PromptRef, RolloutOrder
-from telescope.wire.happenings import Delivery
 from telescope.wire.messages import RequestGrant, RolloutResult
+from telescope.wire.peer_events import Delivery
 
 NAN = float("nan")
 NEWEST = 5

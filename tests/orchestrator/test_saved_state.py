@@ -16,7 +16,7 @@ from telescope.flow import events
 from telescope.orchestrator import saved_state
 from telescope.orchestrator.checkpoints import CheckpointCoordinator, SaveRules
 from telescope.orchestrator.loop import Orchestrator
-from telescope.orchestrator.weights import UpdateRules
+from telescope.orchestrator.weight_coordinator import UpdateRules
 from telescope.records import WeightManifest
 from telescope.runlog import checkpoints
 from telescope.runlog.attempts import CountedRows

@@ -9,9 +9,9 @@ import pytest
 
 from telescope.orchestrator.peers import FencedServers, Peers, ProtocolViolations
 from telescope.orchestrator.sleep import SleepCoordinator
-from telescope.wire.happenings import Delivery
 from telescope.wire.hub import NoCredit
 from telescope.wire.messages import Asleep, Sleep
+from telescope.wire.peer_events import Delivery
 from telescope.wire.supervisor_channel import DESCRIPTOR, OrchestratorChannel, SupervisorChannel
 from tests.wire.samples import hello
 

@@ -16,24 +16,24 @@ import numpy as np
 
 from telescope.algorithms.rloo import RLOO
 from telescope.backends.fake import Fake
-from telescope.config.parts import ClusterSettings, EnvironmentEntry, OrchestratorSettings, RolloutSettings
 from telescope.config.run import RunConfig
+from telescope.config.sections import ClusterSettings, EnvironmentEntry, OrchestratorSettings, RolloutSettings
 from telescope.flow.core import Core
 from telescope.orchestrator.batch import Recipe
 from telescope.orchestrator.loop import Orchestrator, RunOutcome
 from telescope.orchestrator.main import make_flow_settings
 from telescope.orchestrator.peers import FencedServers, Peers
 from telescope.orchestrator.recorder import Recorder
-from telescope.orchestrator.weights import UpdateRules
+from telescope.orchestrator.weight_coordinator import UpdateRules
 from telescope.records import EnvironmentCard, RolloutOrder, Sampling, WeightManifest
 from telescope.runlog.journal import Journal
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.reader import rows
 from telescope.runlog.writer import RunLog
 from telescope.wire import messages as m
-from telescope.wire.happenings import Delivery
 from telescope.wire.hub import Hub
 from telescope.wire.link import Link, LinkLost
+from telescope.wire.peer_events import Delivery
 from telescope.wire.security import make_keys
 from telescope.wire.supervisor_channel import SupervisorChannel
 

@@ -11,8 +11,8 @@ import pytest
 
 from telescope.cli.plan import main
 from telescope.compose.load import load_points, places_for
-from telescope.config.parts import LoraSettings
 from telescope.config.run import RunConfig
+from telescope.config.sections import LoraSettings
 from telescope.planning.cards import CARDS
 from telescope.planning.forecast import (
     assume_latencies,

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from telescope._launch.host_placement import Counts, Demand, place_alone, place_apart, place_on_cores, place_sharing
 from telescope._launch.process_plan import Host, LaunchPlan, PlanError, describe_shared_gpus, make_plan
 from telescope.config.cluster import Strategy
-from telescope.config.parts import ClusterSettings, EnvironmentEntry, InferenceSettings
 from telescope.config.run import RunConfig
+from telescope.config.sections import ClusterSettings, EnvironmentEntry, InferenceSettings
 
 STRATEGIES: tuple[Strategy, ...] = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 

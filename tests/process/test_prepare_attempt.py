@@ -17,9 +17,9 @@ from telescope._launch.process_plan import Host, make_plan
 from telescope._launch.slurm import batch_job
 from telescope.cli import start
 from telescope.cli.resume import go_on as go_on_with_settings_of
-from telescope.config.parts import TrainerSettings
 from telescope.config.resume import find_obstacles_to_resume, remark_on_resume
 from telescope.config.run import RunConfig, dump_run
+from telescope.config.sections import TrainerSettings
 from telescope.runlog import attempts, checkpoints, http_key
 from telescope.runlog.attempts import CountedRows, Lineage, read_lineage, write_rows
 from telescope.runlog.holder import hold

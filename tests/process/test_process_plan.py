@@ -18,8 +18,8 @@ from telescope._launch.process_plan import (
     share_threads,
     write_plan,
 )
-from telescope.config.parts import ClusterSettings, EnvironmentEntry
 from telescope.config.run import RunConfig
+from telescope.config.sections import ClusterSettings, EnvironmentEntry
 from telescope.trainer.main import placement
 
 LAPTOP = Host("laptop", cpus=2)

@@ -167,7 +167,7 @@ def test_a_mistake_in_it_is_told_before_anything_starts(mine: Path, overrides: l
 
 def test_a_place_that_it_refuses_is_told_and_a_servers_worker_finds_its_end(mine: Path) -> None:
     from telescope.weights.base import RunPlacement, ServerEnd, TransportRefused
-    from telescope.weights.choose import choose, transport_named
+    from telescope.weights.transport_choice import choose, transport_named
 
     config = compose_one(*NAMED, f"{FOLDER}=/x", config_dir=mine).config
     assert choose(config, RunPlacement(on_gpu=False)).cost.fixed_s == 0.5

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from telescope.config.parts import LoggingSettings
+from telescope.config.sections import LoggingSettings
 from telescope.runlog import attempts
 from telescope.runlog.attempts import Lineage, write_lineage
 from telescope.runlog.layout import RunDirectory
@@ -21,7 +21,7 @@ from tests.runlog.fake_wandb import FakeWandb
 KEY = "0123456789abcdef0123456789abcdef01234567"
 SCRIPT = """
 import os, sys, time, pathlib
-from telescope.config.parts import LoggingSettings
+from telescope.config.sections import LoggingSettings
 from telescope.runlog.wandb_mirror import MirrorShare, WandbMirror
 number = lambda name, default: int(os.environ.get(name, default))
 share = lambda: MirrorShare(os.environ.get("RUN"), number("ATTEMPT", "1"), number("FIRST", "1") - 1, number("BEFORE", "0"))

@@ -9,8 +9,8 @@ import numpy as np
 from telescope.algorithms.grpo import GRPO
 from telescope.backends.base import World
 from telescope.backends.fsdp import FSDP
-from telescope.config.parts import EnvironmentEntry, RolloutSettings, TrainerSettings
 from telescope.config.run import RunConfig
+from telescope.config.sections import EnvironmentEntry, RolloutSettings, TrainerSettings
 from telescope.maths.support import Support
 from telescope.records import PromptRef, RolloutOrder, Sampling
 from telescope.trainer.main import job

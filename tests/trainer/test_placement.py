@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from telescope.backends.base import World
-from telescope.config.parts import ClusterSettings
+from telescope.config.sections import ClusterSettings
 from telescope.trainer.main import Misplaced, job, placement
 from tests.config.conftest import compose_one
 

@@ -21,8 +21,8 @@ from telescope.backends.base import BackendSettings, TrainShard
 from telescope.backends.fake import Fake
 from telescope.backends.fsdp import FSDP
 from telescope.config.models import model_folder, weight_files
-from telescope.config.parts import ClusterSettings, EnvironmentEntry, LoraSettings, ModelSettings, TrainerSettings
 from telescope.config.run import RunConfig, config_hash, dump_run
+from telescope.config.sections import ClusterSettings, EnvironmentEntry, LoraSettings, ModelSettings, TrainerSettings
 from telescope.runlog.checkpoints import Resume, trainer_part, write_resume
 from telescope.runlog.identity import new_identity, write_identity
 from telescope.runlog.layout import RunDirectory
@@ -30,7 +30,6 @@ from telescope.runlog.model_files import ModelFilesChanged, check_model_files
 from telescope.runlog.reader import rows
 from telescope.trainer.main import live
 from telescope.weights.transports.shared_memory import SharedMemoryReader, default_folder, run_prefix
-from telescope.wire.happenings import Delivery, PeerJoined, PeerLeft, PeerLost
 from telescope.wire.hub import Hub
 from telescope.wire.messages import (
     CheckpointError,
@@ -43,6 +42,7 @@ from telescope.wire.messages import (
     TrainStep,
     WeightsPublished,
 )
+from telescope.wire.peer_events import Delivery, PeerJoined, PeerLeft, PeerLost
 from telescope.wire.process import ProcessContext, ProcessSignals
 from telescope.wire.security import make_keys
 from tests.backends.shards import make_shard

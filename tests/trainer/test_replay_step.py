@@ -28,8 +28,8 @@ from telescope.backends.fsdp import FSDP
 from telescope.cli import replay_step
 from telescope.cli.replay import main
 from telescope.cli.replay_step import share, together
-from telescope.config.parts import EnvironmentEntry, TrainerSettings
 from telescope.config.run import RunConfig, config_hash, dump_run
+from telescope.config.sections import EnvironmentEntry, TrainerSettings
 from telescope.runlog import checkpoints, kept_steps
 from telescope.runlog.attempts import CountedRows, Lineage, write_lineage
 from telescope.runlog.identity import new_identity, write_identity

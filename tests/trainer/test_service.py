@@ -15,7 +15,6 @@ from telescope.records import WeightGroup, WeightManifest
 from telescope.trainer.service import OutOfOrder, SenderStuck, TrainerService
 from telescope.weights.base import TransferFailed
 from telescope.wire.codec import RawArrays
-from telescope.wire.happenings import Delivery
 from telescope.wire.messages import (
     AbortWeights,
     Body,
@@ -32,6 +31,7 @@ from telescope.wire.messages import (
     WeightsReady,
     WeightsSent,
 )
+from telescope.wire.peer_events import Delivery
 
 GROUP = WeightGroup(4, ("trainer-0", "server-0/0"))
 

@@ -23,11 +23,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from telescope.backends.fsdp import gather
-from telescope.config.parts import WeightSyncSettings
+from telescope.config.sections import WeightSyncSettings
 from telescope.records import WeightGroup, WeightManifest
 from telescope.weights.base import Publisher, Receiver, ServerEnd, TrainerEnd, TransferFailed, WeightsCorrupt
 from telescope.weights.buckets import Bucket, ModelTensor
-from telescope.weights.choose import transport_named
+from telescope.weights.transport_choice import transport_named
 
 SHAPES = {"embed": (33, 24), "one_row": (1, 40), "norm": (24,), "odd": (7, 3), "big": (64, 96), "last": (5,)}
 """Rows that two ranks can't halve, one that only rank 0 has, sizes that are no multiples of 64 bytes."""

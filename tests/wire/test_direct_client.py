@@ -15,10 +15,10 @@ import pytest
 from telescope.records import Sampling
 from telescope.runlog.layout import RunDirectory
 from telescope.wire.direct import DirectClient, DirectPathLost
-from telescope.wire.happenings import Delivery, PeerJoined
 from telescope.wire.hub import Hub
 from telescope.wire.hub_session import HubIdentity
 from telescope.wire.messages import Completion, DirectAddress, Generate, Grant, Hello
+from telescope.wire.peer_events import Delivery, PeerJoined
 from telescope.wire.security import make_keys
 
 IDS = np.arange(5, dtype=np.int32)

@@ -8,9 +8,9 @@ import pytest
 from telescope.wire import messages as m
 from telescope.wire.channel import MAX_AHEAD, NoCredit
 from telescope.wire.codec import MalformedMessage, RawArrays, decode, encode
-from telescope.wire.happenings import Delivery, PeerJoined, PeerLeft, PeerLost, PeerStuck
 from telescope.wire.hub_session import HubIdentity, HubSession, Timing, UnknownPeer
 from telescope.wire.messages import ACK_DELAY_S
+from telescope.wire.peer_events import Delivery, PeerJoined, PeerLeft, PeerLost, PeerStuck
 from telescope.wire.session import PeerSession
 from tests.wire.samples import MANIFEST, ORDER, SAMPLES, SAMPLING, completion, hello, trajectory
 

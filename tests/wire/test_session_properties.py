@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from telescope.wire import messages as m
 from telescope.wire.codec import RawArrays
-from telescope.wire.happenings import Delivery, PeerJoined
 from telescope.wire.hub_session import HubIdentity, HubSession, Timing
+from telescope.wire.peer_events import Delivery, PeerJoined
 from telescope.wire.session import PeerSession
 from tests.wire.samples import ORDER, SAMPLING, completion, hello, trajectory
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from telescope.config.parts import EnvironmentEntry, ModelSettings
 from telescope.config.run import RunConfig
+from telescope.config.sections import EnvironmentEntry, ModelSettings
 from telescope.environments.base import LazyPrompts, Prompt, SingleTurn
 from telescope.environments.tasks.countdown import Countdown
 from telescope.environments.template import ChatTemplate
@@ -273,7 +273,7 @@ def test_a_worker_loads_the_tokenizer_of_the_embedded_model_without_torch() -> N
     program = (
         "import sys, telescope.workers.main\n"
         "from telescope.config.models import EMBEDDED\n"
-        "from telescope.config.parts import ModelSettings\n"
+        "from telescope.config.sections import ModelSettings\n"
         "from telescope.workers.tokenizer import load_template\n"
         "print(len(load_template(ModelSettings(), EMBEDDED / 'tiny').opening([{'role': 'user', 'content': '1'}]).ids))\n"
         "print('torch' in sys.modules)\n"

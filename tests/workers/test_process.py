@@ -18,14 +18,14 @@ import numpy as np
 import psutil
 import pytest
 
-from telescope.config.parts import EnvironmentEntry, InferenceSettings, ModelSettings, RolloutSettings
 from telescope.config.run import RunConfig, config_hash, dump_run
+from telescope.config.sections import EnvironmentEntry, InferenceSettings, ModelSettings, RolloutSettings
 from telescope.records import PromptRef, RolloutOrder
 from telescope.runlog.identity import new_identity, read_identity, write_identity
 from telescope.runlog.layout import RunDirectory
-from telescope.wire.happenings import Delivery, PeerJoined, PeerLeft
 from telescope.wire.hub import Hub
 from telescope.wire.messages import Completion, Generate, GenerationEnded, RolloutResult, RunRollout
+from telescope.wire.peer_events import Delivery, PeerJoined, PeerLeft
 from telescope.wire.security import make_keys
 
 ROOT = Path(__file__).parents[2]

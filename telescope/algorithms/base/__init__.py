@@ -6,8 +6,8 @@ shipped seven share: where the masks are applied, the corrections, the penalties
 
 from telescope.algorithms.base.algorithm import Algorithm
 from telescope.algorithms.base.corrections import Correction, GeometricMask, IcePop, SequenceMask, Tis
+from telescope.algorithms.base.errors import AlgorithmRaised, named
 from telescope.algorithms.base.policy import AdvantageNorm, PolicyGradient, PolicyLoss, clip_sums
-from telescope.algorithms.base.raised import AlgorithmRaised, named
 from telescope.algorithms.base.rollouts import SampledRollout
 from telescope.algorithms.base.row import LossOutput, PackedRow, TokenLosses
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 if TYPE_CHECKING:
-    from telescope.config.parts import LoraSettings
+    from telescope.config.sections import LoraSettings
 
 ADAPTER = "default"
 

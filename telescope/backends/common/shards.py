@@ -13,7 +13,7 @@ import numpy as np
 
 from telescope.backends.base import TrainShard
 from telescope.maths import packing
-from telescope.maths.batching import ATTENTION_LENGTH
+from telescope.maths.packing import ATTENTION_LENGTH
 from telescope.records import Trajectory
 
 

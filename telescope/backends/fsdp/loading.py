@@ -26,7 +26,7 @@ from telescope.config.models import ModelBroken, ModelNotFound, check_weights, m
 
 if TYPE_CHECKING:
     from telescope.backends.fsdp.policy import Policy
-    from telescope.config.parts import ModelSettings
+    from telescope.config.sections import ModelSettings
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from telescope.backends.fsdp.eight_bit import AdamW8bit
 from telescope.backends.fsdp.muon import Muon
-from telescope.config.parts import TrainerSettings
+from telescope.config.sections import TrainerSettings
 
 Kind = Literal["adamw", "adamw_8bit", "muon", "sgd"]
 

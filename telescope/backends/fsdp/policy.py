@@ -27,7 +27,7 @@ from telescope.maths.support import WHOLE, Support
 
 if TYPE_CHECKING:
     from telescope.backends.base import Job
-    from telescope.config.parts import ModelSettings
+    from telescope.config.sections import ModelSettings
 
 
 class UnfitModel(ValueError):

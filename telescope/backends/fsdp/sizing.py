@@ -10,7 +10,7 @@ from typing import Any
 
 from telescope.backends.base import Job
 from telescope.backends.fsdp import FSDP
-from telescope.config.parts import LoraSettings, ModelSettings, TrainerSettings
+from telescope.config.sections import LoraSettings, ModelSettings, TrainerSettings
 from telescope.maths.flops import TrainingWork
 from telescope.maths.memory import AdapterShape, ModelShape, TrainerMemory, shape_from, trainer_memory
 from telescope.maths.short_rows import MEAN_SHARE, PROMPT_TOKENS, ShortRows, short_rows

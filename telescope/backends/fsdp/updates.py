@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from telescope.backends.base import Job
 from telescope.backends.fsdp import optimizers
 from telescope.backends.fsdp.offload import HostedStates
-from telescope.maths.schedules import learning_rate_factor
+from telescope.maths.learning_rate import learning_rate_factor
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from telescope.config.parts import LoraSettings
+from telescope.config.sections import LoraSettings
 from telescope.records import TensorSpec, WeightManifest
 
 SAFETENSORS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from telescope.config.models import end_ids
-from telescope.config.parts import WeightSyncSettings
+from telescope.config.sections import WeightSyncSettings
 from telescope.inference.engine import (
     EngineDead,
     EngineRefused,

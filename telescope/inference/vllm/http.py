@@ -16,11 +16,11 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from telescope.config.parts import DEFAULT_PORT
+from telescope.config.sections import DEFAULT_PORT
 from telescope.inference.status import Status
 
 if TYPE_CHECKING:
-    from telescope.config.parts import InferenceSettings, ModelSettings
+    from telescope.config.sections import InferenceSettings, ModelSettings
 
 
 LOOPBACK = "127.0.0.1"

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from telescope.config.parts import LoraSettings, WeightSyncSettings
+from telescope.config.sections import LoraSettings, WeightSyncSettings
 from telescope.inference.engine import Generated, WeightsRefused, WeightState
 from telescope.inference.vllm.adapters import (
     CalledOff,
@@ -39,7 +39,7 @@ from telescope.inference.vllm.model_tensors import checkpoint_tensors
 from telescope.inference.vllm.options import ServerPlan, served_dtype
 from telescope.records import Sampling, WeightGroup, WeightManifest
 from telescope.weights.base import TransferFailed, TransportRefused, WeightReader, WeightsCorrupt
-from telescope.weights.choose import transport_named
+from telescope.weights.transport_choice import transport_named
 
 PROBE_TOKENS, PROBE_WIDTH = 32, 16
 FIRST = -(2**31)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from telescope.config.parts import InferenceSettings, ModelSettings, WeightSyncSettings
+from telescope.config.sections import InferenceSettings, ModelSettings, WeightSyncSettings
 from telescope.config.vllm_arguments import merged
 from telescope.inference.vllm.adapters import vllm_rank
 from telescope.inference.vllm.model_tensors import checkpoint_tensors, is_tied, turn_bytes, version_bytes

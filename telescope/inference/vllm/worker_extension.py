@@ -273,7 +273,7 @@ def receivers(opening: UpdateSetup, rank: int, device: torch.device) -> Callable
 
     def make(transport: str) -> Any:
         from telescope.weights.base import ServerEnd
-        from telescope.weights.choose import transport_named
+        from telescope.weights.transport_choice import transport_named
 
         end = ServerEnd(opening.run, f"{opening.server}/{rank}", str(device), opening.init_timeout_s)
         return transport_named(transport, opening.plugin_path, opening.transport_kwargs).receiver(end)

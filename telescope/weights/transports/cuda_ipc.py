@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from telescope.config.parts import WeightSyncSettings
+    from telescope.config.sections import WeightSyncSettings
 
 TRANSPORT = "cuda_ipc"
 HANDLE_BYTES = 64

@@ -32,7 +32,7 @@ from telescope.weights.buckets import ModelTensor, lay_out
 from telescope.weights.host_memory import FULL, Checksum, HostPublisher, HostReceiver, check_bounds, describe
 
 if TYPE_CHECKING:
-    from telescope.config.parts import WeightSyncSettings
+    from telescope.config.sections import WeightSyncSettings
 
 TRANSPORT = "disk"
 VERSIONS_AT_ONCE = 2

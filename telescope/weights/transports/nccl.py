@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from telescope.config.parts import WeightSyncSettings
+    from telescope.config.sections import WeightSyncSettings
 
 SUCCESS, IN_PROGRESS = 0, 7
 UINT8 = 1

@@ -48,7 +48,7 @@ from telescope.weights.host_memory import (
 )
 
 if TYPE_CHECKING:
-    from telescope.config.parts import WeightSyncSettings
+    from telescope.config.sections import WeightSyncSettings
 
 TRANSPORT = "shared_memory"
 PREFIX = "telescope-weights-"

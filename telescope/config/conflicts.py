@@ -1,6 +1,7 @@
 """Settings that are right one by one and wrong together, and those that run but do not do what they seem to.
 
-Owns the cross checks between sections; a section's or plug-in's own rules are its own validators.
+Owns the checks that need the whole configuration, between sections above all; a section's or plug-in's own rules are its own
+validators.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from pathlib import Path
 
 from telescope.config import plugins, vllm_arguments
 from telescope.config.models import attention_heads, layers
-from telescope.config.parts import WeightSyncSettings
 from telescope.config.precision import refuse_training_dtype, warn_of_training_dtype
 from telescope.config.run import RunConfig
+from telescope.config.sections import WeightSyncSettings
 from telescope.weights.base import Transport
 
 MOST_LANES = 1_000_000

@@ -14,9 +14,9 @@ from telescope.orchestrator.peers import ProtocolViolations
 from telescope.orchestrator.recorder import Recorder
 from telescope.orchestrator.weight_update import GroupEpochs, UpdatePhase, WeightAnswer, WeightOrder, WeightUpdate
 from telescope.records import WeightGroup, WeightManifest
-from telescope.wire.happenings import Delivery
 from telescope.wire.hub import Hub, NoCredit
 from telescope.wire.messages import WeightsFailed, WeightsReady, WeightsSent
+from telescope.wire.peer_events import Delivery
 
 log = logging.getLogger(__name__)
 

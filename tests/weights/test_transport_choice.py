@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from telescope.config.parts import LoraSettings, ModelSettings, WeightSyncSettings
 from telescope.config.run import RunConfig
+from telescope.config.sections import LoraSettings, ModelSettings, WeightSyncSettings
 from telescope.weights.base import RunPlacement, SharedGpus, TransportRefused
-from telescope.weights.choose import automatic, choose, read_placement, transport_named, wire_dtype
+from telescope.weights.transport_choice import automatic, choose, read_placement, transport_named, wire_dtype
 
 ON_CPU = RunPlacement(on_gpu=False)
 SEVERAL = "cuda_ipc is for servers and trainer on one and the same GPU, and this run has several: set"

@@ -26,7 +26,7 @@ Options:
     --cfg job           print the configuration and start nothing (--resolve: with interpolations followed;
                         --package NAME: this part alone). --info: how it comes about; --hydra-help says more
     --config-dir DIR    a folder of your own: presets in DIR/<group>/*.yaml,
-                        Python files in DIR/plugins/{{algorithms,backends,environments}}/*.py
+                        Python files in DIR/plugins/{{algorithms,backends,environments,sandboxes,transports}}/*.py
     -m, --multirun      run every combination of values given as a,b,c, one after another (cluster=slurm: as an
                         array); all are checked before the first starts. hydra/sweeper=… chooses points itself
     --objective NAME    the number of summary.json that a sweep is about (default: reward_mean_last)

@@ -15,8 +15,8 @@ from telescope.config import plugins
 from telescope.weights.base import RunPlacement, SharedGpus, Transport, TransportRefused
 
 if TYPE_CHECKING:
-    from telescope.config.parts import WeightSyncSettings
     from telescope.config.run import RunConfig
+    from telescope.config.sections import WeightSyncSettings
 
 
 class PlannedProcess(Protocol):
