@@ -99,20 +99,24 @@ def write_state(folder: Path, state: OrchestratorState) -> int:
 def read_state(folder: Path) -> tuple[SavedState, list[Rollout]]:
     """Of a complete checkpoint. Raises `CheckpointUnreadable`, which names the file and the remedy."""
     place = orchestrator_part(folder)
-    try:
-        encoded, data = (place / STATE).read_bytes(), (place / ARRAYS).read_bytes()
-    except OSError as error:
-        raise CheckpointUnreadable(
-            f"{error.filename} can't be read ({error.strerror}): a checkpoint of weights alone has no such file, and no run "
-            "can go on from one; resume from another step"
-        ) from error
-    state = _decode(place / STATE, encoded)
+    state = _decode(place / STATE, _read(place / STATE))
+    data = _read(place / ARRAYS)  # after the format is known: of another one the files have other names
     tokens = sum(sum(rollout.result.branch_lengths) for rollout in state.rollouts)
     if hashlib.blake2b(data, digest_size=16).hexdigest() != state.arrays_digest or len(data) != tokens * TOKEN_BYTES:
         raise _make_damaged_error(place / ARRAYS, f"its {len(data)} bytes are not those that were written")
     if missing := state.core.rollout_ids - {rollout.order.rollout_id for rollout in state.rollouts}:
         raise _make_damaged_error(place / STATE, f"it lacks rollout {min(missing)}")
     return state, list(_restore_rollouts(state.rollouts, data))
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise CheckpointUnreadable(
+            f"{error.filename} can't be read ({error.strerror}): a checkpoint of weights alone has no such file, and no run "
+            "can go on from one; resume from another step"
+        ) from error
 
 
 def _decode(file: Path, encoded: bytes) -> SavedState:

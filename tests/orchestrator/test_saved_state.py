@@ -75,6 +75,7 @@ def test_a_checkpoint_of_another_format_is_refused_with_the_remedy(tmp_path: Pat
     folder = written(tmp_path, part)
     file = checkpoints.orchestrator_part(folder) / saved_state.STATE
     file.write_bytes(msgspec.msgpack.encode({"format": 1, "rollouts": [{"done": {"type": "RolloutDone"}}]}))
+    file.with_name(saved_state.ARRAYS).rename(file.with_name("shelf.bin"))  # as that format called it
     with pytest.raises(checkpoints.CheckpointUnreadable, match="has format 1, and this Telescope reads 2: resume with the"):
         saved_state.read_state(folder)
 
