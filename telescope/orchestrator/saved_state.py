@@ -98,9 +98,16 @@ def write_state(folder: Path, state: OrchestratorState) -> int:
 
 def read_state(folder: Path) -> tuple[SavedState, list[Rollout]]:
     """Of a complete checkpoint. Raises `CheckpointUnreadable`, which names the file and the remedy."""
+    refuse_another_format(folder)
     place = orchestrator_part(folder)
-    state = _decode(place / STATE, _read(place / STATE))
-    data = _read(place / ARRAYS)  # after the format is known: of another one the files have other names
+    try:
+        encoded, data = (place / STATE).read_bytes(), (place / ARRAYS).read_bytes()
+    except OSError as error:
+        raise CheckpointUnreadable(
+            f"{error.filename} can't be read ({error.strerror}): a checkpoint of weights alone has no such file, and no run "
+            "can go on from one; resume from another step"
+        ) from error
+    state = _decode(place / STATE, encoded)
     tokens = sum(sum(rollout.result.branch_lengths) for rollout in state.rollouts)
     if hashlib.blake2b(data, digest_size=16).hexdigest() != state.arrays_digest or len(data) != tokens * TOKEN_BYTES:
         raise _make_damaged_error(place / ARRAYS, f"its {len(data)} bytes are not those that were written")
@@ -109,27 +116,26 @@ def read_state(folder: Path) -> tuple[SavedState, list[Rollout]]:
     return state, list(_restore_rollouts(state.rollouts, data))
 
 
-def _read(file: Path) -> bytes:
+def refuse_another_format(folder: Path) -> None:
+    """Raises `CheckpointUnreadable` where another Telescope wrote the part; of one that is missing or damaged, `read_state`
+    speaks. Its other files may have other names, so this comes first."""
+    file = orchestrator_part(folder) / STATE
     try:
-        return file.read_bytes()
-    except OSError as error:
+        written = msgspec.msgpack.decode(file.read_bytes(), type=_Format).format
+    except (OSError, msgspec.DecodeError, ValueError):
+        return
+    if written != FORMAT:
         raise CheckpointUnreadable(
-            f"{error.filename} can't be read ({error.strerror}): a checkpoint of weights alone has no such file, and no run "
-            "can go on from one; resume from another step"
-        ) from error
+            f"{file} has format {written}, and this Telescope reads {FORMAT}: resume with the Telescope that wrote it; its "
+            "weights can be exported with any"
+        )
 
 
 def _decode(file: Path, encoded: bytes) -> SavedState:
     try:
-        written = msgspec.msgpack.decode(encoded, type=_Format).format
-        if written == FORMAT:
-            return msgspec.msgpack.decode(encoded, type=SavedState)
+        return msgspec.msgpack.decode(encoded, type=SavedState)
     except (msgspec.DecodeError, ValueError) as error:
         raise _make_damaged_error(file, str(error)) from error
-    raise CheckpointUnreadable(
-        f"{file} has format {written}, and this Telescope reads {FORMAT}: resume with the Telescope that wrote it (the run's "
-        "summary.json names its version); its weights can be exported with any"
-    )
 
 
 def _restore_rollouts(rollouts: Iterable[SavedRollout], data: bytes) -> Iterable[Rollout]:
