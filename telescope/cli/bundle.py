@@ -92,8 +92,11 @@ def main(arguments: Sequence[str]) -> int:
             constraints=asked.constraint,
             part_bytes=asked.part_mb * MEGABYTE,
         )
-    except (BundleError, OSError) as error:
+    except BundleError as error:
         sys.stderr.write(f"telescope bundle: {error}\n")
+        return 1
+    except OSError as error:
+        sys.stderr.write(f"telescope bundle: {error.filename or asked.out}: {error.strerror or error}; name a new folder\n")
         return 1
     sys.stdout.write(
         f"{asked.out}: {len(told['wheels'])} wheels in {len(told['parts'])} parts; there: bash install.sh [VENV]\n"

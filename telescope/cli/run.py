@@ -66,7 +66,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parsed = parser.parse_intermixed_args(list(arguments))
     if parsed.resolve and parsed.cfg != "job":
         parser.error("--resolve goes with --cfg job")
-    if parsed.package and not parsed.cfg:
+    if parsed.cfg and parsed.info:
+        parser.error("--info and --cfg print different things: give one of them")
+    if parsed.package is not None and not parsed.cfg:
         parser.error("--package goes with --cfg: it names the part that is printed, e.g. trainer")
     if parsed.objective and not parsed.multirun:
         parser.error("--objective goes with -m: it names the number of summary.json that the sweep is about")
@@ -110,8 +112,9 @@ def _search(asked: argparse.Namespace, places: Places, arguments: Sequence[str])
     from telescope.compose.load import UsageError
     from telescope.compose.sweeper import InvalidPoints, PointFailed, SweepStopped, search
 
-    if asked.cfg:
-        raise UsageError("--cfg shows points that are known; those of hydra/sweeper are chosen while the sweep goes on")
+    if asked.cfg or asked.info:
+        option = "--cfg" if asked.cfg else "--info"
+        raise UsageError(f"{option} shows points that are known; those of hydra/sweeper are chosen while the sweep goes on")
     sweep, code = _sweep(asked), OK
 
     def launch(points: Sequence[Point]) -> list[float | None]:

@@ -249,6 +249,10 @@ def _resume_directory(path: Path, order: RunOrder, until_held: ExitStack) -> Run
             f"run_dir={path} is no run directory, and checkpoint.resume goes on in one: name another"
         )
     before, here = read_object(directory.config_json), as_json(config)
+    if not before:
+        raise prepare_attempt.CannotResume(
+            f"{directory.config_json} can't be read, and checkpoint.resume goes on with what it holds: name another run_dir"
+        )
     problems = find_obstacles_to_resume(before, here)
     if problems:
         raise prepare_attempt.CannotResume("\n".join(problems))

@@ -25,23 +25,20 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from telescope.compose.options import GROUPS, HIDDEN_GROUPS, NOT_COMPOSED, Places
+from telescope.compose.preset_files import ENVIRONMENT, SEVERAL, preset_problems
 from telescope.compose.presets import search_path
-from telescope.compose.problems import experiments_without_package, explain_failure, preset_problems
+from telescope.compose.problems import explain_failure
 from telescope.compose.resolve import resolve
 from telescope.compose.run_help import INSTEAD, OTHER_SETTINGS
 from telescope.config import conflicts
 from telescope.config.models import embedded_models, model_path, model_problem
-from telescope.config.plugins import PluginError
+from telescope.config.plugins import SANDBOXES, TRANSPORTS, PluginError, files
 from telescope.config.run import RunConfig
 from telescope.config.validate import validate
-from telescope.config.words import ConfigProblem, did_you_mean, nearest
+from telescope.config.words import ConfigProblem, did_you_mean, nearest, typed
 
 _DEFAULTS_SINCE = (1, 4)
 """From this version on Hydra warns where it is told whose defaults to take; before, where it is not."""
-
-
-SEVERAL = ("env", "experiment")
-"""The groups that take a list of options."""
 
 
 class UsageError(ValueError):
@@ -183,8 +180,7 @@ def compose_point(overrides: Sequence[str], places: Places, environ: Mapping[str
     container, unresolved = resolve(composed, environ)
     container["plugin_path"] = list(places.plugin_path)
     config, judged = validate(_with_model_folder(container))
-    said = [*unresolved, *experiments_without_package(places, container)]
-    problems += [*said, *_drop_repeated([*judged, *_model_problems(container)], [*choices, *said])]
+    problems += [*unresolved, *_drop_repeated([*judged, *_model_problems(container)], [*choices, *unresolved])]
     if problems or config is None:
         return Point(overrides, None, tuple(problems), (), composed, given)
     return Point(overrides, config, (), tuple(conflicts.warnings(config)), composed, given)
@@ -204,7 +200,7 @@ def _force(parsed: Sequence[Override], places: Places) -> tuple[list[str], list[
             problems.append(
                 ConfigProblem(group, f"{line} takes nothing away: choose with env=[…], or drop one with ~environments.<name>")
             )
-        elif group in NOT_COMPOSED:
+        elif group.partition(".")[0] in NOT_COMPOSED:
             problems.append(ConfigProblem(group, f"{group} follows from --config-dir: put plug-ins into <config-dir>/plugins"))
         else:
             forced.append(f"++{line}" if override.type == OverrideType.CHANGE else _force_line(line))
@@ -234,11 +230,13 @@ def _choose(override: Override, places: Places) -> tuple[list[str], list[ConfigP
     twice = [str(name) for name in dict.fromkeys(names) if names.count(name) > 1]
     if twice:
         return [], [ConfigProblem(group, f"{override.input_line} has {', '.join(twice)} more than once: name each once")]
-    unusable = [
-        problem
+    unusable = [problem for name in names for problem in preset_problems(group, str(name), places)]
+    unusable += [
+        ConfigProblem(
+            group, f"{group}={name} is read as {typed(name)}, which is not a name: rename {places.presets(group)[found][0]}"
+        )
         for name in names
-        for file in places.presets(group).get(str(name), ())
-        for problem in preset_problems(group, file)
+        if not isinstance(name, str) and (found := _preset_that_reads_as(name, places.presets(group)))
     ]
     if unusable:
         return [], unusable
@@ -260,10 +258,19 @@ def _choose(override: Override, places: Places) -> tuple[list[str], list[ConfigP
     return [f"{override.get_key_element()}={stand_in}"], problems
 
 
+def _preset_that_reads_as(name: Any, presets: Mapping[str, Any]) -> str:
+    """The file name that YAML takes for a number, a yes or a no; empty where no preset has it."""
+    return next((found for found in presets if found.lower() == str(name).lower()), "")
+
+
 def _wrong_form(override: Override, value: Any) -> str:
     """Why an override is not a choice of its group, or is more than the group takes: Hydra would put one over the other, so
     that only the last of two algorithms would act. Empty where it is a choice."""
     group, line = override.key_or_group, override.input_line
+    if override.package is not None and group != "env":
+        return f"{line}: the settings of {group} have their place: leave out @{override.package}"
+    if override.package is not None and not ENVIRONMENT.fullmatch(override.package):
+        return f"{line}: an environment stands at environments.<name>: type +env@environments.<name>={value}"
     added = "" if override.package is not None else str(line)[: str(line).index(group)]
     if added == "++" or (added and group != "env"):
         return f"{line}: {group} is in the defaults list already, so leave out the {added}"
@@ -320,6 +327,8 @@ def places_for(config_dir: str | None) -> Places:
     try:
         for group in GROUPS:
             places.options(group)
+        for kind in (SANDBOXES, TRANSPORTS):
+            files(kind, places.plugin_path)
     except PluginError as error:
         raise UsageError(str(error)) from error
     return places

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,43 +12,11 @@ from hydra.core.override_parser.types import Override
 from hydra.plugins.config_source import ConfigSource
 
 from telescope.compose.options import GROUPS, HIDDEN_GROUPS, Places
+from telescope.compose.preset_files import NOT_TEXT
 from telescope.config.validate import misplaced_containers
 from telescope.config.words import ConfigProblem
 
 _FAILING_PRESET = re.compile(r"In '([^']+)'")
-GLOBAL = "# @package _global_"
-
-
-def preset_problems(group: str, file: Path) -> Iterator[ConfigProblem]:
-    """What keeps one preset from being composed. An invalid YAML is left to Hydra, which names line and column."""
-    try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except UnicodeDecodeError:
-        yield ConfigProblem(group, _not_text(file))
-    except OSError as error:
-        yield ConfigProblem(group, f"{file} can't be read: {error.strerror}")
-    except yaml.YAMLError:
-        return
-    else:
-        if content is None:
-            yield ConfigProblem(group, f"{file} is empty: a preset holds settings, such as seed: 1, or a list of defaults")
-        elif not isinstance(content, dict):
-            kind = "a list" if isinstance(content, list) else "a single value"
-            yield ConfigProblem(group, f"{file} holds {kind}: a preset holds settings, each as name: value")
-
-
-def experiments_without_package(places: Places, composed: Mapping[str, Any]) -> list[ConfigProblem]:
-    """The user's experiments whose settings went below `experiment`, where nothing is, as they do not say `_global_`."""
-    below = composed.get("experiment")
-    if not isinstance(below, Mapping):
-        return []
-    return [
-        ConfigProblem(
-            "experiment", f"{file} must begin with the line `{GLOBAL}`, without which its settings go below `experiment`"
-        )
-        for file in itertools.chain.from_iterable(places.presets("experiment").values())
-        if _package(file) is None and (own := set(_settings(file))) and own <= set(below)
-    ]
 
 
 def explain_failure(error: Exception, overrides: Sequence[Override], places: Places) -> list[ConfigProblem]:
@@ -60,6 +27,7 @@ def explain_failure(error: Exception, overrides: Sequence[Override], places: Pla
     failing = _FAILING_PRESET.search(said)
     found = [*_misplaced_in_preset(failing[1], places)] if failing else []
     found += [problem for override in overrides for problem in _misplaced_in_override(override, said)]
+    found += [problem for override in overrides for problem in _without_its_object(override, said)]
     return found or [ConfigProblem("", said)]
 
 
@@ -84,6 +52,18 @@ def _misplaced_in_override(override: Override, said: str) -> Iterator[ConfigProb
     if not found and str(override.input_line) in said and said.startswith("Error merging"):
         either = f"{place} has names with values, or these where it has a list"
         yield ConfigProblem(place, f"{override.input_line} has a list where {either}")
+
+
+def _without_its_object(override: Override, said: str) -> Iterator[ConfigProblem]:
+    """An override that takes away or replaces what is not there."""
+    key, line = override.get_key_element().lstrip("~+"), override.input_line
+    if override.is_delete() and said.startswith("Could not delete from config."):
+        if f"'{key}' does not exist" in said:
+            yield ConfigProblem(key, f"{line} takes away what is not there: leave it out, or see the names with --cfg job")
+        elif there := re.search(f"The value of '{re.escape(key)}' is (.*) and not ", said):
+            yield ConfigProblem(key, f"{line} takes {key} away only where it has this value, and it is {there[1]}: type ~{key}")
+    elif override.package is not None and f"Could not override '{key}'" in said:
+        yield ConfigProblem(key, f"{line} replaces an entry, and no list of defaults has {key}: add one with +{line}")
 
 
 def _nested(place: tuple[str, ...], value: Any) -> dict[str, Any]:
@@ -125,7 +105,7 @@ def _is_text(file: Path) -> bool:
 
 
 def _not_text(file: Path) -> str:
-    return f"{file} is not text in UTF-8: save it as UTF-8"
+    return f"{file} {NOT_TEXT}"
 
 
 def _first_paragraph(error: Exception) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import sys
 from collections.abc import Sequence
@@ -32,7 +34,11 @@ def show_configurations(points: Sequence[Point], places: Places, kind: str, pack
             sys.stdout.write(_part(point, package, resolved))
         else:
             with composing(places):
-                _hydra().show_cfg("run", list(point.given), cfg_type=kind, package=package)
+                try:
+                    with contextlib.redirect_stderr(io.StringIO()):
+                        _hydra().show_cfg("run", list(point.given), cfg_type=kind, package=package)
+                except SystemExit as error:  # so Hydra says it, in words of its own
+                    raise UsageError(f"--package={package}: there is no such part with --cfg {kind}") from error
         if len(points) > 1:
             sys.stdout.write("---\n")
 

@@ -239,6 +239,12 @@ def _inference(config: RunConfig) -> Iterator[Conflict]:
             f"inference.quantization={inference.quantization} quantises a whole version at once, and weight_sync.staging=none "
             "never has one: set weight_sync.staging=full, or host",
         )
+    if inference.vllm and inference.engine != "vllm":
+        yield Conflict(
+            ("inference.vllm", "inference.engine"),
+            f"inference.vllm.{next(iter(inference.vllm))} does nothing with inference.engine={inference.engine}: leave it out, "
+            "or set inference=vllm",
+        )
     for name, sentence in vllm_arguments.refusals(inference.vllm):
         yield Conflict((f"inference.vllm.{name}",), sentence)
     yield from _sleeping(config)

@@ -26,7 +26,7 @@ from types import ModuleType
 from typing import Generic, TypeVar, cast
 
 from packaging.requirements import InvalidRequirement, Requirement
-from pydantic import PydanticUserError
+from pydantic import PydanticUserError, ValidationError
 
 from telescope.algorithms.base import Algorithm
 from telescope.backends.base import BackendSettings
@@ -63,6 +63,8 @@ class Kind(Generic[S]):
     """Makes a class of the kind of one that is none by itself; None for all other classes."""
     within: tuple[str, ...] = ()
     """Where our own lie, below telescope, e.g. `environments.tasks`; empty: in the package of the folder's name."""
+    reserved: tuple[str, ...] = ()
+    """Names that mean something else where one is chosen."""
 
     @property
     def packages(self) -> tuple[str, ...]:
@@ -91,6 +93,7 @@ TRANSPORTS: Kind[Transport] = Kind(
     "weight transport",
     "transports",
     Transport,  # type: ignore[type-abstract]  # it is there to be derived from
+    reserved=("auto",),
     within=("weights.transports",),
 )
 
@@ -134,6 +137,10 @@ def _own(kind: Kind[S]) -> dict[str, PluginFile]:
 
 
 def _add(found: dict[str, PluginFile], kind: Kind[S], plugin: PluginFile) -> None:
+    if plugin.name in kind.reserved:
+        raise PluginError(
+            f"{plugin.place}: no {kind.word} can be called {plugin.name}, which leaves the choice to Telescope: rename it"
+        )
     other = found.get(plugin.name)
     if other is not None:
         raise PluginError(f"{plugin.place} has the name of the {kind.word} in {other.place}: rename one of them")
@@ -226,12 +233,45 @@ def _class_of(kind: Kind[S], plugin: PluginFile) -> type[S]:
     chosen = leaves[0]
     found = chosen if issubclass(chosen, kind.base) else kind.adapt(chosen)
     assert found is not None  # else it would not be among them
+    if unlike := _unlike_base(kind, found):
+        raise PluginError(f"{plugin.place}: {unlike}")
     missing = lacking(getattr(found, "requires", ()), f"{kind.word} '{plugin.name}' in {plugin.place}")
     if missing:
         raise PluginError(
             f"{kind.word} '{plugin.name}' needs what is not installed: {_install_line(missing)}{_other_versions(missing)}"
         )
     return found
+
+
+def _unlike_base(kind: Kind[S], found: type[S]) -> str:
+    """Why a class can't do what its base promises; empty where it can, as far as names and parameters tell."""
+    if lacks := sorted(getattr(found, "__abstractmethods__", ())):
+        return f"{found.__name__} lacks {', '.join(lacks)}: define each as {kind.base.__name__} says"
+    for name in sorted(getattr(kind.base, "__abstractmethods__", ())):
+        owed, own = inspect.signature(getattr(kind.base, name)), inspect.signature(getattr(found, name))
+        try:
+            own.bind(*owed.parameters)
+        except TypeError:
+            return f"{found.__name__}.{name}{own} can't be called as {kind.base.__name__} says, {name}{owed}"
+    return ""
+
+
+def make(kind: Kind[S], name: str, plugin_path: Sequence[str], values: str, context: Mapping[str, object] | None = None) -> S:
+    """An instance of a plug-in with these settings, JSON. Raises `PluginError`, also for what the class itself raises, and
+    pydantic's ValidationError."""
+    found = load(kind, name, plugin_path)
+    try:
+        made = found.model_validate_json(values, strict=True, context=dict(context or {}))
+        _ = made.model_fields_set  # a class whose __init__ leaves out pydantic's has none
+    except ValidationError:
+        raise
+    except Exception as error:  # someone's own code: it may raise anything
+        place = sys.modules[found.__module__].__file__ or found.__module__
+        raise PluginError(
+            f"{kind.word} '{name}' can't be made of its settings: {type(error).__name__}: {error} (in {place}); settings are "
+            "fields of the class, and it needs no __init__"
+        ) from error
+    return made
 
 
 def lacking(requires: Sequence[str], place: str) -> dict[str, str]:

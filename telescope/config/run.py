@@ -68,7 +68,7 @@ def settings_of(kind: plugins.Kind[S], value: Any, info: ValidationInfo) -> S:
 
 def _build(kind: plugins.Kind[S], name: str, fields: Mapping[str, Any], plugin_path: Sequence[str]) -> S:
     try:
-        return plugins.load(kind, name, plugin_path).model_validate_json(json.dumps(fields), strict=True)
+        return plugins.make(kind, name, plugin_path, json.dumps(fields))
     except plugins.PluginError as error:
         raise PydanticCustomError("plugin", "{sentence}", {"sentence": str(error)}) from error
     except ValidationError as error:
@@ -146,12 +146,15 @@ class RunConfig(Settings):
         """The transport exists, and its own settings are checked by its class and completed with its defaults."""
         if sync.transport == "auto" or (info.context is not None and info.context.get("resolved")):
             return sync
+        plugin_path = info.data.get("plugin_path", ())
         try:
-            kind = plugins.load(plugins.TRANSPORTS, sync.transport, info.data.get("plugin_path", ()))
+            kind = plugins.load(plugins.TRANSPORTS, sync.transport, plugin_path)
         except plugins.PluginError as error:
             raise nested([(("transport",), str(error))]) from error
         try:
-            made = kind.model_validate_json(json.dumps(sync.transport_kwargs), strict=True)
+            made = plugins.make(plugins.TRANSPORTS, sync.transport, plugin_path, json.dumps(sync.transport_kwargs))
+        except plugins.PluginError as error:
+            raise nested([(("transport",), str(error))]) from error
         except ValidationError as error:
             raise nested([(("transport_kwargs",), error)], kind) from error
         return sync.model_copy(update={"transport_kwargs": made.model_dump(mode="json")})
@@ -204,8 +207,7 @@ def _complete_all(entries: Mapping[str, EnvironmentEntry], plugin_path: Sequence
 
 def _complete(entry: EnvironmentEntry, plugin_path: Sequence[str]) -> EnvironmentEntry:
     """The entry with the defaults of its environment filled in; a `SecretStr` keeps what was given, a reference."""
-    environment = plugins.load(plugins.ENVIRONMENTS, entry.name, plugin_path)
-    made = environment.model_validate_json(json.dumps(entry.kwargs), strict=True, context={"plugin_path": plugin_path})
+    made = plugins.make(plugins.ENVIRONMENTS, entry.name, plugin_path, json.dumps(entry.kwargs), {"plugin_path": plugin_path})
     return entry.model_copy(update={"kwargs": _with_references(made.model_dump(mode="json"), made)})
 
 
@@ -256,7 +258,10 @@ def as_yaml(config: RunConfig) -> str:
 def load_run(path: Path) -> RunConfig:
     """Read a run's config.json. A setting that is younger than the file has its default, so the hash may be another one: runs
     outlive the version that began them. Raises `ValueError` with a sentence where the file is no such file or was edited."""
-    content = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        content = None
     if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
         raise ValueError(f"{path} is not the configuration of a run in format {FORMAT}")
     written, own = content.pop("config_hash", None), _hash_of(content)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import math
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -64,8 +65,19 @@ def refusals(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         elif name in FIXED:
             shown = path if name == "hf_token" else f"{path}={typed(value)}"
             yield name, f"{shown} can't be given: {FIXED[name]}"
+        elif _holds_no_number(value):
+            yield name, f"{path} holds infinity or NaN, which no file of a run can: give a number"
         elif known is not None and name not in known:
             yield name, f"{path}={typed(value)}: the engine of the installed vLLM has no such argument.{_nearest(name, known)}"
+
+
+def _holds_no_number(value: Any) -> bool:
+    """Infinity or NaN, at any depth: JSON has neither, so they would reach the engine as null."""
+    if isinstance(value, Mapping):
+        return any(map(_holds_no_number, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_holds_no_number, value))
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def merged(ours: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import logging
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
@@ -62,8 +63,8 @@ class ChatEndpoint:
         logging.getLogger("httpx").setLevel(logging.WARNING)  # it tells of every request
         self.url = f"{parse_address(base_url).geturl().rstrip('/')}/chat/completions"
         try:
-            httpx.URL(self.url)
-        except httpx.InvalidURL as error:  # else each request would end with it
+            _ = httpx.URL(self.url).host
+        except (httpx.InvalidURL, UnicodeError) as error:  # else each request would end with it
             raise ValueError(f"base_url={base_url!r} is not an address: {error}") from error
         self._model, self._timeout_s = model, timeout_s
         self._slots = asyncio.Semaphore(connections)
@@ -75,6 +76,7 @@ class ChatEndpoint:
                 **({"authorization": f"Bearer {key}"} if key else {}),
             },
             limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections, keepalive_expiry=None),
+            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),  # none is kept: each would lengthen all later requests
             timeout=None,  # of the whole request: see `chat`
             trust_env=False,
             verify=ssl.create_default_context(),

@@ -75,7 +75,7 @@ def read_submission(run: RunDirectory) -> Submission | None:
     """None where the run was not submitted."""
     try:
         return msgspec.json.decode(run.slurm_json.read_bytes(), type=Submission)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
 
 

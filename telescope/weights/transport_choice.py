@@ -100,10 +100,9 @@ def choose(config: RunConfig, placement: RunPlacement) -> Transport:
 def transport_named(name: str, plugin_path: Sequence[str] = (), kwargs: Mapping[str, Any] | None = None) -> Transport:
     """With its own settings. Raises `TransportRefused` for one that is not known here."""
     try:
-        kind = plugins.load(plugins.TRANSPORTS, name, plugin_path)
+        return plugins.make(plugins.TRANSPORTS, name, plugin_path, json.dumps(dict(kwargs or {})))
     except plugins.PluginError as error:
         raise TransportRefused(f"weights come by {name!r}, which this installation does not know: {error}") from error
-    return kind.model_validate_json(json.dumps(dict(kwargs or {})), strict=True)
 
 
 def wire_dtype(settings: WeightSyncSettings, device: str, served: str) -> str | None:

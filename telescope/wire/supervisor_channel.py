@@ -23,6 +23,8 @@ DESCRIPTOR = "TELESCOPE_SUPERVISOR_FD"
 """The variable that tells an orchestrator the number of its end."""
 MAX_PACKET_BYTES = 65_536
 MAX_REASON_CHARACTERS = 8_000
+MAX_PACKETS = 1_000
+"""Taken in at one look; further ones wait for the next, so that a flood holds nobody up."""
 
 
 class RunUnderway(Record, tag=True):
@@ -61,6 +63,9 @@ class StopNotice(Record, tag=True):
 
 
 class _ChannelEnd:
+    empty_is_end = True
+    """An empty packet means that the other end is gone."""
+
     def __init__(self, end: socket.socket | None, heard: Any) -> None:
         """`heard`: the type of what the other end says. Without a socket nobody is there."""
         self._socket = end
@@ -93,23 +98,30 @@ class _ChannelEnd:
         """What has come since the last call, oldest first."""
         self._flush()
         found: list[Any] = []
-        while self._socket is not None:
+        for _ in range(MAX_PACKETS):
+            if self._socket is None:
+                break
             try:
                 packet = self._socket.recv(MAX_PACKET_BYTES)
             except BlockingIOError:
                 break
             except OSError:
                 packet = b""
-            if not packet:
+            if not packet and self.empty_is_end:
                 self.close()
                 break
-            found.append(self._decoder.decode(packet))
+            try:
+                found.append(self._decoder.decode(packet))
+            except (ValueError, RecursionError):  # not a message, or one that was cut off: it says nothing
+                continue
         return found
 
 
 class OrchestratorChannel(_ChannelEnd):
     """The supervisor's end. The other one stays open here too until this is closed: a wait on `descriptor` does not end for
     nothing once the orchestrator has gone."""
+
+    empty_is_end = False
 
     def __init__(self) -> None:
         ours, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -186,3 +186,14 @@ def test_the_installed_vllm_has_these_names_and_takes_what_is_given() -> None:
     assert not (SETTING_OF.keys() | FIXED.keys()) - set(told["names"])
     assert told["threshold"] == 17
     assert told["path"].startswith("/d")
+
+
+@pytest.mark.parametrize("value", ["NaN", "1e999", "[1,[inf]]", "{a:{b:nan}}"])
+def test_what_is_no_number_in_json_does_not_become_null(known: frozenset[str], value: str) -> None:
+    said = sentences(compose_one(f"inference.vllm.compilation_config={value}"))
+    assert said == "inference.vllm.compilation_config holds infinity or NaN, which no file of a run can: give a number"
+
+
+def test_an_argument_of_vllm_does_nothing_with_another_engine() -> None:
+    said = sentences(compose_one("experiment=fake", "inference.vllm.block_size=16"))
+    assert said == "inference.vllm.block_size does nothing with inference.engine=fake: leave it out, or set inference=vllm"

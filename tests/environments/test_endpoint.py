@@ -184,3 +184,20 @@ async def test_a_rollout_that_is_given_up_leaves_its_place_to_others():
 async def test_a_host_that_no_request_could_name_is_refused_at_once():
     with pytest.raises(ValueError, match=r"base_url='http://jüdge\.\.com/v1' is not an address: Invalid IDNA"):
         ChatEndpoint("http://jüdge..com/v1", "wise")
+
+
+async def test_what_a_server_gives_to_keep_is_not_sent_back():
+    """Else each answer could lengthen all later requests."""
+
+    async def give(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(answer(completion("yes"), "set-cookie: a=" + "z" * 1000))
+
+    async with serving(give) as (endpoint, heads):
+        for _ in range(2):
+            await endpoint.chat(ASKED)
+    assert [len(head) < 500 and "cookie" not in head for head in heads] == [True, True]
+
+
+def test_a_host_of_punycode_without_an_end_is_refused_at_once():
+    with pytest.raises(ValueError, match="is not an address"):
+        ChatEndpoint("http://xn--/v1", "wise")

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import socket
 
+import pytest
+
+from telescope.wire import supervisor_channel
 from telescope.wire.supervisor_channel import (
     DESCRIPTOR,
     MAX_REASON_CHARACTERS,
@@ -103,3 +106,28 @@ def test_an_orchestrator_started_by_hand_speaks_to_nobody():
     alone.ask_to_fence("server-0", 17, "it hangs")
     alone.read()
     assert (alone.ends, alone.stop) == ({}, None)
+
+
+@pytest.mark.parametrize(
+    "packet",
+    [b"", b"\xff", b"{}", b'{"type":"Nope"}', b"[" * 60_000, b'{"type":"EndingNotice","x":' + b"[" * 60_000, b"x" * 100_000],
+)
+def test_a_packet_that_is_no_message_stops_neither_end_and_the_next_one_is_heard(packet: bytes):
+    ours, theirs = pair()
+    with socket.socket(fileno=os.dup(ours.passed)) as end:
+        end.send(packet)
+    theirs.tell_underway()
+    ours.read()
+    assert ours.underway is True
+
+
+def test_a_flood_is_taken_in_bit_by_bit(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(supervisor_channel, "MAX_PACKETS", 10)
+    ours, theirs = pair()
+    for number in range(25):
+        theirs.ask_to_fence(f"server-{number}", 17, "it hangs")
+    heard = []
+    for _ in range(3):
+        ours.read()
+        heard.append(len(ours.fences))
+    assert heard == [10, 20, 25]

@@ -48,6 +48,8 @@ def main(arguments: Sequence[str]) -> int:
         parser.error("--weights FOLDER and --version N go together: which version of the weights the folder holds")
     run = RunDirectory(Path(asked.run_directory))
     try:
+        if not run.path.is_dir():
+            raise NothingToShow(f"{run.path} is not a folder: name a run directory")
         chosen = choose(rows(run, "tokens"), step=asked.step, rollout=asked.rollout, folder=asked.run_directory)
         config = load_run(run.config_json)
         decode, recomputer = _make_decoder(config), _load_recomputer(config, asked)

@@ -72,7 +72,7 @@ class SandboxSettings(Settings):
 
     def make_provider(self) -> Provider:
         """The provider that the settings name, not started yet. Imports its module alone."""
-        return self._kind().model_validate_json(to_json(self.model_extra or {}), strict=True)
+        return plugins.make(plugins.SANDBOXES, self.provider, self._plugin_path, to_json(self.model_extra or {}).decode())
 
     def _kind(self) -> type[Provider]:
         return plugins.load(plugins.SANDBOXES, self.provider, self._plugin_path)
