@@ -11,14 +11,17 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from telescope._launch.process_plan import PlanError, describe_shared_gpus
 from telescope._launch.slurm.submit import SubmitRefused, refuse_submission
 from telescope.cli.start import find_obstacles, make_plan_here
 from telescope.compose.load import Point, UsageError, load_points, places_for
+from telescope.compose.sweeper import has_sweeper
 from telescope.config.models import hub_problem
 from telescope.config.run import RunConfig, config_hash
 from telescope.config.words import ConfigError, ConfigProblem
+from telescope.runlog.layout import RunDirectory, RunDirectoryInUse
 
 OK, CONFIG_ERROR, USAGE = 0, 1, 2
 
@@ -29,6 +32,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("-m", "--multirun", action="store_true", help="overrides may have several values")
     parser.add_argument("overrides", nargs="*", help="as for telescope.run")
     asked = parser.parse_intermixed_args(list(arguments))
+    if asked.multirun and has_sweeper(asked.overrides):
+        sys.stderr.write(
+            "telescope check: hydra/sweeper chooses its points while the sweep goes on: check one of them, without -m and "
+            "without hydra/sweeper\n"
+        )
+        return USAGE
     try:
         points = load_points(asked.overrides, places_for(asked.config_dir), os.environ, sweep=asked.multirun)
     except UsageError as error:
@@ -56,9 +65,19 @@ def judged(point: Point, hub: Callable[[str], ConfigProblem | None]) -> tuple[bo
         return False, str(error)
     warnings = [*point.warnings, *filter(None, (describe_shared_gpus(plan) if plan else "",))]
     said = [f"  Warning: {warning}" for warning in warnings]
-    refused = [*_unsubmitted(point.config), *find_obstacles(point.config, plan, hub)]
-    said += [f"  Here telescope.run would refuse it: {sentence}" for sentence in refused]
+    refused = [*_directory_in_use(point.config), *_unsubmitted(point.config), *find_obstacles(point.config, plan, hub)]
+    said += [f"  On this machine `telescope run` would refuse it: {sentence}" for sentence in refused]
     return True, "\n".join(["valid, hash " + config_hash(point.config), *said])
+
+
+def _directory_in_use(config: RunConfig) -> list[str]:
+    """Why no new run could have the directory that it names."""
+    try:
+        if config.run_dir is not None and config.checkpoint.resume is False:
+            RunDirectory.refuse_used(Path(config.run_dir).expanduser().absolute())
+    except (RunDirectoryInUse, OSError) as error:
+        return [str(error)]
+    return []
 
 
 def _unsubmitted(config: RunConfig) -> list[str]:

@@ -73,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m telescope export", description="A checkpoint's weights as a model folder.")
+    parser = argparse.ArgumentParser(prog="telescope export", description="A checkpoint's weights as a model folder.")
     parser.add_argument("step", metavar="STEP", type=_step, help="a step with a complete checkpoint, `latest`, or `all`")
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--to", type=Path, required=True, help="a new folder; with `all`, one a step is made in it")

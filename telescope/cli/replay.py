@@ -1,4 +1,4 @@
-"""`python -m telescope replay RUN_DIR`: does today's core give the commands that the run's journal recorded? With `--step N`:
+"""`telescope replay RUN_DIR`: does today's core give the commands that the run's journal recorded? With `--step N`:
 runs one train step that the run kept again, alone (replay_step.py).
 
 Exit code 0 where every command agrees, or all of the step is finite; 1 where not, or where it can't be read; 2 on wrong usage.
@@ -35,9 +35,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m telescope replay", description="Does today's core decide as the run's journal says?"
-    )
+    parser = argparse.ArgumentParser(prog="telescope replay", description="Does today's core decide as the run's journal says?")
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
     parser.add_argument("--step", type=from_one, metavar="N", help="run this train step again, alone, if the run kept it")
     parser.add_argument("--weights", metavar="FOLDER", help="with --step: a checkpoint's or model's folder")

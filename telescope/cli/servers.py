@@ -1,4 +1,4 @@
-"""`python -m telescope servers RUN_DIR`: where a run's inference servers listen, while they do. Never prints a key."""
+"""`telescope servers RUN_DIR`: where a run's inference servers listen, while they do. Never prints a key."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from telescope.runlog.ending import read_object
 from telescope.runlog.layout import RunDirectory
 
-USAGE = "usage: python -m telescope servers RUN_DIR\n"
+USAGE = "usage: telescope servers RUN_DIR\n"
 SHOWN = ("url", "model", "version")
 
 

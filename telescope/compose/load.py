@@ -327,8 +327,8 @@ def places_for(config_dir: str | None) -> Places:
     try:
         for group in GROUPS:
             places.options(group)
-        for kind in (SANDBOXES, TRANSPORTS):
-            files(kind, places.plugin_path)
+        files(SANDBOXES, places.plugin_path)
+        files(TRANSPORTS, places.plugin_path)
     except PluginError as error:
         raise UsageError(str(error)) from error
     return places

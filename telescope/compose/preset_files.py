@@ -30,7 +30,7 @@ _AN_ENTRY = "an entry is the name of a preset, `override /group: option`, or _se
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _DefaultsEntry:
     """One of a list of defaults, e.g. `override /env: [countdown, hard]`."""
 
     group: str
@@ -157,7 +157,7 @@ def _example(group: str) -> str:
     return {"env": "countdown", "experiment": "fake", "algorithm": "grpo"}.get(group, "_default")
 
 
-def _entries(group: str, defaults: Sequence[Any]) -> Iterator[_Entry | str]:
+def _entries(group: str, defaults: Sequence[Any]) -> Iterator[_DefaultsEntry | str]:
     """The entries of a list of defaults, or a sentence for one that can't be read."""
     for entry in defaults:
         if isinstance(entry, str):
@@ -174,23 +174,25 @@ def _entries(group: str, defaults: Sequence[Any]) -> Iterator[_Entry | str]:
             yield f"defaults holds {typed(entry)}: {_AN_ENTRY}"
 
 
-def _named(group: str, written: str) -> _Entry:
+def _named(group: str, written: str) -> _DefaultsEntry:
     path, _, package = written.partition("@")
     own, _, option = path.rpartition("/")
     absolute = path.startswith("/")
     found = own.removeprefix("/") if absolute else "/".join(filter(None, (group, own)))
-    return _Entry(found, (option,), written, package=package or None, absolute=absolute, alone=True)
+    return _DefaultsEntry(found, (option,), written, package=package or None, absolute=absolute, alone=True)
 
 
-def _keyed(group: str, key: str, options: Sequence[str]) -> _Entry:
+def _keyed(group: str, key: str, options: Sequence[str]) -> _DefaultsEntry:
     *words, path = key.split()
     path, _, package = path.partition("@")
     absolute = path.startswith("/")
     found = path.removeprefix("/") if absolute else f"{group}/{path}"
-    return _Entry(found, tuple(options), key, "override" in words, package or None, "optional" in words, absolute)
+    return _DefaultsEntry(found, tuple(options), key, "override" in words, package or None, "optional" in words, absolute)
 
 
-def _entry_problems(group: str, file: Path, entry: _Entry, places: Places, above: tuple[Path, ...]) -> Iterator[ConfigProblem]:
+def _entry_problems(
+    group: str, file: Path, entry: _DefaultsEntry, places: Places, above: tuple[Path, ...]
+) -> Iterator[ConfigProblem]:
     if sentence := _misplaced(group, file, entry):
         yield ConfigProblem(group, f"{file}: {sentence}")
         return
@@ -212,7 +214,7 @@ def _entry_problems(group: str, file: Path, entry: _Entry, places: Places, above
             yield ConfigProblem(group, f"{file}: defaults names {entry.group}={option}: there is no such option.{hint}")
 
 
-def _misplaced(group: str, file: Path, entry: _Entry) -> str:
+def _misplaced(group: str, file: Path, entry: _DefaultsEntry) -> str:
     """Why an entry would not do what it says; empty where it does."""
     top = entry.group.partition("/")[0]
     if top == "hydra" and not entry.group.startswith("hydra/sweeper"):

@@ -33,7 +33,7 @@ Options:
     --version           of Telescope and of Hydra
     --new-key FILE      make the key that hosts without a shared folder know each other by (cluster.key_file)
 
-Every setting with its default and meaning: docs/configuration.md. Top level and sections:
+Every setting with its default and meaning: docs/settings/. Top level and sections:
 {sections}.
 Exit codes: 0 done · 1 wrong configuration, or an error that you have to mend · 2 wrong usage ·
     70 a part failed for good · 75 stopped before its walltime, run it again · 129, 130, 143 interrupted

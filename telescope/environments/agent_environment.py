@@ -30,7 +30,7 @@ from telescope.environments.env_allowlist import pick_variables
 from telescope.environments.failures import InfrastructureError
 from telescope.environments.proxy.chat_completions import MODEL
 from telescope.environments.proxy.sessions import Proxy
-from telescope.environments.tools.calls import CallFormat
+from telescope.environments.tools.call_parsers import CallFormat
 from telescope.environments.validate import must_override
 from telescope.runlog import temporary
 

@@ -27,7 +27,7 @@ from telescope.environments.failures import GraderError, InfrastructureError, Po
 from telescope.environments.multi_turn import MultiTurn
 from telescope.environments.rubric import Rubric as CurrentRubric
 from telescope.environments.threads import TimeLimit, run_function
-from telescope.environments.tools.calls import CallFormat, MalformedCall, explain_format, parse_calls
+from telescope.environments.tools.call_parsers import CallFormat, MalformedCall, explain_format, parse_calls
 from telescope.environments.tools.redact import redact
 from telescope.environments.tools.schema import BadArguments, format_result, make_tool
 

@@ -26,7 +26,14 @@ from telescope.environments.failures import GraderError, InfrastructureError, Po
 from telescope.environments.lru import LruCache
 from telescope.environments.multi_turn import MultiTurn
 from telescope.environments.threads import TimeLimit, run_function
-from telescope.environments.tools.calls import CallFormat, MalformedCall, ParsedAnswer, ParsedCall, explain_format, parse_calls
+from telescope.environments.tools.call_parsers import (
+    CallFormat,
+    MalformedCall,
+    ParsedAnswer,
+    ParsedCall,
+    explain_format,
+    parse_calls,
+)
 from telescope.environments.tools.redact import redact
 from telescope.environments.tools.schema import BadArguments, HiddenState, Tool, ToolFunction, format_result, make_tool
 from telescope.environments.tools.vllm_parsers import VllmParsers, load_vllm_parsers

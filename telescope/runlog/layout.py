@@ -28,14 +28,19 @@ class RunDirectory:
     def create(cls, path: Path) -> RunDirectory:
         """Make the folder, readable by its owner alone. Raises `RunDirectoryInUse` where something lies in it already."""
         path = path.absolute()
-        if path.exists() and not path.is_dir():
-            raise RunDirectoryInUse(f"run_dir={path} is not a folder: name another")
-        if path.exists() and any(path.iterdir()):
-            raise RunDirectoryInUse(f"run_dir={path} exists and is not empty; a run directory is never reused: name another")
+        cls.refuse_used(path)
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
         run = cls(path)
         run.make_folders()
         return run
+
+    @staticmethod
+    def refuse_used(path: Path) -> None:
+        """Raises `RunDirectoryInUse` where a run can't have the folder, as something lies in it already."""
+        if path.exists() and not path.is_dir():
+            raise RunDirectoryInUse(f"run_dir={path} is not a folder: name another")
+        if path.exists() and any(path.iterdir()):
+            raise RunDirectoryInUse(f"run_dir={path} exists and is not empty; a run directory is never reused: name another")
 
     def make_folders(self) -> None:
         """Those that an attempt finds empty."""

@@ -18,7 +18,10 @@ import pytest
 from telescope.config import models
 
 NAME = "nobody/has-it"
-REFUSED = f"Here telescope.run would refuse it: model.name={NAME} is not in the Hugging Face cache and can't be downloaded ("
+REFUSED = (
+    f"On this machine `telescope run` would refuse it: model.name={NAME} is not in the Hugging Face cache and can't be "
+    "downloaded ("
+)
 
 
 @contextmanager

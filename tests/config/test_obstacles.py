@@ -61,7 +61,7 @@ def test_check_remarks_what_run_refuses_and_both_say_the_same(
     assert check.main([override]) == 0
     said = capsys.readouterr()
     assert said.out.startswith(f"{override}: valid, hash ")
-    assert f"  Here telescope.run would refuse it: {sentence}\n" in said.out
+    assert f"  On this machine `telescope run` would refuse it: {sentence}\n" in said.out
     assert run.main([override]) == 1
     assert capsys.readouterr().err == f"{sentence}\nNothing was started.\n"
     assert list(tmp_path.iterdir()) == []
@@ -79,7 +79,7 @@ def test_a_model_that_the_hub_does_not_give_is_a_remark_too(tmp_path, monkeypatc
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     assert check.main(["model.name=nobody/has-it"]) == 0
-    assert "Here telescope.run would refuse it: model.name=nobody/has-it is not in the Hugging Face cache" in (
+    assert "On this machine `telescope run` would refuse it: model.name=nobody/has-it is not in the Hugging Face cache" in (
         capsys.readouterr().out
     )
 
@@ -87,7 +87,7 @@ def test_a_model_that_the_hub_does_not_give_is_a_remark_too(tmp_path, monkeypatc
 def test_slurms_clients_are_a_remark_on_a_machine_without_them(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert check.main(["cluster=slurm"]) == 0
-    assert "Here telescope.run would refuse it: cluster=slurm " in capsys.readouterr().out
+    assert "On this machine `telescope run` would refuse it: cluster=slurm " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -146,3 +146,16 @@ def test_cards_are_asked_only_where_the_answer_matters(monkeypatch):
     for attention in ("auto", "sdpa"):
         config = config_of(f"backend.attention={attention}")
         assert find_obstacles(config, make_plan(config, (GPUS,))) == []
+
+
+def test_check_tells_of_a_directory_that_a_run_would_not_take(tmp_path: Path, capsys):
+    (tmp_path / "kept.txt").write_text("of another run")
+    assert check.main(["experiment=fake", f"run_dir={tmp_path}"]) == 0
+    assert f"would refuse it: run_dir={tmp_path} exists and is not empty" in capsys.readouterr().out
+    assert check.main(["experiment=fake", f"run_dir={tmp_path}", "checkpoint.resume=true"]) == 0
+    assert "exists and is not empty" not in capsys.readouterr().out
+
+
+def test_check_says_that_a_sweepers_points_are_not_known_yet(capsys):
+    assert check.main(["-m", "hydra/sweeper=optuna", "seed=1,2"]) == 2
+    assert "hydra/sweeper chooses its points while the sweep goes on" in capsys.readouterr().err

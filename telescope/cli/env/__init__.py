@@ -21,7 +21,7 @@ OK, USAGE = 0, 2
 def main(arguments: Sequence[str]) -> int:
     """0, or what the subcommand says; 2 for a command line that cannot be read."""
     known = "\n".join(f"  {name:<8}{does}" for name, (_, does) in SUBCOMMANDS.items())
-    usage = f"usage: python -m telescope env SUBCOMMAND ...\n{known}\n"
+    usage = f"usage: telescope env SUBCOMMAND ...\n{known}\n"
     if arguments and arguments[0] in SUBCOMMANDS:
         module = importlib.import_module(SUBCOMMANDS[arguments[0]][0])
         return int(module.main(arguments[1:]))

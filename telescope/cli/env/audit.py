@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m telescope env audit", description="Print trajectories token by token.")
+    parser = argparse.ArgumentParser(prog="telescope env audit", description="Print trajectories token by token.")
     parser.add_argument("run_directory", metavar="RUN_DIR")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--step", type=from_one, help="the kept rollouts of this step (default: one of the latest step)")

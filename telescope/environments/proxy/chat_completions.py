@@ -15,7 +15,7 @@ from typing import Any, Literal
 import orjson
 
 from telescope.environments.proxy.http_server import HttpResponse
-from telescope.environments.tools.calls import MAX_DEPTH, is_deeper_than
+from telescope.environments.tools.call_parsers import MAX_DEPTH, is_deeper_than
 
 MODEL = "policy"
 """The one model there is; any name is answered by it."""

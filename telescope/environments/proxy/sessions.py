@@ -30,7 +30,7 @@ from telescope.environments.proxy import chat_completions
 from telescope.environments.proxy.chat_completions import ChatAnswer, ChatRefused, ChatRequest, Message
 from telescope.environments.proxy.http_server import HttpRequest, HttpResponse, HttpServer
 from telescope.environments.template import TemplateError
-from telescope.environments.tools.calls import CallFormat, ParsedCall, is_deeper_than, parse_calls
+from telescope.environments.tools.call_parsers import CallFormat, ParsedCall, is_deeper_than, parse_calls
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from pydantic import Field
 from telescope.environments.base import LazyPrompts, Prompt, Reward
 from telescope.environments.hashed_random import HashedRandom
 from telescope.environments.tool_environment import ToolEnvironment, ToolState
-from telescope.environments.tools.calls import CallFormat
+from telescope.environments.tools.call_parsers import CallFormat
 from telescope.environments.tools.schema import ToolFunction
 
 LETTERS = "abcdefghij"

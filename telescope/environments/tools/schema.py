@@ -1,7 +1,8 @@
 """A Python function as a tool: its OpenAI schema, and arguments made of what a policy wrote.
 
 The signature is the truth: pydantic makes the JSON schema from the type hints and judges the arguments by the same hints;
-docstrings.py adds the words. Refuses to run a tool (tool_environment.py does) and to read calls out of a text (calls.py does).
+docstrings.py adds the words. Refuses to run a tool (tool_environment.py does) and to read calls out of a text (call_parsers.py
+does).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""vLLM's own parsers of tool calls and thoughts, for formats that calls.py does not know (DeepSeek, GLM, Kimi, …).
+"""vLLM's own parsers of tool calls and thoughts, for formats that call_parsers.py does not know (DeepSeek, GLM, Kimi, …).
 
 They need vLLM importable in the worker, which takes some ten seconds once a process, and the policy's tokenizer. A text that
 holds the mark with which the parser's calls begin, and of which the parser makes none, is a call gone wrong: vLLM itself would
@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from telescope.environments.base import ToolSchema
-from telescope.environments.tools.calls import MAX_SHOWN, MalformedCall, ParsedAnswer, ParsedCall, strip_thought
+from telescope.environments.tools.call_parsers import MAX_SHOWN, MalformedCall, ParsedAnswer, ParsedCall, strip_thought
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import pytest
 
 from telescope.environments.proxy.chat_completions import ChatRefused, ChatRequest, read_request
 from telescope.environments.proxy.sessions import Session
-from telescope.environments.tools.calls import CallFormat
+from telescope.environments.tools.call_parsers import CallFormat
 from tests.environments.proxy.conftest import Rollout
 
 LOOK: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 from transformers import AutoTokenizer
 
-from telescope.environments.tools.calls import MalformedCall, ParsedCall
+from telescope.environments.tools.call_parsers import MalformedCall, ParsedCall
 from telescope.environments.tools.schema import make_tool
 from telescope.environments.tools.vllm_parsers import load_vllm_parsers
 from tests.environments.conftest import EMBEDDED

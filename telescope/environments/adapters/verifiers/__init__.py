@@ -33,7 +33,7 @@ from telescope.environments.base import Chat, Environment, Prompt, Reward
 from telescope.environments.env_allowlist import pick_variables
 from telescope.environments.failures import ContextFull, GraderError, InfrastructureError
 from telescope.environments.proxy.sessions import Proxy, Session
-from telescope.environments.tools.calls import CallFormat
+from telescope.environments.tools.call_parsers import CallFormat
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from telescope.environments.tasks.tau.retail import RetailDesk
 from telescope.environments.tasks.tau.users import ModelUser, ScriptedUser, User, make_opening
 from telescope.environments.threads import run_function
 from telescope.environments.tool_environment import ToolEnvironment, ToolState
-from telescope.environments.tools.calls import strip_thought
+from telescope.environments.tools.call_parsers import strip_thought
 from telescope.environments.tools.schema import BadArguments, ToolFunction
 
 NAMES = {"user": "user", "tool": "result of a call"}

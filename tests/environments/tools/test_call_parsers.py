@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from telescope.environments.tools.calls import (
+from telescope.environments.tools.call_parsers import (
     BadLiteral,
     CallFormat,
     MalformedCall,
