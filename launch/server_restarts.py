@@ -8,12 +8,15 @@ moment a death ends the run: what cannot even start needs its user.
 
 from __future__ import annotations
 
+import errno
+import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from telescope._launch.causes import describe_end, read_own_sentence
 from telescope._launch.child_processes import ManagedProcess
+from telescope._launch.file_thread import FileThread
 from telescope._launch.process_plan import LaunchPlan, ProcessPlan
 from telescope.runlog.layout import RunDirectory
 from telescope.wire.supervisor_channel import OrchestratorChannel
@@ -49,12 +52,19 @@ class RestartBudget:
 
 
 class ServerRestarts:
-    """The servers' further incarnations. `say` tells the user; `fence_s`: see `SupervisorTimeouts`."""
+    """The servers' further incarnations. `say` tells the user; `fence_s`: see `SupervisorTimeouts`; `files` touches the run's
+    files."""
 
     def __init__(
-        self, run: RunDirectory, plan: LaunchPlan, channel: OrchestratorChannel, say: Callable[[str], None], fence_s: float
+        self,
+        run: RunDirectory,
+        plan: LaunchPlan,
+        channel: OrchestratorChannel,
+        say: Callable[[str], None],
+        fence_s: float,
+        files: FileThread,
     ) -> None:
-        self._run, self._channel, self._say, self._fence_s = run, channel, say, fence_s
+        self._run, self._channel, self._say, self._fence_s, self._files = run, channel, say, fence_s, files
         self._budget = RestartBudget(plan.max_server_restarts)
         self._servers = tuple(process.name for process in plan.processes if process.role == "server")
         self._due: dict[str, float] = {}
@@ -104,7 +114,7 @@ class ServerRestarts:
             return ""
         if not process.fence_reason and (process.end.status == 0 or process.end.ordered):
             return ""  # it left by itself: if the run still needs it, the orchestrator asks for the fence
-        own = read_own_sentence(self._run, process.name).removeprefix(f"{process.name}: ")
+        own = self._read_sentence(process.name).removeprefix(f"{process.name}: ")
         why = describe_end(process.end) + (f": {own}" if own else "")
         sentence = _close_sentence(
             f"{process.name} was fenced: {process.fence_reason}" if process.fence_reason else f"{process.name} {why}"
@@ -115,18 +125,31 @@ class ServerRestarts:
         self._due[process.name] = now + wait_s
         process.kill_shim_at = now + self._fence_s
         self._say(f"{sentence} It is started again" + (f" in {wait_s:g} s." if wait_s else "."))
-        self._run.server(process.name).unlink(missing_ok=True)  # one that was killed listens no more, and could not say so
+        address = self._run.server(process.name)
+        self._files.post(lambda: address.unlink(missing_ok=True))  # one that was killed listens no more, and could not say so
         self._channel.tell_end(process.name, process.incarnation, process.pid or 0, sentence)
         return ""
 
     def take_due(self, processes: Mapping[str, ManagedProcess], now: float) -> Iterable[tuple[ProcessPlan, int]]:
         """Servers to be started now, with the number of the incarnation that begins; nothing of the last one is left."""
         for name in [name for name, at in self._due.items() if now >= at and processes[name].gone]:
-            del self._due[name]
             last = processes[name]
-            self._put_aside(last)
+            try:
+                self._files.run(functools.partial(self._put_aside, last))
+            except OSError as error:
+                if error.errno != errno.ETIMEDOUT:
+                    raise
+                self._due[name] = now + FIRST_WAIT_S  # a log can't be opened either while the file system hangs
+                continue
+            del self._due[name]
             self.incarnations[name] = last.incarnation + 1
             yield last.plan, last.incarnation + 1
+
+    def _read_sentence(self, name: str) -> str:
+        try:
+            return self._files.run(lambda: read_own_sentence(self._run, name))
+        except OSError:
+            return ""
 
     def log(self, name: str) -> Path:
         """Where the server writes now."""

@@ -43,6 +43,7 @@ from telescope._launch.hosts.node_protocol import (
 from telescope._launch.hosts.other_nodes import BEAT_S, read_last_words
 from telescope._launch.process_plan import Host
 from telescope._launch.this_host import inspect_this_host
+from telescope._launch.unblocked_output import unblock_output
 from telescope.exit_codes import COMPONENT_FAILED, ERROR
 from telescope.runlog import temporary
 from telescope.runlog.attempts import put_aside
@@ -74,6 +75,7 @@ class NodeOptions:
     """Until the head is there, and again until the run begins."""
 
 
+@unblock_output()
 def run_node(options: NodeOptions, say: Callable[[str], None]) -> int:
     """Take part in a run, in the foreground, from the main thread. Gives the exit code."""
     identity = options.identity
