@@ -82,9 +82,12 @@ def find_latest(run: RunDirectory, config: RunConfig) -> ResumePoint | None:
 
 
 def _read_facts(run: RunDirectory, config: RunConfig, folder: Path) -> checkpoints.Complete:
-    """Raises `CannotResume`."""
+    """Raises `CannotResume`: before the directory is made ready, after which an older Telescope could not read its settings."""
+    from telescope.orchestrator.saved_state import refuse_another_format  # arrays and all: for those who resume alone
+
     try:
         facts = checkpoints.read_whole(folder, config.checkpoint.verify)
+        refuse_another_format(folder)
     except checkpoints.CheckpointUnreadable as error:
         raise CannotResume(str(error)) from error
     run_id = read_identity(run).run_id

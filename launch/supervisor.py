@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from telescope._launch import shim
-from telescope._launch.causes import FailureCause, describe_end, find_root_cause, make_cause, read_tail
+from telescope._launch.causes import FailureCause, describe_end, find_root_cause, make_cause, read_own_sentence, read_tail
 from telescope._launch.child_processes import INTERRUPTS, CaughtSignals, ChildProcesses, ManagedProcess, ProcessEnd
 from telescope._launch.file_thread import FileThread
 from telescope._launch.hosts.address import KeptPort
@@ -486,15 +486,25 @@ class Supervisor:
         )
         self.write(self.directory.exit_json, record)
         summary: Mapping[str, Any] = self.ask_files(lambda: read_object(self.directory.summary_json), {})
-        lost = f"The last checkpoint is lost: {summary.get('exit_reason')}." if summary.get("lost_checkpoint") else ""
-        self.release_nodes(code, self.cause.sentence if self.cause else lost)
+        unfinished = self.describe_unfinished(summary)
+        self.release_nodes(code, self.cause.sentence if self.cause else unfinished)
         self.console.result(f"run directory: {self.directory.path}")
         if summary:
             self.console.result(format_summary(summary))
         if code == STOPPED and self.interrupted is not None:
             self.console.result(f"to go on: python -m telescope runs resume {shlex.quote(str(self.directory.path))}")
-        elif lost:
-            self.console.say(lost)
+        elif unfinished:
+            self.console.say(unfinished)
+
+    def describe_unfinished(self, summary: Mapping[str, Any]) -> str:
+        """What the orchestrator could not do at the end. A full disk may have no summary: then the sentence that it wrote of
+        itself, where it was told to stop and no cause has said it."""
+        if summary.get("lost_checkpoint"):
+            return f"The last checkpoint is lost: {summary.get('exit_reason')}."
+        if self.cause or self.orchestrator_status != ERROR:
+            return ""
+        own = read_own_sentence(self.directory, "orchestrator")
+        return f"The orchestrator ended with an error of its own: {own.rstrip('.')}." if own else ""
 
     # ---- derived facts -----------------------------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ def replay_step(run: RunDirectory, step: int, *, weights: str | None, device: st
     with a model in the format of Hugging Face; None: the run's own checkpoint of the step before, or else the model that it
     began with.
 
-    Raises `kept.NothingKept`, `CannotReplay`, `CheckpointUnreadable`, and what building the backend raises.
+    Raises `kept_steps.NothingKept`, `CannotReplay`, `CheckpointUnreadable`, and what building the backend raises.
     """
     parts, run = kept_steps.read(run, step), kept_steps.find(run, step)
     try:

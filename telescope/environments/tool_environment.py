@@ -30,6 +30,7 @@ from telescope.environments.tools.calls import CallFormat, MalformedCall, Parsed
 from telescope.environments.tools.redact import redact
 from telescope.environments.tools.schema import BadArguments, HiddenState, Tool, ToolFunction, format_result, make_tool
 from telescope.environments.tools.vllm_parsers import VllmParsers, load_vllm_parsers
+from telescope.environments.validate import formerly
 
 REMEMBERED_TOOLS = 1024
 MAX_NAME = 64
@@ -161,6 +162,7 @@ class ToolEnvironment(MultiTurn):
         """The tools of this rollout: those of the class, unless the state has its own (methods of an object in it, say)."""
         return [self._bind(function) for function in self.tools]
 
+    @formerly("answered")
     def reply_to_text(self, state: Any, text: str) -> Sequence[Turn] | Awaitable[Sequence[Turn]]:
         """An answer without any call. Here it is the final one; override it where someone answers back."""
         state.final_answer, state.done = text, True

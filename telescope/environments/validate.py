@@ -22,6 +22,16 @@ def must_override(function: F) -> F:
     return function
 
 
+def formerly(name: str) -> Callable[[F], F]:
+    """Marks a method that users may override and that was called `name` before: an override of that name is never called."""
+
+    def mark(function: F) -> F:
+        function.__dict__["formerly"] = name
+        return function
+
+    return mark
+
+
 def find_turns_mistake(turns: Any) -> str:
     """What is wrong with a list of messages; "" where it is one."""
     if isinstance(turns, str | bytes | Mapping) or not isinstance(turns, Sequence):
@@ -40,9 +50,12 @@ def find_message_mistake(turn: Any) -> str:
 
 
 def find_class_mistake(kind: type[Any]) -> str:
-    """The methods that a class lacks, so that no rollout of it could be scored; "" where there are none."""
-    lacking = _list_missing(kind)
-    return f"{kind.__name__} defines no {' and no '.join(lacking)} (docs/environments.md)" if lacking else ""
+    """The methods that a class lacks, so that no rollout of it could be scored, or that have a name of former times; "" where
+    there are none."""
+    if lacking := _list_missing(kind):
+        return f"{kind.__name__} defines no {' and no '.join(lacking)} (docs/environments.md)"
+    renamed = (f"{kind.__name__}.{old} is never called: name it {new} (CHANGELOG.md)" for old, new in _list_renamed(kind))
+    return next(renamed, "")
 
 
 def find_ranges_mistake(ranges: Mapping[str, Any]) -> str:
@@ -75,6 +88,13 @@ def _list_missing(kind: type[Any]) -> list[str]:
     if not any(_is_marked(shape, name) for name in vars(shape)):  # a `play` of its own asks for what it asks for
         marked &= {"prompts"}
     return sorted(marked)
+
+
+def _list_renamed(kind: type[Any]) -> list[tuple[str, str]]:
+    """(former name, name) of the methods that the class defines by their former name alone."""
+    methods = [(name, inspect.getattr_static(kind, name)) for base in kind.__mro__ for name in vars(base)]
+    found = {(getattr(method, "formerly", ""), name) for name, method in methods}
+    return sorted((old, new) for old, new in found if old and hasattr(kind, old))
 
 
 def _is_marked(kind: type[Any], name: str) -> bool:

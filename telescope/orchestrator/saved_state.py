@@ -98,6 +98,7 @@ def write_state(folder: Path, state: OrchestratorState) -> int:
 
 def read_state(folder: Path) -> tuple[SavedState, list[Rollout]]:
     """Of a complete checkpoint. Raises `CheckpointUnreadable`, which names the file and the remedy."""
+    refuse_another_format(folder)
     place = orchestrator_part(folder)
     try:
         encoded, data = (place / STATE).read_bytes(), (place / ARRAYS).read_bytes()
@@ -115,17 +116,26 @@ def read_state(folder: Path) -> tuple[SavedState, list[Rollout]]:
     return state, list(_restore_rollouts(state.rollouts, data))
 
 
+def refuse_another_format(folder: Path) -> None:
+    """Raises `CheckpointUnreadable` where another Telescope wrote the part; of one that is missing or damaged, `read_state`
+    speaks. Its other files may have other names, so this comes first."""
+    file = orchestrator_part(folder) / STATE
+    try:
+        written = msgspec.msgpack.decode(file.read_bytes(), type=_Format).format
+    except (OSError, msgspec.DecodeError, ValueError):
+        return
+    if written != FORMAT:
+        raise CheckpointUnreadable(
+            f"{file} has format {written}, and this Telescope reads {FORMAT}: resume with the Telescope that wrote it; its "
+            "weights can be exported with any"
+        )
+
+
 def _decode(file: Path, encoded: bytes) -> SavedState:
     try:
-        written = msgspec.msgpack.decode(encoded, type=_Format).format
-        if written == FORMAT:
-            return msgspec.msgpack.decode(encoded, type=SavedState)
+        return msgspec.msgpack.decode(encoded, type=SavedState)
     except (msgspec.DecodeError, ValueError) as error:
         raise _make_damaged_error(file, str(error)) from error
-    raise CheckpointUnreadable(
-        f"{file} has format {written}, and this Telescope reads {FORMAT}: resume with the Telescope that wrote it (the run's "
-        "summary.json names its version); its weights can be exported with any"
-    )
 
 
 def _restore_rollouts(rollouts: Iterable[SavedRollout], data: bytes) -> Iterable[Rollout]:

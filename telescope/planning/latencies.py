@@ -20,7 +20,7 @@ _BITS = (1 << 64) - 1
 
 
 class Distribution(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A distribution by its quantiles, straight lines between: `Spread((10.0, 20.0))` is uniform from 10 to 20."""
+    """A distribution by its quantiles, straight lines between: `Distribution((10.0, 20.0))` is uniform from 10 to 20."""
 
     quantiles: tuple[float, ...]
     """At equal parts from the smallest to the largest, ascending; a single one is a constant."""

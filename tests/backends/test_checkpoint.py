@@ -108,7 +108,7 @@ def test_what_is_written_are_the_weights_of_the_step_though_training_goes_on(bui
         assert trained.wait(PATIENCE_S)
         return write(*arguments)
 
-    monkeypatch.setattr(saving, "_written", later)
+    monkeypatch.setattr(saving, "_write_files", later)
     backend, outcomes = build(make_job()), queue.Queue()
     train(backend, 1)
     before = weights(backend)

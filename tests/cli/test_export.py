@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import queue
 import shutil
+import tarfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from telescope.backends.fsdp.backend import FSDPBackend
 from telescope.cli import export
 from telescope.config.run import RunConfig, dump_run, load_run
 from telescope.config.sections import EnvironmentEntry, LoraSettings, ModelSettings
+from telescope.orchestrator.saved_state import read_state
 from telescope.runlog import checkpoints
 from telescope.runlog.layout import RunDirectory
 from tests.backends.models import random_model
@@ -29,6 +32,8 @@ from tests.cli.doctored import gap
 from tests.config.older import as_an_earlier_version_wrote
 
 SHARD = make_shard(3, seed=3)
+EARLIER = Path(__file__).parent / "earlier" / "run_with_adapters.tar.gz"
+"""Of a run that Telescope 0.1 made: its settings, and a checkpoint whose orchestrator part has format 1."""
 
 
 class Trained:
@@ -139,6 +144,16 @@ def test_a_run_that_lacks_a_setting_of_today_is_exported(full, tmp_path):
     arguments = ["2", "--run-dir", str(run.path), "--checkpoints", str(full.run.checkpoints), "--to", str(tmp_path / "model")]
     assert export.main(arguments) == 0
     assert on_disk(tmp_path / "model").keys() == full.weights.keys()
+
+
+def test_a_checkpoint_that_an_earlier_version_wrote_is_exported_to_the_bit_and_not_gone_on_from(tmp_path):
+    with tarfile.open(EARLIER) as packed:
+        packed.extractall(tmp_path / "run", filter="data")
+    run, model = RunDirectory(tmp_path / "run"), tmp_path / "model"
+    assert export.main(["latest", "--run-dir", str(run.path), "--to", str(model)]) == 0
+    assert hashlib.sha256((model / "adapter_model.safetensors").read_bytes()).hexdigest()[:16] == "26afa1aaa64965cc"
+    with pytest.raises(checkpoints.CheckpointUnreadable, match="has format 1, and this Telescope reads 2"):
+        read_state(checkpoints.find(run.checkpoints))
 
 
 def test_all_steps_get_a_folder_each(full, tmp_path, capsys):

@@ -118,7 +118,7 @@ def test_slurms_clients_are_a_remark_on_a_machine_without_them(monkeypatch, tmp_
     ],
 )
 def test_the_plan_and_the_cards_decide(overrides, host: Host, capability, found, monkeypatch):
-    monkeypatch.setattr("telescope._launch.preflight.compute_capability", lambda: capability)
+    monkeypatch.setattr("telescope._launch.preflight.find_compute_capability", lambda: capability)
     monkeypatch.setattr(attention_choice, "installed", lambda: frozenset(attention_choice.PACKAGES.values()))
     config = config_of(*overrides)
     assert find_obstacles(config, make_plan(config, (host,))) == found
@@ -126,7 +126,7 @@ def test_the_plan_and_the_cards_decide(overrides, host: Host, capability, found,
 
 def test_of_other_hosts_only_what_the_plan_says_is_judged(monkeypatch):
     """The head, or a login node, has neither their cards nor their packages."""
-    monkeypatch.setattr("telescope._launch.preflight.compute_capability", lambda: pytest.fail("looked at this machine"))
+    monkeypatch.setattr("telescope._launch.preflight.find_compute_capability", lambda: pytest.fail("looked at this machine"))
     monkeypatch.setattr(attention_choice, "installed", lambda: frozenset())
     config = config_of("backend.attention=flash3", "backend.mixed_precision_dtype=bfloat16")
     plan: LaunchPlan = make_plan(config, (GPUS,))
@@ -142,7 +142,7 @@ def test_a_server_on_a_cpu_says_of_fp8_what_the_run_would():
 
 def test_cards_are_asked_only_where_the_answer_matters(monkeypatch):
     """Each question starts nvidia-smi, and a sweep has many points."""
-    monkeypatch.setattr("telescope._launch.preflight.compute_capability", lambda: pytest.fail("asked for nothing"))
+    monkeypatch.setattr("telescope._launch.preflight.find_compute_capability", lambda: pytest.fail("asked for nothing"))
     for attention in ("auto", "sdpa"):
         config = config_of(f"backend.attention={attention}")
         assert find_obstacles(config, make_plan(config, (GPUS,))) == []

@@ -9,7 +9,7 @@ import pytest
 
 from telescope.compose.load import load_points, places_for
 from telescope.environments.agent_environment import AgentEnvironment
-from telescope.environments.base import Environment, Prompt, Reward, SingleTurn
+from telescope.environments.base import Environment, Prompt, Reward, SingleTurn, Turn
 from telescope.environments.multi_turn import MultiTurn
 from telescope.environments.template import ChatTemplate
 from telescope.environments.tool_environment import ToolEnvironment
@@ -72,7 +72,23 @@ def test_what_a_class_lacks_depends_on_its_shape() -> None:
     class Runs(AgentEnvironment):
         pass
 
-    said = [find_class_mistake(kind).partition(" (")[0] for kind in (Bare, Asks, Own, Talks, Calls, Runs)]
+    class Complete(ToolEnvironment):
+        def prompts(self, split: str) -> list[Prompt]:
+            return []
+
+        def reward(self, prompt: Prompt, state: Any) -> Reward:
+            return Reward(0)
+
+    class Former(Complete):
+        def answered(self, state: Any, text: str) -> list[Turn]:
+            return []
+
+    class Both(Former):
+        def reply_to_text(self, state: Any, text: str) -> list[Turn]:
+            return self.answered(state, text)
+
+    kinds = (Bare, Asks, Own, Talks, Calls, Runs, Complete, Former, Both)
+    said = [find_class_mistake(kind).partition(" (")[0] for kind in kinds]
     assert said == [
         "Bare defines no play and no prompts",
         "Asks defines no reward",
@@ -80,6 +96,9 @@ def test_what_a_class_lacks_depends_on_its_shape() -> None:
         "Talks defines no initial_state and no is_done and no prompts and no reply and no reward",
         "Calls defines no prompts and no reward",
         "Runs defines no argv and no prompts",
+        "",
+        "Former.answered is never called: name it reply_to_text",
+        "",
     ]
 
 

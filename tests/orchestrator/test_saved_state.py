@@ -73,8 +73,9 @@ def test_a_damaged_file_is_named_with_the_remedy(tmp_path: Path, part: saved_sta
 
 def test_a_checkpoint_of_another_format_is_refused_with_the_remedy(tmp_path: Path, part: saved_state.OrchestratorState):
     folder = written(tmp_path, part)
-    file = checkpoints.orchestrator_part(folder) / saved_state.STATE
-    file.write_bytes(msgspec.msgpack.encode({"format": 1, "rollouts": [{"done": {"type": "RolloutDone"}}]}))
+    place = checkpoints.orchestrator_part(folder)
+    (place / saved_state.STATE).write_bytes(msgspec.msgpack.encode({"format": 1, "rollouts": [{"done": {}}]}))
+    (place / saved_state.ARRAYS).rename(place / "shelf.bin")  # as format 1 calls it: the format is told before a file is missed
     with pytest.raises(checkpoints.CheckpointUnreadable, match="has format 1, and this Telescope reads 2: resume with the"):
         saved_state.read_state(folder)
 

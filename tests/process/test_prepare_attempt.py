@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from telescope._launch import prepare_attempt
@@ -210,6 +211,17 @@ def test_a_checkpoint_that_cannot_be_gone_on_from_is_refused(
     checkpoint(run, 2, **changes)
     with pytest.raises(prepare_attempt.CannotResume, match=sentence):
         prepare_attempt.find_resume_point(run, config(), step)
+
+
+@pytest.mark.parametrize("step", [None, 2])
+def test_a_checkpoint_of_an_older_telescope_is_refused_before_the_directory_changes(run: RunDirectory, step: int | None):
+    """Else the older one, which is the remedy, would find settings there that it does not know."""
+    partial = checkpoints.orchestrator_part(checkpoint(run, 2))
+    (partial / "state.msgpack").write_bytes(msgspec.msgpack.encode({"format": 1, "rollouts": []}))
+    with pytest.raises(prepare_attempt.CannotResume, match="has format 1, and this Telescope reads 2: resume with the"):
+        prepare_attempt.find_resume_point(run, config(), step)
+    with pytest.raises(prepare_attempt.CannotResume, match="has format 1"):
+        prepare_attempt.find_latest(run, config())
 
 
 def test_a_run_that_is_done_needs_more_steps(run: RunDirectory):

@@ -185,6 +185,16 @@ def test_an_error_of_the_orchestrators_own_is_the_cause_whatever_breaks_while_it
     assert launched.run.run_failure.read_text() == "orchestrator ended with exit code 1: it was lost\n"
 
 
+def test_an_error_of_the_orchestrators_own_is_told_of_a_stopped_run_too(launch: Launch) -> None:
+    """It was stopped while it saved, and the full disk took no summary either."""
+    launched = launch(stand_in("orchestrator", "closing_badly", "no checkpoint: the disk is full"))
+    launched.wait_until_up()
+    launched.signal(signal.SIGTERM)
+    code, _, err = launched.end()
+    assert code == 143
+    assert err.endswith("\nThe orchestrator ended with an error of its own: no checkpoint: the disk is full.\n")
+
+
 def test_what_a_process_leaves_behind_is_ended_with_it(launch: Launch) -> None:
     launched = launch(stand_in("orchestrator", "finish", "0.5"), stand_in("worker-0", "leave_orphan"))
     launched.wait_until_up()

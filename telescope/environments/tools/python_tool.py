@@ -4,7 +4,7 @@
 
 Each call is a program of its own: it prints what is to be known, and nothing of it is left for the next one. One that fails or
 takes too long is the policy's error; a provider that fails is the infrastructure's. Refuses to know the question: whoever has
-one gives its score (`answering`).
+one gives its score (`with_score`).
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class PythonTool(ToolEnvironment):
 
     async def reward(self, prompt: Prompt, state: PythonState) -> Reward:
         """Of the final answer, with what the sandboxes cost beside it."""
-        assert self._score is not None, "only what `answering` gives is played"
+        assert self._score is not None, "only what `with_score` gives is played"
         reward = await self._score(prompt, state.final_answer)
         cost, rows = sum_uses(state.uses)
         return replace(reward, metrics={**cost, **reward.metrics}, info={**reward.info, **rows})

@@ -19,7 +19,7 @@ from telescope.environments.tools.calls import MAX_SHOWN, MalformedCall, ParsedA
 
 @dataclass(frozen=True)
 class VllmParsers:
-    """Classes of one tool parser and, if there is one, a reasoning parser. `vllm_parsers` finds them."""
+    """Classes of one tool parser and, if there is one, a reasoning parser. `load_vllm_parsers` finds them."""
 
     tool_parser: Any
     reasoning_parser: Any
