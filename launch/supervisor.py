@@ -495,6 +495,9 @@ class Supervisor:
             self.console.result(f"to go on: python -m telescope runs resume {shlex.quote(str(self.directory.path))}")
         elif unfinished:
             self.console.say(unfinished)
+        if lost := count_lost_rows(summary):
+            log = self.directory.log("orchestrator")
+            self.console.say(f"{lost} rows of this run are lost, since they could not be written: {log} says why.")
 
     def describe_unfinished(self, summary: Mapping[str, Any]) -> str:
         """What the orchestrator could not do at the end. A full disk may have no summary: then the sentence that it wrote of
@@ -503,7 +506,7 @@ class Supervisor:
             return f"The last checkpoint is lost: {summary.get('exit_reason')}."
         if self.cause or self.orchestrator_status != ERROR:
             return ""
-        own = read_own_sentence(self.directory, "orchestrator")
+        own = self.ask_files(lambda: read_own_sentence(self.directory, "orchestrator"), "")
         return f"The orchestrator ended with an error of its own: {own.rstrip('.')}." if own else ""
 
     # ---- derived facts -----------------------------------------------------------------------------------------------
@@ -552,6 +555,13 @@ class Supervisor:
     @property
     def exit_code(self) -> int:
         return choose_exit_code(self.cause, self.orchestrator_status, warned=self.warned, interrupted=self.interrupted)
+
+
+def count_lost_rows(summary: Mapping[str, Any]) -> int:
+    """Of the run's streams, by its summary; 0 where it does not say."""
+    rows = summary.get("log")
+    lost = rows.get("rows_unlogged") if isinstance(rows, Mapping) else None
+    return lost if isinstance(lost, int) else 0
 
 
 def choose_exit_code(cause: FailureCause | None, orchestrator: int | None, *, warned: bool, interrupted: int | None) -> int:
