@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,7 +27,15 @@ from typing import Any, TypeVar
 import msgspec
 
 from telescope._launch import shim
-from telescope._launch.causes import FailureCause, describe_end, find_root_cause, make_cause, read_own_sentence, read_tail
+from telescope._launch.causes import (
+    FailureCause,
+    describe_end,
+    find_root_cause,
+    find_suspect,
+    make_cause,
+    read_own_sentence,
+    read_tail,
+)
 from telescope._launch.child_processes import INTERRUPTS, CaughtSignals, ChildProcesses, ManagedProcess, ProcessEnd
 from telescope._launch.file_thread import FileThread
 from telescope._launch.hosts.address import KeptPort
@@ -71,6 +79,8 @@ class SupervisorTimeouts:
     """Shims beyond all that, before they get `kill`, and again before they are killed themselves."""
     node_s: float = 2.0
     """The same for what another node is told and says, on the way."""
+    stack_s: float = 1.0
+    """A process that is given up as silent, to write where it is."""
     fence_s: float = 2 * shim.KILL_WAIT_S
     """The shim of a fenced server, to end all that it has; then the shim itself is killed and the supervisor sweeps up."""
 
@@ -181,6 +191,8 @@ class Supervisor:
         self.nodes = nodes
         self.phase = ShutdownPhase.RUNNING
         self.deadline = float("inf")
+        self.stack_due = float("inf")
+        """When a silent process that was asked where it is has had its time."""
         self.interrupted: int | None = None
         self.cause: FailureCause | None = None
         self.late: list[str] = []
@@ -257,6 +269,7 @@ class Supervisor:
         waits_s = [self.deadline - time.monotonic()]
         if self.progress or self.log_copy:
             waits_s.append(DISPLAY_S)
+        waits_s.append(self.stack_due - time.monotonic() if self.phase is ShutdownPhase.RUNNING else float("inf"))
         if self.phase is ShutdownPhase.RUNNING:
             waits_s += [DIRECTORY_LOOK_S, self.restarts.next_look_at(self.processes) - time.monotonic()]
         if self.nodes:
@@ -338,9 +351,13 @@ class Supervisor:
             self.fail(FailureCause("supervisor", f"no server can be started again: {error}", str(self.directory.path), ()))
 
     def notice_ends(self) -> None:
+        if self.phase is ShutdownPhase.RUNNING:
+            self.mark_early_ends()
         if self.phase is ShutdownPhase.RUNNING and self.failed:
             for process in self.alive:
                 process.read_reports()  # an earlier death may lie in another lifeline
+            if self.waits_for_stack():
+                return
             ends = {name: end for name, end in self.ends.items() if name not in self.restarts.pending}
             self.fail(self.locate(self.find_cause(ends)))
         elif self.phase is ShutdownPhase.RUNNING and self.orchestrator.ended:
@@ -351,6 +368,24 @@ class Supervisor:
             self.enter(ShutdownPhase.LEAVING, 0.0 if killed else self.timeouts.follow_s)
         elif self.phase is ShutdownPhase.RUNNING and self.deadline == float("inf") and self.only_orchestrator_left:
             self.deadline = time.monotonic() + self.timeouts.close_s
+
+    def mark_early_ends(self) -> None:
+        """A process that leaves with exit code 0 before the orchestrator has said that the run ends (`os._exit(0)` in a reward,
+        say) is missed at once, not when its silence is noticed."""
+        for process in self.processes.values() if self.channel.underway else ():
+            if process.end is not None and process.end.status == 0 and process is not self.orchestrator:
+                process.end = replace(process.end, early=not process.end.ordered)
+
+    def waits_for_stack(self) -> bool:
+        """Whether a process that is given up as silent has yet to say where it is; it is asked once."""
+        if self.stack_due == float("inf"):
+            ends = {name: end for name, end in self.ends.items() if name not in self.restarts.pending}
+            suspect = self.processes.get(self.ask_files(lambda: find_suspect(self.directory, self.plan.names, ends), ""))
+            if suspect is None or suspect.ended:
+                return False
+            suspect.ask_stack()
+            self.stack_due = time.monotonic() + self.timeouts.stack_s
+        return time.monotonic() < self.stack_due
 
     def pass_deadline(self) -> None:
         if self.phase is ShutdownPhase.RUNNING:
@@ -531,7 +566,7 @@ class Supervisor:
     @property
     def failed(self) -> list[str]:
         """Processes that ended badly without being told to, and that are not to be started again."""
-        bad = (name for name, end in self.ends.items() if end.status != 0 and not end.ordered)
+        bad = (name for name, end in self.ends.items() if end.failed)
         return [name for name in bad if name not in self.restarts.pending]
 
     @property

@@ -27,6 +27,7 @@ from telescope._launch.hosts.address import KeptPort, NoAddress, find_interface,
 from telescope._launch.hosts.head_rendezvous import HeadAddress, find_head
 from telescope._launch.hosts.node_identity import NodeIdentity, end_with_parent
 from telescope._launch.hosts.node_protocol import (
+    AskStack,
     AssignRun,
     EndNode,
     KillProcess,
@@ -210,6 +211,8 @@ class _NodeSupervisor:
                 self.children.processes[name].leave(grace_s, number)
             case KillProcess(name) if name in self.children.processes:
                 self.children.processes[name].kill()
+            case AskStack(name) if name in self.children.processes:
+                self.children.processes[name].ask_stack()
             case KillShim(name) if name in self.children.processes:
                 self.children.processes[name].kill_shim()
             case WriteFile(path, text):

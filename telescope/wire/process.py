@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import faulthandler
 import gc
 import logging
 import os
@@ -32,6 +33,8 @@ from telescope.wire.messages import Hello
 
 log = logging.getLogger(__name__)
 
+STACK_SIGNAL = signal.SIGUSR1
+"""The supervisor sends it to whoever is given up as silent. C code writes the answer, even while no Python code can run."""
 LOOPBACK = "127.0.0.1"
 ADDRESS = "TELESCOPE_ADDRESS"
 """The launcher's variable for `ProcessContext.address`."""
@@ -179,6 +182,7 @@ def run_process(
     given = parser.parse_args(arguments)
     directory, name = RunDirectory(given.run_dir.absolute()), given.name
     raise_file_limit()
+    faulthandler.register(STACK_SIGNAL, file=sys.stderr, all_threads=True)
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
     )
