@@ -13,11 +13,15 @@ from pathlib import Path
 import msgspec
 
 from telescope._launch.child_processes import ProcessEnd
+from telescope._launch.stacks import read_stacks
 from telescope.exit_codes import COMPONENT_FAILED
+from telescope.runlog.ending import read_object
 from telescope.runlog.layout import RunDirectory
 
 TAIL_LINES = 15
 TAIL_BYTES = 32_768
+STACK_BYTES = 1_048_576
+"""Stacks of some hundred threads."""
 
 
 class FailureCause(msgspec.Struct, frozen=True):
@@ -41,15 +45,27 @@ def find_root_cause(
     `names` are all processes of the run, `ends` those that have ended; `incarnations` says of those started again which one
     each is in. Ask at once: what is told to leave later writes sentences too.
     """
-    failed = {name: end for name, end in ends.items() if end.status != 0 and not end.ordered}
+    failed = {name: end for name, end in ends.items() if end.failed}
     if not failed:
         return None
     first = min(failed, key=lambda name: failed[name].at)
-    culprit = first
-    if first == "orchestrator" and not ends[first].shim_died and ends[first].status == COMPONENT_FAILED:
-        # It leaves because a peer said goodbye with an error, fell silent, or is stuck: the peer is the one to look at.
-        culprit = _find_confession(run, names) or _find_blamed(read_own_sentence(run, first), names) or first
+    confession = _find_confession(run, names) if first == "orchestrator" and _leaves_for_another(ends[first]) else ""
+    culprit = confession or find_suspect(run, names, ends) or first
     return make_cause(run, culprit, first, ends, (incarnations or {}).get(culprit, 1))
+
+
+def find_suspect(run: RunDirectory, names: Sequence[str], ends: Mapping[str, ProcessEnd]) -> str:
+    """The process that the first one to fail has left for: it said goodbye with an error, fell silent, or is stuck. Empty where
+    that one failed by itself."""
+    failed = [name for name, end in ends.items() if end.failed]
+    first = min(failed, key=lambda name: ends[name].at, default="")
+    if not first or not _leaves_for_another(ends[first]):
+        return ""
+    return _find_blamed(read_own_sentence(run, first), [name for name in names if name != first])
+
+
+def _leaves_for_another(end: ProcessEnd) -> bool:
+    return not end.shim_died and end.status == COMPONENT_FAILED
 
 
 def make_cause(run: RunDirectory, culprit: str, first: str, ends: dict[str, ProcessEnd], incarnation: int = 1) -> FailureCause:
@@ -64,7 +80,28 @@ def make_cause(run: RunDirectory, culprit: str, first: str, ends: dict[str, Proc
         if left and not left.ordered and left.at < ends[first].at:
             sentence = f"{culprit} {describe_end(left)} while the run went on, without a word. {sentence}"
     log = run.log(culprit, incarnation)
-    return FailureCause(culprit, sentence, str(log), read_tail(log))
+    return FailureCause(culprit, f"{sentence}{describe_stack(run, culprit, log)}", str(log), read_tail(log))
+
+
+def describe_stack(run: RunDirectory, name: str, log: Path) -> str:
+    """Where the process was when it was asked, as sentences to be added to another; empty where it did not say."""
+    found = read_stacks(read_tail_text(log, STACK_BYTES))
+    if found is None:
+        return ""
+    environments = read_object(run.config_json).get("environments")
+    names = [
+        (label, str(settings.get("name", label)))
+        for label, settings in (environments.items() if isinstance(environments, Mapping) else ())
+        if isinstance(settings, Mapping)
+    ]
+    label = found.find_environment(names) if name.startswith("worker-") else ""
+    way_out = (
+        f" Code of environments.{label} held the whole worker: a call that keeps the interpreter, which no time limit ends, "
+        "belongs in a grader's process (docs/rewards.md)."
+        if label and found.busy
+        else ""
+    )
+    return f" When it was asked, {found.describe()}.{way_out}"
 
 
 def describe_end(end: ProcessEnd) -> str:
@@ -75,7 +112,7 @@ def describe_end(end: ProcessEnd) -> str:
         return f"{whom} was killed by signal {number} ({signal.Signals(number).name})".strip()
     if end.shim_died:
         return f"ended, because its shim ended with exit code {end.status}"
-    return f"ended with exit code {end.status}"
+    return f"ended with exit code {end.status}" + (" while the run went on" if end.early else "")
 
 
 def read_own_sentence(run: RunDirectory, name: str) -> str:
@@ -91,12 +128,12 @@ def read_tail(log: Path, lines: int = TAIL_LINES) -> tuple[str, ...]:
     return tuple(line for line in read_tail_text(log).splitlines() if line.strip())[-lines:]
 
 
-def read_tail_text(log: Path) -> str:
-    """The last 32 KiB of a log; empty where there is none."""
+def read_tail_text(log: Path, nbytes: int = TAIL_BYTES) -> str:
+    """The last 32 KiB of a log, or so many bytes; empty where there is none."""
     try:
         with log.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - TAIL_BYTES))
+            file.seek(max(0, size - nbytes))
             return file.read().decode("utf-8", errors="replace")
     except FileNotFoundError:
         return ""
@@ -111,5 +148,5 @@ def _find_confession(run: RunDirectory, names: Sequence[str]) -> str:
 def _find_blamed(sentence: str, names: Sequence[str]) -> str:
     """The process that a sentence names; empty where it names none, or several."""
     words = {word.strip(".,:;()'\"`") for word in sentence.split()}
-    named = [name for name in names if name in words and name != "orchestrator"]
+    named = [name for name in names if name in words]
     return named[0] if len(named) == 1 else ""

@@ -61,6 +61,13 @@ class ProcessEnd:
     """Its shim was killed, and it with the shim."""
     ordered: bool = False
     """After an order of the supervisor: not the cause of anything."""
+    early: bool = False
+    """With exit code 0, while the run went on."""
+
+    @property
+    def failed(self) -> bool:
+        """Badly, without being told to."""
+        return not self.ordered and (self.status != 0 or self.early)
 
 
 class ManagedProcess(Protocol):
@@ -81,6 +88,7 @@ class ManagedProcess(Protocol):
     def leave(self, grace_s: float, number: int) -> None: ...
     def kill(self) -> None: ...
     def fence(self, reason: str, timeout_s: float) -> None: ...
+    def ask_stack(self) -> None: ...
     def kill_shim(self) -> None: ...
     def read_reports(self) -> bool: ...
 
@@ -150,6 +158,10 @@ class LocalProcess:
         self.kill_shim_at = time.monotonic() + timeout_s
         self.kill()
 
+    def ask_stack(self) -> None:
+        """Have it write to its log where its threads are."""
+        self._send("stack\n")
+
     def kill_shim(self) -> None:
         """Kill the shim, which does not follow; whoever watches it sweeps up what it held."""
         shim.send_signal(self.shim_process.pid, signal.SIGKILL)
@@ -186,6 +198,9 @@ class LocalProcess:
 
     def _order(self, line: str) -> None:
         self.ordered = True
+        self._send(line)
+
+    def _send(self, line: str) -> None:
         try:
             self.lifeline.send(line.encode())
         except OSError:

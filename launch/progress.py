@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,30 +32,34 @@ COPY_BYTES = 65_536
 
 
 class Console:
-    """The launcher's own two streams; falls silent where they are closed."""
+    """The launcher's own two streams, for several threads; falls silent where they are closed."""
 
     def __init__(self, errors: TextIO, output: TextIO) -> None:
         self._errors = errors
         self._output = output
         self._live = ""
         self.tty = errors.isatty()
+        self._one_at_a_time = threading.Lock()
 
     def say(self, text: str) -> None:
         """A whole line on stderr."""
-        self._write(self._errors, self._clear() + text.rstrip("\n") + "\n")
+        with self._one_at_a_time:
+            self._write(self._errors, self._clear() + text.rstrip("\n") + "\n")
 
     def live(self, text: str) -> None:
         """The one line that is written over."""
         width = shutil.get_terminal_size().columns - 1
-        if text != self._live:
-            self._write(self._errors, "\r\x1b[K" + text[:width])
-            self._live = text
+        with self._one_at_a_time:
+            if text != self._live:
+                self._write(self._errors, "\r\x1b[K" + text[:width])
+                self._live = text
 
     def result(self, text: str) -> None:
         """What the run came to, on stdout."""
-        if clear := self._clear():
-            self._write(self._errors, clear)
-        self._write(self._output, text.rstrip("\n") + "\n")
+        with self._one_at_a_time:
+            if clear := self._clear():
+                self._write(self._errors, clear)
+            self._write(self._output, text.rstrip("\n") + "\n")
 
     def _clear(self) -> str:
         cleared, self._live = "\r\x1b[K" if self._live else "", ""

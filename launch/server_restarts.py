@@ -8,18 +8,23 @@ moment a death ends the run: what cannot even start needs its user.
 
 from __future__ import annotations
 
+import errno
+import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from telescope._launch.causes import describe_end, read_own_sentence
+from telescope._launch.causes import describe_end, describe_stack, read_own_sentence
 from telescope._launch.child_processes import ManagedProcess
+from telescope._launch.file_thread import FileThread
 from telescope._launch.process_plan import LaunchPlan, ProcessPlan
 from telescope.runlog.layout import RunDirectory
 from telescope.wire.supervisor_channel import OrchestratorChannel
 
 WINDOW_S = 3600.0
 """`cluster.max_server_restarts` counts the restarts of one server within this time."""
+STACK_S = 0.5
+"""What a server gets to write where it is, before it is fenced."""
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0
 """The first restart within the window comes at once, the next after a second, then twice that each time."""
 
@@ -49,15 +54,24 @@ class RestartBudget:
 
 
 class ServerRestarts:
-    """The servers' further incarnations. `say` tells the user; `fence_s`: see `SupervisorTimeouts`."""
+    """The servers' further incarnations. `say` tells the user; `fence_s`: see `SupervisorTimeouts`; `files` touches the run's
+    files."""
 
     def __init__(
-        self, run: RunDirectory, plan: LaunchPlan, channel: OrchestratorChannel, say: Callable[[str], None], fence_s: float
+        self,
+        run: RunDirectory,
+        plan: LaunchPlan,
+        channel: OrchestratorChannel,
+        say: Callable[[str], None],
+        fence_s: float,
+        files: FileThread,
     ) -> None:
-        self._run, self._channel, self._say, self._fence_s = run, channel, say, fence_s
+        self._run, self._channel, self._say, self._fence_s, self._files = run, channel, say, fence_s, files
         self._budget = RestartBudget(plan.max_server_restarts)
         self._servers = tuple(process.name for process in plan.processes if process.role == "server")
         self._due: dict[str, float] = {}
+        self._asked: dict[str, tuple[float, str]] = {}
+        """Servers to be fenced that have yet to say where they are: until when they may, and why they are fenced."""
         self.incarnations: dict[str, int] = {}
         """Of the servers that were started again: which one each is in."""
 
@@ -78,7 +92,8 @@ class ServerRestarts:
         started = (processes[name] for name in self._servers if name in processes)
         shims = (process.kill_shim_at for process in started if not process.gone)
         starts = (at for name, at in self._due.items() if processes[name].gone)
-        return min((*shims, *starts), default=float("inf"))
+        fences = (at for at, _ in self._asked.values())
+        return min((*shims, *starts, *fences), default=float("inf"))
 
     def look(self, processes: Mapping[str, ManagedProcess], now: float) -> tuple[str, str] | None:
         """Obey requests to fence, note ends, and plan restarts. `(server, sentence)` where one has none left."""
@@ -98,35 +113,62 @@ class ServerRestarts:
 
     def _look_at(self, process: ManagedProcess, now: float) -> str:
         fence = self._channel.fences.pop(process.name, None)
-        if fence is not None and fence.pid == process.pid and not process.fence_reason:
-            process.fence(fence.reason, self._fence_s)
+        if fence is not None and fence.pid == process.pid and not process.fence_reason and process.name not in self._asked:
+            process.ask_stack()
+            self._asked[process.name] = (now + STACK_S, fence.reason)
+        asked = self._asked.get(process.name)
+        if asked is not None and (now >= asked[0] or process.ended):
+            del self._asked[process.name]
+            process.fence(asked[1], self._fence_s)
         if process.end is None:
             return ""
-        if not process.fence_reason and (process.end.status == 0 or process.end.ordered):
-            return ""  # it left by itself: if the run still needs it, the orchestrator asks for the fence
-        own = read_own_sentence(self._run, process.name).removeprefix(f"{process.name}: ")
+        if not process.fence_reason and process.end.ordered:
+            return ""
+        own = self._read_sentence(process.name).removeprefix(f"{process.name}: ")
+        where = self._read_stack(process) if process.fence_reason else ""
         why = describe_end(process.end) + (f": {own}" if own else "")
         sentence = _close_sentence(
             f"{process.name} was fenced: {process.fence_reason}" if process.fence_reason else f"{process.name} {why}"
         )
+        sentence += where
         wait_s = self._budget.spend(process.name, now)
         if wait_s is None:
             return sentence + self._budget.describe_spent(process.name)
         self._due[process.name] = now + wait_s
         process.kill_shim_at = now + self._fence_s
         self._say(f"{sentence} It is started again" + (f" in {wait_s:g} s." if wait_s else "."))
-        self._run.server(process.name).unlink(missing_ok=True)  # one that was killed listens no more, and could not say so
+        address = self._run.server(process.name)
+        self._files.post(lambda: address.unlink(missing_ok=True))  # one that was killed listens no more, and could not say so
         self._channel.tell_end(process.name, process.incarnation, process.pid or 0, sentence)
         return ""
 
     def take_due(self, processes: Mapping[str, ManagedProcess], now: float) -> Iterable[tuple[ProcessPlan, int]]:
         """Servers to be started now, with the number of the incarnation that begins; nothing of the last one is left."""
         for name in [name for name, at in self._due.items() if now >= at and processes[name].gone]:
-            del self._due[name]
             last = processes[name]
-            self._put_aside(last)
+            try:
+                self._files.run(functools.partial(self._put_aside, last))
+            except OSError as error:
+                if error.errno != errno.ETIMEDOUT:
+                    raise
+                self._due[name] = now + FIRST_WAIT_S  # a log can't be opened either while the file system hangs
+                continue
+            del self._due[name]
             self.incarnations[name] = last.incarnation + 1
             yield last.plan, last.incarnation + 1
+
+    def _read_stack(self, process: ManagedProcess) -> str:
+        log = self._run.log(process.name, process.incarnation)
+        try:
+            return self._files.run(lambda: describe_stack(self._run, process.name, log))
+        except OSError:
+            return ""
+
+    def _read_sentence(self, name: str) -> str:
+        try:
+            return self._files.run(lambda: read_own_sentence(self._run, name))
+        except OSError:
+            return ""
 
     def log(self, name: str) -> Path:
         """Where the server writes now."""

@@ -10,7 +10,8 @@ says what to start (`{"command": […], "log": "…", "environment": {…}, "uns
 nothing secret stands on a command line. No supervisor is on that node: the shim itself then removes what the dead have noted to
 go with them, by the sweeper, a file of the standard library's means too.
 
-Orders are lines, `leave 5.0 15` (signal 15 to the process now, SIGKILL to all after 5 s) and `kill`; reports are lines of JSON,
+Orders are lines, `leave 5.0 15` (signal 15 to the process now, SIGKILL to all after 5 s), `kill`, and `stack` (the process
+writes to its log where its threads are); reports are lines of JSON,
 `{"started": 4711, "at": 12.5}` and later `{"status": -9, "at": 99.2}` (exit code, or minus the signal; CLOCK_MONOTONIC).
 """
 
@@ -44,6 +45,8 @@ HOLD, FREE = "hold", "free"
 killed after its grace."""
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """What asks a process to end."""
+STACK_SIGNAL = signal.SIGUSR1
+"""A process of a run answers it with its stacks (telescope/wire/process.py), even while no Python code of it can run."""
 EXIT_ORPHANED = 3
 EXIT_NO_EXEC = 127
 
@@ -193,6 +196,8 @@ class Shim:
             match line.decode().split():
                 case ["leave", grace_s, number]:
                     self.ask_to_leave(float(grace_s), int(number))
+                case ["stack"]:
+                    send_signal(self.child, STACK_SIGNAL)
                 case _:
                     self.kill_at = time.monotonic()
 
@@ -248,6 +253,7 @@ def _spawn(command: list[str], log: int, hold: bool) -> int:
         if os.getppid() != shim:
             os._exit(EXIT_ORPHANED)
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        signal.signal(STACK_SIGNAL, signal.SIG_IGN)  # until the process can answer it
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(log, 1)
         os.dup2(log, 2)

@@ -12,22 +12,32 @@ checkpoint: run it again.
 from __future__ import annotations
 
 import contextlib
+import functools
 import shlex
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from telescope._launch import shim
-from telescope._launch.causes import FailureCause, describe_end, find_root_cause, make_cause, read_own_sentence, read_tail
+from telescope._launch.causes import (
+    FailureCause,
+    describe_end,
+    find_root_cause,
+    find_suspect,
+    make_cause,
+    read_own_sentence,
+    read_tail,
+)
 from telescope._launch.child_processes import INTERRUPTS, CaughtSignals, ChildProcesses, ManagedProcess, ProcessEnd
+from telescope._launch.file_thread import FileThread
 from telescope._launch.hosts.address import KeptPort
 from telescope._launch.hosts.other_nodes import OtherNodes
 from telescope._launch.process_plan import LaunchPlan, ProcessPlan, read_plan
@@ -35,6 +45,7 @@ from telescope._launch.progress import Console, LogCopy, ProgressDisplay, format
 from telescope._launch.run_dir_watch import LOOK_S as DIRECTORY_LOOK_S
 from telescope._launch.run_dir_watch import RunDirWatch
 from telescope._launch.server_restarts import ServerRestarts
+from telescope._launch.unblocked_output import count_dropped_lines, drain_output, unblock_output
 from telescope.exit_codes import COMPONENT_FAILED, DONE, ERROR, STOPPED
 from telescope.runlog import temporary
 from telescope.runlog.ending import read_object
@@ -42,6 +53,8 @@ from telescope.runlog.layout import RunDirectory, write_atomically
 from telescope.weights.transports import shared_memory
 from telescope.wire.security import make_keys
 from telescope.wire.supervisor_channel import OrchestratorChannel
+
+T = TypeVar("T")
 
 DISPLAY_S = 0.5
 
@@ -66,6 +79,8 @@ class SupervisorTimeouts:
     """Shims beyond all that, before they get `kill`, and again before they are killed themselves."""
     node_s: float = 2.0
     """The same for what another node is told and says, on the way."""
+    stack_s: float = 1.0
+    """A process that is given up as silent, to write where it is."""
     fence_s: float = 2 * shim.KILL_WAIT_S
     """The shim of a fenced server, to end all that it has; then the shim itself is killed and the supervisor sweeps up."""
 
@@ -137,13 +152,17 @@ def supervise_in_batch_system(
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("supervise() must be called from the main thread: processes die with the thread that started them")
     plan = read_plan(run.plan_json)
-    console = Console(sys.stderr, sys.stdout)
     if nodes is None:
         make_keys(run, plan.names)
-    with CaughtSignals(batch_system.warning) as wakeup, contextlib.closing(KeptPort(plan.head_address)) as kept:
-        supervisor = Supervisor(run, plan, console, wakeup, timeouts, nodes, batch_system)
+    with (
+        CaughtSignals(batch_system.warning) as wakeup,
+        contextlib.closing(KeptPort(plan.head_address)) as kept,
+        unblock_output(),
+    ):
+        supervisor = Supervisor(run, plan, Console(sys.stderr, sys.stdout), wakeup, timeouts, nodes, batch_system)
         code = supervisor.run(port or kept.number)
         supervisor.conclude(code)
+        drain_output()
         late = [number for number in wakeup.arrived() if number in INTERRUPTS]
     code = 128 + late[0] if late and code == 0 else code  # the summary is whole, but a sweep has to end
     return SupervisedRunEnd(code, supervisor.warned, supervisor.interrupted, supervisor.carrier_lost)
@@ -172,6 +191,8 @@ class Supervisor:
         self.nodes = nodes
         self.phase = ShutdownPhase.RUNNING
         self.deadline = float("inf")
+        self.stack_due = float("inf")
+        """When a silent process that was asked where it is has had its time."""
         self.interrupted: int | None = None
         self.cause: FailureCause | None = None
         self.late: list[str] = []
@@ -181,8 +202,11 @@ class Supervisor:
         self.children = ChildProcesses(watched, console.say, batch_system.carrier)
         self.progress = ProgressDisplay(run, console, quoting=not plan.log_to_console) if plan.progress else None
         self.log_copy = LogCopy(run, plan.names, console) if plan.log_to_console else None
-        self.restarts = ServerRestarts(run, plan, self.channel, console.say, timeouts.fence_s)
+        self.files = FileThread()
+        self.restarts = ServerRestarts(run, plan, self.channel, console.say, timeouts.fence_s, self.files)
         self.directory_watch = RunDirWatch(run.plan_json)
+        self.directory_lost = ""
+        """The sentence of a run whose directory is gone."""
 
     # ---- the loop ----------------------------------------------------------------------------------------------------
 
@@ -210,7 +234,7 @@ class Supervisor:
             if self.nodes and self.alive:
                 self.release_nodes(ERROR, "the head ended with a defect of its own")
         self.correct_cause()
-        if self.cause is None and (sentence := self.directory_watch.check_at_end()):
+        if self.cause is None and (sentence := self.ask_files(self.directory_watch.check_at_end, "")):
             self.cause = FailureCause("supervisor", sentence, str(self.directory.path), ())
         return self.exit_code
 
@@ -222,7 +246,7 @@ class Supervisor:
                 self.kill_all()
                 return
             if self.progress:
-                self.progress.start(begun, len(self.plan.processes))
+                self.files.post(functools.partial(self.progress.start, begun, len(self.plan.processes)))
             if "orchestrator" in self.processes:
                 self.notice_signals()
             if self.phase is not ShutdownPhase.RUNNING:
@@ -245,6 +269,7 @@ class Supervisor:
         waits_s = [self.deadline - time.monotonic()]
         if self.progress or self.log_copy:
             waits_s.append(DISPLAY_S)
+        waits_s.append(self.stack_due - time.monotonic() if self.phase is ShutdownPhase.RUNNING else float("inf"))
         if self.phase is ShutdownPhase.RUNNING:
             waits_s += [DIRECTORY_LOOK_S, self.restarts.next_look_at(self.processes) - time.monotonic()]
         if self.nodes:
@@ -299,8 +324,8 @@ class Supervisor:
 
     def look_after_directory(self) -> None:
         """A run that leaves nothing behind is not worth going on with."""
-        if self.phase is ShutdownPhase.RUNNING and (sentence := self.directory_watch.check(time.monotonic())):
-            self.fail(FailureCause("supervisor", sentence, str(self.directory.path), ()))
+        if self.phase is ShutdownPhase.RUNNING and self.directory_lost:
+            self.fail(FailureCause("supervisor", self.directory_lost, str(self.directory.path), ()))
 
     def look_after_servers(self) -> None:
         """Fence and start again what the run can go on without for a while."""
@@ -313,11 +338,12 @@ class Supervisor:
             if spent:
                 name, sentence = spent
                 log = self.restarts.log(name)
-                self.fail(FailureCause(name, sentence, str(log), read_tail(log)))
+                self.fail(FailureCause(name, sentence, str(log), self.ask_files(lambda: read_tail(log), ())))
                 return
             for plan, incarnation in self.restarts.take_due(self.processes, now):
                 if self.log_copy:
-                    self.log_copy.follow(plan.name, self.directory.log(plan.name, incarnation))
+                    log = self.directory.log(plan.name, incarnation)
+                    self.files.post(functools.partial(self.log_copy.follow, plan.name, log))
                 if cause := self.begin(plan, {}, incarnation):
                     self.fail(cause)
                     return
@@ -325,11 +351,15 @@ class Supervisor:
             self.fail(FailureCause("supervisor", f"no server can be started again: {error}", str(self.directory.path), ()))
 
     def notice_ends(self) -> None:
+        if self.phase is ShutdownPhase.RUNNING:
+            self.mark_early_ends()
         if self.phase is ShutdownPhase.RUNNING and self.failed:
             for process in self.alive:
                 process.read_reports()  # an earlier death may lie in another lifeline
+            if self.waits_for_stack():
+                return
             ends = {name: end for name, end in self.ends.items() if name not in self.restarts.pending}
-            self.fail(self.locate(find_root_cause(self.directory, self.plan.names, ends, self.restarts.incarnations)))
+            self.fail(self.locate(self.find_cause(ends)))
         elif self.phase is ShutdownPhase.RUNNING and self.orchestrator.ended:
             self.enter(ShutdownPhase.LEAVING, self.timeouts.leave_s)
         elif self.phase is ShutdownPhase.ASKED and self.orchestrator.end:
@@ -338,6 +368,24 @@ class Supervisor:
             self.enter(ShutdownPhase.LEAVING, 0.0 if killed else self.timeouts.follow_s)
         elif self.phase is ShutdownPhase.RUNNING and self.deadline == float("inf") and self.only_orchestrator_left:
             self.deadline = time.monotonic() + self.timeouts.close_s
+
+    def mark_early_ends(self) -> None:
+        """A process that leaves with exit code 0 before the orchestrator has said that the run ends (`os._exit(0)` in a reward,
+        say) is missed at once, not when its silence is noticed."""
+        for process in self.processes.values() if self.channel.underway else ():
+            if process.end is not None and process.end.status == 0 and process is not self.orchestrator:
+                process.end = replace(process.end, early=not process.end.ordered)
+
+    def waits_for_stack(self) -> bool:
+        """Whether a process that is given up as silent has yet to say where it is; it is asked once."""
+        if self.stack_due == float("inf"):
+            ends = {name: end for name, end in self.ends.items() if name not in self.restarts.pending}
+            suspect = self.processes.get(self.ask_files(lambda: find_suspect(self.directory, self.plan.names, ends), ""))
+            if suspect is None or suspect.ended:
+                return False
+            suspect.ask_stack()
+            self.stack_due = time.monotonic() + self.timeouts.stack_s
+        return time.monotonic() < self.stack_due
 
     def pass_deadline(self) -> None:
         if self.phase is ShutdownPhase.RUNNING:
@@ -368,6 +416,15 @@ class Supervisor:
             if cause:
                 self.channel.tell_stop(cause.sentence, failed=True)
             self.ask_orchestrator(self.timeouts.grace_s)
+
+    def find_cause(self, ends: dict[str, ProcessEnd]) -> FailureCause | None:
+        """Why a process has failed, by what all have written; by its exit code alone where the files can't be read."""
+        try:
+            return self.files.run(lambda: find_root_cause(self.directory, self.plan.names, ends, self.restarts.incarnations))
+        except OSError as error:
+            first = min(self.failed, key=lambda name: ends[name].at)
+            sentence = f"{first} {describe_end(ends[first])}; why can't be read: {error.strerror}"
+            return FailureCause(first, sentence, str(self.restarts.log(first)), ())
 
     def locate(self, cause: FailureCause | None) -> FailureCause | None:
         """The cause with the name of its node, where that is not the head."""
@@ -410,29 +467,47 @@ class Supervisor:
         if self.orchestrator_status == DONE:
             self.cause = None
             with contextlib.suppress(OSError):
-                self.directory.run_failure.unlink(missing_ok=True)
+                self.files.run(lambda: self.directory.run_failure.unlink(missing_ok=True))
         elif self.orchestrator_status == ERROR:
-            self.cause = make_cause(self.directory, "orchestrator", "orchestrator", self.ends)
+            self.cause = self.ask_files(
+                lambda: make_cause(self.directory, "orchestrator", "orchestrator", self.ends), self.cause
+            )
             self.write(self.directory.run_failure, self.cause.sentence + "\n")
 
     # ---- what the user sees ------------------------------------------------------------------------------------------
 
-    def display(self, last: bool = False) -> None:
+    def display(self) -> None:
+        """In the files' own thread: neither a terminal nor a file system may keep the supervisor from its work."""
+        self.files.post_if_idle(self.look_at_files)
+
+    def look_at_files(self) -> None:
+        self.directory_lost = self.directory_watch.check(time.monotonic())
+        self.show()
+
+    def show(self, last: bool = False) -> None:
         if self.log_copy:
             self.log_copy.copy(last)
         if self.progress:
             self.progress.show()
 
-    def write(self, path: Path, text: str) -> None:
-        """A full disk must not keep the supervisor from its work."""
+    def ask_files(self, question: Callable[[], T], otherwise: T) -> T:
+        """`otherwise` where the file system does not answer."""
         try:
-            write_atomically(path, text)
+            return self.files.run(question)
+        except OSError as error:
+            self.console.say(f"{self.directory.path}: {error.strerror or error}")
+            return otherwise
+
+    def write(self, path: Path, text: str) -> None:
+        """A full disk must not keep the supervisor from its work, nor one that hangs."""
+        try:
+            self.files.run(lambda: write_atomically(path, text))
         except OSError as error:
             self.console.say(f"{path} cannot be written: {error.strerror}")
 
     def conclude(self, code: int) -> None:
         """The last words: what went wrong, where the run lies, what it came to."""
-        self.display(last=True)
+        self.ask_files(functools.partial(self.show, last=True), None)
         if self.late and not self.cause:
             self.console.say(f"Had to be ended, because they did not leave in time: {', '.join(self.late)}.")
         for name in self.failed if self.cause is None and self.interrupted is None else ():
@@ -441,9 +516,11 @@ class Supervisor:
             )
         if self.cause:
             self.console.say(f"The run failed: {self.cause.text()}")
-        record = format_exit_record(code, self.cause, self.ends, self.restarts.incarnations, self.interrupted)
+        record = format_exit_record(
+            code, self.cause, self.ends, self.restarts.incarnations, self.interrupted, count_dropped_lines()
+        )
         self.write(self.directory.exit_json, record)
-        summary = read_object(self.directory.summary_json)
+        summary: Mapping[str, Any] = self.ask_files(lambda: read_object(self.directory.summary_json), {})
         unfinished = self.describe_unfinished(summary)
         self.release_nodes(code, self.cause.sentence if self.cause else unfinished)
         self.console.result(f"run directory: {self.directory.path}")
@@ -453,6 +530,9 @@ class Supervisor:
             self.console.result(f"to go on: python -m telescope runs resume {shlex.quote(str(self.directory.path))}")
         elif unfinished:
             self.console.say(unfinished)
+        if lost := count_lost_rows(summary):
+            log = self.directory.log("orchestrator")
+            self.console.say(f"{lost} rows of this run are lost, since they could not be written: {log} says why.")
 
     def describe_unfinished(self, summary: Mapping[str, Any]) -> str:
         """What the orchestrator could not do at the end. A full disk may have no summary: then the sentence that it wrote of
@@ -461,7 +541,7 @@ class Supervisor:
             return f"The last checkpoint is lost: {summary.get('exit_reason')}."
         if self.cause or self.orchestrator_status != ERROR:
             return ""
-        own = read_own_sentence(self.directory, "orchestrator")
+        own = self.ask_files(lambda: read_own_sentence(self.directory, "orchestrator"), "")
         return f"The orchestrator ended with an error of its own: {own.rstrip('.')}." if own else ""
 
     # ---- derived facts -----------------------------------------------------------------------------------------------
@@ -486,7 +566,7 @@ class Supervisor:
     @property
     def failed(self) -> list[str]:
         """Processes that ended badly without being told to, and that are not to be started again."""
-        bad = (name for name, end in self.ends.items() if end.status != 0 and not end.ordered)
+        bad = (name for name, end in self.ends.items() if end.failed)
         return [name for name in bad if name not in self.restarts.pending]
 
     @property
@@ -512,6 +592,13 @@ class Supervisor:
         return choose_exit_code(self.cause, self.orchestrator_status, warned=self.warned, interrupted=self.interrupted)
 
 
+def count_lost_rows(summary: Mapping[str, Any]) -> int:
+    """Of the run's streams, by its summary; 0 where it does not say."""
+    rows = summary.get("log")
+    lost = rows.get("rows_unlogged") if isinstance(rows, Mapping) else None
+    return lost if isinstance(lost, int) else 0
+
+
 def choose_exit_code(cause: FailureCause | None, orchestrator: int | None, *, warned: bool, interrupted: int | None) -> int:
     """The supervisor's exit code, of all that it has seen: the order of these questions is the whole of it.
 
@@ -525,11 +612,23 @@ def choose_exit_code(cause: FailureCause | None, orchestrator: int | None, *, wa
 
 
 def format_exit_record(
-    code: int, cause: FailureCause | None, ends: dict[str, ProcessEnd], incarnations: dict[str, int], interrupted: int | None
+    code: int,
+    cause: FailureCause | None,
+    ends: dict[str, ProcessEnd],
+    incarnations: dict[str, int],
+    interrupted: int | None,
+    dropped_lines: int = 0,
 ) -> str:
-    """What `exit.json` says: the exit code of the run, the cause, how each process ended, which were started again, and the
-    signal that the supervisor got, if any."""
+    """What `exit.json` says: the exit code of the run, the cause, how each process ended, which were started again, the signal
+    that the supervisor got, if any, and how many lines the terminal did not take."""
     statuses = {name: end.status for name, end in ends.items()}
     restarts = {name: incarnation - 1 for name, incarnation in incarnations.items()}
-    record = {"exit_code": code, "cause": cause, "processes": statuses, "restarts": restarts, "interrupted": interrupted}
+    record = {
+        "exit_code": code,
+        "cause": cause,
+        "processes": statuses,
+        "restarts": restarts,
+        "interrupted": interrupted,
+        "dropped_lines": dropped_lines,
+    }
     return msgspec.json.format(msgspec.json.encode(record)).decode()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import select
 import signal
 import sys
 
@@ -44,6 +45,7 @@ def _say_anything() -> None:
 def _leave(*_: object) -> None:
     """At once, and not as an exception: inside an import or a library's callback it could be swallowed or printed."""
     try:
-        os.write(2, b"Interrupted.\n")
+        if select.select([], [2], [], 0)[1]:  # a terminal that is stopped (Ctrl-S) takes nothing
+            os.write(2, b"Interrupted.\n")
     finally:  # the terminal may be gone
         os._exit(INTERRUPTED)

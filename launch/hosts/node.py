@@ -27,6 +27,7 @@ from telescope._launch.hosts.address import KeptPort, NoAddress, find_interface,
 from telescope._launch.hosts.head_rendezvous import HeadAddress, find_head
 from telescope._launch.hosts.node_identity import NodeIdentity, end_with_parent
 from telescope._launch.hosts.node_protocol import (
+    AskStack,
     AssignRun,
     EndNode,
     KillProcess,
@@ -43,6 +44,7 @@ from telescope._launch.hosts.node_protocol import (
 from telescope._launch.hosts.other_nodes import BEAT_S, read_last_words
 from telescope._launch.process_plan import Host
 from telescope._launch.this_host import inspect_this_host
+from telescope._launch.unblocked_output import unblock_output
 from telescope.exit_codes import COMPONENT_FAILED, ERROR
 from telescope.runlog import temporary
 from telescope.runlog.attempts import put_aside
@@ -74,6 +76,7 @@ class NodeOptions:
     """Until the head is there, and again until the run begins."""
 
 
+@unblock_output()
 def run_node(options: NodeOptions, say: Callable[[str], None]) -> int:
     """Take part in a run, in the foreground, from the main thread. Gives the exit code."""
     identity = options.identity
@@ -208,6 +211,8 @@ class _NodeSupervisor:
                 self.children.processes[name].leave(grace_s, number)
             case KillProcess(name) if name in self.children.processes:
                 self.children.processes[name].kill()
+            case AskStack(name) if name in self.children.processes:
+                self.children.processes[name].ask_stack()
             case KillShim(name) if name in self.children.processes:
                 self.children.processes[name].kill_shim()
             case WriteFile(path, text):

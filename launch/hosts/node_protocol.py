@@ -56,6 +56,12 @@ class KillProcess(Record, frozen=True, tag=True):
     name: str
 
 
+class AskStack(Record, frozen=True, tag=True):
+    """It is given up as silent: where its threads are goes to its log."""
+
+    name: str
+
+
 class KillShim(Record, frozen=True, tag=True):
     """The shim does not follow: kill it, and sweep up what it held."""
 
@@ -76,7 +82,7 @@ class EndNode(Record, frozen=True, tag=True):
     reason: str
 
 
-NodeOrder = AssignRun | StartProcess | StopProcess | KillProcess | KillShim | WriteFile | EndNode
+NodeOrder = AssignRun | StartProcess | StopProcess | KillProcess | AskStack | KillShim | WriteFile | EndNode
 
 
 class NodeOrders(Record, frozen=True):

@@ -15,6 +15,7 @@ from telescope._launch.causes import read_tail_text
 from telescope._launch.child_processes import ProcessEnd
 from telescope._launch.hosts.node_identity import make_node_name
 from telescope._launch.hosts.node_protocol import (
+    AskStack,
     AssignRun,
     EndNode,
     HeadSocket,
@@ -75,6 +76,9 @@ class RemoteProcess:
         self.fence_reason = reason
         self.kill_shim_at = time.monotonic() + timeout_s
         self.kill()
+
+    def ask_stack(self) -> None:
+        self.node.order(AskStack(self.name))
 
     def kill_shim(self) -> None:
         self.node.order(KillShim(self.name))

@@ -26,6 +26,7 @@ from telescope._launch.slurm.allocation import LOOPBACK, AllocatedNode, SlurmAll
 from telescope._launch.slurm.batch_file import WARNED
 from telescope._launch.slurm.requeueing import AttemptEnd, AttemptOutcome, JobFacts, judge_end
 from telescope._launch.supervisor import BatchSystem, SupervisedRunEnd, format_exit_record, supervise_in_batch_system
+from telescope._launch.unblocked_output import unblock_output
 from telescope.config.run import RunConfig, load_run
 from telescope.config.slurm import SlurmSettings
 from telescope.exit_codes import ERROR
@@ -42,6 +43,7 @@ WARNED_FACTS_S = 10.0
 """What Slurm gets to answer questions when the walltime is near: half of the margin."""
 
 
+@unblock_output()
 def run(run_dir: str) -> None:
     """One attempt. Ends the process with the run's exit code, or is ended by Slurm where there is another attempt."""
     early = _listen_for_warnings()

@@ -15,6 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from telescope._launch.unblocked_output import unblock_output
 from telescope.cli.start import (
     CONFIG_ERROR,
     OK,
@@ -107,6 +108,7 @@ def main(arguments: Sequence[str]) -> int:
     return code
 
 
+@unblock_output()
 def _search(asked: argparse.Namespace, places: Places, arguments: Sequence[str]) -> int:
     """A sweep whose points one of Hydra's sweepers chooses, batch by batch. Raises `UsageError`."""
     from telescope.compose.load import UsageError
@@ -186,6 +188,7 @@ def _refusal(points: Sequence[Point]) -> str:
     return "\n".join([f"{len(wrong)} of {len(points)} points are invalid; nothing was started.", *reasons])
 
 
+@unblock_output()
 def _run_all(points: Sequence[Point], arguments: Sequence[str], sweep: Sweep | None = None) -> int:
     """One run a point, one after another, or all in Slurm's queue; every plan that this host can make is made first.
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from telescope.config.secrets import parse_reference
 from telescope.runlog.ending import read_object
 from telescope.runlog.layout import RunDirectory
 
@@ -30,10 +31,20 @@ def main(arguments: Sequence[str]) -> int:
     if not lines:
         sys.stderr.write(f"no server of {run.path} listens at the moment\n")
         return 1
-    if run.http_key.exists():
-        lines.append(f'requests need the key: curl -H "Authorization: Bearer $(cat {shlex.quote(str(run.http_key))})" URL')
+    if key := _key_in_shell(run):
+        url = lines[0].split()[1]
+        lines.append(f'requests need the key: curl -H "Authorization: Bearer {key}" {url}/models')
     sys.stdout.write("\n".join(lines) + "\n")
     return 0
+
+
+def _key_in_shell(run: RunDirectory) -> str:
+    """How a shell reads the key; empty where none is asked for."""
+    if run.http_key.exists():
+        return f"$(cat {shlex.quote(str(run.http_key))})"
+    given = read_object(run.config_json).get("inference")
+    variable = parse_reference(given.get("api_key")) if isinstance(given, dict) else None
+    return f"${variable}" if variable else ""
 
 
 def listening(run: RunDirectory) -> Iterator[str]:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from telescope._launch.unblocked_output import unblock_output
 from telescope.exit_codes import BY_SIGNAL, COMPONENT_FAILED, DONE, ERROR
 
 if TYPE_CHECKING:
@@ -110,6 +111,7 @@ def too_long_for_its_model(config: RunConfig) -> str:
     )
 
 
+@unblock_output()
 def run_one(order: RunOrder) -> int:
     """Make the run directory, write what was resolved, and let this machine's supervisor start and watch the processes; again
     from the latest checkpoint where a part of the run has died and the attempt has come further than the one before."""
@@ -187,6 +189,7 @@ def _attempt(order: RunOrder) -> int | None:
     return code
 
 
+@unblock_output()
 def join_run(order: RunOrder) -> int:
     """Be one of the nodes that are not the head."""
     from telescope._launch.hosts.node import NodeOptions, run_node

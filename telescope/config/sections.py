@@ -265,6 +265,8 @@ class InferenceSettings(Settings):
     elsewhere a key that the run makes, in `http.key` of its directory."""
     http: bool = True
     """Serve the OpenAI-compatible HTTP API beside the link."""
+    http_sequences: int = Field(default=16, ge=1, le=1_000_000)
+    """Answers to HTTP requests that a server samples at once, at most; further ones wait. Rollouts come first."""
     quantization: Literal["fp8"] | None = None
     """fp8: linear layers are served in 8-bit floats, quantised anew at each update. Needs a GPU that has them (Hopper)."""
     tool_call_parser: str | None = None

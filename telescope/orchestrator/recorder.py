@@ -74,6 +74,7 @@ class Recorder:
         self._next_step: dict[str, float] = {}
         self._alerts = (0, "")
         """How many the terminal shall show, and the last of them."""
+        self._rows_wait, self._rows_lost = False, 0
         self.restarts: Counter[str] = Counter()
         """How often each server has come back."""
 
@@ -280,7 +281,19 @@ class Recorder:
 
     # ---- status and summary ------------------------------------------------------------------------------------------
 
+    def _watch_rows(self) -> None:
+        """Rows that are not on disk are an alert at once, and those that are lost another."""
+        if self._log.trouble and not self._rows_wait:
+            self.alert("error", "run log", f"{self._log.trouble}: they wait in memory and are tried again")
+        self._rows_wait = bool(self._log.trouble)
+        if (lost := self._log.counters.unlogged) and not self._rows_lost:
+            self.alert(
+                "error", "run log", f"{lost} rows are lost so far, and more may be: {self._log.trouble or 'see the log'}"
+            )
+        self._rows_lost = lost
+
     def write_status(self, fields: Mapping[str, Any]) -> None:
+        self._watch_rows()
         latest = self.history[-1] if self.history else {}
         status = {
             "steps": self._steps,
@@ -344,7 +357,7 @@ class Recorder:
             "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
             "log": {
                 "rows_dropped": self._log.counters.dropped,
-                "rows_unlogged": self._log.counters.unlogged,
+                "rows_unlogged": self._log.counters.unlogged + self._log.counters.waiting,
             },
             **fields,
         }

@@ -1,10 +1,10 @@
 """Rows into live segments, segments into sealed blocks: one background thread, one writer name, no row lost in silence.
 
 `append` costs the caller one queue entry. A row is on disk when `write()` has returned (it survives SIGKILL, not power loss);
-only then is its `written` callback called. A full disk does not stop a run: rows are counted as unlogged, alerted, and
-called written. So is a row that no JSON can hold; text that is no Unicode loses only the characters at fault. Whatever else
-ends the thread is raised by the next `append` and by `close`. Refuses to know what rows mean (schema.py does) and where files
-lie (layout.py does).
+only then is its `written` callback called. A disk that takes no row does not stop a run: rows wait in memory, are called
+written, and are tried again; what is more than memory should hold is counted as unlogged. So is a row that no JSON can hold;
+text that is no Unicode loses only the characters at fault. Whatever else ends the thread is raised by the next `append` and by
+`close`. Refuses to know what rows mean (schema.py does) and where files lie (layout.py does).
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ PACE_S = 0.01
 """From one write to the next: rows of a burst are written together. A thread that woke for each of them would take the
 interpreter from the one that appends, each time."""
 STALL_S = 30.0
+WAITING_BYTES = 64 * 2**20
+"""Of rows that a disk does not take. It may be full for a moment only, or the process out of descriptors."""
 
 Written = Callable[[], None]
 
@@ -53,6 +55,8 @@ class RowCounters:
     rows: int = 0
     dropped: int = 0
     unlogged: int = 0
+    waiting: int = 0
+    """In memory, as the disk does not take them."""
     sealed_blocks: int = 0
 
 
@@ -90,7 +94,12 @@ class RunLog:
         self._segments: dict[str, _LiveSegment] = {}
         self._numbers: dict[str, int] = {}
         self._seq = 0
-        self._disk_is_full = False
+        self._waiting: dict[str, list[bytes]] = {}
+        self._waiting_bytes = 0
+        self._refused: set[str] = set()
+        """Streams whose rows the disk did not take the last time."""
+        self.trouble = ""
+        """Why the latest row that waits is not on disk; empty where none waits."""
         self._alerted_of_encoding = False
         self._failure: Exception | None = None
         self._closing = threading.Event()
@@ -168,6 +177,9 @@ class RunLog:
                 self._seal(stream)
             if batch and open_for_rows:
                 self._closing.wait(PACE_S)
+        self._write([])
+        self.counters.unlogged += self.counters.waiting  # nobody tries them again
+        self.counters.waiting = 0
         if self.seals_at_end:
             for stream in list(self._segments):
                 self._seal(stream)
@@ -188,12 +200,14 @@ class RunLog:
         by_stream: dict[str, list[_Entry]] = {}
         for entry in batch:
             by_stream.setdefault(entry.stream, []).append(entry)
-        for stream, entries in by_stream.items():
-            lines = [line for entry in entries if (line := self._encode(entry)) is not None]
-            if lines and self._write_lines(stream, b"".join(lines), len(lines)):
-                self.counters.rows += len(lines)
-            else:
-                self.counters.unlogged += len(lines)
+        for stream in (*by_stream, *(name for name in self._waiting if name not in by_stream)):
+            lines = [line for entry in by_stream.get(stream, ()) if (line := self._encode(entry)) is not None]
+            if lines := self._waiting.pop(stream, []) + lines:
+                self._keep(stream, self._write_lines(stream, lines))
+        self.counters.waiting = sum(map(len, self._waiting.values()))
+        self._waiting_bytes = sum(len(line) for lines in self._waiting.values() for line in lines)
+        if not self._waiting:
+            self.trouble = ""
         for entry in batch:
             if entry.written is not None:
                 entry.written()
@@ -209,28 +223,44 @@ class RunLog:
             self._alerted_of_encoding = True
             return None
 
-    def _write_lines(self, stream: str, lines: bytes, rows: int) -> bool:
+    def _keep(self, stream: str, lines: list[bytes]) -> None:
+        """What the disk has not taken, as far as memory should hold it."""
+        kept = []
+        for line in lines:
+            if self._waiting_bytes + len(line) > WAITING_BYTES:
+                break
+            self._waiting_bytes += len(line)
+            kept.append(line)
+        self.counters.unlogged += len(lines) - len(kept)
+        if kept:
+            self._waiting[stream] = kept
+
+    def _write_lines(self, stream: str, lines: list[bytes]) -> list[bytes]:
+        """Gives the lines that are not on disk whole."""
+        data, done = b"".join(lines), 0
         try:
             segment = self._segments.get(stream) or self._open(stream)
             if segment.torn:
-                lines = b"\n" + lines
-            view = memoryview(lines)
-            segment.torn = True
-            while view:
-                view = view[os.write(segment.descriptor, view) :]
-            segment.torn = False
-            segment.rows += rows
+                os.write(segment.descriptor, b"\n")
+                segment.torn = False
+            try:
+                while done < len(data):
+                    done += os.write(segment.descriptor, data[done:] if done else data)
+            finally:
+                whole = data.count(b"\n", 0, done)
+                segment.torn = done > 0 and data[done - 1] != ord("\n")
+                segment.rows += whole
+                self.counters.rows += whole
         except OSError as error:
-            if not self._disk_is_full:
-                log.error(
-                    "rows of %s cannot be written (%s): training goes on, the rows are counted as unlogged", stream, error
-                )
-            self._disk_is_full = True
-            return False
-        if self._disk_is_full:
-            log.warning("rows can be written again; %d were lost", self.counters.unlogged)
-        self._disk_is_full = False
-        return True
+            self.trouble = f"rows of {stream} cannot be written ({error})"
+            if stream not in self._refused:
+                log.error("%s: training goes on, and they are tried again", self.trouble)
+                self._refused.add(stream)
+            return lines[data.count(b"\n", 0, done) :]
+        if stream in self._refused:
+            self._refused.remove(stream)
+            log.warning("rows of %s are written again", stream)
+        return []
 
     def _open(self, stream: str) -> _LiveSegment:
         number = self._numbers.get(stream, 0)

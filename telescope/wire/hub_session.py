@@ -40,6 +40,10 @@ class HubIdentity:
     config_hash: str
 
 
+STARTING = "starting"
+"""What a peer does that has not said anything else yet."""
+
+
 @dataclass(frozen=True)
 class Timing:
     heartbeat_s: float
@@ -59,7 +63,7 @@ class Peer:
     """When it last made progress, or got something to do while it had nothing."""
     connection: int = 0
     progress: int = -1
-    doing: str = "starting"
+    doing: str = STARTING
     told_stuck: bool = False
     stopped: bool = False
     elsewhere: set[int] = field(default_factory=set)
@@ -323,7 +327,7 @@ class HubSession:
         why = f"was not heard for {seconds:.1f} s (limit silent_s={self.timing.silent_s:g}) and is given up"
         self._reject(peer.route, f"{name} {why}")
         self._retire(peer, why)
-        doing = f"; it was last doing: {peer.doing}" if peer.doing else ""
+        doing = f"; it was last doing: {peer.doing}" if peer.doing not in ("", STARTING) else ""
         self.happenings.append(PeerLost(name, f"{name} (pid {peer.hello.pid} on {peer.hello.host}) {why}{doing}"))
 
     def excuse(self, seconds: float, now: float) -> None:

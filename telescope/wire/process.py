@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import faulthandler
 import gc
 import logging
 import os
+import resource
 import secrets
 import signal
 import socket
@@ -31,6 +33,8 @@ from telescope.wire.messages import Hello
 
 log = logging.getLogger(__name__)
 
+STACK_SIGNAL = signal.SIGUSR1
+"""The supervisor sends it to whoever is given up as silent. C code writes the answer, even while no Python code can run."""
 LOOPBACK = "127.0.0.1"
 ADDRESS = "TELESCOPE_ADDRESS"
 """The launcher's variable for `ProcessContext.address`."""
@@ -177,6 +181,8 @@ def run_process(
     parser.add_argument("--name", required=True, help="e.g. worker-0")
     given = parser.parse_args(arguments)
     directory, name = RunDirectory(given.run_dir.absolute()), given.name
+    raise_file_limit()
+    faulthandler.register(STACK_SIGNAL, file=sys.stderr, all_threads=True)
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
     )
@@ -192,6 +198,13 @@ def run_process(
         return 128 + interrupted.number
     except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 the process edge: said, recorded, never silent
         return say_why(directory, name, *known.describe_end(name, error))
+
+
+def raise_file_limit() -> None:
+    """As many open files as the system allows: strangers who connect to a port of ours must not use up the run's own."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # a limit beyond the kernel's own stays as it is
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _make_sentence(name: str, error: BaseException) -> str:

@@ -20,7 +20,8 @@ Z85_KEY_CHARACTERS = 40
 """A key of 32 bytes."""
 ZAP = "inproc://zeromq.zap.01"
 ZMTP_BEAT_MS, ZMTP_DEAD_MS = 5_000, 15_000
-HANDSHAKE_MS = 10_000
+HANDSHAKE_MS = 3_000
+"""Who has not proved by then that it is of the run is cut off, and its descriptor is free again. A peer tries again."""
 
 
 class BadKeys(OSError):

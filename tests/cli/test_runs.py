@@ -156,9 +156,8 @@ def test_servers_say_where_the_key_lies_that_the_run_has_made_and_not_what_it_is
     run.server("server-0").write_text(json.dumps({"url": "http://10.0.0.1:8100/v1", "model": "tiny"}))
     assert servers.main([str(run.path)]) == 0
     out = capsys.readouterr().out
-    assert out.splitlines()[1] == (
-        f"requests need the key: curl -H \"Authorization: Bearer $(cat '{tmp_path}/a run/http.key')\" URL"
-    )
+    asked = f"curl -H \"Authorization: Bearer $(cat '{tmp_path}/a run/http.key')\" http://10.0.0.1:8100/v1/models"
+    assert out.splitlines()[1] == f"requests need the key: {asked}"
     assert key not in out
 
 

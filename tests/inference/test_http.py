@@ -12,7 +12,9 @@ import pytest
 
 from telescope.config.sections import DEFAULT_PORT, InferenceSettings, ModelSettings
 from telescope.inference.status import Status
-from telescope.inference.vllm.http import PortTaken, bind, http_beside, unknown_parsers
+from telescope.inference.vllm import http
+from telescope.inference.vllm.http import PortTaken, application, bind, http_beside, reachable_address, unknown_parsers
+from telescope.inference.vllm.http_gate import ALLOWED, LAST_PRIORITY
 from tests.inference.conftest import Served
 from tests.ports import free_port
 
@@ -139,6 +141,58 @@ async def test_with_a_key_nobody_is_answered_who_does_not_bring_it(served: Serve
 
 
 @marked
+async def test_each_route_of_vllm_that_is_not_allowed_is_not_there(served: Served):
+    """Asked of vLLM itself, so that what a later version adds is closed too."""
+    routes = {
+        (method, route.path.replace("{", "").replace("}", ""))
+        for route in (await application(served.engine.client, OLD, InferenceSettings())).routes
+        for method in getattr(route, "methods", None) or {"GET"}
+    }
+    closed = {(method, path) for method, path in routes if ALLOWED.get(path) != method}
+    assert {("POST", "/invocations"), ("POST", "/tokenize"), ("GET", "/version")} <= closed
+    async with (
+        http_beside(served.engine.client, bind(None, 0, 0), OLD, InferenceSettings(), api_key="sesame") as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as client,
+    ):
+        for key in ({}, {"Authorization": "Bearer sesame"}):
+            for method, path in sorted(closed):
+                answer = await client.request(method, path, json={"model": "old", "prompt": "a"}, headers=key)
+                assert answer.status_code == 404, (method, path, answer.status_code)
+        for path, method in ALLOWED.items():
+            status = (await client.request(method, path, json={})).status_code
+            assert status == (200 if path == "/health" else 401), path
+
+
+@marked
+async def test_a_request_from_outside_comes_after_every_rollout(served: Served, monkeypatch: pytest.MonkeyPatch):
+    client, seen = served.engine.client, []
+    generate = client.generate
+    monkeypatch.setattr(client, "generate", lambda *given, **named: seen.append(named["priority"]) or generate(*given, **named))
+    async with (
+        http_beside(client, bind(None, 0, 0), OLD, InferenceSettings()) as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as asking,
+    ):
+        ask = {"model": "old", "prompt": "abc", "max_tokens": 2, "priority": -5}
+        assert (await asking.post("/v1/completions", json=ask)).status_code == 200
+        chat = {"model": "old", "messages": [{"role": "user", "content": "abc"}], "max_tokens": 2}
+        assert (await asking.post("/v1/chat/completions", json=chat)).status_code == 200
+    assert seen == [LAST_PRIORITY] * 2
+
+
+@marked
+async def test_a_connection_that_never_asks_is_closed(served: Served, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(http, "HEAD_S", 0.3)
+    async with http_beside(served.engine.client, bind(None, 0, 0), OLD, InferenceSettings()) as url:
+        host, port = url.removeprefix("http://").split(":")
+        for said in (b"", b"GET /health HTTP/1.1\r\nx: "):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(said)
+            async with asyncio.timeout(20):
+                assert await reader.read() in (b"",) or said
+            writer.close()
+
+
+@marked
 async def test_reasoning_and_tool_calls_are_parsed_as_configured(served: Served):
     """The test's model babbles: it never ends its thinking, so all that it says is reasoning where a parser looks for it."""
     settings = InferenceSettings(tool_call_parser="hermes", reasoning_parser="qwen3")
@@ -201,3 +255,8 @@ def test_a_taken_port_and_one_beyond_the_last_are_told_in_words():
 def test_a_host_that_is_not_here_is_told_by_its_setting_and_not_by_the_port(host: str):
     with pytest.raises(PortTaken, match=rf"^inference.host={host} is no address of this host \("):
         bind(host, DEFAULT_PORT, 0)
+
+
+def test_all_addresses_are_told_as_one_that_can_be_typed():
+    assert reachable_address("127.0.0.1") == "127.0.0.1"
+    assert reachable_address("0.0.0.0") not in ("0.0.0.0", "")

@@ -114,11 +114,15 @@ Start = Callable[..., WholeRun]
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """`start("experiment=fake", "number_of_steps=2")`: a run with a directory of its own. `start(resume=run)`: another attempt
-    of one that has ended."""
+    of one that has ended. `shown_on`: the descriptor that is its standard output and error, in place of a file."""
     runs: list[WholeRun] = []
 
     def begin(
-        *overrides: str, environ: dict[str, str] | None = None, cwd: Path = ROOT, resume: WholeRun | None = None
+        *overrides: str,
+        environ: dict[str, str] | None = None,
+        cwd: Path = ROOT,
+        resume: WholeRun | None = None,
+        shown_on: int | None = None,
     ) -> WholeRun:
         directory = tmp_path / f"run-{len(runs)}" if resume is None else resume.directory.path
         first = ("telescope.run", f"run_dir={directory}") if resume is None else ("telescope", "runs", "resume", str(directory))
@@ -136,7 +140,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
             process = subprocess.Popen(
                 [sys.executable, "-m", *first, *overrides],
                 stdin=subprocess.DEVNULL,
-                stdout=file,
+                stdout=file if shown_on is None else shown_on,
                 stderr=subprocess.STDOUT,
                 env=environment,
                 cwd=cwd,

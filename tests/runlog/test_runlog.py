@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
+from telescope.runlog import writer
 from telescope.runlog.journal import Journal, JournalError, journal_lines
 from telescope.runlog.layout import RunDirectory, RunDirectoryInUse, write_atomically
 from telescope.runlog.reader import rows
@@ -244,3 +247,60 @@ def test_a_reader_sees_the_old_text_or_the_new_one(tmp_path: Path):
     assert path.read_text() == "new"
     assert path.stat().st_mode & 0o777 == 0o600
     assert [file.name for file in tmp_path.iterdir()] == ["status.json"]
+
+
+def test_rows_that_the_disk_does_not_take_wait_and_are_written_in_order_later(run: RunDirectory, monkeypatch):
+    log = RunLog(run, "orchestrator")
+    full = threading.Event()
+    full.set()
+    write = os.write
+
+    def refuse(descriptor: int, data: bytes) -> int:
+        if full.is_set() and threading.current_thread().name == "runlog-orchestrator":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(descriptor, data)
+
+    monkeypatch.setattr(writer.os, "write", refuse)
+    told = threading.Event()
+    log.append("rollouts", {"rollout_id": 1}, told.set)
+    assert told.wait(60)
+    assert "rows of rollouts cannot be written" in log.trouble
+    log.append("rollouts", {"rollout_id": 2})
+    full.clear()
+    deadline = time.monotonic() + 60
+    while log.trouble or log.counters.rows < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    log.close()
+    assert [row["rollout_id"] for row in rows(run, "rollouts")] == [1, 2]
+    assert (log.counters.rows, log.counters.unlogged, log.counters.waiting) == (2, 0, 0)
+
+
+def test_a_write_that_breaks_off_doubles_no_row_and_loses_none(run: RunDirectory, monkeypatch):
+    log = RunLog(run, "orchestrator")
+    write, parts = os.write, iter([50, None])
+
+    def break_off(descriptor: int, data: bytes) -> int:
+        if threading.current_thread().name != "runlog-orchestrator":
+            return write(descriptor, data)
+        part = next(parts, 10**9)
+        if part is None:
+            raise OSError(errno.EIO, "Input/output error")
+        return write(descriptor, bytes(data)[:part])
+
+    monkeypatch.setattr(writer.os, "write", break_off)
+    for number in range(20):
+        log.append("rollouts", {"rollout_id": number})
+    log.close()
+    assert [row["rollout_id"] for row in rows(run, "rollouts")] == list(range(20))
+    assert (log.counters.rows, log.counters.unlogged) == (20, 0)
+
+
+def test_rows_beyond_what_memory_should_hold_are_counted_as_lost(run: RunDirectory, monkeypatch):
+    monkeypatch.setattr(writer, "WAITING_BYTES", 1000)
+    monkeypatch.setattr(RunLog, "_open", lambda *_: (_ for _ in ()).throw(OSError(errno.EMFILE, "Too many open files")))
+    log = RunLog(run, "orchestrator")
+    for number in range(100):
+        log.append("rollouts", {"rollout_id": number})
+    log.close()
+    assert (log.counters.rows, log.counters.unlogged) == (0, 100)

@@ -130,6 +130,12 @@ ATTACKS = (
     Attack("use_the_x32_numbers", "print(syscall(0x40000000 + 39))", ("EPERM", "ENOSYS"), only=FILTERED),
     # What watches it
     Attack("read_the_agents_memory", "print(tried(lambda: open(f'/proc/{os.getppid()}/mem', 'rb') and 'in'))", ("EACCES", "ENOENT")),
+    Attack("write_to_any_process_above",
+           "print(sorted({tried(lambda: os.open(f'/proc/{p}/mem', os.O_RDWR) and 'opened') for p in os.listdir('/proc')"
+           " if p.isdigit() and int(p) != os.getpid()} & {'opened'}))", "[]"),
+    Attack("look_into_any_process_above",
+           "print(sorted({tried(lambda: os.listdir(f'/proc/{p}/fd') and 'listed') for p in os.listdir('/proc')"
+           " if p.isdigit() and int(p) != os.getpid()} & {'listed'}))", "[]", only=FILTERED),
     Attack("speak_for_the_agent",
            "import json\nhead = json.dumps({'ok': True, 'ending': 'exited', 'code': 0, 'sizes': [6, 0]}).encode()\n"
            "for n in range(30):\n    try:\n        with open(f'/proc/{os.getppid()}/fd/{n}', 'wb', buffering=0) as file:\n"

@@ -146,19 +146,51 @@ async def test_a_guest_that_kills_everything_it_can_is_an_outcome_and_no_failure
     provider: LocalProvider,
 ) -> None:
     sandbox = await provider.create(LIMITS)
-    code = "import os, signal\ntry: os.kill(-1, signal.SIGKILL)\nexcept OSError as error: print(type(error).__name__)"
-    outcome = await sandbox.exec([*PYTHON, code])
-    if provider.name == "bubblewrap":  # there the agent is of the guest's own user, and dies with it
-        assert (outcome.ending, outcome.exit_code) == (Ending.DIED, 137)
-        again = await sandbox.exec(["true"])  # no failure of the provider either: a policy would get another try for it
-        assert (again.ending, again.exit_code, again.stdout) == (Ending.DIED, 137, b"")
-        with pytest.raises(FileRefused, match="the guest took its sandbox down"):
-            await sandbox.upload("a", b"x")
-        with pytest.raises(FileRefused, match="the guest took its sandbox down"):
-            await sandbox.download("a")
-    else:
+    for number in ("SIGKILL", "SIGINT", "SIGTERM", "SIGSTOP", "SIGCHLD"):
+        code = f"import os, signal\nfor pid in (1, -1):\n  try: os.kill(pid, signal.{number})\n  except OSError as error: pass"
+        outcome = await sandbox.exec([*PYTHON, code])
         assert outcome.ending is Ending.EXITED
         assert (await sandbox.exec(["echo", "here"])).text == "here\n"
+    await sandbox.delete()
+
+
+async def test_a_sandbox_that_dies_under_a_command_is_an_outcome_and_no_failure_of_the_provider(
+    provider: LocalProvider,
+) -> None:
+    """A policy would get another try for a failure of the provider."""
+    sandbox = await provider.create(LIMITS)
+    running = asyncio.create_task(sandbox.exec([*PYTHON, "import time; time.sleep(600)"]))
+    while not sandbox._begun:
+        await asyncio.sleep(0)
+    sandbox._process.kill()
+    outcome = await running
+    assert (outcome.ending, outcome.exit_code) == (Ending.DIED, 137)
+    again = await sandbox.exec(["true"])
+    assert (again.ending, again.exit_code, again.stdout) == (Ending.DIED, 137, b"")
+    with pytest.raises(FileRefused, match="the guest took its sandbox down"):
+        await sandbox.upload("a", b"x")
+    with pytest.raises(FileRefused, match="the guest took its sandbox down"):
+        await sandbox.download("a")
+    await sandbox.delete()
+
+
+async def test_orphans_of_a_command_take_no_place_of_its_processes(provider: LocalProvider) -> None:
+    """They come to the first process, which buries them while the command still runs."""
+    sandbox = await provider.create(LIMITS)
+    code = """
+import os, time
+for _ in range(60):
+    pid = os.fork()
+    if not pid:
+        if not os.fork():
+            os._exit(0)
+        os._exit(0)
+    os.waitpid(pid, 0)
+    time.sleep(0.02)
+print("done")
+"""
+    outcome = await sandbox.exec([*PYTHON, code])
+    assert (outcome.ending, outcome.text) == (Ending.EXITED, "done\n"), outcome.stderr
     await sandbox.delete()
 
 

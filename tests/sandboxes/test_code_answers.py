@@ -30,6 +30,7 @@ from telescope.environments.graders.code import (
 )
 from telescope.environments.questions.dataset import NoRows
 from telescope.environments.sandboxes.base import Limits
+from telescope.environments.sandboxes.local import LocalSandbox
 from telescope.environments.sandboxes.pool import Guest, Pool, SandboxSettings
 from telescope.environments.tasks.code_generation import CodeGeneration
 from telescope.environments.tasks.i3_code import PRELUDE, I3Code
@@ -253,13 +254,20 @@ async def test_a_program_that_does_not_do_the_work_does_not_pass(name: str, pool
     assert not verdict.all_passed
 
 
-async def test_a_program_that_kills_its_sandbox_loses_the_tests_that_are_left(guest: Guest) -> None:
+async def test_a_program_whose_sandbox_dies_loses_the_tests_that_are_left(guest: Guest) -> None:
     tests = [StdinTest("", "1")] * 3
-    assert (await run_tests(guest, "import os\nos.kill(-1, 9)", tests)).results == (
-        CodeResult.DIED,
-        CodeResult.NOT_RUN,
-        CodeResult.NOT_RUN,
-    )
+    running = asyncio.create_task(run_tests(guest, "import time\ntime.sleep(600)", tests))
+    assert isinstance(guest._sandbox, LocalSandbox)
+    while not guest._sandbox._begun:
+        await asyncio.sleep(0)
+    guest._sandbox._process.kill()
+    assert (await running).results == (CodeResult.DIED, CodeResult.NOT_RUN, CodeResult.NOT_RUN)
+
+
+async def test_a_program_that_kills_all_that_it_can_costs_its_own_test_alone(guest: Guest) -> None:
+    tests = [StdinTest("", "1")] * 2
+    verdict = await run_tests(guest, "import os\nos.kill(-1, 9)", tests)
+    assert verdict.results == (CodeResult.ERROR, CodeResult.ERROR)
 
 
 async def test_a_program_that_hangs_costs_its_time_and_no_more(guest: Guest) -> None:

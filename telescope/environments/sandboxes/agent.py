@@ -47,6 +47,7 @@ class Agent:
             self.oom_fd = os.open(_FIRST, os.O_RDWR | os.O_CLOEXEC)
         self.own_score = os.read(self.oom_fd, 16).decode().strip() if self.oom_fd >= 0 else ""
         self.wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # of the first process: ignored, while a handler of Python's would hear it
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(self.wake[1], warn_on_full_buffer=False)
         self.hide()
@@ -243,7 +244,9 @@ def exit_code(pid: int, wake: int) -> int | None:
     """As a shell tells it, or None while the command runs."""
     with contextlib.suppress(BlockingIOError):
         os.read(wake, _CHUNK)
-    done, status = os.waitpid(pid, os.WNOHANG)
+    done, status = os.waitpid(-1, os.WNOHANG)
+    while done not in (0, pid):  # an orphan, which comes to the first process of a sandbox
+        done, status = os.waitpid(-1, os.WNOHANG)
     if not done:
         return None
     code = os.waitstatus_to_exitcode(status)

@@ -47,7 +47,9 @@ class Bubblewrap(local.LocalProvider):
         python, disk = self._python, limits.disk_mb * 2**20
         argv = [*local.as_user(user), self._program]
         # --unshare-all only tries a user namespace, and --disable-userns wants it asked for.
-        argv += ["--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session"]
+        # The agent is the first process: bubblewrap's own would hold the agent's line under the guest's user, and let the guest
+        # write into its memory.
+        argv += ["--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session", "--as-pid-1"]
         argv += ["--clearenv", "--setenv", "PATH", "/usr/bin:/bin", "--setenv", "HOME", "/tmp"]
         argv += ["--ro-bind", "/usr", "/usr"]
         for name in ("bin", "sbin", "lib", "lib64"):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from telescope.config.sections import DEFAULT_PORT
 from telescope.inference.status import Status
+from telescope.inference.vllm.http_gate import GateRules, HttpGate
 
 if TYPE_CHECKING:
     from telescope.config.sections import InferenceSettings, ModelSettings
@@ -27,6 +28,8 @@ LOOPBACK = "127.0.0.1"
 PORTS_TRIED = 1000
 """From the default port on. A machine that holds so many servers is not ours."""
 START_S, CLOSE_S = 30.0, 2.0
+HEAD_S = 15.0
+"""From a connection, or the first byte of a further request on it, to the end of the request's head."""
 
 log = logging.getLogger(__name__)
 
@@ -86,29 +89,46 @@ async def http_beside(
 ) -> AsyncIterator[str]:
     """Serve `Engine.client` over HTTP on `listener` while the block runs; its URL, or empty without a listener.
 
-    With `api_key` each request below /v1 must bring it as a bearer token; /health, /metrics and /telescope/status are open.
+    What of it is served, to whom and how much at once: http_gate.py.
     """
     if listener is None:
         yield ""
         return
     host, port = listener.getsockname()[:2]
     with _own_log_level():
-        app = await application(client, model, inference, api_key)
+        app = await application(client, model, inference)
         if status is not None:
             app.get("/telescope/status", response_model=None)(status.facts)
-        server = _server(app)
+        last = inference.scheduling_policy == "priority"
+        server = _server(HttpGate(app, GateRules(api_key, inference.http_sequences, last, adapters=model.lora is not None)))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     async with asyncio.timeout(START_S):
         await server.listening.wait()
-    log.info("OpenAI-compatible HTTP at http://%s:%d/v1", host, port)
+    url = f"http://{_bracketed(reachable_address(host))}:{port}"
+    log.info("OpenAI-compatible HTTP at %s/v1", url)
     try:
-        yield f"http://{host}:{port}"
+        yield url
     finally:
         server.should_exit = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S):
                 await serving
         listener.close()
+
+
+def reachable_address(host: str) -> str:
+    """Where others find what listens at `host`: an address that means all of them (0.0.0.0) is none to type."""
+    if host not in ("0.0.0.0", "::"):
+        return host
+    family, somewhere = (socket.AF_INET, "192.0.2.1") if host == "0.0.0.0" else (socket.AF_INET6, "2001:db8::1")
+    with socket.socket(family, socket.SOCK_DGRAM) as unsent, contextlib.suppress(OSError):
+        unsent.connect((somewhere, 9))  # sends nothing: the kernel chooses the address that it would send from
+        return str(unsent.getsockname()[0])
+    return socket.gethostname()
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 @contextlib.contextmanager
@@ -140,8 +160,34 @@ def _server(app: Any) -> Any:
             self.listening.set()
 
     return OwnSignalsServer(
-        uvicorn.Config(app, log_level="warning", access_log=False, lifespan="on", timeout_graceful_shutdown=1)
+        uvicorn.Config(
+            app, http=_protocol(), ws="none", log_level="warning", access_log=False, lifespan="on", timeout_graceful_shutdown=1
+        )
     )
+
+
+def _protocol() -> Any:
+    """uvicorn's, which waits for ever for the head of a request, with an end to that: idle strangers would hold descriptors."""
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class HeadInTime(H11Protocol):
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._end = self.loop.call_later(HEAD_S, transport.close)
+
+        def data_received(self, data: bytes) -> None:
+            waited = self.cycle is None or self.cycle.response_complete
+            if waited and self._end.cancelled():
+                self._end = self.loop.call_later(HEAD_S, self.transport.close)
+            super().data_received(data)
+            if self.cycle is not None and not self.cycle.response_complete:
+                self._end.cancel()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._end.cancel()
+            super().connection_lost(exc)
+
+    return HeadInTime
 
 
 def unknown_parsers(inference: InferenceSettings) -> str:
@@ -158,8 +204,8 @@ def unknown_parsers(inference: InferenceSettings) -> str:
     return ""
 
 
-async def application(client: Any, model: ModelSettings, inference: InferenceSettings, api_key: str | None) -> Any:
-    """vLLM's FastAPI application over an AsyncLLM."""
+async def application(client: Any, model: ModelSettings, inference: InferenceSettings) -> Any:
+    """vLLM's FastAPI application over an AsyncLLM, all of it."""
     try:
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
         from vllm.entrypoints.launchers.app import build_app
@@ -173,7 +219,6 @@ async def application(client: Any, model: ModelSettings, inference: InferenceSet
     arguments.model = client.model_config.model
     arguments.served_model_name = [model.name]
     arguments.chat_template = model.chat_template
-    arguments.api_key = [api_key] if api_key else None
     arguments.tool_call_parser = inference.tool_call_parser
     arguments.enable_auto_tool_choice = inference.tool_call_parser is not None
     if inference.reasoning_parser:

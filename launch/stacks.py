@@ -1,0 +1,94 @@
+"""Where a silent process was: its stacks, which it wrote to its log when it was asked, as one sentence. Text in, text out.
+
+Reads the form of `faulthandler`. Owns the choice of the thread that matters; refuses to know why anybody asked.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+ .*\(most recent call first\):$")
+_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.+)$')
+_WAITING = frozenset({"threading.py", "selectors.py", "queue.py", "socket.py", "ssl.py", "connection.py", "subprocess.py"})
+"""Files of the standard library in whose functions a thread does nothing but wait."""
+_POOL = "concurrent/futures/thread.py"
+_OURS = "/telescope/"
+_ENVIRONMENTS = "/telescope/environments/"
+
+
+@dataclass(frozen=True)
+class Frame:
+    file: str
+    line: int
+    function: str
+
+    @property
+    def of_library(self) -> bool:
+        return "/site-packages/" in self.file or "/lib/python3" in self.file or self.file.startswith("<")
+
+    @property
+    def of_environment(self) -> bool:
+        """What a user or an environment of ours wrote, not the machinery around it."""
+        return not self.of_library and (_OURS not in self.file or _ENVIRONMENTS in self.file)
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} ({self.function})"
+
+
+@dataclass(frozen=True)
+class StackReport:
+    """The thread that matters: `busy`: it was not only waiting; `frames`: the innermost first, at least one."""
+
+    frames: tuple[Frame, ...]
+    busy: bool
+
+    @property
+    def place(self) -> Frame:
+        """The innermost frame that is not a library's, else the innermost."""
+        return next((frame for frame in self.frames if not frame.of_library), self.frames[0])
+
+    def describe(self) -> str:
+        """`it was at /x/hard.py:12 (reward), in /usr/lib/python3.11/re/__init__.py:166 (match)`."""
+        place, inner = self.place, self.frames[0]
+        where = f"it was at {place}" + (f", in {inner}" if inner != place else "")
+        return where if self.busy else f"all of its threads were waiting; {where}"
+
+    def find_environment(self, names: Iterable[tuple[str, str]]) -> str:
+        """The label of the environment whose code the thread was in; `names`: label and registered name of each of the run's,
+        which is that of its file. Empty where it was in none."""
+        stems = [Path(frame.file).stem for frame in self.frames if frame.of_environment]
+        return next((label for stem in stems for label, name in names if stem == name), "")
+
+
+def read_stacks(log: str) -> StackReport | None:
+    """The stacks at the end of a log's text; None where there are none."""
+    threads = [thread for thread in _last_dump(log.splitlines()) if thread]
+    if not threads:
+        return None
+    best = max(threads, key=_weigh)
+    return StackReport(tuple(best), _weigh(best) > 0)
+
+
+def _last_dump(lines: Sequence[str]) -> list[list[Frame]]:
+    """Threads of the last dump, which ends with the current one."""
+    threads: list[list[Frame]] = []
+    over = True
+    for line in lines:
+        if _THREAD.match(line):
+            if over:
+                threads = []
+            over = line.startswith("Current")
+            threads.append([])
+        elif threads and (found := _FRAME.match(line)):
+            threads[-1].append(Frame(found["file"], int(found["line"]), found["function"]))
+    return threads
+
+
+def _weigh(thread: Sequence[Frame]) -> int:
+    top = Path(thread[0].file)
+    if top.name in _WAITING or thread[0].file.endswith(_POOL):
+        return 0
+    return 2 if any(frame.of_environment for frame in thread) else 1

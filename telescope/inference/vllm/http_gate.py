@@ -1,0 +1,206 @@
+"""What of vLLM's HTTP application others may use: an allow-list of routes behind the key, and a share of the engine.
+
+Owns which requests reach the application, and what of their bodies is changed or refused. Refuses to know what they ask: that
+is vLLM's. An ASGI application around another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+ALLOWED = {
+    "/health": "GET",
+    "/metrics": "GET",
+    "/telescope/status": "GET",
+    "/v1/models": "GET",
+    "/v1/completions": "POST",
+    "/v1/chat/completions": "POST",
+}
+"""The routes of docs/inference.md with their methods. vLLM has dozens more, and each version adds some."""
+OPEN = frozenset({"/health"})
+"""Asked without the key, by whatever watches a machine; it says nothing but that the process lives."""
+BODY_BYTES = 16 * 2**20
+BODY_S = 30.0
+"""From a request's head to the end of its body."""
+WAIT_S = 120.0
+"""For a place beside other requests; then the client is told to come again."""
+LAST_PRIORITY = 2**30
+"""vLLM takes the smallest first. A rollout's is its turn, so every rollout comes before a request of somebody else."""
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Application = Callable[[Message, Receive, Send], Awaitable[None]]
+
+
+class Refused(Exception):
+    """The request goes no further; the text is the answer."""
+
+    def __init__(self, status: int, sentence: str) -> None:
+        super().__init__(sentence)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class GateRules:
+    """`key`: null: none is asked for. `sequences`: that requests from outside may have in the engine at once. `last`: whether
+    the engine takes priorities, and theirs is the last. `adapters`: whether it serves adapters."""
+
+    key: str | None
+    sequences: int
+    last: bool
+    adapters: bool
+
+
+class HttpGate:
+    """Use it as the application of one event loop."""
+
+    def __init__(self, application: Application, rules: GateRules) -> None:
+        self._application, self._rules = application, rules
+        self._free = rules.sequences
+        self._freed = asyncio.Condition()
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._application(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        try:
+            self._check_head(scope)
+            if scope["method"] == "GET":
+                await self._application(scope, receive, send)
+                return
+            body = self._check_body(await _read_body(receive))
+            async with self._places(count_sequences(body)):
+                await self._application(_with_length(scope, body), _replay(body, receive), send)
+        except Refused as refused:
+            await _answer(send, refused)
+
+    def _check_head(self, scope: Message) -> None:
+        path = scope["path"]
+        if ALLOWED.get(path) != scope["method"]:
+            raise Refused(404, f"{scope['method']} {path} is not served: there are {', '.join(sorted(ALLOWED))}")
+        headers = dict(scope["headers"])
+        if self._rules.key is None:
+            if b"origin" in headers:  # a page in a browser on this machine, whoever wrote it
+                raise Refused(403, "requests of web pages are served with a key only: set inference.api_key")
+            return
+        given = headers.get(b"authorization", b"")
+        if path not in OPEN and not hmac.compare_digest(given, f"Bearer {self._rules.key}".encode()):
+            raise Refused(401, "this server asks for its key: `telescope servers RUN_DIR` says how to give it")
+
+    def _check_body(self, data: bytes) -> dict[str, Any]:
+        """What is passed on."""
+        try:
+            body = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise Refused(400, f"the body is not JSON: {error}") from error
+        if not isinstance(body, dict):
+            raise Refused(400, "the body is not a JSON object")
+        if self._rules.adapters and (body.get("prompt_logprobs") is not None or (body.get("echo") and _wants_logprobs(body))):
+            raise Refused(
+                400,
+                "log-probs of a prompt (prompt_logprobs, echo with logprobs) are not served by a run that trains adapters: "
+                "vLLM ends its engine over them; export a checkpoint and ask that",
+            )
+        if (asked := count_sequences(body)) > self._rules.sequences:
+            raise Refused(
+                400,
+                f"the request asks for {asked} answers at once, and a run serves {self._rules.sequences} beside its rollouts "
+                "(inference.http_sequences)",
+            )
+        if self._rules.last:
+            body["priority"] = LAST_PRIORITY
+        else:
+            body.pop("priority", None)
+        return body
+
+    @asynccontextmanager
+    async def _places(self, wanted: int) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(WAIT_S), self._freed:
+                await self._freed.wait_for(lambda: self._free >= wanted)
+                self._free -= wanted
+        except TimeoutError:
+            raise Refused(429, f"{self._rules.sequences} answers are under way beside the rollouts: come again") from None
+        try:
+            yield
+        finally:
+            self._free += wanted
+            async with self._freed:
+                self._freed.notify_all()
+
+
+def count_sequences(body: MutableMapping[str, Any]) -> int:
+    """Sequences that a request makes the engine sample: answers a prompt, times prompts. What is malformed counts as one, and
+    vLLM refuses it."""
+    prompt = body.get("prompt")
+    prompts = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
+    answers = [value for name in ("n", "best_of") if isinstance(value := body.get(name), int)]
+    return max((1, *answers)) * prompts
+
+
+def _wants_logprobs(body: MutableMapping[str, Any]) -> bool:
+    wanted = body.get("logprobs")
+    return wanted is not None and wanted is not False  # 0 asks for those of the sampled tokens
+
+
+async def _read_body(receive: Receive) -> bytes:
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(BODY_S):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise Refused(400, "the body broke off")
+                part = message.get("body", b"")
+                size += len(part)
+                if size > BODY_BYTES:
+                    raise Refused(413, f"the body has more than {BODY_BYTES} bytes")
+                parts.append(part)
+                if not message.get("more_body", False):
+                    return b"".join(parts)
+    except TimeoutError:
+        raise Refused(408, f"the body has not come within {BODY_S:g} s") from None
+
+
+def _with_length(scope: Message, body: MutableMapping[str, Any]) -> Message:
+    """The head of the request with the changed body's length."""
+    length = str(len(json.dumps(body).encode())).encode()
+    headers = [(name, value) for name, value in scope["headers"] if name not in (b"content-length", b"transfer-encoding")]
+    return {**scope, "headers": [*headers, (b"content-length", length)]}
+
+
+def _replay(body: MutableMapping[str, Any], receive: Receive) -> Receive:
+    """Gives the body once, then what else comes: that the client has gone."""
+    given = False
+
+    async def next_message() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
+
+    return next_message
+
+
+async def _answer(send: Send, refused: Refused) -> None:
+    """In the form of OpenAI's API, which its clients show."""
+    error = {"message": str(refused), "type": "invalid_request_error", "code": refused.status}
+    data = json.dumps({"error": error}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())]
+    if refused.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    if refused.status == 429:
+        headers.append((b"retry-after", b"1"))
+    await send({"type": "http.response.start", "status": refused.status, "headers": [*headers, (b"connection", b"close")]})
+    await send({"type": "http.response.body", "body": data})
