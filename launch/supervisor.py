@@ -213,6 +213,7 @@ class Supervisor:
     def run(self, port: int) -> int:
         """`port`: where the trainer ranks meet, on the host of rank 0."""
         try:
+            sweep_up()  # after runs that were killed with their supervisor
             self.start({"MASTER_PORT": str(port)})
             if self.batch_system.warned_before():
                 self.warn()
@@ -229,8 +230,7 @@ class Supervisor:
         finally:
             self.children.close()
             self.channel.close()
-            temporary.sweep()  # folders of processes that were killed, and shared memory that is noted in them
-            shared_memory.sweep()  # weights whose writer was killed; those of other runs alive are locked by theirs
+            sweep_up()
             if self.nodes and self.alive:
                 self.release_nodes(ERROR, "the head ended with a defect of its own")
         self.correct_cause()
@@ -597,6 +597,12 @@ def count_lost_rows(summary: Mapping[str, Any]) -> int:
     rows = summary.get("log")
     lost = rows.get("rows_unlogged") if isinstance(rows, Mapping) else None
     return lost if isinstance(lost, int) else 0
+
+
+def sweep_up() -> None:
+    """Remove what processes of this user left that were killed: what belongs to one that lives is locked by it."""
+    temporary.sweep()  # folders, and shared memory that is noted in them
+    shared_memory.sweep()  # weights
 
 
 def choose_exit_code(cause: FailureCause | None, orchestrator: int | None, *, warned: bool, interrupted: int | None) -> int:

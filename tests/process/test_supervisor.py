@@ -391,3 +391,22 @@ def test_trainers_share_one_meeting_point_and_foreign_ranks_are_dropped(
         assert "WORLD_SIZE" not in variables
         assert "TORCHELASTIC_RUN_ID" not in variables
         assert variables["MY_SERVICE_KEY"] == "secret"
+
+
+LEFT_BEHIND = """
+import os, signal
+from telescope.runlog import temporary
+print(temporary.make(), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_process_left_is_swept_up_by_the_next_run(launch: Launch) -> None:
+    killed = subprocess.run([sys.executable, "-c", LEFT_BEHIND], capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    folder = Path(killed.stdout.strip())
+    assert folder.is_dir()
+    launched = launch(stand_in("orchestrator", "obey"), stand_in("worker-0", "obey"))
+    launched.wait_until_up()
+    assert not folder.exists()
+    launched.signal(signal.SIGTERM)
+    assert launched.end()[0] == 143
