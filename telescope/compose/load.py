@@ -180,9 +180,9 @@ def compose_point(overrides: Sequence[str], places: Places, environ: Mapping[str
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         said = [*problems, *explain_failure(error, parsed, places)]
         return Point(overrides, None, tuple(dict.fromkeys(said)), (), OmegaConf.create(), given)
-    container, unresolved = resolve(composed, environ)
+    container, unresolved = resolve(composed, environ, places.plugin_path)
     container["plugin_path"] = list(places.plugin_path)
-    config, judged = validate(_with_model_folder(container))
+    config, judged = validate(_with_model_folder(container), environ)
     said = [*unresolved, *experiments_without_package(places, container)]
     problems += [*said, *_drop_repeated([*judged, *_model_problems(container)], [*choices, *said])]
     if problems or config is None:

@@ -1,0 +1,185 @@
+"""Finds secrets in what a run writes and puts `<redacted>` there: the values of variables that a run refers to, in every form
+in which they travel (JSON, URLs, base64), and what has the shape of a key whoever wrote it.
+
+The standard library alone: the shim loads this file by its path. Refuses to know where the text goes. A value of fewer than
+`SHORTEST_SCRUBBED` characters may be an ordinary word, and a path that exists is no secret: both stay.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+from urllib.parse import quote, quote_plus, unquote, urlsplit
+
+REDACTED = "<redacted>"
+SHORTEST_SCRUBBED = 8
+HELD_BYTES = 65_536
+"""Of a line without an end, before its beginning is let go."""
+_SECRET_NAME = re.compile(
+    r"(^|[_.-])(api_?key|access_?key|private_?key|key|token|passw(or)?d|passphrase|secret|credentials?)$", re.I
+)
+_LINE = re.compile(r"[^\r\n]{16,}")
+_HINTS = (
+    *("sk-", "rk-", "pk-", "k_live_", "k_test_", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "glpat-", "hf_", "xox"),
+    *("AKIA", "ASIA", "AIza", "ya29.", "npm_", "pypi-", "eyJ"),
+    *("earer", "EARER", "asic ", "ASIC ", "uthorization", "UTHORIZATION", "://", "PRIVATE KEY"),
+)
+"""What each shape has in it: a text without any needs no second look."""
+_SHAPES = re.compile(
+    r"""
+      \b(?: [srp]k-[A-Za-z0-9_-]{16,} | [srp]k_(?:live|test)_[A-Za-z0-9]{12,} | gh[pousr]_[A-Za-z0-9]{20,}
+          | github_pat_\w{20,} | glpat-[\w-]{16,} | hf_[A-Za-z0-9]{20,} | xox[abeoprs]-[A-Za-z0-9-]{10,}
+          | (?:AKIA|ASIA)[A-Z0-9]{16}\b | AIza[\w-]{30,} | ya29\.[\w-]{20,} | npm_[A-Za-z0-9]{30,} | pypi-[\w-]{20,}
+          | eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)? )
+    | (?P<header> \bAuthorization\\?["']?\ *[:=]\ *\\?["']?(?:[A-Za-z]+\ +)? ) [^\s"'\\,;<>{}$]{8,}
+    | (?P<scheme> \b(?:Bearer|Basic)\ + ) (?=[A-Za-z._~+/=-]*\d)[\w.~+/=-]{16,}
+    | (?P<user> ://[^\s/:@"'\\<>{}$]*: ) [^\s/@"'\\<>{}$]+ (?=@)
+    | (?P<begin> -----BEGIN\ [A-Z ]*PRIVATE\ KEY----- ) (?: [^"-]+ (?: -----END\ [A-Z ]*PRIVATE\ KEY----- )? )?
+    """,
+    re.X | re.I,
+)
+
+
+def is_secret_name(name: str) -> bool:
+    """True for `judge_api_key` and `HF_TOKEN`, False for `max_tokens`, `monkey` and `token_count`."""
+    return _SECRET_NAME.search(name) is not None
+
+
+def has_key_shape(text: str) -> bool:
+    """Whether there is a token of a known kind in it, a URL with a password, a header with a key."""
+    return any(hint in text for hint in _HINTS) and _SHAPES.search(text) is not None
+
+
+def is_public_path(value: str) -> bool:
+    """An absolute path that is there, on this host."""
+    return value.startswith("/") and "\0" not in value and os.path.exists(value)
+
+
+def find_secret_values(environ: Mapping[str, str], names: Iterable[str] = ()) -> frozenset[str]:
+    """The values of the variables `names`, and of those that are called like a secret, with what is secret inside of them: the
+    password of a URL, each line of a key file."""
+    known = {*names, *filter(is_secret_name, environ)}
+    found = {part for name in known if name in environ for part in _take_apart(environ[name])}
+    return frozenset(value for value in found if len(value) >= SHORTEST_SCRUBBED and not is_public_path(value))
+
+
+def _take_apart(value: str) -> Iterator[str]:
+    yield value
+    yield value.strip()
+    if "\n" in value or "\r" in value:
+        yield from (line.strip() for line in _LINE.findall(value))
+    if "://" in value:
+        try:
+            password = urlsplit(value.strip()).password or ""
+        except ValueError:  # no URL after all
+            return
+        yield password
+        yield unquote(password)
+
+
+def spell(value: str) -> Iterator[str]:
+    """A value in every form in which it travels."""
+    yield value
+    yield json.dumps(value)[1:-1]
+    yield json.dumps(value, ensure_ascii=False)[1:-1]
+    yield repr(value)[1:-1]
+    for encoded in (quote(value, safe=""), quote(value), quote_plus(value)):
+        yield encoded
+        yield re.sub(r"%[0-9A-F]{2}", lambda match: match.group().lower(), encoded)
+    data = value.encode("utf-8", "surrogateescape")
+    for encode in (base64.b64encode, base64.urlsafe_b64encode):
+        for before in range(3):  # bytes that stand in front, as the user's name in a Basic header: the rest is always the same
+            text = encode(b"\0" * before + data).decode().rstrip("=")
+            begin, end = (0, 2, 3)[before], len(text) - (1 if (before + len(data)) % 3 else 0)
+            yield text[begin:end]
+
+
+def spell_all(values: Iterable[str]) -> frozenset[str]:
+    return frozenset(form for value in values for form in spell(value) if len(form) >= SHORTEST_SCRUBBED)
+
+
+class Redactor:
+    """For one process: what it must not write, looked for fast."""
+
+    def __init__(self, values: Iterable[str] = ()) -> None:
+        # one may be the beginning of another
+        self._forms = sorted(spell_all(values), key=len, reverse=True)
+        self._encoded = [form.encode("utf-8", "surrogateescape") for form in self._forms]
+        self._hints = [hint.encode() for hint in _HINTS]
+        self.longest = max(map(len, self._encoded), default=0)
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str], names: Iterable[str] = ()) -> Redactor:
+        return cls(find_secret_values(environ, names))
+
+    def text(self, text: str) -> str:
+        for form in self._forms:
+            if form in text:
+                text = text.replace(form, REDACTED)
+        return _SHAPES.sub(_keep_front, text) if any(hint in text for hint in _HINTS) else text
+
+    def data(self, data: bytes) -> bytes:
+        """The same for bytes of a text."""
+        return (
+            self.text(data.decode("utf-8", "surrogateescape")).encode("utf-8", "surrogateescape") if self.sees(data) else data
+        )
+
+    def sees(self, data: bytes) -> bool:
+        """Whether there may be something to redact."""
+        return any(form in data for form in self._encoded) or any(hint in data for hint in self._hints)
+
+    def tree(self, value: Any) -> Any:
+        """The same in each text of dicts and lists, names too; numbers stay."""
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, Mapping):
+            return {self.tree(name): self.tree(inner) for name, inner in value.items()}
+        return [self.tree(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+    def json_line(self, line: bytes) -> bytes:
+        """A line of JSON, whose numbers are not to be cut."""
+        if not self.sees(line) or self.data(line) == line:
+            return line
+        whole = json.loads(line)
+        clean = self.tree(whole)
+        if clean == whole:
+            return line
+        end = b"\n" if line.endswith(b"\n") else b""
+        return json.dumps(clean, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace") + end
+
+
+def _keep_front(match: re.Match[str]) -> str:
+    """Who it was, and that there was a key, is worth reading."""
+    front = next((part for name in ("header", "scheme", "user", "begin") if (part := match.group(name)) is not None), "")
+    return front + REDACTED
+
+
+class RedactedLines:
+    """For a stream in pieces: a secret may come in two writes, so that a line is let go when it is whole."""
+
+    def __init__(self, redactor: Redactor, write: Callable[[bytes], object]) -> None:
+        self._redactor, self._write = redactor, write
+        self._held = b""
+
+    def feed(self, data: bytes) -> None:
+        self._held += data
+        end = max(self._held.rfind(b"\n"), self._held.rfind(b"\r")) + 1
+        if end:
+            whole, self._held = self._held[:end], self._held[end:]
+            self._write(self._redactor.data(whole))
+        if len(self._held) > HELD_BYTES:
+            # what is complete is redacted; a secret that has only begun lies in the part that is kept
+            clean = self._redactor.data(self._held)
+            kept = max(self._redactor.longest, HELD_BYTES // 4)
+            self._write(clean[:-kept])
+            self._held = clean[-kept:]
+
+    def close(self) -> None:
+        """Let go what is there, whole or not."""
+        whole, self._held = self._held, b""
+        if whole:
+            self._write(self._redactor.data(whole))
