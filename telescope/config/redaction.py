@@ -22,6 +22,7 @@ HELD_BYTES = 65_536
 _SECRET_NAME = re.compile(
     r"(^|[_.-])(api_?key|access_?key|private_?key|key|token|passw(or)?d|passphrase|secret|credentials?)$", re.I
 )
+_JOINT = re.compile(rb"[^\r\n]{%d,}" % SHORTEST_SCRUBBED)
 _LINE = re.compile(r"[^\r\n]{16,}")
 _HINTS = (
     *("sk-", "rk-", "pk-", "k_live_", "k_test_", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "glpat-", "hf_", "xox"),
@@ -128,6 +129,22 @@ class Redactor:
             self.text(data.decode("utf-8", "surrogateescape")).encode("utf-8", "surrogateescape") if self.sees(data) else data
         )
 
+    def lines(self, data: bytes) -> bytes:
+        """The same for whole lines of a stream that several threads and processes may write: where one came between, what ends
+        a line may be the beginning of a secret, and what begins one its end."""
+        return _JOINT.sub(lambda match: self._cut_edges(match.group()), self.data(data)) if self._encoded else self.data(data)
+
+    def _cut_edges(self, line: bytes) -> bytes:
+        mark = REDACTED.encode()
+        for form in self._encoded:
+            end = form.find(line[:SHORTEST_SCRUBBED])
+            if end > 0 and line.startswith(form[end:]) and len(form) - end >= SHORTEST_SCRUBBED:
+                line = mark + line[len(form) - end :]
+            begin = form.rfind(line[-SHORTEST_SCRUBBED:])
+            if begin >= 0 and line.endswith(form[: begin + SHORTEST_SCRUBBED]):
+                line = line[: -begin - SHORTEST_SCRUBBED] + mark
+        return line
+
     def sees(self, data: bytes) -> bool:
         """Whether there may be something to redact."""
         return any(form in data for form in self._encoded) or any(hint in data for hint in self._hints)
@@ -170,7 +187,7 @@ class RedactedLines:
         end = max(self._held.rfind(b"\n"), self._held.rfind(b"\r")) + 1
         if end:
             whole, self._held = self._held[:end], self._held[end:]
-            self._write(self._redactor.data(whole))
+            self._write(self._redactor.lines(whole))
         if len(self._held) > HELD_BYTES:
             # what is complete is redacted; a secret that has only begun lies in the part that is kept
             clean = self._redactor.data(self._held)
@@ -182,4 +199,4 @@ class RedactedLines:
         """Let go what is there, whole or not."""
         whole, self._held = self._held, b""
         if whole:
-            self._write(self._redactor.data(whole))
+            self._write(self._redactor.lines(whole))
