@@ -99,7 +99,7 @@ def find_literal_secrets(config: RunConfig) -> list[str]:
 
 def _sounds_secret(path: str, text: str) -> bool:
     name = next((part for part in reversed(path.split(".")) if not part.isdigit()), "")
-    return len(text) >= _SHORTEST_KEY and " " not in text.strip() and _SOUNDS_SECRET.search(name) is not None
+    return len(text) >= _SHORTEST_KEY and len(text.split()) <= 2 and _SOUNDS_SECRET.search(name) is not None
 
 
 def _make_variable(path: str) -> str:

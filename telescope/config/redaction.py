@@ -23,6 +23,7 @@ _SECRET_NAME = re.compile(
     r"(^|[_.-])(api_?key|access_?key|private_?key|key|token|passw(or)?d|passphrase|secret|credentials?)$", re.I
 )
 _JOINT = re.compile(rb"[^\r\n]{%d,}" % SHORTEST_SCRUBBED)
+_ENCODED = re.compile("%[0-9A-F]{2}")
 _LINE = re.compile(r"[^\r\n]{16,}")
 _HINTS = (
     *("sk-", "rk-", "pk-", "k_live_", "k_test_", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "glpat-", "hf_", "xox"),
@@ -83,20 +84,30 @@ def _take_apart(value: str) -> Iterator[str]:
 
 
 def spell(value: str) -> Iterator[str]:
-    """A value in every form in which it travels."""
-    yield value
-    yield json.dumps(value)[1:-1]
-    yield json.dumps(value, ensure_ascii=False)[1:-1]
-    yield repr(value)[1:-1]
-    for encoded in (quote(value, safe=""), quote(value), quote_plus(value)):
-        yield encoded
-        yield re.sub(r"%[0-9A-F]{2}", lambda match: match.group().lower(), encoded)
-    data = value.encode("utf-8", "surrogateescape")
+    """A value in every form in which it travels: in JSON, also within a text of JSON, in URLs, in base64, and in one of these
+    inside of another."""
+    texts = {value, *_escape(value)}
+    yield from texts
+    for text in texts:
+        yield from _escape(text)
+        for encoded in (quote(text, safe=""), quote(text), quote_plus(text)):
+            yield encoded
+            yield _ENCODED.sub(lambda match: match.group().lower(), encoded)
+        yield from _encode_base64(text.encode("utf-8", "surrogateescape"))
+
+
+def _escape(text: str) -> Iterator[str]:
+    yield json.dumps(text)[1:-1]
+    yield json.dumps(text, ensure_ascii=False)[1:-1]
+    yield repr(text)[1:-1]
+
+
+def _encode_base64(data: bytes) -> Iterator[str]:
+    """Whatever bytes stand in front, as the user's name in a Basic header: the characters that follow from the value alone."""
     for encode in (base64.b64encode, base64.urlsafe_b64encode):
-        for before in range(3):  # bytes that stand in front, as the user's name in a Basic header: the rest is always the same
+        for before in range(3):
             text = encode(b"\0" * before + data).decode().rstrip("=")
-            begin, end = (0, 2, 3)[before], len(text) - (1 if (before + len(data)) % 3 else 0)
-            yield text[begin:end]
+            yield text[(0, 2, 3)[before] : len(text) - (1 if (before + len(data)) % 3 else 0)]
 
 
 def spell_all(values: Iterable[str]) -> frozenset[str]:
