@@ -37,12 +37,12 @@ _SHAPES = re.compile(
           | github_pat_\w{20,} | glpat-[\w-]{16,} | hf_[A-Za-z0-9]{20,} | xox[abeoprs]-[A-Za-z0-9-]{10,}
           | (?:AKIA|ASIA)[A-Z0-9]{16}\b | AIza[\w-]{30,} | ya29\.[\w-]{20,} | npm_[A-Za-z0-9]{30,} | pypi-[\w-]{20,}
           | eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)? )
-    | (?P<header> \bAuthorization\\?["']?\ *[:=]\ *\\?["']?(?:[A-Za-z]+\ +)? ) [^\s"'\\,;<>{}$]{8,}
-    | (?P<scheme> \b(?:Bearer|Basic)\ + ) (?=[A-Za-z._~+/=-]*\d)[\w.~+/=-]{16,}
+    | (?P<header> \b(?:[Aa]uthorization|AUTHORIZATION)\\?["']?\ *[:=]\ *\\?["']?(?:[A-Za-z]+\ +)? ) [^\s"'\\,;<>{}$]{8,}
+    | (?P<scheme> \b(?:[Bb]earer|BEARER|[Bb]asic|BASIC)\ + ) (?=[A-Za-z._~+/=-]*\d)[\w.~+/=-]{16,}
     | (?P<user> ://[^\s/:@"'\\<>{}$]*: ) [^\s/@"'\\<>{}$]+ (?=@)
     | (?P<begin> -----BEGIN\ [A-Z ]*PRIVATE\ KEY----- ) (?: [^"-]+ (?: -----END\ [A-Z ]*PRIVATE\ KEY----- )? )?
     """,
-    re.X | re.I,
+    re.X,
 )
 
 
