@@ -25,25 +25,48 @@ _SECRET_NAME = re.compile(
 _JOINT = re.compile(rb"[^\r\n]{%d,}" % SHORTEST_SCRUBBED)
 _ENCODED = re.compile("%[0-9A-F]{2}")
 _LINE = re.compile(r"[^\r\n]{16,}")
-_HINTS = (
-    *("sk-", "rk-", "pk-", "k_live_", "k_test_", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "glpat-", "hf_", "xox"),
-    *("AKIA", "ASIA", "AIza", "ya29.", "npm_", "pypi-", "eyJ"),
-    *("earer", "EARER", "asic ", "ASIC ", "uthorization", "UTHORIZATION", "://", "PRIVATE KEY"),
-)
-"""What each shape has in it: a text without any needs no second look."""
-_SHAPES = re.compile(
+_TOKENS = re.compile(
     r"""
       \b(?: [srp]k-[A-Za-z0-9_-]{16,} | [srp]k_(?:live|test)_[A-Za-z0-9]{12,} | gh[pousr]_[A-Za-z0-9]{20,}
           | github_pat_\w{20,} | glpat-[\w-]{16,} | hf_[A-Za-z0-9]{20,} | xox[abeoprs]-[A-Za-z0-9-]{10,}
           | (?:AKIA|ASIA)[A-Z0-9]{16}\b | AIza[\w-]{30,} | ya29\.[\w-]{20,} | npm_[A-Za-z0-9]{30,} | pypi-[\w-]{20,}
           | eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)? )
-    | (?P<header> \b(?:[Aa]uthorization|AUTHORIZATION)\\?["']?\ *[:=]\ *\\?["']?(?:[A-Za-z]+\ +)? ) [^\s"'\\,;<>{}$]{8,}
-    | (?P<scheme> \b(?:[Bb]earer|BEARER|[Bb]asic|BASIC)\ + ) (?=[A-Za-z._~+/=-]*\d)[\w.~+/=-]{16,}
-    | (?P<user> ://[^\s/:@"'\\<>{}$]*: ) [^\s/@"'\\<>{}$]+ (?=@)
-    | (?P<begin> -----BEGIN\ [A-Z ]*PRIVATE\ KEY----- ) (?: [^"-]+ (?: -----END\ [A-Z ]*PRIVATE\ KEY----- )? )?
+    | (?P<front> -----BEGIN\ [A-Z ]*PRIVATE\ KEY----- ) (?: [^"-]+ (?: -----END\ [A-Z ]*PRIVATE\ KEY----- )? )?
     """,
     re.X,
 )
+_HEADER = re.compile(
+    r"""(?P<front> (?:[Aa]uthorization|AUTHORIZATION)\\?["']?\ *[:=]\ *\\?["']?(?:[A-Za-z]+\ +)? ) [^\s"'\\,;<>{}$]{8,}""", re.X
+)
+_SCHEME = re.compile(r"(?P<front>(?:[Bb]earer|BEARER|[Bb]asic|BASIC) +)(?=[A-Za-z._~+/=-]*\d)[\w.~+/=-]{16,}")
+_PASSWORD = re.compile(r"""(?P<front>://[^\s/:@"'\\<>{}$]*:)[^\s/@"'\\<>{}$]+(?=@)""")
+_SHAPES: tuple[tuple[tuple[str, ...], re.Pattern[str]], ...] = (
+    (("uthorization", "UTHORIZATION"), _HEADER),
+    (("earer ", "EARER ", "asic ", "ASIC "), _SCHEME),
+    (("://",), _PASSWORD),
+    (
+        (
+            *(
+                "sk-",
+                "rk-",
+                "pk-",
+                "k_live_",
+                "k_test_",
+                "ghp_",
+                "gho_",
+                "ghu_",
+                "ghs_",
+                "ghr_",
+                "github_pat_",
+                "glpat-",
+                "hf_",
+            ),
+            *("xox", "AKIA", "ASIA", "AIza", "ya29.", "npm_", "pypi-", "eyJ", "PRIVATE KEY"),
+        ),
+        _TOKENS,
+    ),
+)
+"""What each shape has in it, and the shape: a text without any of the first needs no second look."""
 
 
 def is_secret_name(name: str) -> bool:
@@ -53,7 +76,7 @@ def is_secret_name(name: str) -> bool:
 
 def has_key_shape(text: str) -> bool:
     """Whether there is a token of a known kind in it, a URL with a password, a header with a key."""
-    return any(hint in text for hint in _HINTS) and _SHAPES.search(text) is not None
+    return any(shape.search(text) for hints, shape in _SHAPES if any(hint in text for hint in hints))
 
 
 def is_public_path(value: str) -> bool:
@@ -121,7 +144,7 @@ class Redactor:
         # one may be the beginning of another
         self._forms = sorted(spell_all(values), key=len, reverse=True)
         self._encoded = [form.encode("utf-8", "surrogateescape") for form in self._forms]
-        self._hints = [hint.encode() for hint in _HINTS]
+        self._hints = [hint.encode() for hints, _ in _SHAPES for hint in hints]
         self.longest = max(map(len, self._encoded), default=0)
 
     @classmethod
@@ -132,7 +155,10 @@ class Redactor:
         for form in self._forms:
             if form in text:
                 text = text.replace(form, REDACTED)
-        return _SHAPES.sub(_keep_front, text) if any(hint in text for hint in _HINTS) else text
+        for hints, shape in _SHAPES:
+            if any(hint in text for hint in hints):
+                text = shape.sub(_keep_front, text)
+        return text
 
     def data(self, data: bytes) -> bytes:
         """The same for bytes of a text."""
@@ -182,7 +208,7 @@ class Redactor:
 
 def _keep_front(match: re.Match[str]) -> str:
     """Who it was, and that there was a key, is worth reading."""
-    front = next((part for name in ("header", "scheme", "user", "begin") if (part := match.group(name)) is not None), "")
+    front = match.groupdict().get("front") or ""
     return front + REDACTED
 
 
