@@ -23,6 +23,7 @@ from typing import Protocol
 from telescope._launch import shim
 from telescope._launch.process_environment import add_to_environment, list_foreign_variables, make_child_environment
 from telescope._launch.process_plan import ProcessPlan
+from telescope.config import redaction
 from telescope.config.secrets import SecretMissing
 from telescope.runlog import temporary
 from telescope.runlog.layout import RunDirectory
@@ -208,6 +209,7 @@ class LocalProcess:
 
 
 SHIM = str(Path(shim.__file__).resolve())
+REDACTOR = str(Path(redaction.__file__).resolve())
 
 
 def _make_command(plan: ProcessPlan, run: RunDirectory) -> list[str]:
@@ -228,9 +230,10 @@ def _start_here(
     return subprocess.Popen(
         [
             *(sys.executable, "-I", "-S", SHIM, str(os.getpid()), str(number), str(run.log(plan.name, incarnation)), manner),
+            *(REDACTOR, ",".join(plan.redacted)),
             *_make_command(plan, run),
         ],
-        env=make_child_environment(variables),
+        env=make_child_environment(variables, plan.needs),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -261,6 +264,8 @@ def _encode_start_order(plan: ProcessPlan, run: RunDirectory, variables: dict[st
         "unset": list_foreign_variables(),
         "gpus": list(plan.gpus),
         "sweeper": temporary.__file__,
+        "redactor": REDACTOR,
+        "redacted": list(plan.redacted),
     }
     return json.dumps(order).encode() + b"\n"
 

@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from telescope._launch.process_environment import read_own_environment
 from telescope._launch.process_plan import LaunchPlan, PlanError
 from telescope._launch.this_host import find_compute_capability
 from telescope.config.conflicts import conflicts
 from telescope.config.precision import unserved
+from telescope.config.run import as_json
+from telescope.config.secrets import find_missing
 from telescope.weights.base import TransportRefused
 from telescope.weights.transport_choice import choose, placement_of
 
@@ -27,6 +30,7 @@ CHECKED_BY_PROCESS = ("weight_sync.transport", "inference.quantization")
 def find_obstacles(config: RunConfig, plan: LaunchPlan, *, elsewhere: bool = False) -> list[str]:
     """Sentences with the remedy, each that of the process which would say it. `elsewhere`: its hosts are not this one alone."""
     return [
+        *_check_variables(config),
         *_check_weights(config, plan),
         *filter(None, (unserved(config, plan.device),)),
         *_check_training(config, plan, elsewhere),
@@ -38,6 +42,15 @@ def refuse(config: RunConfig, plan: LaunchPlan, *, elsewhere: bool = False) -> N
     """Raises `PlanError` with all of them, one a line."""
     if found := find_obstacles(config, plan, elsewhere=elsewhere):
         raise PlanError("\n".join(found))
+
+
+def _check_variables(config: RunConfig) -> Iterator[str]:
+    """A Slurm job asks this on its node, where what the submitting shell had need not be."""
+    for name in find_missing(as_json(config), read_own_environment()):
+        yield (
+            f"the environment variable {name} is not set on this host, but a setting refers to it (${{oc.env:{name}}}): set it "
+            "where the run is started (docs/security.md)"
+        )
 
 
 def _check_device(config: RunConfig, plan: LaunchPlan) -> Iterator[str]:

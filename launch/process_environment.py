@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import re
 import site
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import takewhile
 from pathlib import Path
 
 import telescope
 from telescope._launch.process_plan import OWNED_VARIABLES
-from telescope.config.secrets import reveal_all
+from telescope.config.secrets import SecretMissing, reveal_all
 
 FOREIGN_VARIABLES = OWNED_VARIABLES | {
     "GROUP_RANK",
@@ -29,13 +29,20 @@ FOREIGN_PREFIXES = ("TORCHELASTIC_",)
 _DEVICE = re.compile(r"\d+|(GPU|MIG)-\S+")
 
 
-def make_child_environment(given: Mapping[str, str]) -> dict[str, str]:
+def make_child_environment(given: Mapping[str, str], needs: Collection[str] = ()) -> dict[str, str]:
     """The variables of one process: the inherited ones, cleaned, under those of the plan (`given`), references followed.
 
-    Raises `SecretMissing` where `given` refers to a variable (`${oc.env:NAME}`) that is not set.
+    Raises `SecretMissing` where `given` refers to a variable (`${oc.env:NAME}`) that is not set on this host, or where one of
+    those is not that the process `needs`.
     """
     inherited = {name: value for name, value in os.environ.items() if not _is_foreign(name) and name != "PYTHONPATH"}
-    return inherited | add_to_environment(given)
+    found = inherited | add_to_environment(given)
+    if missing := sorted(set(needs) - found.keys()):
+        raise SecretMissing(
+            f"the environment variable {missing[0]} is not set on this host, but a setting refers to it "
+            f"(${{oc.env:{missing[0]}}}): set it where the run is started here"
+        )
+    return found
 
 
 def add_to_environment(given: Mapping[str, str]) -> dict[str, str]:

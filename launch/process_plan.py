@@ -10,11 +10,12 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from telescope._launch.host_placement import Counts, Demand, place_alone, place_apart, place_on_cores, place_sharing
+from telescope.config.secrets import find_missing, find_references, has_reference
 from telescope.records import Record
 from telescope.runlog.layout import write_atomically
 from telescope.wire.supervisor_channel import DESCRIPTOR
@@ -83,6 +84,10 @@ class ProcessPlan(Record, frozen=True):
     threads: int
     node: int = 0
     """Which of the plan's hosts it is."""
+    needs: tuple[str, ...] = ()
+    """Variables that must be set where it is started: its own settings refer to them."""
+    redacted: tuple[str, ...] = ()
+    """Variables whose values its log must not show: all that the run refers to, and those that are set by a reference."""
 
 
 class LaunchPlan(Record, frozen=True):
@@ -146,10 +151,27 @@ def make_plan(config: RunConfig, hosts: tuple[Host, ...]) -> LaunchPlan:
                 _make_network_variables(seats[index % len(seats)].host) | cluster.env,
             )
         )
+    processes = [_add_variables(process, config) for process in processes]
     logging = config.logging
     save_s = config.checkpoint.stop_timeout_s if config.checkpoint.on else 0.0
     restarts = cluster.max_server_restarts
     return LaunchPlan(device, tuple(processes), logging.progress, logging.log_to_console, restarts, hosts, save_s)
+
+
+def _add_variables(process: ProcessPlan, config: RunConfig) -> ProcessPlan:
+    """What it needs and what its log must not show, by the references in the settings."""
+    transport: Any = config.weight_sync.transport_kwargs
+    own: dict[ProcessRole, Any] = {
+        "orchestrator": (),
+        "worker": [entry.kwargs for entry in config.environments.values()],
+        "server": [config.inference.api_key, config.inference.vllm, transport],
+        "trainer": transport,
+    }
+    needs = find_missing(own[process.role], {})
+    set_here = {name for name, value in config.cluster.env.items() if has_reference(value)}
+    return msgspec.structs.replace(
+        process, needs=tuple(needs), redacted=tuple(sorted(set_here | find_references(config.model_dump(mode="json"))))
+    )
 
 
 def make_names_unique(hosts: tuple[Host, ...]) -> tuple[Host, ...]:

@@ -6,9 +6,12 @@ and when the lifeline closes or its parent dies, which means that the supervisor
 how its process ended and leaves.
 
 On another node of a Slurm job it is started by srun (`shim.py -`): stdin and stdout are then its lifeline, and the first line
-says what to start (`{"command": […], "log": "…", "environment": {…}, "unset": […], "gpus": ["0"], "sweeper": "…"}`), so that
-nothing secret stands on a command line. No supervisor is on that node: the shim itself then removes what the dead have noted to
-go with them, by the sweeper, a file of the standard library's means too.
+says what to start (`{"command": […], "log": "…", "environment": {…}, "unset": […], "gpus": ["0"], "sweeper": "…", "redactor":
+"…", "redacted": ["PGPASSWORD"]}`), so that nothing secret stands on a command line. No supervisor is on that node: the shim
+itself then removes what the dead have noted to go with them, by the sweeper, a file of the standard library's means too.
+
+What the process and all below it print, a C library's words too, comes here through a pipe and leaves for the log without the
+run's secrets (telescope/config/redaction.py, which the shim is told where to find).
 
 Orders are lines, `leave 5.0 15` (signal 15 to the process now, SIGKILL to all after 5 s), `kill`, and `stack` (the process
 writes to its log where its threads are); reports are lines of JSON,
@@ -19,12 +22,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.util
 import json
 import os
 import runpy
 import select
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -47,6 +52,9 @@ ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """What asks a process to end."""
 STACK_SIGNAL = signal.SIGUSR1
 """A process of a run answers it with its stacks (telescope/wire/process.py), even while no Python code of it can run."""
+OUTPUT_BYTES = 65_536
+OUTPUT_S = 1.0
+"""For what a dead process has printed, to reach its log: a disk that hangs must not keep the shim."""
 EXIT_ORPHANED = 3
 EXIT_NO_EXEC = 127
 
@@ -152,18 +160,81 @@ class Lifeline:
             line = line[os.write(self._writer, line) :]
 
 
+class RedactedOutput:
+    """The pipe into which a process prints, and the thread that writes its log. `redactor`: the file of the class; `names`: of
+    the variables whose values are secret."""
+
+    def __init__(self, log: int, redactor: str, names: Collection[str]) -> None:
+        kind = _load_file(redactor)
+        self._log = log
+        self._lines = kind.RedactedLines(kind.Redactor.of(os.environ, names), self._write)
+        self._reader, self.writer = os.pipe()
+        self._changed = threading.Condition()
+        self._busy = self._over = False
+        self._thread = threading.Thread(target=self._pump, name="output", daemon=True)
+
+    def start(self) -> None:
+        """After the fork: the pipe ends with the last process that has it."""
+        os.close(self.writer)
+        self._thread.start()
+
+    def drain(self) -> None:
+        """Until what was printed so far is in the log."""
+        until = time.monotonic() + OUTPUT_S
+        with self._changed:
+            while not self._over and (self._busy or select.select([self._reader], [], [], 0)[0]):
+                if not self._changed.wait(until - time.monotonic()) and time.monotonic() >= until:
+                    return
+            self._lines.close()
+
+    def finish(self) -> None:
+        """The same once nobody is left who could print."""
+        self._thread.join(OUTPUT_S)
+
+    def _pump(self) -> None:
+        while not self._over:
+            select.select([self._reader], [], [])
+            with self._changed:
+                self._busy = True
+            data = os.read(self._reader, OUTPUT_BYTES)
+            if data:
+                self._lines.feed(data)
+            else:
+                self._lines.close()
+            with self._changed:
+                self._busy, self._over = False, not data
+                self._changed.notify_all()
+
+    def _write(self, data: bytes) -> None:
+        with contextlib.suppress(OSError):  # a full disk keeps nobody from printing
+            while data:
+                data = data[os.write(self._log, data) :]
+
+
+def _load_file(path: str) -> Any:
+    """A file of the package that needs the standard library alone, as a module of its own."""
+    spec = importlib.util.spec_from_file_location("redaction", path)
+    if spec is None or spec.loader is None:
+        raise ImportError(path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 class Shim:
     """One process and everything below it."""
 
-    def __init__(self, lifeline: Lifeline, command: list[str], log: int, *, hold: bool = False) -> None:
+    def __init__(self, lifeline: Lifeline, command: list[str], output: RedactedOutput, *, hold: bool = False) -> None:
         self.lifeline = lifeline
+        self.output = output
         self.wakeup = Wakeup((signal.SIGCHLD, *ENDING_SIGNALS))
         self.listening = [self.wakeup.reader, lifeline.reader]
         self.status: int | None = None
         self.told = False
         self.kill_at: float | None = None
         self.partial = b""
-        self.child = _spawn(command, log, hold)
+        self.child = _spawn(command, output.writer, hold)
+        output.start()
         self.report(started=self.child)
 
     def report(self, **facts: int) -> None:
@@ -182,8 +253,10 @@ class Shim:
             self.notice_signals()
             if self.kill_at is not None and time.monotonic() >= self.kill_at:
                 self.end_rest(0.0)
+        self.output.drain()  # whoever hears of the end reads the last words
         self.report(status=self.status)
         self.end_rest(LEFTOVER_GRACE_S if self.kill_at is None else 0.0)
+        self.output.finish()
         self.reap()  # the dead whom nobody waited for would go to the supervisor, and lie there as long as it lives
 
     def obey(self, received: bytes) -> None:
@@ -296,7 +369,8 @@ def _run_relayed() -> int:
         os.environ.pop(name, None)
     os.environ.update(order["environment"])
     os.environ["CUDA_VISIBLE_DEVICES"] = visible
-    Shim(lifeline, order["command"], _open_log(order["log"])).run()
+    output = RedactedOutput(_open_log(order["log"]), order["redactor"], order["redacted"])
+    Shim(lifeline, order["command"], output).run()
     with contextlib.suppress(OSError):
         runpy.run_path(order["sweeper"], run_name="__main__")
     return 0
@@ -311,11 +385,12 @@ def main(arguments: list[str]) -> int:
     set_process_flag(PR_SET_CHILD_SUBREAPER, 1)
     if arguments == [RELAYED]:
         return _run_relayed()
-    supervisor, number, log, manner, *command = arguments
+    supervisor, number, log, manner, redactor, redacted, *command = arguments
     if os.getppid() != int(supervisor):
         return EXIT_ORPHANED  # it died before the first line took effect
     os.set_inheritable(int(number), False)  # the process itself must not keep it open
-    Shim(Lifeline(int(number), int(number)), command, _open_log(log), hold=manner == HOLD).run()
+    output = RedactedOutput(_open_log(log), redactor, redacted.split(","))
+    Shim(Lifeline(int(number), int(number)), command, output, hold=manner == HOLD).run()
     return 0
 
 

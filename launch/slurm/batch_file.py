@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from telescope.config.secrets import replace_references
 from telescope.config.slurm import SlurmGroup, SlurmSettings
 
 WARNED = "TELESCOPE_WARNED"
@@ -37,13 +38,25 @@ def make_parameters(settings: SlurmSettings, name: str, environment: Mapping[str
         "use_srun": False,
         "stderr_to_stdout": True,
         "wckey": None,  # submitit's own would be refused where keys are checked
-        "setup": [*_make_second_component(settings), NOTE_WARNING, *exports, *settings.setup, IGNORE_WARNING],
+        "setup": [
+            *_make_second_component(settings),
+            NOTE_WARNING,
+            *exports,
+            *_write_setup(settings),
+            IGNORE_WARNING,
+        ],
         "additional_parameters": _make_additional(settings),
         **{option: value for option in NAMED if (value := getattr(settings, option)) is not None},
     }
     if settings.gpus_per_node:
         given["gpus_per_node"] = settings.gpus_per_node
     return given
+
+
+def _write_setup(settings: SlurmSettings) -> Iterator[str]:
+    """References as the shell of the node reads them: no value stands in the batch file, and one not set ends the job."""
+    for line in settings.setup:
+        yield replace_references(line, lambda name, other: f"${{{name}{':?is not set' if other is None else f'-{other}'}}}")
 
 
 def count_nodes(settings: SlurmSettings) -> int:

@@ -177,9 +177,9 @@ def compose_point(overrides: Sequence[str], places: Places, environ: Mapping[str
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         said = [*problems, *explain_failure(error, parsed, places)]
         return Point(overrides, None, tuple(dict.fromkeys(said)), (), OmegaConf.create(), given)
-    container, unresolved = resolve(composed, environ)
+    container, unresolved = resolve(composed, environ, places.plugin_path)
     container["plugin_path"] = list(places.plugin_path)
-    config, judged = validate(_with_model_folder(container))
+    config, judged = validate(_with_model_folder(container), environ)
     problems += [*unresolved, *_drop_repeated([*judged, *_model_problems(container)], [*choices, *unresolved])]
     if problems or config is None:
         return Point(overrides, None, tuple(problems), (), composed, given)

@@ -1,15 +1,20 @@
-"""DictConfig → plain values: every interpolation followed, secrets left as references, and what failed in sentences."""
+"""DictConfig → plain values: every interpolation followed, references in free text left as they are, and what failed in
+sentences."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
 
-from telescope.config.secrets import is_secret_name, parse_reference
+from telescope.config.free_text import is_free_text
+from telescope.config.redaction import is_public_path
+from telescope.config.secrets import find_missing, find_references, is_secret_name, make_reference, parse_reference
 from telescope.config.validate import must_be_given
 from telescope.config.words import ConfigProblem
 
@@ -18,46 +23,95 @@ _LEFT_OUT = object()
 _ENV = re.compile(r"\$\{oc\.env:\s*([A-Za-z_][A-Za-z0-9_]*)")
 
 
-def resolve(config: DictConfig, environ: Mapping[str, str]) -> tuple[dict[str, Any], list[ConfigProblem]]:
+_BEGIN, _END = "\ue000", "\ue001"
+"""Around a reference while its text is put together: between them nothing is an interpolation."""
+
+
+def resolve(
+    config: DictConfig, environ: Mapping[str, str], plugin_path: Sequence[str] = ()
+) -> tuple[dict[str, Any], list[ConfigProblem]]:
     """The values of a composed configuration and what is wrong with them; wrong ones are left out of the values."""
-    raw = OmegaConf.to_container(config, resolve=False)
-    walk = _Walk(environ)
-    container = walk.mapping(config, raw, "")
+    raw: Any = OmegaConf.to_container(config, resolve=False)
+    walk = _Walk(environ, raw, plugin_path)
+    container = walk.mapping(config, raw, ())
     return container, [*walk.problems, *_leaks(container, environ)]
+
+
+@contextmanager
+def _keeping_references() -> Iterator[None]:
+    """Within it an interpolation gives the variable's name, wherever in a chain of interpolations it stands."""
+    OmegaConf.register_new_resolver("oc.env", _mark, replace=True)
+    try:
+        yield
+    finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
+
+
+def _mark(name: str, *default: Any) -> str:
+    given = None if not default else "" if default[0] is None else str(default[0])
+    return f"{_BEGIN}{make_reference(name, given)[2:-1]}{_END}"
 
 
 class _Walk:
     """One pass over the tree, the composed node and its unresolved text side by side."""
 
-    def __init__(self, environ: Mapping[str, str]) -> None:
+    def __init__(self, environ: Mapping[str, str], root: Mapping[str, Any], plugin_path: Sequence[str]) -> None:
         self.environ = environ
+        self.root = root
+        self.plugin_path = plugin_path
         self.problems: list[ConfigProblem] = []
 
-    def mapping(self, node: Any, raw: Any, path: str) -> dict[str, Any]:
-        values = {str(key): self.value(node, key, raw[key], f"{path}.{key}" if path else str(key)) for key in raw}
+    def mapping(self, node: Any, raw: Any, place: tuple[str | int, ...]) -> dict[str, Any]:
+        values = {str(key): self.value(node, key, raw[key], (*place, str(key))) for key in raw}
         return {key: value for key, value in values.items() if value is not _LEFT_OUT}
 
-    def value(self, node: Any, key: Any, raw: Any, path: str) -> Any:
+    def value(self, node: Any, key: Any, raw: Any, place: tuple[str | int, ...]) -> Any:
+        path = ".".join(map(str, place))
         if raw == MISSING:
             return self.refuse(path, must_be_given(path))
-        name = path.rpartition(".")[2]
-        if isinstance(raw, str) and self.is_secret(name, raw):
+        if isinstance(raw, str) and "${" in raw and is_free_text(place, self.root, self.plugin_path):
+            reference = self.reference(node, key)
+            if reference is not None and (is_secret_name(str(place[-1])) or not self.is_public(reference)):
+                return self.keep(reference, path)
+        if isinstance(raw, str) and self.is_secret(str(place[-1]), raw):
             return self.secret(raw, path)
         try:
             value = node[key]
         except OmegaConfBaseException as error:
             return self.refuse(path, self.unresolved(path, raw, error))
-        return self.deeper(value, raw, path)
+        return self.deeper(value, raw, place)
 
-    def deeper(self, value: Any, raw: Any, path: str) -> Any:
+    def deeper(self, value: Any, raw: Any, place: tuple[str | int, ...]) -> Any:
         if isinstance(value, DictConfig):
             inner = raw if isinstance(raw, dict) else OmegaConf.to_container(value, resolve=False)
-            return self.mapping(value, inner, path)
+            return self.mapping(value, inner, place)
         if isinstance(value, ListConfig):
             inner = raw if isinstance(raw, list) else list(OmegaConf.to_container(value, resolve=False) or ())
-            items = [self.value(value, index, item, f"{path}.{index}") for index, item in enumerate(inner)]
+            items = [self.value(value, index, item, (*place, index)) for index, item in enumerate(inner)]
             return [item for item in items if item is not _LEFT_OUT]
         return value
+
+    def reference(self, node: Any, key: Any) -> str | None:
+        """The text with its references to variables; None where it has none, or is a number, or can't be resolved."""
+        try:
+            with _keeping_references():
+                kept = node[key]
+        except (OmegaConfBaseException, ValueError):
+            return None
+        return kept.replace(_BEGIN, "${").replace(_END, "}") if isinstance(kept, str) and _BEGIN in kept else None
+
+    def is_public(self, reference: str) -> bool:
+        """Whether all that it names is a path of this host, which is written down as any path is."""
+        names = find_references(reference)
+        return all(not is_secret_name(name) and is_public_path(self.environ.get(name, "")) for name in names)
+
+    def keep(self, reference: str, path: str) -> Any:
+        """A reference stays one: its value is read by the process that needs it and written nowhere."""
+        if is_secret_name(path.rpartition(".")[2]) and parse_reference(reference) is None:
+            return self.secret(reference, path)
+        if missing := find_missing(reference, self.environ):
+            return self.refuse(path, f"{path} refers to the environment variable {missing[0]}, which is not set")
+        return reference
 
     def is_secret(self, name: str, raw: str) -> bool:
         return is_secret_name(name) or any(is_secret_name(variable) for variable in _ENV.findall(raw))

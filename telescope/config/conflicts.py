@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from telescope.config import plugins, vllm_arguments
+from telescope.config.free_text import find_literal_secrets
 from telescope.config.models import attention_heads, layers
 from telescope.config.precision import refuse_training_dtype, warn_of_training_dtype
 from telescope.config.run import RunConfig
@@ -454,4 +455,4 @@ def warnings(config: RunConfig) -> list[str]:
             f"inference.quantization={config.inference.quantization}: what samples is coarser than what is trained, and "
             "nothing corrects for it; set algorithm.use_tis=true, or another of algorithm.corrections",
         ]
-    return found
+    return [*found, *find_literal_secrets(config)]

@@ -1,4 +1,5 @@
-"""The tree of a run: every setting of every process, frozen and checked. No Hydra, no torch, no environment variables.
+"""The tree of a run: every setting of every process, frozen and checked. No Hydra, no torch. References to environment
+variables stay as they are in it: their values are read for a check, and by the process that needs them.
 
 `telescope.run` resolves a configuration once and writes it to the run directory; every other process reads it with `load_run`.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -27,7 +29,8 @@ from pydantic_core import PydanticCustomError
 from telescope.algorithms.base import Algorithm
 from telescope.backends.base import BackendSettings
 from telescope.config import plugins
-from telescope.config.secrets import reveal_all
+from telescope.config.redaction import Redactor, find_secret_values, spell_all
+from telescope.config.secrets import find_missing, find_references, has_reference, reveal_all
 from telescope.config.sections import (
     CheckpointSettings,
     ClusterSettings,
@@ -138,7 +141,7 @@ class RunConfig(Settings):
             raise ValueError("environments is empty: a run needs one at least, e.g. env=countdown")
         if info.context is not None and info.context.get("resolved"):
             return entries
-        return _complete_all(entries, info.data.get("plugin_path", ()))
+        return _complete_all(entries, info.data.get("plugin_path", ()), _environ_of(info))
 
     @field_validator("weight_sync")
     @classmethod
@@ -152,12 +155,17 @@ class RunConfig(Settings):
         except plugins.PluginError as error:
             raise nested([(("transport",), str(error))]) from error
         try:
-            made = plugins.make(plugins.TRANSPORTS, sync.transport, plugin_path, json.dumps(sync.transport_kwargs))
+            environ = _environ_of(info)
+            given = _reveal_known(sync.transport_kwargs, environ)
+            made = plugins.make(plugins.TRANSPORTS, sync.transport, plugin_path, given)
+            completed = keep_references(made, sync.transport_kwargs, environ)
         except plugins.PluginError as error:
             raise nested([(("transport",), str(error))]) from error
         except ValidationError as error:
             raise nested([(("transport_kwargs",), error)], kind) from error
-        return sync.model_copy(update={"transport_kwargs": made.model_dump(mode="json")})
+        except ValueTaken as error:
+            raise nested([(("transport_kwargs",), str(error))]) from error
+        return sync.model_copy(update={"transport_kwargs": completed})
 
     def environment(self, name: str) -> Environment:
         """Build the environment of entry `name`. Secrets given as `${oc.env:NAME}` are read here, in the process that needs
@@ -190,25 +198,67 @@ class RunConfig(Settings):
         return plugins.name_of(self.backend)
 
 
-def _complete_all(entries: Mapping[str, EnvironmentEntry], plugin_path: Sequence[str]) -> dict[str, EnvironmentEntry]:
+class ValueTaken(ValueError):
+    """A settings class has put the value that a reference stands for where it would be written down."""
+
+
+def _environ_of(info: ValidationInfo) -> Mapping[str, str]:
+    found: Mapping[str, str] = (info.context or {}).get("environ", os.environ)
+    return found
+
+
+def _complete_all(
+    entries: Mapping[str, EnvironmentEntry], plugin_path: Sequence[str], environ: Mapping[str, str]
+) -> dict[str, EnvironmentEntry]:
     completed: dict[str, EnvironmentEntry] = {}
     errors: list[tuple[tuple[str, ...], ValidationError | str]] = []
     for key, entry in entries.items():
         try:
-            completed[key] = _complete(entry, plugin_path)
+            completed[key] = _complete(entry, plugin_path, environ)
         except plugins.PluginError as error:
             errors.append(((key, "name"), str(error)))
         except ValidationError as error:
             errors.append(((key, "kwargs"), error))
+        except ValueTaken as error:
+            errors.append(((key, "kwargs"), str(error)))
     if errors:
         raise nested(errors)
     return completed
 
 
-def _complete(entry: EnvironmentEntry, plugin_path: Sequence[str]) -> EnvironmentEntry:
-    """The entry with the defaults of its environment filled in; a `SecretStr` keeps what was given, a reference."""
-    made = plugins.make(plugins.ENVIRONMENTS, entry.name, plugin_path, json.dumps(entry.kwargs), {"plugin_path": plugin_path})
-    return entry.model_copy(update={"kwargs": _with_references(made.model_dump(mode="json"), made)})
+def _complete(entry: EnvironmentEntry, plugin_path: Sequence[str], environ: Mapping[str, str]) -> EnvironmentEntry:
+    """The entry with the defaults of its environment filled in, checked with the values that references stand for."""
+    kwargs = _reveal_known(entry.kwargs, environ)
+    made = plugins.make(plugins.ENVIRONMENTS, entry.name, plugin_path, kwargs, {"plugin_path": plugin_path})
+    return entry.model_copy(update={"kwargs": keep_references(made, entry.kwargs, environ)})
+
+
+def _reveal_known(settings: Mapping[str, Any], environ: Mapping[str, str]) -> str:
+    """As JSON. Where a variable is not set here the references stay: preflight has the sentence."""
+    return json.dumps(settings if find_missing(settings, environ) else reveal_all(settings, environ))
+
+
+def keep_references(made: BaseModel, given: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
+    """The settings of `made` as plain values, with the references that were given in place of their values. Raises `ValueTaken`
+    where a value stands elsewhere too."""
+    dumped: dict[str, Any] = _put_back(_with_references(made.model_dump(mode="json"), made), given)
+    values = find_secret_values(environ, find_references(given))
+    if names := [name for name, value in dumped.items() if any(part in json.dumps(value) for part in spell_all(values))]:
+        raise ValueTaken(
+            f"{names[0]} holds the value of a variable that another setting refers to: take it apart where it is used, in a "
+            "private field (docs/security.md)"
+        )
+    return dumped
+
+
+def _put_back(dumped: Any, given: Any) -> Any:
+    if has_reference(given):
+        return given
+    if isinstance(dumped, dict) and isinstance(given, Mapping):
+        return {name: _put_back(value, given.get(name)) for name, value in dumped.items()}
+    if isinstance(dumped, list) and isinstance(given, list) and len(dumped) == len(given):
+        return [_put_back(*each) for each in zip(dumped, given, strict=True)]
+    return dumped
 
 
 def _with_references(dumped: Any, made: Any) -> Any:
@@ -226,6 +276,11 @@ def _with_references(dumped: Any, made: Any) -> Any:
 def as_json(config: RunConfig) -> dict[str, Any]:
     """The configuration as plain JSON values; `RunConfig.model_validate_json(json.dumps(as_json(config)))` gives it back."""
     return config.model_dump(mode="json")
+
+
+def make_redactor(config: RunConfig, environ: Mapping[str, str] = os.environ) -> Redactor:
+    """Of what a process of this run must not write down."""
+    return Redactor.of(environ, find_references(as_json(config)))
 
 
 def config_hash(config: RunConfig) -> str:

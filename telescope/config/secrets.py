@@ -1,45 +1,63 @@
-"""What counts as a secret, and how a setting refers to one: `${oc.env:NAME}`, never the value itself.
+"""How a setting refers to a secret: `${oc.env:NAME}`, whole or inside a text, never the value itself.
 
-A reference stays text in every file of a run; `reveal` reads the variable in the process that needs the value.
+A reference stays text in every file of a run; `reveal` reads the variable in the process that needs the value. What must not be
+written down, and how it is found, is in redaction.py.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-_SECRET_NAME = re.compile(
-    r"(^|[_.-])(api_?key|access_?key|private_?key|key|token|passw(or)?d|passphrase|secret|credentials?)$", re.I
-)
-_REFERENCE = re.compile(r"^\$\{oc\.env:([A-Za-z_][A-Za-z0-9_]*)\}$")
-REDACTED = "<redacted>"
+from telescope.config.redaction import REDACTED, find_secret_values, spell_all
+from telescope.config.redaction import is_secret_name as is_secret_name
+
+_WHOLE = re.compile(r"^\$\{oc\.env:([A-Za-z_][A-Za-z0-9_]*)\}$")
+_REFERENCE = re.compile(r"\$\{oc\.env:([A-Za-z_][A-Za-z0-9_]*)(?:,\s*(?:'([^'{}\\]*)'|([^'{},\\]*)))?\}")
+"""The name, and what stands there where the variable is not set."""
 
 
 class SecretMissing(ValueError):
     """An environment variable that a setting refers to is not set."""
 
 
-def is_secret_name(name: str) -> bool:
-    """True for `judge_api_key` and `HF_TOKEN`, False for `max_tokens`, `monkey` and `token_count`."""
-    return _SECRET_NAME.search(name) is not None
-
-
 def parse_reference(value: Any) -> str | None:
-    """The variable's name in `${oc.env:NAME}`, None for anything else."""
-    match = _REFERENCE.match(value) if isinstance(value, str) else None
+    """The variable's name where `${oc.env:NAME}` is all that the value is, None for anything else."""
+    match = _WHOLE.match(value) if isinstance(value, str) else None
     return match.group(1) if match else None
+
+
+def make_reference(name: str, default: str | None = None) -> str:
+    """`${oc.env:NAME}` or `${oc.env:NAME,'default'}`. Raises `ValueError` for a default that can't stand in one."""
+    reference = f"${{oc.env:{name}}}" if default is None else f"${{oc.env:{name},'{default}'}}"
+    if not _REFERENCE.fullmatch(reference):
+        raise ValueError("the default of a reference has none of ' \\ { }")
+    return reference
+
+
+def has_reference(value: Any) -> bool:
+    return isinstance(value, str) and _REFERENCE.search(value) is not None
+
+
+def replace_references(text: str, write: Callable[[str, str | None], str]) -> str:
+    """The text with what `write` makes of each reference's name and default."""
+    return _REFERENCE.sub(lambda match: write(match[1], match[3] if match[2] is None else match[2]), text)
 
 
 def reveal(value: Any, environ: Mapping[str, str] = os.environ) -> Any:
     """The value a setting stands for. Raises `SecretMissing` with the variable's name."""
-    name = parse_reference(value)
-    if name is None:
-        return value
-    if name not in environ:
+    return _REFERENCE.sub(lambda match: _read(match, environ), value) if isinstance(value, str) else value
+
+
+def _read(match: re.Match[str], environ: Mapping[str, str]) -> str:
+    name, quoted, plain = match.groups()
+    if name in environ:
+        return environ[name]
+    if quoted is None and plain is None:
         raise SecretMissing(f"the environment variable {name} is not set, but a setting refers to it (${{oc.env:{name}}})")
-    return environ[name]
+    return quoted if quoted is not None else plain
 
 
 def reveal_all(settings: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
@@ -50,30 +68,34 @@ def reveal_all(settings: Mapping[str, Any], environ: Mapping[str, str] = os.envi
 def _reveal_deep(value: Any, environ: Mapping[str, str]) -> Any:
     if isinstance(value, Mapping):
         return {key: _reveal_deep(item, environ) for key, item in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [_reveal_deep(item, environ) for item in value]
     return reveal(value, environ)
 
 
-SHORTEST_SCRUBBED = 8
-"""A shorter value may be an ordinary word; it is no secret worth the name."""
+def find_references(settings: Any) -> frozenset[str]:
+    """The variables that the texts of a tree of dicts and lists refer to."""
+    return frozenset(match.group(1) for text in _find_texts(settings) for match in _REFERENCE.finditer(text))
+
+
+def find_missing(settings: Any, environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Those of them that are not set and have no default."""
+    found = (match.groups() for text in _find_texts(settings) for match in _REFERENCE.finditer(text))
+    return sorted({name for name, quoted, plain in found if name not in environ and quoted is None and plain is None})
+
+
+def _find_texts(settings: Any) -> Iterator[str]:
+    if isinstance(settings, str):
+        yield settings
+    items = settings.values() if isinstance(settings, Mapping) else settings if isinstance(settings, list | tuple) else ()
+    for value in items:
+        yield from _find_texts(value)
 
 
 def secret_values(environ: Mapping[str, str], settings: Any = ()) -> frozenset[str]:
-    """The values that must not be written down: of environment variables with a secret's name, and of those that the settings
-    refer to; also without the white space around them, as they are sent and quoted."""
-    named = {value for name, value in environ.items() if is_secret_name(name)} | set(_find_references(settings, environ))
-    return frozenset(value for value in named | {value.strip() for value in named} if len(value) >= SHORTEST_SCRUBBED)
-
-
-def _find_references(settings: Any, environ: Mapping[str, str]) -> Iterator[str]:
-    if isinstance(settings, Mapping):
-        settings = list(settings.values())
-    if isinstance(settings, list | tuple):
-        for value in settings:
-            yield from _find_references(value, environ)
-    elif (name := parse_reference(settings)) is not None:
-        yield environ.get(name, "")
+    """What must not be written down: the values of environment variables with a secret's name, and of those that the settings
+    refer to, in every form in which they travel."""
+    return spell_all(find_secret_values(environ, find_references(settings)))
 
 
 def scrubbed(text: str, secrets: Iterable[str]) -> str:
@@ -89,4 +111,4 @@ def redacted(settings: Any, name: str = "") -> Any:
         return {key: redacted(value, str(key)) for key, value in settings.items()}
     if isinstance(settings, list | tuple):
         return [redacted(value, name) for value in settings]
-    return REDACTED if isinstance(settings, str) and is_secret_name(name) and parse_reference(settings) is None else settings
+    return REDACTED if isinstance(settings, str) and is_secret_name(name) and not has_reference(settings) else settings

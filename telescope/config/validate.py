@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args, get_origin
@@ -16,7 +17,9 @@ from pydantic import ValidationError
 
 from telescope.config import plugins
 from telescope.config.conflicts import conflicts
+from telescope.config.redaction import Redactor
 from telescope.config.run import RunConfig
+from telescope.config.secrets import find_references
 from telescope.config.words import ConfigProblem, allowed_values, bare_type, did_you_mean, in_words, nearest, typed
 from telescope.settings import Settings
 
@@ -52,13 +55,22 @@ class Mistake:
         return ".".join(map(str, self.place))
 
 
-def validate(container: Mapping[str, Any]) -> tuple[RunConfig | None, list[ConfigProblem]]:
-    """The configuration, or None and all its problems. `container` holds plain JSON values."""
+def validate(
+    container: Mapping[str, Any], environ: Mapping[str, str] = os.environ
+) -> tuple[RunConfig | None, list[ConfigProblem]]:
+    """The configuration, or None and all its problems. `container` holds plain JSON values, which may refer to variables of
+    `environ`: what a class of the user's says of their values is shown without them."""
+    config, problems = _judge(container, environ)
+    hide = Redactor.of(environ, find_references(container))
+    return config, [ConfigProblem(problem.path, hide.text(problem.sentence)) for problem in problems]
+
+
+def _judge(container: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[RunConfig | None, list[ConfigProblem]]:
     rest = copy.deepcopy(dict(container))
     mistakes: list[Mistake] = []
     for _ in range(_ROUNDS):
         try:
-            config = RunConfig.model_validate_json(json.dumps(rest), strict=True)
+            config = RunConfig.model_validate_json(json.dumps(rest), strict=True, context={"environ": environ})
         except ValidationError as error:
             found = explain(error, rest)
             said = {mistake.path for mistake in mistakes}  # what was set aside is missing now, which is not a second mistake

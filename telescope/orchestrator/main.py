@@ -16,7 +16,7 @@ import msgspec
 
 from telescope.config.plugins import PluginError
 from telescope.config.run import RunConfig, as_json, config_hash
-from telescope.config.secrets import SecretMissing
+from telescope.config.secrets import SecretMissing, redacted
 from telescope.config.sections import CurriculumSettings
 from telescope.config.words import ConfigError
 from telescope.exit_codes import ERROR
@@ -78,7 +78,7 @@ def run_orchestrator(context: ProcessContext, signals: ProcessSignals) -> int:
     run = context.directory
     with reserved(run.summary_json, run.failure(context.name), nbytes=LAST_WORDS_BYTES):
         outcome = asyncio.run(_run(context, signals))
-        return 0 if outcome.ok else say_why(run, context.name, outcome.reason, outcome.exit_code)
+        return 0 if outcome.ok else say_why(run, context.name, context.redactor.text(outcome.reason), outcome.exit_code)
 
 
 def make_flow_settings(config: RunConfig, *, trainer_sends: bool = False) -> FlowSettings:
@@ -162,19 +162,21 @@ async def _run(context: ProcessContext, signals: ProcessSignals) -> RunOutcome:
     placement = read_placement(run.plan_json)
     begun = start_run(run, make_flow_settings(config, trainer_sends=choose(config, placement).collective))
     core = begun.core
-    run_log = RunLog(run, "orchestrator")
+    run_log = RunLog(run, "orchestrator", redactor=context.redactor)
     mirror = mirror_for(
         config.logging,
         name=config.name,
         folder=run.wandb,
-        config=as_json(config),
+        config=context.redactor.tree(redacted(as_json(config))),
         share=lambda: share_of(run, begun.lineage, context.identity.run_id),
     )
     ranges = {label: ends for label in config.environments if (ends := config.reward_range(label))}
     rewards = RewardRanges(ranges, normalize=config.rollout.normalize_rewards)
     parity = ParityCheck.from_config(config, "gpu" if placement.on_gpu else "cpu")
     groups = config.logging.token_groups
-    recorder = Recorder(run, run_log, mirror, config.number_of_steps, rewards, token_groups=groups, parity=parity)
+    recorder = Recorder(
+        run, run_log, mirror, config.number_of_steps, rewards, token_groups=groups, parity=parity, redactor=context.redactor
+    )
     recorder.resume(begun.counters, begun.history, begun.rollouts)
 
     def summarize() -> None:
@@ -207,7 +209,7 @@ async def _train(
     """Open the journal and the hub, and be the orchestrator until the core says EndRun."""
     config, run, core = context.config, context.directory, begun.core
     started = time.monotonic()
-    journal = Journal(run.journal)
+    journal = Journal(run.journal, context.redactor)
     opened.push_async_callback(end.close, journal.close)
     journal.append(encode_opening(core.settings, core.saved))
     opened.push_async_callback(end.close, lambda: _end_groups(core, recorder, journal, end.outcome.reason, started))

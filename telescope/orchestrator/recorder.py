@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 import orjson
 
+from telescope.config.redaction import Redactor
 from telescope.flow import commands
 from telescope.flow.counts import Counts
 from telescope.maths.summaries import gini, group_mean, max_median_ratio
@@ -55,7 +56,9 @@ class Recorder:
         *,
         token_groups: int = 0,
         parity: ParityCheck | None = None,
+        redactor: Redactor | None = None,
     ) -> None:
+        self._redactor = redactor or Redactor()
         self._token_groups = token_groups
         self._parity = parity or ParityCheck()
         self._run, self._log, self._mirror, self._steps = run, log, mirror, number_of_steps
@@ -367,7 +370,7 @@ class Recorder:
     def _write(self, path: Path, text: str, *, durable: bool) -> None:
         """A disk that takes no status ends no run; it is said once a file."""
         try:
-            write_atomically(path, text, durable=durable)
+            write_atomically(path, self._redactor.json_line(text.encode()).decode(), durable=durable)
         except OSError as error:
             if path not in self._unwritable:
                 log.error("%s cannot be written (%s): the run goes on without", path, error.strerror)

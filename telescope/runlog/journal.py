@@ -9,6 +9,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from telescope.config.redaction import Redactor
+
 
 class JournalError(RuntimeError):
     """The journal cannot be written; going on would make the run unexplainable and impossible to resume."""
@@ -17,8 +19,9 @@ class JournalError(RuntimeError):
 class Journal:
     """Append-only file of lines, owned by one process."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, redactor: Redactor | None = None) -> None:
         self.path = path
+        self._redactor = redactor or Redactor()
         self.broken = False
         """A line could not be written whole: whatever came after it would be lost in its remains."""
         try:
@@ -29,7 +32,7 @@ class Journal:
 
     def append(self, line: bytes) -> None:
         """Write one line (its newline is added here); safe from SIGKILL when this returns."""
-        view = memoryview(line + b"\n")
+        view = memoryview(self._redactor.json_line(line) + b"\n")
         try:
             while view:
                 view = view[os.write(self._descriptor, view) :]

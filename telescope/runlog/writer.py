@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import orjson
 
+from telescope.config.redaction import Redactor
 from telescope.runlog.layout import RunDirectory
 from telescope.runlog.schema import STREAMS
 from telescope.runlog.sealing import seal
@@ -87,6 +88,8 @@ class RunLog:
     seals_at_end: bool = True
     """False: what is unsealed when it is closed stays as it is; readers read it as well, and a process of a short run need not
     load the library that seals."""
+    redactor: Redactor = field(default_factory=Redactor)
+    """Of what no row may hold."""
     counters: RowCounters = field(default_factory=RowCounters)
 
     def __post_init__(self) -> None:
@@ -215,7 +218,7 @@ class RunLog:
     def _encode(self, entry: _Entry) -> bytes | None:
         """The row's line; None, and counted, where no JSON can hold it."""
         try:
-            return _line(entry.row)
+            return self.redactor.json_line(_line(entry.row))
         except (TypeError, ValueError, RecursionError) as error:
             self.counters.unlogged += 1
             level = logging.DEBUG if self._alerted_of_encoding else logging.ERROR

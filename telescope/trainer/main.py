@@ -165,7 +165,7 @@ def timeline(place: ProcessContext, world: World, step: int) -> Timeline:
     settings = place.config.logging
     wanted = settings.track_gpu_events or settings.torch_memory_sample_interval_seconds > 0
     return Timeline(
-        RunLog(place.directory, place.name, seals_at_end=False) if wanted else None,
+        RunLog(place.directory, place.name, seals_at_end=False, redactor=place.redactor) if wanted else None,
         process=place.name,
         device=world.device,
         spans=settings.track_gpu_events,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from telescope.config import plugins
+from telescope.config.secrets import reveal_all
 from telescope.weights.base import RunPlacement, SharedGpus, Transport, TransportRefused
 
 if TYPE_CHECKING:
@@ -98,9 +99,9 @@ def choose(config: RunConfig, placement: RunPlacement) -> Transport:
 
 
 def transport_named(name: str, plugin_path: Sequence[str] = (), kwargs: Mapping[str, Any] | None = None) -> Transport:
-    """With its own settings. Raises `TransportRefused` for one that is not known here."""
+    """With its own settings, references followed. Raises `TransportRefused` for one that is not known here, `SecretMissing`."""
     try:
-        return plugins.make(plugins.TRANSPORTS, name, plugin_path, json.dumps(dict(kwargs or {})))
+        return plugins.make(plugins.TRANSPORTS, name, plugin_path, json.dumps(reveal_all(kwargs or {})))
     except plugins.PluginError as error:
         raise TransportRefused(f"weights come by {name!r}, which this installation does not know: {error}") from error
 

@@ -19,12 +19,13 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from telescope.config.run import RunConfig, config_hash, load_run
+from telescope.config.redaction import Redactor
+from telescope.config.run import RunConfig, config_hash, load_run, make_redactor
 from telescope.exit_codes import COMPONENT_FAILED, ERROR
 from telescope.records import Role
 from telescope.runlog.identity import RunIdentity, read_identity
@@ -50,11 +51,14 @@ class ProcessContext:
     identity: RunIdentity
     address: str = LOOPBACK
     """Where this process's sockets bind: its host's on the run's network, loopback where the run has one host."""
+    redactor: Redactor = field(default_factory=Redactor)
+    """Of what it must not write into the run's files. Its log is redacted by the shim."""
 
     @classmethod
     def read(cls, directory: RunDirectory, name: str) -> ProcessContext:
         address = os.environ.get(ADDRESS, LOOPBACK)
-        return cls(directory, name, load_run(directory.config_json), read_identity(directory), address)
+        config = load_run(directory.config_json)
+        return cls(directory, name, config, read_identity(directory), address, make_redactor(config))
 
     def make_hello(self, role: Role, *, capacity: int, **facts: Any) -> Hello:
         """`facts`: what only this role has to say, e.g. `rank=1`."""
@@ -187,9 +191,11 @@ def run_process(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
     )
     signals = ProcessSignals(held=held)
+    redactor = Redactor.of(os.environ)
     try:
         signals.watch()
         context = ProcessContext.read(directory, name)
+        redactor = context.redactor
         if context.config.debug:
             logging.getLogger("telescope").setLevel(logging.DEBUG)
         return life(context, signals)
@@ -197,7 +203,8 @@ def run_process(
         log.info("%s", interrupted)
         return 128 + interrupted.number
     except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 the process edge: said, recorded, never silent
-        return say_why(directory, name, *known.describe_end(name, error))
+        sentence, code = known.describe_end(name, error)
+        return say_why(directory, name, redactor.text(sentence), code)
 
 
 def raise_file_limit() -> None:

@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from telescope.config import plugins
-from telescope.config.run import RunConfig
-from telescope.config.secrets import secret_values
+from telescope.config.run import RunConfig, keep_references
+from telescope.config.secrets import find_references, secret_values
 from telescope.environments.base import Environment, Prompt
 from telescope.environments.validate import (
     describe_not_awaitable,
@@ -77,7 +77,7 @@ def _load(config: RunConfig, label: str) -> LoadedEnvironment:
             raise ValueError("it has no prompts in its train split")
         _refuse(find_class_mistake(kind))
         secrets = secret_values(os.environ, entry.kwargs)
-        card = make_card(label, environment, prompts)
+        card = make_card(label, environment, prompts, entry.kwargs)
         return LoadedEnvironment(label, environment, prompts, card, secrets, entry.set_up_timeout_s, entry.tear_down_timeout_s)
     except ValidationError as error:
         first = error.errors()[0]
@@ -98,11 +98,17 @@ def _refuse(mistake: str) -> None:
         raise TypeError(mistake)
 
 
-def make_card(label: str, environment: Environment, prompts: dict[str, Sequence[Prompt]]) -> EnvironmentCard:
-    """Sizes, and a digest over settings and prompts: all of them up to `SAMPLE`, else `SAMPLE` spread over the split."""
+def make_card(
+    label: str, environment: Environment, prompts: dict[str, Sequence[Prompt]], kwargs: Mapping[str, Any] = {}
+) -> EnvironmentCard:
+    """Sizes, and a digest over settings and prompts: all of them up to `SAMPLE`, else `SAMPLE` spread over the split. Settings
+    that are references in `kwargs` count as these: the digest must not follow from a variable's value."""
     hashed = hashlib.sha256()
     # By their JSON, so that secrets are hashed as the stars they are shown as.
-    _feed(hashed, [type(environment).__name__, environment.model_dump(mode="json")])
+    settings = (
+        keep_references(environment, kwargs, os.environ) if find_references(kwargs) else environment.model_dump(mode="json")
+    )
+    _feed(hashed, [type(environment).__name__, settings])
     for split, sequence in prompts.items():
         _feed(hashed, [split, len(sequence)])
         for prompt in sample_prompts(sequence):

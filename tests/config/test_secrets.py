@@ -1,11 +1,18 @@
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+import pytest
 from omegaconf import OmegaConf
 
+from telescope._launch.preflight import find_obstacles
+from telescope._launch.process_environment import make_child_environment
+from telescope._launch.process_plan import Host, make_plan
 from telescope.compose.resolve import resolve
-from telescope.config.run import dump_run
-from telescope.config.secrets import is_secret_name, redacted, reveal_all, scrubbed, secret_values
-from tests.config.conftest import compose_one, sentences
+from telescope.config.run import config_hash, dump_run
+from telescope.config.secrets import SecretMissing, is_secret_name, redacted, reveal, reveal_all, scrubbed, secret_values
+from tests.config.conftest import compose_one, sentences, write
 
 
 def test_what_counts_as_a_secret_by_its_name():
@@ -72,6 +79,145 @@ def test_what_can_not_be_resolved_is_listed_all_at_once():
     assert values == {"d": 1}
     assert [problem.path for problem in problems] == ["a", "b", "c"]
     assert problems[2].sentence.endswith("refers to the environment variable NOT_SET_ANYWHERE, which is not set")
+
+
+LEAK = """
+from pathlib import Path
+from typing import Literal
+from pydantic import SecretStr, field_validator
+from telescope.environments.base import SingleTurn
+from telescope.settings import Settings
+
+class Judge(Settings):
+    url: str = ""
+    tries: int = 1
+
+class Leak(SingleTurn):
+    note: str = ""
+    notes: tuple[str, ...] = ()
+    headers: dict[str, str] = {}
+    judge: Judge = Judge()
+    wrapped: SecretStr = SecretStr("")
+    tone: Literal["plain", "loud"] = "plain"
+    folder: Path = Path("/")
+    url: str = "http://x"
+    copied: str = ""
+
+    @field_validator("url")
+    @classmethod
+    def _is_url(cls, url):
+        if not url.startswith("http"):
+            raise ValueError(f"url={url} is not a URL")
+        return url
+
+    def prompts(self, split):
+        return []
+"""
+PASSWORD = {"PGPASSWORD": "s3cr3t-of-mine"}
+KWARGS = "environments.leak.kwargs"
+
+
+@pytest.fixture
+def compose_leak(tmp_path: Path):
+    write(tmp_path / "plugins" / "environments" / "leak.py", LEAK)
+    return lambda *overrides, environ=PASSWORD: compose_one("env=[leak]", *overrides, config_dir=tmp_path, environ=environ)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "note=${oc.env:PGPASSWORD}",
+        "notes=['x ${oc.env:PGPASSWORD} y','${oc.env:PGPASSWORD}']",
+        "headers={X: 'Bearer ${oc.env:PGPASSWORD}'}",
+        "judge={url: 'http://me:${oc.env:PGPASSWORD}@host'}",
+        "wrapped=${oc.env:PGPASSWORD}",
+        "url='http://${oc.env:PGPASSWORD}'",
+        "note='${environments.leak.kwargs.url}'",
+    ],
+)
+def test_a_reference_in_free_text_stays_whatever_its_name_whole_or_embedded(compose_leak, given):
+    point = compose_leak(
+        f"{KWARGS}.{given}", f"{KWARGS}.url='http://${{oc.env:PGPASSWORD}}'" if "kwargs.url" in given else "seed=0"
+    )
+    assert not sentences(point)
+    assert "PGPASSWORD}" in dump_run(point.config)
+    assert "s3cr3t" not in dump_run(point.config)
+    assert "s3cr3t" in json.dumps(reveal_all(point.config.environments["leak"].kwargs, PASSWORD))
+
+
+def test_choices_numbers_paths_and_model_names_are_resolved_and_recorded(compose_leak, tmp_path, monkeypatch):
+    environ = {"TONE": "loud", "N": "3", "PLACE": "/not/there", "HOME_OF_MINE": str(tmp_path), "MODEL": "tiny_turns"}
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    config = compose_leak(
+        f"{KWARGS}.tone=${{oc.env:TONE}}",
+        f"{KWARGS}.judge.tries='${{oc.decode:${{oc.env:N}}}}'",
+        f"{KWARGS}.folder=${{oc.env:PLACE}}",
+        f"{KWARGS}.note='${{oc.env:HOME_OF_MINE}}/data'",
+        "model.name=${oc.env:MODEL}",
+        environ=environ,
+    ).config
+    kwargs = config.environments["leak"].kwargs
+    assert (kwargs["tone"], kwargs["judge"]["tries"], kwargs["folder"]) == ("loud", 3, "/not/there")
+    assert (kwargs["note"], config.model.name) == (f"{tmp_path}/data", "tiny_turns")
+
+
+def test_the_hash_does_not_follow_from_a_value(compose_leak):
+    override = f"{KWARGS}.note=${{oc.env:PGPASSWORD}}"
+    here, there = (compose_leak(override, environ={"PGPASSWORD": value}).config for value in ("one-value", "another-value"))
+    assert config_hash(here) == config_hash(there)
+
+
+def test_a_default_counts_where_the_variable_is_not_set(compose_leak):
+    config = compose_leak(f"{KWARGS}.note='<${{oc.env:NOWHERE,a b}}>'", environ={}).config
+    kept = config.environments["leak"].kwargs["note"]
+    assert kept == "<${oc.env:NOWHERE,'a b'}>"
+    assert (reveal(kept, {}), reveal(kept, {"NOWHERE": "here"})) == ("<a b>", "<here>")
+
+
+def test_a_variable_in_free_text_that_is_not_set_is_refused_by_name(compose_leak):
+    said = sentences(compose_leak(f"{KWARGS}.headers={{X: 'Bearer ${{oc.env:NOWHERE}}'}}"))
+    assert f"{KWARGS}.headers.X refers to the environment variable NOWHERE, which is not set" in said
+
+
+def test_a_node_that_lacks_a_variable_is_refused_by_name(compose_leak, monkeypatch):
+    config = compose_leak(f"{KWARGS}.note=${{oc.env:PGPASSWORD}}").config
+    plan = make_plan(config, (Host("here", cpus=2),))
+    needs = {process.name: process.needs for process in plan.processes if process.needs}
+    assert set(needs.values()) == {("PGPASSWORD",)}
+    assert all(name.startswith("worker-") for name in needs)
+    monkeypatch.delenv("PGPASSWORD", raising=False)
+    assert "PGPASSWORD is not set on this host" in "\n".join(find_obstacles(config, plan, elsewhere=True))
+    with pytest.raises(SecretMissing, match="PGPASSWORD is not set on this host"):
+        make_child_environment({}, ("PGPASSWORD",))
+
+
+def test_a_class_that_refuses_a_value_does_not_show_it(compose_leak):
+    said = sentences(compose_leak(f"{KWARGS}.url=${{oc.env:PGPASSWORD}}"))
+    assert "url=<redacted> is not a URL" in said
+
+
+@pytest.mark.parametrize(
+    ("override", "path"),
+    [
+        (f"{KWARGS}.note=sk-abcdefghijklmnop1234", f"{KWARGS}.note"),
+        (f"{KWARGS}.headers={{Authorization: 'Bearer abcdefgh'}}", f"{KWARGS}.headers.Authorization"),
+        (f"{KWARGS}.headers={{authtoken: my-own-words}}", f"{KWARGS}.headers.authtoken"),
+        ("+cluster.env.MYSQL_PWD=my-own-words", "cluster.env.MYSQL_PWD"),
+        ("+cluster.env.HERE='postgres://me:my-word@db/x'", "cluster.env.HERE"),
+    ],
+)
+def test_a_literal_secret_is_warned_of_with_the_line_to_type(compose_leak, override, path):
+    (warning,) = (said for said in compose_leak(override).warnings if "looks like a secret" in said)
+    assert warning.startswith(f"{path} looks like a secret")
+    assert warning.endswith(f"give {path}='${{oc.env:{path.rpartition('.')[2].upper()}}}'")
+    assert "my-" not in warning
+    assert "abcdefgh" not in warning
+
+
+def test_ordinary_text_is_not_warned_of(compose_leak):
+    given = (f"{KWARGS}.note=an ordinary sentence about authors", f"{KWARGS}.headers={{author: somebody-known}}")
+    assert not [said for said in compose_leak(*given).warnings if "secret" in said]
 
 
 def test_a_copy_for_mirrors_hides_literal_secrets_only():

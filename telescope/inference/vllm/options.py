@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from telescope.config.secrets import reveal_all
 from telescope.config.sections import InferenceSettings, ModelSettings, WeightSyncSettings
 from telescope.config.vllm_arguments import merged
 from telescope.inference.vllm.adapters import vllm_rank
@@ -107,7 +108,7 @@ def engine_arguments(plan: ServerPlan) -> dict[str, Any]:
         arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
         if settings.sleep_while_training != "off":
             arguments["enable_sleep_mode"] = True
-    return merged(arguments, settings.vllm)
+    return merged(arguments, reveal_all(settings.vllm))
 
 
 class NoRoom(ValueError):
