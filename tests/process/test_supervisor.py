@@ -39,7 +39,8 @@ def test_a_run_whose_orchestrator_finishes_ends_with_0_and_leaves_nothing(launch
     assert launched.left_after(0) == []
     record = json.loads(launched.run.exit_json.read_bytes())
     ended = {"orchestrator": 0, "server-0": 0, "worker-0": 0}
-    assert record == {"exit_code": 0, "cause": None, "processes": ended, "restarts": {}, "interrupted": None}
+    whole = {"exit_code": 0, "cause": None, "processes": ended, "restarts": {}, "interrupted": None, "dropped_lines": 0}
+    assert record == whole
 
 
 @pytest.mark.parametrize("victim", ["orchestrator", "server-0", "trainer-0", "trainer-1", "worker-0"])
