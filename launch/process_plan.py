@@ -16,6 +16,7 @@ import msgspec
 
 from telescope._launch.host_placement import Counts, Demand, place_alone, place_apart, place_on_cores, place_sharing
 from telescope.records import Record
+from telescope.runlog.files import read_json
 from telescope.runlog.layout import write_atomically
 from telescope.wire.supervisor_channel import DESCRIPTOR
 
@@ -324,7 +325,8 @@ def write_plan(plan: LaunchPlan, path: Path) -> None:
 
 
 def read_plan(path: Path) -> LaunchPlan:
-    return msgspec.json.decode(path.read_bytes(), type=LaunchPlan)
+    """Raises FileNotFoundError and `DamagedFile`."""
+    return read_json(path, LaunchPlan)
 
 
 def _refuse_owned_variables(variables: dict[str, str]) -> None:

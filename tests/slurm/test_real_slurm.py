@@ -14,11 +14,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from telescope._launch.slurm.queue import describe_state
+from telescope._launch.slurm.queue import QueuedJob, describe_state
 from telescope.runlog.attempts import read_lineage, read_submission
-from telescope.runlog.ending import read_object
+from telescope.runlog.files import read_object
 from telescope.runlog.identity import read_identity
 from telescope.runlog.layout import RunDirectory
+from telescope.runlog.opening import look
 from tests.packaging.test_wheel import python, wheel
 from tests.slurm.conftest import ROOT, Job, Submit
 from tests.slurm.real_slurm import Slurm
@@ -105,7 +106,7 @@ def test_nothing_is_left_after_scancel(tracking: str, submit: Submit, request: p
     job.until_gone()
     assert job.left() == []
     assert len(job.attempts) == 1
-    assert describe_state(job.directory, {job.job_id: "CANCELLED"}) == "cancelled"
+    assert describe_state(look(job.directory), {job.job_id: QueuedJob("CANCELLED")}) == "cancelled"
 
 
 def test_before_the_walltime_the_run_saves_its_step_is_queued_again_and_goes_on(slurm: Slurm, submit: Submit):
