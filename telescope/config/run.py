@@ -28,6 +28,7 @@ from pydantic_core import PydanticCustomError
 from telescope.algorithms.base import Algorithm
 from telescope.backends.base import BackendSettings
 from telescope.config import plugins
+from telescope.config.resume import FIXED
 from telescope.config.secrets import reveal_all
 from telescope.config.sections import (
     CheckpointSettings,
@@ -312,7 +313,8 @@ def _describe_edits(path: Path, content: Mapping[str, Any], written: Any) -> str
     edits = list(_differences(before, content)) if isinstance(before, dict) and _hash_of(before) == written else []
     told = "; ".join(_describe_edit(*edit) for edit in edits[:SHOWN_EDITS])
     more = f" and {len(edits) - SHOWN_EDITS} more" if len(edits) > SHOWN_EDITS else ""
-    example = next((f"{place}={json.dumps(here)}" for place, _, here in edits if _is_plain(here)), "number_of_steps=600")
+    may = (f"{place}={json.dumps(here)}" for place, _, here in edits if _is_plain(here) and place not in FIXED)
+    example = next(may, "number_of_steps=600")
     command = f"telescope runs resume {shlex.quote(str(path.parent))} {shlex.quote(example)}"
     known, copy = (f" ({told}{more})", ", by config.yaml beside it") if told else ("", "")
     return (

@@ -243,7 +243,8 @@ def test_an_edited_configuration_is_refused_by_every_command_that_would_use_it(
     assert code == 1
     assert f"{run}/config.json says hash" in said
     assert re.search(rf"the file was edited {told}\. Put it back as it was, by config\.yaml beside it", said)
-    assert f"telescope runs resume {run} " in said
+    may = "trainer.learning_rate=0.1" if place == "trainer.learning_rate" else "number_of_steps=600"
+    assert f"`telescope runs resume {run} {may}`" in said
     assert left_of(run) == before
 
 
